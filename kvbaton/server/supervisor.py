@@ -30,19 +30,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from kvbaton.engine.process import die_with_parent
 from kvbaton.errors import ConfigError, RequestError
-from kvbaton.messages.workers import (
-    AskMetrics,
-    FromWorker,
-    PublishedState,
-    ToWorker,
-    WorkerMetrics,
-    WorkerReport,
-    WorkerStarted,
-)
 from kvbaton.server.app import freeze_startup
 from kvbaton.server.auth import PEER
 from kvbaton.server.metrics import MergedMetrics
 from kvbaton.server.sse import EVENTS, send_events
+from kvbaton.types import Count
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +50,49 @@ _LENGTH = struct.Struct("<I")
 
 WorkerMain = Callable[["WorkerLink", Any], Awaitable[None]]
 """What runs in a worker, a function of a module: gets its link and the payload, and serves."""
+
+# --- what a supervisor and its workers tell each other, as MessagePack ---
+
+
+class PublishedState(msgspec.Struct, frozen=True, tag="state"):
+    """What the supervisor knows and workers need; each replaces the one before.
+
+    Attributes:
+        data: as the owner of the workers encodes it.
+    """
+
+    data: bytes
+
+
+class AskMetrics(msgspec.Struct, frozen=True, tag="ask_metrics"):
+    """Answered by `WorkerMetrics` with the same number."""
+
+    number: Count
+
+
+class WorkerStarted(msgspec.Struct, frozen=True, tag="started"):
+    """The worker serves."""
+
+
+class WorkerMetrics(msgspec.Struct, frozen=True, tag="metrics"):
+    """What a worker counts, in Prometheus' text format."""
+
+    number: Count
+    text: str
+
+
+class WorkerReport(msgspec.Struct, frozen=True, tag="report"):
+    """What a worker has learned and its supervisor should know.
+
+    Attributes:
+        data: as the owner of the workers encodes it.
+    """
+
+    data: bytes
+
+
+ToWorker = PublishedState | AskMetrics
+FromWorker = WorkerStarted | WorkerMetrics | WorkerReport
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)

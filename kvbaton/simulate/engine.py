@@ -35,7 +35,7 @@ from kvbaton.messages.nodes import NodeInfo
 from kvbaton.server.node import LoadMeter, wires_of
 from kvbaton.simulate.clock import VirtualLoop
 from kvbaton.simulate.engine_model import EngineModel
-from kvbaton.simulate.handover import WirePrefix, Wires, WireSource, WireTarget
+from kvbaton.simulate.handover import SimulatedWires, WirePrefix, WireSource, WireTarget
 from kvbaton.simulate.traces import END_TOKEN, TraceRequest, token_ids
 
 VOCABULARY = 1 << 31
@@ -168,7 +168,7 @@ class ModeledEngine:
         role: str,
         model: EngineModel,
         loop: VirtualLoop,
-        wires: Wires,
+        wires: SimulatedWires,
         prompts: Prompts,
         tell_blocks: Callable[[NodeInfo, CachedBlocks], None],
         seed: int,

@@ -74,7 +74,7 @@ class WireTransfer:
         return []
 
 
-class Wires:
+class SimulatedWires:
     """All hand-overs of a cluster.
 
     Args:
@@ -212,7 +212,7 @@ class WireSource(KVConnector):
     name = "source"
     transfer_role = "source"
 
-    def __init__(self, engine: WiredEngine, wires: Wires) -> None:
+    def __init__(self, engine: WiredEngine, wires: SimulatedWires) -> None:
         self._engine, self._wires = engine, wires
         self._by_request: dict[str, WireTransfer] = {}
 
@@ -255,7 +255,7 @@ class WirePrefix(KVConnector):
     name = "prefix"
     medium = "peer"
 
-    def __init__(self, engine: WiredEngine, wires: Wires) -> None:
+    def __init__(self, engine: WiredEngine, wires: SimulatedWires) -> None:
         self._engine, self._wires = engine, wires
         self._asked: set[requests.Request] = set()
 
@@ -289,7 +289,7 @@ class WireTarget(KVConnector):
     medium = "transferred"
     waits_for_room = True
 
-    def __init__(self, engine: WiredEngine, wires: Wires) -> None:
+    def __init__(self, engine: WiredEngine, wires: SimulatedWires) -> None:
         self._engine, self._wires = engine, wires
         self._awaited: dict[str, WireTransfer] = {}
 

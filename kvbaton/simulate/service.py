@@ -36,7 +36,7 @@ from kvbaton.router.retry_budget import RetryBudget
 from kvbaton.simulate.clock import VirtualLoop, run_virtually
 from kvbaton.simulate.engine import IDENTITY, ModeledEngine, Prompts
 from kvbaton.simulate.engine_model import EngineModel
-from kvbaton.simulate.handover import Wires
+from kvbaton.simulate.handover import SimulatedWires
 from kvbaton.simulate.traces import TraceRequest
 
 MAX_TOKENS = 4096
@@ -215,7 +215,7 @@ class _Service:
         self._deadline_s = deadline_s
         self._rng = random.Random(seed)
         self._prompts = Prompts(root_key(IDENTITY, ""), model.block_size)
-        wires = self._wires = Wires(model, loop.call_later, loop.time)
+        wires = self._wires = SimulatedWires(model, loop.call_later, loop.time)
         self.seconds = 0.0
         index = KnownPrefixIndex(self._prompts)
         self.engines = [

@@ -163,7 +163,6 @@ class ClientRequest:
     got: list[list[int]] = field(default_factory=list)
     finished: list[str | None] = field(default_factory=list)
     rejected: bool = False
-    unwanted: bool = False
 
     @property
     def over(self) -> bool:
@@ -510,7 +509,6 @@ class SimulatedNode(SimulatedProcess):
         """The client of an attempt has gone."""
         for name, request in self.requests.items():
             if request.job.attempt == attempt and not request.over:
-                request.unwanted = True
                 self._post(AbortRequest(request_id=name))
 
     def set_members(self, addresses: list[str]) -> None:

@@ -106,7 +106,6 @@ class Counters:
     failed: int = 0
     cancelled: int = 0
     refused: int = 0
-    dropped_messages: int = 0
     mismatches: int = 0
     by_code: Counter[str] = field(default_factory=Counter)
 
@@ -229,9 +228,8 @@ class Machine(Alarms, Generic[RecordT]):
         if len(self.stories) > MAX_STORIES:
             del self.stories[next(iter(self.stories))]
 
-    def count(self, code: str, *, dropped: bool = False) -> None:
-        """Count something by its name; `dropped` messages are counted together as well."""
-        self.counters.dropped_messages += dropped
+    def count(self, code: str) -> None:
+        """Count something by its name."""
         self.counters.by_code[code] += 1
 
     def apply(self, row: type | str, record: RecordT, given: Any) -> None:
@@ -266,7 +264,7 @@ class Machine(Alarms, Generic[RecordT]):
 
     def _drop(self, record: RecordT, given: Any) -> None:
         """Count it; the sender has its answer already."""
-        self.count(f"late_{type(given).__name__.lower()}", dropped=True)
+        self.count(f"late_{type(given).__name__.lower()}")
 
     def _ignore(self, record: RecordT, given: Any) -> None:
         """Nothing: it says nothing new, or engine or transport did not know yet that it is over."""

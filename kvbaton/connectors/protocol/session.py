@@ -153,7 +153,7 @@ class Sessions(Machine[RecordT], Generic[RecordT, SessionT]):
     def admit(self, session: Session, link: Link, seq: int) -> bool:
         """Whether a message is newer than all before it; replies then go to its link."""
         if seq <= session.last_in:
-            self.count("stale_seq", dropped=True)
+            self.count("stale_seq")
             return False
         session.last_in, session.link = seq, link
         return True

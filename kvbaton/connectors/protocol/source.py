@@ -92,7 +92,7 @@ class Source(SourceSessions):
         if isinstance(message, control.Hello):
             self.hello(event.link, message)
         elif not isinstance(message, control.TransferMessage) or type(message) not in self.table:
-            self.count("unexpected", dropped=True)
+            self.count("unexpected")
         elif (session := self.session_of(event)) is not None:
             record = self.record(Attempt(message.transfer_id, message.attempt))
             line = f"< {type(message).__name__} in {record.state.value}"
@@ -119,7 +119,7 @@ class Source(SourceSessions):
             # True for the asker: nothing was ever accepted from this session.
             self._send(stranger, control.Drained)
         else:
-            self.count("foreign", dropped=True)
+            self.count("foreign")
 
     def _refuse(self, record: Outgoing, code: str, why: str, *, retry: bool = False) -> None:
         self.counters.refused += 1

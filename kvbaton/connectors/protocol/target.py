@@ -113,7 +113,7 @@ class Target(TargetSessions):
         message = event.message
         session = self.known.get(message.session)
         if session is None:
-            self.count("unknown_session", dropped=True)
+            self.count("unknown_session")
             return
         of_session = isinstance(message, control.Refused) and message.transfer_id is None
         if not of_session and not self.admit(session, event.link, message.seq):
@@ -129,7 +129,7 @@ class Target(TargetSessions):
             case control.TransferMessage() | control.Refused() if type(message) in self.table:
                 self._about_attempt(session, message)
             case _:
-                self.count("unexpected", dropped=True)
+                self.count("unexpected")
 
     def _about_attempt(
         self, session: TargetSession, message: control.TransferMessage | control.Refused
@@ -140,9 +140,9 @@ class Target(TargetSessions):
             line = f"< {type(message).__name__} in {record.state.value}"
             record.story.append((self.now, line))
         if record.name in self.live and record.session is not session:
-            self.count("foreign", dropped=True)
+            self.count("foreign")
         elif session.state is not SessionState.UP and not isinstance(message, control.Drained):
-            self.count("session_over", dropped=True)
+            self.count("session_over")
         else:
             record.session = session
             self._rules[type(message), record.state](record, message)
@@ -269,7 +269,7 @@ class Target(TargetSessions):
         session, pair = record.session, (event.source_rank, event.target_rank)
         assert session is not None
         if event.session != session.id or pair not in session.pairs:
-            self.count("junk_notice", dropped=True)
+            self.count("junk_notice")
             return
         self._accepted(record, event)
         record.times.setdefault("first_landed", self.now)

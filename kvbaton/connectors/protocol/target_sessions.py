@@ -185,7 +185,7 @@ class TargetSessions(Sessions[Incoming, TargetSession]):
         """A session is up, or still is."""
         line = self.lines[session.address]
         if session.over:
-            self.count("late_welcome", dropped=True)
+            self.count("late_welcome")
         elif session.state is SessionState.HELLO:
             self._up(line, session, message)
         elif session.node != message.sender:

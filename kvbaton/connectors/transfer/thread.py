@@ -136,8 +136,17 @@ class TransferThread:
         """Stop the thread and give transports and channel back. Idempotent."""
         if self._stopping.is_set():
             return
-        if self.sender is not None:
-            self._stop_source(self.sender)
+        if (sender := self.sender) is not None:
+            # Fail what is left over, and say what has drained, as far as that takes little time.
+            limit = time.monotonic() + STOP_S
+            try:
+                self.inspect(lambda: sender.handle(events.Stop(), time.monotonic()))
+                while self._thread.is_alive() and time.monotonic() < limit:
+                    if not self.inspect(lambda: bool(sender.source.live)):
+                        break
+                    time.sleep(BUSY_PAUSE_S)
+            except Exception:
+                logger.exception("what is left over could not be ended in order")
         self._stopping.set()
         os.eventfd_write(self._inbox_fd, 1)
         if self._thread.is_alive():
@@ -147,18 +156,6 @@ class TransferThread:
         self.channel.poller.unregister(self._inbox_fd)
         self.channel.close()
         os.close(self._inbox_fd)
-
-    def _stop_source(self, sender: SourceWorker) -> None:
-        """Fail what is left over, and say what has drained, as far as that takes little time."""
-        limit = time.monotonic() + STOP_S
-        try:
-            self.inspect(lambda: sender.handle(events.Stop(), time.monotonic()))
-            while self._thread.is_alive() and time.monotonic() < limit:
-                if not self.inspect(lambda: bool(sender.source.live)):
-                    return
-                time.sleep(BUSY_PAUSE_S)
-        except Exception:
-            logger.exception("what is left over could not be ended in order")
 
     # --- the thread ---
 

@@ -138,7 +138,7 @@ def _supports_hma(connector: Any) -> bool:
     return issubclass(kind, _SupportsHMA)
 
 
-class _Group:
+class _ProcessGroup:
     """A group of one process."""
 
     rank = rank_in_group = local_rank = 0
@@ -180,7 +180,7 @@ _MODULES: Mapping[str, Mapping[str, Any]] = {
     _BASE: _CONTRACT,
     f"{_BASE}.base": _CONTRACT,
     "vllm.distributed.parallel_state": {
-        **dict.fromkeys(("get_tp_group", "get_pp_group", "get_world_group"), _Group),
+        **dict.fromkeys(("get_tp_group", "get_pp_group", "get_world_group"), _ProcessGroup),
         "get_tensor_model_parallel_rank": lambda: 0,
         "get_tensor_model_parallel_world_size": lambda: 1,
     },
