@@ -107,6 +107,7 @@ class Hints:
     ttl_s: float | None = None
 
 
+NO_HINTS = Hints()
 MAX_LABEL = 64
 """Characters of a namespace's or a tenant's name."""
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
-from kvbaton.connectors.store import Found, Hints, Pieces, Usage
-from kvbaton.connectors.stores.memory import NO_HINTS, Arena
+from kvbaton.connectors.store import NO_HINTS, Found, Hints, Pieces, Usage
+from kvbaton.connectors.stores.memory import Arena
 from tests.connectors_broken.stores import BrokenMemory
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar
 
-from kvbaton.connectors.store import Pieces
+from kvbaton.connectors.store import NO_HINTS, Hints, Pieces, StoreCapabilities
 from kvbaton.connectors.stores.filesystem import (
     HEADER_BYTES,
     Files,
@@ -27,6 +27,12 @@ SLOW_BYTES = 1 << 20
 """From here on, what is slow is so slow that a writer can be killed in the middle of it."""
 
 
+class PlainFiles(Files):
+    """Without what contract 1.2 added."""
+
+    capabilities = StoreCapabilities(persistent=True, shared=True, pins=False)
+
+
 class BrokenFilesystem(FilesystemStore):
     """The filesystem store over the files that a subclass breaks; nothing is broken here."""
 
@@ -41,7 +47,7 @@ class BrokenFilesystem(FilesystemStore):
 class LosesAllAtClose(BrokenFilesystem):
     """Keeps objects in memory only."""
 
-    class Broken(Files):
+    class Broken(PlainFiles):
         def __init__(self, *words: Any, **options: Any) -> None:
             super().__init__(*words, **options)
             self._objects: dict[bytes, bytes] = {}
@@ -56,7 +62,7 @@ class LosesAllAtClose(BrokenFilesystem):
             fill(target, data)
             return True
 
-        def put(self, key: bytes, source: Pieces) -> bool:
+        def put(self, key: bytes, source: Pieces, hints: Hints = NO_HINTS) -> bool:
             self._objects.setdefault(key, b"".join(source))
             return True
 
@@ -67,7 +73,7 @@ class LosesAllAtClose(BrokenFilesystem):
 class ServesStaleObjects(BrokenFilesystem):
     """Remembers what it has loaded, whatever others delete."""
 
-    class Broken(Files):
+    class Broken(PlainFiles):
         def __init__(self, *words: Any, **options: Any) -> None:
             super().__init__(*words, **options)
             self._seen: dict[bytes, bytes] = {}
@@ -91,13 +97,13 @@ class ServesStaleObjects(BrokenFilesystem):
 class ScramblesBytes(BrokenFilesystem):
     """Keeps other bytes than it was given, and gives back what it was given."""
 
-    class Broken(Files):
+    class Broken(PlainFiles):
         def get(self, key: bytes, target: Pieces) -> bool:
             there = super().get(key, target)
             fill(target, _flipped(target))
             return there
 
-        def put(self, key: bytes, source: Pieces) -> bool:
+        def put(self, key: bytes, source: Pieces, hints: Hints = NO_HINTS) -> bool:
             return super().put(key, [memoryview(_flipped(source))])
 
 
@@ -108,7 +114,7 @@ def _flipped(pieces: Pieces) -> bytes:
 class WritesInPlace(BrokenFilesystem):
     """Writes objects where others find them; only its own process waits until they are whole."""
 
-    class Broken(Files):
+    class Broken(PlainFiles):
         writing: ClassVar[set[bytes]] = set()
         lock: ClassVar[threading.Lock] = threading.Lock()
 
@@ -119,7 +125,7 @@ class WritesInPlace(BrokenFilesystem):
         def get(self, key: bytes, target: Pieces) -> bool:
             return key not in self.writing and _read_unchecked(self._path(key), target)
 
-        def put(self, key: bytes, source: Pieces) -> bool:
+        def put(self, key: bytes, source: Pieces, hints: Hints = NO_HINTS) -> bool:
             with self.lock:
                 if not self.contains([key])[0]:
                     self.writing.add(key)
@@ -141,7 +147,7 @@ class WritesInPlace(BrokenFilesystem):
 class WritesLater(BrokenFilesystem):
     """Says that an object is kept, but writes it only when it is closed."""
 
-    class Broken(Files):
+    class Broken(PlainFiles):
         later: ClassVar[dict[bytes, bytes]] = {}
 
         def contains(self, keys: Sequence[bytes]) -> list[bool]:
@@ -155,7 +161,7 @@ class WritesLater(BrokenFilesystem):
             fill(target, data)
             return True
 
-        def put(self, key: bytes, source: Pieces) -> bool:
+        def put(self, key: bytes, source: Pieces, hints: Hints = NO_HINTS) -> bool:
             if not self.contains([key])[0]:
                 self.later[key] = b"".join(source)
             return True
@@ -175,8 +181,8 @@ class WritesLater(BrokenFilesystem):
 class WaitsForTheDead(BrokenFilesystem):
     """Locks an object that it stores, and never asks whether the lock's owner lives."""
 
-    class Broken(Files):
-        def put(self, key: bytes, source: Pieces) -> bool:
+    class Broken(PlainFiles):
+        def put(self, key: bytes, source: Pieces, hints: Hints = NO_HINTS) -> bool:
             lock, limit = f"{self._root}-{key.hex()}.lock", time.monotonic() + 1.0
             while not _create(lock):
                 if time.monotonic() > limit:
@@ -191,7 +197,7 @@ class WaitsForTheDead(BrokenFilesystem):
 class RemembersAbsence(BrokenFilesystem):
     """Does not ask again for what was not there, unless its own process has stored it since."""
 
-    class Broken(Files):
+    class Broken(PlainFiles):
         absent: ClassVar[set[bytes]] = set()
 
         def contains(self, keys: Sequence[bytes]) -> list[bool]:
@@ -203,7 +209,7 @@ class RemembersAbsence(BrokenFilesystem):
         def get(self, key: bytes, target: Pieces) -> bool:
             return key not in self.absent and super().get(key, target)
 
-        def put(self, key: bytes, source: Pieces) -> bool:
+        def put(self, key: bytes, source: Pieces, hints: Hints = NO_HINTS) -> bool:
             self.absent.discard(key)
             return super().put(key, source)
 
@@ -211,7 +217,7 @@ class RemembersAbsence(BrokenFilesystem):
 class SwallowsErrors(BrokenFilesystem):
     """Takes whatever goes wrong for a miss."""
 
-    class Broken(Files):
+    class Broken(PlainFiles):
         def get(self, key: bytes, target: Pieces) -> bool:
             with suppress(StoreError):
                 return super().get(key, target)
@@ -226,7 +232,7 @@ class SwallowsErrors(BrokenFilesystem):
 class TakesCutFiles(BrokenFilesystem):
     """Takes what is left of a file for the object, and zeros for the rest."""
 
-    class Broken(Files):
+    class Broken(PlainFiles):
         def get(self, key: bytes, target: Pieces) -> bool:
             return _read_unchecked(self._path(key), target)
 
@@ -242,6 +248,14 @@ class SpoilingBackDoor(FilesystemBackDoor):
         path = self._path(key)
         data = path.read_bytes()
         path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+
+class ClaimsForAll(BrokenFilesystem):
+    """Tells everybody to store what is not there."""
+
+    class Broken(Files):
+        def claim(self, keys: Sequence[bytes]) -> list[bool]:
+            return [not there for there in self.contains(keys)]
 
 
 def _read_unchecked(path: str, target: Pieces) -> bool:
@@ -268,6 +282,7 @@ Door = Callable[[Any], Any] | None
 
 BROKEN_FILES: dict[type[BrokenFilesystem], tuple[str, Door]] = {
     LosesAllAtClose: ("L1.outlives-close", None),
+    ClaimsForAll: ("L1.one-of-several-claims", None),
     ServesStaleObjects: ("L1.others-see-it", FilesystemBackDoor),
     ScramblesBytes: ("L1.what-is-kept-is-what-was-stored", FilesystemBackDoor),
     WritesInPlace: ("L3.a-killed-writer", FilesystemBackDoor),

@@ -22,8 +22,8 @@ import numpy as np
 from msgspec import structs
 
 from kvbaton.connectors.base import Memory
-from kvbaton.connectors.store import AnyPieces, Found, Hints, Pieces, Usage
-from kvbaton.connectors.stores.memory import NO_HINTS, Arena, MemoryStore
+from kvbaton.connectors.store import NO_HINTS, AnyPieces, Found, Hints, Pieces, Usage
+from kvbaton.connectors.stores.memory import Arena, MemoryStore
 from kvbaton.errors import StoreError
 from kvbaton.testing.store_objects import Owner, make_layout
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 
@@ -228,3 +229,21 @@ def test_stores_of_the_first_contract_are_asked_as_ever(
     assert count(node, "prompt_tokens", source="store") == 39
     assert count(node, "store_errors") == 0
     nodes.end(node)
+
+
+def test_two_who_compute_the_same_at_once_save_it_once(
+    nodes: Nodes, expected: Expected, tmp_path: Path
+) -> None:
+    store = f'filesystem:{{"path": "{tmp_path}"}}'
+    both = [nodes.start(store) for _ in range(2)]
+    for seed in range(4):
+        prompt = prompt_of(60, seed)
+        calls = [node.generate(prompt) for node in both]
+        assert [call.result() for call in calls] == [expected(prompt)] * 2
+    for node in both:
+        rest(node)
+    saved = sum(count(node, "store_save_blocks", outcome="stored") for node in both)
+    assert saved == len(list(tmp_path.rglob("*.safetensors"))) == 4 * 17
+    assert list((tmp_path / "kvbaton-1" / "claims").iterdir()) == []
+    for node in both:
+        nodes.end(node)

@@ -11,6 +11,10 @@ byte. `filesystem_space.py` keeps the account and evicts.
   deletes what is wrong. That finds what a loss of power leaves without `fsync`, too: an entry whose
   bytes never reached the disk.
 - Evicted files are written over, so what was read counts only if its path still names the file.
+- An entry's header also tells its `Hints.namespace`, tenant and time of expiry, if it has them. The
+  process that stored it removes it then; after that process has ended, the next one that reads it.
+- Among entries of one age, those deep in a prefix are evicted first: each step makes an entry look
+  `DEPTH_SECONDS` older when it is stored.
 - The directory is the only truth: an entry that another process removed is a miss, and one that it
   stored a hit, from the next call on. A network file system may show either a little later.
 - A full disk evicts what was used least recently, then stores after all, or says False.
@@ -19,20 +23,25 @@ byte. `filesystem_space.py` keeps the account and evicts.
 from __future__ import annotations
 
 import errno
+import heapq
 import logging
 import os
 import struct
 import threading
 import time
 from binascii import hexlify
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from itertools import islice
-from typing import Protocol
+from typing import NamedTuple, Protocol, Self
 
-from kvbaton.connectors.store import KEY_BYTES, Hints, Pieces, StoreCapabilities, Usage
+import msgspec
+from msgspec import Struct
+
+from kvbaton.connectors.store import KEY_BYTES, NO_HINTS, Hints, Pieces, StoreCapabilities, Usage
+from kvbaton.connectors.stores.filesystem_claims import EntryClaims
 from kvbaton.connectors.stores.filesystem_space import (
     FOLDERS,
     SUFFIX,
@@ -50,6 +59,10 @@ TOGETHER = BatchLimit(64, 16 << 20)
 """Objects that are stored together."""
 MAKE_ROOM_SECONDS = 5.0
 """The longest that one object waits for others to be evicted."""
+DEPTH_SECONDS = 0.01
+MOST_DEPTH = 3000
+LEAST_PREFIX = 32
+"""Entries of a prefix that are looked for at first, then twice as many each time."""
 LOOK_SECONDS = 1.0
 """How old `usage` may get while there are only lookups."""
 
@@ -117,6 +130,15 @@ class FilesystemStore(ThreadedStore):
         super().__init__(name, backend, threads=threads)
         self._files, self._limit = backend, ONE if fsync else TOGETHER
 
+    @property
+    def on_forget(self) -> Callable[[Sequence[bytes]], None] | None:
+        """See `Forgetting`."""
+        return self._files.on_forget
+
+    @on_forget.setter
+    def on_forget(self, tell: Callable[[Sequence[bytes]], None] | None) -> None:
+        self._files.on_forget = tell
+
     def store(
         self,
         keys: Sequence[bytes],
@@ -137,7 +159,16 @@ class Files(LastCall):
         mover: of their bytes.
     """
 
-    capabilities = StoreCapabilities(persistent=True, shared=True, pins=False)
+    capabilities = StoreCapabilities(
+        persistent=True,
+        shared=True,
+        pins=False,
+        hints=True,
+        expires=True,
+        prefix=True,
+        claims=True,
+        namespaces=True,
+    )
 
     def __init__(
         self,
@@ -153,7 +184,12 @@ class Files(LastCall):
         self._max_bytes = max_bytes
         self._fsync = fsync
         self._touch_seconds = touch_seconds
-        self._space = SpaceManager(self._root, max_bytes)
+        self.on_forget: Callable[[Sequence[bytes]], None] | None = None
+        """See `Forgetting`."""
+        self._space = SpaceManager(self._root, max_bytes, self._forgotten)
+        self._claims = EntryClaims(os.path.join(self._root, "claims"))
+        self._expiring: list[tuple[float, str]] = []
+        self._expiring_lock = threading.Lock()
         self._index = EntryIndex(self._root)
         self._looked = 0.0
 
@@ -170,11 +206,13 @@ class Files(LastCall):
             )
         with self._accessing("open"):
             self._space.open()
+            self._claims.open()
 
     def close(self) -> None:
         """Close what lookups keep open."""
         super().close()
         self._index.close()
+        self._claims.close()
         self._space.close()
 
     def usage(self) -> Usage:
@@ -188,9 +226,77 @@ class Files(LastCall):
                 if time.monotonic() > self._looked + LOOK_SECONDS:
                     self._space.look()
                     self._looked = time.monotonic()
+                self._remove_expired()
                 return self._index.find(keys)
             except FileNotFoundError:  # somebody took the whole directory away
                 return [False] * len(keys)
+
+    def longest_prefix(self, keys: Sequence[bytes]) -> int:
+        """See `PrefixBackend.longest_prefix`: what comes long after a gap is not looked at."""
+        start, count = 0, LEAST_PREFIX
+        while start < len(keys):
+            present = self.contains(keys[start : start + count])
+            if not all(present):
+                return start + present.index(False)
+            start, count = start + count, 2 * count
+        return len(keys)
+
+    def claim(self, keys: Sequence[bytes]) -> list[bool]:
+        """See `Claiming.claim`."""
+        present = self.contains(keys)
+        with self._accessing("claim in"):
+            pairs = zip(keys, present, strict=True)
+            return [not there and self._claims.take(key) for key, there in pairs]
+
+    def namespaces(self) -> dict[str, Usage]:
+        """See `Namespaced.namespaces`; it reads the header of every entry."""
+        objects, held = Counter[str](), Counter[str]()
+        tenants = dict[str, Counter[str]]()
+        for _, labels, num_bytes in self._labelled():
+            objects[labels.namespace] += 1
+            held[labels.namespace] += num_bytes
+            if labels.tenant:
+                tenants.setdefault(labels.namespace, Counter())[labels.tenant] += num_bytes
+        return {
+            name: Usage(count, held[name], tenants=tenants.get(name, {}))
+            for name, count in objects.items()
+        }
+
+    def clear(self, namespace: str) -> int:
+        """See `Namespaced.clear`; it reads the header of every entry."""
+        paths = [path for path, labels, _ in self._labelled() if labels.namespace == namespace]
+        with self._accessing("delete from"):
+            return self._space.remove(paths)[0]
+
+    def _labelled(self) -> Iterator[tuple[str, EntryLabels, int]]:
+        """Path, labels and bytes, header included, of every entry that is whole."""
+        with self._accessing("look into"):
+            for path in self._space.paths():
+                with suppress(FileNotFoundError), open(path, "rb") as file:
+                    labels = labels_of(file.read(HEADER_BYTES))
+                    if labels is not None:
+                        yield path, labels, os.fstat(file.fileno()).st_size
+
+    def _forgotten(self, paths: Sequence[str]) -> None:
+        if self.on_forget is not None and paths:
+            names = (os.path.basename(path).removesuffix(SUFFIX) for path in paths)
+            self.on_forget([bytes.fromhex(name) for name in names])
+
+    def _remove_expired(self) -> None:
+        """Remove what this process stored and is over, unless it was stored anew."""
+        now, due = time.time(), list[str]()
+        with self._expiring_lock:
+            while self._expiring and self._expiring[0][0] <= now:
+                due.append(heapq.heappop(self._expiring)[1])
+        gone = list[str]()
+        for path in due:
+            with suppress(FileNotFoundError), open(path, "rb") as file:
+                labels = labels_of(file.read(HEADER_BYTES))
+                if labels is not None and labels.is_over(now):
+                    gone.append(path)
+        if gone:
+            self._space.remove(gone)
+            self._forgotten(gone)
 
     def get(self, key: bytes, target: Pieces) -> bool:
         """See `Backend.get`; an entry that is not what it should be is removed."""
@@ -202,18 +308,21 @@ class Files(LastCall):
                     raise
                 return False
 
-    def put(self, key: bytes, source: Pieces) -> bool:
+    def put(self, key: bytes, source: Pieces, hints: Hints = NO_HINTS) -> bool:
         """See `Backend.put`."""
-        return self.put_some([(key, source)])[0]
+        return self.put_some([(key, source, hints)])[0]
 
-    def put_some(self, items: Sequence[tuple[bytes, Pieces]]) -> list[bool]:
+    def put_some(self, items: Sequence[tuple[bytes, Pieces, Hints]]) -> list[bool]:
         """Keep objects, each as by `put`; they appear, and are counted, under one lock."""
         with self._accessing("write to"):
             try:
+                self._remove_expired()
                 return self._store(items)
             except OSError as error:
                 if error.errno not in (*_NO_ROOM, *_GONE, errno.EFBIG):
                     raise
+            finally:
+                self._claims.drop([key for key, _, _ in items])
         return [False] if len(items) == 1 else [self.put(*item) for item in items]
 
     def remove(self, keys: Sequence[bytes]) -> int:
@@ -231,9 +340,16 @@ class Files(LastCall):
             whole = self._mover.read(file, [head, *target] if fits else [head])
             if not os.path.samestat(status, os.stat(path)):
                 return False
-            if not whole or head != header(key, num_bytes):
+            labels = NO_LABELS
+            if head != header(key, num_bytes):
+                labels = labels_of(bytes(head)) or labels
+            if not whole or head != header(key, num_bytes, labels):
                 logger.warning("%s is not what was stored: removed", path)
                 self._space.remove([path])
+                return False
+            if labels.is_over(time.time()):  # whoever stored it has ended
+                self._space.remove([path])
+                self._forgotten([path])
                 return False
             if fits:
                 self._touch(file, status.st_mtime)
@@ -241,13 +357,13 @@ class Files(LastCall):
         finally:
             os.close(file)
 
-    def _store(self, items: Sequence[tuple[bytes, Pieces]]) -> list[bool]:
+    def _store(self, items: Sequence[tuple[bytes, Pieces, Hints]]) -> list[bool]:
         """Write entries; when one alone finds the disk full, evict and try once more."""
         deadline = time.monotonic() + MAKE_ROOM_SECONDS
-        sizes = [HEADER_BYTES + sum(map(len, source)) for _, source in items]
+        sizes = [HEADER_BYTES + sum(map(len, source)) for _, source, _ in items]
         most = self._max_bytes or sum(sizes)
         stored = []
-        for (key, _), num_bytes in zip(items, sizes, strict=True):
+        for (key, _, _), num_bytes in zip(items, sizes, strict=True):
             status = status_of(path := self._path(key))
             stored.append(status is not None and status.st_size == num_bytes)
             if status is not None and stored[-1]:
@@ -266,19 +382,26 @@ class Files(LastCall):
             stored[n] = True
         return stored
 
-    def _write(self, items: Sequence[tuple[bytes, Pieces, int]], deadline: float) -> int:
+    def _write(self, items: Sequence[tuple[bytes, Pieces, Hints, int]], deadline: float) -> int:
         """How many of them became entries."""
         files, done = list[Written](), 0
         try:
-            for key, source, num_bytes in items:
+            for key, source, hints, num_bytes in items:
                 temporary, file = self._space.begin(num_bytes)
                 files.append(Written(temporary, self._path(key), num_bytes))
                 try:
-                    top = memoryview(header(key, num_bytes - HEADER_BYTES))
+                    labels = EntryLabels.of(hints)
+                    top = memoryview(header(key, num_bytes - HEADER_BYTES, labels))
                     if not self._mover.write(file, [top, *source]):
                         raise OSError(errno.EIO, f"{temporary} takes no more bytes")
+                    if hints.depth > 0:
+                        age = min(hints.depth, MOST_DEPTH) * DEPTH_SECONDS
+                        os.utime(file, (time.time(), time.time() - age))
                     if self._fsync:
                         os.fsync(file)
+                    if labels.expires_at is not None:
+                        with self._expiring_lock:
+                            heapq.heappush(self._expiring, (labels.expires_at, self._path(key)))
                 finally:
                     os.close(file)
             done = self._space.publish(files, deadline)
@@ -381,13 +504,61 @@ class EntryIndex:
             self._folders[folder] = _NO_FOLDER
 
 
-def header(key: bytes, num_bytes: int) -> bytes:
+class EntryLabels(NamedTuple):
+    """What an entry's header tells of its `Hints`.
+
+    Attributes:
+        namespace: of it.
+        tenant: of it.
+        expires_at: seconds since 1970; None for never.
+    """
+
+    namespace: str = ""
+    tenant: str = ""
+    expires_at: float | None = None
+
+    @classmethod
+    def of(cls, hints: Hints) -> Self:
+        """Those of an object that is stored now."""
+        over = None if hints.ttl_s is None else round(time.time() + hints.ttl_s, 3)
+        return cls(hints.namespace, hints.tenant, over)
+
+    def is_over(self, now: float) -> bool:
+        """Whether it has expired."""
+        return self.expires_at is not None and self.expires_at <= now
+
+
+NO_LABELS = EntryLabels()
+
+
+def header(key: bytes, num_bytes: int, labels: EntryLabels = NO_LABELS) -> bytes:
     """The first `HEADER_BYTES` of a file: safetensors', of one tensor ``object`` of U8."""
-    about = f'{{"format":"kvbaton-object-2","key":"{key.hex()}"}}'
-    tensor = f'{{"dtype":"U8","shape":[{num_bytes}],"data_offsets":[0,{num_bytes}]}}'
-    text = f'{{"__metadata__":{about},"object":{tensor}}}'.encode()
+    about = {"format": "kvbaton-object-2", "key": key.hex()}
+    about |= {name: str(value) for name, value in labels._asdict().items() if value}
+    size = [0, num_bytes]
+    tensor = {"dtype": "U8", "shape": [num_bytes], "data_offsets": size}
+    text = msgspec.json.encode({"__metadata__": about, "object": tensor})
     room = HEADER_BYTES - _LENGTH.size
     return _LENGTH.pack(room) + text.ljust(room)
+
+
+class _Head(Struct):
+    about: dict[str, str] = msgspec.field(name="__metadata__")
+
+
+_decode_head = msgspec.json.Decoder(_Head).decode
+
+
+def labels_of(head: bytes) -> EntryLabels | None:
+    """What a header tells; None if it is none of ours."""
+    try:
+        about = _decode_head(head[_LENGTH.size :]).about
+        at = about.get("expires_at")
+        return EntryLabels(
+            about.get("namespace", ""), about.get("tenant", ""), None if at is None else float(at)
+        )
+    except (msgspec.DecodeError, ValueError):
+        return None
 
 
 def _move_all(

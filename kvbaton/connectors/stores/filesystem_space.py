@@ -32,7 +32,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
@@ -84,9 +84,16 @@ class SpaceManager:
     Args:
         root: the directory, absolute.
         max_bytes: most bytes of all entries, headers included; None for no limit.
+        evicted: called with the paths of entries that it has evicted.
     """
 
-    def __init__(self, root: str, max_bytes: int | None) -> None:
+    def __init__(
+        self,
+        root: str,
+        max_bytes: int | None,
+        evicted: Callable[[Sequence[str]], None] = lambda _: None,
+    ) -> None:
+        self._evicted = evicted
         self._root = root
         self._max_bytes = max_bytes
         self._writer = ""
@@ -230,7 +237,15 @@ class SpaceManager:
             if status is not None and status.st_mtime_ns == entry.mtime_ns:  # not used since
                 victims.append(entry.path)
                 goal -= entry.num_bytes
-        return self.remove(victims, spare=spare)[1] > 0
+        freed = self.remove(victims, spare=spare)[1] > 0
+        self._evicted(victims)
+        return freed
+
+    def paths(self) -> Iterator[str]:
+        """All entries."""
+        for folder in range(FOLDERS):
+            with suppress(FileNotFoundError), os.scandir(self._in(f"{folder:02x}")) as found:
+                yield from [item.path for item in found if item.name.endswith(SUFFIX)]
 
     def _temporary(self) -> str:
         return f"{self._root}/tmp/{self._writer}.{self._run}-{next(self._numbers)}"

@@ -34,7 +34,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.connectors.base import Memory
-from kvbaton.connectors.store import AnyPieces, Found, Hints, Pieces, StoreCapabilities, Usage
+from kvbaton.connectors.store import (
+    NO_HINTS,
+    AnyPieces,
+    Found,
+    Hints,
+    Pieces,
+    StoreCapabilities,
+    Usage,
+)
 from kvbaton.connectors.stores.arena_copies import ArenaCopies, Extent, copy
 from kvbaton.connectors.stores.threaded import BatchLimit, ThreadedStore, leading
 from kvbaton.errors import ConfigError, StoreError
@@ -43,7 +51,6 @@ WINDOW = 64
 """Objects among which hints decide who is evicted."""
 TOGETHER = BatchLimit(64, 32 << 20)
 """Objects that a thread moves from or to a GPU before it waits for their bytes."""
-NO_HINTS = Hints()
 
 
 class MemoryStore(ThreadedStore):
