@@ -158,6 +158,9 @@ class SimulatedWires:
             tokens = len(found) * size
 
             def end() -> None:
+                if tokens:
+                    crossing = Crossing(peer, True, tokens, began, self.now())
+                    target.wire_costs.observe(crossing)
                 source.post(release)
                 target.post(deliver)
 
@@ -166,9 +169,6 @@ class SimulatedWires:
                 return []
 
             def deliver() -> list[Output]:
-                if tokens:
-                    crossing = Crossing(peer, True, tokens, began, self.now())
-                    target.wire_costs.observe(crossing)
                 target.scheduler.cut_load(load, load.start + tokens)
                 target.scheduler.blocks.release_incoming(load.spans)
                 return []
@@ -193,10 +193,9 @@ class SimulatedWires:
         reason = first.finish_reason if first.finish_reason == "stop" else None
         start = ChoiceStart(first.token_ids[0], None, reason, None)
         scheduler = target.scheduler
+        target.wire_costs.observe(Crossing(source.address, False, tokens, began, self.now()))
 
         def deliver() -> list[Output]:
-            crossing = Crossing(source.address, False, tokens, began, self.now())
-            target.wire_costs.observe(crossing)
             outputs = scheduler.finish_load(load, (start,), cached_at_source=transfer.cached)
             if transfer.load is load:
                 transfer.load = None
