@@ -15,13 +15,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.test_failures import FENCED_S, held, prompt_of
+from tests.e2e.test_failures import FENCED_S, PROMISE_S, held, prompt_of
 from tests.support.cluster import Cluster
 from tests.support.processes import descendants_of, group_of
 from tests.support.servers import Node, Router, completion, poll
@@ -38,6 +39,7 @@ MAX_TOKENS = 24
 CLIENTS = 3
 ANSWER_S = 60.0
 STOPPED_S = 2.0
+CANCELLED = 400
 CUT = 0.15
 """Share of answers that clients do not wait for the end of."""
 FDS = 24
@@ -269,6 +271,46 @@ def test_right_tokens_or_a_clear_error_and_nothing_left(service: Service, seed: 
     assert [counts for counts in grown.values() if counts[1] > counts[0] + FDS] == []
 
 
+def test_requests_are_cancelled_at_random_moments(service: Service) -> None:
+    """Their blocks are free again within 2 s of the last one, on every node."""
+    service.until_up()
+    at_rest(service)
+    left: Counter[str] = Counter()
+
+    def leave(seed: int) -> str:
+        rng = random.Random(seed)
+        where = rng.choice(ADDRESSES), service.port
+        prompt = service.prompts[rng.choices(range(len(LENGTHS)), (4, 4, 2, 1))[0]]
+        # A beginning of its own for some of them, so that not all are hits.
+        start = [rng.randrange(3, 384)] * rng.choice((0, 1))
+        body = completion([*start, *prompt], max_tokens=MAX_TOKENS, stream=True)
+        events, patience = rng.randrange(MAX_TOKENS), rng.choice((0.02, 0.2, 2.0))
+        connection = http.client.HTTPConnection(*where, timeout=patience)
+        try:
+            connection.connect()
+            headers = {"Content-Type": "application/json"}
+            connection.request("POST", "/v1/completions", json.dumps(body), headers)
+            response = connection.getresponse()
+            for line, _ in zip(response, range(2 * events), strict=False):
+                if line.startswith(b"data: [DONE]"):
+                    return "ended"
+            return "left while it generated"
+        except TimeoutError:
+            return "left while it waited"
+        finally:
+            connection.close()
+
+    with ThreadPoolExecutor(16) as pool:
+        left.update(pool.map(leave, range(CANCELLED)))
+    assert left["left while it generated"] > 10 < left["left while it waited"], left
+    assert left["ended"] < CANCELLED // 2, left
+    at_rest(service, PROMISE_S)
+    client = Client(service, 0)
+    for which in range(len(LENGTHS)):
+        assert client.ask(which % 2, which) == "right", client.wrong
+    client.close()
+
+
 def strike_under_a_long_prompt(service: Service, blow: Callable[[], None], seed: int) -> None:
     """While the long prompt is computed somewhere."""
     client = Client(service, seed)
@@ -289,7 +331,7 @@ def strike_under_a_long_prompt(service: Service, blow: Callable[[], None], seed:
     assert client.wrong == []
 
 
-def at_rest(service: Service) -> None:
+def at_rest(service: Service, seconds: float = FENCED_S) -> None:
     """Nobody holds anything for anybody."""
     for node in service.nodes.values():
 
@@ -301,7 +343,7 @@ def at_rest(service: Service) -> None:
                 return f"{held(node.metrics())} {node.state()}"
             return node.tail()
 
-        poll(f"{node.name} at rest", rests, FENCED_S, why)
+        poll(f"{node.name} at rest", rests, seconds, why)
     for router in service.routers:
         metrics = router.metrics()
         names = "kvbaton_router_in_flight", "kvbaton_router_prompt_tokens_in_flight"
