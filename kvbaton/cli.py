@@ -388,6 +388,10 @@ def _connector_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     check.add_argument("--quick", action="store_true", help="leave out cases that take long")
     check.add_argument("-x", action="store_true", help="stop at the first failure")
+    namespaces = jobs.add_parser("namespaces", help="what a store holds, by namespace")
+    namespaces.add_argument("spec", metavar="SPEC", help="as of --store")
+    namespaces.add_argument("--clear", metavar="NAME", help="forget what is in this one")
+    namespaces.set_defaults(run=run_connectors_namespaces)
     bench = jobs.add_parser("bench", help="measure one beside the machine's own figures")
     _add_spec(bench)
     bench.set_defaults(run=run_connectors_bench)
@@ -457,6 +461,13 @@ def run_connectors_certify(args: argparse.Namespace) -> int:
         print(path)
     end(certificate.cases, status)
     return status
+
+
+def run_connectors_namespaces(args: argparse.Namespace) -> int:
+    """``kvbaton connectors namespaces``."""
+    from kvbaton.doctor.namespaces import run
+
+    return run(args.spec, args.clear)
 
 
 def run_connectors_bench(args: argparse.Namespace) -> int:

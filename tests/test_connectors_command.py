@@ -14,6 +14,8 @@ import pytest
 
 from kvbaton.bench.store import LOOKUP_KEYS, drop_pages, make_calls
 from kvbaton.cli import main
+from kvbaton.connectors.store import Hints
+from kvbaton.connectors.stores.filesystem import FilesystemStore
 from kvbaton.doctor.trials import try_store
 from kvbaton.errors import StoreError
 
@@ -213,3 +215,23 @@ def test_a_tier_that_is_out_is_told_of() -> None:
     trial = try_store(f'tiered:{{"tiers": ["memory", {bad}], "retry_s": 60}}')
     assert trial.ok, trial.error
     assert trial.warnings == ["tiered: faulty is passed over: injected error"]
+
+
+def test_namespaces_are_listed_and_cleared(tmp_path: Path, capsys: Capture) -> None:
+    spec = f'filesystem:{{"path": "{tmp_path}"}}'
+    store = FilesystemStore("files", path=str(tmp_path))
+    store.open()
+    hints = [Hints(namespace="a", tenant="bob"), Hints(namespace="b"), Hints()]
+    keys = [bytes([number]) * 32 for number in range(3)]
+    assert store.store(keys, [[memoryview(b"x")]] * 3, hints=hints).result(30) == [True] * 3
+    store.close()
+    assert main(["connectors", "namespaces", spec]) == 0
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first.startswith("(none): 1 objects, ")
+    assert [line.partition(",")[0] for line in rest] == ["a: 1 objects", "b: 1 objects"]
+    assert "(bob " in rest[0]
+    assert main(["connectors", "namespaces", spec, "--clear", "a"]) == 0
+    out = capsys.readouterr().out
+    assert "a: 1 objects forgotten" in out
+    assert "b: 1 objects" in out
+    assert main(["connectors", "namespaces", "s3:" + '{"url": "s3://b/p"}']) == 2

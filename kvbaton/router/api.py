@@ -231,8 +231,13 @@ async def resume(request: web.Request) -> web.Response:
 
 
 async def reset_prefix_cache(request: web.Request) -> web.Response:
-    """``POST /reset_prefix_cache``: let all nodes forget cached prefixes; 503 if one does not."""
-    errors = await _nodes(request).reset_prefix_caches()
+    """``POST /reset_prefix_cache``: let all nodes forget cached prefixes; 503 if one does not.
+
+    With ``?reset_external=true`` also what they keep in their stores.
+    """
+    errors = await _nodes(request).reset_prefix_caches(
+        external=request.query.get("reset_external") == "true"
+    )
     done = {node_id: error is None for node_id, error in errors.items()}
     ok = bool(done) and all(done.values())
     answer = {

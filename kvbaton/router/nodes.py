@@ -30,6 +30,8 @@ _node_info = msgspec.json.Decoder(NodeInfo)
 _reset_answer = msgspec.json.Decoder(dict[str, Any])
 MAX_INFO_BYTES = 1 << 20
 RESET_TIMEOUT_S = 10.0
+RESET_STORE_TIMEOUT_S = 70.0
+"""More than a node waits for its store."""
 
 
 class EngineClients:
@@ -267,17 +269,21 @@ class Nodes(KnownNodes):
 
     # --- asking ---
 
-    async def reset_prefix_caches(self) -> dict[str, str | None]:
-        """Let all ready nodes forget cached prefixes; by node id, None or why it did not."""
+    async def reset_prefix_caches(self, *, external: bool = False) -> dict[str, str | None]:
+        """Let all ready nodes forget cached prefixes; by node id, None or why it did not.
+
+        Args:
+            external: and what they keep in their stores.
+        """
         nodes = self.membership.ready().nodes
-        done = await asyncio.gather(*(self._reset(info.url) for info in nodes))
+        done = await asyncio.gather(*(self._reset(info.url, external) for info in nodes))
         return {info.node_id: error for info, error in zip(nodes, done, strict=True)}
 
-    async def _reset(self, url: str) -> str | None:
-        where = url.rstrip("/") + "/reset_prefix_cache"
+    async def _reset(self, url: str, external: bool) -> str | None:
+        where = url.rstrip("/") + "/reset_prefix_cache" + "?reset_external=true" * external
         try:
             async with (
-                asyncio.timeout(RESET_TIMEOUT_S),
+                asyncio.timeout(RESET_STORE_TIMEOUT_S if external else RESET_TIMEOUT_S),
                 self._session.post(where, headers=self._headers) as response,
             ):
                 if response.status in (401, 403):

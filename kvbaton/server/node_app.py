@@ -185,9 +185,18 @@ async def state(request: web.Request) -> web.Response:
 
 
 async def reset_prefix_cache(request: web.Request) -> web.Response:
-    """``POST /reset_prefix_cache``: forget cached prefixes, for operators."""
+    """``POST /reset_prefix_cache``: forget cached prefixes, for operators.
+
+    With ``?reset_external=true``, as vLLM calls it, also what the model's nodes keep in the store.
+    """
     require_operator(request)
-    return json_response({"result": await request.app[CLIENT].command("reset_prefix_cache")})
+    client, external = request.app[CLIENT], request.query.get("reset_external", "false")
+    if external not in ("true", "false"):
+        raise RequestError(f"must be true or false, not {external!r}", param="reset_external")
+    answer = {"result": await client.command("reset_prefix_cache")}
+    if external == "true":
+        answer["store"] = await client.command("reset_store")
+    return json_response(answer)
 
 
 async def start_profile(request: web.Request) -> web.Response:

@@ -271,6 +271,10 @@ async def test_operators_only(node: Any) -> None:
     status, answer = await node.post("/reset_prefix_cache", {})
     assert (status, answer) == (200, {"result": {"asked": "reset_prefix_cache"}})
     assert node.client.commands == ["state", "reset_prefix_cache"]
+    status, answer = await node.post("/reset_prefix_cache?reset_external=true", {})
+    assert (status, answer["store"]) == (200, {"asked": "reset_store"})
+    assert (await node.post("/reset_prefix_cache?reset_external=yes", {}))[0] == 400
+    assert node.client.commands[2:] == ["reset_prefix_cache", "reset_store"]
 
 
 async def test_the_engine_that_dies_while_asked(node: Any) -> None:
