@@ -182,7 +182,9 @@ class EngineCore:
                 failing.pop(connector, None)
                 if outputs:
                     self.send(outputs)
-        for number, future in [reply for reply in self._replies if reply[1].done()]:
+        for number, future in tuple(self._replies):
+            if not future.done():
+                continue
             self._replies.remove((number, future))
             try:
                 self.mailbox.send(Reply(command_id=number, result=future.result()))
