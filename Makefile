@@ -51,7 +51,7 @@ manifests: helm  ## deploy/manifests, made from the chart
 # Chromium, without what it recommends, takes 30 s and 360 MB; the page's tests half a minute.
 servers:  ## what some tests start, from Debian or Ubuntu (as root); without it they skip
 	apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
-	  redis-server iproute2 prometheus
+	  redis-server iproute2 prometheus libibverbs1
 	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurmctld slurmd \
 	  slurm-client munge curl || echo "no Slurm from here: examples/slurm.sbatch is not tried"
 	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium \
@@ -80,10 +80,10 @@ test-matrix: $(VENV)/.dev  ## every cell of docs/compatibility.md, which it writ
 test-kernels: $(VENV)-extras/.done  ## the Triton kernels under their interpreter
 	$(EXTRAS) -m pytest -q -n $(JOBS) -m "not gpu" tests/kernels
 
-test-lmcache: $(VENV)-extras/.done  ## the stores over LMCache, with its real server
+test-lmcache: $(VENV)-extras/.done  ## the stores over LMCache and Mooncake, with their real servers
 	$(EXTRAS) -m pytest -q tests/connectors/test_store_lmcache.py \
 	  tests/connectors/test_store_remote.py tests/conformance/test_remote_stores_conform.py \
-	  tests/conformance/test_table.py -k lmcache
+	  tests/conformance/test_table.py -k "lmcache or mooncake"
 
 test-ray: $(VENV)-extras/.done  ## nodes on a real Ray cluster of three raylets
 	$(EXTRAS) -m pytest -q tests/e2e/test_ray.py
@@ -131,5 +131,6 @@ $(VENV)-extras/.done: $(VENV)/.dev
 	$(PYTHON) -m venv --clear $(VENV)-extras
 	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" \
 	  > $$($(EXTRAS) -c "import site; print(site.getsitepackages()[0])")/base.pth
-	$(EXTRAS) -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[lmcache,ray]" triton==3.6.0
+	$(EXTRAS) -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[lmcache,ray]" triton==3.6.0 \
+	  mooncake-transfer-engine-non-cuda==0.3.13.post1
 	touch $@

@@ -85,6 +85,7 @@ STORES = Kind(
         "lmcache": "kvbaton.connectors.stores.lmcache:LMCacheStore",
         "lmcache_server": "kvbaton.connectors.stores.lmcache_server:LMCacheServerStore",
         "memory": "kvbaton.connectors.stores.memory:MemoryStore",
+        "mooncake": "kvbaton.connectors.stores.mooncake:MooncakeStore",
         "nixl": "kvbaton.connectors.stores.nixl:NixlStore",
         "redis": "kvbaton.connectors.stores.redis:RedisStore",
         "s3": "kvbaton.connectors.stores.s3:S3Store",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -120,7 +119,7 @@ class S3BackDoor:
 
     def fail(self, failing: bool) -> None:
         """Stop the server's process, or let it go on."""
-        self.server.process.send_signal(signal.SIGSTOP if failing else signal.SIGCONT)
+        self.server.pause(failing)
 
     def _value(self, key: bytes) -> bytes:
         import obstore
@@ -135,6 +134,42 @@ class S3BackDoor:
         from kvbaton.connectors.stores.s3 import _path
 
         obstore.put(self._bucket, _path(key), value, use_multipart=False)
+
+
+class MooncakeBackDoor:
+    """Reads and writes a Mooncake store's values past its checks; stops the master to fail."""
+
+    server: ClassVar[Server]
+    """The master."""
+
+    def __init__(self, store: Any) -> None:
+        self._client, self._name = store.backend._client, store.backend._name
+
+    def get(self, key: bytes) -> bytes | None:
+        """What is behind the seal."""
+        value = bytes(self._client.get(self._name(key)))
+        return value[SEAL_BYTES:] if value else None
+
+    def put(self, key: bytes, data: bytes) -> None:
+        """Put a value."""
+        self._put(key, seal(key, [memoryview(data)]) + data)
+
+    def cut(self, key: bytes, num_bytes: int) -> None:
+        """Shorten a value."""
+        self._put(key, bytes(self._client.get(self._name(key)))[: SEAL_BYTES + num_bytes])
+
+    def spoil(self, key: bytes) -> None:
+        """Change the last byte of a value."""
+        value = bytes(self._client.get(self._name(key)))
+        self._put(key, value[:-1] + bytes([value[-1] ^ 1]))
+
+    def fail(self, failing: bool) -> None:
+        """Stop the master's process, or let it go on."""
+        self.server.pause(failing)
+
+    def _put(self, key: bytes, value: bytes) -> None:
+        self._client.remove(self._name(key), True)
+        assert self._client.put(self._name(key), value) == 0
 
 
 class RedisBackDoor:

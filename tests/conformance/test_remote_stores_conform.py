@@ -14,6 +14,7 @@ from kvbaton.testing.suite import StoreTests
 from tests.support.store_servers import (
     CHUNK_BYTES,
     lmcache_server,
+    mooncake_server,
     need,
     redis_server,
     running,
@@ -45,14 +46,24 @@ def lmcache_with_server(folder: Path) -> Iterator[str]:
         yield server.spec()
 
 
+@contextmanager
+def mooncake(folder: Path) -> Iterator[str]:
+    with running(mooncake_server()) as server:
+        yield server.spec(buffer_bytes=64 << 20)
+
+
 REMOTE: dict[str, Callable[[Path], AbstractContextManager[str]]] = {
     "redis": redis,
     "s3": s3,
+    "mooncake": mooncake,
     "lmcache": lmcache,
     "lmcache_server": lmcache_with_server,
 }
 """Makes the spec of each store, skipping without what it needs; its server runs meanwhile."""
 LIMITS = {
+    "mooncake": {
+        "L3.what-a-killed-writer-leaves": "the master keeps a killed writer's claim, for 30 s"
+    },
     "lmcache": {"L5.thousands-of-loads": "loads leave memory behind; not looked into"},
     "lmcache_server": {
         "L3.what-a-killed-writer-leaves": "the server keeps a killed writer's lock for 600 s",
@@ -85,6 +96,10 @@ class TestRedis(RemoteTests):
 
 class TestS3(RemoteTests):
     store = "s3"
+
+
+class TestMooncake(RemoteTests):
+    store = "mooncake"
 
 
 @pytest.mark.filterwarnings("ignore:.*LoggingHandler.*:DeprecationWarning")

@@ -25,13 +25,14 @@ from tests.conformance import test_transports_conform as transports
 from tests.conformance.back_doors import (
     FilesystemBackDoor,
     MemoryBackDoor,
+    MooncakeBackDoor,
     RedisBackDoor,
     S3BackDoor,
     TieredBackDoor,
     VllmFilesBackDoor,
 )
-from tests.conformance.test_remote_stores_conform import REMOTE
-from tests.support.store_servers import running, s3_server
+from tests.conformance.test_remote_stores_conform import LIMITS, REMOTE
+from tests.support.store_servers import mooncake_server, running, s3_server
 
 NO_WAY_IN = {"L1.what-is-kept-is-what-is-loaded": "its memory has no way in but the store's own"}
 NO_CHECKSUM = {
@@ -78,6 +79,12 @@ def _s3() -> Iterator[str]:
         yield S3BackDoor.server.spec(timeout_s=8.0, retry_s=1.0)
 
 
+@contextmanager
+def _mooncake() -> Iterator[str]:
+    with running(mooncake_server()) as MooncakeBackDoor.server:
+        yield MooncakeBackDoor.server.spec(buffer_bytes=64 << 20)
+
+
 PLANS: dict[str, Plan] = {
     "store-memory": (nullcontext(stores.MEMORY), "store", MemoryBackDoor, NO_WAY_IN),
     "store-filesystem": (
@@ -88,6 +95,7 @@ PLANS: dict[str, Plan] = {
     "store-faulty": (nullcontext(stores.TestFaulty.spec), "store", MemoryBackDoor, NO_WAY_IN),
     "store-redis": (_server("redis"), "store", RedisBackDoor, NO_LIMIT),
     "store-s3": (_s3(), "store", S3BackDoor, NO_LIMIT),
+    "store-mooncake": (_mooncake(), "store", MooncakeBackDoor, NO_LIMIT | LIMITS["mooncake"]),
     "store-vllm": (nullcontext(stores.TestVllm.spec), "store", VllmFilesBackDoor, CONNECTORS),
     "store-sqlite": (nullcontext(SQLITE), "store", _sqlite_door, {}),
     "transport-vm": (nullcontext("kvbaton_vm:VmTransport"), "transport", None, {}),

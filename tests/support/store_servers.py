@@ -13,6 +13,7 @@ import urllib.request
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
@@ -75,12 +76,19 @@ class Server:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Meanwhile it says nothing at all."""
-        self.process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)  # all its threads stand
+        self.pause(True)
         try:
             yield
         finally:
+            self.pause(False)
+
+    def pause(self, pausing: bool) -> None:
+        """Let it say nothing from now on, or go on."""
+        if not pausing:
             self.process.send_signal(signal.SIGCONT)
+            return
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)  # all its threads stand
 
     def spec(self, **options: Any) -> str:
         """Of a store on it."""
@@ -175,6 +183,52 @@ def lmcache_server(gigabytes: float = 0.25) -> Server:
         lambda port: {"url": f"tcp://{HOST}:{port}", "chunk_bytes": CHUNK_BYTES},
     )
     server.on_end = lambda: Path("/dev/shm", name).unlink(missing_ok=True)
+    return server
+
+
+_LENDS = """
+import sys
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+assert store.setup("127.0.0.1", "P2PHANDSHAKE", 512 << 20, 1 << 20, "tcp", "", sys.argv[1]) == 0
+print("lends", flush=True)
+sys.stdin.read()
+"""
+
+
+def mooncake_server() -> Server:
+    """A Mooncake master, and a client that lends it memory."""
+    try:
+        store: Any = import_module("mooncake.store")
+        reason = ""
+    except ImportError as error:
+        store, reason = None, str(error)
+    need("mooncake", store, f"pip install mooncake-transfer-engine-non-cuda ({reason})")
+    master = Path(store.__file__).with_name("mooncake_master") if store else Path()
+    lender = list[subprocess.Popen[bytes]]()
+    server = Server(
+        "mooncake",
+        lambda port: [
+            *(str(master), f"--rpc_port={port}", f"--rpc_address={HOST}"),
+            *(f"--metrics_port={free_port()}", f"--metrics_host={HOST}"),
+        ],
+        lambda port: {"master": f"{HOST}:{port}"},
+    )
+
+    def lend() -> None:
+        command = [sys.executable, "-c", _LENDS, f"{HOST}:{server.port}"]
+        pipe = subprocess.PIPE
+        lender.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL))
+        stdout = lender[-1].stdout
+        assert stdout is not None
+        assert any(line == b"lends\n" for line in stdout)
+
+    def end() -> None:
+        for process in lender:
+            process.kill()
+            process.communicate()
+
+    server.on_start, server.on_end = lend, end
     return server
 
 
