@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from kvbaton.connectors.guard import guard_card
 from kvbaton.connectors.registry import load_transport
 
 SPECS = ["tcp", "nixl"]
@@ -12,6 +13,7 @@ SPECS = ["tcp", "nixl"]
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_sockets_listen_on_loopback_only(spec: str) -> None:
+    guard_card("127.0.0.1")  # it listens as long as the process lives
     before = _listening()
     transport = load_transport(spec, name="listener", host="127.0.0.1")
     new = _listening() - before
