@@ -170,8 +170,12 @@ def _build(kind: Kind, spec: str, context: dict[str, Any]) -> Any:
     except KvbatonError:
         raise
     except Exception as error:
-        text = f"{target} can't be built: {type(error).__name__}: {error}"
-        raise ConfigError(kind.flag, text) from error
+        text = told = f"{target} can't be built: {type(error).__name__}: {error}"
+        for name, written in options.items():
+            filled = arguments[name]
+            if isinstance(filled, str) and filled and filled != written:
+                told = told.replace(filled, written)
+        raise ConfigError(kind.flag, told) from (error if told == text else None)
     if not fits:
         missing = [n for n in dir(kind.protocol) if n[0] != "_" and not hasattr(connector, n)]
         noun = kind.noun.capitalize()

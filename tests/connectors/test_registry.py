@@ -2,12 +2,14 @@
 
 import json
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
 
 from kvbaton.connectors.registry import TRANSPORTS, list_connectors, load_store, load_transport
 from kvbaton.connectors.stores.filesystem import FilesystemStore
+from kvbaton.connectors.stores.memory import MemoryStore
 from kvbaton.connectors.stores.tiered import TieredStore
 from kvbaton.connectors.transports.faulty import FaultyTransport
 from kvbaton.connectors.transports.memory import MemoryHub, MemoryTransport
@@ -91,3 +93,18 @@ def test_secrets_come_from_the_environment_or_a_file(
 def test_a_secret_that_is_missing_is_told(path: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         load_store("filesystem:" + json.dumps({"path": path}))
+
+
+class TellsItsPassword(MemoryStore):
+    """Its author puts all options into an error."""
+
+    def __init__(self, name: str, *, password: str) -> None:
+        raise RuntimeError(f"can't log in with {password!r}")
+
+
+def test_an_error_tells_a_secret_as_it_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KV_PASSWORD", "hunter2")
+    spec = f'{__name__}:TellsItsPassword:{{"password": "{{env:KV_PASSWORD}}"}}'
+    with pytest.raises(ConfigError, match=r"log in with '\{env:KV_PASSWORD\}'") as raised:
+        load_store(spec)
+    assert "hunter2" not in "".join(traceback.format_exception(raised.value, chain=True))
