@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+
+from xxhash import xxh3_64_intdigest
 
 from kvbaton.connectors import Pieces, StoreCapabilities, StoreError, ThreadedStore, Usage
 
@@ -60,6 +61,8 @@ class Database:
         """Make the tables."""
         self._mine = threading.local()
         with self._connection() as connection:
+            # Before anything is there: a block of KV then fills few pages.
+            connection.execute("PRAGMA page_size=65536")
             connection.execute("PRAGMA journal_mode=WAL")
             connection.executescript(SCHEMA)
 
@@ -96,7 +99,7 @@ class Database:
             rows = connection.execute(
                 f"SELECT key, sum, data FROM objects WHERE key IN ({marks})", keys
             )
-            found = {key: data for key, total, data in rows if zlib.crc32(data) == total}
+            found = {key: data for key, total, data in rows if checksum(data) == total}
         return [_fill(target, found.get(key)) for key, target in zip(keys, targets, strict=True)]
 
     def put(self, key: bytes, source: Pieces) -> bool:
@@ -108,7 +111,7 @@ class Database:
         room = self._max_bytes or float("inf")
         objects = [b"".join(source) for source in sources]
         rows = [
-            (key, zlib.crc32(data), data)
+            (key, checksum(data), data)
             for key, data in zip(keys, objects, strict=True)
             if len(data) <= room
         ]
@@ -127,7 +130,7 @@ class Database:
             connection.execute("BEGIN IMMEDIATE")
             # What the disk has spoiled is repaired by whoever stores it again.
             connection.executemany(
-                "DELETE FROM objects WHERE key = ? AND sum != crc32(data)",
+                "DELETE FROM objects WHERE key = ? AND sum != checksum(data)",
                 [(key,) for key, _, _ in rows],
             )
             connection.executemany(
@@ -156,13 +159,19 @@ class Database:
                 self._mine.connection = sqlite3.connect(
                     self._path, LOCK_SECONDS, isolation_level=None, check_same_thread=False
                 )
-                self._mine.connection.create_function("crc32", 1, zlib.crc32)
+                self._mine.connection.create_function("checksum", 1, checksum)
+                self._mine.connection.execute("PRAGMA mmap_size=1073741824")
                 self._connections.append(self._mine.connection)
             yield self._mine.connection
             self._trouble = None
         except sqlite3.Error as error:
             self._trouble = f"{self._path}: {error}"
             raise StoreError(self._trouble) from error
+
+
+def checksum(data: bytes) -> int:
+    """Of an object, as SQLite keeps integers: 63 bits."""
+    return xxh3_64_intdigest(data) >> 1
 
 
 def _fill(target: Pieces, data: bytes | None) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sqlite3
-import zlib
 from typing import Any
+
+from xxhash import xxh3_64_intdigest
 
 
 class SqliteDoor:
@@ -20,7 +21,7 @@ class SqliteDoor:
 
     def put(self, key: bytes, data: bytes) -> None:
         """Insert a row."""
-        row = (key, zlib.crc32(data), data)
+        row = (key, xxh3_64_intdigest(data) >> 1, data)
         self._run("INSERT INTO objects (key, sum, data) VALUES (?, ?, ?)", *row)
 
     def cut(self, key: bytes, num_bytes: int) -> None:

@@ -47,7 +47,7 @@ def run(folder: Path, *words: str, status: int = 0) -> str:
 
 def test_the_python_of_the_page_runs(folder: Path) -> None:
     files = sorted(path.name for path in folder.glob("*.py"))
-    assert files == ["shelf.py", "shelf_door.py"]
+    assert files == ["looped.py", "shelf.py", "shelf_door.py"]
     rest = [block for block in blocks("python") if not re.match(r"# \w+\.py\n", block)]
     assert len(rest) == 3
     run(folder, "-W", "error", "-c", "\n".join(rest))
