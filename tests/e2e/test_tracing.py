@@ -112,12 +112,11 @@ def within_two_percent(
             assert path[0].start == pytest.approx(root.start, abs=ROUNDING_S)
             took = seen.tokens[index] - seen.began
             summed = sum(span.seconds for span in path)
-            # Spans begin after the client asked, and end before it has read: by construction.
-            assert summed <= took + 1e-3
-            off.append(1 - summed / took)
+            # Too much as well: a client may have read before the last span's end was noted.
+            off.append(abs(1 - summed / took))
         if max(off) <= SHARE:
             return spans
-    raise AssertionError(f"{off} of the time is missing after {ATTEMPTS} attempts")
+    raise AssertionError(f"{off} of the time is missing, or too much, after {ATTEMPTS} attempts")
 
 
 def test_spans_add_up_to_what_the_client_saw(
