@@ -191,7 +191,7 @@ def pytest_run(folder: Path, *words: str) -> str:
 
 def test_the_plugin_runs_the_cases_beside_the_tests_of_a_project(tmp_path: Path) -> None:
     (tmp_path / "test_own.py").write_text("def test_own():\n    pass\n")
-    words = ("--kvbaton-store", BROKEN, "-k", "own or L0", "--junitxml", "report.xml")
+    words = ("--kvbaton-store", BROKEN, "-k", "test_own or L0", "--junitxml", "report.xml")
     said = pytest_run(tmp_path, *words)
     assert "FAILED ::store tests.connectors_broken.stores:FindsEverything::L0.a-miss" in said
     cases = len(STORE_KIT.cases(0))
