@@ -31,14 +31,16 @@ def check_machine(machine: Source | Target) -> None:
         for session in (*machine.known.values(), *machine._over.values()):
             if session.state is not SessionState.CLOSING:
                 assert machine.rings_at("deadline", session.id) is not None, f"{session}"
-        held, pinned = sum(r.pinned for r in machine.live.values()), machine._pinned
-        assert held == pinned.total(), f"{held} blocks are pinned, not {pinned}"
+        for of_d in (*machine.known.values(), *machine._over.values()):
+            held = sum(record.pinned for record in of_d.attempts.values())
+            assert held == of_d.pinned, f"{held} blocks are pinned for {of_d}"
         return
     for line in machine.lines.values():
         assert machine.rings_at("resend", line.address) is not None, f"nothing would wake {line}"
     for of_p in machine.known.values():
-        used = not of_p.over and machine.lines[of_p.address].session is of_p
-        assert used or of_p.attempts, f"{of_p} should be forgotten"
+        assert machine.lines[of_p.line.address] is of_p.line, f"{of_p} has a line of its own"
+        assert of_p.over != (of_p.line.session is of_p), f"{of_p} is over and in use, or neither"
+        assert not of_p.over or of_p.attempts, f"{of_p} should be forgotten"
 
 
 def _wrong_outgoing(record: Outgoing) -> str | None:

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from kvbaton.connectors.layout import GroupKind, KVLayout
+from kvbaton.connectors.pairing import pair_groups
 from kvbaton.connectors.protocol import source
 from kvbaton.connectors.protocol.events import (
     Abandon,
@@ -225,13 +226,13 @@ def test_a_repeated_hello_is_welcomed_again_but_opens_nothing() -> None:
         ({"ranks": ()}, "malformed", "ranks"),
         ({"ranks": (RankCard(0, b"", b"\xc1"),)}, "malformed", "can't be read"),
         ({"ranks": cards(layout(0))}, "malformed", "blocks of 0 tokens"),
-        ({"ranks": cards(layout(6), layout(6, 1))}, "layout", "1 groups, target 2"),
+        ({"ranks": cards(layout(6), layout(6, 1))}, "layout", "[1, 1] at the source, [2] at the"),
     ],
 )
 def test_what_cannot_pair_is_refused_with_both_values(
     fields: dict[str, Any], code: str, said: str
 ) -> None:
-    actions = Rig().hello(**fields)
+    actions = Rig(pair=pair_groups).hello(**fields)
     assert refusals(actions) == [code]
     assert said in actions[0].message.message
 

@@ -225,6 +225,16 @@ def test_a_refused_session_fails_what_waits_at_once() -> None:
     assert of(actions, Unquarantine) == [Unquarantine(NAME)]
 
 
+def test_a_session_that_is_refused_when_it_is_up_fails_its_attempts_at_once() -> None:
+    rig = Rig().until("engaged")
+    actions = rig.refuse_session("identity")
+    assert of(actions, Fail) == [Fail(NAME, 4, "refused (identity): why")]
+    assert of(actions, Fence) == [Fence(P)]
+    assert not of(actions, Unquarantine)
+    assert not sent(actions, Hello), "it would be refused again"
+    assert sent(rig.wait(TIMERS.progress_deadline), Hello)
+
+
 def test_a_welcome_that_does_not_pair_fails_what_waits() -> None:
     rig = Rig()
     rig.start()

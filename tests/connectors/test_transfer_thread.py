@@ -426,7 +426,7 @@ def test_sessions_with_one_life_cost_one_connection(make: Make) -> None:
     ended: set[str] = set()
 
     def is_up_again() -> bool:
-        sessions = d.thread.inspect(d.machine.dump)
+        sessions = d.thread.inspect(d.machine.ledger)["sessions"]
         return any(s["state"] == "up" and s["session"] not in ended for s in sessions)
 
     d.thread.submit(SetMembers(frozenset({p.channel.address})))
@@ -434,7 +434,7 @@ def test_sessions_with_one_life_cost_one_connection(make: Make) -> None:
         wait(is_up_again, p, d)
         assert isinstance(hand_over(p, d), Deliver)
         threads.append(threading.active_count())
-        ended |= {s["session"] for s in d.thread.inspect(d.machine.dump)}
+        ended |= {s["session"] for s in d.thread.inspect(d.machine.ledger)["sessions"]}
         p.thread.inspect(lambda: p.worker.handle(PeerGone(d.id), time.monotonic()))
     assert threads[-1] <= threads[0] + 1, threads
 

@@ -11,7 +11,7 @@ from kvbaton.connectors.plan import BlockTable
 from kvbaton.connectors.protocol.checks import check_landed
 from kvbaton.connectors.protocol.events import Landed, Start, Verify
 from kvbaton.connectors.protocol.machine import Record
-from kvbaton.connectors.protocol.session import Session, SessionState
+from kvbaton.connectors.protocol.session import RefusalError, Session, SessionState
 from kvbaton.messages.control import Complete, DigestRun
 from kvbaton.types import Attempt
 
@@ -42,19 +42,18 @@ class TargetSession(Session):
     """A session with one P.
 
     Attributes:
-        version: of the protocol that it speaks.
+        line: to that P.
         since: when it was opened.
         heard: when the last message of it came.
     """
 
-    address: str = ""
-    version: int = 0
+    line: Line = field(kw_only=True, repr=False)
     since: float = 0.0
     heard: float = 0.0
 
     @property
     def over(self) -> bool:
-        """Whether it has ended."""
+        """Whether it has ended: its line uses it no more."""
         return self.state is SessionState.OVER
 
 
@@ -66,10 +65,9 @@ class Line:
         member: router or operator vouch for the address: its session is kept open.
         used: when something was last asked of it.
         opened: when its last session was opened.
-        waiting: attempts that wait for a session.
+        attempts: alive, those included that wait for a session or are in quarantine.
         unneeded: what P is told when there is one.
         mismatches: when digests did not match.
-        num_attempts: alive, those in quarantine included.
         num_blocks: reserved and in quarantine.
     """
 
@@ -78,11 +76,20 @@ class Line:
     used: float = 0.0
     opened: float = -math.inf
     session: TargetSession | None = None
-    waiting: dict[Attempt, Incoming] = field(default_factory=dict)
+    attempts: dict[Attempt, Incoming] = field(default_factory=dict)
     unneeded: deque[Attempt] = field(default_factory=lambda: deque(maxlen=MAX_UNNEEDED))
     mismatches: list[float] = field(default_factory=list)
-    num_attempts: int = 0
     num_blocks: int = 0
+
+    @property
+    def up(self) -> TargetSession | None:
+        """The session in use, if it is up."""
+        session = self.session
+        return session if session and session.state is SessionState.UP else None
+
+    def waiting(self) -> list[Incoming]:
+        """Attempts that wait for a session."""
+        return [r for r in self.attempts.values() if r.state is TargetState.WAITING]
 
 
 @dataclass
@@ -105,11 +112,10 @@ class Arrival:
 
 
 @dataclass
-class Incoming(Record):
+class Incoming(Record[TargetSession]):
     """One attempt on D.
 
     Attributes:
-        session: the one that its blocks were told P in; None before.
         order: what the engine asked for; order, targets and line are set when it is started.
         targets: per group, the block table of the prompt, see `plan.block_tables`.
         counted: per group, the first token that digests count; set with the session.
@@ -129,7 +135,6 @@ class Incoming(Record):
     """
 
     state: TargetState = TargetState.UNKNOWN
-    session: TargetSession | None = None
     order: Start = field(init=False, repr=False)
     targets: list[BlockTable] = field(init=False, repr=False)
     counted: tuple[int, ...] = ()
@@ -152,16 +157,14 @@ class Incoming(Record):
         """Take in a notice, of ranks that write in its session; the write if that was its last one.
 
         Raises:
-            ValueError: it can't be; the text says why.
+            RefusalError: it can't be.
         """
-        assert self.session is not None
-        problem = check_landed(event, self.start, self.num_tokens, len(self.targets))
-        if problem is not None:
-            raise ValueError(problem)
-        pairs = set(self.session.pairs)
+        if problem := check_landed(event, self.start, self.num_tokens, len(self.targets)):
+            raise RefusalError("malformed", problem)
+        pairs = set(self.bound_to.pairs)
         arrival = self.arrivals.setdefault(event.write, Arrival(event.start, event.end, pairs))
         if (arrival.start, arrival.end) != (event.start, event.end):
-            raise ValueError(f"write {event.write} is told of differently")
+            raise RefusalError("malformed", f"write {event.write} is told of differently")
         pair = (event.source_rank, event.target_rank)
         parts = arrival.parts.setdefault(pair, set())
         if event.part in parts:
@@ -174,8 +177,7 @@ class Incoming(Record):
 
     def verification(self, write: int) -> Verify:
         """The order to compare the digests of a write."""
-        assert self.session is not None
-        there, tables = self.arrivals[write], (self.session.pairings, self.targets, self.counted)
+        there, tables = self.arrivals[write], (self.bound_to.pairings, self.targets, self.counted)
         return Verify(self.name, write, there.start, there.end, *tables, tuple(there.digests))
 
     def valid_through(self) -> int:

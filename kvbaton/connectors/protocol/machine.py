@@ -1,17 +1,19 @@
-"""What `Source` and `Target` have in common: dispatch from a table, alarms, stories, counters."""
+"""What `Source` and `Target` have in common: dispatch from a table, sessions, alarms, stories."""
 
 from __future__ import annotations
 
 import heapq
 import itertools
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, Generic, TypeVar
 
-from kvbaton.connectors.protocol.events import AboutAttempt, Tick
-from kvbaton.types import Attempt, TransferTimers
+from kvbaton.connectors.protocol.events import AboutAttempt, Identity, Link, SendMessage, Tick
+from kvbaton.connectors.protocol.session import Pair, RefusalError, Session, decode_layouts
+from kvbaton.messages import control
+from kvbaton.types import Attempt, NodeId, TransferTimers
 
 MAX_STORIES = 512
 MAX_STORY_LINES = 64
@@ -122,37 +124,47 @@ Reactions = Mapping[type, Callable[..., None]]
 
 Story = deque[tuple[float, str]]
 
+SessionT = TypeVar("SessionT", bound=Session)
+
 
 @dataclass
-class Record:
+class Record(Generic[SessionT]):
     """An attempt, as one side knows it.
 
     Attributes:
         state: one of the side's; the first is that of an attempt that is not known, the last that
             of one that has ended.
         outcome: how it ends, once that is known.
-        session: the one that it is bound to.
+        session: the one that it is bound to; None while it is bound to none.
         story: what happened to it and when, the latest lines.
     """
 
     name: Attempt
     state: Any = None
     outcome: str = ""
-    session: Any = None
+    session: SessionT | None = None
     story: Story = field(default_factory=lambda: deque(maxlen=MAX_STORY_LINES), repr=False)
 
+    @property
+    def bound_to(self) -> SessionT:
+        """The session of one that has one."""
+        assert self.session is not None, f"{self.name} is bound to no session"
+        return self.session
 
-RecordT = TypeVar("RecordT", bound=Record)
+
+RecordT = TypeVar("RecordT", bound=Record[Any])
 
 
-class Machine(Alarms, Generic[RecordT]):
+class Machine(Alarms, Generic[RecordT, SessionT]):
     """One side of the protocol.
 
     An attempt has two alarms: *deadline*, which every live one has, and *resend*. They run in the
     states for which the table has a rule. Other owners of alarms belong to `ring`.
 
     Args:
+        identity: what this side says of itself.
         timers: of the protocol.
+        pair: pairs the groups of layouts, source first.
 
     Attributes:
         actions: what the event that is being handled has led to so far, in order; stays if `handle`
@@ -161,15 +173,23 @@ class Machine(Alarms, Generic[RecordT]):
         live: attempts that have not ended.
         ended: how the others did.
         stories: of the latest attempts, the oldest first.
+        groups: of this side.
+        known: sessions by id.
     """
 
+    is_source: ClassVar[bool]
     table: ClassVar[Table]
     reactions: ClassVar[Reactions]
     states: ClassVar[type[Enum]]
     record_type: type[RecordT]
 
-    def __init__(self, timers: TransferTimers) -> None:
+    def __init__(self, identity: Identity, timers: TransferTimers, pair: Pair) -> None:
         super().__init__()
+        self.identity = identity
+        self.layouts = decode_layouts(identity.ranks)
+        self.groups = self.layouts[0]
+        self.known: dict[bytes, SessionT] = {}
+        self._pair = pair
         self.timers = timers
         self.counters = Counters()
         self.actions: list[Any] = []
@@ -190,7 +210,7 @@ class Machine(Alarms, Generic[RecordT]):
         self.do = self.actions.append
         if isinstance(event, AboutAttempt):
             record = self.live.get(event.attempt) or self.record(event.attempt)
-            self._rules[type(event), record.state](record, event)
+            self.apply(type(event), record, event)
         elif isinstance(event, Tick):
             while (alarm := self.take_alarm()) is not None:
                 name, owner = alarm
@@ -206,9 +226,26 @@ class Machine(Alarms, Generic[RecordT]):
         """An alarm rings that is no attempt's."""
         raise NotImplementedError
 
-    def ledger(self) -> dict[str, Any]:
-        """Attempts alive and what they hold."""
+    def refuse(self, record: RecordT, refusal: RefusalError) -> None:
+        """What a peer says of an attempt can't be."""
         raise NotImplementedError
+
+    def ledger(self) -> dict[str, Any]:
+        """Attempts alive by state, and sessions in use or whose writes may still land."""
+        return {
+            "attempts": dict(Counter(record.state.value for record in self.live.values())),
+            "sessions": [
+                {
+                    "session": session.id.hex(),
+                    "address": session.address,
+                    "node": session.node.node if session.node else None,
+                    "generation": session.node.generation.hex() if session.node else None,
+                    "state": session.state.value,
+                    "attempts": len(session.attempts),
+                }
+                for session in self.known.values()
+            ],
+        }
 
     def record(self, name: Attempt) -> RecordT:
         """The attempt of that name, or one that is not known or has ended, and is not kept."""
@@ -234,7 +271,10 @@ class Machine(Alarms, Generic[RecordT]):
 
     def apply(self, row: type | str, record: RecordT, given: Any) -> None:
         """Follow the rule for an event in the attempt's state."""
-        self._rules[row, record.state](record, given)
+        try:
+            self._rules[row, record.state](record, given)
+        except RefusalError as refusal:
+            self.refuse(record, refusal)
 
     def _set_state(self, record: RecordT, state: Enum) -> None:
         """An attempt that was not known is live from now on."""
@@ -257,8 +297,57 @@ class Machine(Alarms, Generic[RecordT]):
         del self.live[record.name]
         self.ended.add(record.name, outcome, self.now)
 
-    def _num_by_state(self) -> dict[str, int]:
-        return dict(Counter(record.state.value for record in self.live.values()))
+    # --- sessions ---
+
+    def of(self, node: NodeId | None) -> list[SessionT]:
+        """The sessions with a generation."""
+        return [session for session in self.known.values() if session.node == node]
+
+    def send(self, session: Session, kind: type[control.Message], **fields: Any) -> None:
+        """Send to where the last message of a session came from, else to its address."""
+        fields |= {"session": session.id, "seq": next(session.numbers)}
+        message: Any = kind(receiver=session.receiver, **fields)
+        address = session.address if session.link is None else None
+        self.do(SendMessage(message, link=session.link, address=address))
+
+    def _send(
+        self,
+        record: RecordT,
+        kind: type[control.TransferMessage] | type[control.Refused],
+        **fields: Any,
+    ) -> None:
+        """Send a message about an attempt, in the session that it is bound to."""
+        record.story.append((self.now, f"> {kind.__name__}"))
+        name = {"transfer_id": record.name.transfer_id, "attempt": record.name.number}
+        self.send(record.bound_to, kind, **name, **fields)
+
+    def admit(self, session: Session, link: Link, seq: int) -> bool:
+        """Whether a message is newer than all before it; replies then go to its link."""
+        if seq <= session.last_in:
+            self.count("stale_seq")
+            return False
+        session.last_in, session.link = seq, link
+        return True
+
+    def pair_up(self, session: Session, version: int, ranks: Sequence[control.RankCard]) -> None:
+        """Take into a session what a peer shows of itself, and how blocks cross.
+
+        Raises:
+            RefusalError: they can't; the message names both values.
+        """
+        theirs = decode_layouts(ranks)
+        source, target = (self.layouts, theirs) if self.is_source else (theirs, self.layouts)
+        try:
+            session.pairings = self._pair(source, target)
+        except (ValueError, ArithmeticError, LookupError, TypeError) as error:
+            # A peer's layouts may be wrong in ways that no check of ours foresaw.
+            raise RefusalError("layout", str(error) or type(error).__name__) from error
+        session.version, session.groups = version, theirs[0]
+        if version < control.SHARING_PAIRS_VERSION:  # those that share no bytes as well
+            pairs = itertools.product(range(len(source)), range(len(target)))
+            session.pairs = frozenset(pairs)
+        else:
+            session.pairs = frozenset(pair for one in session.pairings for pair in one.shares)
 
     # --- rules that both tables name ---
 

@@ -44,12 +44,14 @@ class SourceSession(Session):
         unit: tokens between two borders at which blocks of both sides begin.
         max_tokens: most tokens of a write, a multiple of `unit`: its digests fit into a notice.
         flying: writes that are not terminal, by attempt; they may outlive both.
+        pinned: blocks that its attempts hold because they were named by key.
         asked: it is over, and D has asked after it in the last `tombstone`.
     """
 
     unit: int = 1
     max_tokens: int = 1
     flying: dict[Attempt, set[Write]] = field(default_factory=dict)
+    pinned: int = 0
     asked: bool = True
 
     @property
@@ -59,11 +61,10 @@ class SourceSession(Session):
 
 
 @dataclass
-class Outgoing(Record):
+class Outgoing(Record[SourceSession]):
     """One attempt on P.
 
     Attributes:
-        session: the one whose `Reserve` was accepted; None before.
         reserve: what D asked for; set with the session.
         until: when D will have given up in any case.
         engaged: `Engage` was emitted, so a `Release` is owed.
@@ -79,7 +80,6 @@ class Outgoing(Record):
     """
 
     state: SourceState = SourceState.UNKNOWN
-    session: SourceSession | None = None
     prompt_key: bytes = b""
     num_tokens: int = 0
     reserve: Reserve = field(init=False, repr=False)
@@ -100,12 +100,11 @@ class Outgoing(Record):
 
     def engage(self, groups: Sequence[KVLayout]) -> None:
         """The engine starts to report, from the first token wanted on."""
-        assert self.session is not None
         self.engaged = True
         self.ready = self.posted = self.start
         self.end = self.num_tokens
         self.blocks = block_tables(((),) * len(groups), groups, self.num_tokens)
-        self.targets = block_tables(self.reserve.spans, self.session.groups, self.num_tokens)
+        self.targets = block_tables(self.reserve.spans, self.bound_to.groups, self.num_tokens)
 
     def take(self, report: BlocksReady) -> None:
         """Take in which blocks have become final.
@@ -122,8 +121,7 @@ class Outgoing(Record):
 
     def posts(self) -> Iterator[Post]:
         """Writes of what is ready, up to a border where blocks of both sides begin."""
-        session, end = self.session, self.ready
-        assert session is not None
+        session, end = self.bound_to, self.ready
         if end < self.end:
             end -= end % session.unit
         while self.posted < end:

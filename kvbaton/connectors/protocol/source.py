@@ -16,7 +16,6 @@ What happens when is in `Source.table`, whose rules are methods here.
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any, ClassVar
 
 from kvbaton.connectors.pairing import pair_groups
@@ -31,10 +30,10 @@ from kvbaton.connectors.protocol.checks import (
 from kvbaton.connectors.protocol.machine import Machine, Reactions, Table
 from kvbaton.connectors.protocol.outgoing import Outgoing, SourceSession
 from kvbaton.connectors.protocol.outgoing import SourceState as State
-from kvbaton.connectors.protocol.session import Pair, SessionState
+from kvbaton.connectors.protocol.session import Pair, RefusalError, SessionState
 from kvbaton.connectors.protocol.source_sessions import SourceSessions
 from kvbaton.messages import control
-from kvbaton.types import Attempt, NodeId, TransferTimers, clip_text
+from kvbaton.types import Attempt, TransferTimers, clip_text
 
 PINNED_SHARE, PINNED_SHARE_PER_PEER = 2, 4
 """At most half of the pool is pinned for block keys, and a quarter of it for one peer."""
@@ -55,6 +54,7 @@ class Source(SourceSessions):
         max_notice_bytes: of the transport; a write's digests fit into its notice.
     """
 
+    is_source = True
     states = State
     record_type = Outgoing
 
@@ -70,19 +70,17 @@ class Source(SourceSessions):
         super().__init__(identity, timers, pair, max_notice_bytes)
         self._max_attempts = max_attempts
         self._idle: dict[Attempt, None] = {}
-        self._pinned = Counter[NodeId]()
 
     def ledger(self) -> dict[str, Any]:
-        """Attempts alive by state, leases, and writes that are not terminal."""
+        """As of either side; leases, and writes that are not terminal."""
         live = self.live.values()
         return {
-            "attempts": self._num_by_state(),
+            **super().ledger(),
             "leases": sum(r.engaged for r in live),
             "held_blocks": sum(int((blocks >= 0).sum()) for r in live for blocks in r.blocks),
-            "pinned_by_key": self._pinned.total(),
+            "pinned_by_key": sum(session.pinned for session in self.known.values()),
             "writes_in_flight": sum(len(r.flying) for r in live),
             "writes_undrained": self.num_undrained(),
-            "sessions": self.dump(),
         }
 
     # --- dispatch ---
@@ -102,7 +100,7 @@ class Source(SourceSessions):
             if record.session is None:
                 record.session = session
             if record.session is session:
-                self._rules[type(message), record.state](record, message)
+                self.apply(type(message), record, message)
                 if record.state is State.ANNOUNCED:
                     record.session = None  # only a `Reserve` binds
             else:
@@ -114,29 +112,31 @@ class Source(SourceSessions):
         """A message about an attempt that is bound to another session: it can't touch it."""
         stranger = Outgoing(record.name, session=session, story=record.story)
         if isinstance(message, control.Reserve):
-            self._refuse(stranger, "conflict", "the attempt is bound to another session")
+            refusal = RefusalError("conflict", "the attempt is bound to another session")
+            self.refuse(stranger, refusal)
         elif isinstance(message, control.Cancel):
             # True for the asker: nothing was ever accepted from this session.
             self._send(stranger, control.Drained)
         else:
             self.count("foreign")
 
-    def _refuse(self, record: Outgoing, code: str, why: str, *, retry: bool = False) -> None:
+    def refuse(self, record: Outgoing, refusal: RefusalError) -> None:
+        """Answer `Refused`."""
+        code, why = refusal.code, clip_text(str(refusal))
         self.counters.refused += 1
         self.count(code)
         record.story.append((self.now, f"refused, {code}: {why}"))
-        self._send(record, control.Refused, code=code, message=clip_text(why), retryable=retry)
+        self._send(record, control.Refused, code=code, message=why, retryable=refusal.retry)
 
     # --- Reserve ---
 
     def _reserve_first(self, record: Outgoing, message: control.Reserve) -> None:
         """Check it, bind the attempt to the session, answer `Accepted`; wait for the request. Of block keys: `Engage` at once."""
-        if not self._acceptable(record, message):
-            return
+        self._check_reserve(record, message)
         if message.keys:
-            if self._can_pin(record, message):
-                self._bind(record, message)
-                self._engage(record)
+            self._pin(record, message)
+            self._bind(record, message)
+            self._engage(record)
         else:
             self._bind(record, message)
             self._set_state(record, State.RESERVED)
@@ -146,18 +146,17 @@ class Source(SourceSessions):
     def _reserve_announced(self, record: Outgoing, message: control.Reserve) -> None:
         """Check it and compare the prompt; bind, answer `Accepted`, `Engage` the engine from the first token wanted."""
         if message.keys:
-            self._refuse(record, "conflict", "the attempt is of a prompt, not of block keys")
-        elif self._acceptable(record, message) and self._is_same_prompt(record, record, message):
-            self._bind(record, message)
-            self._engage(record)
+            raise RefusalError("conflict", "the attempt is of a prompt, not of block keys")
+        self._check_reserve(record, message)
+        self._check_prompt(record, message)
+        self._bind(record, message)
+        self._engage(record)
 
     def _reserve_again(self, record: Outgoing, message: control.Reserve) -> None:
         """Equal: answer `Accepted` and renew the lease. Other content or another session: `Refused(conflict)`."""
-        if not self._acceptable(record, message):
-            return
+        self._check_reserve(record, message)
         if not is_repetition(record.reserve, message):
-            self._refuse(record, "conflict", "a reservation is frozen once sent")
-            return
+            raise RefusalError("conflict", "a reservation is frozen once sent")
         if record.state is not State.RESERVED:
             self._renew(record)
         self._send(record, control.Accepted)
@@ -165,62 +164,51 @@ class Source(SourceSessions):
     def _reserve_over(self, record: Outgoing, message: control.Reserve) -> None:
         """`Refused`, code after how it ended: `expired`, else `consumed`."""
         code = "expired" if record.outcome == "expired" else "consumed"
-        self._refuse(record, code, f"the attempt ended: {record.outcome}")
+        raise RefusalError(code, f"the attempt ended: {record.outcome}")
 
-    def _acceptable(self, record: Outgoing, message: control.Reserve) -> bool:
-        assert record.session is not None, "it came in one"
-        attempts = record.session.attempts
+    def _check_reserve(self, record: Outgoing, message: control.Reserve) -> None:
+        """Refuse nonsense, and more attempts than may be."""
+        attempts = record.bound_to.attempts
         crowded = record.state is State.UNKNOWN and len(self.live) >= self._max_attempts
-        problem = check_reserve(message, record.session.groups)
-        if problem is not None:
-            self._refuse(record, "malformed", problem)
-        elif record.name not in attempts and (crowded or 4 * len(attempts) >= self._max_attempts):
+        if problem := check_reserve(message, record.bound_to.groups):
+            raise RefusalError("malformed", problem)
+        if record.name not in attempts and (crowded or 4 * len(attempts) >= self._max_attempts):
             why = f"{len(attempts)} of {len(self.live)} attempts are this target's"
-            self._refuse(record, "too_many", why, retry=True)
-        else:
-            return True
-        return False
+            raise RefusalError("too_many", why, retry=True)
 
-    def _can_pin(self, record: Outgoing, message: control.Reserve) -> bool:
-        """Whether block keys can mean blocks of ours, and there is room to pin them; else refused."""
-        assert record.session is not None, "it came in one"
-        sizes = [[g.block_size for g in groups] for groups in (self.groups, record.session.groups)]
-        node = record.session.node
-        assert node is not None, "it said who it is"
-        count = sum(len(span.blocks) for spans in message.spans for span in spans)
-        pool = self.groups[0].num_blocks
-        of_peer, of_all = self._pinned[node] + count, self._pinned.total() + count
+    def _pin(self, record: Outgoing, message: control.Reserve) -> None:
+        """Refuse block keys that can't mean blocks of ours, or more than there is room to pin."""
+        session = record.bound_to
+        sizes = [[g.block_size for g in groups] for groups in (self.groups, session.groups)]
         if sizes[0] != sizes[1]:
             why = f"source has blocks of {sizes[0]} tokens, target of {sizes[1]}"
-            self._refuse(record, "layout", why)
-        elif of_all * PINNED_SHARE > pool or of_peer * PINNED_SHARE_PER_PEER > pool:
+            raise RefusalError("layout", why)
+        count = sum(len(span.blocks) for spans in message.spans for span in spans)
+        pool = self.groups[0].num_blocks
+        of_peer = count + sum(s.pinned for s in self.of(session.node))
+        of_all = count + sum(s.pinned for s in self.known.values())
+        if of_all * PINNED_SHARE > pool or of_peer * PINNED_SHARE_PER_PEER > pool:
             why = f"{of_all} of {pool} blocks would be pinned, {of_peer} of them for this target"
-            self._refuse(record, "too_many", why, retry=True)
-        else:
-            record.pinned = count
-            self._pinned[node] += count
-            return True
-        return False
+            raise RefusalError("too_many", why, retry=True)
+        record.pinned = count
+        session.pinned += count
 
-    def _is_same_prompt(
-        self, record: Outgoing, ours: Outgoing | events.Announce, theirs: Outgoing | control.Reserve
-    ) -> bool:
-        """Compare prompts; other ones are refused."""
-        if (ours.prompt_key, ours.num_tokens) == (theirs.prompt_key, theirs.num_tokens):
-            return True
-        why = (
-            f"source has {ours.num_tokens} tokens with key {ours.prompt_key.hex()[:16]}, "
-            f"target {theirs.num_tokens} with {theirs.prompt_key.hex()[:16]}"
-        )
-        self._refuse(record, "prompt", why)
-        return False
+    def _check_prompt(
+        self, ours: Outgoing | events.Announce, theirs: Outgoing | control.Reserve
+    ) -> None:
+        """Refuse a reservation of another prompt."""
+        if (ours.prompt_key, ours.num_tokens) != (theirs.prompt_key, theirs.num_tokens):
+            why = (
+                f"source has {ours.num_tokens} tokens with key {ours.prompt_key.hex()[:16]}, "
+                f"target {theirs.num_tokens} with {theirs.prompt_key.hex()[:16]}"
+            )
+            raise RefusalError("prompt", why)
 
     def _bind(self, record: Outgoing, message: control.Reserve) -> None:
-        assert record.session is not None
-        record.session.attempts[record.name] = record
+        record.bound_to.attempts[record.name] = record
         record.reserve = message
         record.prompt_key, record.num_tokens = message.prompt_key, message.num_tokens
-        record.start = first_token(message.spans, record.session.groups)
+        record.start = first_token(message.spans, record.bound_to.groups)
         record.until = self.now + message.remaining_ms / 1000
         self._send(record, control.Accepted)
 
@@ -234,8 +222,7 @@ class Source(SourceSessions):
         self._set_state(record, State.ENGAGED)
         self._renew(record)
         self.ring_in("resend", record.name, self.timers.resend)
-        assert record.session is not None, "it has reserved"
-        theirs = record.session.groups
+        theirs = record.bound_to.groups
         counted = counted_from(self.groups, theirs, record.start, record.num_tokens)
         self.do(events.Engage(record.name, record.start, counted, record.reserve.keys))
 
@@ -252,10 +239,13 @@ class Source(SourceSessions):
 
     def _announce_reserved(self, record: Outgoing, event: events.Announce) -> None:
         """Compare the prompt: equal, `Engage`; else `Refused(prompt)` and the request goes on alone."""
-        if self._is_same_prompt(record, event, record):
-            self._engage(record)
-        else:
+        try:
+            self._check_prompt(event, record)
+        except RefusalError as refusal:
+            self.refuse(record, refusal)
             self._end(record, "failed")
+        else:
+            self._engage(record)
 
     def _announce_again(self, record: Outgoing, event: events.Announce) -> None:
         """`RefuseAnnounce(conflict)`; if it is over, code after how it ended."""
@@ -329,17 +319,16 @@ class Source(SourceSessions):
 
     def _ack(self, record: Outgoing, message: control.Ack) -> None:
         """`ok`: `Release` when every write is terminal, not before. `mismatch`: evict the ranges, once; stop. Before anything was pushed or completed: `Refused(conflict)`."""
-        problem = check_ack(message, record.num_tokens)
-        if problem is not None:
-            self._refuse(record, "malformed", problem)
-        elif message.verdict == "mismatch" and record.engaged:
+        if problem := check_ack(message, record.num_tokens):
+            raise RefusalError("malformed", problem)
+        if message.verdict == "mismatch" and record.engaged:
             self._evict(record, message)
             if record.state is not State.STOPPING:
                 self._stop(record, "failed")
         elif record.state is State.COMPLETED:
             self._stop(record, "acked")
         elif record.state is not State.STOPPING:
-            self._refuse(record, "conflict", "nothing was completed yet")
+            raise RefusalError("conflict", "nothing was completed yet")
 
     def _evict(self, record: Outgoing, message: control.Ack) -> None:
         if not record.evicted:
@@ -386,9 +375,8 @@ class Source(SourceSessions):
 
     def _force_close(self, record: Outgoing, given: None) -> None:
         """A write does not end: close the session's peer. `Closed` frees P's blocks, but is no `Drained`."""
-        assert record.session is not None
         self.ring_in("deadline", record.name, self.timers.lease)
-        self.end_session(record.session, "a write does not end", now=True)
+        self.end_session(record.bound_to, "a write does not end", now=True)
 
     def _lose(self, record: Outgoing, why: str) -> None:
         """Nobody may ask for it in another session: stop."""
@@ -413,11 +401,8 @@ class Source(SourceSessions):
 
     def _settle(self, record: Outgoing, given: object = None) -> None:
         """End it, once no write is in flight, or none can read P's memory any more; D need not have asked."""
-        session = record.session
-        if record.state is not State.STOPPING or session is None:
-            return
-        over = session.state is SessionState.OVER
-        if record.flying and not over:
+        session = record.bound_to
+        if record.flying and session.state is not SessionState.OVER:
             return
         if session.state in (SessionState.UP, SessionState.ENDING) and record.outcome not in (
             "acked",
@@ -433,9 +418,7 @@ class Source(SourceSessions):
             self.do(events.Release(record.name, outcome))
         if record.session is not None:
             record.session.attempts.pop(record.name, None)
-            if record.pinned and record.session.node is not None:
-                self._pinned[record.session.node] -= record.pinned
-                self._pinned += Counter()  # which leaves out who has none
+            record.session.pinned -= record.pinned
         self._finish(record, outcome)
 
     reactions: ClassVar[Reactions] = {

@@ -14,20 +14,12 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from kvbaton.connectors.layout import GroupKind, KVLayout
-from kvbaton.connectors.pairing import GroupPairing
+from kvbaton.connectors.layout import GroupKind
 from kvbaton.connectors.protocol import events
+from kvbaton.connectors.protocol.machine import Machine
 from kvbaton.connectors.protocol.notice import units_per_notice
 from kvbaton.connectors.protocol.outgoing import Outgoing, SourceSession
-from kvbaton.connectors.protocol.session import (
-    Layouts,
-    NegotiationError,
-    Pair,
-    Sessions,
-    SessionState,
-    decode_layouts,
-    writing_pairs,
-)
+from kvbaton.connectors.protocol.session import Pair, RefusalError, SessionState
 from kvbaton.messages import control
 from kvbaton.types import Attempt, TransferTimers, clip_text
 
@@ -40,7 +32,7 @@ IDLE_LEASES = 2
 """A session of which nothing was heard for so many leases ends: its attempts expire before."""
 
 
-class SourceSessions(Sessions[Outgoing, SourceSession]):
+class SourceSessions(Machine[Outgoing, SourceSession]):
     """The part of `Source` that knows sessions.
 
     Args:
@@ -87,47 +79,36 @@ class SourceSessions(Sessions[Outgoing, SourceSession]):
         return all(hello.seq > s.last_in for s in sessions if s.node == hello.sender)
 
     def _open(self, link: events.Link, hello: control.Hello) -> None:
+        session = SourceSession(
+            hello.session, SessionState.UP, link, hello.sender, last_in=hello.seq
+        )
         try:
             if len(self.known) >= MAX_SESSIONS:
-                raise NegotiationError("too_many", f"{MAX_SESSIONS} sessions are open")
-            layouts, pairings = self.check_hello(hello)
-            groups = (*self.groups, *layouts[0])
-            unit = math.lcm(*(g.block_size for g in groups if g.kind is not GroupKind.STATE))
-            max_tokens = unit * self._max_units(unit, layouts[0])
-        except NegotiationError as error:
+                raise RefusalError("too_many", f"{MAX_SESSIONS} sessions are open")
+            self.check_hello(hello)
+            version = min(control.PROTOCOL_VERSION, hello.max_version)
+            self.pair_up(session, version, hello.ranks)
+            self._size_writes(session)
+        except RefusalError as error:
             self._refuse_session(link, hello.session, error.code, str(error))
             return
         for older in self.of(hello.sender):
             self.end_session(older, "a new session has begun")
-        version = min(control.PROTOCOL_VERSION, hello.max_version)
-        pairs = writing_pairs(version, pairings, len(self.layouts), len(layouts))
-        session = SourceSession(
-            hello.session,
-            SessionState.UP,
-            link,
-            hello.sender,
-            last_in=hello.seq,
-            groups=layouts[0],
-            pairings=pairings,
-            pairs=pairs,
-            unit=unit,
-            max_tokens=max_tokens,
-        )
         self.known[session.id] = session
         self.ring_in("deadline", session.id, IDLE_LEASES * self.timers.lease)
-        self.do(events.OpenPeer(session.id, hello.sender, hello.ranks, pairs))
+        self.do(events.OpenPeer(session.id, hello.sender, hello.ranks, session.pairs))
         self._welcome(session, hello)
 
-    def check_hello(self, hello: control.Hello) -> tuple[Layouts, Sequence[GroupPairing]]:
-        """Layouts of D's ranks, and how their groups pair with ours.
+    def check_hello(self, hello: control.Hello) -> None:
+        """Check that it serves what we serve, and the same way.
 
         Raises:
-            NegotiationError: it can't pair with us; the message names both values.
+            RefusalError: it does not; the message names both values.
         """
         ours = self.identity
         problem = control.version_problem(hello)
         if problem is not None:
-            raise NegotiationError(*problem)
+            raise RefusalError(*problem)
         if hello.identity != ours.digest:
             theirs = hello.identity_record
             differing = [
@@ -136,36 +117,32 @@ class SourceSessions(Sessions[Outgoing, SourceSession]):
                 if ours.record.get(name) != theirs.get(name)
             ]
             why = "; ".join(differing) or "identity digests differ, records do not"
-            raise NegotiationError("identity", why)
+            raise RefusalError("identity", why)
         if hello.transport != ours.transport:
-            raise NegotiationError(
-                "transport", f"source uses {ours.transport!r}, target {hello.transport!r}"
-            )
-        layouts = decode_layouts(hello.ranks)
-        return layouts, self.pair(self.layouts, layouts)
+            why = f"source uses {ours.transport!r}, target {hello.transport!r}"
+            raise RefusalError("transport", why)
 
-    def _max_units(self, unit: int, theirs: Sequence[KVLayout]) -> int:
-        """Most units of a write.
+    def _size_writes(self, session: SourceSession) -> None:
+        """Set where writes may end, and how long they may be.
 
         Raises:
-            NegotiationError: the digests of not even one fit into a notice.
+            RefusalError: the digests between two such borders do not fit into a notice.
         """
+        groups = (*self.groups, *session.groups)
+        unit = math.lcm(*(g.block_size for g in groups if g.kind is not GroupKind.STATE))
         values = [
             1 if a.kind is GroupKind.STATE else unit // math.lcm(a.block_size, b.block_size)
-            for a, b in zip(self.groups, theirs, strict=True)
+            for a, b in zip(self.groups, session.groups, strict=True)
         ]
-        units = units_per_notice(self.max_notice_bytes, values)
-        if not units:
-            raise NegotiationError(
-                "layout",
-                f"notices of {self.max_notice_bytes} bytes don't hold the {sum(values)} digests "
-                f"of {unit} tokens",
-            )
-        return units
+        room = self.max_notice_bytes
+        session.unit, session.max_tokens = unit, unit * units_per_notice(room, values)
+        if not session.max_tokens:
+            why = f"notices of {room} bytes don't hold the {sum(values)} digests of {unit} tokens"
+            raise RefusalError("layout", why)
 
     def _welcome(self, session: SourceSession, hello: control.Hello) -> None:
-        own, version = self.identity, min(control.PROTOCOL_VERSION, hello.max_version)
-        self.send(session, control.Welcome, sender=own.node, version=version, ranks=own.ranks)
+        node, ranks = self.identity.node, self.identity.ranks
+        self.send(session, control.Welcome, sender=node, version=session.version, ranks=ranks)
         self._tell_drained(session, hello.over)
 
     def _tell_drained(self, session: SourceSession, asked: Sequence[bytes]) -> None:

@@ -28,7 +28,7 @@ from kvbaton.connectors.protocol.checks import check_complete, counted_from, fir
 from kvbaton.connectors.protocol.incoming import Incoming, TargetSession
 from kvbaton.connectors.protocol.incoming import TargetState as State
 from kvbaton.connectors.protocol.machine import Machine, Reactions, Table
-from kvbaton.connectors.protocol.session import Pair, SessionState
+from kvbaton.connectors.protocol.session import Pair, RefusalError, SessionState
 from kvbaton.connectors.protocol.target_sessions import MAX_LINES, TargetSessions
 from kvbaton.errors import LocalProtocolError
 from kvbaton.messages import control
@@ -54,6 +54,7 @@ class Target(TargetSessions):
             quarantine for longer than `resend` nothing is reserved.
     """
 
+    is_source = False
     states = State
     record_type = Incoming
 
@@ -79,18 +80,18 @@ class Target(TargetSessions):
         blocks = sum(record.num_blocks for record in old)
         if blocks * UNHEALTHY_SHARE < self._num_blocks:
             return ""
-        peers = {r.session.node.node for r in old if r.session and r.session.node}
+        peers = {node.node for record in old if (node := record.bound_to.node)}
         return (
             f"{blocks} of {self._num_blocks} blocks are in quarantine for more than "
             f"{self.timers.quarantine_limit:g} s because of {', '.join(sorted(peers))}"
         )
 
     def ledger(self) -> dict[str, Any]:
-        """Attempts alive by state, blocks reserved, and quarantines with their ages in seconds."""
+        """As of either side; blocks reserved, and quarantines with their ages in seconds."""
         draining = self._quarantine.values()
         quarantined = sum(r.num_blocks for r in draining)
         return {
-            "attempts": self._num_by_state(),
+            **super().ledger(),
             "reserved_blocks": sum(r.num_blocks for r in self.live.values()) - quarantined,
             "quarantined_blocks": quarantined,
             "quarantined": [
@@ -104,7 +105,6 @@ class Target(TargetSessions):
             ],
             "unhealthy": self.unhealthy,
             "fencing": [node.node for node in self.fencing()],
-            "sessions": self.dump(),
         }
 
     # --- dispatch ---
@@ -145,7 +145,7 @@ class Target(TargetSessions):
             self.count("session_over")
         else:
             record.session = session
-            self._rules[type(message), record.state](record, message)
+            self.apply(type(message), record, message)
 
     # --- Start ---
 
@@ -161,17 +161,15 @@ class Target(TargetSessions):
         record.num_blocks = sum(len(span.blocks) for spans in event.spans for span in spans)
         record.began = self.now
         record.until = self.now + (event.deadline_s or self.timers.total)
-        line.num_attempts += 1
+        line.attempts[record.name] = record
         line.num_blocks += record.num_blocks
-        line.waiting[record.name] = record
         self._set_state(record, State.WAITING)
         self._heard(record)
         reason = self._unwelcome(record)
         if reason is not None:
             self._fail(record, reason)
-        elif line.session is not None and line.session.state is SessionState.UP:
-            del line.waiting[record.name]
-            self._reserve(record, line.session)
+        elif line.up is not None:
+            self._reserve(record, line.up)
         else:
             self.open_line(line)
 
@@ -266,20 +264,14 @@ class Target(TargetSessions):
 
     def _landed(self, record: Incoming, event: events.Landed) -> None:
         """Check it and note the rank pair; `Verify` the write if no pair is missing."""
-        session, pair = record.session, (event.source_rank, event.target_rank)
-        assert session is not None
+        session, pair = record.bound_to, (event.source_rank, event.target_rank)
         if event.session != session.id or pair not in session.pairs:
             self.count("junk_notice")
             return
         self._accepted(record, event)
         record.times.setdefault("first_landed", self.now)
         record.times["landed"] = self.now
-        try:
-            arrival = record.land(event)
-        except ValueError as error:
-            self._malformed(record, str(error))
-            return
-        if arrival is not None:
+        if record.land(event) is not None:
             self.do(record.verification(event.write))
 
     def _verified(self, record: Incoming, event: events.Verified) -> None:
@@ -297,9 +289,10 @@ class Target(TargetSessions):
         else:
             self._try_deliver(record)
 
-    def _malformed(self, record: Incoming, problem: str) -> None:
-        self.count("malformed")
-        self._fail(record, f"the source sent nonsense: {problem}")
+    def refuse(self, record: Incoming, refusal: RefusalError) -> None:
+        """P sent nonsense: fail."""
+        self.count(refusal.code)
+        self._fail(record, f"the source sent nonsense: {refusal}")
 
     # --- Complete ---
 
@@ -311,10 +304,8 @@ class Target(TargetSessions):
             # the blocks that all tokens need were reserved.
             whole = all(group.kind is GroupKind.FULL for group in self.groups)
             unit = self.groups[0].block_size if whole else record.num_tokens
-        problem = check_complete(message, record.start, record.num_tokens, unit)
-        if problem is not None:
-            self._malformed(record, problem)
-            return
+        if problem := check_complete(message, record.start, record.num_tokens, unit):
+            raise RefusalError("malformed", problem)
         record.complete = message
         record.completed, record.crossed = self.now, record.valid_through()
         self._accepted(record, message)
@@ -325,15 +316,14 @@ class Target(TargetSessions):
         """Must equal the first one; no deadline moves."""
         assert record.complete is not None
         if msgspec.structs.replace(message, seq=record.complete.seq) != record.complete:
-            self._malformed(record, "two Complete messages differ")
+            raise RefusalError("malformed", "two Complete messages differ")
 
     def _try_deliver(self, record: Incoming) -> None:
         complete = record.complete
         if complete is None or any(n not in record.verified for n in range(complete.num_writes)):
             return
         if record.valid_through() != complete.num_tokens:
-            self._malformed(record, "its writes do not make up the prompt")
-            return
+            raise RefusalError("malformed", "its writes do not make up the prompt")
         delivered = complete.choices, complete.cached_tokens, complete.num_tokens
         times = (*record.times.items(), ("verified", self.now))
         fetched = bool(record.order.keys)
@@ -386,15 +376,14 @@ class Target(TargetSessions):
 
     def _repeat_cancel(self, record: Incoming, given: None) -> None:
         """Send `Cancel` again (after `Ack(mismatch)` if that was the reason). Of a session that is over the next one's `Hello` asks."""
-        assert record.session is not None
-        if not record.session.over:
+        if not record.bound_to.over:
             self.ring_in("resend", record.name, self.timers.resend)
             self._answer_late(record, None)
 
     def _suspect(self, record: Incoming, given: None) -> None:
         """`Fence` its peer: until that holds or it is heard of, if nothing was heard of it for a `lease`; now and again, if it lives and a write of it does not end for `quarantine_limit`."""
         self.ring_in("deadline", record.name, self.timers.lease)
-        node = record.session.node if record.session is not None else None
+        node = record.bound_to.node
         assert node is not None, "P was told of the blocks"
         if self.is_silent(node):
             self.lose(node, "nothing was heard")

@@ -17,14 +17,8 @@ from collections.abc import Callable
 
 from kvbaton.connectors.protocol import events
 from kvbaton.connectors.protocol.incoming import Incoming, Line, TargetSession
-from kvbaton.connectors.protocol.session import (
-    NegotiationError,
-    Pair,
-    Sessions,
-    SessionState,
-    decode_layouts,
-    writing_pairs,
-)
+from kvbaton.connectors.protocol.machine import Machine
+from kvbaton.connectors.protocol.session import Pair, RefusalError, SessionState
 from kvbaton.messages import control
 from kvbaton.types import NodeId, TransferTimers
 
@@ -32,7 +26,7 @@ MAX_LINES = 256
 """Addresses in use beside those of members."""
 
 
-class TargetSessions(Sessions[Incoming, TargetSession]):
+class TargetSessions(Machine[Incoming, TargetSession]):
     """The part of `Target` that knows sessions.
 
     Each line has an alarm *resend*, when it says `Hello` again, and so has each generation that is
@@ -92,30 +86,24 @@ class TargetSessions(Sessions[Incoming, TargetSession]):
         line.member, line.used = False, -self.timers.lease
         self._tidy(line)
 
-    def _tidy(self, line: Line) -> None:
-        """Forget a line that nobody needs."""
-        asked = line.member or line.waiting or line.unneeded or line.num_attempts
+    def _tidy(self, line: Line) -> bool:
+        """Forget a line that nobody needs; returns whether it stays."""
+        asked = line.member or line.unneeded or line.attempts
         if asked or self.now - line.used < self.timers.lease:
-            return
+            return True
         if self.lines.get(line.address) is line:
             del self.lines[line.address]
             self.clear("resend", line.address)
-            self._leave_session(line)
+            self._leave_session(line, "nobody needs it")
             self.do(events.HangUp(line.address))
-
-    def _leave_session(self, line: Line) -> None:
-        """Of a line that has no attempt in it."""
-        session, line.session = line.session, None
-        if session is not None:
-            session.state = SessionState.OVER
-            self.forget_session(session)
+        return False
 
     def unneeded(self, event: events.Unneeded) -> None:
         """Tell P, now or when the session is up."""
         line = self.line(event.address)
         line.unneeded.append(event.attempt)
-        if line.session is not None and line.session.state is SessionState.UP:
-            self._tell_unneeded(line, line.session)
+        if line.up is not None:
+            self._tell_unneeded(line, line.up)
         else:
             self.open_line(line)
 
@@ -139,6 +127,7 @@ class TargetSessions(Sessions[Incoming, TargetSession]):
                 SessionState.HELLO,
                 numbers=self._numbers,
                 address=line.address,
+                line=line,
                 since=now,
                 heard=now,
             )
@@ -183,21 +172,19 @@ class TargetSessions(Sessions[Incoming, TargetSession]):
 
     def welcomed(self, session: TargetSession, message: control.Welcome) -> None:
         """A session is up, or still is."""
-        line = self.lines[session.address]
         if session.over:
             self.count("late_welcome")
         elif session.state is SessionState.HELLO:
-            self._up(line, session, message)
+            self._up(session.line, session, message)
         elif session.node != message.sender:
-            self._replaced(line, session.node)
+            self._replaced(session.line, session.node)
 
     def _up(self, line: Line, session: TargetSession, message: control.Welcome) -> None:
         try:
             if not control.MIN_PROTOCOL_VERSION <= message.version <= control.PROTOCOL_VERSION:
-                raise NegotiationError("version", f"source chose version {message.version}")
-            layouts = decode_layouts(message.ranks)
-            session.pairings = self.pair(layouts, self.layouts)
-        except NegotiationError as error:
+                raise RefusalError("version", f"source chose version {message.version}")
+            self.pair_up(session, message.version, message.ranks)
+        except RefusalError as error:
             self.count(error.code)
             self._hang_up(line, f"can't pair with {line.address}: {error}")
             return
@@ -206,22 +193,16 @@ class TargetSessions(Sessions[Incoming, TargetSession]):
             # It lives, and answers for itself. But its fence may have held for some ranks, and have
             # cut what P has connected for this session.
             self.clear("resend", node)
-            self._leave_session(line)
-            self.open_line(line)
+            self.end_session(session, "its peer was being fenced")
             return
         session.node = session.receiver = node
-        session.version = message.version
         session.state = SessionState.UP
-        session.groups = layouts[0]
-        ranks = len(layouts), len(self.layouts)
-        session.pairs = writing_pairs(message.version, session.pairings, *ranks)
         self.do(events.OpenPeer(session.id, node, message.ranks, session.pairs))
         for other in list(self.known.values()):
-            if other.address == line.address and other.node not in (None, node):
+            if other.line is line and other.node not in (None, node):
                 self._replaced(line, other.node)
         self._plan_hello(line, session)
-        waiting, line.waiting = line.waiting, {}
-        for record in waiting.values():
+        for record in line.waiting():
             self.apply("session up", record, session)
         self._tell_unneeded(line, session)
 
@@ -240,46 +221,47 @@ class TargetSessions(Sessions[Incoming, TargetSession]):
     def refused(self, session: TargetSession, message: control.Refused) -> None:
         """P does not know a session, or will not have it."""
         self.count(message.code)
-        line = self.lines.get(session.address)
-        if session.over or line is None:
+        if session.over:
             return
         if message.code == "unknown_session":
             self.end_session(session, "the peer does not know the session")
         else:
-            self._hang_up(line, f"refused ({message.code}): {message.message}")
+            self._hang_up(session.line, f"refused ({message.code}): {message.message}")
 
     def _hang_up(self, line: Line, reason: str) -> None:
         """A session can't come up: fail what waits, and try again later if it is still needed."""
-        self._leave_session(line)
+        self._leave_session(line, reason)
         line.unneeded.clear()
         # Before the last one fails: with that a line that nobody needs goes, and its alarm.
         self.ring_in("resend", line.address, self.timers.progress_deadline)
-        for record in list(line.waiting.values()):
+        for record in line.waiting():
             self.apply("session over", record, reason)
 
     # --- the end ---
 
     def end_session(self, session: TargetSession, why: str, *, fenced: bool = False) -> None:
-        """Stop using a session, and open the next at once if that is needed.
+        """Stop using a session, and open the next at once if that is needed."""
+        line = session.line
+        if not session.over:
+            self._leave_session(line, why, fenced=fenced)
+            if self._tidy(line):
+                self.open_line(line)
 
-        If blocks of it are in quarantine, a fence is tried between the two, when it costs nobody
-        anything, unless the generation is `fenced` already.
+    def _leave_session(self, line: Line, why: str, *, fenced: bool = False) -> None:
+        """Stop using the session of a line, if it has one.
+
+        If blocks of it are in quarantine, a fence is tried now, before the next is opened, when it
+        costs nobody anything, unless the generation is `fenced` already.
         """
-        if session.over:
+        session, line.session = line.session, None
+        if session is None:
             return
         session.state = SessionState.OVER
-        line = self.lines[session.address]
-        if line.session is session:
-            line.session = None
-            self.clear("resend", line.address)
         for record in list(session.attempts.values()):
             self.apply("session over", record, why)
         if session.attempts and session.node is not None and not fenced:
             self.fence(session.node)
         self.forget_session(session)
-        self._tidy(line)
-        if self.lines.get(line.address) is line:
-            self.open_line(line)
 
     def forget_session(self, session: TargetSession) -> None:
         """Forget a session that is over and has no attempt left, and a peer that has no session."""
@@ -293,9 +275,8 @@ class TargetSessions(Sessions[Incoming, TargetSession]):
     def released(self, record: Incoming) -> None:
         """An attempt has ended, its blocks are free."""
         line, session = record.line, record.session
-        line.num_attempts -= 1
+        del line.attempts[record.name]
         line.num_blocks -= record.num_blocks
-        line.waiting.pop(record.name, None)
         if session is not None:
             session.attempts.pop(record.name, None)
             self.forget_session(session)
@@ -307,9 +288,8 @@ class TargetSessions(Sessions[Incoming, TargetSession]):
 
     def _end_all(self, node: NodeId, why: str, *, fenced: bool = False) -> None:
         for session in self.of(node):
-            line = self.lines.get(session.address)
-            if line is not None and not line.member:
-                line.used = -self.timers.lease
+            if not session.line.member:
+                session.line.used = -self.timers.lease
             self.end_session(session, why, fenced=fenced)
 
     def peer_gone(self, event: events.PeerGone) -> None:
@@ -346,12 +326,10 @@ class TargetSessions(Sessions[Incoming, TargetSession]):
         self._end_all(event.node, "the peer was fenced", fenced=True)
         for session in over:
             self._release_all(session)
-        for address in dict.fromkeys(session.address for session in over):
-            line = self.lines.get(address)
-            if line and line.session and line.session.state is SessionState.HELLO:
+        for greeted in [session.line.session for session in over]:
+            if greeted is not None and greeted.state is SessionState.HELLO:
                 # P may have connected for it already, and the fence has cut that.
-                self._leave_session(line)
-                self.open_line(line)
+                self.end_session(greeted, "its peer was fenced")
 
     def is_silent(self, node: NodeId) -> bool:
         """Whether nothing was heard of a generation for a `lease`."""
@@ -366,10 +344,9 @@ class TargetSessions(Sessions[Incoming, TargetSession]):
             self._fence(owner)
             return
         line = self.lines[owner]
-        self._tidy(line)
-        if self.lines.get(owner) is not line:
-            return
         session = line.session
+        if not self._tidy(line):
+            return
         if session is None:
             self.open_line(line)
         elif session.node is not None and self.is_silent(session.node):

@@ -56,7 +56,7 @@ class TransferWorker:
 
     def __init__(
         self,
-        machine: Machine[Any],
+        machine: Machine[Any, Any],
         transports: Sequence[Transport],
         layouts: Sequence[Sequence[KVLayout]],
         counters: Iterable[str],
