@@ -108,7 +108,7 @@ class HandoverFactory:
             max_attempts=self.handover.max_transfers,
             max_notice_bytes=min(t.capabilities.max_notice_bytes for t in transports),
         )
-        return SourceWorker(source, transports, executor.layouts)
+        return SourceWorker(source, transports)
 
     def _receiver(self, executor: Executor, surroundings: ConnectorContext) -> TargetWorker:
         from kvbaton.connectors.protocol.target import Target
@@ -121,7 +121,7 @@ class HandoverFactory:
             new_id=lambda: os.urandom(16),
             max_blocks_per_peer=self.handover.max_blocks_per_peer,
         )
-        return TargetWorker(target, transports, executor.layouts, executor)
+        return TargetWorker(target, transports, executor)
 
     def _open(
         self, side: Literal["source", "target"], executor: Executor, surroundings: ConnectorContext

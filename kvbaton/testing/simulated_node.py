@@ -369,14 +369,14 @@ class SimulatedNode(SimulatedProcess):
         notice = min(transport.capabilities.max_notice_bytes for transport in transports)
         source = Source(identity, self.timers, max_notice_bytes=notice)
         self.machines["source"] = source
-        return SourceWorker(source, transports, self.executor.layouts)
+        return SourceWorker(source, transports)
 
     def _receiver(self) -> TargetWorker:
         transports, identity = self._open("target")
         new_id: Callable[[], bytes] = lambda: self.world.rng.randbytes(16)  # noqa: E731
         target = Target(identity, self.timers, new_id=new_id)
         self.machines["target"] = target
-        return TargetWorker(target, transports, self.executor.layouts, self.executor)
+        return TargetWorker(target, transports, self.executor)
 
     def _watch(self, side: str, worker: Any) -> None:
         """Hold the laws after each event of a side's machine."""

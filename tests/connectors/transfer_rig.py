@@ -110,7 +110,6 @@ class Node:
         self.pool = Pool(len(name))
         self.transport = transport or MemoryTransport(f"{name}-{next(_names)}", hub=hub)
         self.transport.register(self.pool.memory)
-        self.layouts = [[layout]]
         card = RankCard(0, self.transport.card(), msgspec.msgpack.encode([layout]))
         self.identity = Identity(self.id, bytes(32), {}, "memory", (card,))
         self.options: dict[str, Any] = {}
@@ -144,7 +143,7 @@ class Prefill(Node):
     def make(self) -> TransferThread:
         room = self.transport.capabilities.max_notice_bytes
         self.machine = Source(self.identity, self.timers, max_notice_bytes=room, **self.options)
-        self.worker = SourceWorker(self.machine, [self.transport], self.layouts)
+        self.worker = SourceWorker(self.machine, [self.transport])
         self._lengths: dict[Attempt, int] = {}
         self.spread = False
         return TransferThread(self.channel, sender=self.worker)
@@ -175,7 +174,7 @@ class Decode(Node):
         self.machine = Target(
             self.identity, self.timers, new_id=lambda: os.urandom(16), **self.options
         )
-        self.worker = TargetWorker(self.machine, [self.transport], self.layouts, self.pool)
+        self.worker = TargetWorker(self.machine, [self.transport], self.pool)
         return TransferThread(self.channel, receiver=self.worker)
 
     def begin(self, attempt: Attempt, address: str, num_tokens: int, first_block: int = 20) -> None:

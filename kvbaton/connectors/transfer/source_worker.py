@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvbaton.connectors.base import Handle, Peer, Ranges, Status, Transport
-from kvbaton.connectors.digest import Sums, claims
-from kvbaton.connectors.layout import KVLayout
+from kvbaton.connectors.digest import Sums, claims, poll_all
 from kvbaton.connectors.pairing import GroupPairing
 from kvbaton.connectors.plan import needed_bytes, plan, total_bytes
 from kvbaton.connectors.protocol import events
@@ -36,16 +35,14 @@ class _Write:
 
     Attributes:
         handles: of its parts.
-        broken: why a part could not be posted.
+        broken: why it, or a part of it, could not be posted.
         failed: its failure was reported; it is watched until it is terminal.
     """
 
-    session: bytes
-    attempt: Attempt
-    write: int
+    order: events.Post
     pair: tuple[int, int]
-    num_bytes: int
-    posted_at: float
+    num_bytes: int = 0
+    posted_at: float = 0.0
     handles: list[Handle] = field(default_factory=list)
     broken: str = ""
     failed: bool = False
@@ -57,21 +54,15 @@ class SourceWorker(TransferWorker):
     Args:
         source: the machine.
         transports: one per rank, their memory registered.
-        layouts: per rank, one layout per group.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        transports: Sequence[Transport],
-        layouts: Sequence[Sequence[KVLayout]],
-    ) -> None:
+    def __init__(self, source: Source, transports: Sequence[Transport]) -> None:
         sizes = ("posted_bytes", "sent_bytes", "needed_bytes")
         times = ("writes", "write_seconds", "plan_seconds")
-        super().__init__(source, transports, layouts, (*sizes, *times))
+        super().__init__(source, transports, (*sizes, *times))
         self.source = source
         self._max_ranges = tuple(t.capabilities.max_ranges for t in transports)
-        self._closing: dict[bytes, list[tuple[Transport, Peer]]] = {}
+        self._closing: dict[bytes, Links] = {}
         self._writes: dict[_Write, None] = {}
         self._reports: dict[Attempt, deque[events.BlocksReady | events.FirstTokens]] = {}
         self._sums: dict[Attempt, list[GroupSums]] = {}
@@ -98,8 +89,8 @@ class SourceWorker(TransferWorker):
                 self._reports.pop(attempt, None)
         for write in list(self._writes):
             self._look_at_write(write, now)
-        for session, links in list(self._closing.items()):
-            self._look_at_closing(session, links, now)
+        for session in list(self._closing):
+            self._look_at_closing(session, now)
         writing = any(not write.failed for write in self._writes)
         return bool(self._reports or self._closing or writing)
 
@@ -109,11 +100,9 @@ class SourceWorker(TransferWorker):
 
     def _are_final(self, event: events.BlocksReady) -> bool:
         """Whether the blocks of a report are; their sums are kept until they are posted."""
-        found = []
-        for _, pending in event.sums:
-            if (sums := pending.poll()) is None:
-                return False
-            found.append(sums)
+        found = poll_all(pending for _, pending in event.sums)
+        if found is None:
+            return False
         if event.attempt not in self.source.live:
             return True
         kept = self._sums.setdefault(event.attempt, [GroupSums(0, [])] * len(found))
@@ -132,44 +121,38 @@ class SourceWorker(TransferWorker):
     def _open_peer(self, action: events.OpenPeer, now: float) -> None:
         links: Links = {}
         self.linked[action.session] = action.node, links
-        try:
-            self._connect(action.ranks, action.pairs, links)
-        except Exception:
-            self.error("can't reach %s", action.node.node)
-            self.handle(events.PeerGone(action.node), now)
+        self._connect(action, action.pairs, links, now)
 
     def _close_peer(self, action: events.ClosePeer, now: float) -> None:
-        _, links = self.linked.pop(action.session, (None, {}))
-        closing = [(self.transports[own], link) for (own, _), link in links.items()]
-        self._closing[action.session] = closing
-        self._look_at_closing(action.session, closing, now)
+        self._closing[action.session] = self.linked.pop(action.session)[1]
+        self._look_at_closing(action.session, now)
 
-    def _look_at_closing(
-        self, session: bytes, links: list[tuple[Transport, Peer]], now: float
-    ) -> None:
+    def _look_at_closing(self, session: bytes, now: float) -> None:
         """Say that a session is closed once that is proven of all its connections.
 
         Bytes read before may still be on the wire: writes are watched until each has ended.
         """
-        for transport, link in list(links):
-            try:
-                if transport.close(link):
-                    links.remove((transport, link))
-            except Exception:
-                self.error("transport %s can't close a peer", transport.name)
+        links = self._closing[session]
+        for (own, other), link in list(links.items()):
+            closed = self._close(own, link)
+            if closed is None:
                 # Writes may read our memory still; where there is none nothing is left to prove.
-                if not any(write.session == session for write in self._writes):
-                    links.remove((transport, link))
+                closed = not any(write.order.session == session for write in self._writes)
+            if closed:
+                del links[own, other]
         if not links:
             del self._closing[session]
             self.handle(events.Closed(session), now)
 
     def _abandon(self, action: events.Abandon, now: float) -> None:
         """Nobody asks after the writes of a session any more."""
-        for write in [write for write in self._writes if write.session == action.session]:
-            del self._writes[write]
-            for handle in write.handles:
-                handle.release()
+        for write in [write for write in self._writes if write.order.session == action.session]:
+            self._forget(write)
+
+    def _forget(self, write: _Write) -> None:
+        del self._writes[write]
+        for handle in write.handles:
+            handle.release()
 
     def _release(self, action: events.Release, now: float) -> None:
         self._reports.pop(action.attempt, None)
@@ -181,6 +164,8 @@ class SourceWorker(TransferWorker):
     def _post(self, action: events.Post, now: float) -> None:
         began = time.monotonic()
         _, links = self.linked[action.session]
+        writes = {pair: _Write(action, pair) for pair in links}
+        self._writes |= dict.fromkeys(writes.values())
         ranges: dict[tuple[int, int], list[Ranges]] = {pair: [] for pair in links}
         digests: dict[tuple[int, int], list[DigestRun]] = {pair: [] for pair in links}
         needed, length = 0, self.source.live[action.attempt].num_tokens
@@ -195,17 +180,14 @@ class SourceWorker(TransferWorker):
         except Exception as error:
             # The layouts and the reservation are the peer's word: nothing was posted.
             self.error("write %d of %s can't be planned", action.write, action.attempt)
-            why = f"{type(error).__name__}: {error}"
-            for pair in links:
-                self.handle(
-                    events.WriteEnded(action.attempt, action.write, *pair, ok=False, error=why), now
-                )
+            for write in writes.values():
+                write.broken = f"{type(error).__name__}: {error}"
             return
         self.counters["plan_seconds"] += time.monotonic() - began
         self.counters["needed_bytes"] += needed
         for pair, link in links.items():
             rows = np.concatenate(ranges[pair] or [np.empty((0, 8), np.int64)])
-            self._post_pair(action, pair, link, rows, tuple(digests[pair]))
+            self._post_pair(writes[pair], link, rows, tuple(digests[pair]))
         self.mark(action.attempt, "posted", write=action.write, start=action.start, end=action.end)
 
     def _claims(self, action: events.Post, group: int, pairing: GroupPairing) -> list[DigestRun]:
@@ -230,17 +212,11 @@ class SourceWorker(TransferWorker):
         )
 
     def _post_pair(
-        self,
-        action: events.Post,
-        pair: tuple[int, int],
-        link: Peer,
-        rows: Ranges,
-        digests: tuple[DigestRun, ...],
+        self, write: _Write, link: Peer, rows: Ranges, digests: tuple[DigestRun, ...]
     ) -> None:
         """Post a rank pair's share, in parts if the transport takes fewer ranges at once."""
-        num_bytes, began = total_bytes(rows), time.monotonic()
-        write = _Write(action.session, action.attempt, action.write, pair, num_bytes, began)
-        self._writes[write] = None
+        action, pair = write.order, write.pair
+        write.num_bytes, write.posted_at = total_bytes(rows), time.monotonic()
         transport, size = self.transports[pair[0]], self._max_ranges[pair[0]]
         parts = max(1, -(-len(rows) // size))
         name = (action.attempt, action.session, action.write, action.start, action.end)
@@ -253,7 +229,7 @@ class SourceWorker(TransferWorker):
             self.error("write %d of %s can't be posted", action.write, action.attempt)
             write.broken = f"{type(error).__name__}: {error}"
         else:
-            self.counters["posted_bytes"] += num_bytes
+            self.counters["posted_bytes"] += write.num_bytes
 
     def _look_at_write(self, write: _Write, now: float) -> None:
         """Say that all parts of a write have ended, or that one has failed and may still land."""
@@ -277,8 +253,6 @@ class SourceWorker(TransferWorker):
             self.counters["writes"] += 1
             self.counters["write_seconds"] += time.monotonic() - write.posted_at
         if drained and write in self._writes:
-            del self._writes[write]
-            for handle in write.handles:
-                handle.release()
-        ended = events.WriteEnded(write.attempt, write.write, *write.pair, ok, drained, error)
-        self.handle(ended, now)
+            self._forget(write)
+        name = write.order.attempt, write.order.write
+        self.handle(events.WriteEnded(*name, *write.pair, ok, drained, error), now)

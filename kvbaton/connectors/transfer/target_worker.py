@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from kvbaton.connectors.base import Transport
-from kvbaton.connectors.digest import PendingSums, Sums, mismatches
-from kvbaton.connectors.layout import KVLayout
+from kvbaton.connectors.digest import PendingSums, Sums, mismatches, poll_all
 from kvbaton.connectors.protocol import events
 from kvbaton.connectors.protocol.notice import unpack_notice
 from kvbaton.connectors.protocol.target import Target
@@ -41,17 +40,25 @@ class TargetMemory(Protocol):
         ...
 
 
+class _Summed(NamedTuple):
+    """Blocks of one group: logical number of the first, physical numbers, and their sums."""
+
+    first_block: int
+    blocks: list[int]
+    pending: PendingSums
+
+
 @dataclass
 class _Check:
-    """One `Verify` whose sums are on their way.
+    """One `Verify` to be done.
 
     Attributes:
-        sums: by group: logical number of the first block, physical numbers, and their sums.
+        sums: by group, on their way; None before they were asked for.
     """
 
     order: events.Verify
     began: float
-    sums: dict[int, tuple[int, list[int], PendingSums]] = field(default_factory=dict)
+    sums: dict[int, _Summed] | None = None
 
 
 class TargetWorker(TransferWorker):
@@ -60,19 +67,14 @@ class TargetWorker(TransferWorker):
     Args:
         target: the machine.
         transports: one per rank, their memory registered.
-        layouts: per rank, one layout per group.
         memory: recomputes digests.
     """
 
     def __init__(
-        self,
-        target: Target,
-        transports: Sequence[Transport],
-        layouts: Sequence[Sequence[KVLayout]],
-        memory: TargetMemory,
+        self, target: Target, transports: Sequence[Transport], memory: TargetMemory
     ) -> None:
         totals = ("notices", "junk_notices", "digests_checked", "digests_failed", "verify_seconds")
-        super().__init__(target, transports, layouts, (*totals, "unhealthy"))
+        super().__init__(target, transports, (*totals, "unhealthy"))
         self.target = target
         self.memory = memory
         self._health_at = 0.0
@@ -125,28 +127,21 @@ class TargetWorker(TransferWorker):
     def _open_peer(self, action: events.OpenPeer, now: float) -> None:
         links: Links = {}
         pairs = {(target, source) for source, target in action.pairs}
-        try:
-            self._connect(action.ranks, pairs, links)
-        except Exception:
-            # It learns of no block in this session, which ends once all actions of this event are
-            # carried out; who could write in an earlier one may still.
-            self.error("can't reach %s", action.node.node)
-            self._close(links)
-            self._unreachable = action.session
-            self.handle(events.PeerGone(action.node), now)
-        else:
+        if self._connect(action, pairs, links, now):
             self._close_all(action.node)
             self.linked[action.node] = action.node, links
+        else:
+            # It learns of no block in this session, which ends once all actions of this event are
+            # carried out; who could write in an earlier one may still.
+            self._close_links(links)
+            self._unreachable = action.session
 
-    def _close(self, links: Links) -> None:
+    def _close_links(self, links: Links) -> None:
         for (own, _), link in links.items():
-            try:
-                self.transports[own].close(link)
-            except Exception:
-                self.error("transport %s can't close a peer", self.transports[own].name)
+            self._close(own, link)
 
     def _close_all(self, node: NodeId) -> None:
-        self._close(self.linked.pop(node, (node, {}))[1])
+        self._close_links(self.linked.pop(node, (node, {}))[1])
 
     def _fence(self, action: events.Fence, now: float) -> None:
         _, links = self.linked.get(action.node, (action.node, {}))
@@ -157,43 +152,38 @@ class TargetWorker(TransferWorker):
     # --- digests ---
 
     def _verify(self, action: events.Verify, now: float) -> None:
-        check = _Check(action, time.monotonic())
-        try:
-            for group, table in enumerate(action.target):
-                size = self.layouts[0][group].block_size
-                start = max(action.start, action.counted[group])
-                wanted = table[start // size : -(-action.end // size)]
-                there = np.flatnonzero(wanted >= 0)
-                if len(there) and start < action.end:
-                    first, blocks = start // size + int(there[0]), wanted[there].tolist()
-                    sums = self.memory.digest(group, blocks, first * size, start, action.end)
-                    check.sums[group] = first, blocks, sums
-        except Exception as error:
-            self.error("what has landed can't be summed")
-            self._not_verified(action, error, now)
-            return
-        self._checks.append(check)  # this turn's `poll` looks at it
+        self._checks.append(_Check(action, time.monotonic()))  # this turn's `poll` looks at it
 
-    def _not_verified(self, order: events.Verify, error: Exception, now: float) -> None:
-        why = f"{type(error).__name__}: {error}"
-        self.handle(events.Verified(order.attempt, order.write, error=why), now)
+    def _start_sums(self, order: events.Verify) -> dict[int, _Summed]:
+        """Let what has landed be summed, by group."""
+        found = {}
+        for group, table in enumerate(order.target):
+            size = self.target.groups[group].block_size
+            start = max(order.start, order.counted[group])
+            wanted = table[start // size : -(-order.end // size)]
+            there = np.flatnonzero(wanted >= 0)
+            if len(there) and start < order.end:
+                first, blocks = start // size + int(there[0]), wanted[there].tolist()
+                pending = self.memory.digest(group, blocks, first * size, start, order.end)
+                found[group] = _Summed(first, blocks, pending)
+        return found
 
     def _look_at_check(self, check: _Check, now: float) -> None:
         """Compare a write's digests, once the sums of all groups are there."""
         order, bad = check.order, set[tuple[int, int]]()
         try:
-            found = []
-            for group, (first_block, _, pending) in check.sums.items():
-                if (sums := pending.poll()) is None:
-                    return
-                found.append((group, first_block, sums))
-            for group, first_block, sums in found:
+            if check.sums is None:
+                check.sums = self._start_sums(order)
+            of_groups = poll_all(summed.pending for summed in check.sums.values())
+            if of_groups is None:
+                return
+            for (group, summed), sums in zip(check.sums.items(), of_groups, strict=True):
                 bad.update(
                     mismatches(
                         order.pairings[group],
                         sums,
                         order.digests,
-                        first_block=first_block,
+                        first_block=summed.first_block,
                         start=order.start,
                         end=order.end,
                         transfer_id=order.attempt.transfer_id,
@@ -201,11 +191,12 @@ class TargetWorker(TransferWorker):
                     )
                 )
             if not bad:
-                self._keep(check, found)
+                self._keep(order, check.sums, of_groups)
         except Exception as error:
             self.error("what has landed can't be compared")
             self._checks.remove(check)
-            self._not_verified(order, error, now)
+            why = f"{type(error).__name__}: {error}"
+            self.handle(events.Verified(order.attempt, order.write, error=why), now)
             return
         self._checks.remove(check)
         self.counters["digests_checked"] += 1
@@ -215,14 +206,14 @@ class TargetWorker(TransferWorker):
         verified = events.Verified(order.attempt, order.write, tuple(sorted(bad)))
         self.handle(verified, time.monotonic())  # to compare may have taken a while
 
-    def _keep(self, check: _Check, found: Sequence[tuple[int, int, list[Sums]]]) -> None:
+    def _keep(
+        self, order: events.Verify, summed: dict[int, _Summed], of_groups: Sequence[list[Sums]]
+    ) -> None:
         """Keep what was verified, so that the blocks can be handed on without a look at them.
 
         A first block that counted in part only is never cached, nor sent.
         """
-        for group, first_block, sums in found:
-            _, blocks, _ = check.sums[group]
-            first = first_block * self.layouts[0][group].block_size
-            start = max(check.order.start, check.order.counted[group])
-            if start <= first:
-                self.memory.adopt(group, blocks, sums, check.order.end - first)
+        for (group, (first_block, blocks, _)), sums in zip(summed.items(), of_groups, strict=True):
+            first = first_block * self.target.groups[group].block_size
+            if max(order.start, order.counted[group]) <= first:
+                self.memory.adopt(group, blocks, sums, order.end - first)

@@ -14,11 +14,10 @@ import msgspec
 
 from kvbaton.connectors.base import Peer, Transport
 from kvbaton.connectors.channel import ControlChannel
-from kvbaton.connectors.layout import KVLayout
 from kvbaton.connectors.protocol import events
 from kvbaton.connectors.protocol.machine import Machine
 from kvbaton.errors import LocalProtocolError, TransferError
-from kvbaton.messages.control import Hello, RankCard, Welcome, encode_control
+from kvbaton.messages.control import Hello, Welcome, encode_control
 from kvbaton.types import Attempt, NodeId
 
 logger = logging.getLogger(__name__)
@@ -43,7 +42,6 @@ class TransferWorker:
     Args:
         machine: decides.
         transports: one per rank, their memory registered.
-        layouts: per rank, one layout per group.
         counters: names of the totals that it keeps.
 
     Attributes:
@@ -58,11 +56,9 @@ class TransferWorker:
         self,
         machine: Machine[Any, Any],
         transports: Sequence[Transport],
-        layouts: Sequence[Sequence[KVLayout]],
         counters: Iterable[str],
     ) -> None:
         self.transports = transports
-        self.layouts = layouts
         self.counters = dict.fromkeys((*counters, "errors"), 0.0)
         self.published = dict(self.counters)
         self.outbox_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -174,11 +170,25 @@ class TransferWorker:
         return self._deadline
 
     def _connect(
-        self, ranks: Sequence[RankCard], pairs: Iterable[tuple[int, int]], links: Links
-    ) -> None:
-        """Connect our ranks with a peer's; what was done before an error is in `links`."""
-        for own, other in sorted(pairs):
-            links[own, other] = self.transports[own].connect(ranks[other].card)
+        self, peer: events.OpenPeer, pairs: Iterable[tuple[int, int]], links: Links, now: float
+    ) -> bool:
+        """Connect our ranks with a peer's, or say that it is gone; what was done is in `links`."""
+        try:
+            for own, other in sorted(pairs):
+                links[own, other] = self.transports[own].connect(peer.ranks[other].card)
+        except Exception:
+            self.error("can't reach %s", peer.node.node)
+            self.handle(events.PeerGone(peer.node), now)
+            return False
+        return True
+
+    def _close(self, own: int, link: Peer) -> bool | None:
+        """Close a connection of one of our ranks: what its transport says; None if it raises."""
+        try:
+            return self.transports[own].close(link)
+        except Exception:
+            self.error("transport %s can't close a peer", self.transports[own].name)
+            return None
 
     def _send(self, action: events.SendMessage, now: float) -> None:
         """Send a message; with the cards of now, since a transport that fenced may have a new one.
