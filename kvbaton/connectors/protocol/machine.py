@@ -210,7 +210,10 @@ class Machine(Alarms, Generic[RecordT, SessionT]):
         self.do = self.actions.append
         if isinstance(event, AboutAttempt):
             record = self.live.get(event.attempt) or self.record(event.attempt)
-            self.apply(type(event), record, event)
+            try:  # as `apply` does, without a call more on the way of every block
+                self._rules[type(event), record.state](record, event)
+            except RefusalError as refusal:
+                self.refuse(record, refusal)
         elif isinstance(event, Tick):
             while (alarm := self.take_alarm()) is not None:
                 name, owner = alarm
@@ -318,8 +321,9 @@ class Machine(Alarms, Generic[RecordT, SessionT]):
     ) -> None:
         """Send a message about an attempt, in the session that it is bound to."""
         record.story.append((self.now, f"> {kind.__name__}"))
-        name = {"transfer_id": record.name.transfer_id, "attempt": record.name.number}
-        self.send(record.bound_to, kind, **name, **fields)
+        name, session = record.name, record.session
+        assert session is not None, f"{name} is bound to no session"
+        self.send(session, kind, transfer_id=name.transfer_id, attempt=name.number, **fields)
 
     def admit(self, session: Session, link: Link, seq: int) -> bool:
         """Whether a message is newer than all before it; replies then go to its link."""

@@ -21,8 +21,6 @@ from kvbaton.types import NodeId
 
 logger = logging.getLogger(__name__)
 
-HEALTH_PERIOD_S = 0.1
-
 
 class TargetMemory(Protocol):
     """What the receiver needs of the engine's memory."""
@@ -77,7 +75,6 @@ class TargetWorker(TransferWorker):
         super().__init__(target, transports, (*totals, "unhealthy"))
         self.target = target
         self.memory = memory
-        self._health_at = 0.0
         self._unreachable = b""
         self._checks: list[_Check] = []
         self._do |= {
@@ -95,12 +92,10 @@ class TargetWorker(TransferWorker):
 
     def _look_around(self, now: float) -> None:
         super()._look_around(now)
-        if now >= self._health_at:  # it looks at all attempts
-            self._health_at = now + HEALTH_PERIOD_S
-            reason = self.target.unhealthy
-            if reason and not self.counters["unhealthy"]:
-                logger.error("unhealthy: %s", reason)
-            self.counters["unhealthy"] = float(bool(reason))
+        reason = self.target.unhealthy
+        if reason and not self.counters["unhealthy"]:
+            logger.error("unhealthy: %s", reason)
+        self.counters["unhealthy"] = float(bool(reason))
 
     def _landed(self, payload: bytes, now: float) -> None:
         event = unpack_notice(payload)
