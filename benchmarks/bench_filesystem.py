@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import mmap
 import os
 import random
 import shutil
@@ -31,7 +32,8 @@ from typing import Any
 import numpy as np
 
 from kvbaton.bench.report import median, percentile, publish
-from kvbaton.connectors.stores.filesystem import HEADER_BYTES, FilesystemStore, header
+from kvbaton.connectors.stores.filesystem import FilesystemStore
+from kvbaton.connectors.stores.filesystem_entry import header, start_of
 
 Row = dict[str, Any]
 
@@ -81,7 +83,7 @@ class Transfers:
             "bench", path=str(self.folder), threads=args.threads, fsync=fsync
         )
         self.source = _random_bytes(size * self.count)
-        self.target = memoryview(bytearray(size * self.count))
+        self.target = memoryview(mmap.mmap(-1, size * self.count))
         self.keys = [_key(index) for index in range(self.count)]
         self.speeds: dict[str, list[float]] = {}
 
@@ -151,7 +153,7 @@ class Transfers:
         assert all(self.store.load(self.keys, self._pieces(self.target)).result())
 
     def _dd_write(self) -> None:
-        first = memoryview(bytes(HEADER_BYTES))
+        first = memoryview(bytes(start_of(self.size)))
         for index in range(self.count):
             file = os.open(self.raw / f"{index}", os.O_WRONLY | os.O_CREAT, 0o660)
             os.write(file, first)
@@ -165,16 +167,16 @@ class Transfers:
     def _dd_read(self) -> None:
         for path in self._files:
             file = os.open(path, os.O_RDONLY)
-            while os.read(file, self.size + HEADER_BYTES):
+            while os.read(file, self.size + start_of(self.size)):
                 pass
             os.close(file)
 
     def _dd_into_targets(self) -> None:
-        first = memoryview(bytearray(HEADER_BYTES))
+        first = memoryview(bytearray(start_of(self.size)))
         for index, path in enumerate(self._files):
             file = os.open(path, os.O_RDONLY)
             rest = [first, self.target[index * self.size : (index + 1) * self.size]]
-            assert os.readv(file, rest) == self.size + HEADER_BYTES
+            assert os.readv(file, rest) == self.size + len(first)
             os.close(file)
 
     def _drop_pages(self) -> None:
@@ -267,7 +269,7 @@ def write_entries(root: Path, indices: range) -> None:
         name = key.hex()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         file = os.open(f"{base}/{name[:2]}/{name}.safetensors", flags, 0o660)
-        os.write(file, header(key, len(body)) + body)
+        os.write(file, header(key, len(body), start_of(len(body))) + body)
         os.close(file)
 
 

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 from kvbaton.connectors.stores.chunks import HEAD, tokens_of
 from kvbaton.connectors.stores.faulty import FaultyStore
-from kvbaton.connectors.stores.filesystem import Files, FilesystemStore, header
+from kvbaton.connectors.stores.filesystem import Files, FilesystemStore
+from kvbaton.connectors.stores.filesystem_entry import header, start_of
 from kvbaton.connectors.stores.memory import Arena, MemoryStore
 from kvbaton.connectors.stores.threaded import SEAL_BYTES, ThreadedStore, seal
 from kvbaton.connectors.stores.tiered import TieredStore
@@ -39,7 +40,7 @@ class FilesystemBackDoor:
         """Write a file."""
         path = self._path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(header(key, len(data)) + data)
+        path.write_bytes(header(key, len(data), start_of(len(data))) + data)
 
     def cut(self, key: bytes, num_bytes: int) -> None:
         """Shorten the file."""

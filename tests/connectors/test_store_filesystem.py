@@ -21,7 +21,8 @@ from safetensors import safe_open
 from kvbaton.connectors.guard import this_process
 from kvbaton.connectors.registry import load_store
 from kvbaton.connectors.stores import filesystem_space
-from kvbaton.connectors.stores.filesystem import HEADER_BYTES, FilesystemStore
+from kvbaton.connectors.stores.filesystem import FilesystemStore
+from kvbaton.connectors.stores.filesystem_entry import ALIGNED_FROM, HEADER_BYTES, start_of
 from kvbaton.connectors.stores.filesystem_space import SpaceManager
 from kvbaton.errors import ConfigError, StoreError
 from tests.support.store_objects import find, make_objects, read, save, wait
@@ -96,12 +97,14 @@ def test_it_is_found_by_name_and_declares_what_it_can(tmp_path: Path) -> None:
     assert (can.pins, can.deletes, can.persistent, can.shared) == (False, True, True, True)
 
 
-@pytest.mark.parametrize("size", [0, 1, 1000, (512 << 10) - 1, 512 << 10, 1_200_001])
+@pytest.mark.parametrize(
+    "size", [0, 1, 1000, ALIGNED_FROM - 1, ALIGNED_FROM, ALIGNED_FROM + 4000, 1_200_001]
+)
 def test_bytes_come_back(make: Make, size: int) -> None:
     store, objects = make(), make_objects(3, size)
     assert save(store, objects) == [True] * 3
     assert read(store, objects) == list(objects.values())
-    assert counted(store) == (3, 3 * (HEADER_BYTES + size))
+    assert counted(store) == (3, 3 * (start_of(size) + size))
 
 
 def test_an_object_may_lie_in_thousands_of_pieces(make: Make) -> None:
@@ -157,7 +160,7 @@ def test_two_that_store_one_key_at_once_count_it_once(make: Make, tmp_path: Path
         ]
         assert [wait(answer) for answer in answers] == [[True], [True]]
         find(stores[0], [])
-        assert counted(make()) == (1, HEADER_BYTES + 300_000)
+        assert counted(make()) == (1, start_of(300_000) + 300_000)
         wait(stores[0].delete(list(objects)))
     assert leftovers(tmp_path) == []
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvbaton.connectors.store import CLAIM_S, Hints
-from kvbaton.connectors.stores.filesystem import HEADER_BYTES, FilesystemStore, header
+from kvbaton.connectors.stores.filesystem import FilesystemStore
+from kvbaton.connectors.stores.filesystem_entry import HEADER_BYTES, header
 
 TIMEOUT_S = 30.0
 SIZE = 1000
@@ -56,7 +57,7 @@ def test_a_header_without_hints_is_what_it_was() -> None:
     about = f'{{"format":"kvbaton-object-2","key":"{key(1).hex()}"}}'
     tensor = '{"dtype":"U8","shape":[7],"data_offsets":[0,7]}'
     text = f'{{"__metadata__":{about},"object":{tensor}}}'
-    written = header(key(1), 7)
+    written = header(key(1), 7, HEADER_BYTES)
     assert (len(written), written[8:].rstrip()) == (HEADER_BYTES, text.encode())
 
 

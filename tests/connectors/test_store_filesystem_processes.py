@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton.connectors.stores.filesystem import HEADER_BYTES, FilesystemStore
+from kvbaton.connectors.stores.filesystem import FilesystemStore
+from kvbaton.connectors.stores.filesystem_entry import HEADER_BYTES
 from tests.support.store_objects import WAIT_S, find, make_objects, read, save, wait
 
 SIZE = 1_000_000

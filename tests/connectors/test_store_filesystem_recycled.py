@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvbaton.connectors.stores import filesystem_space
-from kvbaton.connectors.stores.filesystem import HEADER_BYTES, FilesystemStore
+from kvbaton.connectors.stores.filesystem import FilesystemStore
+from kvbaton.connectors.stores.filesystem_entry import HEADER_BYTES
 from tests.support.store_objects import find, make_objects, read, save
 
 SIZE = 1000

@@ -11,13 +11,9 @@ from contextlib import suppress
 from typing import Any, ClassVar
 
 from kvbaton.connectors.store import NO_HINTS, Hints, Pieces, StoreCapabilities
-from kvbaton.connectors.stores.filesystem import (
-    HEADER_BYTES,
-    Files,
-    FilesystemStore,
-    SystemCalls,
-    header,
-)
+from kvbaton.connectors.stores.filesystem import Files, FilesystemStore
+from kvbaton.connectors.stores.filesystem_entry import HEADER_BYTES, header
+from kvbaton.connectors.stores.filesystem_mover import SystemCalls
 from kvbaton.connectors.stores.threaded import ThreadedStore
 from kvbaton.errors import StoreError
 from tests.conformance.back_doors import FilesystemBackDoor
@@ -37,7 +33,8 @@ class BrokenFilesystem(FilesystemStore):
     """The filesystem store over the files that a subclass breaks; nothing is broken here."""
 
     Broken: ClassVar[type[Files]] = Files
-    store = ThreadedStore.store  # by `put`, which subclasses break
+    load = ThreadedStore.load  # by `get` and `put`, which subclasses break
+    store = ThreadedStore.store
 
     def __init__(self, name: str, *, path: str) -> None:
         super().__init__(name, path=path)
@@ -137,7 +134,7 @@ class WritesInPlace(BrokenFilesystem):
             path = self._path(key)
             os.makedirs(os.path.dirname(path), exist_ok=True)
             with open(path, "wb", buffering=0) as file:
-                file.write(header(key, len(data)))
+                file.write(header(key, len(data), HEADER_BYTES))
                 file.truncate(HEADER_BYTES + len(data))
                 for start in range(0, len(data), 128 << 10):
                     time.sleep(0.004 if len(data) >= SLOW_BYTES else 0.0)
@@ -264,8 +261,9 @@ def _read_unchecked(path: str, target: Pieces) -> bool:
     with suppress(OSError, ValueError, LookupError):
         with open(path, "rb") as file:
             data = file.read()
-        if json.loads(data[8:HEADER_BYTES])["object"]["shape"] == [num_bytes]:
-            fill(target, data[HEADER_BYTES:].ljust(num_bytes, b"\0"))
+        start = 8 + int.from_bytes(data[:8], "little")
+        if json.loads(data[8:start])["object"]["shape"] == [num_bytes]:
+            fill(target, data[start:].ljust(num_bytes, b"\0"))
             return True
     return False
 

@@ -5,8 +5,8 @@ byte. `filesystem_space.py` keeps the account and evicts.
 
 - An entry is written beside the others and renamed when it is whole, so a reader sees all of it or
   nothing, whoever is killed and whatever is full.
-- Its header (safetensors', padded with spaces to a fixed size as that format allows) follows from
-  key and length alone, so a cut file, another object's and a foreign one are told by it. The bytes
+- Its header follows from key and length alone (`filesystem_entry.py`, which also tells how objects
+  lie on pages), so a cut file, another object's and a foreign one are told by it. The bytes
   have no checksum of their own: the engine verifies a digest of all that it loads before use, and
   deletes what is wrong. That finds what a loss of power leaves without `fsync`, too: an entry whose
   bytes never reached the disk.
@@ -26,22 +26,24 @@ import errno
 import heapq
 import logging
 import os
-import struct
 import threading
 import time
 from binascii import hexlify
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
-from itertools import islice
-from typing import NamedTuple, Protocol, Self
-
-import msgspec
-from msgspec import Struct
 
 from kvbaton.connectors.store import KEY_BYTES, NO_HINTS, Hints, Pieces, StoreCapabilities, Usage
 from kvbaton.connectors.stores.filesystem_claims import EntryClaims
+from kvbaton.connectors.stores.filesystem_entry import (
+    HEADER_BYTES,
+    EntryBuffer,
+    EntryLabels,
+    labels_of,
+    start_of,
+)
+from kvbaton.connectors.stores.filesystem_mover import DirectCalls, FileMover, SystemCalls
 from kvbaton.connectors.stores.filesystem_space import (
     FOLDERS,
     SUFFIX,
@@ -54,9 +56,10 @@ from kvbaton.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-HEADER_BYTES = 512
 TOGETHER = BatchLimit(64, 16 << 20)
 """Objects that are stored together."""
+LOADED_TOGETHER = BatchLimit(16, 2 << 20)
+"""Small objects cost a thread little more than to take turns with others would."""
 MAKE_ROOM_SECONDS = 5.0
 """The longest that one object waits for others to be evicted."""
 DEPTH_SECONDS = 0.01
@@ -66,40 +69,10 @@ LEAST_PREFIX = 32
 LOOK_SECONDS = 1.0
 """How old `usage` may get while there are only lookups."""
 
-_LENGTH = struct.Struct("<Q")
-_MAX_PIECES = 1024
-"""IOV_MAX."""
 _GONE = (errno.ENOENT, errno.ESTALE)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _NO_FOLDER = -1
 """Stands for the descriptor of a folder that is not there: nothing is found in it."""
-
-
-class FileMover(Protocol):
-    """Moves an object's pieces from and to an open file, from its first byte on.
-
-    Both return False if the file ends before, or takes no more, and raise `OSError` otherwise.
-    """
-
-    def read(self, file: int, pieces: Pieces) -> bool:
-        """Fill the pieces."""
-        ...
-
-    def write(self, file: int, pieces: Pieces) -> bool:
-        """Write the pieces."""
-        ...
-
-
-class SystemCalls:
-    """Moves by ``preadv`` and ``pwritev``."""
-
-    def read(self, file: int, pieces: Pieces) -> bool:
-        """See `FileMover.read`."""
-        return _move_all(os.preadv, file, pieces)
-
-    def write(self, file: int, pieces: Pieces) -> bool:
-        """See `FileMover.write`."""
-        return _move_all(os.pwritev, file, pieces)
 
 
 class FilesystemStore(ThreadedStore):
@@ -114,6 +87,8 @@ class FilesystemStore(ThreadedStore):
         threads: see `ThreadedStore`.
         fsync: whether an object that is stored also survives a loss of power.
         touch_seconds: how old the mark of an entry's last use gets before use renews it.
+        direct: move bytes between disk and memory past the page cache, where memory lies on pages'
+            borders (a GPU node's does) and the file system can.
     """
 
     def __init__(
@@ -125,8 +100,10 @@ class FilesystemStore(ThreadedStore):
         threads: int = 4,
         fsync: bool = False,
         touch_seconds: float = 60.0,
+        direct: bool = False,
     ) -> None:
-        backend = Files(path, max_bytes, SystemCalls(), fsync=fsync, touch_seconds=touch_seconds)
+        mover = DirectCalls() if direct else SystemCalls()
+        backend = Files(path, max_bytes, mover, fsync=fsync, touch_seconds=touch_seconds)
         super().__init__(name, backend, threads=threads)
         self._files, self._limit = backend, ONE if fsync else TOGETHER
 
@@ -138,6 +115,10 @@ class FilesystemStore(ThreadedStore):
     @on_forget.setter
     def on_forget(self, tell: Callable[[Sequence[bytes]], None] | None) -> None:
         self._files.on_forget = tell
+
+    def load(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> Future[list[bool]]:
+        """See `Store.load`; a thread takes several small objects."""
+        return self._move("load", self._files.get_some, keys, targets, limit=LOADED_TOGETHER)
 
     def store(
         self,
@@ -192,6 +173,7 @@ class Files(LastCall):
         self._expiring_lock = threading.Lock()
         self._index = EntryIndex(self._root)
         self._looked = 0.0
+        self._mine = threading.local()
 
     def open(self) -> None:
         """Make the directory, remove what dead writers left, make the limit hold.
@@ -300,13 +282,19 @@ class Files(LastCall):
 
     def get(self, key: bytes, target: Pieces) -> bool:
         """See `Backend.get`; an entry that is not what it should be is removed."""
+        return self.get_some([(key, target)])[0]
+
+    def get_some(self, items: Sequence[tuple[bytes, Pieces]]) -> list[bool]:
+        """Load objects, each as by `get`."""
+        answers = [False] * len(items)
         with self._accessing("read"):
-            try:
-                return self._read(self._path(key), key, target)
-            except OSError as error:
-                if error.errno not in _GONE:
-                    raise
-                return False
+            for number, (key, target) in enumerate(items):
+                try:
+                    answers[number] = self._read(self._path(key), key, target)
+                except OSError as error:
+                    if error.errno not in _GONE:
+                        raise
+        return answers
 
     def put(self, key: bytes, source: Pieces, hints: Hints = NO_HINTS) -> bool:
         """See `Backend.put`."""
@@ -334,23 +322,18 @@ class Files(LastCall):
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             status = os.fstat(file)
-            num_bytes = status.st_size - HEADER_BYTES
-            fits = num_bytes == sum(map(len, target))
-            head = memoryview(bytearray(HEADER_BYTES))
-            whole = self._mover.read(file, [head, *target] if fits else [head])
+            found = self._buffer.read(self._mover, file, status.st_size, key, target)
             if not os.path.samestat(status, os.stat(path)):
                 return False
-            labels = NO_LABELS
-            if head != header(key, num_bytes):
-                labels = labels_of(bytes(head)) or labels
-            if not whole or head != header(key, num_bytes, labels):
+            if found is None:
                 logger.warning("%s is not what was stored: removed", path)
                 self._space.remove([path])
                 return False
-            if labels.is_over(time.time()):  # whoever stored it has ended
+            if found.labels.is_over(time.time()):  # whoever stored it has ended
                 self._space.remove([path])
                 self._forgotten([path])
                 return False
+            fits = found.num_bytes == sum(map(len, target))
             if fits:
                 self._touch(file, status.st_mtime)
             return fits
@@ -360,7 +343,8 @@ class Files(LastCall):
     def _store(self, items: Sequence[tuple[bytes, Pieces, Hints]]) -> list[bool]:
         """Write entries; when one alone finds the disk full, evict and try once more."""
         deadline = time.monotonic() + MAKE_ROOM_SECONDS
-        sizes = [HEADER_BYTES + sum(map(len, source)) for _, source, _ in items]
+        lengths = (sum(map(len, source)) for _, source, _ in items)
+        sizes = [start_of(num_bytes) + num_bytes for num_bytes in lengths]
         most = self._max_bytes or sum(sizes)
         stored = []
         for (key, _, _), num_bytes in zip(items, sizes, strict=True):
@@ -391,8 +375,7 @@ class Files(LastCall):
                 files.append(Written(temporary, self._path(key), num_bytes))
                 try:
                     labels = EntryLabels.of(hints)
-                    top = memoryview(header(key, num_bytes - HEADER_BYTES, labels))
-                    if not self._mover.write(file, [top, *source]):
+                    if not self._mover.write(file, self._buffer.fill(key, source, labels)):
                         raise OSError(errno.EIO, f"{temporary} takes no more bytes")
                     if hints.depth > 0:
                         age = min(hints.depth, MOST_DEPTH) * DEPTH_SECONDS
@@ -418,6 +401,14 @@ class Files(LastCall):
                 finally:
                     os.close(file)
         return done
+
+    @property
+    def _buffer(self) -> EntryBuffer:
+        """This thread's."""
+        if not hasattr(self._mine, "buffer"):
+            self._mine.buffer = EntryBuffer()
+        buffer: EntryBuffer = self._mine.buffer
+        return buffer
 
     def _touch(self, file: int | str, mtime: float) -> None:
         if time.time() - mtime >= self._touch_seconds:
@@ -502,78 +493,3 @@ class EntryIndex:
         if self._folders[folder] != _NO_FOLDER:
             os.close(self._folders[folder])
             self._folders[folder] = _NO_FOLDER
-
-
-class EntryLabels(NamedTuple):
-    """What an entry's header tells of its `Hints`.
-
-    Attributes:
-        namespace: of it.
-        tenant: of it.
-        expires_at: seconds since 1970; None for never.
-    """
-
-    namespace: str = ""
-    tenant: str = ""
-    expires_at: float | None = None
-
-    @classmethod
-    def of(cls, hints: Hints) -> Self:
-        """Those of an object that is stored now."""
-        over = None if hints.ttl_s is None else round(time.time() + hints.ttl_s, 3)
-        return cls(hints.namespace, hints.tenant, over)
-
-    def is_over(self, now: float) -> bool:
-        """Whether it has expired."""
-        return self.expires_at is not None and self.expires_at <= now
-
-
-NO_LABELS = EntryLabels()
-
-
-def header(key: bytes, num_bytes: int, labels: EntryLabels = NO_LABELS) -> bytes:
-    """The first `HEADER_BYTES` of a file: safetensors', of one tensor ``object`` of U8."""
-    about = {"format": "kvbaton-object-2", "key": key.hex()}
-    about |= {name: str(value) for name, value in labels._asdict().items() if value}
-    size = [0, num_bytes]
-    tensor = {"dtype": "U8", "shape": [num_bytes], "data_offsets": size}
-    text = msgspec.json.encode({"__metadata__": about, "object": tensor})
-    room = HEADER_BYTES - _LENGTH.size
-    return _LENGTH.pack(room) + text.ljust(room)
-
-
-class _Head(Struct):
-    about: dict[str, str] = msgspec.field(name="__metadata__")
-
-
-_decode_head = msgspec.json.Decoder(_Head).decode
-
-
-def labels_of(head: bytes) -> EntryLabels | None:
-    """What a header tells; None if it is none of ours."""
-    try:
-        about = _decode_head(head[_LENGTH.size :]).about
-        at = about.get("expires_at")
-        return EntryLabels(
-            about.get("namespace", ""), about.get("tenant", ""), None if at is None else float(at)
-        )
-    except (msgspec.DecodeError, ValueError):
-        return None
-
-
-def _move_all(
-    move: Callable[[int, Sequence[memoryview], int], int], file: int, pieces: Pieces
-) -> bool:
-    """Read or write pieces from the start of a file on; False if it ends before."""
-    left, offset = deque(piece for piece in pieces if piece), 0
-    while left:
-        done = move(file, list(islice(left, _MAX_PIECES)), offset)
-        if not done:
-            return False
-        offset += done
-        while done:
-            piece = left.popleft()
-            if done < len(piece):
-                left.appendleft(piece[done:])
-            done -= min(done, len(piece))
-    return True
