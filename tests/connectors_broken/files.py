@@ -39,6 +39,7 @@ class BrokenFilesystem(FilesystemStore):
     def __init__(self, name: str, *, path: str) -> None:
         super().__init__(name, path=path)
         self.backend = self.Broken(path, None, SystemCalls(), fsync=False, touch_seconds=60.0)
+        self.capabilities = self.backend.capabilities
 
 
 class LosesAllAtClose(BrokenFilesystem):
