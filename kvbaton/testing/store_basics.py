@@ -253,6 +253,43 @@ def pieces(rig: StoreRig) -> None:
             rig.compare(bytes(target) if loaded[0] else None, data, f"{cuts} pieces")
 
 
+@case(1)
+def only_the_target(rig: StoreRig) -> None:
+    """A load writes its targets and nothing beside them."""
+    objects = rig.objects([1, 63, 5000])
+    rig.put(objects)
+    for key, data in objects.items():
+        memory = bytearray(b"\xa5" * (len(data) + 2 * GUARD))
+        middle = memoryview(memory)[GUARD : GUARD + len(data)]
+        half = len(data) // 2
+        rig.wait(rig.store.load([key], [[middle[:half], middle[half:]]]), "load")
+        rig.compare(bytes(middle), data, "between guards")
+        beside = bytes(memory[:GUARD]) + bytes(memory[-GUARD:])
+        require(beside == b"\xa5" * (2 * GUARD), "bytes beside the target were written")
+
+
+@case(1)
+def sources_stay(rig: StoreRig) -> None:
+    """A store reads its sources, which may be read-only, and never writes them."""
+    data = bytearray(rig.noise(70_000))
+    before, key = bytes(data), rig.key()
+    rig.wait(rig.store.store([key], [[memoryview(data).toreadonly()]]), "store")
+    require(bytes(data) == before, "the source was changed")
+    rig.expect({key: before}, "from a read-only source")
+
+
+@case(1)
+def sources_are_free_once_done(rig: StoreRig) -> None:
+    """Once `store` is done its sources belong to the caller again: overwriting them is harmless."""
+    for _ in range(4):
+        objects = rig.objects([100, 200_000])
+        buffers = [bytearray(data) for data in objects.values()]
+        rig.wait(rig.store.store(list(objects), views(buffers)), "store")
+        for buffer in buffers:
+            buffer[:] = b"\xee" * len(buffer)
+        rig.expect(objects, "after the source was overwritten")
+
+
 @case(1, "registers")
 def registered_memory(rig: StoreRig) -> None:
     """Pieces in registered memory, and beside it, are stored and loaded alike."""
@@ -316,43 +353,6 @@ def _fill(pieces: Sequence[Piece], data: bytes) -> None:
     for view in map(_view, pieces):
         view[:] = data[at : at + len(view)]
         at += len(view)
-
-
-@case(1)
-def only_the_target(rig: StoreRig) -> None:
-    """A load writes its targets and nothing beside them."""
-    objects = rig.objects([1, 63, 5000])
-    rig.put(objects)
-    for key, data in objects.items():
-        memory = bytearray(b"\xa5" * (len(data) + 2 * GUARD))
-        middle = memoryview(memory)[GUARD : GUARD + len(data)]
-        half = len(data) // 2
-        rig.wait(rig.store.load([key], [[middle[:half], middle[half:]]]), "load")
-        rig.compare(bytes(middle), data, "between guards")
-        beside = bytes(memory[:GUARD]) + bytes(memory[-GUARD:])
-        require(beside == b"\xa5" * (2 * GUARD), "bytes beside the target were written")
-
-
-@case(1)
-def sources_stay(rig: StoreRig) -> None:
-    """A store reads its sources, which may be read-only, and never writes them."""
-    data = bytearray(rig.noise(70_000))
-    before, key = bytes(data), rig.key()
-    rig.wait(rig.store.store([key], [[memoryview(data).toreadonly()]]), "store")
-    require(bytes(data) == before, "the source was changed")
-    rig.expect({key: before}, "from a read-only source")
-
-
-@case(1)
-def sources_are_free_once_done(rig: StoreRig) -> None:
-    """Once `store` is done its sources belong to the caller again: overwriting them is harmless."""
-    for _ in range(4):
-        objects = rig.objects([100, 200_000])
-        buffers = [bytearray(data) for data in objects.values()]
-        rig.wait(rig.store.store(list(objects), views(buffers)), "store")
-        for buffer in buffers:
-            buffer[:] = b"\xee" * len(buffer)
-        rig.expect(objects, "after the source was overwritten")
 
 
 @case(1)

@@ -22,7 +22,15 @@ import numpy as np
 from msgspec import structs
 
 from kvbaton.connectors.base import Memory
-from kvbaton.connectors.store import NO_HINTS, AnyPieces, Found, Hints, Pieces, Usage
+from kvbaton.connectors.store import (
+    NO_HINTS,
+    AnyPieces,
+    Found,
+    Hints,
+    Pieces,
+    StoreCapabilities,
+    Usage,
+)
 from kvbaton.connectors.stores.memory import Arena, MemoryStore
 from kvbaton.errors import StoreError
 from kvbaton.testing.store_objects import Owner, make_layout
@@ -35,6 +43,12 @@ SLOW_SIZES = (200_000, 256 << 10, 300_000, 400_000)
 """Of objects over which calls are given up: what takes long with these can be caught at it."""
 
 
+class PlainArena(Arena):
+    """Without what contract 1.2 added: for what breaks that as well."""
+
+    capabilities = StoreCapabilities(persistent=False, shared=False, pins=True)
+
+
 class BrokenMemory(MemoryStore):
     """The memory store over the arena that a subclass breaks; as it is here, nothing is broken."""
 
@@ -43,6 +57,7 @@ class BrokenMemory(MemoryStore):
     def __init__(self, name: str, *, threads: int = 2) -> None:
         super().__init__(name, max_bytes=CAPACITY, threads=threads)
         self.backend = self.Broken(CAPACITY, 300.0, time.monotonic, self._evicted)
+        self.capabilities = self.backend.capabilities
 
 
 # --- L0 and L1: what one caller sees, one call after the other ---
@@ -136,7 +151,7 @@ class TakesRegionsForPieces(BrokenMemory):
 class WritesBeyondTheTarget(BrokenMemory):
     """Writes one byte after the end of a target."""
 
-    class Broken(Arena):
+    class Broken(PlainArena):
         def get(self, key: bytes, target: Pieces) -> bool:
             there = super().get(key, target)
             if there and target[-1].nbytes:
@@ -149,7 +164,7 @@ class WritesBeyondTheTarget(BrokenMemory):
 class KeepsReferences(BrokenMemory):
     """Says that an object is kept, but reads its source only when somebody asks for it."""
 
-    class Broken(Arena):
+    class Broken(PlainArena):
         def _clear(self) -> None:
             super()._clear()
             self._later: dict[bytes, Pieces] = {}
@@ -181,7 +196,7 @@ class KeepsReferences(BrokenMemory):
 class TakesShortTargets(BrokenMemory):
     """Fills a target that is shorter than the object, and calls that a hit."""
 
-    class Broken(Arena):
+    class Broken(PlainArena):
         def get(self, key: bytes, target: Pieces) -> bool:
             with self._changed:
                 entry = self._written(key)
@@ -300,7 +315,14 @@ class TakesPiecesOfOneCall(BrokenMemory):
 class HashesKeys(BrokenMemory):
     """Names objects by 32 bits of their keys' hash."""
 
-    class Broken(Arena):
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        del self.on_forget  # it would tell hashes
+
+    def _evicted(self, key: bytes, pieces: Pieces | None) -> None:
+        pass
+
+    class Broken(PlainArena):
         def find(self, keys: Sequence[bytes], pin: bool) -> Found:
             return super().find([_short(key) for key in keys], pin)
 
@@ -359,7 +381,7 @@ class WaitsInTheCall(BrokenMemory):
         return future
 
 
-class _Slow(Arena):
+class _Slow(PlainArena):
     def get(self, key: bytes, target: Pieces) -> bool:
         time.sleep(SLOW_S if sum(map(len, target)) in SLOW_SIZES else 0)
         return super().get(key, target)
@@ -430,6 +452,8 @@ class FindsTooEarly(BrokenMemory):
 
 class DoneTooEarly(BrokenMemory):
     """Says that a load is done some microseconds before its last bytes are there."""
+
+    Broken = PlainArena
 
     def load(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> Future[list[bool]]:
         """Load, and hold the last byte back."""
@@ -518,7 +542,7 @@ class _Abandoned(Future[list[bool]]):
 class LoadsWhatIsGone(BrokenMemory):
     """Does not hold an object's bytes while it copies them."""
 
-    class Broken(Arena):
+    class Broken(PlainArena):
         def get(self, key: bytes, target: Pieces) -> bool:
             with self._changed:
                 entry = self._written(key)
