@@ -119,14 +119,17 @@ def test_a_shutdown_that_does_not_wait_for_a_sender_leaves_no_socket(
         def dial(self, card: TcpCard) -> TcpPeer:
             return SlowPeer(card, self.name)
 
+    others = set(threading.enumerate())
     slow = SlowTransport(f"s{next(_names)}")
     slow.write(slow.connect(pair.target.card()), pack([]), b"notice alone")
     assert inside.wait(10)
     slow.shutdown()
-    senders = [thread for thread in threading.enumerate() if thread.name.startswith("tcp to ")]
+    senders = [t for t in threading.enumerate() if t.name.startswith("tcp to ") and t not in others]
+    assert senders
     leave.set()
     for sender in senders:
         sender.join(10)
+        assert not sender.is_alive()
     assert used[0].fileno() == -1
 
 
