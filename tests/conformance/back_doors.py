@@ -16,6 +16,17 @@ from kvbaton.connectors.stores.tiered import TieredStore
 from tests.support.store_servers import Server
 
 
+def replace_by_a_loop(folder: Path, failing: bool) -> None:
+    """Put a loop of links in a folder's place, or the folder back."""
+    away = folder.with_name(f"{folder.name}-away")
+    if failing:
+        folder.rename(away)
+        folder.symlink_to(folder)
+    else:
+        folder.unlink()
+        away.rename(folder)
+
+
 class FilesystemBackDoor:
     """Reads and writes the safetensors files of the filesystem store, or of NIXL's; a `BackDoor`.
 
@@ -49,13 +60,7 @@ class FilesystemBackDoor:
 
     def fail(self, failing: bool) -> None:
         """Put a loop of links in the directory's place, which even root can't follow."""
-        root, away = Path(self._files._root), Path(f"{self._files._root}-away")
-        if failing:
-            root.rename(away)
-            root.symlink_to(root)
-        else:
-            root.unlink()
-            away.rename(root)
+        replace_by_a_loop(Path(self._files._root), failing)
 
     def _path(self, key: bytes) -> Path:
         return Path(self._files._path(key))
@@ -243,14 +248,7 @@ class VllmFilesBackDoor:
 
     def fail(self, failing: bool) -> None:
         """Put a loop of links in the folder's place, which even root can't follow."""
-        folder = self._connector._folder
-        away = folder.with_suffix(".away")
-        if failing:
-            folder.rename(away)
-            folder.symlink_to(folder)
-        else:
-            folder.unlink()
-            away.rename(folder)
+        replace_by_a_loop(self._connector._folder, failing)
 
     def _path(self, key: bytes, number: int) -> Path:
         [name] = self._connector._files(tokens_of(self._blocks._name(key, number)))

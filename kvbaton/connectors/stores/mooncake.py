@@ -18,7 +18,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from kvbaton.connectors.store import Pieces, StoreCapabilities, Usage
-from kvbaton.connectors.stores.arena_copies import copy
 from kvbaton.connectors.stores.threaded import SEAL_BYTES, LastCall, ThreadedStore, seal, unseal
 from kvbaton.errors import ConfigError, StoreError
 
@@ -132,13 +131,7 @@ class MooncakeValues(LastCall):
             value = self._client.get_buffer(self._name(key)) if size is not None else None
             if value is None:
                 return False
-            body = unseal(key, memoryview(value).cast("B"))
-        if body is None:
-            self.remove([key])
-        if body is None or len(body) != sum(map(len, target)):
-            return False
-        copy(target, [body])
-        return True
+        return unseal(self, key, memoryview(value).cast("B"), target)
 
     def put(self, key: bytes, source: Pieces) -> bool:
         """See `Backend.put`; a value of another length is replaced."""

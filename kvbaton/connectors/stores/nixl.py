@@ -28,7 +28,6 @@ import numpy as np
 
 from kvbaton.connectors.nixl_library import load_nixl
 from kvbaton.connectors.store import Pieces, StoreCapabilities, Usage
-from kvbaton.connectors.stores.arena_copies import copy
 from kvbaton.connectors.stores.filesystem import Files
 from kvbaton.connectors.stores.threaded import SEAL_BYTES, LastCall, ThreadedStore, seal, unseal
 from kvbaton.errors import ConfigError, StoreError
@@ -303,11 +302,7 @@ class NixlObjects(LastCall):
                         return False
                     if last:  # else somebody may have stored it just now
                         raise
-        body = unseal(key, sealed)
-        if body is None:
-            return False
-        copy(target, [body])
-        return True
+        return unseal(self, key, sealed, target)
 
     def put(self, key: bytes, source: Pieces) -> bool:
         """See `Backend.put`."""

@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from kvbaton.connectors.store import Pieces, StoreCapabilities, Usage
-from kvbaton.connectors.stores.arena_copies import copy
 from kvbaton.connectors.stores.threaded import SEAL_BYTES, LastCall, ThreadedStore, seal, unseal
 from kvbaton.errors import ConfigError
 
@@ -111,18 +110,11 @@ class RedisValues(LastCall):
 
     def get(self, key: bytes, target: Pieces) -> bool:
         """See `Backend.get`; a value that is not what it should be is removed."""
-        name, num_bytes = self._name(key), sum(map(len, target))
         with self._asking("read"):
-            value: Any = self._redis.getex(name, px=self._ttl_ms)
+            value: Any = self._redis.getex(self._name(key), px=self._ttl_ms)
         if value is None:
             return False
-        body = unseal(key, memoryview(value))
-        if body is None:
-            self.remove([key])
-        if body is None or len(body) != num_bytes:
-            return False
-        copy(target, [body])
-        return True
+        return unseal(self, key, memoryview(value), target)
 
     def put(self, key: bytes, source: Pieces) -> bool:
         """See `Backend.put`: the bytes are sent only if they are not there yet."""

@@ -17,7 +17,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvbaton.connectors.store import Pieces, StoreCapabilities, Usage
-from kvbaton.connectors.stores.arena_copies import copy
 from kvbaton.connectors.stores.threaded import SEAL_BYTES, LastCall, ThreadedStore, seal, unseal
 from kvbaton.errors import ConfigError
 
@@ -99,13 +98,7 @@ class S3Objects(LastCall):
                 value = memoryview(obstore.get(self._bucket, _path(key)).bytes())
             except FileNotFoundError:
                 return False
-        body = unseal(key, value)
-        if body is None:
-            self.remove([key])
-        if body is None or len(body) != sum(map(len, target)):
-            return False
-        copy(target, [body])
-        return True
+        return unseal(self, key, value, target)
 
     def put(self, key: bytes, source: Pieces) -> bool:
         """See `Backend.put`: the bytes are sent only if they are not there yet."""

@@ -13,6 +13,7 @@ from weakref import WeakSet
 import xxhash
 
 from kvbaton.connectors.store import Found, Hints, Pieces, StoreCapabilities, Usage
+from kvbaton.connectors.stores.arena_copies import copy
 from kvbaton.errors import ConfigError, StoreError
 
 
@@ -379,7 +380,16 @@ def seal(key: bytes, pieces: Pieces) -> bytes:
     return checksum.digest()
 
 
-def unseal(key: bytes, sealed: memoryview) -> memoryview | None:
-    """The bytes behind a checksum, None if they are not the right ones."""
+def unseal(backend: Backend, key: bytes, sealed: memoryview, target: Pieces) -> bool:
+    """Fill `target` with the bytes behind a checksum, as `Backend.get` answers.
+
+    What is not what was stored under the key is removed; what has another length stays.
+    """
     body = sealed[SEAL_BYTES:]
-    return body if seal(key, [body]) == sealed[:SEAL_BYTES] else None
+    if seal(key, [body]) != sealed[:SEAL_BYTES]:
+        backend.remove([key])
+        return False
+    if len(body) != sum(map(len, target)):
+        return False
+    copy(target, [body])
+    return True
