@@ -7,63 +7,41 @@ verified it goes to the prefix cache, and the request goes back to the queue and
 Who wants the same blocks meanwhile waits for that load. After a load's deadline the request goes on
 without it, but the blocks stay incoming until the store is done with them.
 
-Blocks that enter the prefix cache are saved: held *outgoing*, a few batches at a time. A store that
-is too slow loses saves, never a step.
+The target of a hand-over leaves what it is given to its source: it does not look its prompt up,
+unless the hand-over fails.
 
-Of several nodes that share a store, one saves a block: who computed it. Nodes ask before they save
-whether it is there, or claim it where the store can tell who is at it. The target of a hand-over
-leaves what it is given to its source: it does not look its prompt up, unless the hand-over fails,
-and saves what it received only if that is still not there when the request is over.
-
-This decides and does no I/O; `store_worker.py` carries the orders out.
+This decides and does no I/O, nor does `store_saves.py`, which decides what is saved;
+`store_worker.py` carries the orders out.
 """
 
 from __future__ import annotations
 
-import hashlib
-import re
-from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable
+from collections import Counter
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from typing_extensions import override
 
 from kvbaton.connectors.layout import GroupKind
-from kvbaton.connectors.objects import HEADER_BYTES
-from kvbaton.connectors.store import Hints
 from kvbaton.engine.circuit_breaker import CircuitBreaker
 from kvbaton.engine.kv_connector import HeldBlocks, KVConnector, Load
 from kvbaton.engine.live_requests import LiveRequests, next_after
 from kvbaton.engine.request import Request, Sequence, SequenceState
+from kvbaton.engine.store_saves import SavedBatch, StoreSaves, num_bytes
 from kvbaton.engine.store_worker import (
     BlockRun,
-    BlockSave,
     ClearStore,
     Forgotten,
     LoadBlocks,
     LookUp,
     ProbeStore,
-    SaveBlocks,
     StoreWorker,
 )
 from kvbaton.errors import StoreError
-from kvbaton.messages.engine import AddRequest, HistogramCounts, Output
-from kvbaton.types import BlockSpan, Spans
+from kvbaton.messages.engine import HistogramCounts, Output
 
-BATCH_BLOCKS = 64
-"""Saved with one call."""
-SAVES_IN_FLIGHT = 2
-QUEUE_SHARE = 4
-"""At most a quarter of a pool waits to be saved."""
-SCARCE_SHARE = 16
-"""Saves that have not begun are given up when less than this part of a pool is free."""
-KNOWN_KEYS = 1 << 17
-"""Objects that are remembered to be in the store."""
-SAVE_S = 30.0
-"""A store that takes longer to save is not asked to for a while."""
 RETRY_S = 5.0
 """For so long nobody tries to load an object that was bad or late."""
 
@@ -99,39 +77,6 @@ class _Probe(ProbeStore):
     late: bool = False
 
 
-@dataclass(eq=False, kw_only=True)
-class _Saving(SaveBlocks):
-    """Blocks on their way."""
-
-    deadline: float
-
-
-class _Received(NamedTuple):
-    """A block that another node computed: its group, its number there, and its key."""
-
-    group: int
-    number: int
-    block_key: bytes
-
-
-class _Announced(NamedTuple):
-    """What others were told to be in the store."""
-
-    group: int
-    block_key: bytes
-
-
-def tenant_of(request: AddRequest) -> str:
-    """Whose a request's objects are: its tenant's, or those of all who have its salt.
-
-    Stores and metrics show it, so it tells neither the salt nor any but the usual characters.
-    """
-    if request.tenant and re.fullmatch(r"[\w.-]{1,64}", request.tenant, re.ASCII):
-        return request.tenant
-    secret = request.tenant or request.cache_salt
-    return secret and hashlib.sha256(secret.encode()).hexdigest()[:16]
-
-
 class StoreConnector(KVConnector):
     """Decides what is looked up, loaded and saved.
 
@@ -155,9 +100,7 @@ class StoreConnector(KVConnector):
         load_timeout_s: float,
         ttl_s: float | None = None,
     ) -> None:
-        self._ttl_s = ttl_s
         self._shared = worker.calls.capabilities.shared
-        self._received: dict[Request, list[_Received]] = {}  # to be saved if their source does not
         self.worker = worker
         self.wake_fds = (worker.wake_fd,)
         self._lookup_timeout_s, self._load_timeout_s = lookup_timeout_s, load_timeout_s
@@ -169,17 +112,13 @@ class StoreConnector(KVConnector):
         self._loads: set[_StoreLoad] = set()
         self._loading: dict[bytes, _StoreLoad] = {}
         self._pins: list[tuple[Request, list[int]]] = []
-        self._queue: deque[BlockSave] = deque()
-        self._saving: set[_Saving] = set()
-        self._unsaved: set[bytes] = set()
-        self._known: OrderedDict[bytes, _Announced | None] = OrderedDict()
         self._bad: dict[bytes, float] = {}
         self._reads = CircuitBreaker(f"lookups and loads of {worker.name}")
-        self._writes = CircuitBreaker(f"saves of {worker.name}")
         self._failed_call = ""
         self._probe: _Probe | None = None
         self._counts: Counter[str] = Counter()
-        self._seconds = {"load": 0.0, "save": 0.0}
+        self._load_seconds = 0.0
+        self._saves = StoreSaves(scheduler, worker, ttl_s)
 
     # --- lookups ---
 
@@ -247,7 +186,7 @@ class StoreConnector(KVConnector):
         self._lookups.remove(lookup)
         self._note_read("lookup")
         keys = (key for run in lookup.runs for key in run.keys)
-        self._note_known(zip(keys, lookup.present, strict=True))
+        self._saves.note_known(zip(keys, lookup.present, strict=True))
         request = lookup.sequence.request
         end = self._prefix_end(lookup.sequence, lookup.start, lookup.runs, lookup.present)
         self._counts["lookups hit" if end > lookup.start else "lookups miss"] += 1
@@ -294,16 +233,6 @@ class StoreConnector(KVConnector):
         if call == self._failed_call and not self._reads.is_open:
             self._reads.worked()
 
-    def _note_known(self, found: Iterable[tuple[bytes, bool]]) -> None:
-        for key, present in found:
-            if present:
-                self._known.setdefault(key, None)
-                self._known.move_to_end(key)
-            else:
-                self._known.pop(key, None)
-        while len(self._known) > KNOWN_KEYS:
-            self._known.popitem(last=False)
-
     # --- loads ---
 
     @override
@@ -344,11 +273,7 @@ class StoreConnector(KVConnector):
     @override
     def finished(self, request: Request) -> None:
         self._stored.pop(request, None)
-        by_key = self._blocks.pool.by_key
-        for g, number, block_key in self._received.pop(request, ()):
-            if (block := by_key[g].get(block_key)) is not None:
-                key = self.worker.forms[g].key(block_key)
-                self._enqueue(request, g, number, block, key, summed=False)
+        self._saves.finished(request)
 
     def _loaded(self, load: _StoreLoad) -> list[Output]:
         """The store touches the blocks no more: free them, and use what is right of them."""
@@ -356,14 +281,15 @@ class StoreConnector(KVConnector):
         self._blocks.release_incoming(load.load.spans)
         keys = [(run.group, key) for run in load.runs for key in run.keys]
         there = [group for (group, _), ok in zip(keys, load.good, strict=True) if ok]
-        self._note_known((key, ok) for (_, key), ok in zip(keys, load.good, strict=True))
+        self._saves.note_known((key, ok) for (_, key), ok in zip(keys, load.good, strict=True))
         self._counts["load blocks ok"] += len(there)
         self._counts["load blocks corrupt"] += load.corrupt
         unknown = "cancelled" if load.cancelled else "failed"
         self._counts[f"load blocks {unknown}"] += load.unanswered
         missing = len(keys) - len(there) - load.corrupt - load.unanswered
         self._counts["load blocks missing"] += missing
-        self._count_bytes("load", there, load.seconds)
+        self._counts["bytes load"] += num_bytes(self.worker.forms, there)
+        self._load_seconds += load.seconds
         if load.error is not None and not load.cancelled:
             self._reads_fail("load", "a load failed")
         elif there and not load.cancelled:
@@ -374,12 +300,6 @@ class StoreConnector(KVConnector):
         failed = valid < load.load.end
         self._counts["loads failed" if failed else "loads ok"] += 1
         return self._finish(load, valid, load.error or "blocks are missing or corrupt", failed)
-
-    def _count_bytes(self, way: str, groups: Iterable[int], seconds: float) -> None:
-        """Objects of these groups' blocks were moved."""
-        sizes = (HEADER_BYTES + self.worker.forms[group].num_bytes for group in groups)
-        self._counts[f"bytes {way}"] += sum(sizes)
-        self._seconds[way] += seconds
 
     def _finish(self, load: _StoreLoad, valid: int, reason: str, failed: bool) -> list[Output]:
         """Let the request go on with `valid` tokens, and those who waited with it."""
@@ -400,88 +320,7 @@ class StoreConnector(KVConnector):
 
     @override
     def committed(self, sequence: Sequence, g: int, first: int, end: int) -> None:
-        if self._writes.is_open and not self._writes.due(self._clock()):
-            self._counts["save blocks dropped"] += end - first
-            return
-        size, pool = self._blocks.groups[g].block_size, self._blocks.pool
-        chain, table, by_key = sequence.chain(size), sequence.tables[g], pool.by_key[g]
-        request = sequence.request
-        for i in range(first, end):
-            if by_key.get(chain[i]) != table[i]:
-                continue
-            summed = i * size >= request.received
-            if self._shared and not summed:
-                self._received.setdefault(request, []).append(_Received(g, i, chain[i]))
-                continue
-            key = self.worker.forms[g].key(chain[i])
-            self._enqueue(request, g, i, table[i], key, summed=summed)
-
-    def _enqueue(
-        self, request: Request, g: int, number: int, block: int, key: bytes, *, summed: bool
-    ) -> None:
-        """Save a block, unless that is known to be needless or too many wait."""
-        if key in self._known or key in self._unsaved:
-            return
-        pool, group = self._blocks.pool, self._blocks.groups[g]
-        if len(self._queue) >= max(8, pool.usable // QUEUE_SHARE):
-            self._counts["save blocks dropped"] += 1
-            return
-        hints = Hints(
-            namespace=self.worker.namespace,
-            tenant=tenant_of(request.spec),
-            depth=number,
-            uses=pool.refs[block],
-            priority=request.priority,
-            ttl_s=self._ttl_s,
-        )
-        pool.hold_outgoing([block])
-        self._unsaved.add(key)
-        self._queue.append(BlockSave(g, group.span_number(number), block, key, summed, hints))
-
-    def _saved(self, order: _Saving) -> None:
-        self._saving.remove(order)
-        if order.error is not None:
-            self._writes.failed(self._clock(), "a save failed")
-        else:
-            self._writes.worked()
-        stored = [save for save, ok in zip(order.saves, order.stored, strict=True) if ok]
-        for g in range(len(self._blocks.groups)):
-            # Named are the blocks that were kept, as far as they are still in the prefix cache.
-            held = {s.key: self._blocks.pool.keys[s.block] for s in stored if s.group == g}
-            keys = {key: block_key for key, block_key in held.items() if block_key is not None}
-            self._scheduler.connectors.call(
-                KVConnector.saved, self.worker.name, g, list(keys.values())
-            )
-            for key, block_key in keys.items():
-                self._known[key] = _Announced(g, block_key)
-        self._release_saves(order.saves)
-        self._note_known((save.key, True) for save in stored)
-        outcome = "refused" if order.error is None else "failed"
-        written = [save for save in stored if save.key not in order.left]
-        self._counts["save blocks stored"] += len(written)
-        self._counts["save blocks left"] += len(order.left)
-        self._counts[f"save blocks {outcome}"] += len(order.saves) - len(order.left) - len(written)
-        self._count_bytes("save", (save.group for save in written), order.seconds)
-        for save in stored:
-            self._bad.pop(save.key, None)
-
-    def _release_saves(self, saves: Iterable[BlockSave]) -> None:
-        for save in saves:
-            self._blocks.pool.release_outgoing([save.block])
-            self._unsaved.discard(save.key)
-
-    def _forget(self, keys: Iterable[bytes]) -> None:
-        """Objects are no longer in the store: who was told that they are is told so, too."""
-        gone: list[list[bytes]] = [[] for _ in self._blocks.groups]
-        for key in keys:
-            announced = self._known.pop(key, None)
-            if announced is not None:
-                gone[announced.group].append(announced.block_key)
-        for g, block_keys in enumerate(gone):
-            if block_keys:
-                self._scheduler.connectors.call(
-                    KVConnector.removed, self.worker.name, g, block_keys
-                )
+        self._saves.committed(sequence, g, first, end)
 
     @override
     def reset_store(self) -> Future[int]:
@@ -489,9 +328,7 @@ class StoreConnector(KVConnector):
         if not self.worker.calls.capabilities.namespaces:
             done.set_exception(StoreError(f"the store {self.worker.name} can't clear a namespace"))
         else:
-            self._counts["save blocks dropped"] += len(self._queue)
-            self._release_saves(self._queue)
-            self._queue.clear()
+            self._saves.drop()
             self.worker.submit(ClearStore(done=done))
         return done
 
@@ -506,8 +343,9 @@ class StoreConnector(KVConnector):
                     self._looked_up(order)
                 case _StoreLoad():
                     outputs += self._loaded(order)
-                case _Saving():
-                    self._saved(order)
+                case SavedBatch():
+                    for key in self._saves.saved(order):
+                        self._bad.pop(key, None)
                 case _Probe():
                     self._probe = None
                     if order.error is not None:
@@ -517,21 +355,11 @@ class StoreConnector(KVConnector):
                     elif not order.late:
                         self._reads.close()
                 case Forgotten():
-                    self._forget(order.keys)
+                    self._saves.forget(order.keys)
                 case ClearStore():
-                    self._forget(list(self._known))
+                    self._saves.forget()
         outputs += self._expire(now)
-        left_alone = self._writes.is_open and not self._writes.due(now)
-        if left_alone or self._blocks.pool.num_free < self._blocks.pool.usable // SCARCE_SHARE:
-            self._counts["save blocks dropped"] += len(self._queue)
-            self._release_saves(self._queue)
-            self._queue.clear()
-        while self._queue and len(self._saving) < SAVES_IN_FLIGHT:
-            count = min(BATCH_BLOCKS, len(self._queue))
-            taken = tuple(self._queue.popleft() for _ in range(count))
-            saves = _Saving(saves=taken, deadline=now + SAVE_S)
-            self._saving.add(saves)
-            self.worker.submit(saves)
+        self._saves.submit(now)
         return outputs
 
     def _expire(self, now: float) -> list[Output]:
@@ -552,8 +380,6 @@ class StoreConnector(KVConnector):
         if self._probe is not None and not self._probe.late and self._probe.deadline <= now:
             self._probe.late = True
             self._reads.failed(now, "a probe was late")
-        if any(save.deadline <= now for save in self._saving):
-            self._writes.failed(now, "a save was late")
         self._bad = {key: until for key, until in self._bad.items() if until > now}
         # Pins last until their request is loaded, runs, or is over.
         loading = {load.load.sequence.request for load in self._loads}
@@ -574,7 +400,7 @@ class StoreConnector(KVConnector):
 
     @override
     def busy(self) -> bool:
-        return bool(self._queue or self._saving or self._loads)
+        return bool(self._saves.num_blocks or self._loads)
 
     @override
     def close(self) -> None:
@@ -584,17 +410,11 @@ class StoreConnector(KVConnector):
 
     @override
     def held_blocks(self) -> HeldBlocks:
-        saves = [*self._queue, *(save for order in self._saving for save in order.saves)]
-        groups = range(len(self._blocks.groups))
-        reads: list[Spans] = [
-            tuple((BlockSpan(s.number, (s.block,)),) if g == s.group else () for g in groups)
-            for s in saves
-        ]
-        return HeldBlocks([load.load.spans for load in self._loads], reads)
+        return HeldBlocks([load.load.spans for load in self._loads], self._saves.held_blocks())
 
     @override
     def counters(self) -> dict[str, float]:
-        store, counts = self.worker.name, self._counts
+        store, counts = self.worker.name, self._counts + self._saves.counts
         totals = {}
         for kind, outcomes in (
             ("lookups", ("hit", "miss", "failed", "late", "skipped")),
@@ -606,13 +426,14 @@ class StoreConnector(KVConnector):
             for outcome in outcomes:
                 count = float(counts[f"{kind} {outcome}"])
                 totals[f'{name}{{store="{store}",outcome="{outcome}"}}'] = count
+        seconds = {"load": self._load_seconds, "save": self._saves.seconds}
         for way in ("load", "save"):
             label = f'{{store="{store}",direction="{way}"}}'
             totals[f"kvbaton_store_bytes_total{label}"] = float(counts[f"bytes {way}"])
-            totals[f"kvbaton_store_seconds_total{label}"] = self._seconds[way]
+            totals[f"kvbaton_store_seconds_total{label}"] = seconds[way]
         for call, errors in self.worker.calls.errors.items():
             totals[f'kvbaton_store_errors_total{{store="{store}",call="{call}"}}'] = float(errors)
-        for calls, breaker in (("read", self._reads), ("write", self._writes)):
+        for calls, breaker in (("read", self._reads), ("write", self._saves.breaker)):
             label = f'{{store="{store}",calls="{calls}"}}'
             totals[f"kvbaton_store_circuit_opened_total{label}"] = float(breaker.opened)
         return totals | self.worker.status.counters()
@@ -624,11 +445,10 @@ class StoreConnector(KVConnector):
     @override
     def gauges(self) -> dict[str, float]:
         label = f'{{store="{self.worker.name}"}}'
-        saving = len(self._queue) + sum(len(order.saves) for order in self._saving)
         return {
             f"kvbaton_store_lookups_live{label}": float(len(self._lookups)),
             f"kvbaton_store_loads_live{label}": float(len(self._loads)),
-            f"kvbaton_store_saves_queued{label}": float(saving),
+            f"kvbaton_store_saves_queued{label}": float(self._saves.num_blocks),
             **self.worker.gauges(),
         }
 
@@ -649,8 +469,6 @@ class StoreConnector(KVConnector):
                  "seconds_left": load.deadline - now, "followers": len(load.followers)}
                 for load in self._loads
             ],
-            "saves_queued": len(self._queue),
-            "saves_in_flight": [len(order.saves) for order in self._saving],
-            "known": len(self._known),
+            **self._saves.state(),
             "pins": sum(len(pins) for _, pins in self._pins),
         }  # fmt: skip

@@ -16,7 +16,7 @@ from kvbaton.engine.executor import Executor
 from kvbaton.engine.kv_connector import KVConnector
 from kvbaton.engine.kv_events import BlockRemoved, BlockStored, KVEventLog
 from kvbaton.engine.scheduler import Scheduler
-from kvbaton.engine.store_connector import tenant_of
+from kvbaton.engine.store_saves import tenant_of
 from kvbaton.errors import ConfigError
 from kvbaton.messages.engine import AddRequest, SamplingParams
 from tests.store_connector.test_store_faults import store_of

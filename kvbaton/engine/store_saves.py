@@ -1,0 +1,265 @@
+"""What is saved in a store: blocks that enter the prefix cache, and that it lacks.
+
+They are held *outgoing*, a few batches at a time. A store that is too slow loses saves, never a
+step.
+
+Of several nodes that share a store, one saves a block: who computed it. Nodes ask before they save
+whether it is there, or claim it where the store can tell who is at it. What the target of a
+hand-over received is its source's to save: it saves that itself only if it is still not there when
+the request is over.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from kvbaton.connectors.objects import HEADER_BYTES, ObjectForm
+from kvbaton.connectors.store import Hints
+from kvbaton.engine.circuit_breaker import CircuitBreaker
+from kvbaton.engine.kv_connector import KVConnector
+from kvbaton.engine.live_requests import LiveRequests
+from kvbaton.engine.request import Request, Sequence
+from kvbaton.engine.store_worker import BlockSave, SaveBlocks, StoreWorker
+from kvbaton.messages.engine import AddRequest
+from kvbaton.types import BlockSpan, Spans
+
+BATCH_BLOCKS = 64
+"""Saved with one call."""
+SAVES_IN_FLIGHT = 2
+QUEUE_SHARE = 4
+"""At most a quarter of a pool waits to be saved."""
+SCARCE_SHARE = 16
+"""Saves that have not begun are given up when less than this part of a pool is free."""
+KNOWN_KEYS = 1 << 17
+"""Objects that are remembered to be in the store."""
+SAVE_S = 30.0
+"""A store that takes longer to save is not asked to for a while."""
+
+
+@dataclass(eq=False, kw_only=True)
+class SavedBatch(SaveBlocks):
+    """Blocks on their way."""
+
+    deadline: float
+
+
+class _Received(NamedTuple):
+    """A block that another node computed: its group, its number there, and its key."""
+
+    group: int
+    number: int
+    block_key: bytes
+
+
+class _Announced(NamedTuple):
+    """What others were told to be in the store."""
+
+    group: int
+    block_key: bytes
+
+
+def tenant_of(request: AddRequest) -> str:
+    """Whose a request's objects are: its tenant's, or those of all who have its salt.
+
+    Stores and metrics show it, so it tells neither the salt nor any but the usual characters.
+    """
+    if request.tenant and re.fullmatch(r"[\w.-]{1,64}", request.tenant, re.ASCII):
+        return request.tenant
+    secret = request.tenant or request.cache_salt
+    return secret and hashlib.sha256(secret.encode()).hexdigest()[:16]
+
+
+def num_bytes(forms: SequenceOf[ObjectForm], groups: Iterable[int]) -> int:
+    """Of objects of one block each, of these KV groups."""
+    return sum(HEADER_BYTES + forms[group].num_bytes for group in groups)
+
+
+class StoreSaves:
+    """Decides what is saved, and remembers what the store has.
+
+    Args:
+        scheduler: has the live requests.
+        worker: carries orders out.
+        ttl_s: how long objects are to stay; None for ever.
+
+    Attributes:
+        breaker: open while nothing is saved.
+        counts: ``save blocks OUTCOME`` and ``bytes save``, since the start.
+        seconds: that saves took.
+    """
+
+    def __init__(self, scheduler: LiveRequests, worker: StoreWorker, ttl_s: float | None) -> None:
+        self.breaker = CircuitBreaker(f"saves of {worker.name}")
+        self.counts: Counter[str] = Counter()
+        self.seconds = 0.0
+        self._scheduler = scheduler
+        self._blocks = scheduler.blocks
+        self._clock = scheduler.clock
+        self._worker = worker
+        self._ttl_s = ttl_s
+        self._shared = worker.calls.capabilities.shared
+        self._received: dict[Request, list[_Received]] = {}  # to be saved if their source does not
+        self._queue: deque[BlockSave] = deque()
+        self._saving: set[SavedBatch] = set()
+        self._unsaved: set[bytes] = set()
+        self._known: OrderedDict[bytes, _Announced | None] = OrderedDict()
+
+    # --- what may be saved ---
+
+    def committed(self, sequence: Sequence, g: int, first: int, end: int) -> None:
+        """Blocks [first, end) of a sequence became cache."""
+        if self.breaker.is_open and not self.breaker.due(self._clock()):
+            self.counts["save blocks dropped"] += end - first
+            return
+        size, pool = self._blocks.groups[g].block_size, self._blocks.pool
+        chain, table, by_key = sequence.chain(size), sequence.tables[g], pool.by_key[g]
+        request = sequence.request
+        for i in range(first, end):
+            if by_key.get(chain[i]) != table[i]:
+                continue
+            summed = i * size >= request.received
+            if self._shared and not summed:
+                self._received.setdefault(request, []).append(_Received(g, i, chain[i]))
+                continue
+            self._enqueue(request, g, i, table[i], chain[i], summed=summed)
+
+    def finished(self, request: Request) -> None:
+        """A request is over: save what it received, if that is still in the cache."""
+        by_key = self._blocks.pool.by_key
+        for g, number, block_key in self._received.pop(request, ()):
+            if (block := by_key[g].get(block_key)) is not None:
+                self._enqueue(request, g, number, block, block_key, summed=False)
+
+    def _enqueue(
+        self, request: Request, g: int, number: int, block: int, block_key: bytes, *, summed: bool
+    ) -> None:
+        """Save a block, unless that is known to be needless or too many wait."""
+        key = self._worker.forms[g].key(block_key)
+        if key in self._known or key in self._unsaved:
+            return
+        pool, group = self._blocks.pool, self._blocks.groups[g]
+        if len(self._queue) >= max(8, pool.usable // QUEUE_SHARE):
+            self.counts["save blocks dropped"] += 1
+            return
+        hints = Hints(
+            namespace=self._worker.namespace,
+            tenant=tenant_of(request.spec),
+            depth=number,
+            uses=pool.refs[block],
+            priority=request.priority,
+            ttl_s=self._ttl_s,
+        )
+        pool.hold_outgoing([block])
+        self._unsaved.add(key)
+        self._queue.append(BlockSave(g, group.span_number(number), block, key, summed, hints))
+
+    # --- what is on its way ---
+
+    def submit(self, now: float) -> None:
+        """Have the next be saved, or none if the store is left alone or blocks are scarce."""
+        if any(save.deadline <= now for save in self._saving):
+            self.breaker.failed(now, "a save was late")
+        left_alone = self.breaker.is_open and not self.breaker.due(now)
+        if left_alone or self._blocks.pool.num_free < self._blocks.pool.usable // SCARCE_SHARE:
+            self.drop()
+        while self._queue and len(self._saving) < SAVES_IN_FLIGHT:
+            count = min(BATCH_BLOCKS, len(self._queue))
+            taken = tuple(self._queue.popleft() for _ in range(count))
+            saves = SavedBatch(saves=taken, deadline=now + SAVE_S)
+            self._saving.add(saves)
+            self._worker.submit(saves)
+
+    def drop(self) -> None:
+        """Save none of those that have not begun."""
+        self.counts["save blocks dropped"] += len(self._queue)
+        self._release(self._queue)
+        self._queue.clear()
+
+    def saved(self, order: SavedBatch) -> list[bytes]:
+        """A batch is back; returns the keys of those that the store has."""
+        self._saving.remove(order)
+        if order.error is not None:
+            self.breaker.failed(self._clock(), "a save failed")
+        else:
+            self.breaker.worked()
+        stored = [save for save, ok in zip(order.saves, order.stored, strict=True) if ok]
+        for g in range(len(self._blocks.groups)):
+            # Named are the blocks that were kept, as far as they are still in the prefix cache.
+            held = {s.key: self._blocks.pool.keys[s.block] for s in stored if s.group == g}
+            keys = {key: block_key for key, block_key in held.items() if block_key is not None}
+            self._scheduler.connectors.call(
+                KVConnector.saved, self._worker.name, g, list(keys.values())
+            )
+            for key, block_key in keys.items():
+                self._known[key] = _Announced(g, block_key)
+        self._release(order.saves)
+        self.note_known((save.key, True) for save in stored)
+        outcome = "refused" if order.error is None else "failed"
+        written = [save.group for save in stored if save.key not in order.left]
+        self.counts["save blocks stored"] += len(written)
+        self.counts["save blocks left"] += len(order.left)
+        self.counts[f"save blocks {outcome}"] += len(order.saves) - len(order.left) - len(written)
+        self.counts["bytes save"] += num_bytes(self._worker.forms, written)
+        self.seconds += order.seconds
+        return [save.key for save in stored]
+
+    def _release(self, saves: Iterable[BlockSave]) -> None:
+        for save in saves:
+            self._blocks.pool.release_outgoing([save.block])
+            self._unsaved.discard(save.key)
+
+    # --- what the store has ---
+
+    def note_known(self, found: Iterable[tuple[bytes, bool]]) -> None:
+        """Objects that the store has, or has not."""
+        for key, present in found:
+            if present:
+                self._known.setdefault(key, None)
+                self._known.move_to_end(key)
+            else:
+                self._known.pop(key, None)
+        while len(self._known) > KNOWN_KEYS:
+            self._known.popitem(last=False)
+
+    def forget(self, keys: Iterable[bytes] | None = None) -> None:
+        """Objects, or all, are no longer there: who was told that they are is told so, too."""
+        gone: list[list[bytes]] = [[] for _ in self._blocks.groups]
+        for key in list(self._known) if keys is None else keys:
+            announced = self._known.pop(key, None)
+            if announced is not None:
+                gone[announced.group].append(announced.block_key)
+        for g, block_keys in enumerate(gone):
+            if block_keys:
+                self._scheduler.connectors.call(
+                    KVConnector.removed, self._worker.name, g, block_keys
+                )
+
+    # --- accounts ---
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that wait to be saved or are on their way."""
+        return len(self._queue) + sum(len(order.saves) for order in self._saving)
+
+    def held_blocks(self) -> list[Spans]:
+        """Those blocks, each by itself."""
+        saves = [*self._queue, *(save for order in self._saving for save in order.saves)]
+        groups = range(len(self._blocks.groups))
+        return [
+            tuple((BlockSpan(s.number, (s.block,)),) if g == s.group else () for g in groups)
+            for s in saves
+        ]
+
+    def state(self) -> dict[str, Any]:
+        """For the debugging dump."""
+        return {
+            "saves_queued": len(self._queue),
+            "saves_in_flight": [len(order.saves) for order in self._saving],
+            "known": len(self._known),
+        }
