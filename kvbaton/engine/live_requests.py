@@ -58,6 +58,7 @@ class LiveRequests:
         waiting: the queue, in order of service.
         running: sequences with blocks, in order of service.
         parked: sequences beside the queue that wait for a connector or for an item.
+        crowded: those of them that wait for the end of a load.
         loading: whose blocks are being filled by a connector, by request id.
         in_flight: plans handed out and not updated, oldest first.
         totals: what happened so far.
@@ -84,7 +85,7 @@ class LiveRequests:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.parked: set[Sequence] = set()
-        self.crowded: list[Sequence] = []
+        self.crowded: set[Sequence] = set()
         self.loading: dict[str, Load] = {}
         self.in_flight: deque[InFlightStep] = deque()
         self.totals = Totals()
@@ -286,10 +287,10 @@ class LiveRequests:
                 self.running.remove(sequence)
             case SequenceState.PARKED:
                 self.parked.remove(sequence)
+                self.crowded.discard(sequence)
             case SequenceState.LOADING:
                 del self.loading[sequence.request.request_id]
-                crowded, self.crowded = self.crowded, []
-                for other in crowded:
+                for other in tuple(self.crowded):
                     self.unpark(other)
             case SequenceState.WAITING | SequenceState.PREEMPTED if sequence in self.waiting:
                 self.waiting.remove(sequence)

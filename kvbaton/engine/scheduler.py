@@ -2,8 +2,9 @@
 
 A plan takes decoding sequences first, then running prompts, then who is admitted. A sequence that
 needs a block when none is free takes those of the last in order of service, who is preempted and
-computes again later. No plan loses a sequence that it already holds: a prompt that wants blocks for
-its next chunk, behind a window, waits for decoding sequences that come after it.
+computes again later; but no source's, of whose prompt what was reported stays held until all of it
+was computed and sent. No plan loses a sequence that it already holds: a prompt that wants blocks
+for its next chunk, behind a window, waits for decoding sequences that come after it.
 
 A plan may be made while an earlier one is still in flight. A decoding sequence is then scheduled
 for the token that is being sampled, unless that one is known to be its last; with drafts it waits
@@ -88,8 +89,8 @@ class Scheduler(LiveRequests):
 
     Attributes:
         both_sides: the node prefills for others and is prefilled for. Two such nodes, each full of
-            loads that wait for the other's prompts, would wait for ever: so loads leave room for
-            prompts, and who waits for room to load is beside the queue.
+            loads that wait for the other's prompts, would wait for ever: so loads leave half of the
+            node to prompts, and who has no room before a load ends waits beside the queue.
     """
 
     def __init__(
@@ -194,8 +195,10 @@ class Scheduler(LiveRequests):
             return False
         need = self._need(sequence, end)
         while not self.blocks.fits(need):
-            last = self.running[-1]
-            if self.blocks.fits_soon(need) or last is self.running[0] or draft.holds(last):
+            victims = [one for one in self.running if not one.request.source]
+            if self.blocks.fits_soon(need) or not victims or draft.holds(last := victims[-1]):
+                return False
+            if victims == [sequence] and not self._is_crowded_out(sequence):
                 return False  # Alone, it waits for blocks that transfers or steps still hold.
             if last.is_ending:
                 return False  # Its blocks come no later, and connectors are still to take hold.
@@ -314,8 +317,10 @@ class Scheduler(LiveRequests):
         taken = 1 + sequence.unforked
         for other in self._holders():
             taken += 1 + other.unforked
-        if sequence.pending or taken > self.config.max_num_seqs:
+        if sequence.pending:
             return False
+        if taken > self.config.max_num_seqs:
+            return self._is_crowded_out(sequence) and self._step_aside(sequence)
         if error := self.blocks.too_large(total):
             self._reject(sequence, error)
             return True
@@ -335,7 +340,7 @@ class Scheduler(LiveRequests):
             return True
         fitting = self._fitting(sequence, match)
         if fitting is None:
-            return False
+            return self._is_crowded_out(sequence) and self._step_aside(sequence)
         if fitting is not match and request.items and self._awaits_item(sequence, fitting):
             return True
         whole = self.config.whole_prompts
@@ -383,17 +388,38 @@ class Scheduler(LiveRequests):
             if self._has_room_to_load(sequence, match, next_after(connector, sequence, end)):
                 self.begin_load(connector, sequence, match, end)
                 return "done"
-            if self.both_sides and connector.waits_for_room:
-                if self.loading:  # beside the queue: others may wait elsewhere for who is behind it
-                    self.crowded.append(sequence)
-                    self.park(sequence)
+            if self.both_sides:
+                if self.loading and self._step_aside(sequence):
                     return "done"
-                if self.blocks.need(match.tables, len(sequence.tokens)) > self._most_loading():
+                if self._exceeds(sequence, 0.5):
                     continue  # there will never be room
             # Room comes with the end of a load, which has a deadline.
             if connector.waits_for_room or self.loading:
                 return "wait"
         return "compute"
+
+    def _step_aside(self, sequence: Sequence) -> Literal[True]:
+        """Wait for the end of a load beside the queue: who is behind may have to go first."""
+        self.park(sequence)
+        self.crowded.add(sequence)
+        return True
+
+    def _is_crowded_out(self, sequence: Sequence) -> bool:
+        """Whether a sequence has no room before a load ends, on a node that prefills for others."""
+        return self.both_sides and bool(self.loading) and self._exceeds(sequence, 1.0)
+
+    def _exceeds(self, sequence: Sequence, share: float) -> bool:
+        """Whether a sequence, beside all that load, takes more than a share of blocks or seats.
+
+        Each with its cached prefix, and what it wants at its next step.
+        """
+        blocks = seats = 0
+        for one in (sequence, *(load.sequence for load in self.loading.values())):
+            blocks += self.blocks.need(self.blocks.empty(), len(one.tokens) + 1)
+            blocks += one.unforked * len(self.blocks.groups)
+            seats += 1 + one.unforked
+        usable = self.blocks.pool.usable
+        return blocks > share * usable or seats > share * self.config.max_num_seqs
 
     def _holders(self) -> Iterable[Sequence]:
         """Who has blocks, or is getting some."""
@@ -432,20 +458,17 @@ class Scheduler(LiveRequests):
     def _has_room_to_load(self, sequence: Sequence, match: Match, start: int) -> bool:
         """Loads that have not come in may not reserve everything, unless one is alone.
 
-        On a node that prefills for others they leave half of it in any case, and half of the seats.
+        On a node that prefills for others they leave half of it in any case, and half of the seats,
+        and none overtakes who waits for the end of one.
         """
         need = self.blocks.need(match.tables, len(sequence.tokens), start=start)
         incoming = self.blocks.num_incoming()
-        if (incoming or self.both_sides) and incoming + need > self._most_loading():
+        share = min(self.config.max_loading_share, 0.5 if self.both_sides else 1.0)
+        if incoming and incoming + need > int(share * self.blocks.pool.usable):
             return False
-        if self.both_sides and 2 * len(self.loading) >= max(2, self.config.max_num_seqs):
+        if self.both_sides and (self.crowded or self._exceeds(sequence, 0.5)):
             return False
         return self.blocks.fits(need, beside=self._claims(), hits=match.tables)
-
-    def _most_loading(self) -> int:
-        """Blocks that loads may have reserved."""
-        share = min(self.config.max_loading_share, 0.5 if self.both_sides else 1.0)
-        return int(share * self.blocks.pool.usable)
 
     def _claims(self) -> int:
         """Blocks that running and loading sequences may want at their next step.

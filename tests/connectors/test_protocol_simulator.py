@@ -57,6 +57,10 @@ def test_slow_nodes_compute_for_as_long_as_clients_wait() -> None:
     assert simulation.world.now > simulation.world.weather.heal_at + REST_S
 
 
+def test_nodes_of_both_sides_never_wait_for_each_other() -> None:
+    simulate(863885)  # a prefix without room stood before a prompt that the room's owner waited for
+
+
 def test_sums_of_received_blocks_that_are_written_over_are_those_of_their_bytes() -> None:
     world = SimulatedWorld(Random(0), Weather())
     executor = SimulatedExecutor(

@@ -13,8 +13,9 @@ from kvbaton.connectors.layout import GroupKind
 from kvbaton.connectors.protocol.events import Unneeded
 from kvbaton.engine.audit import audit
 from kvbaton.engine.kv_cache_manager import GroupSpec
-from kvbaton.engine.kv_connector import Connectors
-from kvbaton.engine.request import Request, SequenceState
+from kvbaton.engine.kv_connector import Connectors, KVConnector, Load
+from kvbaton.engine.request import Request, Sequence, SequenceState
+from kvbaton.engine.scheduler import Scheduler
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest
 from kvbaton.types import Attempt, ChoiceStart, Spans
@@ -299,6 +300,123 @@ def test_a_load_that_leaves_no_room_for_prompts_of_others_is_computed():
     loop.check_stream("a")
 
 
+SIXTEEN = (GroupSpec(block_size=4, num_blocks=17),)
+
+
+class Prefixes(KVConnector):
+    """Says that it has 16 tokens of the prompt that comes, and has nothing."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler, self.loads = scheduler, list[Load]()
+
+    def match(self, sequence: Sequence, num_cached: int) -> int:
+        return 0 if self.loads or sequence.request.spec.transfer is not None else 16 - num_cached
+
+    def start_load(self, load: Load) -> None:
+        self.loads.append(load)
+        self.scheduler.blocks.release_incoming(load.spans)
+        self.scheduler.cut_load(load, load.start)
+
+
+def compute_for_another(loop: Loop, length: int = 24) -> None:
+    """A prompt for another node must be computed, whoever else loads or waits."""
+    loop.add(ask("s", prompt(length, 9), max_tokens=1, transfer=source(9)))
+    loop.run_until(lambda: loop.streams["s", 0].finish is not None)
+
+
+def end_load(loop: Loop, admitted: Admitted) -> None:
+    deliver(loop, admitted)
+    loop.unquarantine(attempt_of(admitted))
+
+
+def test_prompts_for_others_do_not_wait_behind_who_waits_for_room_for_a_prefix():
+    loop = both_sides(groups=SIXTEEN)
+    prefixes = Prefixes(loop.scheduler)
+    loop.scheduler.connectors = Connectors((loop.target, prefixes, ToySource()))
+    first = load(loop, ask("a", prompt(24), transfer=target(1)))
+    loop.add(ask("b", prompt(24, 2)))
+    compute_for_another(loop)
+    assert not prefixes.loads
+    end_load(loop, first)
+    loop.run()
+    assert len(prefixes.loads) == 1
+    for name in "ab":
+        loop.check_stream(name)
+
+
+def test_prompts_for_others_do_not_wait_behind_who_has_no_room_beside_loads():
+    loop = both_sides(groups=SIXTEEN)
+    first = load(loop, ask("a", prompt(24), transfer=target(1)))
+    loop.add(ask("b", prompt(40, 2)))
+    compute_for_another(loop)
+    assert not loop.streams["b", 0].tokens
+    end_load(loop, first)
+    loop.run()
+    for name in "ab":
+        loop.check_stream(name)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_who_grows_until_there_is_no_room_beside_loads_lets_others_pass(depth: int):
+    loop = both_sides(groups=SIXTEEN, depth=depth)
+    first = load(loop, ask("a", prompt(24), transfer=target(1)))
+    loop.add(ask("b", prompt(24, 2), max_tokens=30, ignore_eos=True))
+    loop.step()
+    compute_for_another(loop)
+    assert 14 <= len(loop.streams["b", 0].tokens) < 30
+    end_load(loop, first)
+    loop.run()
+    for name in "ab":
+        loop.check_stream(name)
+
+
+def test_half_of_the_blocks_is_left_beside_cached_prefixes_and_the_next_token():
+    loop = both_sides(groups=SIXTEEN, max_num_batched_tokens=64)
+    loop.add(ask("a", prompt(32), max_tokens=1, transfer=target(1)))  # and one token more
+    compute_for_another(loop, 32)
+    loop.add(ask("b", prompt(44), max_tokens=1, transfer=target(2)))  # 7 blocks are cached
+    loop.run()
+    assert [admitted.full_hit for admitted in loop.admitted] == [True, True], "they load nothing"
+
+
+def test_no_load_overtakes_who_waits_for_the_end_of_one():
+    loop = both_sides(groups=(GroupSpec(block_size=4, num_blocks=33),), max_model_len=200)
+    first = load(loop, ask("a", prompt(40), transfer=target(1)))
+    loop.add(ask("b", prompt(96, 2)))
+    loop.add(ask("c", prompt(8, 3), transfer=target(3)))
+    compute_for_another(loop)
+    assert [admitted.request_id for admitted in loop.admitted] == ["a"]
+    end_load(loop, first)
+    loop.run_until(lambda: len(loop.admitted) == 2)
+    assert loop.streams["b", 0].tokens
+    end_load(loop, loop.admitted[1])
+    loop.run()
+    for name in "abc":
+        loop.check_stream(name)
+
+
+def test_who_leaves_while_others_wait_for_the_end_of_a_load_holds_nobody_up():
+    loop = both_sides(groups=(GroupSpec(block_size=4, num_blocks=33),), max_model_len=200)
+    load(loop, ask("a", prompt(40), transfer=target(1)))
+    loop.add(ask("b", prompt(96, 2)))
+    loop.step()
+    loop.emit(loop.scheduler.abort("b"))
+    load(loop, ask("c", prompt(8, 3), transfer=target(3)))
+    assert [admitted.request_id for admitted in loop.admitted] == ["a", "c"]
+
+
+def test_loads_of_many_choices_leave_half_of_the_seats():
+    loop = both_sides(groups=(GroupSpec(block_size=4, num_blocks=200),), max_num_seqs=4)
+    for number in range(2):
+        loop.add(ask(f"d{number}", prompt(8, number), n=2, transfer=target(number)))
+    compute_for_another(loop)
+    assert len(loop.scheduler.loading) == 1
+    for admitted in loop.admitted:  # grows as loads end
+        end_load(loop, admitted)
+        loop.step()
+    assert len(loop.admitted) == 2
+
+
 def test_loads_leave_half_of_the_seats():
     loop = both_sides(groups=(GroupSpec(block_size=4, num_blocks=200),))
     for number in range(8):
@@ -537,6 +655,22 @@ def test_a_source_is_not_preempted_while_its_last_step_is_in_flight():
     assert loop.scheduler.totals.preemptions == 0
 
 
+def test_who_grows_takes_no_blocks_of_a_source():
+    """Those that were reported would stay held: it would wait for them, and the source for it."""
+    loop = Loop(SIXTEEN, max_num_batched_tokens=4)
+    reporter = Reporter(loop)
+    loop.add(ask("a", prompt(16), max_tokens=24, ignore_eos=True))
+    loop.run_until(lambda: bool(loop.streams["a", 0].tokens))
+    loop.add(ask("s", prompt(44, 2), max_tokens=1, transfer=source(1)))
+    loop.run_until(lambda: loop.streams["s", 0].finish is not None)
+    assert len(loop.streams["a", 0].tokens) < 24
+    reporter.release("s")
+    loop.run()
+    for name in "as":
+        loop.check_stream(name)
+    assert loop.scheduler.totals.preemptions == 0
+
+
 # --- any workload ---
 
 OPS = st.lists(
@@ -672,6 +806,7 @@ class Storm:
     budget=st.sampled_from([2, 7, 64]),
     seed=st.integers(0, 1 << 16),
     drafts=st.sampled_from([0, 3]),
+    both=st.booleans(),
 )
 def test_any_hand_over_gives_the_right_tokens_and_ends_balanced(
     ops: list[object],
@@ -680,9 +815,11 @@ def test_any_hand_over_gives_the_right_tokens_and_ends_balanced(
     budget: int,
     seed: int,
     drafts: int,
+    both: bool,
 ):
     settings = {"max_num_batched_tokens": budget, "max_num_seqs": 5}
     loop = Loop(groups, depth=depth, drafts=drafts, **settings)
+    loop.scheduler.both_sides = both
     storm = Storm(loop, seed)
     for op in ops:
         storm.perform(op)
