@@ -69,8 +69,8 @@ test-all: test test-slow test-matrix test-kernels test-lmcache test-ray  ## ever
 test-slow: $(VENV)/.dev  ## longer simulations, and pairs that cover the matrix
 	$(BIN)/pytest -q -n $(JOBS) --dist loadgroup -m "slow and not gpu and not multigpu"
 
-test-certificates: $(VENV)/.dev  ## certify the built-in connectors, and write their pages
-	$(BIN)/python -m tests.conformance.write_certificates docs/certificates
+test-certificates: $(VENV)-extras/.done  ## certify the built-in connectors, and write their pages
+	$(EXTRAS) -m tests.conformance.write_certificates docs/certificates
 
 test-matrix: $(VENV)/.dev  ## every cell of docs/compatibility.md, which it writes
 	mkdir -p out

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kvbaton.connectors.stores.chunks import HEAD, tokens_of
+from kvbaton.connectors.stores.chunks import HEAD, KEY_TOKENS, tokens_of
 from kvbaton.connectors.stores.faulty import FaultyStore
 from kvbaton.connectors.stores.filesystem import Files, FilesystemStore
 from kvbaton.connectors.stores.filesystem_entry import header, start_of
@@ -211,6 +211,87 @@ class RedisBackDoor:
         rights = "-@all" if failing else "+@all"
         command: Any = self._redis.execute_command
         command("ACL", "SETUSER", "default", rights, "+acl")
+
+
+class LMCacheBackDoor:
+    """Reads and writes the chunks of an LMCache engine in this process."""
+
+    def __init__(self, store: Any) -> None:
+        self._engine, self._chunk_bytes = store.backend._engine, store.backend._chunk_bytes
+
+    def get(self, key: bytes) -> bytes | None:
+        """Behind length and checksum of the first chunk, and all of the others."""
+        kept = b""
+
+        def read(slots: list[memoryview]) -> None:
+            nonlocal kept
+            kept = b"".join(slots)
+
+        self._engine.retrieve(tokens_of(key), move=read)
+        if not kept:
+            return None
+        num_bytes, _ = HEAD.unpack_from(kept)
+        chunks = -(-(HEAD.size + num_bytes) // self._chunk_bytes)
+        self._engine.retrieve(tokens_of(key, KEY_TOKENS, chunks), move=read)
+        return kept[HEAD.size : HEAD.size + num_bytes]
+
+    def put(self, key: bytes, data: bytes) -> None:
+        """Store chunks."""
+        whole = HEAD.pack(len(data), seal(key, [memoryview(data)])) + data
+        tokens = tokens_of(key, KEY_TOKENS, -(-len(whole) // self._chunk_bytes))
+        self._engine.store(tokens, move=lambda slots: fill_slots(slots, whole))
+
+
+def fill_slots(slots: list[memoryview], data: bytes) -> None:
+    """Write bytes into memory of chunks, the last of which may be longer."""
+    for number, slot in enumerate(slots):
+        part = data[number * len(slot) :][: len(slot)]
+        slot[: len(part)] = part
+
+
+class LMCacheServerBackDoor:
+    """Reads and writes chunks in an LMCache server's memory; stops its process to let it fail.
+
+    It lacks `cut` and `spoil`: what the server has it neither replaces nor removes.
+    """
+
+    server: ClassVar[Server]
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def get(self, key: bytes) -> bytes | None:
+        """Behind length and checksum of the first chunk, and all of the others."""
+        with self._store.backend._instance() as instance:
+            head = self._kept(instance, key, 1)
+            if not head:
+                return None
+            num_bytes, _ = HEAD.unpack_from(head)
+            chunks = -(-(HEAD.size + num_bytes) // len(head))
+            return self._kept(instance, key, chunks)[HEAD.size : HEAD.size + num_bytes]
+
+    def put(self, key: bytes, data: bytes) -> None:
+        """Store chunks."""
+        whole = HEAD.pack(len(data), seal(key, [memoryview(data)])) + data
+        with self._store.backend._instance() as instance:
+            request = instance._request(key, -(-len(whole) // instance._chunk_bytes))
+            room = instance._answer("prepare_store", request, instance._id).context
+            fill_slots(instance._slots(room), whole)
+            instance._answer("commit_store", request, instance._id, b"")
+            instance._end([request])
+
+    def fail(self, failing: bool) -> None:
+        """Stop the server's process, or let it go on."""
+        self.server.pause(failing)
+
+    def _kept(self, instance: Any, key: bytes, chunks: int) -> bytes:
+        request, kept = instance._request(key, chunks), b""
+        if instance._lock([request]) == [chunks]:
+            found = instance._answer("prepare_retrieve", request, instance._id)
+            kept = b"".join(instance._slots(found.context))
+            instance._answer("commit_retrieve", request, instance._id)
+        instance._end([request])
+        return kept
 
 
 class VllmFilesBackDoor:

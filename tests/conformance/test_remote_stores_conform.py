@@ -64,7 +64,9 @@ LIMITS = {
     "mooncake": {
         "L3.what-a-killed-writer-leaves": "the master keeps a killed writer's claim, for 30 s"
     },
-    "lmcache": {"L5.thousands-of-loads": "loads leave memory behind; not looked into"},
+    "lmcache": {
+        "L5.thousands-of-loads": "LMCache keeps figures of each load for up to 10 s, for its logs"
+    },
     "lmcache_server": {
         "L3.what-a-killed-writer-leaves": "the server keeps a killed writer's lock for 600 s",
         "L5.thousands-of-objects": "an object was gone among thousands; not looked into",

@@ -24,6 +24,8 @@ from tests.conformance import test_stores_conform as stores
 from tests.conformance import test_transports_conform as transports
 from tests.conformance.back_doors import (
     FilesystemBackDoor,
+    LMCacheBackDoor,
+    LMCacheServerBackDoor,
     MemoryBackDoor,
     MooncakeBackDoor,
     RedisBackDoor,
@@ -32,7 +34,7 @@ from tests.conformance.back_doors import (
     VllmFilesBackDoor,
 )
 from tests.conformance.test_remote_stores_conform import LIMITS, REMOTE
-from tests.support.store_servers import mooncake_server, running, s3_server
+from tests.support.store_servers import lmcache_server, mooncake_server, running, s3_server
 
 NO_WAY_IN = {"L1.what-is-kept-is-what-is-loaded": "its memory has no way in but the store's own"}
 NO_CHECKSUM = {
@@ -44,6 +46,10 @@ SMALL = (
 )
 NO_LIMIT = dict.fromkeys(
     SMALL, "the server's limit counts more than objects, and is not the store's own"
+)
+NEVER_REPLACED = dict.fromkeys(
+    ("L3.cut-objects", "L3.spoiled-objects"),
+    "the server neither replaces nor removes a chunk: a spoiled one is a miss until it is evicted",
 )
 FASTER_TIER = dict.fromkeys(
     ("L3.cut-objects", "L3.spoiled-objects", "L3.errors-are-told"),
@@ -85,6 +91,12 @@ def _mooncake() -> Iterator[str]:
         yield MooncakeBackDoor.server.spec(buffer_bytes=64 << 20)
 
 
+@contextmanager
+def _lmcache_server() -> Iterator[str]:
+    with running(lmcache_server(1.0)) as LMCacheServerBackDoor.server:
+        yield LMCacheServerBackDoor.server.spec()
+
+
 PLANS: dict[str, Plan] = {
     "store-memory": (nullcontext(stores.MEMORY), "store", MemoryBackDoor, NO_WAY_IN),
     "store-filesystem": (
@@ -96,6 +108,11 @@ PLANS: dict[str, Plan] = {
     "store-redis": (_server("redis"), "store", RedisBackDoor, NO_LIMIT),
     "store-s3": (_s3(), "store", S3BackDoor, NO_LIMIT),
     "store-mooncake": (_mooncake(), "store", MooncakeBackDoor, NO_LIMIT | LIMITS["mooncake"]),
+    "store-lmcache": (_server("lmcache"), "store", LMCacheBackDoor, LIMITS["lmcache"]),
+    "store-lmcache_server": (
+        _lmcache_server(), "store", LMCacheServerBackDoor,
+        NO_LIMIT | NEVER_REPLACED | LIMITS["lmcache_server"],
+    ),
     "store-vllm": (nullcontext(stores.TestVllm.spec), "store", VllmFilesBackDoor, CONNECTORS),
     "store-sqlite": (nullcontext(SQLITE), "store", _sqlite_door, {}),
     "transport-vm": (nullcontext("kvbaton_vm:VmTransport"), "transport", None, {}),

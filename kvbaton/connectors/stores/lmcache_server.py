@@ -80,6 +80,7 @@ class LMCacheServerBackend(LastCall):
         self._chunk_bytes = chunk_bytes
         self._timeout_s = timeout_s
         self._client: Any = None
+        self._capacity: int | None = None
         self._idle: deque[LMCacheInstance] = deque()
 
     def open(self) -> None:
@@ -97,8 +98,8 @@ class LMCacheServerBackend(LastCall):
         )  # all of LMCache's clients share a thread
         self._client = RequestClientFactory.create(self._url, context=self._context)
         try:
-            with self._instance():
-                pass
+            with self._instance() as instance:
+                self._capacity = instance.capacity
         except StoreError:
             self._disconnect()
             raise
@@ -109,8 +110,8 @@ class LMCacheServerBackend(LastCall):
         self._disconnect()
 
     def usage(self) -> Usage:
-        """Unknown."""
-        return Usage()
+        """Only the memory that the server has for all who use it."""
+        return Usage(capacity=self._capacity)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """See `Backend.contains`; of an object, only its first chunk is looked for."""
@@ -193,6 +194,7 @@ class LMCacheInstance:
             ),
         )
         self._pool = _mapped(registered.shm_name, registered.pool_size)
+        self.capacity = len(self._pool)
 
     def is_old(self) -> bool:
         """Whether to make a new one."""
