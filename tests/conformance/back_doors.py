@@ -182,24 +182,26 @@ class RedisBackDoor:
     """Reads and writes a redis store's values by a connection of its own."""
 
     def __init__(self, store: Any) -> None:
-        from kvbaton.connectors.stores.redis import RedisValues
+        from kvbaton.connectors.stores.redis import LABELS, RedisValues
 
         values: RedisValues = store.backend
         self._redis, self._name = values._redis, values._name
+        self._labels, self._head = bytes(LABELS.size), SEAL_BYTES + LABELS.size
 
     def get(self, key: bytes) -> bytes | None:
-        """What is behind the seal."""
+        """What is behind seal and labels."""
         value: Any = self._redis.get(self._name(key))
-        return None if value is None else bytes(value[SEAL_BYTES:])
+        return None if value is None else bytes(value[self._head :])
 
     def put(self, key: bytes, data: bytes) -> None:
         """Set a value."""
-        self._redis.set(self._name(key), seal(key, [memoryview(data)]) + data)
+        whole = self._labels + data
+        self._redis.set(self._name(key), seal(key, [memoryview(whole)]) + whole)
 
     def cut(self, key: bytes, num_bytes: int) -> None:
         """Shorten a value."""
         value: Any = self._redis.get(self._name(key))
-        self._redis.set(self._name(key), value[: SEAL_BYTES + num_bytes])
+        self._redis.set(self._name(key), value[: self._head + num_bytes])
 
     def spoil(self, key: bytes) -> None:
         """Change the last byte of a value."""

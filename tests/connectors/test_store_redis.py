@@ -1,16 +1,16 @@
-"""What is Redis's own: values behind the store's back, a full server, time to live."""
+"""What is Redis's own: values behind the store's back, a full server, time to live, claims."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from kvbaton.connectors.registry import load_store
-from kvbaton.connectors.store import Store
+from kvbaton.connectors.store import Claiming, Hints, Namespaced, Store, Usage
 from kvbaton.errors import ConfigError, StoreError
-from tests.support.store_objects import find, make_objects, read, save
+from tests.support.store_objects import find, make_objects, pieces, read, save, wait
 from tests.support.store_servers import HOST, Server, free_port, redis_server, running
 from tests.support.waiting import until
 
@@ -39,6 +39,19 @@ def store(server: Server, client: Any) -> Iterator[Store]:
     with server.store() as store:
         assert save(store, OBJECTS) == [True, True]
         yield store
+
+
+def save_with(store: Any, objects: dict[bytes, bytes], hints: list[Hints]) -> list[bool]:
+    call = store.store(list(objects), [pieces(data) for data in objects.values()], hints=hints)
+    return list(wait(call))
+
+
+def as_namespaced(store: Store) -> Namespaced:
+    return cast(Namespaced, store)
+
+
+def as_claiming(store: Store) -> Claiming:
+    return cast(Claiming, store)
 
 
 def damage(client: Any, how: str) -> None:
@@ -98,6 +111,62 @@ def test_what_nobody_uses_expires(server: Server, client: Any) -> None:
     with server.store(ttl_s=0.2) as store:
         save(store, OBJECTS)
         until(lambda: find(store, KEYS).present == (False, False), "the values expire")
+
+
+def test_time_to_live_is_the_nodes_unless_it_is_the_stores(server: Server, client: Any) -> None:
+    hints = [Hints(ttl_s=100.0), Hints(ttl_s=1e300)]
+    with server.store() as store:
+        assert store.capabilities.expires
+        assert save_with(store, OBJECTS, hints) == [True, True]
+        assert read(store, OBJECTS) == list(OBJECTS.values())
+        assert 90_000 < client.pttl(NAMES[0]) <= 100_000, "use does not prolong it"
+    client.flushall()
+    with server.store(ttl_s=500.0) as store:
+        assert not store.capabilities.expires
+        assert save_with(store, OBJECTS, hints) == [True, True]
+        assert client.pttl(NAMES[0]) > 400_000
+
+
+def test_namespaces_of_one_prefix(server: Server, client: Any) -> None:
+    """What a glob would take for more, and what others keep, is left alone."""
+    hints = [Hints(namespace="n" * 64, tenant="alice"), Hints(namespace="m")]
+    client.set("a*b:" + "0" * 64, b"a value of an earlier release, which has no labels" * 10)
+    with server.store(prefix="a*b:") as store, server.store(prefix="aXb:") as other:
+        assert save_with(store, OBJECTS, hints) == [True, True]
+        assert save_with(other, OBJECTS, hints) == [True, True]
+        found = wait(as_namespaced(store).namespaces())
+        assert found["n" * 64] == Usage(1, 70_000, tenants={"alice": 70_000})
+        assert set(found) == {"n" * 64, "m"}
+        assert wait(as_namespaced(store).clear("m")) == 1
+        assert find(store, KEYS).present == (True, False)
+        assert find(other, KEYS).present == (True, True)
+
+
+def test_a_claim_of_others_stays(server: Server, client: Any) -> None:
+    claims = [f"kvbaton:claim:{key.hex()}" for key in KEYS]
+    with server.store() as one, server.store() as other:
+        assert wait(as_claiming(one).claim(KEYS)) == [True, True]
+        assert wait(as_claiming(other).claim(KEYS)) == [False, False]
+        assert 29_000 < client.pttl(claims[0]) <= 30_000
+        assert save(other, {KEYS[0]: OBJECTS[KEYS[0]]}) == [True], "nobody needs a claim to store"
+        assert client.exists(*claims) == 2
+        assert save(one, {KEYS[0]: OBJECTS[KEYS[0]]}) == [True]
+        assert client.exists(*claims) == 1
+    assert client.exists(*claims) == 0, "closing gives claims back"
+
+
+def test_a_long_prefix_is_looked_up_up_to_its_gap(store: Store, client: Any) -> None:
+    keys = [*KEYS * 100, bytes(32), *KEYS * 1000]
+    before = client.info("commandstats")["cmdstat_exists"]["calls"]
+    assert find(store, keys, prefix=True).present == (True,) * 200 + (False,) * 2001
+    assert client.info("commandstats")["cmdstat_exists"]["calls"] - before <= 256
+
+
+def test_figures_of_the_server(server: Server, client: Any) -> None:
+    with server.store() as store:
+        figures = store.usage()
+        assert figures.gauges["used_memory_bytes"] > 0
+        assert figures.counters.keys() == {"evicted_keys", "expired_keys"}
 
 
 def test_prefixes_do_not_mix(store: Store, server: Server) -> None:

@@ -29,7 +29,6 @@ import os
 import threading
 import time
 from binascii import hexlify
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
@@ -51,7 +50,13 @@ from kvbaton.connectors.stores.filesystem_space import (
     Written,
     status_of,
 )
-from kvbaton.connectors.stores.threaded import ONE, BatchLimit, LastCall, ThreadedStore
+from kvbaton.connectors.stores.threaded import (
+    ONE,
+    BatchLimit,
+    LastCall,
+    ThreadedStore,
+    usage_by_namespace,
+)
 from kvbaton.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -232,17 +237,10 @@ class Files(LastCall):
 
     def namespaces(self) -> dict[str, Usage]:
         """See `Namespaced.namespaces`; it reads the header of every entry."""
-        objects, held = Counter[str](), Counter[str]()
-        tenants = dict[str, Counter[str]]()
-        for _, labels, num_bytes in self._labelled():
-            objects[labels.namespace] += 1
-            held[labels.namespace] += num_bytes
-            if labels.tenant:
-                tenants.setdefault(labels.namespace, Counter())[labels.tenant] += num_bytes
-        return {
-            name: Usage(count, held[name], tenants=tenants.get(name, {}))
-            for name, count in objects.items()
-        }
+        return usage_by_namespace(
+            (labels.namespace, labels.tenant, num_bytes)
+            for _, labels, num_bytes in self._labelled()
+        )
 
     def clear(self, namespace: str) -> int:
         """See `Namespaced.clear`; it reads the header of every entry."""

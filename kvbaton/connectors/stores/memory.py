@@ -44,7 +44,12 @@ from kvbaton.connectors.store import (
     Usage,
 )
 from kvbaton.connectors.stores.arena_copies import ArenaCopies, Extent, copy
-from kvbaton.connectors.stores.threaded import BatchLimit, ThreadedStore, leading
+from kvbaton.connectors.stores.threaded import (
+    BatchLimit,
+    ThreadedStore,
+    leading,
+    usage_by_namespace,
+)
 from kvbaton.errors import ConfigError, StoreError
 
 WINDOW = 64
@@ -255,11 +260,10 @@ class Arena:
         """See `Namespaced.namespaces`."""
         with self._changed:
             self._expire()
-            objects, held = Counter[str](), Counter[str]()
-            for entry in self._entries.values():
-                objects[entry.hints.namespace] += 1
-                held[entry.hints.namespace] += entry.num_bytes
-        return {name: Usage(count, held[name]) for name, count in objects.items()}
+            return usage_by_namespace(
+                (entry.hints.namespace, entry.hints.tenant, entry.num_bytes)
+                for entry in self._entries.values()
+            )
 
     def clear(self, namespace: str) -> int:
         """See `Namespaced.clear`."""

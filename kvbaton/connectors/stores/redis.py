@@ -1,19 +1,43 @@
 """Objects as values of a Redis server.
 
-``PREFIX<key in hex>`` holds checksum (`threaded.seal`) and bytes as one string. A string is set as
-a whole or not at all, so no reader sees a part. Whether the server evicts, and what it keeps over a
-restart, is up to its own configuration; without eviction a full server refuses, which is False.
+``PREFIX<key in hex>`` is one string: checksum (`threaded.seal`), namespace and tenant, bytes. A
+string is set as a whole or not at all, so no reader sees a part. An object's time to live is that
+of its value. A claim is a value besides, ``PREFIXclaim:<key in hex>``, which only one can set.
+Whether the server evicts, and what it keeps over a restart, is up to its own configuration; without
+eviction a full server refuses, which is False.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import math
+import re
+import struct
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from kvbaton.connectors.store import Pieces, StoreCapabilities, Usage
-from kvbaton.connectors.stores.threaded import SEAL_BYTES, LastCall, ThreadedStore, seal, unseal
-from kvbaton.errors import ConfigError
+from kvbaton.connectors.store import (
+    CLAIM_S,
+    KEY_BYTES,
+    MAX_LABEL,
+    NO_HINTS,
+    Hints,
+    Pieces,
+    StoreCapabilities,
+    Usage,
+)
+from kvbaton.connectors.stores.threaded import (
+    SEAL_BYTES,
+    LastCall,
+    ThreadedStore,
+    seal,
+    unseal,
+    usage_by_namespace,
+)
+from kvbaton.errors import ConfigError, StoreError
 
 try:
     from redis import Redis
@@ -24,8 +48,22 @@ try:
 except ImportError as error:
     raise ImportError(f"{error}: pip install 'kvbaton[redis]'") from error
 
+_log = logging.getLogger(__name__)
 _LOST = (ConnectionError,)
 """What is tried again: a lost connection, but not a server that is silent."""
+LABELS = struct.Struct(f"{MAX_LABEL}s{MAX_LABEL}s")
+"""Namespace and tenant, sealed with the bytes behind them."""
+HEAD_BYTES = SEAL_BYTES + LABELS.size
+_LABEL = re.compile(rb"([\w.-]*)\0*")
+_KEY = re.compile(rb"[0-9a-f]{%d}" % (2 * KEY_BYTES))
+_PREFIX_KEYS = 128
+"""Of a prefix, so many are looked up in one round trip."""
+_SCANNED = 1000
+"""Names that the server goes through at a time; meanwhile it answers nobody else."""
+_FIGURES_S = 5.0
+"""Figures of the server get as old before a lookup asks for new ones."""
+_LONGEST_MS = 1 << 50
+"""Redis takes no time to live that is much longer."""
 
 
 class RedisStore(ThreadedStore):
@@ -36,7 +74,8 @@ class RedisStore(ThreadedStore):
         url: ``redis://[user:password@]host:port/database``, ``rediss://`` with TLS, or
             ``unix://path``. Options of redis-py's connections may follow as a query.
         prefix: of the names of its values; stores with one prefix share their objects.
-        ttl_s: an object that nobody used for so many seconds is dropped; None for never.
+        ttl_s: an object that nobody used for so many seconds is dropped; None to drop each at the
+            end of the time to live that a node gives it (``--store-ttl``), or never.
         threads: see `ThreadedStore`; one connection each.
         timeout_s: the longest that a read, a write or a connect waits for the server.
         retries: how often a call tries again after it lost its connection.
@@ -59,13 +98,21 @@ class RedisStore(ThreadedStore):
 class RedisValues(LastCall):
     """The backend of `RedisStore`."""
 
-    capabilities = StoreCapabilities(persistent=True, shared=True, pins=False)
-
     def __init__(
         self, url: str, prefix: str, ttl_s: float | None, timeout_s: float, retries: int
     ) -> None:
         if ttl_s is not None and ttl_s < 0.001:
             raise ConfigError("ttl_s", f"must be at least 0.001, not {ttl_s}")
+        self.capabilities = StoreCapabilities(
+            persistent=True,
+            shared=True,
+            pins=False,
+            hints=True,
+            expires=ttl_s is None,  # else use would prolong what is to end
+            prefix=True,
+            claims=True,
+            namespaces=True,
+        )
         self._prefix = prefix.encode()
         self._ttl_ms = None if ttl_s is None else round(ttl_s * 1000)
         retry = Retry(ExponentialBackoff(1.0, 0.05), retries, _LOST)
@@ -79,7 +126,11 @@ class RedisValues(LastCall):
         where = self._pool.connection_kwargs  # without what the URL says besides
         server = f"{where.get('host', 'localhost')}:{where.get('port', 6379)}"
         self._where = str(where.get("path") or server)
-        self._capacity: int | None = None
+        self._usage, self._asked_at = Usage(), -math.inf
+        self._last: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._claimed: dict[bytes, float] = {}
+        """What we have claimed, and until when nobody else can have."""
 
     def open(self) -> None:
         """Ask the server for its limit.
@@ -88,17 +139,20 @@ class RedisValues(LastCall):
             StoreError: it can't be reached, or refuses us.
         """
         with self._asking("reach"):
-            memory: Any = self._redis.info("memory")
-        self._capacity = int(memory["maxmemory"]) or None
+            self._ask_figures()
 
     def close(self) -> None:
-        """Close the connections."""
+        """Give claims back and close the connections."""
+        try:
+            self._unlink(map(self._claim_name, self._ours(tuple(self._claimed))))
+        except StoreError as error:
+            _log.warning("claims are void after %g s: %s", CLAIM_S, error)
         super().close()
         self._pool.disconnect()
 
     def usage(self) -> Usage:
-        """Only the server's limit: it counts neither values nor bytes by prefix."""
-        return Usage(capacity=self._capacity)
+        """The server's limit and figures of all that it keeps: it counts nothing by prefix."""
+        return self._usage
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """See `Backend.contains`: one round trip."""
@@ -106,7 +160,17 @@ class RedisValues(LastCall):
         for name in map(self._name, keys):
             pipeline.exists(name)
         with self._asking("look into"):
+            if time.monotonic() > self._asked_at + _FIGURES_S:
+                self._ask_figures()
             return [bool(found) for found in pipeline.execute()]
+
+    def longest_prefix(self, keys: Sequence[bytes]) -> int:
+        """See `PrefixBackend.longest_prefix`: one round trip, several for a long prompt."""
+        for start in range(0, len(keys), _PREFIX_KEYS):
+            found = self.contains(keys[start : start + _PREFIX_KEYS])
+            if not all(found):
+                return start + found.index(False)
+        return len(keys)
 
     def get(self, key: bytes, target: Pieces) -> bool:
         """See `Backend.get`; a value that is not what it should be is removed."""
@@ -114,39 +178,132 @@ class RedisValues(LastCall):
             value: Any = self._redis.getex(self._name(key), px=self._ttl_ms)
         if value is None:
             return False
-        return unseal(self, key, memoryview(value), target)
+        return unseal(self, key, memoryview(value), target, skip=LABELS.size)
 
-    def put(self, key: bytes, source: Pieces) -> bool:
+    def put(self, key: bytes, source: Pieces, hints: Hints = NO_HINTS) -> bool:
         """See `Backend.put`: the bytes are sent only if they are not there yet."""
-        name, num_bytes = self._name(key), SEAL_BYTES + sum(map(len, source))
+        name, num_bytes = self._name(key), HEAD_BYTES + sum(map(len, source))
         with self._asking("look into"):
             pipeline = self._redis.pipeline(transaction=False)
             pipeline.strlen(name)
             if self._ttl_ms is not None:
                 pipeline.pexpire(name, self._ttl_ms)  # its time starts anew
             held: int = pipeline.execute()[0]
+        claims = [self._claim_name(claimed) for claimed in self._ours([key])]
         if held == num_bytes:
+            self._unlink(claims)
             return True
         # A value of another length is wrong for whoever asks now, so it is replaced.
-        value = b"".join([seal(key, source), *source])
+        labels = LABELS.pack(hints.namespace.encode(), hints.tenant.encode())
+        value = b"".join([seal(key, [memoryview(labels), *source]), labels, *source])
+        lives_ms = self._ttl_ms
+        if lives_ms is None and hints.ttl_s is not None:
+            lives_ms = min(max(1, math.ceil(hints.ttl_s * 1000)), _LONGEST_MS)
         with self._asking("write to"):
+            pipeline = self._redis.pipeline(transaction=False)
+            pipeline.set(name, value, px=lives_ms, nx=not held)
+            if claims:
+                pipeline.unlink(*claims)
             try:
-                self._redis.set(name, value, px=self._ttl_ms, nx=not held)
+                pipeline.execute()
             except OutOfMemoryError:
                 return False
         return True
 
     def remove(self, keys: Sequence[bytes]) -> int:
         """See `Backend.remove`."""
-        names = list(map(self._name, dict.fromkeys(keys)))
-        if not names:
+        return self._unlink(map(self._name, dict.fromkeys(keys)))
+
+    def claim(self, keys: Sequence[bytes]) -> list[bool]:
+        """See `Claiming.claim`: a round trip, and one more if some of them are there."""
+        until = time.monotonic() + CLAIM_S  # before the server begins to count
+        pipeline = self._redis.pipeline(transaction=False)
+        for key in keys:
+            pipeline.set(self._claim_name(key), b"", nx=True, px=round(CLAIM_S * 1000))
+            pipeline.exists(self._name(key))
+        with self._asking("claim in"):
+            answers = pipeline.execute(raise_on_error=False)
+            for answer in answers:
+                # A full server takes no claims either; to store will say that there is no room.
+                if isinstance(answer, RedisError) and not isinstance(answer, OutOfMemoryError):
+                    raise answer
+        claims, present = answers[::2], answers[1::2]
+        with self._lock:
+            now = time.monotonic()
+            self._claimed = {key: end for key, end in self._claimed.items() if end > now}
+            self._claimed |= {
+                k: until for k, made in zip(keys, claims, strict=True) if made is True
+            }
+        there = [key for key, found in zip(keys, present, strict=True) if found]
+        self._unlink(map(self._claim_name, self._ours(there)))
+        return [bool(made) and not found for made, found in zip(claims, present, strict=True)]
+
+    def namespaces(self) -> dict[str, Usage]:
+        """See `Namespaced.namespaces`; it reads the head of every value."""
+        return usage_by_namespace(found[1:] for found in self._labelled())
+
+    def clear(self, namespace: str) -> int:
+        """See `Namespaced.clear`; it reads the head of every value."""
+        names = [name for name, held_in, *_ in self._labelled() if held_in == namespace]
+        starts = range(0, len(names), _SCANNED)
+        return sum(self._unlink(names[start : start + _SCANNED]) for start in starts)
+
+    def _labelled(self) -> Iterator[tuple[bytes, str, str, int]]:
+        """Name, namespace, tenant and bytes of every object."""
+        pattern = re.sub(rb"([\\*?\[\]^-])", rb"\\\1", self._prefix) + b"*"
+        cursor, seen = 0, set[Any]()  # the server may tell a name twice
+        while True:
+            with self._asking("list"):
+                answer: Any = self._redis.scan(cursor, pattern, _SCANNED)
+                cursor, names = answer
+                new = {n for n in names if _KEY.fullmatch(n, len(self._prefix))} - seen
+                seen |= new
+                pipeline = self._redis.pipeline(transaction=False)
+                for name in new:
+                    pipeline.getrange(name, SEAL_BYTES, HEAD_BYTES - 1)
+                    pipeline.strlen(name)
+                answers = pipeline.execute()
+            for name, labels, held in zip(new, answers[::2], answers[1::2], strict=True):
+                if len(labels) == LABELS.size:  # else gone meanwhile, or of an earlier release
+                    told = [_LABEL.fullmatch(label) for label in LABELS.unpack(labels)]
+                    if told[0] and told[1]:
+                        yield name, told[0][1].decode(), told[1][1].decode(), held - HEAD_BYTES
+            if not cursor:
+                return
+
+    def _ask_figures(self) -> None:
+        """Called by `open` and by the thread of lookups."""
+        figures: Any = self._redis.info()
+        counters = dict(self._usage.counters)
+        for name in ("evicted_keys", "expired_keys"):
+            now, last = int(figures[name]), self._last.get(name, 0)
+            # After a restart the server counts from 0.
+            counters[name] = counters.get(name, 0) + (now - last if now >= last else now)
+            self._last[name] = now
+        used, capacity = int(figures["used_memory"]), int(figures["maxmemory"])
+        gauges = {"used_memory_bytes": used}
+        self._usage = Usage(capacity=capacity or None, counters=counters, gauges=gauges)
+        self._asked_at = time.monotonic()
+
+    def _ours(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Those of these keys whose claims are ours, which they then no longer are."""
+        now = time.monotonic()
+        with self._lock:
+            return [key for key in keys if self._claimed.pop(key, 0.0) > now]
+
+    def _unlink(self, names: Iterable[bytes]) -> int:
+        given = list(names)
+        if not given:
             return 0
         with self._asking("delete from"):
-            count: Any = self._redis.unlink(*names)
+            count: Any = self._redis.unlink(*given)
         return int(count)
 
     def _name(self, key: bytes) -> bytes:
         return self._prefix + key.hex().encode()
+
+    def _claim_name(self, key: bytes) -> bytes:
+        return self._prefix + b"claim:" + key.hex().encode()
 
     def _asking(self, what: str) -> AbstractContextManager[None]:
         return self._calling(f"can't {what} redis at {self._where}", RedisError, OSError)

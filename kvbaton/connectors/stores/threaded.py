@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
@@ -114,6 +114,21 @@ class NamespacedBackend(Protocol):
     def clear(self, namespace: str) -> int:
         """See `Namespaced.clear`."""
         ...
+
+
+def usage_by_namespace(found: Iterable[tuple[str, str, int]]) -> dict[str, Usage]:
+    """What is kept by namespace, of each object's namespace, tenant and bytes."""
+    objects, held = Counter[str](), Counter[str]()
+    tenants = dict[str, Counter[str]]()
+    for namespace, tenant, num_bytes in found:
+        objects[namespace] += 1
+        held[namespace] += num_bytes
+        if tenant:
+            tenants.setdefault(namespace, Counter())[tenant] += num_bytes
+    return {
+        name: Usage(count, held[name], tenants=tenants.get(name, {}))
+        for name, count in objects.items()
+    }
 
 
 class LastCall:
@@ -380,15 +395,19 @@ def seal(key: bytes, pieces: Pieces) -> bytes:
     return checksum.digest()
 
 
-def unseal(backend: Backend, key: bytes, sealed: memoryview, target: Pieces) -> bool:
+def unseal(
+    backend: Backend, key: bytes, sealed: memoryview, target: Pieces, *, skip: int = 0
+) -> bool:
     """Fill `target` with the bytes behind a checksum, as `Backend.get` answers.
 
-    What is not what was stored under the key is removed; what has another length stays.
+    What is not what was stored under the key is removed; what has another length stays. Between
+    the checksum and the object's bytes may lie `skip` others, sealed with them.
     """
     body = sealed[SEAL_BYTES:]
     if seal(key, [body]) != sealed[:SEAL_BYTES]:
         backend.remove([key])
         return False
+    body = body[skip:]
     if len(body) != sum(map(len, target)):
         return False
     copy(target, [body])
