@@ -34,6 +34,7 @@ GOALS = {
 }
 
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
+PROPERTIES = ("property", "cached_property")
 
 
 class Source:
@@ -75,14 +76,28 @@ class Source:
         """All, at any depth."""
         return [node for node in ast.walk(self.tree) if isinstance(node, FUNCTION)]
 
-    def called_once(self) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    def named_once(self) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
         """Private functions that the file names in one place but their definition."""
-        used = Counter(
-            node.id if isinstance(node, ast.Name) else node.attr
-            for node in ast.walk(self.tree)
-            if isinstance(node, ast.Name | ast.Attribute)
-        )
+        used = Counter(map(name_of, ast.walk(self.tree)))
         return [f for f in self.functions() if is_private(f.name) and used[f.name] == 1]
+
+    def called_once(self, hooks: set[int]) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+        """Private functions that have one caller, who could hold their lines.
+
+        That is not who names a function without calling it: a thread, a callback, a table of
+        handlers and a kernel that is launched on a grid (``_kernel[grid](...)``) need a function,
+        however short. Nor is it a class whose subclasses say what its one call does.
+
+        Args:
+            hooks: line numbers of methods that a class above or below has, too.
+        """
+        called = {name_of(node.func) for node in ast.walk(self.tree) if isinstance(node, ast.Call)}
+        return [
+            f
+            for f in self.named_once()
+            if (f.name in called or any(name_of(d) in PROPERTIES for d in f.decorator_list))
+            and f.lineno not in hooks
+        ]
 
     def none_checks(self) -> int:
         """How often ``is None`` or ``is not None`` stands in it."""
@@ -105,6 +120,43 @@ class Source:
                 names = {f"{node.module}.{alias.name}" for alias in node.names}
                 found |= names & modules or {node.module}
         return (found & modules) - {self.name}
+
+
+def name_of(node: ast.AST) -> str | None:
+    """The last part of a name; None of what is none."""
+    if isinstance(node, ast.Name):
+        return node.id
+    return node.attr if isinstance(node, ast.Attribute) else None
+
+
+def hooks(files: list[Source]) -> dict[str, set[int]]:
+    """Lines, by module, of methods that a class above or below in the package has, too.
+
+    Classes go by their name, which is unique.
+    """
+    classes = {
+        node.name: (file.name, node)
+        for file in files
+        for node in ast.walk(file.tree)
+        if isinstance(node, ast.ClassDef)
+    }
+
+    def above(name: str) -> set[str]:
+        bases = {name_of(base) for base in classes[name][1].bases} & classes.keys()
+        found = {base for base in bases if base is not None}
+        return found.union(*map(above, found))
+
+    methods = {
+        name: {f.name: f.lineno for f in node.body if isinstance(f, FUNCTION)}
+        for name, (_, node) in classes.items()
+    }
+    found: dict[str, set[int]] = {file.name: set() for file in files}
+    for name in classes:
+        for other in above(name):
+            for method in methods[name].keys() & methods[other].keys():
+                found[classes[name][0]].add(methods[name][method])
+                found[classes[other][0]].add(methods[other][method])
+    return found
 
 
 def is_private(name: str) -> bool:
@@ -154,9 +206,8 @@ def rooms(files: list[Source]) -> Counter[str]:
     return lines
 
 
-def details(files: list[Source]) -> Iterator[str]:
+def details(once: dict[str, list[ast.FunctionDef | ast.AsyncFunctionDef]]) -> Iterator[str]:
     """What stands behind the figures: the files with most functions that are called once first."""
-    once = {file.name: file.called_once() for file in files}
     for name, functions in sorted(once.items(), key=lambda item: -len(item[1])):
         lines = [(f.end_lineno or f.lineno) - f.lineno + 1 for f in functions]
         told = ", ".join(f"{f.name} {n}" for f, n in zip(functions, lines, strict=True))
@@ -185,16 +236,21 @@ def main() -> int:
     twice = sorted(name for name, uses in names.items() if uses > 1)
     modules = {file.name for file in files}
     cycles = circles({file.name: file.imports(modules) for file in files})
+    excused = hooks(files)
+    once = {file.name: file.called_once(excused[file.name]) for file in files}
+    num_once = sum(map(len, once.values()))
+    values = sum(len(file.named_once()) for file in files) - num_once
     print(
         f"\n{len(functions)} functions, median {statistics.median(functions):g} lines, "
-        f"{sum(length > 60 for length in functions)} over 60; {len(private)} private"
+        f"{sum(length > 60 for length in functions)} over 60; {len(private)} private\n"
+        f"{values} private functions are named once, as a value or a hook"
     )
     for file in sorted(files, key=lambda file: -file.code)[:3]:
         print(f"  {file.code:4} {file.path.relative_to(ROOT)}")
     now = {
         "code lines": sum(file.code for file in files),
         "files": len(files),
-        "private functions with one caller": sum(len(file.called_once()) for file in files),
+        "private functions with one caller": num_once,
         "class names used twice": len(twice),
         "None-checks in core + scheduler": sum(
             file.none_checks() for file in files if str(file.path.relative_to(PACKAGE)) in CORE
@@ -208,7 +264,7 @@ def main() -> int:
         print(f"\nclass names used twice: {', '.join(twice)}")
         for group in cycles:
             print(f"cycle: {', '.join(group)}")
-        for line in details(files):
+        for line in details(once):
             print(line)
     return 0
 
