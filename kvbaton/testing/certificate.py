@@ -86,6 +86,8 @@ def certify(subject: Subject, speed: Speed, limit: float = 120.0) -> tuple[Certi
         able = connector.capabilities
         capacity = connector.usage().capacity if subject.kind == "store" else None
     door = subject.back_door
+    processors = Path("/proc/cpuinfo").read_text()
+    model = re.search(r"^model name\s*: (.*)$", processors, re.MULTILINE)
     certificate = Certificate(
         verdict=verdict,
         plugin=_plugin(target, found),
@@ -100,7 +102,7 @@ def certify(subject: Subject, speed: Speed, limit: float = 120.0) -> tuple[Certi
         exclusions=subject.exclusions,
         machine={
             "system": platform.platform(),
-            "processor": _processor(),
+            "processor": model[1] if model else platform.machine(),
             "cores": str(len(os.sched_getaffinity(0))),
             "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') >> 30} GiB",
             "python": platform.python_version(),
@@ -251,11 +253,6 @@ def _plugin(target: str, found: Any) -> dict[str, str | None]:
         "class": f"{found.__module__}:{found.__qualname__}",
         "package": told or "not installed as a package: it has no version",
     }
-
-
-def _processor() -> str:
-    found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return found[1] if found else platform.machine()
 
 
 def _plain(value: Any) -> Any:

@@ -53,7 +53,20 @@ def test_the_python_of_the_page_runs(folder: Path) -> None:
     run(folder, "-W", "error", "-c", "\n".join(rest))
 
 
-@pytest.mark.parametrize("command", blocks("sh"))
+WHOLE_KITS = (
+    "kvbaton connectors check tcp --kind transport",
+    """kvbaton connectors check 'shelf:ShelfStore:{"path": "{tmp}"}'""",
+)
+"""What they run by the command, others run in part, and `make test` runs of TCP by pytest."""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(command, marks=[pytest.mark.slow] if command.strip() in WHOLE_KITS else [])
+        for command in blocks("sh")
+    ],
+)
 def test_the_commands_of_the_page_work(folder: Path, command: str) -> None:
     name, *words = shlex.split(command)
     assert name == "kvbaton"

@@ -127,6 +127,7 @@ def test_nobody_there(tmp_path: Path) -> None:
     assert "Traceback" not in log.read_text()
 
 
+@pytest.mark.slow  # `make demo` does the same with a real file
 def test_up_answers_a_chat_with_a_gguf_file(
     checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import signal
 import socket
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import descendants_of, is_alive, node_process, processes_with
+from tests.support.processes import descendants_of, is_alive, processes_with
 from tests.support.servers import poll
 
 pytestmark = pytest.mark.e2e
@@ -111,31 +110,12 @@ def interrupt(process: subprocess.Popen[bytes], said: Callable[[], str], least: 
 
 
 def test_ctrl_c_leaves_nothing(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    """While all start; while they serve: `test_readme.py`."""
+    """While all start; while they serve: `test_readme.py` and `test_up.py`."""
     log = tmp_path / "log"
     process = start(["up", f"--model={checkpoint()}", *UP], log)
     try:
         poll("a sign of life", lambda: "starting" in log.read_text(), 120.0, log.read_text)
         interrupt(process, log.read_text, 1)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def test_a_node_that_was_killed_is_started_again(
-    checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
-    log = tmp_path / "log"
-    process = start(["up", f"--model={checkpoint()}", *UP], log)
-    try:
-        poll("all ready", lambda: "ready: http" in log.read_text(), 120.0, log.read_text)
-        os.kill(node_process("any-1", descendants_of(process.pid)), signal.SIGKILL)
-        again = re.compile(r"^any-1: ready in .*^any-1: ready in ", re.MULTILINE | re.DOTALL)
-        poll("a second life", lambda: again.search(log.read_text()), 120.0, log.read_text)
-        assert "any-1 was killed by signal 9" in log.read_text()
-        assert log.read_text().count("any-0: ready in") == 1
-        interrupt(process, log.read_text, 5)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

@@ -23,7 +23,9 @@ OWN_LINE = re.compile(r"(\[(router|prefill-0|decode-[01])\]|   ) ")
 SHOW_CURSOR = "\x1b[?25h"
 
 
-def test_up_shows_what_happens(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_up_shows_what_happens_and_starts_again_what_was_killed(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
     words = ["up", f"--model={checkpoint()}", "--served-model-name=tiny", *UP]
     nodes = ["--prefill=1", "--decode=2", "--transport=tcp", "--log-level=info"]
     terminal = Terminal([*words, *nodes], tmp_path)
@@ -52,6 +54,8 @@ def test_up_shows_what_happens(checkpoint: Callable[..., Path], tmp_path: Path) 
         terminal.until(r"decode-1 was killed by signal 9")
         terminal.until(r"decode-1: (unhealthy|gone)")
         terminal.until(r"decode-1 +decode +unhealthy|prefill-0 +prefill +ready")
+        terminal.until(r"decode-1: ready in")
+        children |= descendants_of(terminal.process.pid)
         os.kill(terminal.process.pid, signal.SIGINT)
         terminal.until("stopping")
         terminal.read_to_end()
@@ -64,6 +68,9 @@ def test_up_shows_what_happens(checkpoint: Callable[..., Path], tmp_path: Path) 
         garbled = [line for line in logged if not OWN_LINE.match(line)]
         assert garbled == []
         assert "Traceback" not in terminal.all
+        assert "killing" not in terminal.all
+        readies = re.findall(r"(\S+-\d): ready in", ESCAPES.sub("", terminal.all))
+        assert sorted(readies) == ["decode-0", "decode-1", "decode-1", "prefill-0"]
         poll("no process", lambda: not any(map(is_alive, children)), 5.0, lambda: terminal.all)
     finally:
         terminal.close()

@@ -23,8 +23,8 @@ def vendor_nodes(cluster: Cluster) -> Iterator[tuple[Node, Node]]:
     flags = {"transport": "kvbaton_vm:VmTransport"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(PACKAGE), prepend=":")
-        p = cluster.start_node("prefill", "p-vendor", flags, fresh=True)
-        d = cluster.start_node("decode", "d-vendor", {**DECODE, **flags}, fresh=True)
+        p = cluster.start_node("prefill", "p-vendor", flags)
+        d = cluster.start_node("decode", "d-vendor", {**DECODE, **flags})
     cluster.until_up(p, d)
     yield p, d
     cluster.stop([p, d])

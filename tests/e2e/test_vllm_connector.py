@@ -40,7 +40,7 @@ def heirs(
     flags |= {"store-lookup-timeout": "20", "store-load-timeout": "20"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(PACKAGE), prepend=":")
-        first = cluster.start_node("prefill", "p-vllm-first", flags, fresh=True)
+        first = cluster.start_node("prefill", "p-vllm-first", flags)
         cluster.until_up(first)
         first.generate(PROMPT, max_tokens=8)
         saved = "kvbaton_store_save_blocks_total"
@@ -48,8 +48,8 @@ def heirs(
         settle(first)
         assert first.metrics()(STORE_BYTES, direction="load") == 0
         cluster.stop([first])
-        p = cluster.start_node("prefill", "p-vllm", flags, fresh=True)
-        d = cluster.start_node("decode", "d-vllm", {**DECODE, **flags}, fresh=True)
+        p = cluster.start_node("prefill", "p-vllm", flags)
+        d = cluster.start_node("decode", "d-vllm", {**DECODE, **flags})
     cluster.until_up(p, d)
     yield p, d
     cluster.stop([p, d])

@@ -12,7 +12,7 @@ from kvbaton.connectors.layout import GroupKind
 from kvbaton.engine.kv_cache_manager import KVCacheManager
 from kvbaton.engine.request import Tables
 from kvbaton.types import BlockSpan, Spans
-from tests.engine.test_models import generate
+from tests.engine.test_models import greedy_along
 from tests.support.engine_pair import Pair
 from tests.support.prompts import prompt_of
 
@@ -46,7 +46,8 @@ def test_tokens_are_those_of_transformers(
         for length in (1, 8, 50):  # of which one ends with a block, and one takes four steps
             prompt = prompt_of(length)
             _, at_d = pair.hand_over(prompt, max_tokens=12)
-            assert at_d.result() == generate(reference(folder), list(prompt), 12), f"{length}"
+            got = at_d.result()
+            assert got == greedy_along(reference(folder), list(prompt), got, 12), f"{length}"
             ranks = d.get("tensor_parallel_size", 1)
             copies = max(1, ranks // 2)  # two KV heads
             expected += STATE_BYTES + length * 2 * 2 * 32 * 4 * copies
@@ -99,7 +100,8 @@ def test_a_state_of_another_border_is_refused(
     try:
         prompt = prompt_of(50)
         _, at_d = pair.hand_over(prompt)
-        assert at_d.result() == generate(reference(folder), list(prompt), 12)
+        got = at_d.result()
+        assert got == greedy_along(reference(folder), list(prompt), got, 12)
         counters = pair.d.counters()
         assert counters["kvbaton_transfer_digests_failed_total"] > 0
         assert counters["kvbaton_load_failures_total"] == 1

@@ -85,6 +85,8 @@ def main(words: list[str]) -> None:
     if names:
         socket.getaddrinfo = partial(_look_up, Path(names), socket.getaddrinfo)
 
+    sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setsid()
     multiprocessing.util.spawnv_passfds = _fork  # type: ignore[assignment]

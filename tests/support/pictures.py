@@ -77,6 +77,7 @@ class Pictures:
         self._free = np.random.default_rng(5).permutation(np.arange(1, 64)).tolist()
         self.pool.poison(self._free)
         self._rows: dict[bytes, tuple[int, ...]] = {}
+        self._generated: dict[tuple[int, tuple[int, ...], tuple[Item, ...]], list[int]] = {}
 
     def prompt(self, rng: np.random.Generator, *parts: int | Grid) -> Prompt:
         """So many random tokens for a number, a random picture for a grid."""
@@ -106,12 +107,14 @@ class Pictures:
 
         (It goes on from the position of its last row, not from the largest.)
         """
-        out = self.model.generate(
-            **prompt.inputs(device=self.device),
-            max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0,
-        )  # fmt: skip
-        tokens: list[int] = out[0, len(prompt.ids) :].tolist()
-        return tokens
+        asked = count, tuple(prompt.ids), prompt.items
+        if asked not in self._generated:
+            out = self.model.generate(
+                **prompt.inputs(device=self.device),
+                max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0,
+            )  # fmt: skip
+            self._generated[asked] = out[0, len(prompt.ids) :].tolist()
+        return self._generated[asked]
 
     def logits(self, prompt: Prompt, generated: Sequence[int]) -> torch.Tensor:
         """Of the tokens after the prompt's last one and after each but the last generated."""

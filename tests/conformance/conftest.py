@@ -1,0 +1,23 @@
+"""Which cases of the kit run in `make test-slow` where they take long with one store only."""
+
+from __future__ import annotations
+
+import pytest
+
+SLOW = tuple(
+    f"TestS3::test_store[{case}]"  # the server in Python takes seconds of CPU time for each
+    for case in (
+        "L3.a-killed-writer",
+        "L3.what-a-killed-writer-leaves",
+        "L5.gives-everything-back",
+        "L5.memory-stays-level",
+    )
+)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark them."""
+    for item in items:
+        if item.nodeid.endswith(SLOW):
+            item.add_marker(pytest.mark.slow)
