@@ -1,8 +1,9 @@
-"""Tokenizing from a Hugging Face folder with `tokenizers` alone."""
+"""Tokenizing from a Hugging Face folder with `tokenizers`, or `fastokens` if it does the same."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Sequence, Set
@@ -15,6 +16,8 @@ from kvbaton.errors import ConfigError
 from kvbaton.text.chat import ChatTemplate
 from kvbaton.text.harmony import CALL, MARKERS, RETURN, START
 from kvbaton.text.vision import VisionText
+
+logger = logging.getLogger(__name__)
 
 # A text is encoded alone; to hand it to a pool of one thread per core costs more than to encode it.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -30,6 +33,13 @@ SPECIAL_NAMES = (
 )
 
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+PROBE = (
+    "Don't we'LL  3141592653\t½²Ⅷ\u00a0\r\n\n  if (x!=0) { return\u3000[a_b, \"c\"]; } // 'sK\u200b"
+    "Größe \u017ftraße e\u0301a\u0308 ﬁn Привет мир Ελλάδα 東京へ行きます。カﾀ 한국어 "
+    "العربية हिन्दी ภาษาไทย "
+    "👩‍🚀🏳️‍🌈🎉\x00\x7f\ufffd\U0010fffd   end \n"
+)
+"""Two libraries that encode this alike, around every added token, are taken to do so always."""
 
 
 class Tokenizer:
@@ -59,6 +69,7 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
+        self._fast = _fast_encoder(backend)
         self.special_tokens = special_tokens or {}
         self.chat_template = chat_template
         self.vision = vision
@@ -127,8 +138,12 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; with the model's own start and end tokens unless told not to."""
-        # The same ids as of `encode`, in three quarters of the time: no offsets are made.
-        (found,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        if self._fast is not None:
+            found = self._fast.encode(text, add_special_tokens=add_special_tokens)
+        else:  # the same ids as of `encode`, in three quarters of the time: no offsets are made
+            (found,) = self._backend.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
         ids: list[int] = found.ids
         return ids
 
@@ -189,6 +204,26 @@ class TokenBytes(dict[int, bytes]):
             found = token.encode()
         self[token_id] = found
         return found
+
+
+def _fast_encoder(backend: tokenizers.Tokenizer) -> Any:
+    """The same tokenizer as `fastokens` has it: a thirtieth of the time a text, a second to load.
+
+    None if that library is not installed, can't have it (it has most of what BPE models use, and no
+    others), or makes other tokens of `PROBE`.
+    """
+    try:
+        import fastokens
+
+        fast = fastokens.Tokenizer.from_json_str(backend.to_str())
+        added = [token.content for token in backend.get_added_tokens_decoder().values()]
+        for text in (PROBE, *(PROBE[:40] + f"{token} {token}{PROBE[40:80]}" for token in added)):
+            if fast.encode(text, add_special_tokens=True).ids != backend.encode(text).ids:
+                raise ValueError(f"other tokens of {text!r}")
+    except (ImportError, ValueError) as error:
+        logger.info("texts are encoded by tokenizers, not fastokens: %s", error)
+        return None
+    return fast
 
 
 def _read_config(path: Path) -> dict[str, Any]:

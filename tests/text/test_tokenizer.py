@@ -1,10 +1,12 @@
 import json
+import logging
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
 from kvbaton.errors import ConfigError
@@ -111,3 +113,75 @@ def test_another_chat_template(tmp_path: Path) -> None:
     assert template.render([{"role": "user", "content": "Hey"}]) == "<s>Hey!"
     with pytest.raises(ConfigError, match=r"nowhere\.jinja"):
         Tokenizer.load(tmp_path, tmp_path / "nowhere.jinja")
+
+
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def trained(kind: str) -> tokenizers.Tokenizer:
+    """A small tokenizer of the shape that a family of models has."""
+    alphabet: list[str] = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<unk>", "<s>", "</s>"]
+    backend = tokenizers.Tokenizer(models.BPE(ignore_merges=kind == "llama3"))
+    if kind == "gpt2":
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    elif kind in ("llama3", "qwen"):
+        pattern = LLAMA3 if kind == "llama3" else LLAMA3.replace("{1,3}", "")
+        split = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+        rest = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([split, rest])
+    else:
+        alphabet = []
+        if kind == "spm":
+            backend.model = models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True)
+            special += [f"<0x{byte:02X}>" for byte in range(256)]
+        backend.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
+    if kind == "qwen":
+        backend.normalizer = normalizers.NFC()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1000, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator([word for text in SENTENCES for word in text.split(" ")], trainer)
+    backend.add_special_tokens([tokenizers.AddedToken("<|end|>", normalized=False)])
+    backend.add_tokens([tokenizers.AddedToken("<extra>", lstrip=True, rstrip=True)])
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    return backend
+
+
+@pytest.mark.parametrize(
+    ("kind", "fast"),
+    [("gpt2", True), ("llama3", True), ("qwen", True), ("spm", True), ("no_unk", False)],
+)
+def test_fastokens_is_taken_where_it_makes_the_same_tokens(
+    kind: str, fast: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("fastokens")
+    backend, chance = trained(kind), random.Random(3)
+    with caplog.at_level(logging.INFO, "kvbaton.text.tokenizer"):
+        tokenizer = Tokenizer(backend)
+    assert ("other tokens of" in caplog.text) == (not fast)
+    pieces = [
+        *SENTENCES,
+        "<|end|>",
+        " <extra> ",
+        "don't",
+        "\n\n",
+        " \t ",
+        "1234567",
+        "\u3000",
+        "Ǆ",
+        "ﬁ",
+    ]
+    for _ in range(200):
+        text = "".join(chance.choices(pieces, k=chance.randint(0, 9)))
+        text += "".join(chr(chance.randrange(1, 0x3000)) for _ in range(chance.randint(0, 20)))
+        for special in (True, False):
+            expected = backend.encode(text, add_special_tokens=special).ids
+            assert tokenizer.encode(text, add_special_tokens=special) == expected
