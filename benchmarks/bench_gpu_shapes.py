@@ -40,6 +40,8 @@ from kvbaton.engine.models.llama import LlamaForCausalLM
 from kvbaton.engine.models.moe import Experts, Router
 from kvbaton.errors import ConfigError
 from kvbaton.kernels.jit import cdiv, jit, tl
+from kvbaton.kernels.mxfp4 import COLUMNS
+from kvbaton.kernels.mxfp4 import WORDS as PACKED
 
 BATCHES = (1, 32, 128)
 PROMPT, STEPS, COUNTED_STEPS = 512, 50, 4
@@ -146,6 +148,15 @@ SHAPES["qwen3-30b-a3b-fp8"] = SHAPES["qwen3-30b-a3b"] | {
         "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head", "mlp.gate"],
     }
 }  # fmt: skip
+SHAPES["gpt-oss-20b-mxfp4"] = SHAPES["gpt-oss-20b"] | {  # as it is published
+    "quantization_config": {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens",
+            "lm_head",
+        ],
+    }
+}  # fmt: skip
 PROMPTS = {"8b": 16, "8b-fp8": 16, "8b-fp8-block": 16}
 """Of 4096 tokens; 4 of the others."""
 
@@ -208,13 +219,21 @@ class BareReads:
             elif isinstance(module, LatentProjection):
                 self._add(stored_rows(module), 1)
             elif isinstance(module, Experts):
+                depths = {"gate_up": module.size, "down": module.middle}
                 for name, weight in module.named_parameters():
-                    if "bias" not in name and "scale" not in name:
-                        self._add(weight, round(hits) + module.shared, stacked=True)
+                    packed = weight.dtype in (PACKED, torch.int32)  # with scales: 4.25 bits each
+                    if packed or ("bias" not in name and "scale" not in name):
+                        slices, share = round(hits) + module.shared, 1.0
+                        if packed:  # less the columns that fill up a block
+                            depth = depths[name.rpartition("_")[0]]
+                            share = depth / (weight.shape[1] * COLUMNS)
+                        self._add(weight, slices, stacked=True, share=share)
 
-    def _add(self, weight: Tensor, slices: int, *, stacked: bool = False) -> None:
+    def _add(
+        self, weight: Tensor, slices: int, *, stacked: bool = False, share: float = 1.0
+    ) -> None:
         data = weight.detach().view(torch.uint8).view(-1).view(torch.int32)
-        size = data.numel() // (len(weight) if stacked else 1)
+        size = round(data.numel() // (len(weight) if stacked else 1) * share)
         programs = cdiv(size, WORDS)
         of = torch.randperm(len(weight))[:slices] if stacked else torch.zeros(1)
         ids = of.to("cuda", torch.int32)
@@ -318,6 +337,9 @@ def bare_products(model: LlamaForCausalLM, tokens: int) -> list[Callable[[], obj
                     x = given(tokens, shared.shape[1], dtype=shared.dtype)
                     calls.append(partial(linear, x, shared))
                 experts = stack[:routed]
+                if experts.dtype == PACKED:  # as if they were floats, the same for all layers
+                    depth = module.size if stack is module.gate_up_proj else module.middle
+                    experts = given(routed, stack.shape[2], depth, dtype=torch.bfloat16)
                 held, size, depth = experts.shape
                 if experts.dtype == torch.bfloat16:
                     x = given(held, rows, depth, dtype=torch.bfloat16)

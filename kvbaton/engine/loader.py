@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,9 @@ from kvbaton.engine.models.qwen2_5_vision import Qwen25VisionTower
 from kvbaton.engine.models.qwen3_next import Qwen3NextForCausalLM
 from kvbaton.engine.models.qwen3_vision import Qwen3VisionTower
 from kvbaton.engine.models.vision_layers import VisionTower
-from kvbaton.engine.quantization.tensors import ScaledTensor, Stored, find_tensor
+from kvbaton.engine.quantization.tensors import MXFP4Tensor, ScaledTensor, Stored, find_tensor
 from kvbaton.errors import ConfigError
+from kvbaton.kernels.mxfp4 import pack_mxfp4, quantize_mxfp4
 from kvbaton.kernels.quantize_fp8 import quantize_fp8
 
 SINGLE = "model.safetensors"
@@ -316,13 +318,25 @@ def _fill(piece: Piece, stored: Stored, *, online: bool) -> None:
             f"{stored.where} has shape {list(stored.shape)}, "
             f"config.json asks for {list(piece.shape)}",
         )
-    part = slice(piece.start, piece.start + piece.target.shape[piece.dim])
+    number = piece.target.shape[piece.dim] if piece.number is None else piece.number
+    part = slice(piece.start, piece.start + number)
     index: tuple[slice, ...] = (*(slice(None),) * piece.dim, part)
     if piece.index is not None:
         index = (slice(piece.index, piece.index + 1), *index)
     if piece.scales is None:
         wide = stored.read(*index)
         piece.target.copy_(wide if piece.index is None else wide[0])
+        return
+    if piece.number is not None:
+        if not isinstance(stored, MXFP4Tensor):
+            raise ConfigError(
+                "--model",
+                f"{stored.where} has dtype {stored.dtype}; need {piece.name}_blocks, or its module "
+                "among those that quantization_config leaves alone",
+            )
+        words, scales = pack_mxfp4(*stored.read_parts(*index))
+        piece.target.copy_(words[0])
+        piece.scales.copy_(scales[0])
         return
     if isinstance(stored, ScaledTensor):
         numbers, scales = stored.read_parts(*index, runs=piece.scales.shape[1])
@@ -343,7 +357,20 @@ def _fill(piece: Piece, stored: Stored, *, online: bool) -> None:
 
 
 def _fill_dummy(piece: Piece, seed: int) -> None:
-    """Ones for scales; else uniform of `DUMMY_SCALE`, by element of the whole tensor."""
+    """Ones for scales; else uniform of `DUMMY_SCALE`, by element of the whole tensor.
+
+    MXFP4 is rounded from these.
+    """
+    if piece.number is not None:
+        assert piece.scales is not None
+        shape = list(piece.shape[1:])
+        shape[piece.dim] = piece.number
+        floats = torch.empty(shape, dtype=torch.float32, device=piece.target.device)
+        _fill_dummy(replace(piece, target=floats, scales=None, number=None), seed)
+        words, scales = pack_mxfp4(*quantize_mxfp4(floats.t()))
+        piece.target.copy_(words)
+        piece.scales.copy_(scales)
+        return
     if piece.scales is not None:
         piece.scales.fill_(1.0)
     if piece.norm:

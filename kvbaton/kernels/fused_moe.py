@@ -7,6 +7,7 @@ hold all of it. Sources: Gale et al., "MegaBlocks", arXiv 2211.15841; vLLM's ``f
 
 Weights may be FP8 numbers with scales. While an expert has so few entries that its weights take
 longer to read than to multiply with, activations stay as they are; of more they are quantised too.
+Or they are MXFP4 (see `kernels.mxfp4`), which is widened as it is read; activations stay.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from torch.nn.functional import linear
 
 from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, tl, use_triton
+from kvbaton.kernels.mxfp4 import WORDS, mxfp4_sums, unpack_mxfp4
 from kvbaton.kernels.quantize_fp8 import quantize_fp8, widen
 from kvbaton.kernels.silu_and_mul import silu_and_mul_reference
 
@@ -36,10 +38,11 @@ class Tile:
     Attributes:
         rows: entries of a block.
         columns: rows of the weight; half of each of gate and up.
-        depth_bytes: of a row of the weight at a time.
+        depth_bytes: of a row of the weight at a time; of MXFP4 a block's.
         warps: of a program.
         stages: loads in flight.
         quantised: of FP8 weights: inputs are quantised too.
+        swapped: of MXFP4 weights: they are the left factor.
     """
 
     rows: int
@@ -48,6 +51,7 @@ class Tile:
     warps: int
     stages: int
     quantised: bool = False
+    swapped: bool = False
 
 
 TILES = {
@@ -64,10 +68,17 @@ FP8_TILES = {
 }
 """Likewise for weights in FP8."""
 
+MXFP4_TILES = {
+    16: Tile(16, 64, 64, 4, 5),
+    128: Tile(64, 128, 64, 4, 4, swapped=True),
+    1 << 31: Tile(128, 128, 64, 4, 3, swapped=True),
+}
+"""Likewise for weights in MXFP4."""
 
-def tile_of(tokens: int, top_k: int, num_experts: int, *, fp8: bool = False) -> Tile:
-    """The tile for so many tokens."""
-    tiles = FP8_TILES if fp8 else TILES
+
+def tile_of(tokens: int, top_k: int, num_experts: int, dtype: torch.dtype = torch.bfloat16) -> Tile:
+    """The tile for so many tokens, and weights of this dtype."""
+    tiles = {torch.float8_e4m3fn: FP8_TILES, WORDS: MXFP4_TILES}.get(dtype, TILES)
     return next(tile for most, tile in tiles.items() if tokens * top_k <= most * num_experts)
 
 
@@ -115,14 +126,16 @@ def fused_moe(
 
     Args:
         x: [T, H], contiguous.
-        gate_up: [E, 2 * M, H], contiguous: the experts held; of the dtype of `x`, or float8_e4m3fn.
+        gate_up: [E, 2 * M, H], contiguous: the experts held; of the dtype of `x`, or float8_e4m3fn;
+            or packed by `pack_mxfp4`, then H and M are multiples of 32.
         down: [E, H, M], contiguous, likewise.
         weights: [T, K], of any float dtype, contiguous.
         ids: [T, K] int32, contiguous: numbers of experts, different ones for each token.
         first_expert: number of the first expert held; what others would compute is left out.
         num_experts: how many `ids` tells apart; None for those held.
         gate_up_scales: of FP8: [E, n, 2 * M] float32, contiguous: n scales a row, for H / n inputs
-            each, of which 32, 64, or multiples of 128 share one; n is 1 for one a row.
+            each, of which 32, 64, or multiples of 128 share one; n is 1 for one a row. Of MXFP4
+            as `pack_mxfp4` packs them.
         down_scales: [E, n, H], likewise for M / n inputs.
         gate_up_bias: [E, 2 * M], added to the first product.
         down_bias: [E, H], added to the second.
@@ -141,8 +154,8 @@ def fused_moe(
     tokens, top_k = ids.shape
     if not tokens:
         return out
-    held, size, middle = down.shape
-    tile = tile_of(tokens, top_k, num_experts or held, fp8=gate_up_scales is not None)
+    held, size, middle = len(down), x.shape[1], gate_up.shape[-2] // 2
+    tile = tile_of(tokens, top_k, num_experts or held, down.dtype)
     rows = _sort(ids, first_expert, held, tile.rows)
     hidden = torch.empty((tokens * top_k, middle), dtype=x.dtype, device=x.device)
     first = gate_up, gate_up_scales, gate_up_bias
@@ -182,25 +195,27 @@ def fused_moe_reference(
         entries = order[begin:end]
         tokens = entries // ids.shape[1]
         bias = None if gate_up_bias is None else gate_up_bias[expert]
-        both = linear(x[tokens], _widened(gate_up, gate_up_scales, expert, x.dtype), bias)
+        both = linear(x[tokens], _widened(gate_up, gate_up_scales, expert, x), bias)
         hidden = silu_and_mul_reference(both) if swiglu is None else swiglu(both)
         bias = None if down_bias is None else down_bias[expert]
-        parts = linear(hidden, _widened(down, down_scales, expert, x.dtype), bias)
+        parts = linear(hidden, _widened(down, down_scales, expert, hidden), bias)
         parts = parts * weights.flatten()[entries, None]
         out.index_add_(0, tokens, parts.to(x.dtype))
     return out
 
 
 def _widened(
-    weight: torch.Tensor, scales: torch.Tensor | None, expert: int, dtype: torch.dtype
+    weight: torch.Tensor, scales: torch.Tensor | None, expert: int, x: torch.Tensor
 ) -> torch.Tensor:
-    """The weight of one expert, as floats."""
+    """The weight of one expert, as floats of the dtype of its inputs."""
     if scales is None:
         return weight[expert]
+    if weight.dtype == WORDS:
+        return unpack_mxfp4(weight[expert], scales[expert])[:, : x.shape[1]].to(x.dtype)
     run = weight.shape[2] // scales.shape[1]
-    wide = torch.promote_types(dtype, torch.float32)
+    wide = torch.promote_types(x.dtype, torch.float32)
     of_columns = scales[expert].t().to(wide).repeat_interleave(run, 1)
-    return (weight[expert].to(wide) * of_columns).to(dtype)
+    return (weight[expert].to(wide) * of_columns).to(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -255,19 +270,19 @@ def _product(
     """out[entry] = weight[its expert] @ x[entry // top_k], or the gated form of it."""
     size, depth = out.shape[1], x.shape[1]
     columns = tile.columns // 2 if gated else tile.columns
-    blocks = rows.experts.numel()
-    runs = 0 if scales is None else scales.shape[1]
+    blocks, packed = rows.experts.numel(), weight.dtype == WORDS
+    runs = 0 if scales is None or packed else scales.shape[1]
     block_k = tile.depth_bytes // weight.itemsize
     if runs > 1:
         block_k = min(block_k, depth // runs)
-    of_x, quantised = scales, scales is not None and tile.quantised
+    of_x, quantised = scales, runs > 0 and tile.quantised
     if quantised:
         x, of_x = quantize_fp8(x, depth // runs)
     _gemm_kernel[(blocks * cdiv(size, columns),)](
         x, of_x, weight, scales, bias, out,
         rows.entries, rows.experts, rows.used, len(out), blocks, rows.first, len(weight),
         LONE=rows.lone, SIZE=size, DEPTH=depth, RUNS=runs, TOP_K=top_k, GATED=gated,
-        QUANTISED=quantised, BIASED=bias is not None,
+        QUANTISED=quantised, PACKED=packed, SWAPPED=tile.swapped, BIASED=bias is not None,
         CLAMPED=swiglu is not None, ALPHA=swiglu.alpha if swiglu else 0.0,
         LIMIT=swiglu.limit if swiglu else 0.0,
         BLOCK_M=tile.rows, BLOCK_N=columns, BLOCK_K=block_k, GROUP=GROUP,
@@ -340,6 +355,8 @@ def _gemm_kernel(
     TOP_K: tl.constexpr,
     GATED: tl.constexpr,
     QUANTISED: tl.constexpr,
+    PACKED: tl.constexpr,
+    SWAPPED: tl.constexpr,
     BIASED: tl.constexpr,
     CLAMPED: tl.constexpr,
     ALPHA: tl.constexpr,
@@ -353,7 +370,8 @@ def _gemm_kernel(
 
     With GATED these are rows of gate and as many of up, and silu(gate) * up is what it writes,
     rounded as by `silu_and_mul`, or with CLAMPED what `ClampedSwiGLU` says. With RUNS the weight is
-    FP8, with so many scales a row, and with QUANTISED inputs are too, with as many.
+    FP8, with so many scales a row, and with QUANTISED inputs are too, with as many. With PACKED the
+    weight is MXFP4; see `mxfp4_sums`.
     """
     # In a weight with gate and up: how far the rows of each are apart, and up's from gate's.
     step: tl.constexpr = 2 if CLAMPED else 1
@@ -385,29 +403,36 @@ def _gemm_kernel(
         row = expert * height + column * step
         weights = weight + row[:, None] * DEPTH + inner[None, :]
         place = expert * (RUNS * height) + column * step
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for k in tl.range(0, DEPTH, BLOCK_K):
-            if RUNS > 1:  # asked for first, since nothing else has them come early
-                at = scales + place + k // run * height
-                of_a = _input_scales(of_x + token * RUNS + k // run, entry < entries, QUANTISED)
-                of_w = tl.load(at, mask=column < SIZE, other=0.0)[None, :]
-                if GATED:
-                    of_up = tl.load(at + to_up, mask=column < SIZE, other=0.0)[None, :]
-            left = (inner < DEPTH - k)[None, :]
-            a = tl.load(inputs + k, mask=there & left, other=0.0)
-            w = widen(tl.load(weights + k, mask=inside & left, other=0.0), a)
-            if RUNS > 1:
-                acc += tl.dot(a, tl.trans(w), input_precision="ieee") * (of_a * of_w)
-            else:
-                acc = tl.dot(a, tl.trans(w), acc, input_precision="ieee")
-            if GATED:
-                w = tl.load(weights + to_up * DEPTH + k, mask=inside & left, other=0.0)
-                w = widen(w, a)
+        if PACKED:
+            first_row = expert * ((DEPTH + 127) // 128 * height) + column * step
+            acc, up = mxfp4_sums(
+                x + token[:, None] * DEPTH, there, weight, scales, first_row, column < SIZE,
+                height, to_up, DEPTH, GATED, SWAPPED, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+        else:
+            acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            for k in tl.range(0, DEPTH, BLOCK_K):
+                if RUNS > 1:  # asked for first, since nothing else has them come early
+                    at = scales + place + k // run * height
+                    of_a = _input_scales(of_x + token * RUNS + k // run, entry < entries, QUANTISED)
+                    of_w = tl.load(at, mask=column < SIZE, other=0.0)[None, :]
+                    if GATED:
+                        of_up = tl.load(at + to_up, mask=column < SIZE, other=0.0)[None, :]
+                left = (inner < DEPTH - k)[None, :]
+                a = tl.load(inputs + k, mask=there & left, other=0.0)
+                w = widen(tl.load(weights + k, mask=inside & left, other=0.0), a)
                 if RUNS > 1:
-                    up += tl.dot(a, tl.trans(w), input_precision="ieee") * (of_a * of_up)
+                    acc += tl.dot(a, tl.trans(w), input_precision="ieee") * (of_a * of_w)
                 else:
-                    up = tl.dot(a, tl.trans(w), up, input_precision="ieee")
+                    acc = tl.dot(a, tl.trans(w), acc, input_precision="ieee")
+                if GATED:
+                    w = tl.load(weights + to_up * DEPTH + k, mask=inside & left, other=0.0)
+                    w = widen(w, a)
+                    if RUNS > 1:
+                        up += tl.dot(a, tl.trans(w), input_precision="ieee") * (of_a * of_up)
+                    else:
+                        up = tl.dot(a, tl.trans(w), up, input_precision="ieee")
         if RUNS == 1:
             of_a = _input_scales(of_x + token, entry < entries, QUANTISED)
             acc *= of_a * tl.load(scales + place, mask=column < SIZE, other=0.0)[None, :]

@@ -49,7 +49,7 @@ for dtype, itemsize in (("bf16", 2), ("fp32", 4)):
             used = {name: kind for name, kind in tensors.items()
                     if name in fused_moe._gemm_kernel.arg_names}
             ptx = check(fused_moe._gemm_kernel, used | dict(of_x="*fp32", scales="*fp32"),
-                        sizes | dict(RUNS=0, QUANTISED=False),
+                        sizes | dict(RUNS=0, QUANTISED=False, PACKED=False, SWAPPED=False),
                         num_warps=tile.warps, num_stages=tile.stages)
             assert ("wgmma" in ptx) == (dtype == "bf16" and tile.rows >= 64), tile
     for tile in fused_moe.FP8_TILES.values() if dtype == "bf16" else ():
@@ -60,11 +60,28 @@ for dtype, itemsize in (("bf16", 2), ("fp32", 4)):
                      if name in kinds and name != "bias"}
             sizes = dict(SIZE=768, DEPTH=2048, RUNS=runs, TOP_K=8, BIASED=False, GATED=gated)
             sizes |= dict(QUANTISED=tile.quantised, CLAMPED=False, LONE=False, ALPHA=0.0, LIMIT=0.0)
+            sizes |= dict(PACKED=False, SWAPPED=False)
             sizes |= dict(GROUP=16, BLOCK_M=tile.rows, BLOCK_N=tile.columns // (1 + gated))
             ptx = check(fused_moe._gemm_kernel, kinds, sizes | dict(BLOCK_K=128, bias=None),
                         num_warps=tile.warps, num_stages=tile.stages)
             assert ("e4m3.e4m3" in ptx) == tile.quantised
             assert "cp.async.cg.shared.global" in ptx
+    for tile in fused_moe.MXFP4_TILES.values() if dtype == "bf16" else ():
+        for gated in (True, False):
+            kinds = tensors | dict(of_x="*i32", scales="*i32", weight="*i16")
+            kinds = {name: kinds[name] for name in fused_moe._gemm_kernel.arg_names
+                     if name in kinds}
+            sizes = dict(SIZE=2880, DEPTH=2880, RUNS=0, TOP_K=4, BIASED=True, GATED=gated)
+            sizes |= dict(QUANTISED=False, PACKED=True, SWAPPED=tile.swapped, CLAMPED=gated)
+            sizes |= dict(LONE=gated and tile.rows == 16, ALPHA=1.7, LIMIT=7.0, GROUP=16)
+            sizes |= dict(BLOCK_M=tile.rows, BLOCK_N=tile.columns // (1 + gated), BLOCK_K=32)
+            ptx = check(fused_moe._gemm_kernel, kinds, sizes,
+                        num_warps=tile.warps, num_stages=tile.stages)
+            assert "cp.async.cg.shared.global" in ptx  # 16 bytes of packed weights at a time
+            assert ("wgmma" in ptx) == tile.swapped
+            # One for two weights, and no more: each number of the tile is widened once.
+            widened = tile.columns * 128 // 2 // (32 * tile.warps)
+            assert ptx.count("fma.rn.bf16x2") == widened, ptx.count("fma.rn.bf16x2")
     kinds = tensors | {"weights": "*fp32"}
     for kernel, sizes in (
         (fused_moe._sort_kernel, dict(HELD=60, BLOCK_E=64, ROWS=16, COUNT=1024)),

@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 import torch
 
+from kvbaton.engine.quantization.tensors import dequantize_mxfp4
 from kvbaton.kernels import fused_moe as module
 from kvbaton.kernels.fused_moe import (
     ClampedSwiGLU,
+    Tile,
     fused_moe,
     fused_moe_reference,
     tile_of,
@@ -15,6 +17,7 @@ from kvbaton.kernels.fused_moe import (
 )
 from kvbaton.kernels.fused_router import fused_router
 from kvbaton.kernels.fused_topk import fused_topk, fused_topk_reference
+from kvbaton.kernels.mxfp4 import WORDS, pack_mxfp4, quantize_mxfp4, unpack_mxfp4
 from kvbaton.kernels.quantize_fp8 import quantize_fp8_reference
 
 
@@ -130,7 +133,7 @@ def test_weights_in_fp8(
     found = fused_moe(x, gate_up, down, *routes, **scales)
     wide_scales: dict[str, Any] = dict(zip(scales, wide(*scales.values()), strict=True))
     expected = fused_moe_reference(*wide(x, gate_up, down, *routes), **wide_scales)
-    if not tile_of(tokens, 2, 4, fp8=True).quantised:
+    if not tile_of(tokens, 2, 4, gate_up.dtype).quantised:
         place.close(found, expected)
     error = (found.cpu().double() - expected).norm() / expected.norm()
     assert error < 0.06, f"relative error {error:.3f}"  # e4m3 has 3 bits, inputs and between
@@ -168,6 +171,71 @@ def test_ranks_that_share_experts_in_fp8(place: Any) -> None:
     place.close(sum(part.double() for part in of_columns), expected)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "size", "middle", "clamped"),
+    [
+        (1, 160, 96, True),
+        (2, 128, 32, False),
+        (17, 160, 96, True),
+        (64, 64, 32, True),
+        pytest.param(100, 288, 224, True, marks=pytest.mark.gpu),
+        pytest.param(900, 2880, 1440, True, marks=pytest.mark.gpu),
+    ],
+)
+def test_weights_in_mxfp4(
+    place: Any, tokens: int, size: int, middle: int, clamped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All numbers, scales at their ends, parts of blocks, and gpt-oss's activation and biases."""
+    if place.dtype == torch.float16:
+        pytest.skip("activations beside MXFP4 are bfloat16")
+    if place.device.type == "cpu":  # products of fewer rows, which the interpreter can do
+        if tokens > 64:
+            pytest.skip("too much for the interpreter")
+        tile = Tile(16, 64, 64, 4, 2, swapped=tokens == 17)
+        monkeypatch.setattr(module, "MXFP4_TILES", {1 << 31: tile})
+    packed, floats = [], []
+    for rows, columns in ((2 * middle, size), (size, middle)):
+        groups = (3, rows, columns // 32)
+        blocks = torch.randint(0, 256, (*groups, 16), dtype=torch.uint8)
+        scales = torch.randint(118, 124, groups, dtype=torch.uint8)
+        scales[0, 0, 0], scales[0, 1, 0] = 2, 128
+        packed.append([x.to(place.device) for x in pack_mxfp4(blocks, scales)])
+        floats.append(dequantize_mxfp4(blocks, scales).double())
+    (gate_up, of_gate_up), (down, of_down) = packed
+    x, routes = place.randn(tokens, size), make_routes(place, tokens, 3, 2, skew=1.0)
+    biases: dict[str, Any] = {"gate_up_bias": place.randn(3, 2 * middle)}
+    biases["down_bias"] = place.randn(3, size)
+    wide_biases: dict[str, Any] = dict(zip(biases, wide(*biases.values()), strict=True))
+    swiglu = ClampedSwiGLU(alpha=1.702, limit=7.0) if clamped else None
+    found = fused_moe(
+        x, gate_up, down, *routes, gate_up_scales=of_gate_up, down_scales=of_down, swiglu=swiglu,
+        **biases,
+    )  # fmt: skip
+    given, *chosen = wide(x, *routes)
+    expected = fused_moe_reference(given, *floats, *chosen, swiglu=swiglu, **wide_biases)
+    place.close(found, expected)
+
+
+def test_mxfp4_unpacks_as_it_was_packed() -> None:
+    blocks = torch.arange(256, dtype=torch.uint8).expand(2, 3, 256).reshape(2, 3, 16, 16)
+    scales = torch.arange(96, dtype=torch.uint8).view(2, 3, 16)
+    for groups in (16, 15, 13, 1):
+        stored = blocks[:, :, :groups], scales[:, :, :groups]
+        words, factors = pack_mxfp4(*stored)
+        found = unpack_mxfp4(words, factors)
+        assert found.shape == (2, 3, -(-groups // 4) * 128)
+        assert torch.equal(found[..., : groups * 32], dequantize_mxfp4(*stored))
+        assert not found[..., groups * 32 :].any()
+
+
+def test_floats_in_mxfp4_are_near() -> None:
+    x = torch.randn(7, 160, generator=torch.Generator().manual_seed(1)) * torch.logspace(-9, 9, 160)
+    found = dequantize_mxfp4(*quantize_mxfp4(x))
+    groups = (found - x).view(7, 5, 32).abs().amax(-1) / x.view(7, 5, 32).abs().amax(-1)
+    assert groups.max() <= 0.25  # from 8 to 6
+    assert torch.equal(dequantize_mxfp4(*quantize_mxfp4(found)), found)
+
+
 @pytest.mark.parametrize("tokens", token_counts(2, 4))
 def test_every_tile(place: Any, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if place.device.type == "cpu":  # products of fewer rows, which the interpreter can do
@@ -191,8 +259,13 @@ def test_no_tokens(place: Any) -> None:
 
 def test_token_counts_reach_every_tile() -> None:
     for top_k, experts in ((2, 8), (8, 128), (8, 256), (3, 7)):
-        tiles = [tile_of(tokens, top_k, experts) for tokens in token_counts(top_k, experts)]
-        assert tiles == list(module.TILES.values())
+        for dtype, tiles in (
+            (torch.bfloat16, module.TILES),
+            (torch.float8_e4m3fn, module.FP8_TILES),
+            (WORDS, module.MXFP4_TILES),
+        ):
+            counts = token_counts(top_k, experts)
+            assert [tile_of(n, top_k, experts, dtype) for n in counts] == list(tiles.values())
 
 
 @pytest.mark.parametrize("renormalize", [True, False])

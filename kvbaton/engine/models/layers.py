@@ -43,6 +43,8 @@ class Piece:
         scales: [target rows, groups of target columns] float32, of an FP8 target; to fill too.
         index: of a stack of tensors, along the first axis of `shape`, which one; `target`, `dim`
             and `start` are within it. None if it is no stack.
+        number: length of the slice, of a target in MXFP4: it and `scales` are as `pack_mxfp4`
+            packs what the stack has transposed.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Piece:
     norm: bool = False
     scales: Tensor | None = None
     index: int | None = None
+    number: int | None = None
 
 
 class WeightedModule(nn.Module, ABC):

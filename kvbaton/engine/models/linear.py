@@ -155,6 +155,21 @@ def has_fp8_products() -> bool:
     return torch.cuda.get_device_capability(where.device) >= (8, 9)
 
 
+def has_mxfp4_products() -> bool:
+    """Whether where new weights go MXFP4 can be widened as it is read, for bfloat16 activations."""
+    where = torch.empty(0)
+    if where.dtype != torch.bfloat16 or where.device.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(where.device) >= (8, 0)
+
+
+def keeps_mxfp4(quantization: Quantization | None, name: str) -> bool:
+    """Whether a checkpoint's experts of this name stay in MXFP4."""
+    if quantization is None or quantization.layout != "mxfp4" or not has_mxfp4_products():
+        return False
+    return not quantization.ignores(name)
+
+
 def expert_run(
     quantization: Quantization | None, names: Sequence[str], columns: int, start: int
 ) -> int | None:

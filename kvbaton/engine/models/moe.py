@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from kvbaton.engine.collectives import Alone, Shard
 from kvbaton.engine.models.layers import ColumnLinear, GatedMLP, Piece, WeightedModule, new_weight
-from kvbaton.engine.models.linear import FP8, expert_run, product
+from kvbaton.engine.models.linear import FP8, expert_run, keeps_mxfp4, product
 from kvbaton.engine.moe_config import MoeConfig
 from kvbaton.engine.quantization.config import Quantization
 from kvbaton.kernels.fused_moe import ClampedSwiGLU, fused_moe
 from kvbaton.kernels.fused_router import fits, fused_router
 from kvbaton.kernels.fused_topk import fused_topk
+from kvbaton.kernels.jit import cdiv
+from kvbaton.kernels.mxfp4 import COLUMNS, GROUP, WORDS
 from kvbaton.kernels.silu_and_mul import silu_and_mul
 
 
@@ -87,13 +89,18 @@ class Experts(WeightedModule):
     and up, and columns of down, of all experts. Either way the ranks' results add up. Behind
     the routed experts stand shared ones of their size (`_joined`), if they are floats.
 
+    In MXFP4 ranks have equal numbers of groups of columns of down; those past the last are zeros.
+
     Attributes:
         first: number of the first expert held.
+        start: first of the intermediate features held.
+        middle: how many of them are held.
         shared: how many shared experts there are behind the routed ones held.
         gate_up_proj: [experts held, 2 * intermediate size held, size]; rows of gate before those of
-            up, or taking turns with them (`MoeFamily.stacked`).
-        down_proj: [experts held, size, intermediate size held].
-        gate_up_scales: of a weight in FP8, [experts held, runs of its inputs, its rows] float32.
+            up, or taking turns with them (`MoeFamily.stacked`). MXFP4 as `pack_mxfp4` packs it.
+        down_proj: [experts held, size, intermediate size held], or likewise.
+        gate_up_scales: of a weight in FP8, [experts held, runs of its inputs, its rows] float32; of
+            one in MXFP4 as `pack_mxfp4` packs them.
         down_scales: likewise.
         gate_up_bias: [experts held, 2 * intermediate size held], if there is one.
         down_bias: [experts held, size], on the rank that adds it.
@@ -108,13 +115,17 @@ class Experts(WeightedModule):
         quantization: Quantization | None,
     ) -> None:
         super().__init__()
-        self.name, self.moe = name, moe
+        self.name, self.moe, self.size = name, moe, size
         self.first, held = 0, moe.num_experts
         self.start, middle = 0, moe.intermediate_size
+        packed = keeps_mxfp4(quantization, name)
         if shard.expert_parallel:
             self.first, held = shard.span(held)
+        elif packed:
+            self.start, middle = (GROUP * x for x in shard.padded_span(middle // GROUP))
         else:
             self.start, middle = shard.span(middle)
+        self.middle = max(0, min(middle, moe.intermediate_size - self.start))
         self.gate_up_scales: nn.Parameter | None = None
         self.down_scales: nn.Parameter | None = None
         names = [f"{name}.{self.first}.{part}" for part in moe.family.projections]
@@ -124,13 +135,18 @@ class Experts(WeightedModule):
         )
         floats = None in runs or moe.family.stacked or moe.family.halves
         self.shared = _joined(moe, shard) if floats else 0
-        if floats:
+        if packed:
+            self.gate_up_proj, self.gate_up_scales = _new_mxfp4(held, 2 * middle, size)
+            self.down_proj, self.down_scales = _new_mxfp4(held, size, middle)
+        elif floats:
             self.gate_up_proj = new_weight(held + self.shared, 2 * middle, size)
             self.down_proj = new_weight(held + self.shared, size, middle)
         else:
             self.gate_up_proj, self.gate_up_scales = _new_fp8(held, 2 * middle, size, runs[0])
             self.down_proj, self.down_scales = _new_fp8(held, size, middle, runs[1])
         self.gate_up_bias = new_weight(held, 2 * middle) if moe.family.stacked else None
+        if packed and self.gate_up_bias is not None:
+            self.gate_up_bias.zero_()
         adds = moe.family.stacked and (shard.expert_parallel or shard.rank == 0)
         self.down_bias = new_weight(held, size) if adds else None
         self.swiglu = None if moe.swiglu is None else ClampedSwiGLU(*moe.swiglu)
@@ -200,26 +216,56 @@ class Experts(WeightedModule):
             yield Piece(f"{name}.down_proj.weight", rows[::-1], target, 1, start)
 
     def _stacks(self) -> Iterator[Piece]:
-        moe, (held, size, _) = self.moe, self.down_proj.shape
-        experts, total, start = moe.num_experts, moe.intermediate_size, self.start
-        both, gate_up = self.gate_up_proj.transpose(1, 2), (size, 2 * total)
-        stacks: list[tuple[str, tuple[int, ...], Tensor | None, int, int]] = [
-            ("gate_up_proj", gate_up, both, 1, 2 * start),
-            ("gate_up_proj_bias", (2 * total,), self.gate_up_bias, 0, 2 * start),
-            ("down_proj", (total, size), self.down_proj.transpose(1, 2), 0, start),
-            ("down_proj_bias", (size,), self.down_bias, 0, 0),
+        moe, size, start, rows = self.moe, self.size, self.start, 2 * self.middle
+        total = moe.intermediate_size
+        gate_up = (size, 2 * total)
+        both, down = self.gate_up_proj.transpose(1, 2), self.down_proj.transpose(1, 2)
+        stacks = [
+            _Stack("gate_up_proj", gate_up, both, 1, 2 * start),
+            _Stack("down_proj", (total, size), down, 0, start),
         ]
+        if self.gate_up_scales is not None and self.down_scales is not None:
+            blocks = cdiv(self.middle, COLUMNS)
+            stacks = [
+                stacks[0]._replace(
+                    targets=self.gate_up_proj[:, :, :rows],
+                    scales=self.gate_up_scales[:, :, :rows],
+                    number=rows,
+                ),
+                stacks[1]._replace(
+                    targets=self.down_proj[:, :blocks],
+                    scales=self.down_scales[:, :blocks],
+                    number=self.middle,
+                ),
+            ]
+        if self.gate_up_bias is not None:
+            bias = self.gate_up_bias[:, :rows]
+            stacks.append(_Stack("gate_up_proj_bias", (2 * total,), bias, 0, 2 * start))
+        if self.down_bias is not None:
+            stacks.append(_Stack("down_proj_bias", (size,), self.down_bias))
         if moe.family.halves:
             gate, up = both.chunk(2, dim=2)
-            stacks[0] = ("gate_up_proj", gate_up, gate, 1, start)
-            stacks.append(("gate_up_proj", gate_up, up, 1, total + start))
-        for name, shape, targets, dim, first in stacks:
-            for index in range(held if targets is not None else 0):
-                assert targets is not None
+            stacks[0] = _Stack("gate_up_proj", gate_up, gate, 1, start)
+            stacks.append(_Stack("gate_up_proj", gate_up, up, 1, total + start))
+        for stack in stacks:
+            for index, target in enumerate(stack.targets if stack.targets.numel() else ()):
                 yield Piece(
-                    f"{self.name}.{name}", (experts, *shape), targets[index], dim, first,
-                    index=self.first + index,
+                    f"{self.name}.{stack.name}", (moe.num_experts, *stack.shape), target,
+                    stack.dim, stack.start, index=self.first + index, number=stack.number,
+                    scales=None if stack.scales is None else stack.scales[index],
                 )  # fmt: skip
+
+
+class _Stack(NamedTuple):
+    """A tensor of all experts, and where this rank's part of each goes; see `Piece`."""
+
+    name: str
+    shape: tuple[int, ...]
+    targets: Tensor
+    dim: int = 0
+    start: int = 0
+    scales: Tensor | None = None
+    number: int | None = None
 
 
 def _joined(moe: MoeConfig, shard: Shard) -> int:
@@ -237,6 +283,14 @@ def _new_fp8(
     weight = torch.empty(held, rows, columns, dtype=FP8)
     scales = torch.empty(held, columns // (run or columns), rows, dtype=torch.float32)
     return nn.Parameter(weight, requires_grad=False), nn.Parameter(scales, requires_grad=False)
+
+
+def _new_mxfp4(held: int, rows: int, columns: int) -> tuple[nn.Parameter, nn.Parameter]:
+    """A stack of zeros, packed, and its scales; see `pack_mxfp4`."""
+    blocks = cdiv(columns, COLUMNS)
+    words = torch.zeros(held, blocks, rows, GROUP, dtype=WORDS)
+    scales = torch.zeros(held, blocks, rows, dtype=torch.int32)
+    return nn.Parameter(words, requires_grad=False), nn.Parameter(scales, requires_grad=False)
 
 
 class SharedExperts(nn.Module):

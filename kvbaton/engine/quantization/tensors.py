@@ -29,6 +29,7 @@ from torch import Tensor
 
 from kvbaton.engine.quantization.config import Quantization
 from kvbaton.errors import ConfigError
+from kvbaton.kernels.mxfp4 import GROUP, MOST
 
 FLOATS = ("F32", "F16", "BF16")
 """What weights that are not quantised may be stored as, by safetensors' names."""
@@ -411,12 +412,30 @@ class MXFP4Tensor:
         self._blocks = _part(tensors, f"{name}_blocks", ("U8",), shape)
         self._scales = _part(tensors, f"{name}_scales", ("U8",), shape[:-1])
         *outer, rows, groups, _ = shape
-        self.where, self.shape, self.dtype = blocks.where, (*outer, groups * 32, rows), "F32"
+        self.where, self.shape, self.dtype = blocks.where, (*outer, groups * GROUP, rows), "F32"
 
     def read(self, *index: slice) -> Tensor:
         """See `Stored.read`."""
+        columns = _bounds(self.shape, index)[-2]
+        wide = dequantize_mxfp4(*self._read(index))
+        return wide.narrow(-1, columns[0] % GROUP, columns[1] - columns[0]).transpose(-1, -2)
+
+    def read_parts(self, *index: slice) -> tuple[Tensor, Tensor]:
+        """Blocks and scales as `pack_mxfp4` takes them.
+
+        Raises:
+            ConfigError: a scale is larger than it takes.
+        """
+        blocks, scales = self._read(index)
+        if scales.numel() and scales.max() > MOST:
+            raise ConfigError(
+                "--model",
+                f"{self._scales.where} has scales up to 2^{int(scales.max()) - 127}; experts in "
+                f"MXFP4 are served with 2^{MOST - 127} at most; --dtype float16 dequantises them",
+            )
+        return blocks, scales
+
+    def _read(self, index: tuple[slice, ...]) -> tuple[Tensor, Tensor]:
         *outer, columns, rows = _bounds(self.shape, index)
-        touched = _blocks(*columns, 32)
-        part = (*(slice(*bound) for bound in outer), slice(*rows), touched)
-        wide = dequantize_mxfp4(self._blocks.read(*part), self._scales.read(*part))
-        return wide.narrow(-1, columns[0] % 32, columns[1] - columns[0]).transpose(-1, -2)
+        part = (*(slice(*bound) for bound in outer), slice(*rows), _blocks(*columns, GROUP))
+        return self._blocks.read(*part), self._scales.read(*part)
