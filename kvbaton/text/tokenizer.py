@@ -210,8 +210,10 @@ def _fast_encoder(backend: tokenizers.Tokenizer) -> Any:
     """The same tokenizer as `fastokens` has it: a thirtieth of the time a text, a second to load.
 
     None if that library is not installed, can't have it (it has most of what BPE models use, and no
-    others), or makes other tokens of `PROBE`.
+    others), or makes other tokens of `PROBE`; and if there is no vocabulary, so nothing to encode.
     """
+    if not backend.get_vocab_size():
+        return None
     try:
         import fastokens
 
