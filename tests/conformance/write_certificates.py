@@ -82,7 +82,7 @@ def _server(name: str) -> Iterator[str]:
 @contextmanager
 def _s3() -> Iterator[str]:
     with running(s3_server()) as S3BackDoor.server:
-        yield S3BackDoor.server.spec(timeout_s=8.0, retry_s=1.0)
+        yield S3BackDoor.server.spec(timeout_s=8.0, retry_s=1.0, claims=True)
 
 
 @contextmanager

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import urllib.request
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from kvbaton.connectors.registry import load_store
-from kvbaton.connectors.store import Store
+from kvbaton.connectors.store import Claiming, Hints, Namespaced, Store, Usage
 from kvbaton.errors import ConfigError, StoreError
 from tests.support.store_objects import find, make_objects, pieces, read, save, wait
 from tests.support.store_servers import (
@@ -95,8 +96,60 @@ def test_prefixes_do_not_mix(store: Store, server: Server) -> None:
 
 
 def test_no_such_bucket(server: Server) -> None:
-    with pytest.raises(StoreError, match=r"NoSuchBucket|404"), server.store(url="s3://nowhere/x"):
+    with pytest.raises(StoreError, match="no bucket 'nowhere'"), server.store(url="s3://nowhere/x"):
         pass
+
+
+def test_a_bucket_that_is_gone(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not taken for one without objects."""
+    monkeypatch.setattr("kvbaton.connectors.stores.s3._SEEN_S", 0.0)
+    ask_bucket(server, "PUT")
+    with server.store(url="s3://gone/x") as store:
+        assert find(store, KEYS).present == (False, False)
+        ask_bucket(server, "DELETE")
+        for call in (lambda: find(store, KEYS), lambda: read(store, OBJECTS)):
+            with pytest.raises(StoreError, match="s3://gone/x: there is no bucket 'gone'"):
+                call()
+        with pytest.raises(StoreError, match="there is no bucket 'gone'"):
+            save(store, OBJECTS)
+        assert "no bucket" in str(store.health())
+        ask_bucket(server, "PUT")
+        assert find(store, KEYS).present == (False, False)
+        assert store.health() is None
+        ask_bucket(server, "DELETE")
+
+
+def ask_bucket(server: Server, method: str) -> None:
+    url = f"http://{HOST}:{server.port}/gone"
+    urllib.request.urlopen(urllib.request.Request(url, method=method)).close()
+
+
+def test_labels_are_metadata_and_others_list_them(server: Server) -> None:
+    hints = [Hints(namespace="n" * 64, tenant="alice"), Hints(namespace="m")]
+    url = "s3://bucket/labels"
+    with server.store(url=url) as one, server.store(url=url) as other:
+        store, namespaced = cast(Any, one), cast(Namespaced, other)
+        call = store.store(KEYS, [pieces(data) for data in OBJECTS.values()], hints=hints)
+        assert wait(call) == [True, True]
+        found = wait(namespaced.namespaces())
+        assert found["n" * 64] == Usage(1, 70_000, tenants={"alice": 70_000})
+        assert set(found) == {"n" * 64, "m"}
+        assert wait(namespaced.clear("m")) == 1
+        assert find(one, KEYS).present == (True, False)
+
+
+def test_claims(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"url": "s3://bucket/claims", "claims": True}
+    with server.store(**options) as one, server.store(**options) as other:
+        mine, theirs = cast(Claiming, one), cast(Claiming, other)
+        assert wait(mine.claim(KEYS)) == [True, True]
+        assert wait(theirs.claim(KEYS)) == [False, False]
+        assert save(one, {KEYS[0]: OBJECTS[KEYS[0]]}) == [True]
+        assert wait(theirs.claim(KEYS)) == [False, False], "one is there, one is claimed"
+        monkeypatch.setattr("kvbaton.connectors.stores.s3.CLAIM_S", -1.0)
+        assert wait(theirs.claim(KEYS)) == [False, True], "of one who died, it is void"
+    with pytest.raises(ConfigError, match="claims"):
+        load_store(server.spec(claims=True, conditional=False))
 
 
 def test_secrets_stay_secret(caplog: pytest.LogCaptureFixture) -> None:

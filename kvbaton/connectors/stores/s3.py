@@ -1,7 +1,9 @@
 """Objects in a bucket of S3, or of a service that speaks its protocol.
 
-``PREFIX/ab/abcd...``: checksum (`threaded.seal`) and bytes as one S3 object under the key in hex.
-It is shown only when all of it is there. What is too old, a lifecycle rule of the bucket removes.
+``PREFIX/ab/abcd...``: checksum (`threaded.seal`) and bytes as one S3 object under the key in hex,
+with namespace and tenant in its metadata. It is shown only when all of it is there. What is too
+old, a lifecycle rule of the bucket removes. A claim is an empty object, ``PREFIX/claims/abcd...``,
+which only one can create; that of a process that died is void after `CLAIM_S`.
 
 Credentials and region come from `options` or from the usual variables (``AWS_ACCESS_KEY_ID``,
 ``AWS_SECRET_ACCESS_KEY``, ``AWS_REGION``, ...); neither is ever logged.
@@ -10,15 +12,27 @@ Credentials and region come from `options` or from the usual variables (``AWS_AC
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
-from datetime import timedelta
-from typing import Any
+import logging
+import math
+import re
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
-from kvbaton.connectors.store import Pieces, StoreCapabilities, Usage
-from kvbaton.connectors.stores.threaded import SEAL_BYTES, LastCall, ThreadedStore, seal, unseal
-from kvbaton.errors import ConfigError
+from kvbaton.connectors.store import CLAIM_S, NO_HINTS, Hints, Pieces, StoreCapabilities, Usage
+from kvbaton.connectors.stores.threaded import (
+    SEAL_BYTES,
+    LastCall,
+    ThreadedStore,
+    seal,
+    unseal,
+    usage_by_namespace,
+)
+from kvbaton.errors import ConfigError, StoreError
 
 try:
     import obstore
@@ -26,6 +40,19 @@ try:
     from obstore.store import S3Store as Bucket
 except ImportError as error:
     raise ImportError(f"{error}: pip install 'kvbaton[s3]'") from error
+
+if TYPE_CHECKING:
+    from obstore import ObjectMeta
+
+Asked = TypeVar("Asked")
+Told = TypeVar("Told")
+
+_log = logging.getLogger(__name__)
+_PATH = re.compile("[0-9a-f]{2}/[0-9a-f]{64}")
+_NOTHING = "nothing"
+"""Below it there are no objects: to list them only tells whether there is a bucket."""
+_SEEN_S = 10.0
+"""Without any object that was there for so long, a lookup lists, to see that there is a bucket."""
 
 
 class S3Store(ThreadedStore):
@@ -39,6 +66,8 @@ class S3Store(ThreadedStore):
             ``virtual_hosted_style_request``, ...).
         conditional: whether the service knows conditional writes; without them, two who store the
             same object at the same time both send it.
+        claims: let one of several nodes that compute the same prompt at once store it, for two
+            more requests (one written, one deleted) for each object. Needs conditional writes.
         threads: see `ThreadedStore`.
         lookups: keys that are looked at at the same time.
         timeout_s: the longest that one request takes.
@@ -53,35 +82,63 @@ class S3Store(ThreadedStore):
         endpoint: str | None = None,
         options: Mapping[str, Any] | None = None,
         conditional: bool = True,
+        claims: bool = False,
         threads: int = 8,
         lookups: int = 64,
         timeout_s: float = 15.0,
         retry_s: float = 5.0,
     ) -> None:
+        if claims and not conditional:
+            raise ConfigError(
+                "claims", "needs conditional writes: leave out one of the two options"
+            )
         config = dict(options or {}) | ({"endpoint": endpoint} if endpoint else {})
         bucket = _bucket(url, config, timeout_s, retry_s)
-        super().__init__(name, S3Objects(url, bucket, conditional, lookups), threads=threads)
+        backend = S3Objects(url, bucket, conditional, claims, lookups)
+        super().__init__(name, backend, threads=threads)
 
 
 class S3Objects(LastCall):
     """The backend of `S3Store`."""
 
-    capabilities = StoreCapabilities(persistent=True, shared=True, pins=False, max_keys=256)
-
-    def __init__(self, url: str, bucket: Bucket, conditional: bool, lookups: int) -> None:
+    def __init__(
+        self, url: str, bucket: Bucket, conditional: bool, claims: bool, lookups: int
+    ) -> None:
+        self.capabilities = StoreCapabilities(
+            persistent=True,
+            shared=True,
+            pins=False,
+            max_keys=256,
+            hints=True,
+            prefix=True,
+            claims=claims,
+            namespaces=True,
+        )
         self._url = url
         self._bucket = bucket
         self._conditional = conditional
         self._lookups = lookups
+        self._seen_at = -math.inf
+        self._lock = threading.Lock()
+        self._claimed: dict[bytes, float] = {}
+        """What we have claimed, and until when nobody else can have."""
 
     def open(self) -> None:
-        """List the bucket's first objects.
+        """See that the bucket is there.
 
         Raises:
             StoreError: there is no such bucket, or it refuses us.
         """
         with self._asking("list"):
-            next(iter(obstore.list(self._bucket)), None)
+            self._see_bucket()
+
+    def close(self) -> None:
+        """Give claims back."""
+        try:
+            self._drop(tuple(self._claimed))
+        except StoreError as error:
+            _log.warning("claims are void after %g s: %s", CLAIM_S, error)
+        super().close()
 
     def usage(self) -> Usage:
         """Unknown: S3 does not count."""
@@ -91,30 +148,43 @@ class S3Objects(LastCall):
         """See `Backend.contains`: one request per key, many at the same time."""
         return [size is not None for size in self._sizes(keys)]
 
+    def longest_prefix(self, keys: Sequence[bytes]) -> int:
+        """See `PrefixBackend.longest_prefix`: as many requests at a time, up to the gap."""
+        for start in range(0, len(keys), self._lookups):
+            found = self.contains(keys[start : start + self._lookups])
+            if not all(found):
+                return start + found.index(False)
+        return len(keys)
+
     def get(self, key: bytes, target: Pieces) -> bool:
         """See `Backend.get`; an object that is not what it should be is removed."""
         with self._asking("read"):
             try:
                 value = memoryview(obstore.get(self._bucket, _path(key)).bytes())
-            except FileNotFoundError:
+            except FileNotFoundError as error:
+                if "NoSuchBucket" in str(error):
+                    raise
                 return False
         return unseal(self, key, value, target)
 
-    def put(self, key: bytes, source: Pieces) -> bool:
+    def put(self, key: bytes, source: Pieces, hints: Hints = NO_HINTS) -> bool:
         """See `Backend.put`: the bytes are sent only if they are not there yet."""
         [held] = self._sizes([key])
         if held != SEAL_BYTES + sum(map(len, source)):
             # An object of another length is wrong for whoever asks now, so it is replaced.
             create = self._conditional and held is None
+            labels = {"namespace": hints.namespace, "tenant": hints.tenant}
             # Another one was faster, or our own first try that lost its answer.
             with self._asking("write to"), suppress(AlreadyExistsError):
                 obstore.put(
                     self._bucket,
                     _path(key),
                     [seal(key, source), *source],
+                    attributes={name: label for name, label in labels.items() if label},
                     mode="create" if create else "overwrite",
                     use_multipart=False,
                 )
+        self._drop([key])
         return True
 
     def remove(self, keys: Sequence[bytes]) -> int:
@@ -126,25 +196,121 @@ class S3Objects(LastCall):
                 obstore.delete(self._bucket, paths)
         return len(paths)
 
+    def claim(self, keys: Sequence[bytes]) -> list[bool]:
+        """See `Claiming.claim`: one request for each key that is there, two for others."""
+
+        async def take(key: bytes) -> bool:
+            path, until = _claim_path(key), time.monotonic() + CLAIM_S
+            for _ in range(2):
+                with suppress(AlreadyExistsError):
+                    await obstore.put_async(self._bucket, path, b"", mode="create")
+                    with self._lock:
+                        self._claimed[key] = until
+                    return True
+                with suppress(FileNotFoundError):
+                    made = (await obstore.head_async(self._bucket, path))["last_modified"]
+                    if datetime.now(UTC) - made < timedelta(seconds=CLAIM_S):
+                        return False
+                    await obstore.delete_async(self._bucket, path)  # of one who died
+            return False
+
+        present = self.contains(keys)
+        absent = [key for key, there in zip(keys, present, strict=True) if not there]
+        with self._asking("claim in"):
+            claimed = iter(self._at_once(take, absent))
+        return [not there and next(claimed) for there in present]
+
+    def namespaces(self) -> dict[str, Usage]:
+        """See `Namespaced.namespaces`: a request for each object, and for each 1,000."""
+        return usage_by_namespace(found[1:] for found in self._labelled())
+
+    def clear(self, namespace: str) -> int:
+        """See `Namespaced.clear`: as many requests as `namespaces` makes, and deletions."""
+        paths = [path for path, held_in, *_ in self._labelled() if held_in == namespace]
+        if paths:
+            with self._asking("delete from"):
+                obstore.delete(self._bucket, paths)
+        return len(paths)
+
+    def _labelled(self) -> Iterator[tuple[str, str, str, int]]:
+        """Path, namespace, tenant and bytes of every object."""
+
+        async def labels(item: ObjectMeta) -> tuple[str, str, str, int] | None:
+            try:
+                found = await obstore.get_async(self._bucket, item["path"], options={"head": True})
+            except FileNotFoundError:
+                return None  # deleted meanwhile
+            told: Any = found.attributes
+            size = item["size"] - SEAL_BYTES
+            return item["path"], told.get("namespace", ""), told.get("tenant", ""), size
+
+        with self._asking("list"):
+            pages = iter(obstore.list(self._bucket))
+        while True:
+            with self._asking("list"):
+                page = next(pages, None)
+                if page is None:
+                    return
+                objects = [item for item in page if _PATH.fullmatch(item["path"])]
+                found = self._at_once(labels, objects)
+            yield from filter(None, found)
+
+    def _drop(self, keys: Sequence[bytes]) -> None:
+        """Give back those claims of these keys that are ours."""
+        now = time.monotonic()
+        with self._lock:
+            ours = [_claim_path(key) for key in keys if self._claimed.pop(key, 0.0) > now]
+        if ours:
+            with self._asking("delete from"):
+                obstore.delete(self._bucket, ours)
+
     def _sizes(self, keys: Sequence[bytes]) -> list[int | None]:
         """Bytes of the objects with their checksums, None for those that are not there."""
 
-        async def size(key: bytes, turns: asyncio.Semaphore) -> int | None:
-            async with turns:
-                try:
-                    return (await obstore.head_async(self._bucket, _path(key)))["size"]
-                except FileNotFoundError:
-                    return None
-
-        async def all_sizes() -> list[int | None]:
-            turns = asyncio.Semaphore(self._lookups)
-            return await asyncio.gather(*(size(key, turns) for key in keys))
+        async def size(key: bytes) -> int | None:
+            try:
+                return (await obstore.head_async(self._bucket, _path(key)))["size"]
+            except FileNotFoundError:
+                return None
 
         with self._asking("look into"):
-            return asyncio.run(all_sizes())
+            sizes = self._at_once(size, keys)
+            if any(found is not None for found in sizes):
+                self._seen_at = time.monotonic()
+            elif time.monotonic() > self._seen_at + _SEEN_S:
+                self._see_bucket()  # a HEAD says the same of an object that is not there
+        return sizes
 
-    def _asking(self, what: str) -> AbstractContextManager[None]:
-        return self._calling(f"can't {what} {self._url}", BaseError, OSError)
+    def _see_bucket(self) -> None:
+        next(iter(obstore.list(self._bucket, _NOTHING)), None)
+        self._seen_at = time.monotonic()
+
+    def _at_once(
+        self, ask: Callable[[Asked], Awaitable[Told]], many: Sequence[Asked]
+    ) -> list[Told]:
+        """Answers in order, of so many requests at a time."""
+
+        async def in_turn(one: Asked, turns: asyncio.Semaphore) -> Told:
+            async with turns:
+                return await ask(one)
+
+        async def every() -> list[Told]:
+            turns = asyncio.Semaphore(self._lookups)
+            return await asyncio.gather(*(in_turn(one, turns) for one in many))
+
+        return asyncio.run(every())
+
+    @contextmanager
+    def _asking(self, what: str) -> Iterator[None]:
+        with self._calling(f"can't {what} {self._url}", BaseError, OSError):
+            try:
+                yield
+            except (BaseError, OSError) as error:
+                # That an object is not there has been caught: it is a miss.
+                if not isinstance(error, FileNotFoundError) and "NoSuchBucket" not in str(error):
+                    raise
+                missing = f"there is no bucket {urlsplit(self._url).netloc!r}"
+                raise FileNotFoundError(missing) from error
 
 
 def _bucket(url: str, config: dict[str, Any], timeout_s: float, retry_s: float) -> Bucket:
@@ -169,3 +335,7 @@ def _bucket(url: str, config: dict[str, Any], timeout_s: float, retry_s: float) 
 def _path(key: bytes) -> str:
     name = key.hex()
     return f"{name[:2]}/{name}"
+
+
+def _claim_path(key: bytes) -> str:
+    return f"claims/{key.hex()}"
