@@ -5,33 +5,30 @@ The JSON object holds keyword arguments of the constructor. A transport is writt
 ``Class(name: str, *, host: str = "127.0.0.1", **options)``, a store as
 ``Class(name: str, **options)``. Entry points are of group ``kvbaton.transports`` or
 ``kvbaton.stores``. Inside the JSON of a store that wraps others, a spec may also be written as
-``{NAME: OPTIONS}``. In an option's text ``{env:NAME}`` stands for an environment variable, and
-``{file:PATH}`` for what is in a file: secrets on a command line are for all to see.
+``{NAME: OPTIONS}``. Secrets are filled in (`secret_options.py`): on a command line all see them.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from pathlib import Path
 from typing import Any, get_type_hints
 
 import msgspec
 
 from kvbaton.connectors.base import Transport
 from kvbaton.connectors.contract import Contract
+from kvbaton.connectors.secret_options import as_written, filled_in
 from kvbaton.connectors.store import Store
 from kvbaton.errors import ConfigError, KvbatonError
 
 Spec = str | Mapping[str, Mapping[str, Any]]
 """Names a connector and its options; see the module's docstring."""
 
-_SECRET = re.compile(r"\{(env|file):([^{}]+)\}")
 _PATH = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
@@ -158,7 +155,8 @@ def _build(kind: Kind, spec: str, context: dict[str, Any]) -> Any:
     target, options = split_spec(spec, kind)
     factory = find_connector(kind, target)
     kind.contract.check(kind.flag, target, factory)
-    arguments = context | {name: _filled_in(kind, name, value) for name, value in options.items()}
+    filled = {name: filled_in(kind.flag, name, value) for name, value in options.items()}
+    arguments = context | filled
     try:
         inspect.signature(factory).bind(**arguments)
     except (TypeError, ValueError) as error:
@@ -167,45 +165,19 @@ def _build(kind: Kind, spec: str, context: dict[str, Any]) -> Any:
     try:
         connector = factory(**arguments)
         fits = isinstance(connector, kind.protocol)  # looks at its properties
-    except KvbatonError:
-        raise
+    except KvbatonError as error:
+        if (told := as_written(str(error))) == str(error):
+            raise
+        raise ConfigError(kind.flag, told) from None
     except Exception as error:
-        text = told = f"{target} can't be built: {type(error).__name__}: {error}"
-        for name, written in options.items():
-            filled = arguments[name]
-            if isinstance(filled, str) and filled and filled != written:
-                told = told.replace(filled, written)
+        text = f"{target} can't be built: {type(error).__name__}: {error}"
+        told = as_written(text)
         raise ConfigError(kind.flag, told) from (error if told == text else None)
     if not fits:
         missing = [n for n in dir(kind.protocol) if n[0] != "_" and not hasattr(connector, n)]
         noun = kind.noun.capitalize()
         raise ConfigError(kind.flag, f"{target} is not a {noun}: it lacks {', '.join(missing)}")
     return connector
-
-
-def _filled_in(kind: Kind, option: str, value: Any) -> Any:
-    """A value whose texts have what ``{env:NAME}`` and ``{file:PATH}`` in them stand for.
-
-    Specs inside of it are left as they are: whoever loads them fills them in.
-    """
-    if isinstance(value, list):
-        return [_filled_in(kind, option, part) for part in value]
-    if isinstance(value, dict):
-        return {name: _filled_in(kind, option, part) for name, part in value.items()}
-    if not isinstance(value, str) or '{"' in value:
-        return value
-
-    def look_up(found: re.Match[str]) -> str:
-        source, name = found.groups()
-        try:
-            return os.environ[name] if source == "env" else Path(name).read_text().strip()
-        except KeyError as error:
-            text = f"option {option} needs the environment variable {name}, which is not set"
-            raise ConfigError(kind.flag, text) from error
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(kind.flag, f"option {option} can't be read: {error}") from error
-
-    return _SECRET.sub(look_up, value)
 
 
 def _check_types(kind: Kind, target: str, factory: Any, options: Mapping[str, Any]) -> None:

@@ -12,12 +12,14 @@ import math
 import re
 import threading
 import time
+import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from itertools import islice
 from typing import Any, TypeVar, cast
 
+from kvbaton.connectors.secret_options import as_written
 from kvbaton.connectors.store import (
     AnyPieces,
     Found,
@@ -185,13 +187,13 @@ class StoreCalls:
     def note(self, call: str, error: BaseException, keys: Sequence[bytes] = ()) -> str:
         """Count and log what went wrong; returns it as text."""
         about = f" of {len(keys)} keys, first {keys[0].hex()}" if keys else ""
-        text = f"{call}{about} at {self.name} failed: {type(error).__name__}: {error}"
+        text = as_written(f"{call}{about} at {self.name} failed: {type(error).__name__}: {error}")
         self.errors[call] += 1
         if (now := time.monotonic()) >= self._warn_at[call]:
             self._warn_at[call] = now + WARN_S
             # A bug of the plug-in: its author wants to see where.
-            trace = None if isinstance(error, StoreError) else error
-            logger.warning("%s", text, exc_info=trace)
+            trace = [] if isinstance(error, StoreError) else traceback.format_exception(error)
+            logger.warning("%s", as_written("".join([text, "\n" * bool(trace), *trace])))
         return text
 
     def _ask(
@@ -310,7 +312,7 @@ class StoreStatus:
 
     def _health(self) -> None:
         trouble = self._calls.plugin.health()
-        self.trouble = None if trouble is None else str(trouble)
+        self.trouble = None if trouble is None else as_written(str(trouble))
 
     def _usage(self) -> None:
         usage = self._calls.plugin.usage()

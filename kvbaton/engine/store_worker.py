@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from kvbaton.connectors.layout import GroupKind
 from kvbaton.connectors.objects import HEADER_BYTES, ObjectForm
+from kvbaton.connectors.secret_options import as_written
 from kvbaton.connectors.store import Forgetting, Hints, Registering, Store
 from kvbaton.engine.block_staging import BlockStaging, StagedBlocks
 from kvbaton.engine.executor import Executor
@@ -240,7 +241,9 @@ class StoreWorker:
             raise ConfigError("--store", text) from error
         except BaseException as error:
             told = "" if isinstance(error, StoreError) else f"{type(error).__name__}: "
-            raise ConfigError("--store", f"can't open {self.name}: {told}{error}") from error
+            text = f"can't open {self.name}: {told}{error}"
+            shown = as_written(text)
+            raise ConfigError("--store", shown) from (error if shown == text else None)
         self.status.start()
 
     def submit(self, order: Order) -> None:

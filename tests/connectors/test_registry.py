@@ -1,19 +1,25 @@
 """Transports are found by name or path, and every mistake in a spec is named."""
 
+import concurrent.futures
 import json
 import sys
 import traceback
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from kvbaton.connectors.registry import TRANSPORTS, list_connectors, load_store, load_transport
 from kvbaton.connectors.stores.filesystem import FilesystemStore
 from kvbaton.connectors.stores.memory import MemoryStore
+from kvbaton.connectors.stores.threaded import ThreadedStore
 from kvbaton.connectors.stores.tiered import TieredStore
 from kvbaton.connectors.transports.faulty import FaultyTransport
 from kvbaton.connectors.transports.memory import MemoryHub, MemoryTransport
-from kvbaton.errors import ConfigError
+from kvbaton.engine.store_calls import StoreCalls, StoreStatus
+from kvbaton.errors import ConfigError, StoreError
+from tests.support.held_store import Backend, Box
 
 PATH = "kvbaton.connectors.transports.memory:MemoryTransport"
 
@@ -108,3 +114,41 @@ def test_an_error_tells_a_secret_as_it_was_written(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ConfigError, match=r"log in with '\{env:KV_PASSWORD\}'") as raised:
         load_store(spec)
     assert "hunter2" not in "".join(traceback.format_exception(raised.value, chain=True))
+
+
+class TellsItsPasswordLater(ThreadedStore):
+    """Its author puts it into all errors of calls."""
+
+    def __init__(self, name: str, *, url: str, bug: bool = False) -> None:
+        backend = Backend(Box())
+        super().__init__(name, backend)
+        kind = RuntimeError if bug else StoreError
+
+        def fail(*_: object) -> Any:
+            raise kind(f"can't log in at {url}\nas I said, {url}")
+
+        backend.contains = fail  # type: ignore[method-assign, assignment]
+        self.health = lambda: f"can't log in at {url}"  # type: ignore[method-assign]
+        self.open = fail  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("bug", [False, True])
+def test_errors_of_calls_tell_a_secret_as_it_was_written(
+    bug: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("KV_PASSWORD", "hunter2")
+    options = {"url": "x://me:{env:KV_PASSWORD}@host", "bug": bug}
+    store = load_store(f"{__name__}:TellsItsPasswordLater:{json.dumps(options)}")
+    calls = StoreCalls(store)
+    ThreadedStore.open(cast(ThreadedStore, store))
+    job = calls.lookup([bytes(32)])
+    concurrent.futures.wait([cast("Future[Any]", next(job))])
+    with pytest.raises(StoreError, match=r"me:\{env:KV_PASSWORD\}@host") as raised:
+        next(job)
+    status = StoreStatus(calls)
+    status._health()
+    told = f"{raised.value} {status.trouble} {caplog.text}"
+    assert "as I said, x://me:{env:KV_PASSWORD}@host" in caplog.text
+    assert ("Traceback" in caplog.text) == bug, "its author wants to see where"
+    assert "hunter2" not in told
+    store.close()
