@@ -21,6 +21,7 @@ from kvbaton.engine.config import SchedulerConfig
 from kvbaton.engine.fair_shares import FairShares
 from kvbaton.engine.kv_cache_manager import KVCacheManager, Match
 from kvbaton.engine.kv_connector import Connectors, KVConnector, Load
+from kvbaton.engine.late_requests import LateRequests
 from kvbaton.engine.request import (
     InFlightStep,
     ItemOutputs,
@@ -62,6 +63,7 @@ class LiveRequests:
         loading: whose blocks are being filled by a connector, by request id.
         in_flight: plans handed out and not updated, oldest first.
         totals: what happened so far.
+        late: ranks those of the queue last whose first tokens would come too late.
         connectors: what brings KV in or takes it out, in the order in which they are asked.
         items: decides which encoder outputs are asked for and kept.
         forked_states: copies for the next step; it refers to their sources and targets.
@@ -94,6 +96,7 @@ class LiveRequests:
         self.clock = clock
         self._arrivals = itertools.count(1)
         self._shares = FairShares()
+        self.late = LateRequests()
         self._deadlines: list[tuple[float, int, Request]] = []
         self._moves = 0
         self._ended: list[int] = []  # handles that the runner has yet to forget
@@ -139,6 +142,7 @@ class LiveRequests:
             start_tag=self._shares.enter(request.tenant, len(known)),
             arrival=next(self._arrivals),
             deadline=self.clock() + request.deadline_s,
+            due=self.clock() + request.ttft_s if request.ttft_s else None,
             root=self.root_key(request.cache_salt),
             extras=extras_of(request.items),
             source=source,
@@ -273,6 +277,7 @@ class LiveRequests:
         request = sequence.request
         self._shares.serve(request.start_tag)
         self._leave(sequence)
+        self.late.leaves(sequence)
         if request.marks is not None:
             request.mark("scheduled", self.clock())
         sequence.state = SequenceState.RUNNING

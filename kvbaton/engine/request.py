@@ -48,7 +48,8 @@ class Sequence:
         choice: its number.
         tokens: all known tokens: prompt, resumed, generated.
         tables: block tables per group.
-        rank: order of service: priority, start tag, arrival, choice.
+        rank: order of service: priority, whether it goes last of that (`LateRequests`), start tag,
+            arrival, choice.
         state: see `SequenceState`.
         handle: its name at the runner; 0 while the runner does not know it. A preempted
             sequence comes back under a new one.
@@ -70,7 +71,7 @@ class Sequence:
     choice: int
     tokens: list[int]
     tables: Tables
-    rank: tuple[int, int, int, int] = field(init=False)
+    rank: tuple[int, bool, int, int, int] = field(init=False)
     state: SequenceState = SequenceState.WAITING
     handle: int = 0
     parent: Sequence | None = None
@@ -88,7 +89,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         request = self.request
-        self.rank = request.priority, request.start_tag, request.arrival, self.choice
+        self.rank = request.priority, False, request.start_tag, request.arrival, self.choice
         self.sent = [0] * len(self.tables)
         self.committed = [0] * len(self.tables)
         self.trimmed = [0] * len(self.tables)
@@ -157,6 +158,7 @@ class Request:
         start_tag: see `FairShares`.
         arrival: its number in order of arrival.
         deadline: when it is ended, on the scheduler's clock.
+        due: when its first token is to come, likewise; None for no objective.
         root: root of its block keys.
         extras: what its items add to them.
         source: it prefills for another node.
@@ -179,6 +181,7 @@ class Request:
     start_tag: int
     arrival: int
     deadline: float
+    due: float | None
     root: bytes
     extras: tuple[Extra, ...]
     source: bool

@@ -152,6 +152,7 @@ class Scheduler(LiveRequests):
                 if self._secure(draft, sequence, end + len(proposed)):
                     self._compute(draft, sequence, count, proposed)
         if self.totals.preemptions == preemptions:
+            self.late.rank(self.waiting, self.running, self.clock())
             while self.waiting and self._admit(draft, self.waiting[0]):
                 pass
 

@@ -141,6 +141,8 @@ def validate_request(request: AddRequest, config: SchedulerConfig, blocks: KVCac
             param="resume_token_ids",
         )
     check_range("deadline_s", request.deadline_s, Range(0, MAX_DEADLINE_S, open=True))
+    for name, seconds in (("ttft_s", request.ttft_s), ("prefill_s", request.prefill_s)):
+        check_range(name, seconds, Range(0, MAX_DEADLINE_S))
     check_range("priority", request.priority, Range(-INT32, INT32))
     if request.transfer is not None:
         _check_transfer(request.transfer, "kv_transfer_params")

@@ -175,6 +175,9 @@ class AddRequest(Struct, frozen=True, tag="add", kw_only=True):
             computed.
         timed: tell when what happened (`Output.marks`).
         traceparent: W3C Trace Context of the span that the request is part of, if it is traced.
+        ttft_s: seconds from receipt within which its first token is to come; what can't, or makes
+            more others late, goes after them. 0 for no objective.
+        prefill_s: seconds that computing the prompt is expected to take; 0 if nobody knows.
     """
 
     request_id: Name
@@ -190,6 +193,8 @@ class AddRequest(Struct, frozen=True, tag="add", kw_only=True):
     prefix: PrefixAt | None = None
     timed: bool = False
     traceparent: Name = ""
+    ttft_s: float = 0.0
+    prefill_s: float = 0.0
 
 
 class AbortRequest(Struct, frozen=True, tag="abort", kw_only=True):

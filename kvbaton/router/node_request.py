@@ -115,15 +115,18 @@ def node_requests(
     if route.holder is not None:
         assert route.holder.control_address is not None, "whoever hands over has one"
         prefix = PrefixAt(peer=route.holder.control_address, num_tokens=route.held)
-    work_us = 0 if route.predicted is None else int(route.predicted.work_s * 1e6)
+    work_s = 0.0 if route.predicted is None else route.predicted.work_s
+    work_us = int(work_s * 1e6)
+    told_s = min(work_s, request.deadline_s)
+    prefilled = replace(request, items=items, prefix=prefix, prefill_s=told_s)
     if route.source is None:
         load = NodeLoad(new, 1, tokens, rows, pending=1, prefill_us=work_us)
-        alone = replace(request, items=items, prefix=prefix) if items or prefix else request
-        asked = NodeRequest(attempt, "target", route.target, alone, load, 0, num_items, True)
+        asked = NodeRequest(attempt, "target", route.target, prefilled, load, 0, num_items, True)
         return [asked, *encodings]
-    received = replace(request, transfer=_received_from(route.source, transfer_id, attempt))
+    expected = _received_from(route.source, transfer_id, attempt)
+    received = replace(request, transfer=expected, ttft_s=0.0)  # the source hurries
     transfer = TransferSpec(role="source", transfer_id=transfer_id, attempt=attempt)
-    pushed = replace(request, transfer=transfer, items=items, prefix=prefix)
+    pushed = replace(prefilled, transfer=transfer)
     load = NodeLoad(sequences=1, tokens=tokens, pending=1)
     prefill = NodeLoad(new, rows=rows, prefill_us=work_us)
     return [

@@ -390,11 +390,18 @@ class _Prices:
         return expected.decoding * self._delay(self._decode(node), 0.0, expected.work_s)
 
     def _delay(self, there: Decode, slower_s: float, work_s: float) -> float:
-        """What it costs a sequence that steps take longer, and that it waits for a prompt once."""
+        """What it costs a sequence that steps take longer, and that it waits for a prompt once.
+
+        Texts of few tokens, half of all, have few to make up for that; they are so much fewer
+        among those that are there as they are sooner over.
+        """
         tokens, slo, itl_s = self._costs.output_tokens, self._itl_slo, there.others_s
         if slo is None:
             return tokens * slower_s + work_s
-        missed = _missed(itl_s + slower_s + work_s / tokens, slo) - _missed(itl_s, slo)
+        short = min(tokens, self._costs.short_output)
+        share, longer_s = short / (2 * tokens), itl_s + slower_s
+        missed = (1 - share) * _missed(longer_s + work_s / tokens, slo)
+        missed += share * _missed(longer_s + work_s / short, slo) - _missed(itl_s, slo)
         return tokens * slower_s + work_s + missed
 
 
@@ -403,9 +410,9 @@ _bound_and_place = itemgetter(0, 1)
 
 def _missed(seconds: float, objective_ms: float | None) -> float:
     """What it costs that something is expected to take so long: likelihood of a miss times cost."""
-    if objective_ms is None:
+    if objective_ms is None or seconds < 1e-6:
         return 0.0
-    return MISSED_S / (1.0 + math.pow(objective_ms / 1e3 / max(seconds, 1e-6), CERTAINTY))
+    return MISSED_S / (1.0 + math.pow(objective_ms / 1e3 / seconds, CERTAINTY))
 
 
 def load_policy(settings: RoutingPolicy, costs: CostModel) -> Policy:

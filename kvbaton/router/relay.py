@@ -491,13 +491,18 @@ class RequestRelay:
         params = self.request.params
         if params.prompt_logprobs is not None and not self._owes_prompt_logprobs:
             params = replace(params, prompt_logprobs=None)
+        left_s, objective_s = max(self._expires_at - now, 0.001), self.request.ttft_s
+        if objective_s:  # what is over of it, or came already, is not to be waited for
+            passed_s = self.request.deadline_s - left_s
+            objective_s = 0.0 if resume_ids else max(objective_s - passed_s, 0.001)
         request = replace(
             self.request,
             # Of its own for each attempt: a node may not yet have buried the last one.
             request_id=f"{self.request.request_id[:200]}.{self.attempt}",
             params=params,
             resume_ids=resume_ids,
-            deadline_s=max(self._expires_at - now, 0.001),
+            deadline_s=left_s,
+            ttft_s=objective_s,
         )
         return node_requests(
             request, route, self.attempt, transfer_id=self._transfer_id, item_ids=self._item_ids

@@ -192,6 +192,25 @@ def test_a_node_of_any_role_that_decodes_for_many_computes_no_prompts() -> None:
         assert route("cost", both, 8000, loads, itl_slo=12.0).prefills.node_id == idle
 
 
+def test_cost_spares_short_texts_that_a_prompt_would_make_miss_their_objective() -> None:
+    """On average texts are long enough to make up for the wait, but many are short."""
+    both = [member(f"a{i}", "any", load=H200) for i in range(2)]
+    loads = {
+        "a0": NodeLoad(sequences=2, tokens=2 * 1000),
+        "a1": NodeLoad(prompt_tokens=30_000, prefill_us=1_000_000),
+    }
+    costs = CostModel(Clock())
+    for tokens in 150 * (8, 250):
+        costs.finished(tokens)
+    assert costs.output_tokens > 100, "the mean"
+    slos: dict[str, Any] = {"ttft_slo": 3000.0, "itl_slo": 25.0}
+    assert route("cost", both, 8000, loads, costs=costs, **slos).prefills.node_id == "a1"
+    long = CostModel(Clock())
+    for _ in range(300):
+        long.finished(130)
+    assert route("cost", both, 8000, loads, costs=long, **slos).prefills.node_id == "a0"
+
+
 def test_where_prompts_were_computed_of_late_tokens_are_expected_to_come_slowly() -> None:
     clock = Clock()
     costs, (p, d) = CostModel(clock), nodes(1, load=H200)

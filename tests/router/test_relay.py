@@ -688,3 +688,20 @@ def test_a_source_that_dies_with_the_prompts_logprobs_is_replaced() -> None:
     bench.fail("source")
     assert bench.end is None
     assert len(bench.started) > 2, "no new attempt"
+
+
+def test_who_computes_the_prompt_is_told_what_is_left_of_the_objective() -> None:
+    bench = Bench(request(ttft_s=2.0)).start()
+    assert bench.asked("source").request.ttft_s == 2.0
+    assert bench.asked("target").request.ttft_s == 0.0, "it waits for the source"
+    bench.now += 0.5
+    bench.fail("target", status=503)
+    assert bench.asked("source", 1).request.ttft_s == pytest.approx(1.5)
+
+
+def test_what_has_a_token_has_no_objective_for_the_first() -> None:
+    bench = Bench(request(ttft_s=2.0)).start()
+    bench.say("source", 0, 11)
+    bench.fail("target", lost=True)
+    asked = bench.asked("source", 1).request
+    assert (asked.resume_ids, asked.ttft_s) == ((11,), 0.0)

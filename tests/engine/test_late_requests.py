@@ -1,0 +1,105 @@
+"""Of requests with an objective as many as possible are in time; the others go last."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from kvbaton.errors import RequestError
+from kvbaton.messages.engine import AddRequest
+from tests.support.toy_engine import Loop, ask
+
+WORK_S = 1.0
+"""Of a prompt, and so of a step: one prompt at a time runs, and generates one token."""
+
+
+def timed(name: str, number: int, ttft_s: float, work_s: float = WORK_S) -> AddRequest:
+    prompt = [(number + 7 * i) % 23 for i in range(12)]
+    request = ask(name, prompt, max_tokens=1, ignore_eos=True)
+    return replace(request, ttft_s=ttft_s, prefill_s=work_s)
+
+
+def one_at_a_time() -> Loop:
+    return Loop(max_num_seqs=1, depth=1)
+
+
+def serve(loop: Loop) -> dict[str, float]:
+    """When each request was over, steps taking as long as their requests told."""
+    ends: dict[str, float] = {}
+    while loop.scheduler.has_work():
+        before = len(loop.outputs)
+        loop.step()
+        for output in loop.outputs[before:]:
+            loop.clock.now += loop.requests[output.request_id].prefill_s
+            ends[output.request_id] = loop.clock.now
+    return ends
+
+
+def test_a_queue_longer_than_the_objective_makes_few_late() -> None:
+    loop = one_at_a_time()
+    begin = loop.clock.now
+    for i in range(8):
+        loop.add(timed(f"r{i}", i, 4.5))
+    loop.clock.now += 2.0  # something else held the node up: two of the first are late now
+    ends = serve(loop)
+    late = [name for name, end in ends.items() if end > begin + 4.5]
+    assert len(late) == 6
+    assert list(ends)[-len(late) :] == late, "they go last"
+    assert late == sorted(late), "and come first, are served first"
+
+
+def test_the_longest_steps_back_for_the_others() -> None:
+    loop = one_at_a_time()
+    begin = loop.clock.now
+    loop.add(timed("first", 0, 5.0))
+    loop.add(timed("long", 1, 5.0, 4.0))
+    for i in range(3):
+        loop.add(timed(f"short-{i}", 2 + i, 5.0))
+    ends = serve(loop)
+    assert list(ends) == ["first", "short-0", "short-1", "short-2", "long"]
+    assert sum(end > begin + 5.0 for end in ends.values()) == 1
+
+
+def test_nobody_steps_back_for_another_tenant_or_a_worse_priority() -> None:
+    loop = one_at_a_time()
+    loop.add(replace(timed("long", 0, 5.0, 4.0), tenant="one"))
+    for i in range(3):
+        loop.add(replace(timed(f"other-{i}", 1 + i, 5.0), tenant="two"))
+    loop.add(replace(timed("unimportant", 8, 5.0), tenant="one", priority=1))
+    ends = serve(loop)
+    assert list(ends).index("long") < list(ends).index("other-1")
+    assert list(ends)[-1] == "unimportant"
+
+
+def test_who_is_late_is_not_starved() -> None:
+    loop = one_at_a_time()
+    loop.add(timed("running", 0, 1.5))
+    loop.add(timed("late", 1, 0.5))
+    served, number = list[str](), 2
+    while "late" not in served:
+        assert number < 60, "it never had its turn"
+        while len(loop.scheduler.waiting) < 3:  # there is always one that can be in time
+            loop.add(timed(f"r{number}", number, 10.0))
+            number += 1
+        before = len(loop.outputs)
+        loop.step()
+        for output in loop.outputs[before:]:
+            loop.clock.now += WORK_S
+            served.append(output.request_id)
+    assert served.index("late") > 10, "but others go first for long"
+    serve(loop)
+
+
+def test_without_objectives_first_come_is_first_served() -> None:
+    loop = one_at_a_time()
+    for i, work_s in enumerate((3.0, 1.0, 2.0)):
+        loop.add(timed(f"r{i}", i, 0.0, work_s))
+    assert list(serve(loop)) == ["r0", "r1", "r2"]
+
+
+@pytest.mark.parametrize("field", ["ttft_s", "prefill_s"])
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+def test_what_is_no_time_is_refused(field: str, value: float) -> None:
+    loop = one_at_a_time()
+    with pytest.raises(RequestError, match=field):
+        loop.scheduler.add(replace(timed("r", 0, 1.0), **{field: value}))
