@@ -54,6 +54,7 @@ class SimulatedRouter:
         sources: names of prefill nodes.
         targets: of decode nodes.
         encoders: of encoder nodes.
+        crowded: there are more and longer prompts and answers, all at about the same time.
     """
 
     def __init__(
@@ -64,27 +65,32 @@ class SimulatedRouter:
         sources: Sequence[str],
         targets: Sequence[str],
         encoders: Sequence[str],
+        *,
+        crowded: bool,
     ) -> None:
         self.world, self.nodes, self.later = world, nodes, later
         self.sources, self.targets, self.encoders = sources, targets, encoders
-        self._num_items = 0
+        self._num_items, self._crowded = 0, crowded
         self._bases = [self._draw_tokens(24) for _ in range(2)]
 
     def plan(self) -> None:
         """Draw all prompts, and when they come."""
         rng, weather = self.world.rng, self.world.weather
-        bursts = [rng.uniform(0.0, weather.heal_at * 0.8) for _ in range(3)]
-        for number in range(rng.randint(3, 9)):
+        crowded = self._crowded
+        bursts = [rng.uniform(0.0, weather.heal_at * 0.8) for _ in range(1 if crowded else 3)]
+        for number in range(rng.randint(8, 14) if crowded else rng.randint(3, 9)):
             at = rng.choice(bursts)
             for attempt in range(1 + (rng.random() < 0.2 and not weather.calm)):
                 shared = rng.choice(self._bases)[: rng.choice([0, 6, 12, 24])]
-                tokens = shared + self._draw_tokens(rng.randint(0 if shared else 1, 8))
+                tokens = shared + self._draw_tokens(
+                    rng.randint(0 if shared else 1, 8 + 8 * crowded)
+                )
                 items: tuple[Item, ...] = ()
                 if self.encoders and rng.random() < 0.7:
                     tokens, items = self._draw_items()
                 deadline = CALM_DEADLINE_S if weather.calm else rng.choice([3.0, 8.0])
                 name = Attempt(bytes([number + 1]) * 16, attempt)
-                sizes = rng.randint(1, 9), rng.choice([1, 1, 1, 2])
+                sizes = rng.randint(1, 20 if crowded else 9), rng.choice([1, 1, 1, 2])
                 fetched = min(rng.choice([0, 0, 0, 8, 12, 99]), len(tokens))
                 job = SimulatedPrompt(name, tokens, *sizes, deadline, items, fetched)
                 self.world.after(at, lambda job=job: self._dispatch(job))  # type: ignore[misc]

@@ -9,7 +9,8 @@ rank by rank, restarted and cut off from each other; members that come and go; c
 routers that send a prompt twice, to two nodes, to one side only, or as two different ones. Pools
 are small: prompts wait for each other and preempt each other. In every fourth schedule prompts have
 items, encoder nodes encode them, and the other nodes have encoders beside their language models, as
-in real life.
+in real life. In every 32nd the weather is calm, all nodes are both, and more is asked of them than
+there is room for: they must not wait for each other for ever.
 
 After every event the laws of `simulated_laws` hold, and so do the machines' own. At the end every
 request has its answer, and nothing is left in any dict but what a peer keeps that is dead and can't
@@ -79,7 +80,9 @@ class Simulation:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.rng = rng = random.Random(seed)
-        self.world = SimulatedWorld(rng, draw_weather(rng))
+        self._crowded = seed % 64 in CROWDED
+        weather = Weather(fence=rng.choice(SCOPES)) if self._crowded else draw_weather(rng)
+        self.world = SimulatedWorld(rng, weather)
         self._shapes: dict[str, NodeShape] = {}
         self._nodes: dict[str, SimulatedNode] = {}
         self._lives: list[SimulatedNode] = []
@@ -88,9 +91,11 @@ class Simulation:
         num_groups = rng.choice([1, 1, 2])
         self._window_size = rng.choice([2, 3, 4])  # of most nodes: equal shapes meet often
         for i in range(rng.choice([1, 1, 2])):
-            self._shapes[f"p{i}"] = self._draw_shape(True, rng.random() < 0.3, num_groups)
+            both = rng.random() < 0.3 or self._crowded
+            self._shapes[f"p{i}"] = self._draw_shape(True, both, num_groups)
         for i in range(rng.choice([1, 1, 2])):
-            self._shapes[f"d{i}"] = self._draw_shape(rng.random() < 0.3, True, num_groups)
+            both = rng.random() < 0.3 or self._crowded
+            self._shapes[f"d{i}"] = self._draw_shape(both, True, num_groups)
         if seed % 4 == 1:
             self._add_encoders()
         shapes = self._shapes.items()
@@ -98,24 +103,27 @@ class Simulation:
         self._sources = [name for name, shape in shapes if shape.is_source and not shape.items]
         self._encoders = [name for name, shape in shapes if shape.items]
         parts = self._sources, self._targets, self._encoders
-        self._router = SimulatedRouter(self.world, self._nodes, self._later, *parts)
+        self._router = SimulatedRouter(
+            self.world, self._nodes, self._later, *parts, crowded=self._crowded
+        )
 
     def _draw_shape(self, is_source: bool, is_target: bool, num_groups: int) -> NodeShape:
         rng = self.rng
-        tokens = rng.choice([50, 50, 70, 120])
+        tokens = rng.choice([50, 50, 70, 120] if not self._crowded else [50, 50, 70])
         groups, blocks = [], 1
         for window in (0, WINDOW)[:num_groups]:
             size = rng.choice([self._window_size] * 2 + [2, 3, 4])
             groups.append((size, window))
             blocks += tokens // size
         odd = not is_source and self.world.weather.misdirection and rng.random() < 0.1
+        steps = [0.01, 0.01, 0.05, 0.7] if is_source else [0.01, 0.1]
         return NodeShape(
             is_source=is_source,
             is_target=is_target,
             model=MODELS[bool(odd)],
             ranks=rng.choice([1, 1, 1, 2, 2, 4]),
             groups=tuple((size, blocks, window) for size, window in groups),
-            step_s=rng.choice([0.01, 0.01, 0.05, 0.7]) if is_source else rng.choice([0.01, 0.1]),
+            step_s=rng.choice(steps if not self._crowded else [0.01]),
             batch=rng.choice([4, 8, 16]) if is_source else 16,
             depth=rng.choice([1, 2]),
         )
@@ -372,13 +380,18 @@ PER_PEER = set(
 )
 """What holds one thing for each peer that lives."""
 
+CROWDED = (7, 33)
+"""Of 64 schedules those in which all nodes are both, and have too little room; one has items."""
+
+SCOPES = list(FenceScope)
+
 BLOWS = "stop,stop,jump,cut off,members,kill,kill a rank,kill by a shutdown".split(",")
 
 
 def draw_weather(rng: random.Random) -> Weather:
     """From calm to awful."""
     if rng.random() < 0.15:
-        return Weather(fence=rng.choice(list(FenceScope)))
+        return Weather(fence=rng.choice(SCOPES))
     bad = rng.choice([0.0, 0.3, 1.0])
     return Weather(
         loss=bad * rng.uniform(0, 0.3),
@@ -389,7 +402,7 @@ def draw_weather(rng: random.Random) -> Weather:
         rot=rng.choice([0.0, 0.0, 0.3]),
         violence=rng.choice([0.0, 0.2, 0.8]),
         misdirection=rng.choice([0.0, 0.3, 0.6]),
-        fence=rng.choice(list(FenceScope)),
+        fence=rng.choice(SCOPES),
         offload=rng.random() < 0.5,
     )
 
