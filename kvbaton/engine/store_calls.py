@@ -13,7 +13,7 @@ import re
 import threading
 import time
 import traceback
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from itertools import islice
@@ -31,6 +31,7 @@ from kvbaton.connectors.store import (
     Usage,
 )
 from kvbaton.engine.circuit_breaker import CircuitBreaker
+from kvbaton.engine.jobs import Job
 from kvbaton.engine.latencies import LatencyHistogram
 from kvbaton.errors import ConfigError, StoreError
 from kvbaton.messages.engine import HistogramCounts
@@ -39,9 +40,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 N = TypeVar("N", int, float)
-Wait = Future[Any] | Callable[[], bool]
-"""What a job waits for: a future, or something to be asked again and again."""
-Job = Generator[Wait, None, T]
 
 TIMED = ("lookup", "load", "store", "delete", "claim", "clear")
 CALLS = ("register", *TIMED, "release", "health", "usage", "close")

@@ -1,8 +1,8 @@
 """The thread that makes all calls on the store, and checks what comes from it.
 
 An order (`LookUp`, `LoadBlocks`, `SaveBlocks`) goes to the thread, which fills in what came of it,
-and comes back. What it takes is a generator that yields what it waits for; the thread goes on with
-those whose wait is over. It decides nothing: `store_connector.py` does.
+and comes back. What it takes is a job (`jobs.py`). The thread decides nothing: `store_connector.py`
+and `store_saves.py` do.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -26,18 +26,14 @@ from kvbaton.connectors.secret_options import as_written
 from kvbaton.connectors.store import Forgetting, Hints, Registering, Store
 from kvbaton.engine.block_staging import BlockStaging, StagedBlocks
 from kvbaton.engine.executor import Executor
-from kvbaton.engine.store_calls import Job, StoreCalls, StoreStatus, Wait
+from kvbaton.engine.jobs import Job, JobLoop
+from kvbaton.engine.store_calls import StoreCalls, StoreStatus
 from kvbaton.errors import ConfigError, StoreError
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-LOOK_S = 0.0005
-"""From a first look at what can't wake the thread, sums and copies of a device, to the second."""
-LOOK_GROWTH = 1.25
-"""Each pause is so much longer than the one before: every look disturbs the steps."""
-MOST_LOOK_S = 0.02
 OPEN_S = 60.0
 REGISTER_S = 600.0
 """To pin memory takes about a second for some gigabytes."""
@@ -207,12 +203,8 @@ class StoreWorker:
         self._executor = executor
         self.forms = forms
         self.identity = identity
-        self._inbox: deque[Callable[[], object]] = deque()
         self._outbox: deque[Order] = deque()
-        self._wake = threading.Event()
-        self._pause_s = LOOK_S
-        self._stopping = False
-        self._jobs: dict[Job[None], Wait] = {}
+        self._loop = JobLoop()
         self._loads: dict[LoadBlocks, set[Future[list[bool]]]] = {}
         self._forgotten = deque[bytes]()
         self._storing: set[bytes] = set()
@@ -261,21 +253,17 @@ class StoreWorker:
                 job = self._clear(order)
             case Forgotten():
                 raise ValueError("nobody can order a store to forget by itself")
-        self._post(lambda: self._go_on(job))
+        self._loop.post(lambda: self._loop.go_on(job))
 
     def cancel(self, order: LoadBlocks) -> None:
         """Nobody wants a load any more; it comes back all the same."""
         order.cancelled = True
-        self._post(lambda: self._cancel(order))
+        self._loop.post(lambda: self._cancel(order))
 
     def release(self, pins: Sequence[int]) -> None:
         """Give pins of a lookup back."""
         for pin in pins:
-            self._post(partial(self.calls.release, pin))
-
-    def _post(self, call: Callable[[], object]) -> None:
-        self._inbox.append(call)
-        self._wake.set()
+            self._loop.post(partial(self.calls.release, pin))
 
     def take(self) -> list[Order]:
         """Orders that were carried out since the last call."""
@@ -299,14 +287,13 @@ class StoreWorker:
             "failure": self.failure,
             "health": self.status.trouble,
             "errors": self.calls.errors,
-            "jobs": len(self._jobs),
+            "jobs": self._loop.num_jobs,
         }
 
     def close(self) -> None:
         """End what runs, and close the store; one that hangs is left behind."""
         self.status.close()
-        self._stopping = True
-        self._wake.set()
+        self._loop.stop()
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
             self.calls.note("close", TimeoutError(f"not within {CLOSE_S:g} s; it is left behind"))
@@ -332,15 +319,7 @@ class StoreWorker:
         if self.calls.capabilities.synthetic:
             logger.warning("%s makes KV up: answers are noise, good for benchmarks only", self.name)
         try:
-            while not self._stopping:
-                asked = any(not isinstance(wait, Future) for wait in self._jobs.values())
-                woken = self._wake.wait(self._pause_s if asked else None)
-                self._pause_s = LOOK_S if woken else min(self._pause_s * LOOK_GROWTH, MOST_LOOK_S)
-                self._wake.clear()
-                while self._inbox:
-                    self._inbox.popleft()()
-                for job in list(self._jobs):
-                    self._go_on(job)
+            self._loop.run()
         except BaseException as error:
             logger.exception("the store's thread has ended")
             self.failure = f"{type(error).__name__}: {error}"
@@ -358,28 +337,6 @@ class StoreWorker:
         staging = self._executor.staging(self.forms)
         self.calls.register(staging.regions)
         return staging
-
-    def _go_on(self, job: Job[None]) -> None:
-        """Run a job up to the next thing that it really has to wait for."""
-        parked = wait = self._jobs.pop(job, None)
-        error: Exception | None = None
-        try:
-            while True:
-                if wait is None:
-                    wait = next(job) if error is None else job.throw(error)
-                    error = None
-                try:
-                    over = wait.done() if isinstance(wait, Future) else wait()
-                except Exception as raised:
-                    over, error = True, raised
-                if not over:
-                    break
-                wait = None
-        except StopIteration:
-            return
-        self._jobs[job] = wait
-        if isinstance(wait, Future) and wait is not parked:
-            wait.add_done_callback(lambda _: self._wake.set())
 
     def _done(self, order: Order) -> None:
         self._outbox.append(order)
@@ -446,10 +403,13 @@ class StoreWorker:
 
     def _load(self, order: LoadBlocks) -> Job[None]:
         began = time.monotonic()
+        most = self._most_blocks()
         parts = [
-            BlockRun(run.group, run.first + start, run.blocks[start : start + len(keys)], keys)
+            BlockRun(
+                run.group, run.first + at, run.blocks[at : at + most], run.keys[at : at + most]
+            )
             for run in order.runs
-            for start, keys in _starts(_batched(run.keys, self._most_blocks()))
+            for at in range(0, len(run.keys), most)
         ]
         answers = [[False] * len(part.keys) for part in parts]
         corrupt: list[bytes] = []
@@ -467,7 +427,7 @@ class StoreWorker:
                         return
             order.unanswered += len(parts[number].keys)
 
-        yield from self._side_by_side(map(load, range(len(parts))), LOADS_TOGETHER)
+        yield from self._loop.side_by_side(map(load, range(len(parts))), LOADS_TOGETHER)
         self._loads.pop(order, None)
         order.good += itertools.chain.from_iterable(answers)
         order.corrupt, order.seconds = len(corrupt), time.monotonic() - began
@@ -476,21 +436,6 @@ class StoreWorker:
                 for bad_keys in _batched(tuple(corrupt), self.calls.capabilities.max_keys):
                     yield from self.calls.delete(bad_keys)
         self._done(order)
-
-    def _side_by_side(self, jobs: Iterator[Job[None]], most: int) -> Job[None]:
-        """Run jobs, so many at a time, each as far as it gets before the next begins."""
-        lanes, over = [True] * most, Future[None]()
-
-        def lane() -> Job[None]:
-            for job in jobs:
-                yield from job
-            lanes.pop()
-            if not lanes:
-                over.set_result(None)
-
-        for _ in range(most):
-            self._go_on(lane())
-        yield over
 
     def _most_blocks(self) -> int:
         return min(self.calls.capabilities.max_keys, self._staging.max_blocks)
@@ -609,7 +554,7 @@ class StoreWorker:
         first = not self._forgotten
         self._forgotten.extend(keys)
         if first:
-            self._post(self._tell_forgotten)
+            self._loop.post(self._tell_forgotten)
 
     def _tell_forgotten(self) -> None:
         """That an object is gone is told after it was told that it is there."""
@@ -655,14 +600,6 @@ def _runs(saves: Sequence[BlockSave]) -> list[list[BlockSave]]:
         else:
             runs.append([save])
     return runs
-
-
-def _starts(parts: Iterable[tuple[T, ...]]) -> Generator[tuple[int, tuple[T, ...]]]:
-    """Each part after the number of items before it."""
-    start = 0
-    for part in parts:
-        yield start, part
-        start += len(part)
 
 
 def _batched(items: tuple[T, ...], size: int) -> Generator[tuple[T, ...]]:

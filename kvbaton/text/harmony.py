@@ -67,15 +67,12 @@ def harmony_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
         for call in calls:
             found.append({**message, "tool_calls": [call]})
             message.pop("thinking", None)
-            mine = [r for r in results if len(calls) == 1 or _answers(r, call)]
+            name = call.get("id") if isinstance(call, Mapping) else ...  # which nothing equals
+            mine = [r for r in results if len(calls) == 1 or r.get("tool_call_id") == name]
             found += mine
             results = [r for r in results if r not in mine]
         found += results
     return found
-
-
-def _answers(result: Mapping[str, Any], call: Any) -> bool:
-    return isinstance(call, Mapping) and result.get("tool_call_id") == call.get("id")
 
 
 def harmony_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

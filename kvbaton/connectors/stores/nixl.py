@@ -161,7 +161,11 @@ class NixlPlugin:
         local = np.array(own, _ROW)
         ends = local[:, 1].cumsum()
         remote = np.stack([ends - local[:, 1], local[:, 1], np.full(len(local), file, _ROW)], 1)
-        strange = [(*row, "") for row in own if not self._is_registered(*row[:2])]
+        strange = [
+            (first, size, 0, "")
+            for first, size, _ in own
+            if not any(start <= first and first + size <= end for start, end in self._regions)
+        ]
         held: list[Any] = []
         try:
             if strange:
@@ -183,10 +187,6 @@ class NixlPlugin:
 
     def _register(self, rows: Sequence[tuple[int, int, int, str]], kind: str) -> Any:
         return self._api.register_memory(rows, kind, backends=[self.name])
-
-    def _is_registered(self, address: int, num_bytes: int) -> bool:
-        end = address + num_bytes
-        return any(first <= address and end <= last for first, last in self._regions)
 
     def _transfer(self, transfer: Any) -> None:
         try:
