@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,6 +15,7 @@ from kvbaton.engine.collectives import Shard
 from kvbaton.engine.loader import load_model
 from kvbaton.engine.model_config import load_model_config
 from kvbaton.errors import ConfigError
+from tests.engine.test_gpu import GPU, MODELS, expected_logits, random_tokens
 from tests.engine.test_tensor_parallel import GREEDY, PROMPTS, served, tokens
 from tests.support.quantized_files import mxfp4_folders
 
@@ -59,6 +61,26 @@ def test_greedy_tokens_are_those_of_transformers(
             eos_token_id=None,
         )
         assert found[f"{number}/0"] == out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("chunk", [7, 1000])
+def test_a_model_on_a_gpu_keeps_4_bits(
+    chunk: int, checkpoint: Checkpoint, reference: Any, drive: Any, tmp_path: Path
+) -> None:
+    """Of numbers that a bfloat16 has, beside transformers with the same as floats."""
+    shape = MODELS["gpt-oss"] | {"intermediate_size": 288}
+    folder, plain = mxfp4_folders(checkpoint(**shape), tmp_path)
+    driver = drive(folder, dtype="bfloat16", **GPU)
+    (worker,) = driver.executor.workers
+    assert worker.model.layers[1].mlp.experts.down_proj.dtype == torch.int16
+    prompt = random_tokens(np.random.default_rng(1), 100)
+    got = driver.generate(driver.add(prompt), 12, chunk=chunk)
+    logits = expected_logits(reference(plain, "bfloat16"), [*prompt, *got][:-1])[99:]
+    chosen = logits.gather(1, torch.tensor(got, device="cuda")[:, None])[:, 0]
+    gap = (logits.amax(-1) - chosen).mean() / logits.std()
+    assert gap < 0.1, f"tokens are {gap:.2f} deviations below the best"
 
 
 def experts(folder: Path, shard: Shard, load_format: Any = "auto") -> Any:

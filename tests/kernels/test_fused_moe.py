@@ -179,18 +179,16 @@ def test_ranks_that_share_experts_in_fp8(place: Any) -> None:
         (17, 160, 96, True),
         (64, 64, 32, True),
         pytest.param(100, 288, 224, True, marks=pytest.mark.gpu),
-        pytest.param(900, 2880, 1440, True, marks=pytest.mark.gpu),
+        pytest.param(900, 1440, 736, True, marks=pytest.mark.gpu),
     ],
 )
 def test_weights_in_mxfp4(
     place: Any, tokens: int, size: int, middle: int, clamped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All numbers, scales at their ends, parts of blocks, and gpt-oss's activation and biases."""
-    if place.dtype == torch.float16:
-        pytest.skip("activations beside MXFP4 are bfloat16")
+    if place.dtype == torch.float16 or (place.dtype == torch.float32 and tokens > 64):
+        pytest.skip("activations beside MXFP4 are bfloat16; tiles have no room for float32")
     if place.device.type == "cpu":  # products of fewer rows, which the interpreter can do
-        if tokens > 64:
-            pytest.skip("too much for the interpreter")
         tile = Tile(16, 64, 64, 4, 2, swapped=tokens == 17)
         monkeypatch.setattr(module, "MXFP4_TILES", {1 << 31: tile})
     packed, floats = [], []
