@@ -29,6 +29,7 @@ def paged_attention_reference(
     chunked: bool = False,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    last_keys: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Plain torch attention of one sequence's last tokens over its pages, in fp32 or wider.
 
@@ -44,6 +45,7 @@ def paged_attention_reference(
         chunked: instead those of its own chunk of `window` tokens.
         softcap: bound of the logits; 0: none.
         sinks: [heads].
+        last_keys: [T]: the last position that each query sees if `causal`; None: its own.
 
     Returns:
         out [T, heads, value's D], dtype of `query`, and lse [T, heads] (natural, fp32 or wider).
@@ -62,7 +64,8 @@ def paged_attention_reference(
         logits = softcap * torch.tanh(logits / softcap)
     at = torch.arange(context_len - tokens, context_len, device=query.device)[:, None]
     seen = torch.arange(context_len, device=query.device)[None]
-    visible = (seen <= at) if causal else torch.ones_like(seen <= at)
+    last = at if last_keys is None else last_keys[:, None]
+    visible = (seen <= last) if causal else torch.ones_like(seen <= at)
     if window:
         visible &= seen >= (at - at % window if chunked else at - window + 1)
     logits = logits.masked_fill(~visible, -INFINITY)

@@ -34,6 +34,7 @@ def paged_prefill_attention(
     chunked: bool = False,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    last_keys: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute out = softmax(scale * q k^T) v per sequence; its queries are its last tokens.
@@ -50,11 +51,13 @@ def paged_prefill_attention(
         context_lens: [N], int32: keys of each sequence, those of its queries included.
         max_query_len: at least the most queries of a sequence.
         scale: of the logits.
-        causal: a query at position p sees keys at positions <= p only.
+        causal: a query at position p sees keys at positions <= p only, or as `last_keys` says.
         window: and only those > p - window, unless 0.
         chunked: instead those of its own chunk of `window` tokens.
         softcap: bound of the logits; 0: none.
         sinks: [heads], fp32, or None.
+        last_keys: [T], int32: the last position that each query sees if `causal`, its own or a
+            later one of its sequence; None: its own.
         out: [T, heads, D], contiguous: written where `cu_seqlens` has queries; None makes one.
 
     Returns:
@@ -64,7 +67,7 @@ def paged_prefill_attention(
         result, lse = paged_prefill_attention_reference(
             query, key_cache, value_cache, block_tables, cu_seqlens, context_lens,
             scale=scale, causal=causal, window=window, chunked=chunked, softcap=softcap,
-            sinks=sinks,
+            sinks=sinks, last_keys=last_keys,
         )  # fmt: skip
         if out is None:
             return result, lse
@@ -93,6 +96,7 @@ def paged_prefill_attention(
         cu_seqlens,
         context_lens,
         sinks,
+        last_keys,
         out,
         lse,
         scale,
@@ -112,6 +116,7 @@ def paged_prefill_attention(
         CHUNKED=chunked,
         SOFTCAP=softcap,
         HAS_SINKS=sinks is not None,
+        HAS_LAST=last_keys is not None,
         **{**tile, "BLOCK_M": rows * group},
     )
     return out, lse
@@ -131,6 +136,7 @@ def paged_prefill_attention_reference(
     chunked: bool = False,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    last_keys: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Plain torch for `paged_prefill_attention`."""
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
@@ -142,7 +148,7 @@ def paged_prefill_attention_reference(
             out[span], lse[span] = paged_attention_reference(
                 query[span], key_cache, value_cache, block_tables[row], context_len,
                 scale=scale, causal=causal, window=window, chunked=chunked, softcap=softcap,
-                sinks=sinks,
+                sinks=sinks, last_keys=None if last_keys is None else last_keys[span],
             )  # fmt: skip
     return out, lse
 
@@ -160,7 +166,7 @@ def _tile(block_d: int, element_size: int, rows: int, max_context: int) -> dict[
     return {"BLOCK_M": min(block_m, 64), "BLOCK_N": 64, "num_stages": 2, "num_warps": 4}
 
 
-@jit("block_tables", "cu_seqlens", "context_lens")
+@jit("block_tables", "cu_seqlens", "context_lens", "last_keys")
 def _kernel(
     query: tl.tensor,
     key_cache: tl.tensor,
@@ -169,6 +175,7 @@ def _kernel(
     cu_seqlens: tl.tensor,
     context_lens: tl.tensor,
     sinks: tl.tensor,
+    last_keys: tl.tensor,
     out: tl.tensor,
     lse: tl.tensor,
     scale: tl.tensor,
@@ -190,6 +197,7 @@ def _kernel(
     CHUNKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_LAST: tl.constexpr,
 ) -> None:
     """One program: BLOCK_M rows (token, query head) of one KV head of one sequence."""
     # Tiles with the most keys start first, so that none of them is left for the end.
@@ -215,9 +223,14 @@ def _kernel(
 
     position = length - query_len + token
     position0 = length - query_len + token0
+    last_key = position
+    if HAS_LAST:
+        last_key = tl.load(last_keys + global_token, mask=inside, other=0)
     begin, full, end = 0, length // BLOCK_N, tl.cdiv(length, BLOCK_N)
     if CAUSAL:
         last = tl.minimum(position0 + TOKENS, length)
+        if HAS_LAST:
+            last = tl.minimum(tl.max(last_key, 0) + 1, length)
         full = tl.minimum(position0 + 1, length) // BLOCK_N
         end = tl.cdiv(last, BLOCK_N)
     first = 0
@@ -237,12 +250,12 @@ def _kernel(
     value_head = value_cache + head.to(tl.int64) * stride_head
     table = block_tables + sequence * stride_table
     acc, total, top = _attend(
-        acc, total, top, q, key_head, value_head, table, begin, full, position, first, length,
+        acc, total, top, q, key_head, value_head, table, begin, full, position, last_key, first, length,
         scale, stride_block, stride_token,
         HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, CAUSAL, WINDOW, CHUNKED, SOFTCAP, False,
     )  # fmt: skip
     acc, total, top = _attend(
-        acc, total, top, q, key_head, value_head, table, full, end, position, first, length,
+        acc, total, top, q, key_head, value_head, table, full, end, position, last_key, first, length,
         scale, stride_block, stride_token,
         HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, CAUSAL, WINDOW, CHUNKED, SOFTCAP, True,
     )  # fmt: skip
@@ -265,6 +278,7 @@ def _attend(
     begin: tl.tensor,
     end: tl.tensor,
     position: tl.tensor,
+    last_key: tl.tensor,
     first: tl.tensor,
     length: tl.tensor,
     scale: tl.tensor,
@@ -295,7 +309,7 @@ def _attend(
         if MASKED:
             visible = valid[None, :]
             if CAUSAL:
-                visible = visible & (token[None, :] <= position[:, None])
+                visible = visible & (token[None, :] <= last_key[:, None])
             if WINDOW > 0:
                 visible = visible & (
                     token[None, :] >= first_key(position, WINDOW, CHUNKED)[:, None]

@@ -54,6 +54,8 @@ class PrefillBatch:
         context_lens: [N], int32: keys of each sequence, those of its queries included.
         query_lens: of each sequence, known on the host.
         prefix_lens: keys before the queries, known on the host.
+        last_keys: [T], int32: the last position that each query sees, its own or a later one of
+            its sequence; None: its own, of all.
         pieces: what is launched in a layer, by what it depends on; layers are alike.
     """
 
@@ -62,6 +64,7 @@ class PrefillBatch:
     context_lens: torch.Tensor
     query_lens: tuple[int, ...]
     prefix_lens: tuple[int, ...]
+    last_keys: torch.Tensor | None = None
     pieces: dict[object, list[BatchPart]] = field(default_factory=dict)
 
 
@@ -104,7 +107,7 @@ def prefill_attention(
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     plain = softcap == 0.0 and sinks is None and key is not None
-    plain = plain and cudnn_fits(query, key_cache.shape[2])
+    plain = plain and batch.last_keys is None and cudnn_fits(query, key_cache.shape[2])
     strides = (0 if x is None else x.stride(0) for x in (query, key, value))
     kind = (threading.get_ident(), query.dtype, *query.shape[1:], key_cache.shape[1], *strides)
     pieces = batch.pieces.get((plain, window, kind))
@@ -126,7 +129,7 @@ def prefill_attention(
                 batch.block_tables[rows], batch.cu_seqlens[rows.start : rows.stop + 1],
                 batch.context_lens[rows], max(batch.query_lens[rows]),
                 scale=scale, window=window, chunked=chunked, softcap=softcap, sinks=sinks,
-                out=out,
+                last_keys=batch.last_keys, out=out,
             )  # fmt: skip
     return out
 

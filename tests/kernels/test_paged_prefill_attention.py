@@ -25,6 +25,7 @@ def check(
     heads: int,
     head_dim: int,
     sinks: torch.Tensor | None = None,
+    last_keys: torch.Tensor | None = None,
     **options: Any,
 ) -> None:
     cu = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
@@ -34,12 +35,13 @@ def check(
     options = {"scale": head_dim**-0.5, **options}
     expected, expected_lse = paged_prefill_attention_reference(
         query.cpu().double(), keys, values, tables, cu, paged.context_lens.cpu(),
-        sinks=wide_sinks, **options,
+        sinks=wide_sinks, last_keys=last_keys, **options,
     )  # fmt: skip
+    moved = None if last_keys is None else last_keys.to(place.device)
     out, lse = paged_prefill_attention(
         query, paged.views[0], paged.views[1], paged.block_tables, cu.to(place.device),
         paged.context_lens,
-        max(query_lens), sinks=sinks, **options,
+        max(query_lens), sinks=sinks, last_keys=moved, **options,
     )  # fmt: skip
     place.close(out, expected)
     empty = expected_lse == -torch.inf
@@ -75,6 +77,22 @@ def test_options(place: Any, make_paged: Any, options: Any) -> None:
 def test_sinks(place: Any, make_paged: Any) -> None:
     sinks = torch.tensor([-2.0, 0.0, 3.0, 8.0], device=place.device)
     check(place, make_paged([90, 20], 2, 64), [70, 20], 4, 64, sinks=sinks)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 9}, {"window": 70}, {"softcap": 3.0}], ids=str)
+def test_tokens_of_an_image_see_all_of_it(place: Any, make_paged: Any, options: Any) -> None:
+    """Images within tiles and across several, the rest of one, and text between and after."""
+    # Context and query lengths of each sequence, and from where to where its images are.
+    batch = [(140, 100, [(30, 70), (75, 139)]), (61, 3, []), (90, 90, [(0, 90)]), (20, 5, [])]
+    last_keys = []
+    for context, count, images in batch:
+        last = torch.arange(context, dtype=torch.int32)
+        for start, end in images:
+            last[start:end] = end - 1
+        last_keys.append(last[context - count :])
+    paged = make_paged([context for context, _, _ in batch], 2, 64)
+    counts = [count for _, count, _ in batch]
+    check(place, paged, counts, 4, 64, last_keys=torch.cat(last_keys), **options)
 
 
 def test_no_keys_give_nothing(place: Any, make_paged: Any) -> None:

@@ -27,6 +27,7 @@ def check(
     heads: int,
     kv_heads: int,
     head_dim: int,
+    last_keys: torch.Tensor | None = None,
     **options: Any,
 ) -> None:
     """`lengths`: (queries, prefix) of each sequence."""
@@ -45,7 +46,7 @@ def check(
     options = {"scale": head_dim**-0.5, **options}
     expected, _ = paged_prefill_attention_reference(
         query.cpu().double(), wide_keys, wide_values, tables, cu, paged.context_lens.cpu(),
-        **options,
+        last_keys=last_keys, **options,
     )  # fmt: skip
     batch = PrefillBatch(
         block_tables=paged.block_tables,
@@ -53,6 +54,7 @@ def check(
         context_lens=paged.context_lens,
         query_lens=tuple(fresh for fresh, _ in lengths),
         prefix_lens=tuple(prefix for _, prefix in lengths),
+        last_keys=None if last_keys is None else last_keys.to(place.device),
     )
     with planning():
         found = prefill_attention(query, key, value, keys, values, batch, **options)
@@ -75,6 +77,11 @@ def test_what_is_planned_before_ready_is_all_that_chunks_launch(
 
 def test_short_pieces(place: Any, make_paged: Any) -> None:
     check(place, make_paged, [(5, 0), (20, 30), (1, 17)], 4, 2, 64)
+
+
+def test_images_in_short_pieces(place: Any, make_paged: Any) -> None:
+    last_keys = torch.tensor([0, 3, 3, 3, 4, *range(30, 40), *[49] * 10], dtype=torch.int32)
+    check(place, make_paged, [(5, 0), (20, 30)], 4, 2, 64, last_keys)
 
 
 @pytest.mark.gpu
@@ -108,3 +115,6 @@ def test_options_take_the_paged_kernel(place: Any, make_paged: Any) -> None:
     check(place, make_paged, [(1030, 50)], 4, 2, 64, window=256, chunked=True)
     check(place, make_paged, [(1030, 50)], 4, 2, 64, window=2048, chunked=True)
     check(place, make_paged, [(1030, 50)], 4, 2, 64, softcap=2.0)
+    last_keys = torch.arange(50, 1080, dtype=torch.int32)
+    last_keys[200:1000] = 50 + 999
+    check(place, make_paged, [(1030, 50)], 4, 2, 64, last_keys)
