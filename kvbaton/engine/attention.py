@@ -45,12 +45,15 @@ class PagedBatch:
         query_lens: [sequences] int64, tokens of each.
         context_lens: [sequences] int64, tokens of each with those of this step.
         block_tables: [sequences, groups, blocks] int64, padded with 0.
+        last_keys: [tokens] int64, the last position that each token sees, its own or a later one of
+            this step; None: its own, of all.
     """
 
     slots: Tensor
     query_lens: npt.NDArray[np.int64]
     context_lens: npt.NDArray[np.int64]
     block_tables: npt.NDArray[np.int64]
+    last_keys: npt.NDArray[np.int64] | None = None
 
 
 class PagedAttention:
@@ -64,7 +67,9 @@ class PagedAttention:
         for g, group in enumerate(cache.groups[: cache.num_kv_groups]):
             view = cache.token_views[g]
             part = _GroupBatch.of(batch, g, group, cache.block_size)
-            self._parts.append([*_decode_buckets(view, part), *_prompts(view, part)])
+            self._parts.append(
+                [*_decode_buckets(view, part), *_prompts(view, part, batch.last_keys)]
+            )
 
     def attend(
         self,
@@ -279,6 +284,7 @@ class Prompt:
         table: [1, blocks] int64.
         group: whose.
         begin: tokens before those of `table` and `context_len`.
+        last_keys: [count] int64, the last of the tokens after `begin` that each sees; None: itself.
     """
 
     def __init__(
@@ -290,9 +296,10 @@ class Prompt:
         table: Tensor,
         group: KVGroup,
         begin: int,
+        last_keys: Tensor | None,
     ) -> None:
         self._cache, self._count, self._context_len = cache, count, context_len
-        self._group, self._begin = group, begin
+        self._group, self._begin, self._last_keys = group, begin, last_keys
         self._rows = slice(first, first + count)
         self._table = table
 
@@ -325,7 +332,8 @@ class Prompt:
         sinks: Tensor | None,
     ) -> Tensor:
         first = self._group.first_attended(self._begin + self._context_len - 1)
-        if self._context_len == self._count and first <= self._begin and sinks is None:
+        plain = self._last_keys is None and sinks is None
+        if self._context_len == self._count and first <= self._begin and plain:
             return scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=scale, enable_gqa=True
             )
@@ -351,11 +359,14 @@ class Prompt:
         """Attention of the queries from `start` on, over the keys that one of them sees."""
         first = self._context_len - self._count + start
         end = first + query.shape[2]
-        at = torch.arange(first, end, device=query.device)[:, None]
+        at = last = torch.arange(first, end, device=query.device)[:, None]
+        if self._last_keys is not None:
+            last = self._last_keys[start : start + len(at), None]
+            end = int(last.max()) + 1
         begins = self._group.first_attended(at + self._begin) - self._begin
         begin = max(0, int(begins[0]))
         key_at = torch.arange(begin, end, device=query.device)
-        seen = (key_at <= at) & (key_at >= begins)
+        seen = (key_at <= last) & (key_at >= begins)
         key, value = key[:, :, begin:end], value[:, :, begin:end]
         if sinks is not None:
             group = len(sinks) // key.shape[1]
@@ -390,7 +401,9 @@ def _decode_buckets(cache: TokenView, batch: _GroupBatch) -> Iterator[DecodeBuck
             )
 
 
-def _prompts(cache: TokenView, batch: _GroupBatch) -> Iterator[Prompt]:
+def _prompts(
+    cache: TokenView, batch: _GroupBatch, last_keys: npt.NDArray[np.int64] | None
+) -> Iterator[Prompt]:
     rows = np.cumsum(batch.query_lens) - batch.query_lens
     for index in np.flatnonzero(batch.query_lens > 1):
         context_len = int(batch.context_lens[index])
@@ -398,7 +411,10 @@ def _prompts(cache: TokenView, batch: _GroupBatch) -> Iterator[Prompt]:
         first, count = int(rows[index]), int(batch.query_lens[index])
         begin = int(batch.begins[index])
         pages = _to_device(table, cache)
-        yield Prompt(cache, first, count, context_len, pages, batch.group, begin)
+        last = None
+        if last_keys is not None:
+            last = _to_device(last_keys[first : first + count] - begin, cache)
+        yield Prompt(cache, first, count, context_len, pages, batch.group, begin, last)
 
 
 def _to_device(array: npt.NDArray[np.int64], cache: TokenView) -> Tensor:

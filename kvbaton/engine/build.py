@@ -41,7 +41,7 @@ from kvbaton.engine.store_connector import StoreConnector
 from kvbaton.engine.store_worker import StoreWorker
 from kvbaton.engine.worker import choose_device
 from kvbaton.errors import ConfigError
-from kvbaton.image_file import processor_settings
+from kvbaton.image_file import Resizing, processor_settings
 from kvbaton.types import NodeId
 
 log = logging.getLogger(__name__)
@@ -367,6 +367,9 @@ def make_scheduler(
         raise ConfigError(
             "--speculative-config", "a state can't go back behind a rejected token; leave it out"
         )
+    rows = 0
+    if model.vision is not None and model.vision.bidirectional:
+        rows = Resizing.of(processor_settings(model.folder)).most_rows
     return Scheduler(
         SchedulerConfig(
             groups=tuple(GroupSpec.of(layout, config.block_size) for layout in layouts),
@@ -379,6 +382,7 @@ def make_scheduler(
             kv_load_failure_policy=config.kv_load_failure_policy,
             speculative=speculative,
             debug_forbid_prompt_compute=config.debug_forbid_prompt_compute,
+            whole_items=rows,
         ),
         root_key=lambda salt: root_key(identity, salt),
     )

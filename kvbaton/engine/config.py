@@ -152,6 +152,8 @@ class SchedulerConfig:
             so that a crowd of them does not take what running requests grow into. A hand-over that
             is alone is never refused by it.
         debug_forbid_prompt_compute: end requests that would compute a prompt token but the last.
+        whole_items: most tokens of an item, if they see all of it, so that those that are computed
+            are so in one step; 0 if they do not.
     """
 
     groups: tuple[GroupSpec, ...]
@@ -166,9 +168,18 @@ class SchedulerConfig:
     max_loading_share: float = 0.75
     debug_forbid_prompt_compute: bool = False
     whole_prompts: bool = False
+    whole_items: int = 0
 
     def __post_init__(self) -> None:
         for flag in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, flag) < 1:
                 name = "--" + flag.replace("_", "-")
                 raise ConfigError(name, f"{getattr(self, flag)} is too small; at least 1")
+        least = self.max_num_seqs - 1 + self.whole_items
+        if self.whole_items and self.max_num_batched_tokens < least:
+            raise ConfigError(
+                "--max-num-batched-tokens",
+                f"{self.max_num_batched_tokens} is too small, at least {least}: the "
+                f"{self.whole_items} tokens of an image are computed in one step, beside one of "
+                f"each other of {self.max_num_seqs} sequences (--max-num-seqs)",
+            )

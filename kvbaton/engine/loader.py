@@ -29,6 +29,7 @@ from kvbaton.engine.models.llama4 import Llama4ForCausalLM
 from kvbaton.engine.models.qwen2_5_vision import Qwen25VisionTower
 from kvbaton.engine.models.qwen3_next import Qwen3NextForCausalLM
 from kvbaton.engine.models.qwen3_vision import Qwen3VisionTower
+from kvbaton.engine.models.siglip_vision import SiglipVisionTower
 from kvbaton.engine.models.vision_layers import VisionTower
 from kvbaton.engine.quantization.tensors import MXFP4Tensor, ScaledTensor, Stored, find_tensor
 from kvbaton.errors import ConfigError
@@ -37,6 +38,7 @@ from kvbaton.kernels.quantize_fp8 import quantize_fp8
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+TOWER_PARTS = ("model.visual.", "model.vision_tower.", "model.multi_modal_projector.")
 DUMMY_SCALE = 0.02
 """Standard deviation of dummy weights, as models are usually initialised."""
 
@@ -53,7 +55,8 @@ DECODERS: dict[str, type[LlamaForCausalLM]] = {
 }
 """Those that are no Llama with other settings."""
 
-TOWERS: dict[str, type[Qwen25VisionTower | Qwen3VisionTower]] = {
+TOWERS: dict[str, type[Qwen25VisionTower | Qwen3VisionTower | SiglipVisionTower]] = {
+    "Gemma3ForCausalLM": SiglipVisionTower,
     "Qwen2_5_VLForConditionalGeneration": Qwen25VisionTower,
     "Qwen3VLForConditionalGeneration": Qwen3VisionTower,
 }
@@ -269,7 +272,8 @@ def stored_tensors(folder: Path, device: torch.device) -> Iterator[dict[str, Sto
             stack.enter_context(handle)
             for name in handle.keys():
                 # Multimodal checkpoints differ in where their parts hang: one name for each.
-                ours = name.removeprefix("model.") if name.startswith("model.visual.") else name
+                ours = name.removeprefix("model.") if name.startswith(TOWER_PARTS) else name
+                ours = ours.replace("vision_tower.vision_model.", "vision_tower.", 1)
                 ours = ours.replace("model.language_model.", "model.", 1)
                 ours = ours.removeprefix("language_model.")
                 tensors[ours] = FileTensor(name, file, handle, device)

@@ -21,6 +21,7 @@ from kvbaton.engine.nested_config import TEXT_ARCHITECTURES, language_model
 from kvbaton.engine.nope_config import NopeConfig, read_nope
 from kvbaton.engine.quantization.config import Quantization, read_quantization
 from kvbaton.engine.rope_config import RawRotary, RopeConfig, read_local_rope, read_rope
+from kvbaton.engine.siglip_config import read_siglip
 from kvbaton.engine.vision_config import VISION_FAMILIES, VisionConfig, read_vision
 from kvbaton.errors import ConfigError
 
@@ -250,7 +251,8 @@ def load_model_config(
         ConfigError: the folder or its files are missing or broken, or the model is not supported.
     """
     folder = Path(folder)
-    content = language_model(_read_json(folder, "config.json"))
+    whole = _read_json(folder, "config.json")
+    content = language_model(whole)
     architecture = _check_architecture(content)
     family = ARCHITECTURES[architecture]
     raw = _convert(content, folder)
@@ -262,8 +264,11 @@ def load_model_config(
     bias = family.sinks if raw.attention_bias is None else raw.attention_bias
     dtype = _dtype(raw, family, dtype)
     mla, nope = read_mla(content, architecture), read_nope(content, architecture)
-    vision = VISION_FAMILIES.get(architecture)
-    rope = read_rope(raw, (vision or family).rope_theta, family.rotary_share, vision)
+    seeing = VISION_FAMILIES.get(architecture)
+    rope = read_rope(raw, (seeing or family).rope_theta, family.rotary_share, seeing)
+    vision = read_vision(raw.vision_config, architecture, raw.hidden_size, raw.image_token_id)
+    if architecture == "Gemma3ForCausalLM":
+        vision = read_siglip(whole, folder, raw.hidden_size)
     own_scale = (raw.query_pre_attn_scalar or 256) ** -0.5 if family.gemma else None
     gemma4 = read_gemma4(content, architecture)
     if gemma4 is not None:
@@ -296,7 +301,7 @@ def load_model_config(
         nope=nope,
         gemma4=gemma4,
         eos_token_ids=tuple(sorted(token for token in ids if isinstance(token, int))),
-        vision=read_vision(raw.vision_config, architecture, raw.hidden_size, raw.image_token_id),
+        vision=vision,
         quantization=read_quantization(raw.quantization_config, quantization),
         moe=read_moe(content, architecture),
         sinks=family.sinks,

@@ -19,9 +19,9 @@ from kvbaton.messages.engine import Item
 Ints = npt.NDArray[np.int64]
 
 
-def merge_size(config: ModelConfig) -> int:
-    """Side of the square of patches that becomes one token; 1 of a model of text only."""
-    return 1 if config.vision is None else config.vision.merge_size
+def merge_size(config: ModelConfig) -> int | None:
+    """Side of the square of patches that becomes one token; None without M-RoPE."""
+    return config.vision.merge_size if config.vision and config.rope.mrope_section else None
 
 
 @dataclass(frozen=True)

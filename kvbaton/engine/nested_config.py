@@ -1,8 +1,9 @@
-"""Multimodal folders of which the language model alone is served: its configuration.
+"""Multimodal folders around a language model that is served alone too: its configuration.
 
 Published Gemma 3 (4B and larger), Gemma 4 and Llama 4 are such: ``config.json``
 holds that of the language model in ``text_config``, and may leave out what is the default of its
-class in `transformers`. Their towers are not built; prompts of text are what they would be.
+class in `transformers`. Of their towers only Gemma 3's is built (`siglip_config`); prompts of text
+are what they would be.
 """
 
 from __future__ import annotations

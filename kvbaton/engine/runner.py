@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvbaton.engine.attention import PagedAttention, PagedBatch
 from kvbaton.engine.cache import KVCache
-from kvbaton.engine.encoder.pool import EncoderPool, item_tokens
+from kvbaton.engine.encoder.pool import EncoderPool, item_tokens, last_keys
 from kvbaton.engine.models.layers import AttentionContext
 from kvbaton.engine.models.llama import Encoded, LlamaForCausalLM
 from kvbaton.engine.mrope import merge_size
@@ -185,7 +185,8 @@ class Runner:
         slots = slots.view(numbers.shape)
         most = int(-(-tokens.context_lens.max() // self.cache.block_size))
         tables = self.sequences.tables[rows, :, :most]
-        batch = PagedBatch(slots, tokens.query_lens, tokens.context_lens, tables)
+        last = self._last_keys(output.steps, tokens)
+        batch = PagedBatch(slots, tokens.query_lens, tokens.context_lens, tables, last)
         hidden = self._layers(
             self.sequences.tokens[token_rows, positions].long(),
             positions,
@@ -218,6 +219,13 @@ class Runner:
         token_rows = np.repeat(rows, counts)
         blocks, offsets = self._places(token_rows, positions)
         return StepTokens(starts, counts, context_lens, positions, token_rows, blocks, offsets)
+
+    def _last_keys(self, steps: Sequence[SequenceStep], tokens: StepTokens) -> Ints | None:
+        """Last position that each token sees; None if it is its own, of all."""
+        vision = self.model.config.vision
+        if vision is None or not vision.bidirectional or not self.sequences.have_items:
+            return None
+        return last_keys(steps, tokens.positions)
 
     def _places(self, rows: Ints, positions: Ints) -> tuple[Ints, Ints]:
         """Blocks of tokens [groups, tokens], and slots in them; accounts for writing there."""

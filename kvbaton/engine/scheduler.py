@@ -143,7 +143,7 @@ class Scheduler(LiveRequests):
             for remaining, sequence in running:
                 if not remaining or (remaining == 1) != decoding:
                     continue
-                count = min(remaining, draft.budget)
+                count = self._fit(sequence, sequence.num_scheduled, remaining, draft.budget)
                 if sequence.state is not SequenceState.RUNNING or count < 1 or draft.room < 1:
                     continue
                 end = sequence.num_scheduled + count
@@ -155,6 +155,18 @@ class Scheduler(LiveRequests):
             self.late.rank(self.waiting, self.running, self.clock())
             while self.waiting and self._admit(draft, self.waiting[0]):
                 pass
+
+    def _fit(self, sequence: Sequence, start: int, remaining: int, budget: int) -> int:
+        """How many of the `remaining` tokens from `start` on go into a step that has `budget` left.
+
+        Items that are seen whole stay so; where there is no room for the next one, that is 0.
+        """
+        count = min(remaining, budget)
+        if self.config.whole_items:
+            for item in sequence.request.items:
+                if item.start < start + count < item.start + item.length:
+                    return max(0, item.start - start)
+        return count
 
     def _propose(self, draft: StepDraft, sequence: Sequence) -> tuple[int, ...]:
         """What may come after a decoding sequence's last token, if there is room to find out.
@@ -169,7 +181,7 @@ class Scheduler(LiveRequests):
         most = min(
             self._longest_draft,
             sequence.request.limit - known - 1,
-            draft.budget - 1 - others,
+            draft.budget - 1 - others - self.config.whole_items,
         )
         if most < 1:
             return ()
@@ -348,16 +360,16 @@ class Scheduler(LiveRequests):
         enough = max(1, total - fitting.num_tokens) if whole else 1
         if draft.room < 1 or (enough > draft.budget and (draft.scheduled or not whole)):
             return False  # A whole prompt that is longer than a step has one for itself.
+        start = min(fitting.num_tokens, total - 1)
+        end = min(total, self.items.ready_until(sequence, start)) if request.items else total
+        count = end - start if whole else self._fit(sequence, start, end - start, draft.budget)
+        if count < 1:
+            return False
         self.adopt(sequence, fitting)
         if fitting.num_tokens == total:
             sequence.num_computed = sequence.num_scheduled = total - 1
             sequence.shares_tail = True
         self.run(sequence)
-        end = total
-        if request.items:
-            end = min(total, self.items.ready_until(sequence, sequence.num_scheduled))
-        count = end - sequence.num_scheduled
-        count = count if whole else min(count, draft.budget)
         self._extend(draft, sequence, total, sequence.num_scheduled + count)
         self._compute(draft, sequence, count)
         return True

@@ -31,6 +31,7 @@ class VisionConfig(Struct, frozen=True, kw_only=True):
         deepstack_layers: whose output also becomes rows, added after the first layers of the
             language model (Meng et al., arXiv 2406.04334).
         image_token_id: the placeholder that an image's rows replace; the whole model's.
+        bidirectional: tokens of an image see all of it, in the language model.
     """
 
     patch_size: int
@@ -51,6 +52,7 @@ class VisionConfig(Struct, frozen=True, kw_only=True):
     num_position_embeddings: int = 2304
     deepstack_layers: tuple[int, ...] = field(name="deepstack_visual_indexes", default=(8, 16, 24))
     image_token_id: int = 0
+    bidirectional: bool = False
 
     @property
     def rope_theta(self) -> float:

@@ -250,13 +250,13 @@ def _kernel(
     value_head = value_cache + head.to(tl.int64) * stride_head
     table = block_tables + sequence * stride_table
     acc, total, top = _attend(
-        acc, total, top, q, key_head, value_head, table, begin, full, position, last_key, first, length,
-        scale, stride_block, stride_token,
+        acc, total, top, q, key_head, value_head, table, begin, full, position, last_key, first,
+        length, scale, stride_block, stride_token,
         HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, CAUSAL, WINDOW, CHUNKED, SOFTCAP, False,
     )  # fmt: skip
     acc, total, top = _attend(
-        acc, total, top, q, key_head, value_head, table, full, end, position, last_key, first, length,
-        scale, stride_block, stride_token,
+        acc, total, top, q, key_head, value_head, table, full, end, position, last_key, first,
+        length, scale, stride_block, stride_token,
         HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, CAUSAL, WINDOW, CHUNKED, SOFTCAP, True,
     )  # fmt: skip
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]

@@ -157,6 +157,8 @@ async def encode_chat(
         },
     )
     special = bool(body.add_special_tokens)
+    if vision is not None:
+        text = vision.prepare(text)
     ids = await encode(frontend.tokenizer, text, add_special_tokens=special)
     if vision is None:
         return ids, ()

@@ -18,6 +18,7 @@ Family = Literal[
     "deepseek_v3",
     "dots1",
     "gemma3",
+    "gemma3_vl",
     "gemma4",
     "gpt_oss",
     "llama",
@@ -38,6 +39,7 @@ ARCHITECTURES: dict[Family, str] = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "dots1": "Dots1ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "gemma3_vl": "Gemma3ForConditionalGeneration",
     "gemma4": "Gemma4ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "llama": "LlamaForCausalLM",
@@ -52,7 +54,7 @@ ARCHITECTURES: dict[Family, str] = {
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
 }
-VISION_FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+VISION_FAMILIES = ("gemma3_vl", "qwen2_5_vl", "qwen3_vl")
 _DEEPSEEK: dict[str, Any] = {
     "kv_lora_rank": 48,
     "q_lora_rank": 40,
@@ -245,6 +247,18 @@ _TOWERS: dict[str, dict[str, Any]] = {
         "num_position_embeddings": 36,
     },
 }
+_SIGLIP: dict[str, Any] = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 24,
+    "patch_size": 4,
+    "vision_use_head": False,
+}
+GEMMA3_ROWS = 9
+"""Rows of an image of the family `gemma3_vl`: three by three squares of two by two patches."""
 LATENT = ("deepseek_v2", "deepseek_v3")
 _CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
 _CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
@@ -291,7 +305,7 @@ def write_config(folder: Path, spec: CheckpointSpec) -> dict[str, Any]:
     generation = {"bos_token_id": tokenizer.token_to_id(BOS), "eos_token_id": ends}
     _write_json(folder / "generation_config.json", generation)
     template = VISION_CHAT_TEMPLATE if spec.family in VISION_FAMILIES else CHAT_TEMPLATE
-    tokenizer_config = {
+    tokenizer_config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS,
         "eos_token": EOS,
@@ -299,6 +313,10 @@ def write_config(folder: Path, spec: CheckpointSpec) -> dict[str, Any]:
         "model_max_length": spec.max_position_embeddings,
         "chat_template": template,
     }
+    if spec.family == "gemma3_vl":  # its processor frames and repeats the placeholder
+        short = template.replace(VISION_START + IMAGE + VISION_END, VISION_START)
+        named = {"boi_token": VISION_START, "image_token": IMAGE, "eoi_token": VISION_END}
+        tokenizer_config |= {"chat_template": short, "extra_special_tokens": named}
     _write_json(folder / "tokenizer_config.json", tokenizer_config)
     if "vision_config" in config:
         preprocessor = _preprocessor_config(spec.family, config["vision_config"])
@@ -341,7 +359,9 @@ def _config(spec: CheckpointSpec, tokenizer: Tokenizer) -> dict[str, Any]:
     if spec.family == "gpt_oss":
         kinds = ("sliding_attention", "full_attention")
         config["layer_types"] = [kinds[layer % 2] for layer in range(spec.num_layers)]
-    if spec.family in VISION_FAMILIES:
+    if spec.family == "gemma3_vl":
+        config = _gemma3_config(config, tokenizer)
+    elif spec.family in VISION_FAMILIES:
         config = _nested_config(spec.family, config, tokenizer)
     config |= {"architectures": [ARCHITECTURES[spec.family]]}
     config.setdefault("model_type", spec.family)
@@ -364,7 +384,7 @@ def _nested_config(family: str, text: dict[str, Any], tokenizer: Tokenizer) -> d
     """``config.json`` as transformers saves it, around the language model's part.
 
     Args:
-        family: one of `VISION_FAMILIES`.
+        family: one of `VISION_FAMILIES` but Gemma's.
         text: fields of the language model.
         tokenizer: gives the ids of `VISION_TOKENS`.
     """
@@ -390,8 +410,41 @@ def _nested_config(family: str, text: dict[str, Any], tokenizer: Tokenizer) -> d
     }
 
 
+def _gemma3_config(text: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
+    """``config.json`` as published models of Gemma 3 have it."""
+    del text["hidden_act"]
+    tied = text.pop("tie_word_embeddings")
+    return {
+        "boi_token_index": tokenizer.token_to_id(VISION_START),
+        "eoi_token_index": tokenizer.token_to_id(VISION_END),
+        "image_token_index": tokenizer.token_to_id(IMAGE),
+        "mm_tokens_per_image": GEMMA3_ROWS,
+        "model_type": "gemma3",
+        "tie_word_embeddings": tied,
+        "torch_dtype": text.pop("torch_dtype"),
+        "text_config": text | _GEMMA3 | {"tie_word_embeddings": tied},
+        "vision_config": dict(_SIGLIP),
+    }
+
+
 def _preprocessor_config(family: str, tower: dict[str, Any]) -> dict[str, Any]:
     """``preprocessor_config.json``, in the form that the family's published models have."""
+    if family == "gemma3_vl":
+        return {
+            "do_convert_rgb": None,
+            "do_normalize": True,
+            "do_pan_and_scan": None,
+            "do_rescale": True,
+            "do_resize": True,
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_processor_type": "Gemma3ImageProcessor",
+            "image_seq_length": GEMMA3_ROWS,
+            "image_std": [0.5, 0.5, 0.5],
+            "processor_class": "Gemma3Processor",
+            "resample": 2,
+            "rescale_factor": 1 / 255,
+            "size": {"height": tower["image_size"], "width": tower["image_size"]},
+        }
     shared = {
         "patch_size": tower["patch_size"],
         "temporal_patch_size": tower["temporal_patch_size"],

@@ -30,8 +30,8 @@ from kvbaton.testing.checkpoint_config import (
 
 __all__ = ["CheckpointSpec", "make_checkpoint"]
 
-_NORMED_HEADS = ("dots1", "gemma3", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_vl")
-_OFFSET_NORMS = ("gemma3", "qwen3_next")
+_NORMED_HEADS = ("dots1", "gemma3", "gemma3_vl", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_vl")
+_OFFSET_NORMS = ("gemma3", "gemma3_vl", "qwen3_next")
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -61,8 +61,12 @@ def make_checkpoint(folder: str | Path, spec: CheckpointSpec | None = None) -> P
 def _shapes(spec: CheckpointSpec, config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and shapes of all tensors, as published checkpoints have them."""
     if "vision_config" in config:
-        yield from _tower_shapes(spec.family, config["vision_config"])
-    head = "model.language_model" if spec.family == "qwen3_vl" else "model"
+        if spec.family == "gemma3_vl":
+            yield from _siglip_shapes(config["vision_config"], spec.hidden_size)
+        else:
+            yield from _tower_shapes(spec.family, config["vision_config"])
+    heads = {"gemma3_vl": "language_model.model", "qwen3_vl": "model.language_model"}
+    head = heads.get(spec.family, "model")
     hidden, middle = spec.hidden_size, spec.intermediate_size
     yield f"{head}.embed_tokens.weight", (spec.vocab_size, hidden)
     interval = config.get("full_attention_interval", 1)
@@ -98,7 +102,7 @@ def _shapes(spec: CheckpointSpec, config: dict[str, Any]) -> Iterator[tuple[str,
             yield from _mlp(f"{name}.{block}", _PROJECTIONS, hidden, wide, bias=bias)
         yield f"{name}.input_layernorm.weight", (hidden,)
         yield f"{name}.post_attention_layernorm.weight", (hidden,)
-        if spec.family in ("gemma3", "gemma4"):
+        if spec.family in ("gemma3", "gemma3_vl", "gemma4"):
             yield f"{name}.pre_feedforward_layernorm.weight", (hidden,)
             yield f"{name}.post_feedforward_layernorm.weight", (hidden,)
     yield f"{head}.norm.weight", (hidden,)
@@ -109,7 +113,8 @@ def _shapes(spec: CheckpointSpec, config: dict[str, Any]) -> Iterator[tuple[str,
         yield f"{head}.per_layer_model_projection.weight", (wide, hidden)
         yield f"{head}.per_layer_projection_norm.weight", (size,)
     if not spec.tied:
-        yield "lm_head.weight", (spec.vocab_size, hidden)
+        outer = "language_model." if spec.family == "gemma3_vl" else ""
+        yield f"{outer}lm_head.weight", (spec.vocab_size, hidden)
 
 
 def _attention_shapes(
@@ -285,6 +290,28 @@ def _tower_shapes(family: str, tower: dict[str, Any]) -> Iterator[tuple[str, tup
         yield from _linear(f"{head}.{part}.linear_fc2", wide, out)
 
 
+def _siglip_shapes(
+    tower: dict[str, Any], hidden_size: int
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Tower and projector as in published checkpoints of Gemma 3."""
+    head, hidden, patch = "vision_tower.vision_model", tower["hidden_size"], tower["patch_size"]
+    yield f"{head}.embeddings.patch_embedding.weight", (hidden, 3, patch, patch)
+    yield f"{head}.embeddings.patch_embedding.bias", (hidden,)
+    places = (tower["image_size"] // patch) ** 2
+    yield f"{head}.embeddings.position_embedding.weight", (places, hidden)
+    for layer in range(tower["num_hidden_layers"]):
+        name = f"{head}.encoder.layers.{layer}"
+        for part in ("layer_norm1", "layer_norm2"):
+            yield from ((f"{name}.{part}.{kind}", (hidden,)) for kind in ("weight", "bias"))
+        for part in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            yield from _linear(f"{name}.self_attn.{part}", hidden, hidden)
+        yield from _linear(f"{name}.mlp.fc1", hidden, tower["intermediate_size"])
+        yield from _linear(f"{name}.mlp.fc2", tower["intermediate_size"], hidden)
+    yield from ((f"{head}.post_layernorm.{kind}", (hidden,)) for kind in ("weight", "bias"))
+    yield "multi_modal_projector.mm_soft_emb_norm.weight", (hidden,)
+    yield "multi_modal_projector.mm_input_projection_weight", (hidden, hidden_size)
+
+
 def _linear(name: str, size_in: int, size_out: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield f"{name}.weight", (size_out, size_in)
     yield f"{name}.bias", (size_out,)
@@ -299,7 +326,8 @@ def _weights(spec: CheckpointSpec, config: dict[str, Any]) -> Iterator[tuple[str
             value = 1 + 0.2 * noise
         elif len(shape) == 1 and name.endswith(".weight"):
             # Of some families 1 is added when it is read.
-            value = 0.2 * noise + (spec.family not in _OFFSET_NORMS or "linear_attn" in name)
+            plain = "linear_attn" in name or name.startswith("vision_tower")
+            value = 0.2 * noise + (spec.family not in _OFFSET_NORMS or plain)
         elif name.endswith("A_log"):
             value = noise - 3  # keeps something of the last hundred tokens
         elif name.endswith("bias"):

@@ -134,7 +134,7 @@ class Tokenizer:
             problem = "chat_template must be a string"
             raise ConfigError(str(folder / "tokenizer_config.json"), problem)
         compiled = None if template is None else ChatTemplate(template, special)
-        return cls(backend, special, compiled, VisionText.load(folder))
+        return cls(backend, special, compiled, VisionText.load(folder, backend.id_to_token))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; with the model's own start and end tokens unless told not to."""

@@ -1,8 +1,8 @@
 """Images in prompts, without decoding more than it takes to know that they can be decoded.
 
 An image stands in a prompt as so many placeholders as its encoder output has rows. How many follows
-from its size alone, by the rule of the model's image processor (``smart_resize`` of Qwen2-VL in
-`transformers`), so prompts and their keys need no encoder.
+from its size alone, by the rule of the model's image processor (`image_file.Resizing`), so prompts
+and their keys need no encoder.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,9 @@ Grid = tuple[int, int, int]
 class _Config(msgspec.Struct):
     architectures: list[str] | None = None
     image_token_id: int | None = None
+    image_token_index: int | None = None
+    boi_token_index: int = 255_999
+    eoi_token_index: int = 256_000
     vision_config: dict[str, Any] | None = None
 
 
@@ -42,13 +45,18 @@ class VisionText:
 
     Args:
         image_token_id: the placeholder.
-        settings: of the model's image processor, as in ``preprocessor_config.json``.
+        settings: of the model's image processor, see `image_file.processor_settings`.
+        frame: what the chat template has for an image, and what stands for that before a prompt is
+            tokenized; None if the template has the placeholder itself.
 
     Raises:
         ConfigError: the processor is none whose rule is known.
     """
 
-    def __init__(self, image_token_id: int, settings: dict[str, Any]) -> None:
+    def __init__(
+        self, image_token_id: int, settings: dict[str, Any], frame: tuple[str, str] | None = None
+    ) -> None:
+        self._frame = frame
         self._resizing = image_file.Resizing.of(settings)
         self.image_token_id = image_token_id
         self.merge_size = self._resizing.merge_size
@@ -59,11 +67,18 @@ class VisionText:
         self._decoders = threading.Semaphore(DECODERS)
 
     @classmethod
-    def load(cls, folder: str | Path) -> VisionText | None:
+    def load(
+        cls, folder: str | Path, token_text: Callable[[int], str | None] | None = None
+    ) -> VisionText | None:
         """Of a Hugging Face folder; None if its model takes no images.
 
+        Args:
+            folder: of the model.
+            token_text: texts of special tokens; None for who places no images in texts.
+
         Raises:
-            ConfigError: it takes some, and its image processor's settings can't be used.
+            ConfigError: it takes some, and its image processor's settings can't be used, or its
+                tokenizer lacks a token.
         """
         path, config = Path(folder) / "config.json", _Config()
         try:
@@ -72,9 +87,26 @@ class VisionText:
         except (OSError, msgspec.MsgspecError) as error:
             raise ConfigError(str(path), f"can't be read: {error}") from error
         sees = not set(image_file.ARCHITECTURES).isdisjoint(config.architectures or ())
-        if not sees or config.vision_config is None or config.image_token_id is None:
+        token = config.image_token_index or config.image_token_id
+        if not sees or config.vision_config is None:
             return None
-        return cls(config.image_token_id, image_file.processor_settings(Path(folder)))
+        if (config.architectures or [""])[0] != "Gemma3ForConditionalGeneration":
+            settings = image_file.processor_settings
+            return None if token is None else cls(token, settings(Path(folder)))
+        if not image_file.has_processor(Path(folder)):
+            return None  # the language model alone is served
+        token = 262_144 if token is None else token
+        frame = None
+        if token_text is not None:
+            # As the model's processor frames an image before it tokenizes.
+            ids = {
+                "boi_token_index": config.boi_token_index,
+                "image_token_index": token,
+                "eoi_token_index": config.eoi_token_index,
+            }
+            begin, middle, end = (_token_text(token_text, *named) for named in ids.items())
+            frame = begin, f"\n\n{begin}{middle}{end}\n\n"
+        return cls(token, image_file.processor_settings(Path(folder)), frame)
 
     # --- one image ---
 
@@ -117,6 +149,10 @@ class VisionText:
         return known
 
     # --- prompts ---
+
+    def prepare(self, text: str) -> str:
+        """A conversation as a chat template has written it, with a placeholder for each image."""
+        return text if self._frame is None else text.replace(*self._frame)
 
     def expand(
         self, token_ids: Sequence[int], images: Sequence[Item]
@@ -177,6 +213,8 @@ class VisionText:
         """What an item says of itself that is not so; None if all fits."""
         frames, rows, columns = item.grid
         merge = self.merge_size
+        if self._resizing.square and (rows, columns) != self._resizing.grid(1, 1):
+            return f"grid must be {(1, *self._resizing.grid(1, 1))}"
         if frames != 1 or rows % merge or columns % merge:
             return f"grid must be 1, and two multiples of {merge}"
         if rows * columns != item.length * merge**2:
@@ -184,6 +222,13 @@ class VisionText:
         if item.data and self.digest(item.data) != item.digest:
             return "digest is not that of data with this model's image processor"
         return None
+
+
+def _token_text(token_text: Callable[[int], str | None], name: str, token: int) -> str:
+    text = token_text(token)
+    if text is None:
+        raise ConfigError(name, f"the tokenizer has no token {token}")
+    return text
 
 
 def _decode(data: bytes) -> tuple[int, int]:

@@ -213,6 +213,31 @@ def test_a_node_without_an_encoder_needs_one(house: House) -> None:
     settle(*house.nodes)
 
 
+# --- images that are seen whole ---
+
+
+def test_gemmas_tokens_are_those_of_transformers(make_cluster: MakeCluster) -> None:
+    """P encodes, and an encoder node does; steps of P are barely longer than an image."""
+    cluster, oracle = make_cluster("gemma3_vl")
+    small = {"max-num-seqs": "8", "num-blocks": "800"}
+    e = cluster.start_node("encode", "ge")
+    p = cluster.start_node("prefill", "gp", small | {"max-num-batched-tokens": "16"})
+    d = cluster.start_node("decode", "gd", small | {"debug-poison": None})
+    cluster.until_up(e, p, d)
+    ep = front(cluster, "g-ep-d", 0, prefill=p, decode=d)
+    epd = front(cluster, "g-e-p-d", 2, encode=e, prefill=p, decode=d)
+    images = [picture(30 + i, *size) for i, size in enumerate(SIZES[:2])]
+    for router in (ep, epd):
+        count = Counted(e, p, d)
+        answer = router.post(CHAT, talk("One ", images[0], "\n", images[1], "\nwhich?"))
+        oracle.check(answer, *images)
+        made = [items(count(node), "encoded") for node in (e, p, d)]
+        assert made == ([0, 2, 0] if router is ep else [2, 0, 0])
+        length = len(answer["prompt_token_ids"])
+        assert count(d)("kvbaton_prompt_tokens_total", source="transferred") == length
+    cluster.stop([ep, epd, e, p, d])
+
+
 # --- outputs that arrive wrong, late or never ---
 
 FAULTS = {"corrupt": [0], "partial": [1], "delay": [2], "lose_notice": [3]}

@@ -12,6 +12,8 @@ import torch
 
 from kvbaton.engine.step import NewSequence, SequenceStep, StepPlan
 from tests.engine.sync_debug import waiting_is_an_error
+from tests.engine.test_gemma3_images import MIXED as SEEN_WHOLE
+from tests.engine.test_gemma3_images import WINDOWS
 from tests.engine.test_gpu import GPU, SMALL, TOLERANCE
 from tests.engine.test_items import MIXED
 from tests.support.pictures import FAMILIES, GREEDY, Pictures
@@ -30,17 +32,21 @@ def ieee_products() -> None:
     torch.backends.cudnn.allow_tf32 = False
 
 
-def check_mixed_batches(driver: Any, pictures: Pictures, tolerance: float) -> None:
+def check_mixed_batches(
+    driver: Any, pictures: Pictures, tolerance: float, mixed: list[tuple[Any, ...]] = MIXED
+) -> None:
     """Every token is the best one of transformers, or as good as it within the tolerance."""
     driver.executor.attach_encoder(pictures.pool)
     rng = np.random.default_rng(1)
-    prompts = [pictures.prompt(rng, *parts) for parts in MIXED]
+    prompts = [pictures.prompt(rng, *parts) for parts in mixed]
     handles = [pictures.add(driver, prompt) for prompt in prompts]
+    prompt_of = dict(zip(handles, prompts, strict=True))
     counts = dict(zip(handles, (len(prompt.ids) for prompt in prompts), strict=True))
     while min(len(driver.tokens[handle]) - count for handle, count in counts.items()) < 10:
         work = []
         for handle in rng.permutation(handles)[: rng.integers(1, 6)].tolist():
             count = min(driver.left(handle), int(rng.integers(1, 24)))
+            count = pictures.uncut(prompt_of[handle], driver.computed[handle], count)
             work.append((handle, count, int(count == driver.left(handle))))
         driver.step(*sorted(work, key=lambda item: item[1] > 1))
     for handle, prompt in zip(handles, prompts, strict=True):
@@ -65,6 +71,21 @@ def test_mixed_batches_generate_what_transformers_does(
     folder = checkpoint(family=family, **(SMALL if size == "small" else {}))
     driver = drive(folder, dtype=dtype, enforce_eager=eager, **GPU)
     check_mixed_batches(driver, Pictures(folder, dtype=dtype, device="cuda"), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("window", WINDOWS.values())
+def test_images_that_are_seen_whole(
+    window: int, dtype: str, eager: bool, checkpoint: Checkpoint, drive: Any
+) -> None:
+    folder = checkpoint(
+        family="gemma3_vl", tied=True, config={"text_config": {"sliding_window": window}},
+        **SMALL | {"num_layers": 7},
+    )  # fmt: skip
+    driver = drive(folder, dtype=dtype, enforce_eager=eager, **GPU)
+    pictures = Pictures(folder, dtype=dtype, device="cuda")
+    check_mixed_batches(driver, pictures, TOLERANCE[dtype], SEEN_WHOLE)
 
 
 @pytest.mark.multigpu

@@ -17,6 +17,7 @@ FAMILIES: Mapping[str, dict[str, Any]] = {
     "llama": {"family": "llama"},
     "qwen3": {"family": "qwen3"},
     "gemma3": {"family": "gemma3", "num_layers": 7, "tied": True},
+    "gemma3-vl": {"family": "gemma3_vl", "num_layers": 7, "tied": True},
     "gemma4": {
         "family": "gemma4",
         "num_layers": 7,
@@ -61,7 +62,7 @@ class Cell(NamedTuple):
         return "/".join((self.family, self.transport, self.kv_dtype, ranks, sizes))
 
 
-WITH_IMAGES = ("qwen2.5-vl", "qwen3-vl")
+WITH_IMAGES = ("gemma3-vl", "qwen2.5-vl", "qwen3-vl")
 """Families whose cells also have prompts with images, encoded by P and by an encoder node."""
 WITHOUT_DRAFTS = ("qwen3-next",)
 """Families that refuse `speculative_config`: their states can't go back behind a rejected token."""

@@ -55,6 +55,14 @@ class Prompt:
         }
 
 
+def squared(patches: torch.Tensor, grid: Grid, merge: int) -> torch.Tensor:
+    """Patches in the order of the rows that they become, [patches, dim], to pixels [3, H, W]."""
+    _, rows, columns = grid
+    side = math.isqrt(patches.shape[1] // 3)
+    parts = patches.view(rows // merge, columns // merge, merge, merge, 3, side, side)
+    return parts.permute(4, 0, 2, 5, 1, 3, 6).reshape(3, rows * side, columns * side)
+
+
 class Pictures:
     """A multimodal model of transformers, whose tower fills a pool for ours.
 
@@ -102,6 +110,25 @@ class Pictures:
         handle: int = driver.add(prompt.ids, *args, **options)
         return handle
 
+    def uncut(self, prompt: Prompt, start: int, count: int) -> int:
+        """Tokens from `start` on, about `count`, that end in no image that is seen whole."""
+        for item in prompt.items if self.vision.bidirectional else ():
+            if item.start < start + count < item.start + item.length:
+                return item.start - start or item.length
+        return count
+
+    def inputs(self, prompt: Prompt, more: Sequence[int] = ()) -> dict[str, Any]:
+        """What transformers wants of this model, see `Prompt.inputs`."""
+        found = prompt.inputs(more, self.device)
+        if self.vision.bidirectional and prompt.items:
+            del found["image_grid_thw"]
+            found["token_type_ids"] = found.pop("mm_token_type_ids")
+            parts = torch.split(prompt.patches, [math.prod(item.grid) for item in prompt.items])
+            pairs = zip(parts, prompt.items, strict=True)
+            images = [squared(part, item.grid, self.vision.merge_size) for part, item in pairs]
+            found["pixel_values"] = torch.stack(images).to(self.device)
+        return found
+
     def generate(self, prompt: Prompt, count: int) -> list[int]:
         """What transformers generates greedily; not for a prompt that ends with a picture.
 
@@ -110,7 +137,7 @@ class Pictures:
         asked = count, tuple(prompt.ids), prompt.items
         if asked not in self._generated:
             out = self.model.generate(
-                **prompt.inputs(device=self.device),
+                **self.inputs(prompt),
                 max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0,
             )  # fmt: skip
             self._generated[asked] = out[0, len(prompt.ids) :].tolist()
@@ -119,16 +146,17 @@ class Pictures:
     def logits(self, prompt: Prompt, generated: Sequence[int]) -> torch.Tensor:
         """Of the tokens after the prompt's last one and after each but the last generated."""
         with torch.inference_mode():
-            inputs = prompt.inputs(generated[:-1], self.device)
+            inputs = self.inputs(prompt, generated[:-1])
             logits: torch.Tensor = self.model(**inputs).logits[0, len(prompt.ids) - 1 :]
         return logits.float()
 
     @torch.inference_mode()
     def _item_rows(self, prompt: Prompt) -> tuple[ItemRows, ...]:
-        inputs = prompt.inputs(device=self.device)
+        inputs = self.inputs(prompt)
         if prompt.items and prompt.items[0].digest not in self._rows:
+            names = [name for name in ("pixel_values", "image_grid_thw") if name in inputs]
             found = self.model.model.get_image_features(
-                inputs["pixel_values"], inputs["image_grid_thw"], return_dict=True
+                *(inputs[name] for name in names), return_dict=True
             )
             lengths = [item.length for item in prompt.items]
             deep = [  # transformers 5.17 does not split them by picture

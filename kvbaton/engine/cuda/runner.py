@@ -159,8 +159,10 @@ class CudaRunner(Runner):
         bounds = np.concatenate(([0], np.cumsum(counts[leading:])))
         slots = tokens.blocks * self.cache.block_size + tokens.offsets
         turned = self.sequences.rotary_positions(rows, tokens.positions, counts)
-        at, of, slot_mapping, seq_rows, lens, cu, rotary = upload(
-            [tokens.positions, tokens.rows, slots, rows, context_lens, bounds, turned], self.device
+        last = self._last_keys(steps, tokens)
+        arrays = [tokens.positions, tokens.rows, slots, rows, context_lens, bounds, turned]
+        at, of, slot_mapping, seq_rows, lens, cu, rotary, *lasts = upload(
+            arrays if last is None else [*arrays, last[leading:]], self.device
         )
         tables, lens = self.sequences.device_tables.index_select(0, seq_rows), lens.int()
         decode = DecodeBatch(tables[:leading], lens[:leading]) if leading else None
@@ -172,6 +174,7 @@ class CudaRunner(Runner):
             if context_lens[leading:].max() <= short * size:
                 width = min(short, width)
             cu_seqlens, rest = cu.int(), lens[leading:].clone()
+            last_keys = lasts[0].int() if lasts else None
             prefill = [
                 PrefillBatch(
                     block_tables=table[leading:, :width].contiguous(),
@@ -179,6 +182,7 @@ class CudaRunner(Runner):
                     context_lens=rest,
                     query_lens=tuple(counts[leading:].tolist()),
                     prefix_lens=tuple(tokens.starts[leading:].tolist()),
+                    last_keys=last_keys,
                 )
                 for table in tables[:, : self.cache.num_kv_groups].unbind(1)
             ]

@@ -33,7 +33,7 @@ class CudaSequences(Sequences):
         max_tokens: int,
         max_blocks: int,
         device: torch.device,
-        merge_size: int = 1,
+        merge_size: int | None = None,
         groups: int = 1,
     ) -> None:
         super().__init__(

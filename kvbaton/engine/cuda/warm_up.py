@@ -61,7 +61,8 @@ SHORT_CHUNKS = (2, 9, 32, 128)
 class TrialSteps:
     """Runs steps on a runner whose pool nobody uses; takes its first blocks.
 
-    Prompts of a multimodal model are all image, of one block of encoder outputs again and again.
+    Prompts of a multimodal model are all image, of one block of encoder outputs again and again;
+    where images are seen whole, of text too.
     """
 
     def __init__(self, runner: CudaRunner) -> None:
@@ -87,6 +88,14 @@ class TrialSteps:
             prefixes: tokens before them; their KV is whatever the pool holds.
         """
         before = prefixes or [0] * len(counts)
+        # Attention of images that are seen whole is another kernel than that of text.
+        both = self._vision is not None and self._vision.bidirectional
+        for seeing in (True, False) if both else (self._vision is not None,):
+            self._run(counts, params, before, seeing)
+
+    def _run(
+        self, counts: Sequence[int], params: SamplingParams, before: Sequence[int], seeing: bool
+    ) -> None:
         new, steps, first = [], [], 1
         for handle, (count, prefix) in enumerate(zip(counts, before, strict=True)):
             total = prefix + count
@@ -94,7 +103,7 @@ class TrialSteps:
             starts = (first + g * blocks for g in range(len(self._runner.cache.groups)))
             tables = tuple(tuple(range(start, start + blocks)) for start in starts)
             first += blocks * len(tables)
-            items, rows = self._image(total) if count > 1 else ((), ())
+            items, rows = self._image(total) if seeing and count > 1 else ((), ())
             new.append(NewSequence(~handle, (1,) * total, total, 0, params, items))
             steps.append(SequenceStep(~handle, prefix, count, tables, 1, rows))
         with planning():
@@ -103,8 +112,7 @@ class TrialSteps:
 
     def _image(self, tokens: int) -> tuple[tuple[Item, ...], tuple[ItemRows, ...]]:
         """One row of so many squares."""
-        if self._vision is None:
-            return (), ()
+        assert self._vision is not None
         side = self._vision.merge_size
         grid = (1, side, side * tokens)
         blocks = (1,) * -(-tokens // ENCODER_BLOCK_ROWS)

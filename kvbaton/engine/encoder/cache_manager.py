@@ -145,12 +145,18 @@ class EncoderCacheManager(ItemOutputs, KVConnector):
     @override
     def check(self, request: AddRequest) -> None:
         most, end = self._outputs.pool.usable * ENCODER_BLOCK_ROWS, 0
+        whole = self._scheduler.config.whole_items
         for number, item in enumerate(request.items):
             if item.start < end or item.start + item.length > len(request.token_ids):
                 raise RequestError(
                     "items must be in order, apart, and within the prompt", param=f"items[{number}]"
                 )
             end = item.start + item.length
+            if whole and item.length > whole:
+                raise RequestError(
+                    f"an item has {item.length} tokens; one of this model has at most {whole}",
+                    param=f"items[{number}]",
+                )
             if item.length > most:
                 raise RequestError(
                     f"an item has {item.length} rows, and the encoder cache {most}: "

@@ -64,6 +64,30 @@ class EncoderPool(BlockMemory):
         self.counted[list(blocks)] = size
 
 
+def last_keys(
+    steps: Sequence[SequenceStep], positions: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64] | None:
+    """Last position that each token sees where items are seen whole: its item's, or its own.
+
+    Args:
+        steps: a batch; none ends within an item.
+        positions: [tokens], of its tokens.
+
+    Returns:
+        [tokens]; None if there is no item.
+    """
+    if not any(step.items for step in steps):
+        return None
+    found, first = positions.copy(), 0
+    for step in steps:
+        for item in step.items:
+            begin, end = max(0, item.start - step.start), item.start + item.length - step.start
+            assert end <= step.count, "a step ends within an item that is seen whole"
+            found[first + begin : first + end] = item.start + item.length - 1
+        first += step.count
+    return found
+
+
 def item_tokens(steps: Sequence[SequenceStep]) -> npt.NDArray[np.int64] | None:
     """Per placeholder its token in the batch, its row's block, and the row in that: [3, n].
 

@@ -29,7 +29,7 @@ from kvbaton.engine.step import Sampled, StepPlan, StepResult
 from kvbaton.engine.vision_config import VisionConfig
 from kvbaton.engine.worker import DEFAULT_CPU_BYTES, Sums, Worker, choose_device
 from kvbaton.errors import ConfigError
-from kvbaton.image_file import processor_settings
+from kvbaton.image_file import Resizing, processor_settings
 from kvbaton.messages.engine import AddRequest, Item
 from kvbaton.types import ENCODER_BLOCK_ROWS
 
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
 ITEMS = 16
 """An encoder node keeps so many of the largest items, unless told otherwise."""
-DEFAULT_PIXELS = 1280 * 28 * 28
-"""Largest image of a processor that does not say."""
 
 Kind = tuple[bytes, tuple[int, int, int], int]
 """All that a client says of an item: who says something else does not share its fate."""
@@ -324,10 +322,7 @@ def largest_item(model: ModelConfig) -> int:
     Raises:
         ConfigError: the processor's settings can't be read.
     """
-    settings, vision = processor_settings(model.folder), model.require_vision()
-    size = settings.get("size") or {}
-    pixels = settings.get("max_pixels") or size.get("longest_edge") or DEFAULT_PIXELS
-    return max(1, int(pixels) // (vision.patch_size * vision.merge_size) ** 2)
+    return Resizing.of(processor_settings(model.folder)).most_rows
 
 
 def pool_blocks(config: EngineConfig, model: ModelConfig, device: torch.device) -> int:

@@ -75,10 +75,11 @@ class Gemma3ForCausalLM(LlamaForCausalLM):
         attention: AttentionContext,
         encoded: Encoded | None = None,
     ) -> Tensor:
-        """See `LlamaForCausalLM.forward`; there are no encoder outputs."""
-        assert encoded is None
+        """See `LlamaForCausalLM.forward`; encoder outputs are not scaled."""
         stream: Tensor = self.embed_tokens(token_ids)
         stream *= stream.new_full((), self.config.hidden_size**0.5)  # rounded to the dtype
+        if encoded is not None:
+            stream.index_copy_(0, encoded.at, encoded.rows[:, 0])
         of_all = self.rotary(positions, stream.dtype)
         of_windows = self.local_rotary(positions, stream.dtype)
         delta = None

@@ -15,7 +15,9 @@ from kvbaton.engine.models.vision_layers import (
     PatchPlan,
     VisionAttention,
     VisionBlock,
+    VisionRotary,
     VisionTower,
+    frame_patches,
     linear,
 )
 from kvbaton.engine.vision_config import VisionConfig
@@ -25,7 +27,8 @@ class Qwen25VisionTower(VisionTower):
     """The whole tower."""
 
     def __init__(self, config: VisionConfig) -> None:
-        super().__init__(config, patch_bias=False)
+        super().__init__(config, frame_patches(config, bias=False))
+        self.rotary = VisionRotary(config)
         wide = config.hidden_size * config.merge_size**2
         self.norm = RMSNorm("visual.merger.ln_q", config.hidden_size, EPS)
         self.merge_in = linear("visual.merger.mlp.0", wide, wide)
@@ -37,7 +40,7 @@ class Qwen25VisionTower(VisionTower):
         middle = self.config.intermediate_size
         return VisionBlock(
             RMSNorm(f"{name}.norm1", size, EPS),
-            VisionAttention(f"{name}.attn", self.config),
+            VisionAttention.fused(f"{name}.attn", self.config),
             RMSNorm(f"{name}.norm2", size, EPS),
             GatedMLP(f"{name}.mlp", size, middle, Shard(), bias=True),
         )

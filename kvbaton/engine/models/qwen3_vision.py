@@ -6,35 +6,22 @@ Sources: Bai et al., "Qwen3-VL Technical Report", arXiv 2511.21631; deepstack: M
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvbaton.engine.models.layers import Piece, WeightedModule, new_weight
 from kvbaton.engine.models.vision_layers import (
+    GeluMLP,
     LayerNorm,
+    LearnedPositions,
     PatchPlan,
     VisionAttention,
     VisionBlock,
+    VisionRotary,
     VisionTower,
+    frame_patches,
     linear,
 )
 from kvbaton.engine.vision_config import VisionConfig
-
-
-class GeluMLP(nn.Module):
-    """``fc2(gelu(fc1(x)))``, gelu by tanh."""
-
-    def __init__(self, name: str, config: VisionConfig) -> None:
-        super().__init__()
-        self.fc1 = linear(f"{name}.linear_fc1", config.hidden_size, config.intermediate_size)
-        self.fc2 = linear(f"{name}.linear_fc2", config.intermediate_size, config.hidden_size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[patches, hidden] to [patches, hidden]."""
-        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))  # type: ignore[no-any-return]
 
 
 class PatchMerger(nn.Module):
@@ -55,38 +42,13 @@ class PatchMerger(nn.Module):
         return self.fc2(F.gelu(self.fc1(normed)))  # type: ignore[no-any-return]
 
 
-class LearnedPositions(WeightedModule):
-    """A square table of vectors, stretched over each frame by bilinear interpolation."""
-
-    def __init__(self, config: VisionConfig) -> None:
-        super().__init__()
-        self.side = int(config.num_position_embeddings**0.5)
-        self.weight = new_weight(config.num_position_embeddings, config.hidden_size)
-
-    def forward(self, positions: Tensor, sizes: Tensor) -> Tensor:
-        """Positions and frame sizes, both [patches, 2], to vectors [patches, hidden] float32."""
-        place = positions.float() * (self.side - 1) / (sizes - 1).clamp(min=1)
-        low = place.floor().long()
-        high = (low + 1).clamp(max=self.side - 1)
-        upper = place - low
-        total = torch.zeros((), device=self.weight.device)
-        for row, row_share in ((low, 1 - upper), (high, upper)):
-            for column, column_share in ((low, 1 - upper), (high, upper)):
-                share = row_share[:, :1] * column_share[:, 1:]
-                total = total + self.weight[row[:, 0] * self.side + column[:, 1]] * share
-        return total
-
-    def pieces(self) -> Iterator[Piece]:
-        """The table."""
-        yield Piece("visual.pos_embed.weight", tuple(self.weight.shape), self.weight)
-
-
 class Qwen3VisionTower(VisionTower):
     """The whole tower."""
 
     def __init__(self, config: VisionConfig) -> None:
-        super().__init__(config, patch_bias=True)
-        self.pos_embed = LearnedPositions(config)
+        super().__init__(config, frame_patches(config, bias=True))
+        self.rotary = VisionRotary(config)
+        self.pos_embed = LearnedPositions("visual.pos_embed", config)
         self.merger = PatchMerger("visual.merger", config, norm_joined=False)
         self.deep_mergers = nn.ModuleList(
             PatchMerger(f"visual.deepstack_merger_list.{number}", config, norm_joined=True)
@@ -98,9 +60,9 @@ class Qwen3VisionTower(VisionTower):
         name, size = f"visual.blocks.{layer}", self.config.hidden_size
         return VisionBlock(
             LayerNorm(f"{name}.norm1", size),
-            VisionAttention(f"{name}.attn", self.config),
+            VisionAttention.fused(f"{name}.attn", self.config),
             LayerNorm(f"{name}.norm2", size),
-            GeluMLP(f"{name}.mlp", self.config),
+            GeluMLP(f"{name}.mlp.linear_fc", self.config),
         )
 
     def run(self, x: Tensor, plan: PatchPlan) -> list[Tensor]:

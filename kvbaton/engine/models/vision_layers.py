@@ -9,6 +9,7 @@ as one batch.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -97,20 +98,19 @@ def linear(name: str, size_in: int, size_out: int) -> ColumnLinear:
 
 
 class PatchEmbedding(WeightedModule):
-    """A vector per patch: a convolution that takes each patch once, so a matrix product."""
+    """A vector per patch: a convolution that takes each patch once, so a matrix product.
 
-    def __init__(self, config: VisionConfig, *, bias: bool) -> None:
+    Args:
+        name: of the convolution.
+        shape: of its filters as they are stored: how many, then that of a patch.
+        bias: whether it has one.
+    """
+
+    def __init__(self, name: str, shape: tuple[int, ...], *, bias: bool) -> None:
         super().__init__()
-        size = config.patch_size
-        self.shape = (
-            config.hidden_size,
-            config.in_channels,
-            config.temporal_patch_size,
-            size,
-            size,
-        )
-        self.weight = new_weight(config.hidden_size, config.patch_dim)
-        self.bias = new_weight(config.hidden_size) if bias else None
+        self.name, self.shape = name, shape
+        self.weight = new_weight(shape[0], math.prod(shape[1:]))
+        self.bias = new_weight(shape[0]) if bias else None
 
     def forward(self, patches: Tensor) -> Tensor:
         """[patches, patch_dim] to [patches, hidden]."""
@@ -118,10 +118,43 @@ class PatchEmbedding(WeightedModule):
 
     def pieces(self) -> Iterator[Piece]:
         """The filters, and the bias if there is one."""
-        name = "visual.patch_embed.proj"
-        yield Piece(f"{name}.weight", self.shape, self.weight.view(self.shape))
+        yield Piece(f"{self.name}.weight", self.shape, self.weight.view(self.shape))
         if self.bias is not None:
-            yield Piece(f"{name}.bias", self.shape[:1], self.bias)
+            yield Piece(f"{self.name}.bias", self.shape[:1], self.bias)
+
+
+def frame_patches(config: VisionConfig, *, bias: bool) -> PatchEmbedding:
+    """That of towers whose patches have several frames."""
+    size = config.patch_size
+    patch = config.in_channels, config.temporal_patch_size, size, size
+    return PatchEmbedding("visual.patch_embed.proj", (config.hidden_size, *patch), bias=bias)
+
+
+class LearnedPositions(WeightedModule):
+    """A square table of vectors, stretched over each frame by bilinear interpolation."""
+
+    def __init__(self, name: str, config: VisionConfig) -> None:
+        super().__init__()
+        self.name = name
+        self.side = int(config.num_position_embeddings**0.5)
+        self.weight = new_weight(config.num_position_embeddings, config.hidden_size)
+
+    def forward(self, positions: Tensor, sizes: Tensor) -> Tensor:
+        """Positions and frame sizes, both [patches, 2], to vectors [patches, hidden] float32."""
+        place = positions.float() * (self.side - 1) / (sizes - 1).clamp(min=1)
+        low = place.floor().long()
+        high = (low + 1).clamp(max=self.side - 1)
+        upper = place - low
+        total = torch.zeros((), device=self.weight.device)
+        for row, row_share in ((low, 1 - upper), (high, upper)):
+            for column, column_share in ((low, 1 - upper), (high, upper)):
+                share = row_share[:, :1] * column_share[:, 1:]
+                total = total + self.weight[row[:, 0] * self.side + column[:, 1]] * share
+        return total
+
+    def pieces(self) -> Iterator[Piece]:
+        """The table."""
+        yield Piece(f"{self.name}.weight", tuple(self.weight.shape), self.weight)
 
 
 class VisionRotary(nn.Module):
@@ -143,22 +176,37 @@ class VisionRotary(nn.Module):
 
 
 class VisionAttention(nn.Module):
-    """Attention of every patch to those of its segment."""
+    """Attention of every patch to those of its segment.
 
-    def __init__(self, name: str, config: VisionConfig) -> None:
+    Args:
+        heads: their number.
+        qkv: makes queries, keys and values.
+        proj: takes what all heads found.
+    """
+
+    def __init__(self, heads: int, qkv: ColumnLinear, proj: ColumnLinear) -> None:
         super().__init__()
-        size = config.hidden_size
-        self.heads = config.num_heads
-        self.qkv = linear(f"{name}.qkv", size, 3 * size)
-        self.proj = linear(f"{name}.proj", size, size)
+        self.heads, self.qkv, self.proj = heads, qkv, proj
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], segments: PatchSegments) -> Tensor:
-        """[patches, hidden] to [patches, hidden]."""
+    @classmethod
+    def fused(cls, name: str, config: VisionConfig) -> VisionAttention:
+        """With one projection to queries, keys and values in the checkpoint."""
+        size = config.hidden_size
+        qkv = linear(f"{name}.qkv", size, 3 * size)
+        return cls(config.num_heads, qkv, linear(f"{name}.proj", size, size))
+
+    def forward(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, segments: PatchSegments
+    ) -> Tensor:
+        """[patches, hidden] to [patches, hidden]; heads are turned if there is a `rotary`."""
         qkv = self.qkv(x).view(len(x), 3, self.heads, -1)
-        (cos, sin), wide = rotary, qkv[:, :2].float()
-        first, second = wide.chunk(2, dim=-1)
-        turned = (wide * cos).addcmul_(torch.cat((-second, first), dim=-1), sin)
-        query, key = turned.to(x.dtype).unbind(1)
+        turned = qkv[:, :2]
+        if rotary is not None:
+            (cos, sin), wide = rotary, turned.float()
+            first, second = wide.chunk(2, dim=-1)
+            wide = (wide * cos).addcmul_(torch.cat((-second, first), dim=-1), sin)
+            turned = wide.to(x.dtype)
+        query, key = turned.unbind(1)
         parts = [_moved(part, segments.order) for part in (query, key, qkv[:, 2])]
         out = x.new_empty(len(x), self.heads, qkv.shape[-1])
         start = 0
@@ -183,6 +231,19 @@ def _split(x: Tensor, parts: int) -> Tensor:
     return x.reshape(parts, -1, *x.shape[1:])
 
 
+class GeluMLP(nn.Module):
+    """``fc2(gelu(fc1(x)))``, gelu by tanh; `name` is that of both without their numbers."""
+
+    def __init__(self, name: str, config: VisionConfig) -> None:
+        super().__init__()
+        self.fc1 = linear(f"{name}1", config.hidden_size, config.intermediate_size)
+        self.fc2 = linear(f"{name}2", config.intermediate_size, config.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[patches, hidden] to [patches, hidden]."""
+        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))  # type: ignore[no-any-return]
+
+
 class VisionBlock(nn.Module):
     """Attention and MLP, each on the normalised stream and added back to it."""
 
@@ -192,7 +253,9 @@ class VisionBlock(nn.Module):
         super().__init__()
         self.norm1, self.attn, self.norm2, self.mlp = norm1, attn, norm2, mlp
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], segments: PatchSegments) -> Tensor:
+    def forward(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, segments: PatchSegments
+    ) -> Tensor:
         """[patches, hidden], changed in place and returned."""
         x += self.attn(self.norm1(x), rotary, segments)
         x += self.mlp(self.norm2(x))
@@ -204,14 +267,12 @@ class VisionTower(nn.Module, ABC):
 
     Args:
         config: of the tower.
-        patch_bias: whether the patch embedding has a bias.
+        patch_embed: makes vectors of patches.
     """
 
-    def __init__(self, config: VisionConfig, *, patch_bias: bool) -> None:
+    def __init__(self, config: VisionConfig, patch_embed: PatchEmbedding) -> None:
         super().__init__()
-        self.config = config
-        self.patch_embed = PatchEmbedding(config, bias=patch_bias)
-        self.rotary = VisionRotary(config)
+        self.config, self.patch_embed = config, patch_embed
         self.blocks = nn.ModuleList(self.block(layer) for layer in range(config.depth))
         self._plans: OrderedDict[tuple[Grid, ...], PatchPlan] = OrderedDict()
 
