@@ -19,6 +19,9 @@ from kvbaton.simulate.generators import GENERATORS
 from kvbaton.simulate.service import RequestRecord, ServiceReport, parse_nodes, simulate
 from kvbaton.simulate.traces import TraceRequest, cut, read_trace
 
+SLOWEST = 1 / 64
+"""Of a trace that comes so much slower the rate says nothing any more."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateConfig:
@@ -36,6 +39,8 @@ class SimulateConfig:
         ttft_slo: milliseconds to the first token that are good enough; None for any.
         itl_slo: milliseconds per token after it, as a request's mean.
         min_handover_tokens: as of a router.
+        goodput: also find the highest rate at which this share is served within both objectives;
+            None finds none.
         seeds: a run each.
 
     Raises:
@@ -65,12 +70,21 @@ class SimulateConfig:
         None, "each further token is to come within this, on average", metavar="MS"
     )
     min_handover_tokens: int = flag(0, "serve shorter prompts on one node", metavar="N")
+    goodput: float | None = flag(
+        None,
+        "also find the highest rate at which this share is served within both objectives (0.9)",
+        metavar="SHARE",
+    )
     seeds: tuple[int, ...] = flag((0,), "a run each (0)", name="--seed", nargs="+", metavar="N")
 
     def __post_init__(self) -> None:
         for name, value in (("--rate", self.rate), ("--seconds", self.seconds)):
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(name, f"{value} is not positive")
+        if self.goodput is not None and not 0 < self.goodput <= 1:
+            raise ConfigError("--goodput", f"{self.goodput} is no share: over 0, at most 1")
+        if self.goodput is not None and self.ttft_slo is None:
+            raise ConfigError("--goodput", "without --ttft-slo no rate is too high")
         if self.rate is None and self.trace in GENERATORS:
             raise ConfigError("--rate", f"how many requests per second of {self.trace}?")
 
@@ -155,6 +169,29 @@ def run_one(
     )
 
 
+def highest_rate(config: SimulateConfig, spec: str, model: EngineModel) -> float:
+    """Requests per second (of conversations: first ones) of which `config.goodput` are good.
+
+    DistServe (Zhong et al., OSDI 2024) calls that goodput, at 0.9. The same requests come faster or
+    slower, all seeds together, until it is known to a sixteenth; 0 if even few are too many.
+    """
+    assert config.goodput is not None
+    traces = {seed: config.requests(seed) for seed in config.seeds}
+    count = sum(map(len, traces.values()))
+    low, high, speed = 0.0, math.inf, 1.0
+    while high > low * 17 / 16 and speed >= SLOWEST:
+        good = 0
+        for seed, trace in traces.items():
+            done = run_one(config, spec, model, cut(trace, speed=speed), seed)
+            good += sum(is_good(o, config.ttft_slo, config.itl_slo) for o in done.outcomes)
+        if good >= config.goodput * count:
+            low = speed
+        else:
+            high = speed
+        speed = 2 * low if high == math.inf else (low + high) / 2
+    return low * (config.rate or count / len(traces) / config.seconds)
+
+
 def measure(
     config: SimulateConfig,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, list[RequestRecord]]]:
@@ -177,6 +214,8 @@ def measure(
         mean = {name: sum(row[name] for row in runs) / len(runs) for name in runs[0]}
         took = time.process_time() - started
         rows.append({"policy": spec, **mean, "cpu s": took})
+        if config.goodput is not None:
+            rows[-1]["highest rate"] = highest_rate(config, spec, model)
     return rows, busy, outcomes
 
 

@@ -14,7 +14,7 @@ from kvbaton.router.config import RoutingPolicy
 from kvbaton.simulate import engine
 from kvbaton.simulate.engine_model import H200_8B, EngineModel, load_engine
 from kvbaton.simulate.generators import GENERATORS, Conversations, Lengths
-from kvbaton.simulate.main import SimulateConfig, advice, is_good, summary
+from kvbaton.simulate.main import SimulateConfig, advice, highest_rate, is_good, summary
 from kvbaton.simulate.service import ServiceReport, parse_nodes, simulate
 from kvbaton.simulate.traces import END_TOKEN, TraceRequest, cut, read_trace, token_ids
 
@@ -78,6 +78,22 @@ def test_with_an_objective_overload_makes_some_late_and_not_all(nodes: str) -> N
     good, before = (sum(is_good(o, 1000.0, None) for o in d.outcomes) for d in (timely, late))
     assert good > 2.5 * before
     assert all(o.error is None for o in timely.outcomes), "and nobody is left out"
+
+
+def test_the_highest_rate_of_which_a_share_is_good() -> None:
+    """Prompts take 0.1 s on average: nobody serves more than 10 per second for long."""
+    config = SimulateConfig(
+        trace="conversation", rate=8.0, seconds=8.0, ttft_slo=2000.0, goodput=0.9
+    )
+    slow = replace(EVEN, costs=tuple(4 * cost for cost in EVEN.costs))
+    one, two = (highest_rate(config, f"least-loaded@{nodes}", slow) for nodes in ("1D", "2D"))
+    assert 4 < one < 15
+    assert 1.3 * one < two < 4 * one
+    assert highest_rate(replace(config, ttft_slo=0.1), "least-loaded@1D", slow) == 0
+    with pytest.raises(ConfigError, match="--goodput"):
+        replace(config, goodput=1.5)
+    with pytest.raises(ConfigError, match="--ttft-slo"):
+        replace(config, ttft_slo=None)
 
 
 def test_pools_that_are_too_small_preempt_and_still_serve() -> None:
