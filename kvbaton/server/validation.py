@@ -26,8 +26,6 @@ SEED_MASK = 2**63 - 1
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
 MAX_SALT = 4096
-INLINE_CHARACTERS = 4096
-"""A longer text is encoded in a thread, so that it does not hold up the other streams."""
 
 UNSUPPORTED = (
     "response_format",
@@ -167,7 +165,7 @@ def split_prompts(prompt: str | Sequence[str | int | list[int]], most: int) -> l
 
 async def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
     """Token ids of a text; of a long one in a thread, so that other streams go on."""
-    if len(text) <= INLINE_CHARACTERS:
+    if len(text) <= tokenizer.quick_characters:
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
     return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
 

@@ -52,6 +52,8 @@ class Tokenizer:
         vision: places images in prompts; None if the model takes none.
 
     Attributes:
+        quick_characters: no text of so many takes more than a few hundred us, or 8 ms if none of
+            its words was seen before.
         decodes_bytes: a text is the bytes of its tokens, joined, as UTF-8.
         all_bytes: of each token, if so.
         text_bytes: the same with nothing for special tokens.
@@ -70,6 +72,7 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self._fast = _fast_encoder(backend)
+        self.quick_characters = 4096 if self._fast is None else 32_768
         self.special_tokens = special_tokens or {}
         self.chat_template = chat_template
         self.vision = vision
