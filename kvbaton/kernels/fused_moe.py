@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, tl, use_triton
+from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, tl, use_triton, wait_for_inputs
 from kvbaton.kernels.mxfp4 import WORDS, mxfp4_sums, unpack_mxfp4
 from kvbaton.kernels.quantize_fp8 import quantize_fp8, widen
 from kvbaton.kernels.silu_and_mul import silu_and_mul_reference
@@ -290,7 +290,7 @@ def _product(
     )  # fmt: skip
 
 
-@jit("order", "experts", "used", "entries", "first")
+@jit("order", "experts", "used", "entries", "first", early=True)
 def _sort_kernel(
     ids: tl.tensor,
     order: tl.tensor,
@@ -307,6 +307,7 @@ def _sort_kernel(
 
     Each counts those of all, which takes less than a launch that counts them once.
     """
+    wait_for_inputs()
     expert = tl.program_id(0)
     other = tl.arange(0, BLOCK_E)
     counts = tl.zeros([BLOCK_E], tl.int32)
@@ -333,7 +334,7 @@ def _sort_kernel(
     tl.store(order + rest, rest * 0 + entries, mask=rest < end)
 
 
-@jit("order", "experts", "used", "entries", "blocks", "first", "held")
+@jit("order", "experts", "used", "entries", "blocks", "first", "held", early=True)
 def _gemm_kernel(
     x: tl.tensor,
     of_x: tl.tensor,
@@ -373,6 +374,7 @@ def _gemm_kernel(
     FP8, with so many scales a row, and with QUANTISED inputs are too, with as many. With PACKED the
     weight is MXFP4; see `mxfp4_sums`.
     """
+    wait_for_inputs()
     # In a weight with gate and up: how far the rows of each are apart, and up's from gate's.
     step: tl.constexpr = 2 if CLAMPED else 1
     to_up: tl.constexpr = 1 if CLAMPED else SIZE
@@ -465,7 +467,7 @@ def _input_scales(scales: tl.tensor, inside: tl.tensor, QUANTISED: tl.constexpr)
     return found[:, None]
 
 
-@jit("first")
+@jit("first", early=True)
 def _sum_kernel(
     parts: tl.tensor,
     weights: tl.tensor,
@@ -478,6 +480,7 @@ def _sum_kernel(
     BLOCK: tl.constexpr,
 ) -> None:
     """One program per token and BLOCK columns; what other ranks' experts left is not read."""
+    wait_for_inputs()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < SIZE

@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import linear
 
 from kvbaton.kernels.fused_topk import choose_experts, fused_topk_reference
-from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, tl, use_triton
+from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, tl, use_triton, wait_for_inputs
 
 MAX_TOKENS = 256
 """With more the library's product is faster."""
@@ -80,7 +80,7 @@ def fused_router(
     )  # fmt: skip
 
 
-@jit("tokens")
+@jit("tokens", early=True)
 def _kernel(
     x: tl.tensor,
     weight: tl.tensor,
@@ -95,6 +95,7 @@ def _kernel(
     BLOCK_K: tl.constexpr,
 ) -> None:
     """One program: BLOCK_M tokens, BLOCK_N experts, SHARE of their inputs."""
+    wait_for_inputs()
     expert = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(1)
     inner = tl.arange(0, BLOCK_K)

@@ -12,7 +12,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from kvbaton.kernels.jit import jit, next_power_of_2, tl, use_triton
+from kvbaton.kernels.jit import jit, next_power_of_2, tl, use_triton, wait_for_inputs
 
 
 def fused_topk(
@@ -137,7 +137,7 @@ def fused_topk_reference(
     return F.pad((weights * scale).to(dtype), (0, shared), value=1.0), ids.int()
 
 
-@jit()
+@jit(early=True)
 def _kernel(
     logits: tl.tensor,
     like: tl.tensor,
@@ -161,6 +161,7 @@ def _kernel(
     BLOCK_G: tl.constexpr,
 ) -> None:
     """One program per token."""
+    wait_for_inputs()
     token, tokens = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     expert = tl.arange(0, BLOCK)
     place = tl.arange(0, BLOCK_K)

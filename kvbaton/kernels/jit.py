@@ -1,4 +1,4 @@
-"""Triton where it is installed, and the rule by which an op picks its kernel or its reference.
+"""Triton where it is installed, how its kernels follow each other, and when an op runs its kernel.
 
 Triton comes with torch's CUDA wheels only; every module here imports without it. With the
 environment variable ``TRITON_INTERPRET=1`` Triton interprets kernels, so that they run on CPU
@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 HAS_TRITON = find_spec("triton") is not None
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
@@ -20,28 +22,45 @@ INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 if HAS_TRITON:
     import triton
     import triton.language as tl
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+    from triton.language.target_info import cuda_capability_geq
+
+    class EarlyKernel(triton.JITFunction):  # type: ignore[misc]
+        """Launched when all programs of the one ahead on its stream have begun, not ended."""
+
+        @override
+        def run(self, *args: Any, **kwargs: Any) -> Any:
+            return super().run(*args, launch_pdl=_can_launch_early(), **kwargs)
+
 else:
     triton = tl = None
+    EarlyKernel = None  # type: ignore[assignment, misc]
 
 __all__ = [
     "HAS_TRITON",
     "INTERPRETED",
+    "EarlyKernel",
     "cdiv",
     "jit",
     "next_power_of_2",
+    "prefetch",
     "tl",
     "triton",
     "use_triton",
+    "wait_for_inputs",
 ]
 
 
-def jit(*unspecialized: str) -> Callable[[Callable[..., Any]], Any]:
+def jit(*unspecialized: str, early: bool = False) -> Callable[[Callable[..., Any]], Any]:
     """`triton.jit`, or the bare function where there is no Triton (it is never launched there).
 
     Args:
         unspecialized: integers and pointers that change from call to call. Else Triton compiles
             for each of: 1, a multiple of 16, any other number; an address that is a multiple of
             16, any other. Only where no wide load depends on it.
+        early: launch it while the kernel ahead of it ends, where the GPU can (programmatic
+            dependent launch; NVIDIA, "CUDA C++ Programming Guide", 2025). Every program of it then
+            calls `wait_for_inputs` before it reads or writes what any other kernel writes or reads.
     """
 
     def decorate(kernel: Callable[..., Any]) -> Any:
@@ -49,9 +68,37 @@ def jit(*unspecialized: str) -> Callable[[Callable[..., Any]], Any]:
             return kernel
         # Of this name in profiles, where all are `_kernel` else.
         name = f"{kernel.__module__.rpartition('.')[2]}_{kernel.__name__.lstrip('_')}"
-        return triton.jit(kernel, do_not_specialize=unspecialized, repr=lambda _: name)
+        make = EarlyKernel if early and not INTERPRETED else triton.jit
+        return make(kernel, do_not_specialize=unspecialized, repr=lambda _: name)
 
     return decorate
+
+
+@cache
+def _can_launch_early() -> bool:
+    return torch.cuda.get_device_capability() >= (9, 0)
+
+
+@jit()
+def wait_for_inputs() -> None:
+    """Let the next kernel be launched, and wait until those ahead have ended; see `jit`."""
+    if cuda_capability_geq(9):
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@jit()
+def prefetch(address: tl.tensor, size: tl.tensor) -> None:
+    """Have `size` bytes at each address read into the L2 cache; both in multiples of 16."""
+    if cuda_capability_geq(9):
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+            "=r,l,r",
+            [address.to(tl.int64), size],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 def use_triton(tensor: torch.Tensor) -> bool:

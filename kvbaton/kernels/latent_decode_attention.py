@@ -18,7 +18,7 @@ from kvbaton.kernels.decode_attention import (
     min_tiles,
     share_keys,
 )
-from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, tl, use_triton
+from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, tl, use_triton, wait_for_inputs
 from kvbaton.kernels.quantize_fp8 import widen
 
 BLOCK_H = 16
@@ -135,7 +135,7 @@ def tile(element_size: int) -> tuple[int, dict[str, int]]:
     return 32, {"num_stages": 3, "num_warps": 4}
 
 
-@jit()
+@jit(early=True)
 def _kernel(
     query: tl.tensor,
     query_rope: tl.tensor,
@@ -165,6 +165,7 @@ def _kernel(
     MIN_TILES: tl.constexpr,
 ) -> None:
     """One program: one split of one sequence for BLOCK_H heads."""
+    wait_for_inputs()
     sequence = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     length = tl.load(context_lens + sequence)

@@ -6,7 +6,15 @@ from typing import Any
 
 import torch
 
-from kvbaton.kernels.jit import INTERPRETED, cdiv, jit, next_power_of_2, tl, use_triton
+from kvbaton.kernels.jit import (
+    INTERPRETED,
+    cdiv,
+    jit,
+    next_power_of_2,
+    tl,
+    use_triton,
+    wait_for_inputs,
+)
 from kvbaton.kernels.silu_and_mul import silu_and_mul, silu_and_mul_reference
 
 MAX = 448.0
@@ -108,7 +116,7 @@ def widen(x: tl.tensor, like: tl.tensor) -> Any:
     return x
 
 
-@jit("stride_token", "stride_group")
+@jit("stride_token", "stride_group", early=True)
 def _kernel(
     x: tl.tensor,
     out: tl.tensor,
@@ -125,6 +133,7 @@ def _kernel(
     MAX: tl.constexpr,
 ) -> None:
     """One program: GROUPS groups of a token."""
+    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     inner = tl.arange(0, BLOCK)

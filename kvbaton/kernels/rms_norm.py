@@ -12,6 +12,7 @@ from kvbaton.kernels.jit import (
     next_power_of_2,
     tl,
     use_triton,
+    wait_for_inputs,
 )
 
 
@@ -82,7 +83,7 @@ def rms_norm_reference(
     return row.to(x.dtype) * weight
 
 
-@jit()
+@jit(early=True)
 def _kernel(
     x: tl.tensor,
     weight: tl.tensor,
@@ -97,6 +98,7 @@ def _kernel(
     HAS_RESIDUAL: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
 ) -> None:
+    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     column = tl.arange(0, BLOCK)

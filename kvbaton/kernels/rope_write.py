@@ -18,6 +18,7 @@ from kvbaton.kernels.jit import (
     next_power_of_2,
     tl,
     use_triton,
+    wait_for_inputs,
 )
 from kvbaton.kernels.rms_norm import rms_norm
 
@@ -173,7 +174,7 @@ def narrow(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.clamp(-448, 448).to(dtype) if dtype == torch.float8_e4m3fn else x.to(dtype)
 
 
-@jit("positions", "slot_mapping", "tokens")
+@jit("positions", "slot_mapping", "tokens", early=True)
 def _kernel(
     query: tl.tensor,
     key: tl.tensor,
@@ -212,6 +213,7 @@ def _kernel(
     BLOCK_SIZE: tl.constexpr,
 ) -> None:
     """One program rotates and writes BLOCK_T tokens of one KV head and its group of query heads."""
+    wait_for_inputs()
     head = tl.program_id(1)
     row = tl.arange(0, BLOCK_T * BLOCK_G)
     row_token = tl.program_id(0) * BLOCK_T + row // BLOCK_G

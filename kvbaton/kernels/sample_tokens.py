@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, tl, use_triton
+from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, tl, use_triton, wait_for_inputs
 from kvbaton.kernels.philox import PURPOSE_SAMPLE, gumbel_noise
 
 BLOCK = 2048
@@ -75,7 +75,7 @@ def sample_tokens_reference(
     return (logits.float() / scale + torch.where(drawn, noise, 0.0)).argmax(-1)
 
 
-@jit("temperatures", "seeds", "positions", "choices")
+@jit("temperatures", "seeds", "positions", "choices", early=True)
 def _kernel(
     logits: tl.tensor,
     temperatures: tl.tensor,
@@ -90,6 +90,7 @@ def _kernel(
     PURPOSE: tl.constexpr,
 ) -> None:
     """One program: BLOCK ids of one row."""
+    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     column = part * BLOCK + tl.arange(0, BLOCK)
@@ -111,11 +112,12 @@ def _kernel(
     tl.store(ids + row * tl.num_programs(1) + part, tl.minimum(part * BLOCK + place, vocab - 1))
 
 
-@jit()
+@jit(early=True)
 def _merge_kernel(
     best: tl.tensor, ids: tl.tensor, out: tl.tensor, parts: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
     """One program: the best of one row's parts."""
+    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BLOCK)
     value = tl.load(best + row * parts + part, mask=part < parts, other=float("-inf"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from kvbaton.kernels.jit import cdiv, jit, tl, use_triton
+from kvbaton.kernels.jit import cdiv, jit, tl, use_triton, wait_for_inputs
 
 BLOCK = 1024
 
@@ -60,7 +60,7 @@ def _launch(gate_up: torch.Tensor, *, gelu: bool) -> torch.Tensor:
     return out
 
 
-@jit()
+@jit(early=True)
 def _kernel(
     gate_up: tl.tensor,
     out: tl.tensor,
@@ -69,6 +69,7 @@ def _kernel(
     GELU: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
+    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < SIZE

@@ -1,7 +1,7 @@
 """Kernels of experts, FP8 and latents compile for compute capability 9.0, without a GPU.
 
 The interpreter shows what a kernel computes, not whether Triton takes it, and what it asks of a
-multiprocessor.
+multiprocessor; nor that one which is launched early waits before it touches memory.
 """
 
 import os
@@ -12,9 +12,21 @@ import pytest
 
 from kvbaton.kernels.jit import HAS_TRITON
 
-CHECK = """
+CHECK = r"""
+import re
+
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
+from triton.runtime import driver
+
+from kvbaton.kernels.jit import EarlyKernel
+
+class Hopper:
+    @staticmethod
+    def get_current_target():
+        return GPUTarget("cuda", 90, 32)
+
+driver.set_active(Hopper)
 
 def check(kernel, types, constants, **options):
     names = kernel.arg_names
@@ -30,7 +42,14 @@ def check(kernel, types, constants, **options):
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     made = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert made.metadata.shared <= 227 << 10, made.metadata.shared
-    return made.asm["ptx"]
+    ptx = made.asm["ptx"]
+    if isinstance(kernel, EarlyKernel):
+        before, waits, after = ptx.partition("griddepcontrol.wait")
+        assert waits and not re.search(r"(ld|st|red|atom)\.\S*global|cp\.async\.c[ag]", before)
+        assert re.search(r"(ld|st)\.\S*global", after)
+    else:
+        assert "griddepcontrol" not in ptx
+    return ptx
 """
 
 EXPERTS = """
@@ -145,7 +164,8 @@ for rows, splits, runs in ((16, 1, 1), (32, 4, 32)):
         skinny_linear._kernel,
         {"x": "*bf16", "weight": "*fp8e4nv", "scales": "*fp32", "out": "*bf16",
          "scratch": "*fp32", "counters": "*i32"},
-        dict(SPLITS=splits, RUNS=runs, BLOCK_M=rows, BLOCK_N=64, BLOCK_K=256 if runs == 1 else 128),
+        dict(SPLITS=splits, RUNS=runs, PREFETCHED=2048, BLOCK_M=rows, BLOCK_N=64,
+             BLOCK_K=256 if runs == 1 else 128),
         num_warps=4, num_stages=5 if runs > 1 else 3,
     )
     assert "cp.async.cg.shared.global" in ptx

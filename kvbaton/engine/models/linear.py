@@ -120,7 +120,12 @@ class FP8Method(LinearMethod):
     ) -> Tensor:
         group = self.group or weight.shape[1]
         numbers, x_scales = quantize_fp8(x, group, for_blocks=self._square, gated=gated)
-        if self._square:
+        if wins(len(x), weight, scales, quantised=True):
+            out = skinny_linear(
+                numbers[: len(x)], weight, _workspace(x.device), scales,
+                x_scales=x_scales, dtype=x.dtype,
+            )  # fmt: skip
+        elif self._square:
             out = F.scaled_mm(
                 numbers, weight.t(),
                 x_scales, F.ScalingType.BlockWise1x128,
