@@ -31,6 +31,28 @@ def test_weights_in_fp8(place: Any, rows: int, size: int, depth: int, by_run: bo
     place.close(found, x.cpu().double() @ wide.t())
 
 
+@pytest.mark.parametrize("by_run", [False, True], ids=["rows", "runs"])
+@pytest.mark.parametrize(
+    ("rows", "size", "depth"), [(1, 64, 512), (33, 128, 1024), (100, 192, 3200), (128, 64, 8192)]
+)
+def test_both_in_fp8(place: Any, rows: int, size: int, depth: int, by_run: bool) -> None:
+    run = 128 if by_run else depth
+    numbers, x_scales = quantize_fp8_reference(torch.randn(rows, depth), run)
+    weight, scales = quantize_fp8_reference(torch.randn(size, depth), run)
+    at = place.device
+    assert wins(rows, weight, scales, quantised=True)
+    workspace = Workspace(at)
+    for layout in (x_scales, x_scales.t().contiguous().t()):
+        found = skinny_linear(
+            numbers.to(at), weight.to(at), workspace, scales.to(at),
+            x_scales=layout.to(at), dtype=place.dtype,
+        )  # fmt: skip
+        x = numbers.double() * x_scales.double().repeat_interleave(run, 1)
+        wide = weight.double() * scales.double().repeat_interleave(run, 1)
+        assert found.dtype == place.dtype
+        place.close(found, x @ wide.t())
+
+
 def test_rows_that_lie_apart(place: Any) -> None:
     x, weight = place.randn(3, 384), place.randn(64, 128)
     found = skinny_linear(x[:, 128:256], weight)
