@@ -33,6 +33,9 @@ BLOCK_N, BLOCK_K = 64, 128
 QUANTISED_TILE = (64, 256, 4, 4)
 """Likewise where `x` is FP8 too: rows of the weight, programs, warps, stages."""
 
+MAX_QUANTISED_SIZE = 4096
+"""With more outputs, and more rows than `MAX_ROWS`, the library's product is faster."""
+
 PREFETCHED = 2048
 """Most bytes of each row of the weight that are asked for before the inputs are there."""
 
@@ -161,6 +164,8 @@ def wins(
         and depth % (BLOCK_K * splits) == 0
     )
     if not 0 < rows <= (MAX_QUANTISED_ROWS if quantised else MAX_ROWS) or not even:
+        return False
+    if quantised and size > MAX_QUANTISED_SIZE:
         return False
     return runs in (1, depth // BLOCK_K) if runs else size <= 4096 or size >= 65536
 

@@ -236,3 +236,24 @@ def test_two_steps_in_flight(checkpoint: Callable[..., Path], reference: Any, dr
         flying.append(executor.launch(StepPlan(number, steps=(step,))))
         got += flying.pop(0).result().sampled[0].token_ids
     check_greedy(reference(folder), prompt, got, 1e-3)
+
+
+def test_graphs_are_captured_anew_when_tensors_have_moved(
+    checkpoint: Callable[..., Path], reference: Any, drive: Any
+) -> None:
+    folder = checkpoint(**MODELS["llama"])
+    driver = drive(folder, **GPU | {"max_num_seqs": 2})
+    rng = np.random.default_rng(6)
+    prompts = [random_tokens(rng, count) for count in (20, 9, 5, 7, 11, 3)]
+    first = driver.add(prompts[0])
+    driver.step((first, 20, 1))
+    driver.step((first, 1, 1))
+    others = [driver.add(prompt) for prompt in prompts[1:]]  # more than there are rows for
+    for handle, prompt in zip(others, prompts[1:], strict=True):
+        driver.step((handle, len(prompt), 1))
+    for handle in others[:4]:
+        for _ in range(3):
+            driver.step((first, 1, 1), (handle, 1, 1))
+    got = driver.tokens[first][20:]
+    assert len(got) == 14
+    check_greedy(reference(folder, "float32"), prompts[0], got, TOLERANCE["float32"])

@@ -60,6 +60,7 @@ class DecodeGraphs:
         size = next(size for size in self.sizes if size >= count)
         if self._version != self._sequences.version:
             self._graphs.clear()
+            self._pool = torch.cuda.graph_pool_handle()  # one that lost all graphs can't be used
             self._version = self._sequences.version
         captured = self._graphs.get(size) or self.capture(size)
         host = torch.empty((COLUMNS, size), dtype=torch.int64, pin_memory=True)
