@@ -43,7 +43,6 @@ __all__ = [
     "cdiv",
     "jit",
     "next_power_of_2",
-    "prefetch",
     "tl",
     "triton",
     "use_triton",
@@ -85,20 +84,6 @@ def wait_for_inputs() -> None:
     if cuda_capability_geq(9):
         gdc_launch_dependents()
         gdc_wait()
-
-
-@jit()
-def prefetch(address: tl.tensor, size: tl.tensor) -> None:
-    """Have `size` bytes at each address read into the L2 cache; both in multiples of 16."""
-    if cuda_capability_geq(9):
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-            "=r,l,r",
-            [address.to(tl.int64), size],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
 
 
 def use_triton(tensor: torch.Tensor) -> bool:

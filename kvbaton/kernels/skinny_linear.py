@@ -1,6 +1,5 @@
 """Products of few rows with a weight, of floats or FP8: as fast as the weight can be read.
 
-Reading it begins while the kernel ahead still runs.
 A tile of the weight's rows is split along the columns until the programs fill the GPU; the last
 program of a tile adds the parts, in their order, whoever it is; so the result is deterministic.
 Source of the pattern: Osama et al., "Stream-K", arXiv 2301.03598, section 4.
@@ -12,10 +11,8 @@ import torch
 from torch.nn.functional import linear
 
 from kvbaton.kernels.jit import (
-    cdiv,
     jit,
     next_power_of_2,
-    prefetch,
     tl,
     use_triton,
     wait_for_inputs,
@@ -25,19 +22,10 @@ from kvbaton.kernels.quantize_fp8 import widen
 MAX_ROWS = 32
 """With more rows the library's product is faster."""
 
-MAX_QUANTISED_ROWS = 128
-"""Likewise where `x` is FP8 too."""
+MAX_QUANTISED_ROWS, MAX_QUANTISED_SIZE = 128, 4096
+"""Likewise where `x` is FP8 too, and with more outputs."""
 
 BLOCK_N, BLOCK_K = 64, 128
-
-QUANTISED_TILE = (64, 256, 4, 4)
-"""Likewise where `x` is FP8 too: rows of the weight, programs, warps, stages."""
-
-MAX_QUANTISED_SIZE = 4096
-"""With more outputs, and more rows than `MAX_ROWS`, the library's product is faster."""
-
-PREFETCHED = 2048
-"""Most bytes of each row of the weight that are asked for before the inputs are there."""
 
 
 class Workspace:
@@ -87,7 +75,7 @@ def skinny_linear(
             widened as it is read if `x` is of floats.
         workspace: of this stream; None makes one for this call.
         scales: [N, runs] float32, contiguous, of equal runs of columns; None for ones.
-        x_scales: of an `x` of float8_e4m3fn: [T, runs] float32, any strides.
+        x_scales: of an `x` of float8_e4m3fn: [T, 1] float32; the weight has one scale a row, too.
         dtype: of the result; None takes that of `x`.
 
     Returns:
@@ -106,8 +94,7 @@ def skinny_linear(
     splits = _splits(size, depth, runs, quantised)
     share = depth // splits
     wide = runs == 1 and share % (2 * BLOCK_K) == 0 and not quantised  # bytes as of 16 bits
-    block_n = QUANTISED_TILE[0] if quantised else BLOCK_N
-    _kernel[(cdiv(size, block_n), splits)](
+    _kernel[(size // BLOCK_N, splits)](
         x,
         weight,
         scales,
@@ -121,16 +108,14 @@ def skinny_linear(
         share,
         x.stride(0),
         0 if x_scales is None else x_scales.stride(0),
-        0 if x_scales is None else x_scales.stride(1),
         SPLITS=splits,
         RUNS=runs,
         QUANTISED=quantised,
-        PREFETCHED=PREFETCHED,
         BLOCK_M=max(64 if quantised else 16, next_power_of_2(rows)),
-        BLOCK_N=block_n,
+        BLOCK_N=BLOCK_N,
         BLOCK_K=2 * BLOCK_K if wide else BLOCK_K,
-        num_warps=QUANTISED_TILE[2] if quantised else 4,
-        num_stages=QUANTISED_TILE[3] if quantised else 5 if runs > 1 else 3,
+        num_warps=4,
+        num_stages=5 if quantised or runs > 1 else 3,
     )
     return out
 
@@ -145,11 +130,9 @@ def skinny_linear_reference(
     """Plain torch for `skinny_linear`."""
     if scales is None:
         return linear(x, weight)
-    run = weight.shape[1] // scales.shape[1]
-    wide = weight.float() * scales.repeat_interleave(run, 1)
-    if x_scales is not None:
-        x = x.float() * x_scales.repeat_interleave(run, 1)
-    return linear(x.float(), wide).to(dtype)
+    wide = weight.float() * scales.repeat_interleave(weight.shape[1] // scales.shape[1], 1)
+    inputs = x.float() if x_scales is None else x.float() * x_scales
+    return linear(inputs, wide).to(dtype)
 
 
 def wins(
@@ -159,13 +142,10 @@ def wins(
     size, depth = weight.shape
     runs = 0 if scales is None else scales.shape[1]
     splits = _splits(size, depth, runs, quantised)
-    even = (
-        size % (QUANTISED_TILE[0] if quantised else BLOCK_N) == 0
-        and depth % (BLOCK_K * splits) == 0
-    )
-    if not 0 < rows <= (MAX_QUANTISED_ROWS if quantised else MAX_ROWS) or not even:
-        return False
-    if quantised and size > MAX_QUANTISED_SIZE:
+    even = size % BLOCK_N == 0 and depth % (BLOCK_K * splits) == 0
+    if quantised:
+        return 0 < rows <= MAX_QUANTISED_ROWS and size <= MAX_QUANTISED_SIZE and runs == 1 and even
+    if not 0 < rows <= MAX_ROWS or not even:
         return False
     return runs in (1, depth // BLOCK_K) if runs else size <= 4096 or size >= 65536
 
@@ -176,14 +156,12 @@ def _splits(size: int, depth: int, runs: int, quantised: bool) -> int:
     Of FP8, which is read in half the time, more and shorter ones; of more rows fewer.
     """
     most, programs, least = (8, 512, 1024) if runs else (4, 256, BLOCK_K)
-    tile = BLOCK_N
     if quantised:
-        tile, programs = QUANTISED_TILE[:2]
-        least = 512
+        programs, least = 128, 512
     splits = 1
     while (
         splits < most
-        and size // tile * splits < programs
+        and size // BLOCK_N * splits < programs
         and depth % (2 * splits * BLOCK_K) == 0
         and depth // (2 * splits) >= least
     ):
@@ -206,27 +184,23 @@ def _kernel(
     share: tl.tensor,
     stride: tl.tensor,
     stride_token: tl.tensor,
-    stride_run: tl.tensor,
     SPLITS: tl.constexpr,
     RUNS: tl.constexpr,
     QUANTISED: tl.constexpr,
-    PREFETCHED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
     """One program: BLOCK_N rows of the weight, one of SPLITS parts of their columns.
 
-    The weight has RUNS scales a row, one for each BLOCK_K columns if there are several; with
-    QUANTISED so have the inputs.
+    The weight has RUNS scales a row, one for each BLOCK_K columns if there are several. With
+    QUANTISED the inputs have one a row.
     """
     tile, split = tl.program_id(0), tl.program_id(1)
     row = tl.arange(0, BLOCK_M)
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     inner = tl.arange(0, BLOCK_K)
     inside = (row < rows)[:, None]
-    first = weight + column.to(tl.int64) * depth + split * share
-    prefetch(first, tl.minimum(share * weight.dtype.element_ty.primitive_bitwidth // 8, PREFETCHED))
     wait_for_inputs()
     weights = weight + column.to(tl.int64)[:, None] * depth + inner[None, :]
     inputs = x + row[:, None] * stride + inner[None, :]
@@ -234,16 +208,10 @@ def _kernel(
     for k in tl.range(split * share, (split + 1) * share, BLOCK_K):
         if RUNS > 1:  # asked for first, since nothing else has it come early
             scale = tl.load(scales + column * RUNS + k // BLOCK_K)
-            if QUANTISED:
-                place = x_scales + row * stride_token + k // BLOCK_K * stride_run
-                of_row = tl.load(place, mask=row < rows, other=0.0)
         a = tl.load(inputs + k, mask=inside, other=0.0)
         w = widen(tl.load(weights + k), a)
         if RUNS > 1:
-            part = tl.dot(a, tl.trans(w), input_precision="ieee") * scale[None, :]
-            if QUANTISED:
-                part *= of_row[:, None]
-            acc += part
+            acc += tl.dot(a, tl.trans(w), input_precision="ieee") * scale[None, :]
         else:
             acc = tl.dot(a, tl.trans(w), acc, input_precision="ieee")
     if RUNS == 1:

@@ -164,8 +164,7 @@ for rows, splits, runs in ((16, 1, 1), (32, 4, 32)):
         skinny_linear._kernel,
         {"x": "*bf16", "weight": "*fp8e4nv", "scales": "*fp32", "out": "*bf16",
          "scratch": "*fp32", "counters": "*i32"},
-        dict(SPLITS=splits, RUNS=runs, PREFETCHED=2048, BLOCK_M=rows, BLOCK_N=64,
-             BLOCK_K=256 if runs == 1 else 128),
+        dict(SPLITS=splits, RUNS=runs, BLOCK_M=rows, BLOCK_N=64, BLOCK_K=256 if runs == 1 else 128),
         num_warps=4, num_stages=5 if runs > 1 else 3,
     )
     assert "cp.async.cg.shared.global" in ptx
