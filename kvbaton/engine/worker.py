@@ -235,8 +235,9 @@ def _asked_blocks(
         return config.kv_cache_memory_bytes // per_block, "--kv-cache-memory-bytes"
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        budget = free - reserve - int((1 - config.gpu_memory_utilization) * total)
-        return max(0, budget) // per_block, "--gpu-memory-utilization"
+        # What other processes hold is not ours to pay for: nodes of one GPU have a share each.
+        share = int(config.gpu_memory_utilization * total) - torch.cuda.memory_reserved(device)
+        return max(0, min(free, share) - reserve) // per_block, "--gpu-memory-utilization"
     wanted = per_sequence * config.max_num_seqs + 1
     most = DEFAULT_CPU_BYTES // settings.shard.size
     return min(wanted, most // per_block), "--kv-cache-memory-bytes"
