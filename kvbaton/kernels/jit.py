@@ -42,6 +42,7 @@ __all__ = [
     "EarlyKernel",
     "cdiv",
     "jit",
+    "launch_next",
     "next_power_of_2",
     "tl",
     "triton",
@@ -79,10 +80,18 @@ def _can_launch_early() -> bool:
 
 
 @jit()
-def wait_for_inputs() -> None:
-    """Let the next kernel be launched, and wait until those ahead have ended; see `jit`."""
+def launch_next() -> None:
+    """Let the next kernel be launched, if all programs of this one have come here or ended."""
     if cuda_capability_geq(9):
         gdc_launch_dependents()
+
+
+@jit()
+def wait_for_inputs(LAUNCH: tl.constexpr = True) -> None:
+    """Wait until the kernels ahead have ended; see `jit`. With LAUNCH after a `launch_next`."""
+    if LAUNCH:
+        launch_next()
+    if cuda_capability_geq(9):
         gdc_wait()
 
 

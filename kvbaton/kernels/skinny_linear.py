@@ -12,6 +12,7 @@ from torch.nn.functional import linear
 
 from kvbaton.kernels.jit import (
     jit,
+    launch_next,
     next_power_of_2,
     tl,
     use_triton,
@@ -201,7 +202,7 @@ def _kernel(
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     inner = tl.arange(0, BLOCK_K)
     inside = (row < rows)[:, None]
-    wait_for_inputs()
+    wait_for_inputs(LAUNCH=False)
     weights = weight + column.to(tl.int64)[:, None] * depth + inner[None, :]
     inputs = x + row[:, None] * stride + inner[None, :]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -214,6 +215,7 @@ def _kernel(
             acc += tl.dot(a, tl.trans(w), input_precision="ieee") * scale[None, :]
         else:
             acc = tl.dot(a, tl.trans(w), acc, input_precision="ieee")
+    launch_next()  # not before: the next one's programs would take room from this one's
     if RUNS == 1:
         acc *= tl.load(scales + column)[None, :]
         if QUANTISED:
