@@ -129,6 +129,34 @@ def test_weights_are_found_as_transformers_saves_them(
     assert torch.equal(*found)
 
 
+def test_sizes_of_published_models(tmp_path: Path) -> None:
+    """What Google's folder of Gemma 3 4B says of its tower and image processor."""
+    config = {
+        "architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999,
+        "eoi_token_index": 256000, "image_token_index": 262144, "mm_tokens_per_image": 256,
+        "text_config": {"hidden_size": 2560, "num_hidden_layers": 34, "sliding_window": 1024},
+        "vision_config": {
+            "hidden_size": 1152, "image_size": 896, "intermediate_size": 4304,
+            "model_type": "siglip_vision_model", "num_attention_heads": 16,
+            "num_hidden_layers": 27, "patch_size": 14, "vision_use_head": False,
+        },
+    }  # fmt: skip
+    processor = {
+        "do_convert_rgb": None, "do_normalize": True, "do_pan_and_scan": None, "do_rescale": True,
+        "do_resize": True, "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "image_seq_length": 256,
+        "image_processor_type": "Gemma3ImageProcessor", "resample": 2,
+        "rescale_factor": 0.00392156862745098, "size": {"height": 896, "width": 896},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
+    vision, text = load_model_config(tmp_path).require_vision(), VisionText.load(tmp_path)
+    assert (vision.depth, vision.num_heads, vision.merge_size) == (27, 16, 4)
+    assert (vision.num_position_embeddings, vision.image_token_id) == (4096, 262144)
+    assert text is not None
+    assert text.measure(1920, 1080) == ((1, 64, 64), 256)
+    assert ImageReader(tmp_path).read(ONE).pixels.shape == (4096, 3, 196)
+
+
 def test_prompts_are_those_of_transformers(folder: Path) -> None:
     """What frames an image joins the text beside it before that is tokenized."""
     from transformers import AutoTokenizer
