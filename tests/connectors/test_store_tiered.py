@@ -7,12 +7,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from kvbaton.connectors.registry import Spec, load_store
-from kvbaton.connectors.store import Store
+from kvbaton.connectors.store import Forgetting, Hints, Namespaced, Store
 from kvbaton.connectors.stores.faulty import FaultyStore
 from kvbaton.connectors.stores.tiered import TieredStore
 from kvbaton.errors import ConfigError, StoreError
@@ -277,6 +277,53 @@ def test_what_is_read_while_it_is_being_deleted_is_not_kept_after() -> None:
         assert not deleting.done()
         assert wait(deleting) == 6
         assert has(store, *range(6)) == [False] * 6
+
+
+@pytest.mark.parametrize("write", ["through", "on_eviction"])
+def test_hints_go_to_the_tiers_that_are_written(write: str) -> None:
+    hints = [Hints(namespace="a"), Hints(namespace="b"), Hints()]
+    with tiered(write=write) as store:
+        call = store.store(KEYS[:3], [pieces(data) for data in DATA[:3]], hints=hints)
+        assert wait(call) == [True] * 3
+        held = [wait(cast(Namespaced, tier.store).namespaces()) for tier in store.tiers]
+        assert held[0].keys() == {"a", "b", ""}
+        assert held[1].keys() == ({"a", "b", ""} if write == "through" else set())
+
+
+def test_time_to_live_binds_only_without_copies() -> None:
+    with tiered() as store:
+        assert not store.capabilities.expires, "what was promoted would stay"
+    with tiered(**QUIET) as store:
+        assert store.capabilities.expires
+        call = store.store(KEYS[:1], [pieces(DATA[0])], hints=[Hints(ttl_s=0.1)])
+        assert wait(call) == [True]
+        until(lambda: has(store, 0) == [False], "the object expires in both tiers")
+
+
+def test_a_prefix_may_lie_in_several_tiers() -> None:
+    with tiered(MEMORY, MEMORY, MEMORY, **QUIET) as store:
+        for depth, indices in enumerate([(0, 3, 5), (1,), (2, 4)]):
+            save(inner(store, depth), some(*indices))
+        assert find(store, KEYS, prefix=True).present == (True,) * 6
+        wait(inner(store, 2).delete(KEYS[2:3]))
+        assert find(store, KEYS, prefix=True).present == (True, True) + (False,) * 4
+        assert find(store, KEYS).present == (True, True, False, True, True, True)
+        assert find(store, KEYS[2:], prefix=True).present == (False,) * 4
+    assert not TieredStore("tiered", tiers=[MEMORY, faults()]).capabilities.prefix
+
+
+def test_what_no_tier_has_any_more_is_told() -> None:
+    small: Spec = {"memory": {"max_bytes": 4096, "threads": 1}}
+    told = list[bytes]()
+    with tiered(small, MEMORY, **QUIET) as store:
+        store.on_forget = told.extend
+        assert save(store, OBJECTS) == [True] * 6
+        assert has(inner(store, 0), *range(6)).count(False) > 1, "evicted, but kept below"
+        wait(inner(store, 1).delete(KEYS))
+        save(inner(store, 0), make_objects(6, seed=5))
+        until(lambda: len(told) > 1, "what was only in the first tier is told")
+        assert not any(find(store, list(told)).present)
+    assert not isinstance(TieredStore("tiered", tiers=[MEMORY, faults()]), Forgetting)
 
 
 def test_usage_is_that_of_all_tiers() -> None:

@@ -131,12 +131,12 @@ class ComposedStore(ABC):
 
     def load(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> Future[list[bool]]:
         """See `Store.load`."""
-        _check_lengths(keys, targets)
+        check_lengths(keys, targets)
         return self.submit(self.on_load(list(keys), list(targets)))
 
     def store(self, keys: Sequence[bytes], sources: Sequence[Pieces]) -> Future[list[bool]]:
         """See `Store.store`."""
-        _check_lengths(keys, sources)
+        check_lengths(keys, sources)
         return self.submit(self.on_store(list(keys), list(sources)))
 
     def delete(self, keys: Sequence[bytes]) -> Future[int]:
@@ -191,6 +191,7 @@ class ComposedStore(ABC):
         """Answer `delete`."""
 
 
-def _check_lengths(keys: Sequence[bytes], objects: Sequence[Pieces]) -> None:
+def check_lengths(keys: Sequence[bytes], objects: Sequence[Pieces]) -> None:
+    """Raise `ValueError` unless there are as many keys as objects."""
     if len(keys) != len(objects):
         raise ValueError(f"{len(keys)} keys and {len(objects)} objects")

@@ -9,6 +9,9 @@
 - `store` writes into every tier (``through``), or into the first that takes it, whose evictions
   are then written into the next (``on_eviction``; what the first tier holds is not written down
   when it closes).
+- Hints go to the tiers that take them with what is stored, not with what is promoted or demoted:
+  copies have none, so namespaces are not cleared here, and time to live binds only without copies.
+- What is evicted is told once no tier has it, if all tiers tell of theirs.
 - A tier that fails or says that it can't serve is passed over, and asked again later.
 
 Copies for all that goes on behind the caller's back are bounded; beyond the bound it is left out.
@@ -18,20 +21,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
+from itertools import takewhile
 from typing import Any, TypeVar
 
 from typing_extensions import override
 
 from kvbaton.connectors.registry import Spec, load_store
-from kvbaton.connectors.store import Evicting, Found, Pieces, Store, StoreCapabilities, Usage
-from kvbaton.connectors.stores.driver import ComposedStore
+from kvbaton.connectors.store import (
+    Evicting,
+    Forgetting,
+    Found,
+    Hints,
+    Pieces,
+    Store,
+    StoreCapabilities,
+    Usage,
+)
+from kvbaton.connectors.stores.driver import ComposedStore, check_lengths
+from kvbaton.connectors.stores.tier import Allowance, Tier
 from kvbaton.errors import ConfigError, StoreError
 
 T = TypeVar("T")
@@ -41,80 +53,6 @@ LENGTHS = 4
 """Different lengths of objects that are remembered."""
 
 logger = logging.getLogger(__name__)
-
-
-class Tier:
-    """One of the stores, and how it does.
-
-    Attributes:
-        store: the store.
-        name: its name, made unique among the tiers.
-        hits: objects that were loaded from it.
-        failures: calls that failed.
-    """
-
-    def __init__(self, store: Store, name: str, retry_s: float) -> None:
-        self.store = store
-        self.name = name
-        self.hits = 0
-        self.failures = 0
-        self._retry_s = retry_s
-        self._error = ""
-        self._again_at = 0.0
-
-    def outage(self) -> str | None:
-        """Why it is passed over now; None if it is not."""
-        return self._error if time.monotonic() < self._again_at else self.store.health()
-
-    async def ask(
-        self,
-        call: Callable[[], Future[T]],
-        within: float | None = None,
-        late: Callable[[Future[T]], None] | None = None,
-    ) -> T | None:
-        """The answer to a call; None if there is none.
-
-        Args:
-            call: asks the store.
-            within: seconds to wait, for calls that borrow no buffers.
-            late: is given the future that was not waited for any longer, once it is done.
-        """
-        if self.outage() is not None:
-            return None
-        try:
-            future = call()
-            waiting = asyncio.wrap_future(future)
-            if not (await asyncio.wait((waiting,), timeout=within))[0]:
-                waiting.cancel()
-                if late is not None:
-                    future.add_done_callback(late)
-                raise StoreError(f"no answer within {within:g} s")
-            return waiting.result()
-        except StoreError as error:
-            self.failures += 1
-            self._error = str(error)
-            self._again_at = time.monotonic() + self._retry_s
-            return None
-
-
-class Allowance:
-    """Bytes that may be held at a time; any thread takes and gives."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self._left = num_bytes
-        self._lock = threading.Lock()
-
-    def take(self, num_bytes: int) -> bool:
-        """Whether there were as many."""
-        with self._lock:
-            enough = num_bytes <= self._left
-            self._left -= num_bytes if enough else 0
-        return enough
-
-    def give(self, num_bytes: int) -> None:
-        """Give some back."""
-        with self._lock:
-            self._left += num_bytes
 
 
 class TieredStore(ComposedStore):
@@ -134,10 +72,13 @@ class TieredStore(ComposedStore):
         tiers: the stores.
         counts: objects ``promoted``, ``prefetched`` and ``demoted``, and those that were ``left``
             because there were too many at a time.
+        on_forget: see `Forgetting`; there only if all tiers have it.
 
     Raises:
         ConfigError: a spec is wrong, or a tier can't tell of the evictions that are to be written.
     """
+
+    on_forget: Callable[[Sequence[bytes]], None] | None
 
     def __init__(
         self,
@@ -180,6 +121,11 @@ class TieredStore(ComposedStore):
                 problem = f"tier {tier.name} does not tell what it evicts: write must be through"
                 raise ConfigError("--store", problem)
             tier.store.on_evict = partial(self._evicted, depth)
+        telling = [tier.store for tier in self.tiers if isinstance(tier.store, Forgetting)]
+        if len(telling) == len(self.tiers):
+            self.on_forget = None
+            for store in telling:
+                store.on_forget = self._left
 
     @property
     def capabilities(self) -> StoreCapabilities:
@@ -189,7 +135,9 @@ class TieredStore(ComposedStore):
         tier has, but we don't see what they delete while a tier of our own has it, too.
         """
         every = [tier.store.capabilities for tier in self.tiers]
-        some = any if self._write == "through" else all
+        through = self._write == "through"
+        some = any if through else all
+        copies = self._promotes or self._prefetches or not through
         return StoreCapabilities(
             persistent=some(one.persistent for one in every),
             shared=all(one.shared for one in every),
@@ -197,7 +145,28 @@ class TieredStore(ComposedStore):
             deletes=all(one.deletes for one in every),
             max_keys=min(one.max_keys for one in every),
             synthetic=any(one.synthetic for one in every),
+            hints=any(one.hints for one in every),
+            expires=not copies and all(one.expires for one in every),
+            prefix=all(one.prefix for one in every),
         )
+
+    @override
+    def lookup(
+        self, keys: Sequence[bytes], *, pin: bool = False, prefix: bool = False
+    ) -> Future[Found]:
+        return self.submit(self.on_lookup(list(keys), pin, prefix and self.capabilities.prefix))
+
+    @override
+    def store(
+        self,
+        keys: Sequence[bytes],
+        sources: Sequence[Pieces],
+        *,
+        hints: Sequence[Hints] | None = None,
+    ) -> Future[list[bool]]:
+        check_lengths(keys, sources)
+        given = [Hints()] * len(keys) if hints is None else list(hints)
+        return self.submit(self.on_store(list(keys), list(sources), given))
 
     def health(self) -> str | None:
         """See `Store.health`: one tier is enough."""
@@ -238,11 +207,12 @@ class TieredStore(ComposedStore):
             tier.store.close()
 
     @override
-    async def on_lookup(self, keys: list[bytes], pin: bool) -> Found:
+    async def on_lookup(self, keys: list[bytes], pin: bool, prefix: bool = False) -> Found:
         pin = pin and self.capabilities.pins
         tickets: list[tuple[Store, int]] = []
         deletes = self._deletes
-        depths = await self._find(keys, tickets if pin else None)
+        find = self._find_prefix if prefix else self._find
+        depths = await find(keys, tickets if pin else None)
         if self._prefetches and self._lengths and self._deletes == deletes:
             busy = self._to_prefetch | self._moving.keys() | self._deleting.keys()
             for depth in range(1, len(self.tiers)):
@@ -262,10 +232,34 @@ class TieredStore(ComposedStore):
         for store, inner in self._tickets.pop(ticket, ()):
             store.release(inner)
 
-    async def _find(
+    async def _find_prefix(
         self, keys: list[bytes], tickets: list[tuple[Store, int]] | None = None
     ) -> list[int | None]:
-        """Per key the first tier that has it; pins it if the pins are wanted."""
+        """As `_find`, but None for all keys from the first one that no tier has."""
+        depths: list[int | None] = []
+        while len(depths) < len(keys):
+            found = await self._find(keys[len(depths) :], tickets, prefix=True)
+            more = list(takewhile(lambda depth: depth is not None, found))
+            depths += more
+            # Tiers before the one that had the last of them have not been asked for the next one.
+            if not more or more[-1] == 0:
+                break
+        return depths + [None] * (len(keys) - len(depths))
+
+    async def _find(
+        self,
+        keys: list[bytes],
+        tickets: list[tuple[Store, int]] | None = None,
+        *,
+        prefix: bool = False,
+    ) -> list[int | None]:
+        """Per key the first tier that has it; pins it if the pins are wanted.
+
+        With `prefix` each tier looks no further than its first gap in what those before it lack.
+        """
+        options: dict[str, Any] = {"pin": tickets is not None} | (
+            {"prefix": True} if prefix else {}
+        )
 
         def late(store: Store, future: Future[Found]) -> None:
             """Give back pins that came after we stopped to wait."""
@@ -274,7 +268,7 @@ class TieredStore(ComposedStore):
                 self.driver.post(store.release, ticket)
 
         async def look(tier: Tier, left: list[int]) -> Sequence[bool] | None:
-            call = partial(tier.store.lookup, [keys[i] for i in left], pin=tickets is not None)
+            call = partial(tier.store.lookup, [keys[i] for i in left], **options)
             found = await tier.ask(call, self._lookup_s, partial(late, tier.store))
             if found is None:
                 return None
@@ -309,24 +303,30 @@ class TieredStore(ComposedStore):
         return [depth is not None for depth in depths]
 
     @override
-    async def on_store(self, keys: list[bytes], sources: list[Pieces]) -> list[bool]:
+    async def on_store(
+        self, keys: list[bytes], sources: list[Pieces], hints: Sequence[Hints] = ()
+    ) -> list[bool]:
         self._remember(sources)
         if self._write == "through":
-            return await self._store_in(self.tiers, keys, sources)
+            return await self._store_in(self.tiers, keys, sources, hints)
 
         async def store(tier: Tier, left: list[int]) -> Sequence[bool] | None:
             some, data = [keys[i] for i in left], [sources[i] for i in left]
-            return await tier.ask(lambda: tier.store.store(some, data))
+            return await tier.ask(tier.storing(some, data, [hints[i] for i in left]))
 
         return [depth is not None for depth in await self._in_turn(keys, store)]
 
     async def _store_in(
-        self, tiers: Sequence[Tier], keys: list[bytes], sources: list[Pieces]
+        self,
+        tiers: Sequence[Tier],
+        keys: list[bytes],
+        sources: Sequence[Pieces],
+        hints: Sequence[Hints] = (),
     ) -> list[bool]:
         """Store in several tiers at once; per object whether one has it."""
 
         async def store(tier: Tier) -> list[bool] | None:
-            return await tier.ask(lambda: tier.store.store(keys, sources))
+            return await tier.ask(tier.storing(keys, sources, hints))
 
         answers = []
         for answer in await asyncio.gather(*map(store, tiers), return_exceptions=True):
@@ -446,6 +446,26 @@ class TieredStore(ComposedStore):
         data = self._copy(pieces)
         if data is not None:
             driver.submit(self._demote(depth, key, data))
+
+    def _left(self, keys: Sequence[bytes]) -> None:
+        """A tier has given something up, on whatever thread."""
+        if self.driver is not None and self.on_forget is not None:
+            self.driver.submit(self._tell(list(keys)))
+
+    async def _tell(self, keys: list[bytes]) -> None:
+        """Tell what no tier has any more."""
+        await self._settled(keys)
+        for start in range(0, len(keys), self.capabilities.max_keys):
+            some = keys[start : start + self.capabilities.max_keys]
+            try:
+                depths = await self._find(some)
+            except StoreError as error:
+                logger.debug("what was evicted is not told: %s", error)
+                return
+            pairs = zip(some, depths, strict=True)
+            gone = [key for key, found in pairs if found is None and key not in self._deleting]
+            if gone and self.on_forget is not None:
+                self.on_forget(gone)
 
     def _drop(self, key: bytes) -> bool:
         """Whether an evicted object is being deleted, and so goes no further."""
