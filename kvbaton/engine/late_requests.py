@@ -17,10 +17,11 @@ from kvbaton.engine.request import Sequence
 LATE_SHARE = 0.05
 """What steps back gets so much of the time that those take who go before it, lest it starve."""
 
-
 FADE = 0.97
 """What a plan counts for the pace when the next one is made."""
+
 PACES = (0.25, 8.0)
+"""Between which the pace is believed."""
 
 
 class LateRequests:
