@@ -278,7 +278,6 @@ async def test_outputs_merge_while_the_reader_is_behind(core: ScriptedCore) -> N
     async with connected(core) as client:
         stream = client.generate(request(max_tokens=1000, n=2))
         first = await anext(stream)
-        assert first.token_ids == (0,), "nobody was behind"
         await eventually(lambda: not core.live)
         await client.ping(PATIENCE_S)  # all before it has come
         rest: list[Output] = [output async for output in stream]
