@@ -72,6 +72,20 @@ class CpuExecutor:
         """Nothing to give back."""
 
 
+RUNNERS = ("cpu", "tp2", "cuda-on-cpu")
+"""The plain runner, two ranks, and the CUDA runner over the kernels' references."""
+
+
+def driver_of(runner: str, folder: Path, pool: EncoderPool, drive: Any) -> Any:
+    """A driver of one of `RUNNERS`, with a pool of encoder outputs."""
+    made = drive(folder, tensor_parallel_size=2 if runner == "tp2" else 1)
+    if runner == "cuda-on-cpu":
+        made.executor.close()
+        made.executor = CpuExecutor(folder)
+    made.executor.attach_encoder(pool)
+    return made
+
+
 @pytest.fixture
 def drivers(checkpoint: Callable[..., Path], drive: Any) -> tuple[Any, Any]:
     """One of the plain runner and one of the CUDA runner, on the same model."""

@@ -275,9 +275,12 @@ async def test_a_frontend_that_does_not_read_is_dropped_alone(
 
 
 async def test_outputs_merge_while_the_reader_is_behind(core: ScriptedCore) -> None:
+    quick_s, core.step_s = core.step_s, 0.5  # until the first one has been read
     async with connected(core) as client:
         stream = client.generate(request(max_tokens=1000, n=2))
         first = await anext(stream)
+        assert first.token_ids == (0,), "nobody was behind"
+        core.step_s = quick_s
         await eventually(lambda: not core.live)
         await client.ping(PATIENCE_S)  # all before it has come
         rest: list[Output] = [output async for output in stream]

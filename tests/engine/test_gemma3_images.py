@@ -28,7 +28,7 @@ from kvbaton.errors import ConfigError, RequestError
 from kvbaton.messages.engine import AddRequest
 from kvbaton.text.tokenizer import Tokenizer
 from kvbaton.text.vision import VisionText
-from tests.engine.test_cuda_runner import CpuExecutor
+from tests.engine.test_cuda_runner import RUNNERS, CpuExecutor, driver_of
 from tests.engine.test_encoder_cache_manager import CACHED, ENCODED, Node, prompt_of
 from tests.support.encoder_items import item_of, png, values_of
 from tests.support.pictures import GREEDY, Pictures, Prompt, squared
@@ -194,15 +194,9 @@ def test_the_tokenizer_must_have_what_frames_an_image(folder: Path, tmp_path: Pa
 # --- steps ---
 
 
-@pytest.fixture(params=["cpu", "tp2", "cuda-on-cpu"])
+@pytest.fixture(params=RUNNERS)
 def driver(request: pytest.FixtureRequest, folder: Path, pictures: Pictures, drive: Any) -> Any:
-    """The plain runner, two ranks, and the CUDA runner over the kernels' references."""
-    made = drive(folder, tensor_parallel_size=2 if request.param == "tp2" else 1)
-    if request.param == "cuda-on-cpu":
-        made.executor.close()
-        made.executor = CpuExecutor(folder)
-    made.executor.attach_encoder(pictures.pool)
-    return made
+    return driver_of(request.param, folder, pictures.pool, drive)
 
 
 def test_mixed_batches_generate_what_transformers_does(driver: Any, pictures: Pictures) -> None:

@@ -13,7 +13,7 @@ import torch
 from kvbaton.engine.cuda.warm_up import TrialSteps
 from kvbaton.engine.step import BlockCopy, Fork, SequenceStep, StepPlan
 from kvbaton.messages.engine import SamplingParams
-from tests.engine.test_cuda_runner import CpuExecutor
+from tests.engine.test_cuda_runner import RUNNERS, CpuExecutor, driver_of
 from tests.support.pictures import FAMILIES, GREEDY, Pictures, Prompt
 
 Checkpoint = Callable[..., Path]
@@ -37,15 +37,9 @@ def pictures(folder: Path) -> Pictures:
     return Pictures(folder)
 
 
-@pytest.fixture(params=["cpu", "tp2", "cuda-on-cpu"])
+@pytest.fixture(params=RUNNERS)
 def driver(request: pytest.FixtureRequest, folder: Path, pictures: Pictures, drive: Any) -> Any:
-    """The plain runner, two ranks, and the CUDA runner over the kernels' references."""
-    made = drive(folder, tensor_parallel_size=2 if request.param == "tp2" else 1)
-    if request.param == "cuda-on-cpu":
-        made.executor.close()
-        made.executor = CpuExecutor(folder)
-    made.executor.attach_encoder(pictures.pool)
-    return made
+    return driver_of(request.param, folder, pictures.pool, drive)
 
 
 @pytest.fixture

@@ -39,13 +39,14 @@ class ScriptedCore:
 
     Args:
         endpoints: where it listens.
-        step_s: pause between two steps.
+        step_s: pause between two steps, at first.
 
     Attributes:
         live: by the core's id, requests and how many tokens each has got.
         seen: all that came through the sockets.
         refuse: called with a request; a text refuses it.
         answer: called with a request; outputs are all that it gets, in one message.
+        step_s: pause between two steps.
         paused: while set, no step is made; messages are still read.
     """
 
@@ -62,7 +63,7 @@ class ScriptedCore:
         self.refuse: Callable[[AddRequest], str | None] = lambda request: None
         self.answer: Callable[[AddRequest], tuple[Output, ...]] = lambda request: ()
         self.paused = threading.Event()
-        self._step_s = step_s
+        self.step_s = step_s
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="scripted core")
@@ -90,7 +91,7 @@ class ScriptedCore:
     def _run(self) -> None:
         while not self._stopping:
             works = bool(self.live) and not self.paused.is_set()
-            for message in self.frontends.receive(self._step_s if works else 0.2, self._wake):
+            for message in self.frontends.receive(self.step_s if works else 0.2, self._wake):
                 self.seen.append(message)
                 self._handle(message)
             if not self.paused.is_set():

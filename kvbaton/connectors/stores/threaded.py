@@ -12,7 +12,7 @@ from weakref import WeakSet
 
 import xxhash
 
-from kvbaton.connectors.store import Found, Hints, Pieces, StoreCapabilities, Usage
+from kvbaton.connectors.store import NO_HINTS, Found, Hints, Pieces, StoreCapabilities, Usage
 from kvbaton.connectors.stores.arena_copies import copy
 from kvbaton.errors import ConfigError, StoreError
 
@@ -235,7 +235,7 @@ class ThreadedStore:
         """What a backend is given of each object beside key and bytes."""
         if not self.capabilities.hints:
             return ()
-        return ([Hints()] * len(keys) if hints is None else hints,)
+        return ([NO_HINTS] * len(keys) if hints is None else hints,)
 
     def claim(self, keys: Sequence[bytes]) -> Future[list[bool]]:
         """See `Claiming.claim`."""

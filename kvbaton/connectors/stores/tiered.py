@@ -33,6 +33,7 @@ from typing_extensions import override
 
 from kvbaton.connectors.registry import Spec, load_store
 from kvbaton.connectors.store import (
+    NO_HINTS,
     Evicting,
     Forgetting,
     Found,
@@ -165,7 +166,7 @@ class TieredStore(ComposedStore):
         hints: Sequence[Hints] | None = None,
     ) -> Future[list[bool]]:
         check_lengths(keys, sources)
-        given = [Hints()] * len(keys) if hints is None else list(hints)
+        given = [NO_HINTS] * len(keys) if hints is None else list(hints)
         return self.submit(self.on_store(list(keys), list(sources), given))
 
     def health(self) -> str | None:
