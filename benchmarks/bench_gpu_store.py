@@ -42,6 +42,8 @@ TURNS = 8
 STEPS = 40
 """Of a turn; the first ones are not counted."""
 LEAD_STEPS = 4
+LOAD_STEPS = 60
+"""Most of one load: the last one of a turn goes on after it."""
 POLL_S = 0.0002
 
 Row = dict[str, Any]
@@ -130,6 +132,8 @@ def main() -> None:
     mine = tuple(run._replace(blocks=tuple(next(taken) for _ in run.blocks)) for run in runs)
     rows = bandwidths(bench, mine, size, num_blocks, args.rounds)
     rows.append({"what": "save, as the engine counts it", "GB/s": saved})
+    for row in rows:
+        print(row, flush=True)
     decoding = [decode(bench, batch, mine, size * num_blocks) for batch in args.batches]
     for row in decoding:
         print(row, flush=True)
@@ -204,10 +208,16 @@ def decode(bench: StoreBench, batch: int, runs: tuple[BlockRun, ...], num_bytes:
     """Milliseconds between tokens with and without loads, by turns."""
     bench.core.reset_prefix_cache()
     bench.store.committed = lambda *_: None  # type: ignore[method-assign]  # saves are another matter
-    bench.submit(random_prompts(batch, 512, batch), 2 * TURNS * STEPS + 4 * LEAD_STEPS)
+    most = LEAD_STEPS + TURNS * (2 * STEPS + LOAD_STEPS)
+    bench.submit(random_prompts(batch, 512, batch), most)
     times = bench.desk.times
-    while len(times) < batch or min(map(len, times.values())) < LEAD_STEPS:
+
+    def step() -> None:
         bench.core.turn()
+        assert bench.desk.open == batch, f"{most} tokens were too few"
+
+    while len(times) < batch or min(map(len, times.values())) < LEAD_STEPS:
+        step()
     names = list(times)
     gaps: dict[bool, list[float]] = {False: [], True: []}
     seconds, loads = 0.0, 0
@@ -220,12 +230,12 @@ def decode(bench: StoreBench, batch: int, runs: tuple[BlockRun, ...], num_bytes:
                 loads += order is not None
                 order = LoadBlocks(runs=runs)
                 bench.worker.submit(order)
-            bench.core.turn()
+            step()
         own = times[names[0]][first + LEAD_STEPS :]
         gaps[loading].append(1e3 * (own[-1] - own[0]) / (len(own) - 1))
         if order is not None:
             while not is_over(order):
-                bench.core.turn()
+                step()
             loads += 1
             assert all(order.good), order.error
             seconds += time.perf_counter() - began

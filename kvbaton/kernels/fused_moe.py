@@ -54,23 +54,27 @@ class Tile:
     swapped: bool = False
 
 
-TILES = {
-    16: Tile(16, 64, 256, 4, 4),
+Tiles = dict[float, Tile]
+
+TILES: Tiles = {
+    10: Tile(16, 64, 256, 4, 4),
     128: Tile(64, 128, 128, 4, 3),
     1 << 31: Tile(128, 128, 128, 8, 3),
 }
 """By the most entries that an expert has on average."""
 
-FP8_TILES = {
-    16: Tile(16, 128, 128, 8, 4),
+FP8_TILES: Tiles = {
+    16: Tile(16, 128, 128, 8, 3),
     128: Tile(64, 128, 128, 4, 4, quantised=True),
     1 << 31: Tile(128, 128, 128, 8, 3, quantised=True),
 }
 """Likewise for weights in FP8."""
 
-MXFP4_TILES = {
-    16: Tile(16, 64, 64, 4, 5),
-    128: Tile(64, 128, 64, 4, 4, swapped=True),
+MXFP4_TILES: Tiles = {
+    0.5: Tile(16, 64, 64, 4, 3),
+    10: Tile(16, 128, 64, 4, 4, swapped=True),
+    24: Tile(32, 128, 64, 4, 3, swapped=True),
+    128: Tile(64, 128, 64, 4, 3, swapped=True),
     1 << 31: Tile(128, 128, 64, 4, 3, swapped=True),
 }
 """Likewise for weights in MXFP4."""
@@ -84,7 +88,8 @@ def tile_of(tokens: int, top_k: int, num_experts: int, dtype: torch.dtype = torc
 
 def token_counts(top_k: int, num_experts: int) -> list[int]:
     """Fewest tokens for which each tile is taken: kernels are compiled for each."""
-    return [1, *(most * num_experts // top_k + 1 for most in list(TILES)[:-1])]
+    borders = {most for tiles in (TILES, FP8_TILES, MXFP4_TILES) for most in list(tiles)[:-1]}
+    return [1, *(int(most * num_experts // top_k) + 1 for most in sorted(borders))]
 
 
 @dataclass(frozen=True)

@@ -234,11 +234,11 @@ def test_floats_in_mxfp4_are_near() -> None:
     assert torch.equal(dequantize_mxfp4(*quantize_mxfp4(found)), found)
 
 
-@pytest.mark.parametrize("tokens", token_counts(2, 4))
+@pytest.mark.parametrize("tokens", [1, 21, 257])
 def test_every_tile(place: Any, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if place.device.type == "cpu":  # products of fewer rows, which the interpreter can do
         monkeypatch.setattr(module, "TILES", dict(zip((4, 8, 99), module.TILES.values())))  # noqa: B905
-        tokens = {33: 9, 257: 17}.get(tokens, tokens)
+        tokens = {21: 9, 257: 17}.get(tokens, tokens)
     x, (gate_up, down) = place.randn(tokens, 160), make_experts(place, 4, 160, 72)
     routes = make_routes(place, tokens, 4, 2, skew=1.0)
     expected = fused_moe_reference(*wide(x, gate_up, down, *routes))
@@ -263,7 +263,8 @@ def test_token_counts_reach_every_tile() -> None:
             (WORDS, module.MXFP4_TILES),
         ):
             counts = token_counts(top_k, experts)
-            assert [tile_of(n, top_k, experts, dtype) for n in counts] == list(tiles.values())
+            taken = dict.fromkeys(tile_of(n, top_k, experts, dtype) for n in counts)
+            assert list(taken) == list(tiles.values())
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
