@@ -1,0 +1,325 @@
+"""Goodput: the highest rate of requests of which nine in ten meet their objectives.
+
+    python -m benchmarks.bench_goodput --json goodput.json                    # two GPUs
+    python -m benchmarks.bench_goodput --one-gpu --seconds-budget 230         # one
+    python -m benchmarks.bench_goodput --device cpu --input 48 --output 16    # a tiny model
+
+Poisson arrivals, the 8B shape, 2,000 tokens in and 1,000 out. A request meets an objective if its
+first token comes within ``--ttft`` and the 95th percentile of its own ITL is below. Rates are
+bisected. Each begins with as many requests as are live at that rate, of all ages; after
+the lifetime of a request those count that arrive in the next three (``--one-gpu``: half of one, and
+one), and the load stays on until the last of them has ended: neither filling nor draining counts.
+
+Beside it the wall of D's memory: with r requests per second of n tokens a step reads the weights,
+and of r * n * (its own time) sequences the KV of their mean context, at the measured copy speed.
+Layouts: ``1P1D``; ``shared``, two nodes of role any; ``colocated``, two nodes that hand nothing
+over, once per ``--chunks``. With ``--one-gpu`` there are ``colocated``, one node (twice its rate is
+an estimate of two, not a measurement), and ``cached``: one node that decodes from prompts in its
+prefix cache, so what D does at this mix *without* reserving, receiving and verifying hand-overs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import re
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import numpy as np
+
+from benchmarks.bench_gpu_handover import BLOCK
+from benchmarks.memory_wall import Wall, copy_speed, wall_of
+from benchmarks.open_load import SHARE, Ask, Load, run
+from benchmarks.workload import cluster_of, llama_8b
+from kvbaton.bench.report import machine, median, percentile, table
+from kvbaton.bench.serve import Shot
+from kvbaton.testing.checkpoints import make_checkpoint
+
+TOLERANCE = 0.05
+"""Of the lowest rate that fails: the bisection's end."""
+
+
+@dataclass
+class Layout:
+    """Nodes under one router, what they were asked, and what came of it.
+
+    Attributes:
+        words: of `kvbaton up`.
+        guess: of the rate, in terms of the wall's.
+        nodes: that a rate is divided among, as far as prompts are concerned; 0 if others do those.
+        cached: prompts repeat, and are in the prefix cache.
+        rows: one per rate.
+    """
+
+    name: str
+    words: list[str]
+    guess: float
+    nodes: int
+    cached: bool = False
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def bounds(self, objective: int) -> tuple[float, float]:
+        """The highest rate below the lowest that fails; 0 and infinity if there is none."""
+        failed = [row["rate"] for row in self.rows if row["met"][objective] < SHARE]
+        above = min(failed, default=math.inf)
+        met = [row["rate"] for row in self.rows if row["met"][objective] >= SHARE]
+        return max((rate for rate in met if rate < above), default=0.0), above
+
+    def next_rate(self, starts: Sequence[float]) -> float | None:
+        """Which rate tells most: of the objective that is least known; None if all are known."""
+        widest, found = TOLERANCE, None
+        for objective, start in enumerate(starts):
+            low, high = self.bounds(objective)
+            width = math.inf if high == math.inf else (high - low) / high
+            if width > widest:
+                widest = width
+                found = (low + high) / 2 if low else 0.7 * high
+                if high == math.inf:
+                    found = 1.2 * low or start
+        return None if found is None else float(f"{found:.3g}")
+
+
+class Cluster:
+    """A layout that runs.
+
+    Attributes:
+        length: of prompts; of cached ones one token is left to compute, as after a hand-over.
+        prompts: how many different ones stay cached beside what runs; 0 for all different.
+    """
+
+    def __init__(self, url: str, args: argparse.Namespace, cached: bool) -> None:
+        self.url = url
+        with urlopen(f"{url}/nodes", timeout=30) as answer:
+            self.nodes = [node["url"] for node in json.load(answer)["nodes"]]
+        self.length = args.input // BLOCK * BLOCK + 1 if cached else args.input
+        room = BLOCK * sum(self.metric("kvbaton_blocks").values()) if cached else 0.0
+        self.prompts = min(192, int(0.8 * room / (self.length + args.output)))
+
+    def metric(self, name: str) -> dict[str, float]:
+        """A metric of all nodes, added up by labels."""
+        found: dict[str, float] = {}
+        for node in self.nodes:
+            with urlopen(f"{node}/metrics", timeout=30) as answer:
+                text = answer.read().decode()
+            for labels, value in re.findall(rf"^{name}(?:{{(.*)}})? (\S+)$", text, re.MULTILINE):
+                found[labels] = found.get(labels, 0.0) + float(value)
+        return found
+
+
+class Bench:
+    """Measures rates of layouts; the load is made by the processes of `pool`."""
+
+    def __init__(self, args: argparse.Namespace, pool: ProcessPoolExecutor, wall: Wall) -> None:
+        self.args, self.pool, self.wall = args, pool, wall
+        self.itls = tuple(itl / 1000 for itl in args.itl)
+        self.warm_up, self.lifetimes = (0.5, 1.0) if args.one_gpu else (1.0, 3.0)
+        self.tally = Path(tempfile.mkdtemp()) / "tally"
+        self.seed = 1_000_000 * args.seed
+
+    def search(self, layout: Layout, folder: Path, until: float) -> None:
+        """Start a layout and bisect rates: two, and more while there is time."""
+        args = self.args
+        longest = -(-(args.input + args.output + BLOCK) // BLOCK) * BLOCK
+        words = [
+            f"--model={folder}", "--load-format=dummy", f"--device={args.device}",
+            f"--max-model-len={longest}", "--policy=least-loaded", "--start-timeout=300",
+            f"--{'' if layout.cached else 'no-'}enable-prefix-caching", *layout.words, *args.flags,
+        ]  # fmt: skip
+        with cluster_of(words) as url:
+            cluster = Cluster(url, args, layout.cached)
+            tally, length = str(self.tally), cluster.length
+            known = [Ask(0.0, seed, 1, True) for seed in range(cluster.prompts)]
+            for warm in (
+                known,
+                [Ask(0.0, 0, min(32, args.output), True)] * 2,
+                [Ask(0.0, 0, args.output, True)],
+            ):
+                shots = self.ask(Load(url, warm, length, tally=tally), {}) if warm else []
+                if bad := next((shot.error for shot in shots if shot.error), None):
+                    raise SystemExit(f"failed: {bad}")
+            (alone,) = shots
+            prompt_s, slower = alone.after(0) if layout.nodes else 0.0, 1.0
+            starts = [args.start_rate or layout.guess * self.wall.rate(itl) for itl in self.itls]
+            while (rate := layout.next_rate(starts)) is not None:
+                # A step waits for prompts and for the KV of what is live, each in proportion.
+                taken = 1.1 * self.wall.output * self.wall.sequence_s + prompt_s
+                rest = 1 - rate * taken / max(1, layout.nodes)
+                pace = slower * median(alone.gaps) / max(0.1, rest)
+                life = prompt_s + args.output * min(pace, self.itls[-1])
+                needs = (self.warm_up + self.lifetimes + 1) * life
+                if len(layout.rows) >= args.max_rates or (
+                    len(layout.rows) >= 2 and time.monotonic() + needs > until
+                ):
+                    print(f"{layout.name:<16} no time left for {rate:g}/s", flush=True)
+                    return
+                row = self.measure(cluster, rate, life)
+                layout.rows.append({"layout": layout.name, **row})
+                print(line(layout.rows[-1]), flush=True)
+                if row["ended"]:
+                    slower *= min(3.0, max(0.3, row["lifetime_s"] / life))
+
+    def measure(self, cluster: Cluster, rate: float, life: float) -> dict[str, Any]:
+        """One rate; requests are expected to live so long."""
+        args, itls = self.args, self.itls
+        self.seed += 100_000
+        rng = np.random.default_rng(self.seed)
+        at = time.monotonic() + 0.5
+        opens = at + self.warm_up * life
+        closes = opens + self.lifetimes * life
+        until = closes + args.ttft + args.output * itls[-1]
+        ages = rng.integers(1, args.output + 1, round(rate * life)).tolist()
+        asks = [Ask(at, self.seed + i, age, False) for i, age in enumerate(ages)]
+        while (at := at + rng.exponential(1 / rate)) < until:
+            asks.append(Ask(at, self.seed + len(asks), args.output, opens <= at < closes))
+        if cluster.prompts:
+            asks = [replace(ask, seed=ask.seed % cluster.prompts) for ask in asks]
+        live, tokens = list[float](), list[dict[str, float]]()
+
+        def look() -> None:
+            live.append(sum(sum(cluster.metric(f"kvbaton_sequences_{state}").values())
+                            for state in ("running", "waiting", "loading")))  # fmt: skip
+            tokens.append(cluster.metric("kvbaton_prompt_tokens_total"))
+
+        load = Load(cluster.url, asks, cluster.length, args.ttft, itls, until, str(self.tally))
+        shots = self.ask(load, {opens: look, closes: look})
+        total = sum(ask.counts for ask in asks)
+        good = [shot for shot in shots if shot.error is None]
+        met = [sum(load.met(shot, itl) for shot in shots) / max(1, total) for itl in itls]
+        series = {
+            "ttft_ms": [shot.after(0) for shot in good],
+            "itl_p95_ms": [percentile(shot.gaps, 95) for shot in good],
+            "pace_ms": [(shot.after(-1) - shot.after(0)) / (args.output - 1) for shot in good],
+        }
+        shown = {f"{name}_p{p}": 1e3 * percentile(values, p)
+                 for name, values in series.items() for p in (50, 90)}  # fmt: skip
+        gained = {k: v - tokens[0].get(k, 0.0) for k, v in tokens[-1].items()} if tokens else {}
+        return {
+            "rate": rate, "met": met, "requests": total, "ended": len(good), **shown,
+            "lifetime_s": median([shot.after(-1) for shot in good]), "live": live,
+            "prompt_tokens": gained, "errors": sorted({s.error for s in shots if s.error}),
+        }  # fmt: skip
+
+    def ask(self, load: Load, looks: Mapping[float, Callable[[], None]]) -> list[Shot]:
+        """Ask, by all processes; what counts. `looks` are called at their times."""
+        num = min(self.args.clients, len(load.asks))
+        np.zeros((num, 2), np.int64).tofile(self.tally)
+        futures = [self.pool.submit(run, load, i, num) for i in range(num)]
+        for at, look in looks.items():
+            if not wait(futures, max(0.0, at - time.monotonic())).not_done:
+                break  # it failed long before
+            look()
+        return [shot for future in futures for shot in future.result()]
+
+
+def line(row: dict[str, Any]) -> str:
+    """What is printed of a rate."""
+    ttft, gap = ([row[f"{name}_ms_p{p}"] for p in (50, 90)] for name in ("ttft", "itl_p95"))
+    return (
+        f"{row['layout']:<16}{row['rate']:7.2f}/s  of {row['requests']:4} met "
+        + " ".join(f"{share:.2f}" for share in row["met"])
+        + f"  TTFT {ttft[0]:5.0f} {ttft[1]:5.0f}  ITL p95 {gap[0]:5.1f} {gap[1]:5.1f}"
+        + f"  pace {row['pace_ms_p50']:5.1f} ms  live "
+        + " to ".join(f"{live:.0f}" for live in row["live"])
+    )
+
+
+def layouts(args: argparse.Namespace) -> list[Layout]:
+    """Those asked for."""
+    count, alone = (1, 0.4) if args.one_gpu else (2, 0.8)
+    chunk = "--max-num-batched-tokens={}".format
+    made = [
+        Layout("1P1D", ["--prefill=1", "--decode=1", chunk(args.chunk)], 0.9, 0),
+        Layout(
+            "shared",
+            ["--any=2", "--policy=cost", f"--ttft-slo={1000 * args.ttft:g}",
+             f"--itl-slo={args.itl[0]:g}", chunk(args.chunk)],
+            0.9, 2,
+        ),
+        *(
+            Layout(f"colocated {n}", [f"--decode={count}", chunk(n)], alone, count)
+            for n in args.chunks
+        ),
+        Layout("cached", ["--decode=1", chunk(args.chunk)], 0.9, 1, cached=True),
+    ]  # fmt: skip
+    return [one for one in made if one.name.split()[0] in args.layouts]
+
+
+def summary(layout: Layout, args: argparse.Namespace, wall: Wall) -> list[dict[str, Any]]:
+    """One row per objective."""
+    rows = []
+    for objective, itl in enumerate(sorted(args.itl)):
+        low, high = layout.bounds(objective)
+        at_wall = wall.rate(itl / 1000)
+        row = {"layout": layout.name, "itl_ms": itl, "met/s": low, "failed/s": high}
+        row |= {"wall/s": at_wall, "met/wall": low / at_wall if at_wall > 0 else math.nan}
+        if args.one_gpu:
+            row["two, estimated/s"] = math.nan if layout.cached else 2 * low
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    """Measure, print a line per rate and a table, write JSON."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    add = parser.add_argument
+    add("--json", type=Path)
+    add("--device", default="cuda", choices=("cuda", "cpu"))
+    add("--one-gpu", action="store_true", help="what one GPU can tell")
+    add("--layouts", nargs="+", choices=("1P1D", "shared", "colocated", "cached"))
+    add("--chunk", type=int, default=2048, help="--max-num-batched-tokens")
+    add("--chunks", type=int, nargs="+", help="of colocated nodes, in turn")
+    add("--input", type=int, default=2000)
+    add("--output", type=int, default=1000)
+    add("--ttft", type=float, default=1.0, help="seconds")
+    add("--itl", type=float, nargs="+", help="milliseconds (12 25 50; with one GPU 12 25)")
+    add("--max-rates", type=int, default=12, help="of each layout")
+    add("--start-rate", type=float, help="to begin with (by the wall)")
+    add("--seconds-budget", type=float, default=math.inf, help="shared by the layouts")
+    add("--clients", type=int, default=4, help="processes that make the load")
+    add("--seed", type=int, default=1)
+    add("--flags", nargs="*", default=[], help="more, of `kvbaton up`")
+    args = parser.parse_args()
+    began, one = time.monotonic(), args.one_gpu
+    usual = ["colocated", "cached"] if one else ["1P1D", "colocated", "shared"]
+    args.layouts = args.layouts or usual
+    args.chunks = args.chunks or ([2048] if one else [2048, 512, 8192])
+    args.itl = sorted(args.itl or ([12, 25] if one else [12, 25, 50]))
+    where = Path(tempfile.mkdtemp()) / "model"
+    folder = llama_8b(where) if args.device == "cuda" else make_checkpoint(where)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as alone:
+        speed = alone.submit(copy_speed, args.device).result()
+    wall, found = wall_of(folder, args.input, args.output, speed), layouts(args)
+    print(f"copy {speed / 1e12:.3g} TB/s; a step reads weights {1e3 * wall.weights_s:.3g} ms, "
+          f"{1e3 * wall.sequence_s:.3g} ms a sequence; wall of one node that decodes: "
+          + ", ".join(f"{wall.rate(x / 1e3):.2f}/s at {x:g} ms" for x in args.itl),
+          flush=True)  # fmt: skip
+    results: list[dict[str, Any]] = []
+    with ProcessPoolExecutor(args.clients, mp_context=context) as pool:
+        bench = Bench(args, pool, wall)
+        for number, layout in enumerate(found):
+            left = args.seconds_budget - (time.monotonic() - began)
+            bench.search(layout, folder, time.monotonic() + left / (len(found) - number))
+            results += summary(layout, args, wall)
+    print(table(results))
+    if args.json is not None:
+        rows = [row for layout in found for row in layout.rows]
+        settings = {name: str(value) for name, value in vars(args).items()}
+        args.json.write_text(json.dumps({
+            "machine": machine(), "settings": settings, "copy_bytes_s": speed,
+            "goodput": results, "rates": rows,
+        }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""`benchmarks.bench_goodput`: its arithmetic, and all of it end to end with a tiny model."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.bench_goodput import Layout
+from benchmarks.memory_wall import wall_of
+from benchmarks.open_load import Load
+from benchmarks.workload import llama_8b
+from kvbaton.bench.serve import Shot
+
+
+def test_the_wall_of_the_8b_shape(tmp_path: Path) -> None:
+    wall = wall_of(llama_8b(tmp_path / "model"), 2000, 1000, 4.2e12)
+    assert wall.weights_s == pytest.approx(15.0e9 / 4.2e12, rel=0.01)
+    assert wall.sequence_s == pytest.approx(2500 * 131072 / 4.2e12)
+    assert wall.rate(0.012) == pytest.approx(9.0, abs=0.1)
+    assert wall.rate(0.025) == pytest.approx(11.0, abs=0.1)
+
+
+def test_a_request_meets_objectives_by_its_own_gaps() -> None:
+    load = Load("", [], 1, ttft=1.0, itls=(0.02, 0.1))
+    even = tuple(0.5 + 0.01 * i for i in range(101))
+    assert load.met(Shot(0.0, even), 0.02)
+    assert not load.met(Shot(0.0, even), 0.005)
+    assert not load.met(Shot(-0.6, even), 0.02)
+    assert not load.met(Shot(0.0, even, error="late"), 0.02)
+    stalls = tuple(t + 0.05 * (i // 10) for i, t in enumerate(even))  # one gap in ten
+    assert not load.met(Shot(0.0, stalls), 0.02)
+    assert load.met(Shot(0.0, stalls), 0.1)
+
+
+def test_bisection_finds_the_highest_rate_of_each_objective() -> None:
+    layout, limits = Layout("any", [], 1.0, 1), (7.0, 10.3)
+    asked = []
+    while (rate := layout.next_rate([9.0, 11.0])) is not None:
+        asked.append(rate)
+        met = [1.0 if rate <= limit else 0.5 for limit in limits]
+        layout.rows.append({"rate": rate, "met": met})
+    assert len(asked) == len(set(asked)) < 12
+    for objective, limit in enumerate(limits):
+        low, high = layout.bounds(objective)
+        assert low <= limit < high <= low / 0.95 + 0.01
+
+
+@pytest.mark.slow
+def test_rates_are_found_end_to_end(tmp_path: Path) -> None:
+    common = [
+        "--device=cpu", "--input=48", "--output=16", "--ttft=20", "--start-rate=2",
+        "--itl", "1", "2000", "--max-rates=2", "--clients=2", "--chunk=64", "--chunks", "64",
+    ]  # fmt: skip
+    for mode, layouts in (
+        (["--one-gpu", "--layouts", "colocated", "cached"], ["colocated 64", "cached"]),
+        (["--layouts", "1P1D", "shared"], ["1P1D", "shared"]),
+    ):
+        out = tmp_path / "out.json"
+        words = [sys.executable, "-m", "benchmarks.bench_goodput", *common, *mode]
+        subprocess.run([*words, f"--json={out}"], check=True, timeout=600)
+        found = json.loads(out.read_bytes())
+        assert [(row["layout"], row["itl_ms"]) for row in found["goodput"]] == [
+            (name, itl) for name in layouts for itl in (1, 2000)
+        ]
+        tight = [row for row in found["goodput"] if row["itl_ms"] == 1]
+        assert all(row["met/s"] == 0 and row["failed/s"] < math.inf for row in tight)
+        for row in found["rates"]:
+            assert not set(row["errors"]) - {"late"}
+            if row["met"][1] == 1.0:
+                assert row["ended"] == row["requests"]
+                assert len(row["live"]) == 2
+            tokens = row["prompt_tokens"]
+            if row["layout"] == "cached" and tokens:  # one token of each is computed
+                assert tokens['source="local_cache"'] > 20 * tokens['source="computed"']
+            if row["layout"] == "1P1D" and row["met"][1] == 1.0:
+                assert tokens['source="transferred"'] > 0
