@@ -85,6 +85,7 @@ def main(words: list[str]) -> None:
     if names:
         socket.getaddrinfo = partial(_look_up, Path(names), socket.getaddrinfo)
 
+    os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")  # with a thread no core could be forked
     sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
 
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
