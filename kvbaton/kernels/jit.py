@@ -26,11 +26,14 @@ if HAS_TRITON:
     from triton.language.target_info import cuda_capability_geq
 
     class EarlyKernel(triton.JITFunction):  # type: ignore[misc]
-        """Launched when all programs of the one ahead on its stream have begun, not ended."""
+        """Launched when all programs of the one ahead on its stream have begun, not ended.
+
+        Unless it is called with ``early=False``.
+        """
 
         @override
-        def run(self, *args: Any, **kwargs: Any) -> Any:
-            return super().run(*args, launch_pdl=_can_launch_early(), **kwargs)
+        def run(self, *args: Any, early: bool = True, **kwargs: Any) -> Any:
+            return super().run(*args, launch_pdl=early and _can_launch_early(), **kwargs)
 
 else:
     triton = tl = None
