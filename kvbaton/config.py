@@ -131,7 +131,8 @@ class Flag:
         """Put it into a parser."""
         words = os.environ.get(self.variable) if self.variable else None
         if words:
-            default = words.split() if isinstance(default, list) else words
+            # Blanks are not a list without keys: who reads them is to refuse them.
+            default = (words.split() or [words]) if isinstance(default, list) else words
         required = default is MISSING
         text: str | None = self.text
         if not text or text == argparse.SUPPRESS:

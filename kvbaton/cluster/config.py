@@ -13,7 +13,7 @@ from kvbaton.config import Count, flag, flag_of, words_of
 from kvbaton.engine.config import ENCODER_SETTINGS, EngineConfig
 from kvbaton.errors import ConfigError
 from kvbaton.router.config import RoutingPolicy
-from kvbaton.server.config import EndpointConfig
+from kvbaton.server.config import EndpointConfig, check_transport
 
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 
@@ -80,6 +80,8 @@ class ClusterConfig(EndpointConfig):
     transport: str = flag("nixl", "moves the KV cache", metavar="NAME[:JSON]", group=None)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        check_transport(self.transport)
         if self.prompt is not None and self.chat is not None:
             raise ConfigError("--chat", "give either this or --prompt")
         if not self.num_any + self.num_prefill + self.num_decode:

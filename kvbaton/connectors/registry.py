@@ -218,6 +218,16 @@ def find_entry(kind: Kind, target: str) -> EntryPoint:
     return named[target]
 
 
+def check_spec(kind: Kind, spec: str) -> None:
+    """Refuse what no machine could make right; nothing is imported.
+
+    Raises:
+        ConfigError: unknown name, or options that are no JSON object.
+    """
+    target, _ = split_spec(spec, kind)
+    find_entry(kind, target)
+
+
 def find_connector(kind: Kind, target: str) -> Any:
     """Import the class that a name or a dotted path means.
 

@@ -111,7 +111,7 @@ class BlockMemory:
         counted: per block, its first slots that its sums count.
 
     Raises:
-        ConfigError: a block's bytes can't be aligned.
+        ConfigError: a block's bytes can't be aligned, or so many can't be had.
     """
 
     views: list[BlockView]
@@ -129,7 +129,12 @@ class BlockMemory:
         self.block_size, self.num_blocks = block_size, num_blocks
         num_bytes = num_blocks * block_bytes
         if device.type == "cpu":  # pages are made when they are first touched, 2 MiB at a time
-            memory = mmap.mmap(-1, num_bytes + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            try:
+                memory = mmap.mmap(-1, num_bytes + PAGE, flags=flags)
+            except (OSError, OverflowError) as error:
+                text = f"{num_blocks} blocks of {block_bytes} bytes can't be had: {error}"
+                raise ConfigError("--num-blocks", text) from error
             memory.madvise(mmap.MADV_HUGEPAGE)
             raw = torch.frombuffer(memory, dtype=torch.uint8)
         else:

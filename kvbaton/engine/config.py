@@ -35,10 +35,28 @@ ENCODER_SETTINGS = (
 )
 """Settings that an engine with `encoder_only` heeds."""
 
+LEAST: dict[str, float] = {
+    "block_size": 1,
+    "kv_cache_memory_bytes": 1,
+    "num_blocks": 1,
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "tensor_parallel_size": 1,
+    "num_threads": 1,
+    "store_lookup_timeout": 0,
+    "store_load_timeout": 0,
+    "store_ttl": 0,
+    "encoder_cache_tokens": 0,
+    "max_num_encoder_tokens": 1,
+}
+"""The least value of settings, by field of `EngineConfig`; what a model needs is checked later."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """All that an engine core needs to know. Names as vLLM's flags.
+
+    What no model could make right is a `ConfigError` at once, before anything is loaded.
 
     Attributes:
         model: a Hugging Face folder, or a GGUF file of Llama or Qwen.
@@ -125,11 +143,26 @@ class EngineConfig:
     debug_forbid_prompt_compute: bool = False
 
     def __post_init__(self) -> None:
+        for name, least in LEAST.items():
+            value = getattr(self, name)
+            if value is not None and not value >= least:  # NaN is not
+                flag = "--" + name.replace("_", "-")
+                raise ConfigError(flag, f"{value} is too small; at least {least:g}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            text = f"{self.gpu_memory_utilization} is no share, above 0 and at most 1"
+            raise ConfigError("--gpu-memory-utilization", text)
         if self.store is not None:  # an engine that starts in vain takes long
-            from kvbaton.connectors.registry import STORES, find_entry, split_spec
+            from kvbaton.connectors.registry import STORES, check_spec
 
-            target, _ = split_spec(self.store, STORES)
-            find_entry(STORES, target)
+            check_spec(STORES, self.store)
+        if self.speculative_config is not None:
+            from kvbaton.engine.speculative import SpeculativeConfig
+
+            SpeculativeConfig.parse(self.speculative_config)
+        if self.kv_events_config is not None:
+            from kvbaton.engine.kv_events import KVEventsConfig
+
+            KVEventsConfig.parse(self.kv_events_config)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,11 +29,13 @@ from kvbaton.router.api import (
     routes,
 )
 from kvbaton.router.config import RouterConfig
+from kvbaton.router.costs import CostModel
 from kvbaton.router.loads import NodeLoads
 from kvbaton.router.membership import Membership
 from kvbaton.router.metrics import NodeCollector
 from kvbaton.router.nodes import Nodes
 from kvbaton.router.page import StatusFeed
+from kvbaton.router.policies import load_policy
 from kvbaton.router.status import ClusterStatus
 from kvbaton.router.workers import workers
 from kvbaton.server.app import freeze_startup, serve_on
@@ -59,6 +61,7 @@ def main(config: RouterConfig) -> int:
 
 async def run(config: RouterConfig) -> int:
     """Startup, serve, drain, shutdown."""
+    load_policy(config.dispatch, CostModel())  # refuses a wrong one before a node is waited for
     inherited = config.fd is not None
     with (
         socket.socket(fileno=config.fd) if inherited else bind(config.host, config.port) as listener

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from kvbaton.config import Count, flag
 from kvbaton.errors import ConfigError
-from kvbaton.server.config import EndpointConfig
+from kvbaton.server.config import EndpointConfig, check_secret, check_url
 from kvbaton.server.network import bearer
 
 
@@ -172,6 +172,12 @@ class RouterConfig(EndpointConfig):
     start_timeout_s: float = 600.0
     membership: MembershipTimers = field(default_factory=MembershipTimers)
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_secret("--node-api-key", self.node_api_key)
+        for url, role in self.static_nodes:
+            check_url(f"--{role}", url)
 
     @property
     def node_headers(self) -> dict[str, str]:

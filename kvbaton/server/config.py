@@ -64,6 +64,9 @@ class EndpointConfig:
             environment says (``OTEL_EXPORTER_OTLP_TRACES_ENDPOINT``), and makes none if it says
             nothing.
         log_level: of the log on standard error.
+
+    Raises:
+        ConfigError: a key is empty, which everybody would know.
     """
 
     GROUP: ClassVar[str | None] = "endpoint"
@@ -107,6 +110,35 @@ class EndpointConfig:
         metavar="URL",
     )
     log_level: LogLevel = flag("info")
+
+    def __post_init__(self) -> None:
+        for key in self.api_keys:
+            check_secret("--api-key", key)
+        check_secret("--cluster-key", self.cluster_key)
+
+
+def check_secret(name: str, value: str | None) -> None:
+    """Raise `ConfigError` for a secret that is empty, as of a variable that was not set."""
+    if value is not None and not value.strip():
+        raise ConfigError(name, "is empty; give a secret, or leave it out")
+
+
+def check_url(name: str, url: str) -> None:
+    """Raise `ConfigError` for what can't be asked over HTTP."""
+    try:
+        parts = urlsplit(url)
+        ok = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number
+        ok = False
+    if not ok:
+        raise ConfigError(name, f"{url!r} is no http URL")
+
+
+def check_transport(spec: str) -> None:
+    """Raise `ConfigError` for a transport that nobody knows, before an engine starts in vain."""
+    from kvbaton.connectors.registry import TRANSPORTS, check_spec
+
+    check_spec(TRANSPORTS, spec)
 
 
 NodeRole = Literal["any", "prefill", "decode", "encode"]
@@ -176,6 +208,7 @@ class NodeConfig(EndpointConfig):
     transport: str = flag("nixl", "moves the KV cache", metavar="NAME[:JSON]", group=None)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if is_wildcard(self.host):  # a node says where it is: to the router, and to its peers
             raise ConfigError(
                 "--host", f"must be an address that others can dial, not {self.host!r}"
@@ -202,13 +235,8 @@ class NodeConfig(EndpointConfig):
             if not ok:
                 raise ConfigError("--peer", f"{peer!r} is not of the form tcp://host:port")
         for router in self.routers:
-            try:
-                parts = urlsplit(router)
-                ok = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-            except ValueError:  # a port that is no number
-                ok = False
-            if not ok:
-                raise ConfigError("--router", f"{router!r} is no http URL")
+            check_url("--router", router)
+        check_transport(self.transport)
 
     @property
     def model_name(self) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvbaton.engine.block_memory import BlockMemory
 from kvbaton.engine.collectives import Alone, Shard
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.model_config import load_model_config
@@ -44,3 +45,8 @@ def test_nodes_of_one_gpu_have_a_share_each(
             pool_blocks(settings, reserve=7 * GIB)
     else:
         assert pool_blocks(settings, reserve=7 * GIB) == blocks
+
+
+def test_a_pool_that_cannot_be_had_names_its_flag() -> None:
+    with pytest.raises(ConfigError, match=r"--num-blocks: .* blocks of 65536 bytes can't be had"):
+        BlockMemory(2**40, 65536, 16, torch.device("cpu"))

@@ -84,6 +84,59 @@ def test_node_settings_that_do_not_fit_are_named(
     assert "--router: 'here' is no http URL" in failure(capsys, *node, "--router", "here")
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--api-key", ""], "--api-key: is empty"),
+        (["--cluster-key", "", "--host", "10.1.2.3"], "--cluster-key: is empty"),
+        (["--block-size", "0"], "--block-size: 0 is too small"),
+        (["--num-blocks=-1"], "--num-blocks: -1 is too small"),
+        (["--max-num-seqs", "0"], "--max-num-seqs: 0 is too small"),
+        (["--max-num-batched-tokens", "0"], "--max-num-batched-tokens: 0 is too small"),
+        (["--num-threads", "0"], "--num-threads: 0 is too small"),
+        (["--store-load-timeout", "nan"], "--store-load-timeout: nan is too small"),
+        (["--gpu-memory-utilization", "5"], "--gpu-memory-utilization: 5.0 is no share"),
+        (["--transport", "pigeon"], "--transport: unknown transport 'pigeon'"),
+        (["--transport", "tcp:{"], "--transport: '{' after tcp is not JSON"),
+        (["--speculative-config", "{"], "--speculative-config: '{'"),
+        (["--kv-events-config", "[]"], "--kv-events-config: '[]'"),
+    ],
+)
+@pytest.mark.parametrize("command", ["serve", "up"])
+def test_what_no_model_makes_right_is_refused_before_one_is_loaded(
+    capsys: pytest.CaptureFixture[str],
+    broken_model: str,
+    command: str,
+    words: list[str],
+    message: str,
+) -> None:
+    # Were the model looked at, its missing tokenizer would be what is named.
+    assert message in failure(capsys, command, "--model", broken_model, "--port", "0", *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--policy", "whoever"], "--policy: 'whoever' can't be loaded"),
+        (["--prefill", "ftp://x"], "--prefill: 'ftp://x' is no http URL"),
+        (["--decode", "127.0.0.1:8200"], "--decode: '127.0.0.1:8200' is no http URL"),
+        (["--api-key", "right", ""], "--api-key: is empty"),
+        (["--node-api-key", " "], "--node-api-key: is empty"),
+    ],
+)
+def test_a_router_refuses_what_is_wrong_before_it_waits_for_nodes(
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert message in failure(capsys, "router", "--port", "0", *words)
+
+
+def test_keys_of_blanks_leave_no_endpoint_open(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVBATON_API_KEY", " \n")
+    assert "--api-key: is empty" in failure(capsys, "router", "--port", "0")
+
+
 def test_ray_that_cannot_be_had_is_said_so(
     capsys: pytest.CaptureFixture[str], broken_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
