@@ -12,6 +12,7 @@ one), and the load stays on until the last of them has ended: neither filling no
 
 Beside it the wall of D's memory: with r requests per second of n tokens a step reads the weights,
 and of r * n * (its own time) sequences the KV of their mean context, at the measured copy speed.
+Of each rate, steps around an arrival or an end stand beside the others, part by part.
 Layouts: ``1P1D``; ``shared``, two nodes of role any; ``colocated``, two nodes that hand nothing
 over, once per ``--chunks``. With ``--one-gpu`` there are ``colocated``, one node (twice its rate is
 an estimate of two, not a measurement), and ``cached``: one node that decodes from prompts in its
@@ -38,12 +39,15 @@ import numpy as np
 
 from benchmarks.bench_gpu_handover import BLOCK
 from benchmarks.memory_wall import Wall, copy_speed, wall_of
-from benchmarks.open_load import SHARE, Ask, Load, run
+from benchmarks.open_load import SHARE, Ask, Load, between, run
+from benchmarks.step_parts import shown, step_parts
 from benchmarks.workload import cluster_of, llama_8b
 from kvbaton.bench.report import machine, median, percentile, table
 from kvbaton.bench.serve import Shot
 from kvbaton.testing.checkpoints import make_checkpoint
 
+LEAST = 20
+"""Requests that a window should hold, if it takes longer than the lifetimes."""
 TOLERANCE = 0.05
 """Of the lowest rate that fails: the bisection's end."""
 
@@ -164,6 +168,8 @@ class Bench:
                 row = self.measure(cluster, rate, life)
                 layout.rows.append({"layout": layout.name, **row})
                 print(line(layout.rows[-1]), flush=True)
+                for node, parts in row.get("steps", {}).items():
+                    print(f"steps of {node}\n{shown(parts)}", flush=True)
                 if row["ended"]:
                     slower *= min(3.0, max(0.3, row["lifetime_s"] / life))
 
@@ -174,7 +180,7 @@ class Bench:
         rng = np.random.default_rng(self.seed)
         at = time.monotonic() + 0.5
         opens = at + self.warm_up * life
-        closes = opens + self.lifetimes * life
+        closes = opens + max(self.lifetimes * life, LEAST / rate)
         until = closes + args.ttft + args.output * itls[-1]
         ages = rng.integers(1, args.output + 1, round(rate * life)).tolist()
         asks = [Ask(at, self.seed + i, age, False) for i, age in enumerate(ages)]
@@ -189,20 +195,25 @@ class Bench:
                             for state in ("running", "waiting", "loading")))  # fmt: skip
             tokens.append(cluster.metric("kvbaton_prompt_tokens_total"))
 
+        def look_last() -> None:
+            look()
+            row["steps"] = {node: step_parts(node, opens) for node in cluster.nodes}
+
+        row: dict[str, Any] = {}
         load = Load(cluster.url, asks, cluster.length, args.ttft, itls, until, str(self.tally))
-        shots = self.ask(load, {opens: look, closes: look})
-        total = sum(ask.counts for ask in asks)
+        shots = self.ask(load, {opens: look, closes: look_last})
+        total = max(1, sum(ask.counts for ask in asks))
         good = [shot for shot in shots if shot.error is None]
-        met = [sum(load.met(shot, itl) for shot in shots) / max(1, total) for itl in itls]
+        met = [sum(load.met(shot, itl) for shot in shots) / total for itl in itls]
         series = {
             "ttft_ms": [shot.after(0) for shot in good],
-            "itl_p95_ms": [percentile(shot.gaps, 95) for shot in good],
+            "itl_p95_ms": [percentile(between(shot), 95) for shot in good],
             "pace_ms": [(shot.after(-1) - shot.after(0)) / (args.output - 1) for shot in good],
         }
         shown = {f"{name}_p{p}": 1e3 * percentile(values, p)
                  for name, values in series.items() for p in (50, 90)}  # fmt: skip
         gained = {k: v - tokens[0].get(k, 0.0) for k, v in tokens[-1].items()} if tokens else {}
-        return {
+        return row | {
             "rate": rate, "met": met, "requests": total, "ended": len(good), **shown,
             "lifetime_s": median([shot.after(-1) for shot in good]), "live": live,
             "prompt_tokens": gained, "errors": sorted({s.error for s in shots if s.error}),
@@ -214,8 +225,7 @@ class Bench:
         np.zeros((num, 2), np.int64).tofile(self.tally)
         futures = [self.pool.submit(run, load, i, num) for i in range(num)]
         for at, look in looks.items():
-            if not wait(futures, max(0.0, at - time.monotonic())).not_done:
-                break  # it failed long before
+            wait(futures, max(0.0, at - time.monotonic()))  # they may end before
             look()
         return [shot for future in futures for shot in future.result()]
 
@@ -258,11 +268,12 @@ def summary(layout: Layout, args: argparse.Namespace, wall: Wall) -> list[dict[s
     rows = []
     for objective, itl in enumerate(sorted(args.itl)):
         low, high = layout.bounds(objective)
-        at_wall = wall.rate(itl / 1000)
+        at_wall = max(0.0, wall.rate(itl / 1000))
         row = {"layout": layout.name, "itl_ms": itl, "met/s": low, "failed/s": high}
-        row |= {"wall/s": at_wall, "met/wall": low / at_wall if at_wall > 0 else math.nan}
+        row |= {"wall/s": at_wall, "met/wall": low / at_wall if at_wall else math.nan}
         if args.one_gpu:
-            row["two, estimated/s"] = math.nan if layout.cached else 2 * low
+            alone = layout.name.startswith("colocated")
+            row["two, estimated/s"] = 2 * low if alone else math.nan
         rows.append(row)
     return rows
 

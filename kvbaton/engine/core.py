@@ -23,6 +23,7 @@ from kvbaton.engine.profiler import TorchProfiler
 from kvbaton.engine.scheduler import Scheduler
 from kvbaton.engine.step import StepResult
 from kvbaton.engine.step_costs import Terms, step_costs, terms_of
+from kvbaton.engine.step_times import StepTimes
 from kvbaton.errors import RequestError, StoreError
 from kvbaton.messages.engine import (
     AbortRequest,
@@ -102,6 +103,7 @@ class EngineCore:
         self.step_seconds = 0.0
         self.step_costs = step_costs()
         self._terms: deque[Terms] = deque()
+        self.times = StepTimes()
         self._busy_since = 0.0
         self._applied = False  # a result since the last plan, so that there may be another one
         self._stop_at = math.inf
@@ -136,7 +138,9 @@ class EngineCore:
         self.launch()
         self.update()
         self.connectors.call(KVConnector.flush)
+        self.times.lap("poll")
         self.report()
+        self.times.lap("report")
 
     def finished(self) -> bool:
         """Whether a shutdown was asked for and nothing keeps us."""
@@ -152,6 +156,8 @@ class EngineCore:
     def receive(self) -> None:
         """Take in what frontends sent; wait for it if there is nothing else to do."""
         for message in self.mailbox.receive(self.patience(), self.wake_fd):
+            self.times.lap("wait")
+            self.times.received += 1
             try:
                 self._handlers[type(message)](message)  # type: ignore[operator]
             except Exception as error:  # whatever it was, it came from outside: the loop goes on
@@ -161,6 +167,8 @@ class EngineCore:
                     self.fail_message(message, f"internal error: {type(error).__name__}: {error}")
                 except Exception:
                     logger.exception("what it has begun could not be ended")
+            self.times.lap("receive")
+        self.times.lap("wait")
 
     def poll(self) -> None:
         """Hear the connectors, and end what has waited too long."""
@@ -195,12 +203,14 @@ class EngineCore:
             self.send(self.scheduler.fail_connector(*failure))
         if outputs := self.scheduler.expire(now):
             self.send(outputs)
+        self.times.lap("poll")
 
     def launch(self) -> None:
         """Start the next step, if there is one and room for it."""
         self._applied = False
         while len(self.in_flight) < self.depth:
             plan = self.scheduler.plan()
+            self.times.lap("schedule")
             if plan is None:
                 return
             self.steps += 1
@@ -208,18 +218,25 @@ class EngineCore:
             if not self.in_flight:
                 self._busy_since = time.monotonic()
             self._terms.append(terms_of(plan.steps))
+            self.times.launched(plan)
             self.in_flight.append(self.executor.launch(plan))
+            self.times.lap("launch")
 
     def update(self) -> None:
         """Apply what the oldest step sampled; wait for it unless it wakes us."""
         if self.in_flight and (self._must_wait or self.in_flight[0].ready()):
             result = self.in_flight.popleft().result()
+            self.times.lap("wait")
             since, self._busy_since = self._busy_since, time.monotonic()
             self.step_seconds += self._busy_since - since
             self.step_costs.observe(self._terms.popleft(), self._busy_since - since)
             # What peers asked for during the step comes first: it may want what the step computed.
             self.poll()
-            self.send(self.scheduler.update(result))
+            outputs = self.scheduler.update(result)
+            self.times.lap("update")
+            self.send(outputs)
+            self.times.lap("send")
+            self.times.over(result, outputs, self._busy_since - since)
             self._applied = True
 
     def patience(self) -> float:
@@ -273,6 +290,7 @@ class EngineCore:
         """Answer a question."""
         actions: dict[str, Callable[[], Any]] = {
             "state": self.state,
+            "steps": self.times.dump,
             "metrics": lambda: self.report(force=True),
             "reset_prefix_cache": self.reset_prefix_cache,
             "reset_store": self.reset_store,

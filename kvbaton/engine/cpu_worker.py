@@ -7,11 +7,13 @@ the steps.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import Executor as Thread
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+from msgspec.structs import replace
 
 from kvbaton.engine.collectives import Alone, Barrier, HostCollectives, Shard
 from kvbaton.engine.config import EngineConfig
@@ -78,7 +80,9 @@ class CpuWorker(ModelWorker):
 
     def run(self, plan: StepPlan) -> Pending[StepResult]:
         """See `Worker.run`."""
-        return Pending.of(self.runner.run(plan).result())
+        began = time.perf_counter()
+        result = self.runner.run(plan).result()
+        return Pending.of(replace(result, device_s=time.perf_counter() - began))
 
     def sums(self, group: int, blocks: Sequence[int]) -> Pending[Sums]:
         """See `Worker.sums`."""

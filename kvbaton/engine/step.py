@@ -152,7 +152,9 @@ class StepResult(Struct, frozen=True):
     Attributes:
         number: of the step.
         sampled: in the order of the plan's steps that sample, or have prompt logprobs to report.
+        device_s: how long the first rank's device was at it; 0 if that was not measured.
     """
 
     number: int
     sampled: tuple[Sampled, ...]
+    device_s: float = 0.0

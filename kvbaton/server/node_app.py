@@ -108,6 +108,7 @@ def node_routes(forward: Handler | None = None) -> list[web.RouteDef]:
         web.get("/live", forward or live),
         web.get("/metrics", forward or metrics),
         web.get("/state", forward or state),
+        web.get("/debug/steps", forward or steps),
         web.post("/reset_prefix_cache", forward or reset_prefix_cache),
         web.post("/start_profile", forward or start_profile),
         web.post("/stop_profile", forward or stop_profile),
@@ -182,6 +183,12 @@ async def state(request: web.Request) -> web.Response:
     dump: Any = await request.app[CLIENT].command("state")
     body = msgspec.json.format(msgspec.json.encode(dump), indent=1)
     return web.Response(body=body, content_type="application/json")
+
+
+async def steps(request: web.Request) -> web.Response:
+    """``GET /debug/steps``: where the time of the latest steps went, for operators."""
+    require_operator(request)
+    return json_response(await request.app[CLIENT].command("steps"))
 
 
 async def reset_prefix_cache(request: web.Request) -> web.Response:

@@ -15,6 +15,7 @@ from kvbaton.engine.core import EngineCore
 from kvbaton.engine.executor import Executor
 from kvbaton.engine.kv_connector import KVConnector
 from kvbaton.engine.scheduler import Scheduler
+from kvbaton.engine.step_times import PARTS
 from kvbaton.messages.engine import AddRequest, FromCore, Output
 from kvbaton.server.metrics import families
 from kvbaton.types import NodeId
@@ -79,6 +80,19 @@ def test_peers_are_heard_before_a_step_counts(core: EngineCore) -> None:
     core.update()
     assert listener.heard == [0, len(PROMPT)]
     assert "r" not in core.scheduler.requests, "it has ended"
+
+
+def test_a_steps_parts_add_up(core: EngineCore) -> None:
+    core.turn()
+    core.turn()
+    told = core.times.dump()
+    first, second = (dict(zip(told["columns"], row, strict=True)) for row in told["rows"])
+    names = ("number", "tokens", "sequences", "new", "ended")
+    assert [first[name] for name in names] == [1, len(PROMPT), 1, 1, 0]
+    assert [second[name] for name in names] == [2, 1, 1, 0, 1]
+    spent = sum(second[part] for part in PARTS)
+    assert spent == pytest.approx(second["at"] - first["at"])
+    assert 0 < second["device"] <= second["step"] <= spent
 
 
 def imbalance(core: EngineCore) -> float:

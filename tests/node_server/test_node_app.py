@@ -268,13 +268,14 @@ def test_a_name_that_is_none_is_refused() -> None:
 
 async def test_operators_only(node: Any) -> None:
     assert await node.get("/state") == (200, {"asked": "state"})
+    assert await node.get("/debug/steps") == (200, {"asked": "steps"})
     status, answer = await node.post("/reset_prefix_cache", {})
     assert (status, answer) == (200, {"result": {"asked": "reset_prefix_cache"}})
-    assert node.client.commands == ["state", "reset_prefix_cache"]
+    assert node.client.commands == ["state", "steps", "reset_prefix_cache"]
     status, answer = await node.post("/reset_prefix_cache?reset_external=true", {})
     assert (status, answer["store"]) == (200, {"asked": "reset_store"})
     assert (await node.post("/reset_prefix_cache?reset_external=yes", {}))[0] == 400
-    assert node.client.commands[2:] == ["reset_prefix_cache", "reset_store"]
+    assert node.client.commands[3:] == ["reset_prefix_cache", "reset_store"]
 
 
 async def test_the_engine_that_dies_while_asked(node: Any) -> None:

@@ -51,6 +51,7 @@ OPERATIONS = [
     ("GET", "/live"),
     ("GET", "/metrics"),
     ("GET", "/state"),
+    ("GET", "/debug/steps"),
 ]
 
 

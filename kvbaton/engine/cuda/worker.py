@@ -15,6 +15,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec.structs import replace
 
 from kvbaton.engine.collectives import Shard
 from kvbaton.engine.config import EngineConfig
@@ -47,14 +48,25 @@ PATIENCE_S = 60.0
 """For one step of several ranks: far beyond any, but not for ever if a device does not come."""
 
 
-def enqueued(take: Callable[[], T], *, patience_s: float | None = None) -> Pending[T]:
+def timed_event() -> torch.cuda.Event:
+    """An event from which the time to another one can be told."""
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def enqueued(
+    take: Callable[[], T],
+    *,
+    patience_s: float | None = None,
+    over: torch.cuda.Event | None = None,
+) -> Pending[T]:
     """What is there once the current stream has come as far as it is filled now.
 
     Args:
         take: gives it then.
         patience_s: for `wait`; None waits as the driver does, without a limit.
+        over: an event to take for it.
     """
-    over = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    over = over or torch.cuda.Event()  # type: ignore[no-untyped-call]
     over.record()
 
     def ready() -> bool:
@@ -124,9 +136,16 @@ class CudaWorker(ModelWorker):
 
     def run(self, plan: StepPlan) -> Pending[StepResult]:
         """See `Worker.run`; returns when the step is enqueued."""
+        began, over = timed_event(), timed_event()
+        began.record()
         output = fetched(self.runner.run(plan))
+
+        def take() -> StepResult:
+            taken_ms: float = began.elapsed_time(over)
+            return replace(output.result(), device_s=taken_ms / 1000)
+
         alone = self.settings.shard.size == 1
-        return enqueued(output.result, patience_s=None if alone else PATIENCE_S)
+        return enqueued(take, patience_s=None if alone else PATIENCE_S, over=over)
 
     def sums(self, group: int, blocks: Sequence[int]) -> Pending[Sums]:
         """See `Worker.sums`."""
