@@ -149,7 +149,8 @@ def _encode_flags(parser: argparse.ArgumentParser) -> None:
     from kvbaton.engine.config import ENCODER_SETTINGS, EngineConfig
     from kvbaton.server.config import MediaConfig
 
-    text = {"chat_template", "generation_config"} | {item.name for item in fields(MediaConfig)}
+    text = {"chat_template", "tool_call_parser", "reasoning_parser", "generation_config"}
+    text |= {item.name for item in fields(MediaConfig)}
     other = {item.name for item in fields(EngineConfig)} - set(ENCODER_SETTINGS)
     parser.set_defaults(encoder_only=True, limit_images=0)
     _node_flags(8300, "max_blocks_per_peer", "peers", *text, *other, role="encode")(parser)

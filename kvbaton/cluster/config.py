@@ -149,7 +149,9 @@ class ClusterConfig(EndpointConfig):
         ]
 
     def _text_words(self) -> list[str]:
-        mine = words_of(self, ("chat_template", "generation_config", "otlp_traces_endpoint"))
+        parsers = ("tool_call_parser", "reasoning_parser")
+        names = ("chat_template", *parsers, "generation_config", "otlp_traces_endpoint")
+        mine = words_of(self, names)
         return [*self._common_words(), *mine, *words_of(self.media)]
 
     def _common_words(self) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
@@ -42,9 +41,9 @@ from kvbaton.server.validation import (
     public_id,
 )
 from kvbaton.text.chat import ImageUrl, normalize_messages
-from kvbaton.text.harmony import HarmonyParser, harmony_messages, harmony_tools
+from kvbaton.text.harmony import HarmonyFormat
 from kvbaton.text.logprobs import chat_logprobs, prompt_logprobs
-from kvbaton.text.tokenizer import Tokenizer
+from kvbaton.text.output_parser import Functions, OutputFormat, OutputParser
 
 REASONING_EFFORTS = ("low", "medium", "high")
 """Of models that write OpenAI's harmony format; templates of others take what they know."""
@@ -72,33 +71,52 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         items=items,
         tenant=tenant(request),
     )
-    if not reads_harmony(frontend, body):
+    form, functions = frontend.output_format, callable_functions(frontend, body)
+    if form is None or not is_read(form, body, functions):
         formatter = ChatFormatter(frontend, body, request_id, [prompt])
         return await respond(request, frontend, [asked], formatter)
     return await respond(
         request,
         frontend,
-        [with_harmony(asked, frontend.tokenizer)],
-        HarmonyFormatter(frontend, body, request_id, [prompt]),
+        [with_marks(asked, form, calls=functions is not None)],
+        ParsedFormatter(frontend, body, request_id, [prompt], form, functions),
     )
 
 
-def with_harmony(asked: PromptRequest, tokenizer: Tokenizer) -> PromptRequest:
-    """A prompt whose text a `HarmonyFormatter` reads, and which ends where a call does."""
+def is_read(form: OutputFormat, body: ChatRequest, functions: Functions | None) -> bool:
+    """Whether anything is told apart; a client may want the text as it is written."""
+    wanted = form.reasons or form.always_read or functions is not None
+    return wanted and body.skip_special_tokens is not False
+
+
+def callable_functions(frontend: Frontend, body: ChatRequest) -> Functions | None:
+    """The functions whose calls are told apart; None if none are."""
+    form, tools = frontend.output_format, body.tools
+    if form is None or not form.calls or not tools or body.tool_choice == "none":
+        return None
+    functions = {}
+    for i, tool in enumerate(tools):
+        function = tool.get("function")
+        function = function if isinstance(function, dict) else {}
+        name, parameters = function.get("name"), function.get("parameters")
+        if not isinstance(name, str):
+            raise RequestError("a tool needs a function with a name", param=f"tools[{i}].function")
+        functions[name] = parameters if isinstance(parameters, dict) else {}
+    return functions
+
+
+def with_marks(asked: PromptRequest, form: OutputFormat, *, calls: bool) -> PromptRequest:
+    """A prompt whose text a `ParsedFormatter` reads, and which ends where the model hands over."""
     params = asked.request.params
-    if not params.ignore_eos:
-        stops = tuple(dict.fromkeys((*params.stop_token_ids, *tokenizer.harmony_stops)))
+    if form.stops and not params.ignore_eos:
+        stops = tuple(dict.fromkeys((*params.stop_token_ids, *form.stops)))
         params = replace(params, stop_token_ids=stops)
+    marks = form.marks(calls=calls)
     return replace(
         asked,
         request=replace(asked.request, params=params),
-        options=replace(asked.options, harmony=True),
+        options=replace(asked.options, marks=marks, message_mark=form.message_mark),
     )
-
-
-def reads_harmony(frontend: Frontend, body: ChatRequest) -> bool:
-    """Whether the model writes messages on channels, and the client does not want them raw."""
-    return frontend.tokenizer.harmony_bytes is not None and body.skip_special_tokens is not False
 
 
 def check_chat(frontend: Frontend, body: ChatRequest) -> None:
@@ -107,18 +125,27 @@ def check_chat(frontend: Frontend, body: ChatRequest) -> None:
     Raises:
         RequestError: naming the field.
     """
-    parsed = reads_harmony(frontend, body) and body.tool_choice in (None, "auto")
-    if body.tools and body.tool_choice != "none" and not parsed:
+    if body.tools and body.tool_choice not in (None, "none", "auto"):
         raise RequestError(
-            "tool calls are parsed of models that write OpenAI's harmony format only, with "
-            'tool_choice "auto"; with "none" the tools are shown to the model',
+            'calls can\'t be forced: tool_choice must be "auto" or "none"',
             param="tool_choice",
             code="unsupported",
         )
+    if body.tools and body.tool_choice != "none":
+        form = frontend.output_format
+        if form is None or not form.calls or body.skip_special_tokens is False:
+            raise RequestError(
+                "calls of tools are not parsed here: how this model writes them is not known "
+                "(--tool-call-parser names it), or skip_special_tokens is false; with tool_choice "
+                '"none" the tools are shown to the model',
+                param="tool_choice",
+                code="unsupported",
+            )
     if body.tool_choice not in (None, "none", "auto"):
         raise RequestError("tool_choice needs tools", param="tool_choice", code="unsupported")
-    effort = body.reasoning_effort
-    if reads_harmony(frontend, body) and effort not in (None, *REASONING_EFFORTS):
+    harmony = isinstance(frontend.output_format, HarmonyFormat)
+    raw, effort = body.skip_special_tokens is False, body.reasoning_effort
+    if harmony and not raw and effort not in (None, *REASONING_EFFORTS):
         raise RequestError(
             f"must be one of {', '.join(REASONING_EFFORTS)}", param="reasoning_effort"
         )
@@ -144,8 +171,8 @@ async def encode_chat(
     vision, images = frontend.tokenizer.vision, list[ImageUrl]()
     messages = normalize_messages(body.messages or [], None if vision is None else images)
     tools = body.tools or None
-    if frontend.tokenizer.harmony_bytes is not None:
-        messages, tools = harmony_messages(messages), harmony_tools(tools or []) or None
+    if (form := frontend.output_format) is not None:
+        messages, tools = form.messages(messages), form.tools(tools or []) or None
     effort = body.reasoning_effort if isinstance(body, ChatRequest) else None
     text = template.render(
         messages,
@@ -241,17 +268,22 @@ class ChatFormatter(ResponseFormatter[ChatRequest]):
         return chat_logprobs(self.tokenizer, new.delta.token_ids, new.delta.logprobs or ())
 
 
-class HarmonyFormatter(ChatFormatter):
-    """The same for a model that writes messages on channels: reasoning, calls and answer apart."""
+class ParsedFormatter(ChatFormatter):
+    """The same for a model that marks what it writes: reasoning, calls and content apart."""
 
     def __init__(
-        self, frontend: Frontend, body: ChatRequest, request_id: str, prompts: Sequence[list[int]]
+        self,
+        frontend: Frontend,
+        body: ChatRequest,
+        request_id: str,
+        prompts: Sequence[list[int]],
+        form: OutputFormat,
+        functions: Functions | None,
     ) -> None:
         super().__init__(frontend, body, request_id, prompts)
         self._is_plain = False  # what is new may be in any field of a chunk
-        begun = self.tokenizer.harmony_tail(prompts[0])
-        calls = bool(body.tools) and body.tool_choice != "none"
-        self._parsers = defaultdict[int, HarmonyParser](partial(HarmonyParser, begun, calls=calls))
+        self._call_id = form.call_id
+        self._parsers = defaultdict[int, OutputParser](partial(form.parser, prompts[0], functions))
 
     @override
     def message(self, new: Event) -> ChatMessage:
@@ -265,7 +297,7 @@ class HarmonyFormatter(ChatFormatter):
             index = part.number if streams else UNSET
             call = calls.setdefault(part.number, ToolCall(index=index, function=FunctionCall()))
             if part.function is not None:
-                call.id, call.type = f"call_{uuid.uuid4().hex[:24]}", "function"
+                call.id, call.type = self._call_id(), "function"
                 call.function.name = part.function
             call.function.arguments += part.text
         nothing = UNSET if streams else None if texts or calls else ""

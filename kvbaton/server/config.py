@@ -13,6 +13,7 @@ from kvbaton.connectors.transfer.config import HandoverConfig
 from kvbaton.engine.config import EngineConfig
 from kvbaton.errors import ConfigError
 from kvbaton.text.generation import GenerationConfigMode
+from kvbaton.text.output_parser import ReasoningParserName, ToolCallParserName
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,8 @@ class EndpointConfig:
         served_model_name: as clients name the model; None takes its folder as given, or at the
             router the nodes' own name.
         chat_template: file with another chat template than the model's.
+        tool_call_parser: which calls are told apart in chats; see `text.output_parser`.
+        reasoning_parser: the same for reasoning.
         generation_config: whether the model recommends sampling defaults; see `text.generation`.
         media: what images clients may bring.
         api_keys: any of them opens the endpoint; none leaves it open.
@@ -77,6 +80,10 @@ class EndpointConfig:
     chat_template: str | None = flag(
         None, "jinja template to use instead of the model's", metavar="FILE"
     )
+    tool_call_parser: ToolCallParserName = flag(
+        "auto", "how the model writes calls of tools; auto looks at its chat template"
+    )
+    reasoning_parser: ReasoningParserName = flag("auto", "the same for its reasoning")
     generation_config: GenerationConfigMode = flag(
         "auto", "whether the model's generation_config.json gives sampling defaults"
     )

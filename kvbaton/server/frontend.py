@@ -20,6 +20,8 @@ from kvbaton.server.config import EndpointConfig, MediaConfig
 from kvbaton.server.metrics import HttpMetrics
 from kvbaton.server.tracing import Tracing, TracingConfig
 from kvbaton.text.generation import sampling_defaults
+from kvbaton.text.output_parser import OutputFormat, ReasoningParserName, ToolCallParserName
+from kvbaton.text.parsers import find_output_format
 from kvbaton.text.tokenizer import Tokenizer
 
 
@@ -54,6 +56,8 @@ class FrontendConfig:
         max_n: choices per prompt.
         max_choices: prompts times n.
         max_logprobs: candidates per token.
+        tool_call_parser: see `EndpointConfig`.
+        reasoning_parser: see there.
         sampling_defaults: of the model, for fields that a request leaves out; see
             `text.generation`.
         media: what images clients may bring.
@@ -72,6 +76,8 @@ class FrontendConfig:
     max_n: int = 128
     max_choices: int = 512
     max_logprobs: int = 20
+    tool_call_parser: ToolCallParserName = "auto"
+    reasoning_parser: ReasoningParserName = "auto"
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     media: MediaConfig = field(default_factory=MediaConfig)
     traces: TracingConfig | None = None
@@ -110,6 +116,8 @@ class FrontendConfig:
             model_name=name,
             api_keys=config.api_keys,
             operator_token=operator_token,
+            tool_call_parser=config.tool_call_parser,
+            reasoning_parser=config.reasoning_parser,
             sampling_defaults=sampling_defaults(folder, config.generation_config),
             media=config.media,
             traces=TracingConfig.of(config.otlp_traces_endpoint, role, node),
@@ -158,10 +166,23 @@ class Frontend:
     metrics: HttpMetrics = field(default_factory=HttpMetrics)
     created: int = field(default_factory=lambda: int(time.time()))
 
+    def __post_init__(self) -> None:
+        _ = self.output_format  # what is wrong with it is told at the start
+
     @cached_property
     def tracing(self) -> Tracing | None:
         """Makes traces of requests; None if there are to be none."""
         return None if self.config.traces is None else Tracing(self.config.traces)
+
+    @cached_property
+    def output_format(self) -> OutputFormat | None:
+        """How the model marks reasoning and calls; None if they are not told apart.
+
+        Raises:
+            ConfigError: the configured parsers do not suit the model.
+        """
+        config = self.config
+        return find_output_format(self.tokenizer, config.tool_call_parser, config.reasoning_parser)
 
     def limits(self) -> ModelFacts:
         """The facts now, with the tokenizer's size where the model's is not known."""

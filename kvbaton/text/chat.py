@@ -13,6 +13,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from typing_extensions import override
 
 from kvbaton.errors import ConfigError, RequestError
 
@@ -28,6 +29,29 @@ class ImageUrl:
 
     url: str
     where: str
+
+
+class Arguments(dict[str, Any]):
+    """Arguments of a past call, an object for templates and a text where they join texts.
+
+    Args:
+        values: the object.
+        text: its JSON as it was written.
+    """
+
+    def __init__(self, values: dict[str, Any], text: str) -> None:
+        super().__init__(values)
+        self._text = text
+
+    @override
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, other: str) -> str:
+        return self._text + other
+
+    def __radd__(self, other: str) -> str:
+        return other + self._text
 
 
 class GenerationTag(Extension):
@@ -52,11 +76,15 @@ class ChatTemplate:
         source: jinja2 text.
         special_tokens: variables such as ``bos_token``.
 
+    Attributes:
+        source: the same.
+
     Raises:
         ConfigError: it does not compile.
     """
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+        self.source = source
         self._special_tokens = special_tokens
         try:
             self._template = _environment().from_string(source)
@@ -131,7 +159,9 @@ def _normalize(message: Message, where: str, images: list[ImageUrl] | None) -> M
         result["tool_calls"] = [
             _tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)
         ]
-    elif content is None:
+        return result
+    result.pop("tool_calls", None)  # templates ask whether there are any by the name alone
+    if content is None:
         if reasoning is None:
             raise RequestError("content is missing", param=f"{where}.content")
         result["content"] = ""  # it was cut off before there was any
@@ -189,6 +219,8 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
         parsed = json.loads(arguments) if arguments else {}
     except (ValueError, RecursionError) as error:
         raise RequestError("arguments must be JSON", param=f"{where}.function.arguments") from error
+    if isinstance(parsed, dict):
+        parsed = Arguments(parsed, arguments or "{}")
     return {**call, "function": {**function, "arguments": parsed}}
 
 

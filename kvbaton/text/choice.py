@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
 from kvbaton.messages.engine import Output
 from kvbaton.text.detokenize import Detokenizer
-from kvbaton.text.harmony import MARKED, MESSAGE
 from kvbaton.text.tokenizer import Tokenizer
 from kvbaton.types import TokenLogprobs
 
@@ -21,14 +20,16 @@ class TextOptions(Struct, frozen=True, kw_only=True):
         include_stop: keep the stop string, or the stop token's text.
         skip_special_tokens: leave special tokens out.
         min_tokens: no stop string counts in the text of the first this many tokens.
-        harmony: keep what a `harmony.HarmonyParser` reads; stop strings count in messages only.
+        marks: what stands for which tokens, for an `output_parser.OutputParser`.
+        message_mark: see `output_parser.OutputFormat`.
     """
 
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
     min_tokens: int = 0
-    harmony: bool = False
+    marks: Mapping[int, str] = {}
+    message_mark: str = ""
 
 
 class TextDelta(Struct, frozen=True, kw_only=True):
@@ -66,13 +67,16 @@ class ChoiceText:
             tokenizer,
             prompt,
             skip_special_tokens=options.skip_special_tokens,
-            harmony=options.harmony,
+            marks=options.marks,
         )
         self._stops = (
             StopStrings(options.stop, include=options.include_stop) if options.stop else None
         )
         self._num_tokens = 0
-        self._in_header = options.harmony and MESSAGE not in tokenizer.harmony_tail(prompt)
+        self._in_message = True
+        if options.message_mark:
+            marked = (options.marks[token] for token in reversed(prompt) if token in options.marks)
+            self._in_message = next(marked, "") == options.message_mark
 
     def push(self, output: Output) -> TextDelta:
         """Take the next output of this choice."""
@@ -126,9 +130,9 @@ class ChoiceText:
         return None
 
     def _watch(self, stops: StopStrings, new: str, shown: list[str]) -> str | None:
-        if self._options.harmony and (marks := MARKED.findall(new)):
-            self._in_header = marks[-1] != MESSAGE
-        active = self._num_tokens > self._options.min_tokens and not self._in_header
+        if self._options.message_mark and new and new[-1] in self._options.marks.values():
+            self._in_message = new[-1] == self._options.message_mark
+        active = self._num_tokens > self._options.min_tokens and self._in_message
         text, stop = stops.push(new, active=active)
         shown.append(text)
         return stop

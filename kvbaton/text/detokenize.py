@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from codecs import utf_8_decode
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 
 from typing_extensions import override
 
-from kvbaton.text.tokenizer import TokenBytes, Tokenizer
+from kvbaton.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
 MAX_INCOMPLETE = 3
@@ -23,21 +24,11 @@ SLIDE_AT = 16
 MAX_WINDOW = 64
 """A window that has not become clean by then holds garbage, and is emitted as it is."""
 PRIMING_TOKENS = 8
+NO_MARKS: Mapping[int, str] = MappingProxyType({})
 
 
 class Detokenizer(ABC):
-    """Turns the tokens of one choice into text, one token at a time.
-
-    Args:
-        tokenizer: the model's.
-        prompt: tokens before the first; their text is not emitted.
-        skip_special_tokens: leave special tokens out of the text.
-    """
-
-    @abstractmethod
-    def __init__(
-        self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True
-    ) -> None: ...
+    """Turns the tokens of one choice into text, one token at a time."""
 
     @staticmethod
     def of(
@@ -45,7 +36,7 @@ class Detokenizer(ABC):
         prompt: Sequence[int] = (),
         *,
         skip_special_tokens: bool = True,
-        harmony: bool = False,
+        marks: Mapping[int, str] = NO_MARKS,
     ) -> Detokenizer:
         """The one that suits a tokenizer.
 
@@ -53,11 +44,13 @@ class Detokenizer(ABC):
             tokenizer: the model's.
             prompt: tokens before the first; their text is not emitted.
             skip_special_tokens: leave special tokens out of the text.
-            harmony: show the tokenizer's `harmony_bytes`.
+            marks: what certain tokens stand for instead of their text.
         """
-        if harmony:
-            return ByteDetokenizer(tokenizer, prompt, shown=tokenizer.harmony_bytes)
         kind = ByteDetokenizer if tokenizer.decodes_bytes else WindowDetokenizer
+        if marks:
+            return MarkedDetokenizer(
+                partial(kind, tokenizer, prompt, skip_special_tokens=skip_special_tokens), marks
+            )
         return kind(tokenizer, prompt, skip_special_tokens=skip_special_tokens)
 
     @abstractmethod
@@ -75,21 +68,13 @@ class ByteDetokenizer(Detokenizer):
     It takes a fifth of the time of `WindowDetokenizer`.
 
     Args:
-        tokenizer: as of `Detokenizer`, as is all but:
-        shown: bytes of each token, if they are others than the tokenizer's.
+        tokenizer: see `Detokenizer.of`, as for the others.
     """
 
-    @override
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        prompt: Sequence[int] = (),
-        *,
-        skip_special_tokens: bool = True,
-        shown: TokenBytes | None = None,
+        self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True
     ) -> None:
-        usual = tokenizer.text_bytes if skip_special_tokens else tokenizer.all_bytes
-        self._bytes = usual if shown is None else shown
+        self._bytes = tokenizer.text_bytes if skip_special_tokens else tokenizer.all_bytes
         before = b"".join(map(self._bytes.__getitem__, prompt[-PRIMING_TOKENS:]))
         self._rest = before[utf_8_decode(before, "replace", False)[1] :]
 
@@ -114,7 +99,6 @@ class WindowDetokenizer(Detokenizer):
     text-generation-inference, with a bound on the window.
     """
 
-    @override
     def __init__(
         self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True
     ) -> None:
@@ -145,6 +129,32 @@ class WindowDetokenizer(Detokenizer):
     @override
     def flush(self) -> str:
         return self._decode(self._window)[len(self._emitted) :]
+
+
+class MarkedDetokenizer(Detokenizer):
+    """Text in which certain tokens stand for something else; characters end before them.
+
+    Args:
+        make: what makes text of the tokens between them.
+        marks: by token.
+    """
+
+    def __init__(self, make: Callable[[], Detokenizer], marks: Mapping[int, str]) -> None:
+        self._make, self._marks = make, marks
+        self._between = make()
+
+    @override
+    def push(self, token: int) -> str:
+        mark = self._marks.get(token)
+        if mark is None:
+            return self._between.push(token)
+        text = self._between.flush() + mark
+        self._between = self._make()
+        return text
+
+    @override
+    def flush(self) -> str:
+        return self._between.flush()
 
 
 def _stable(text: str) -> int:

@@ -9,18 +9,26 @@ whom: the recipient may stand before the channel or after it. The channel ``anal
 user. Source: "OpenAI harmony response format", OpenAI cookbook, 2025. OpenAI's own library fetches
 its vocabulary from the internet and takes token ids only; here the markers alone are told apart.
 
-In the text of a choice the special tokens are noncharacters of Unicode (`MARKERS`), so that what
-only looks like a marker in an answer is none.
 """
 
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from msgspec import Struct
+from typing_extensions import override
+
+from kvbaton.text.detokenize import Detokenizer
+from kvbaton.text.output_parser import (
+    Functions,
+    Kind,
+    MessagePart,
+    OutputFormat,
+    OutputParser,
+    split_calls,
+)
+from kvbaton.text.tokenizer import Tokenizer
 
 START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN = (chr(0xFDD0 + i) for i in range(7))
 MARKERS = {
@@ -40,7 +48,46 @@ _RECIPIENT = re.compile(rf"\bto=([^\s{START}-{RETURN}]+)")
 _CHANNEL = re.compile(rf"{CHANNEL}\s*([^\s{START}-{RETURN}]+)")
 _FUNCTIONS = "functions."
 
-Kind = Literal["content", "reasoning", "call"]
+
+class HarmonyFormat(OutputFormat):
+    """Of a model whose vocabulary has `MARKERS`.
+
+    Args:
+        tokenizer: the model's.
+        calls: whether calls are told apart.
+        reasons: whether reasoning is.
+    """
+
+    message_mark = MESSAGE
+
+    def __init__(self, tokenizer: Tokenizer, *, calls: bool, reasons: bool) -> None:
+        self.calls, self.reasons = calls, reasons
+        self.always_read = calls or reasons
+        self._tokenizer = tokenizer
+        self._marks = {tokenizer.added_tokens[name]: mark for name, mark in MARKERS.items()}
+        self.stops = tuple(i for i, mark in self._marks.items() if mark in (CALL, RETURN))
+
+    @override
+    def marks(self, *, calls: bool) -> Mapping[int, str]:
+        return self._marks
+
+    @override
+    def parser(self, prompt: Sequence[int], functions: Functions | None) -> HarmonyParser:
+        first = len(prompt)
+        begins = next(
+            (i for i in range(first - 1, -1, -1) if self._marks.get(prompt[i]) == START), first
+        )
+        text = Detokenizer.of(self._tokenizer, marks=self._marks)
+        begun = "".join(map(text.push, prompt[begins:])) + text.flush()
+        return HarmonyParser(begun, calls=functions is not None, reasons=self.reasons)
+
+    @override
+    def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        return harmony_messages(messages)
+
+    @override
+    def tools(self, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        return harmony_tools(tools)
 
 
 def harmony_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -49,29 +96,14 @@ def harmony_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
     Reasoning is called ``thinking`` there. A message with a call has no content: what the user was
     told before goes on the same channel. It has one call, and its result follows it.
     """
-    found: list[dict[str, Any]] = []
-    rest = deque(messages)
-    while rest:
-        message = dict(rest.popleft())
-        calls, texts = message.pop("tool_calls", None) or [], [message.get("reasoning_content")]
+    found = split_calls(messages)
+    for message in found:
+        calls, texts = message.pop("tool_calls", None), [message.get("reasoning_content")]
         if calls:
+            message["tool_calls"] = calls
             texts.append(message.pop("content", None))
         if any(texts):
             message["thinking"] = "\n".join(filter(None, texts))
-        if not calls:
-            found.append(message)
-            continue
-        results = []
-        while rest and rest[0].get("role") == "tool":
-            results.append(dict(rest.popleft()))
-        for call in calls:
-            found.append({**message, "tool_calls": [call]})
-            message.pop("thinking", None)
-            name = call.get("id") if isinstance(call, Mapping) else ...  # which nothing equals
-            mine = [r for r in results if len(calls) == 1 or r.get("tool_call_id") == name]
-            found += mine
-            results = [r for r in results if r not in mine]
-        found += results
     return found
 
 
@@ -86,23 +118,7 @@ def harmony_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-class HarmonyPart(Struct, frozen=True):
-    """A piece of a message.
-
-    Attributes:
-        kind: what it is for the client.
-        text: of the message; empty where a call begins.
-        number: of the call, from 0.
-        function: whose call begins; None within one, and of other kinds.
-    """
-
-    kind: Kind
-    text: str
-    number: int = 0
-    function: str | None = None
-
-
-class HarmonyParser:
+class HarmonyParser(OutputParser):
     """Reads the text of one choice, however it is cut.
 
     Messages of one kind follow each other after a newline. What a model writes without any header
@@ -112,39 +128,31 @@ class HarmonyParser:
         prompt: the end of the prompt, from the last start of a message on: the choice goes on
             with that message.
         calls: whether functions may be called; else a message to one is content.
-
-    Attributes:
-        num_calls: that have begun.
+        reasons: whether reasoning is told apart; else it is content.
     """
 
-    def __init__(self, prompt: str, *, calls: bool) -> None:
-        self._calls = calls
+    def __init__(self, prompt: str, *, calls: bool, reasons: bool = True) -> None:
+        self._calls, self._reasons = calls, reasons
         self._state: Literal["header", "message", "between"] = "header"
         self._header = ""
         self._kind: Kind = "content"
         self._seen: set[Kind] = set()
         self._gap = ""
         self._bare: str | None = None
-        self.num_calls = 0
         self.push(prompt)
         self._seen.clear()
         self._bare = ""  # all text, until there is a marker
 
-    def push(self, text: str, *, last: bool = False) -> list[HarmonyPart]:
-        """What new text adds.
-
-        Args:
-            text: of the choice, with `MARKERS`.
-            last: nothing follows.
-        """
+    @override
+    def push(self, text: str, *, last: bool = False) -> list[MessagePart]:
         parts = [part for piece in MARKED.split(text) if (part := self._read(piece)) is not None]
         if self._bare is not None:
             self._bare = None if parts or MARKED.search(text) else self._bare + text
         if last and self._bare:
-            parts.append(HarmonyPart("content", self._bare))
+            parts.append(MessagePart("content", self._bare))
         return parts
 
-    def _read(self, piece: str) -> HarmonyPart | None:
+    def _read(self, piece: str) -> MessagePart | None:
         """Take a marker, or text between two."""
         if piece == START or (piece == CHANNEL and self._state != "header"):
             self._state, self._header = "header", piece.replace(START, "")
@@ -157,10 +165,10 @@ class HarmonyParser:
         elif self._state == "message" and piece and piece not in (MESSAGE, CONSTRAIN):
             text, self._gap = self._gap + piece, ""
             self._seen.add(self._kind)
-            return HarmonyPart(self._kind, text, self.num_calls - 1)
+            return MessagePart(self._kind, text, self.num_calls - 1)
         return None
 
-    def _begin(self) -> HarmonyPart | None:
+    def _begin(self) -> MessagePart | None:
         """The header is whole, its message begins."""
         self._state = "message"
         found = _RECIPIENT.search(self._header)
@@ -171,11 +179,11 @@ class HarmonyParser:
             self._kind = "call"
             self.num_calls += 1
             function = name.removeprefix(_FUNCTIONS)
-            return HarmonyPart("call", "", self.num_calls - 1, function)
+            return MessagePart("call", "", self.num_calls - 1, function)
         channel = _CHANNEL.search(self._header)
         # A tool of the model's own (browser, python) is part of how it reasons.
         reasons = (channel and channel[1] == "analysis") or (name and not to_function)
-        self._kind = "reasoning" if reasons else "content"
+        self._kind = "reasoning" if reasons and self._reasons else "content"
         if self._kind in self._seen:
             self._gap = "\n"
         return None

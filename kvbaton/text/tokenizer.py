@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import tokenizers
 
 from kvbaton.errors import ConfigError
 from kvbaton.text.chat import ChatTemplate
-from kvbaton.text.harmony import CALL, MARKERS, RETURN, START
 from kvbaton.text.vision import VisionText
 
 logger = logging.getLogger(__name__)
@@ -57,8 +56,7 @@ class Tokenizer:
         decodes_bytes: a text is the bytes of its tokens, joined, as UTF-8.
         all_bytes: of each token, if so.
         text_bytes: the same with nothing for special tokens.
-        harmony_bytes: the same with `harmony.MARKERS`; None if the vocabulary has not all of them.
-        harmony_stops: tokens with which an assistant that writes such messages hands over.
+        added_tokens: ids by text, special or not.
     """
 
     def __init__(
@@ -85,14 +83,7 @@ class Tokenizer:
         self.all_bytes = TokenBytes(backend, frozenset())
         special = frozenset(number for number, token in self._added.items() if token.special)
         self.text_bytes = TokenBytes(backend, special)
-        self.harmony_bytes: TokenBytes | None = None
-        marks = {
-            i: mark for i, token in self._added.items() if (mark := MARKERS.get(token.content))
-        }
-        self.harmony_stops = tuple(i for i, mark in marks.items() if mark in (CALL, RETURN))
-        if self.decodes_bytes and len(marks) == len(MARKERS):
-            self.harmony_bytes = TokenBytes(backend, special)
-            self.harmony_bytes.update({number: mark.encode() for number, mark in marks.items()})
+        self.added_tokens = {token.content: number for number, token in self._added.items()}
 
     @classmethod
     def load(cls, folder: str | Path, chat_template: str | Path | None = None) -> Tokenizer:
@@ -154,20 +145,6 @@ class Tokenizer:
         """Text of token ids; incomplete UTF-8 becomes U+FFFD."""
         text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
-
-    def harmony_tail(self, token_ids: Sequence[int]) -> str:
-        """Text with `harmony.MARKERS`, from the last start of a message on.
-
-        Args:
-            token_ids: of a prompt for a model with `harmony_bytes`.
-        """
-        assert self.harmony_bytes is not None
-        tail: list[bytes] = []
-        for token in reversed(token_ids):
-            tail.append(self.harmony_bytes[token])
-            if tail[-1] == START.encode():
-                return b"".join(reversed(tail)).decode(errors="replace")
-        return ""
 
     def token_text(self, token_id: int) -> str:
         """Text of a single token, special ones included; its invalid bytes become U+FFFD."""

@@ -124,7 +124,9 @@ def test_text_comes_as_soon_as_it_is_certain() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_long_text_does_not_slow_down_or_lose_anything(kind: type[Detokenizer]) -> None:
+def test_a_long_text_does_not_slow_down_or_lose_anything(
+    kind: type[ByteDetokenizer] | type[WindowDetokenizer],
+) -> None:
     ids = BYTE_LEVEL.encode(" ".join(SENTENCES * 40), add_special_tokens=False)
     detokenizer = kind(BYTE_LEVEL)
     text = "".join(detokenizer.push(token) for token in ids) + detokenizer.flush()

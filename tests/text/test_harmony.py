@@ -7,6 +7,7 @@ import random
 import pytest
 
 from kvbaton.text.harmony import MARKERS, HarmonyParser, harmony_messages, harmony_tools
+from kvbaton.text.parsers import find_output_format
 from kvbaton.text.tokenizer import Tokenizer
 
 WHOLE = (
@@ -94,7 +95,7 @@ def test_a_call_that_nobody_asked_for_is_content() -> None:
 
 
 def test_a_model_without_the_markers_has_none(tokenizer: Tokenizer) -> None:
-    assert tokenizer.harmony_bytes is None
+    assert find_output_format(tokenizer) is None
 
 
 def test_messages_for_the_template() -> None:

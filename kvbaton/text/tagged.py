@@ -1,0 +1,485 @@
+"""Reasoning and calls between tags, as most families write them.
+
+    <think>...</think>Content. <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>
+
+A call has begun once its head is whole: its function, up to the brace that opens the arguments.
+From there on all is arguments, as it is written, to the brace that closes them; before, what does
+not fit is content. So nothing is lost, and nothing told is taken back. JSON whose keys come in
+another order is read once it is whole. Space beside tags belongs to them.
+
+Formats: the chat templates published with Hermes 2 Pro and Qwen2.5, Qwen3-Coder, Llama 3.1,
+Mistral (tokenizers v3 to v13), DeepSeek-V3, -R1 and -V3.1.
+"""
+
+# ruff: noqa: RUF001 -- DeepSeek's tags have such bars
+from __future__ import annotations
+
+import re
+import secrets
+import string
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+import regex
+from msgspec import Struct
+from typing_extensions import override
+
+from kvbaton.text.output_parser import (
+    Functions,
+    Kind,
+    MessagePart,
+    OutputFormat,
+    OutputParser,
+    split_calls,
+)
+from kvbaton.text.tokenizer import Tokenizer
+
+REASONING_TAGS = {
+    "qwen3": ("<think>", "</think>"),
+    "deepseek_r1": ("<think>", "</think>"),
+    "deepseek_v3": ("<think>", "</think>"),
+    "mistral": ("[THINK]", "[/THINK]"),
+}
+"""What reasoning stands between, by the names that vLLM gives the parsers."""
+
+FIRST_MARK: Final = 0xFDE0
+MARKS: Final = "\ufde0-\ufdef"
+
+
+class CallSyntax(Struct, frozen=True):
+    """How a family writes calls, in regular expressions in which ``«tag»`` is a tag.
+
+    Attributes:
+        tags: all of them.
+        begin: of a call, before its head.
+        heads: of its styles: ``name`` is the function, and its arguments begin behind it. What
+            follows the arguments of each: ``more`` if that is another head.
+        ignored: tags around several calls.
+        json: where the head does not fit, a call may be JSON with the same members all the same.
+        xml: each argument has tags of its own.
+        bare: JSON at the start of the content is a call, if it names a function.
+        one_each: the template takes one call in each message.
+        short_ids: calls are named by nine letters and digits.
+    """
+
+    tags: tuple[str, ...]
+    begin: str
+    heads: tuple[tuple[str, str], ...]
+    ignored: str = ""
+    json: bool = True
+    xml: bool = False
+    bare: bool = False
+    one_each: bool = False
+    short_ids: bool = False
+
+
+_NAME = r"(?P<name>[\w.\-]{1,256}+)"
+_HEAD = (
+    r'\{\s*+(?:"type"\s*+:\s*+"function"\s*+,\s*+)?+"name"\s*+:\s*+"' + _NAME + r'"\s*+,'
+    r'\s*+"(?:arguments|parameters)"\s*+:\s*+(?=\{)'
+)
+_END = r'\s*+(?:,\s*+"id"\s*+:\s*+"[^"]*+"\s*+)?+\}?+\s*+'
+_DEEPSEEK = CallSyntax(
+    tags=tuple(
+        f"<｜tool▁{name}｜>"
+        for name in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")
+    ),
+    begin="«<｜tool▁call▁begin｜>»",
+    heads=(
+        (
+            rf"\s*+function\s*+«<｜tool▁sep｜>»\s*+{_NAME}\s*+```(?:json)?+\s*+(?=\{{)",
+            r"\s*+(?:```)?+\s*+«<｜tool▁call▁end｜>»",
+        ),
+        (rf"\s*+{_NAME}\s*+«<｜tool▁sep｜>»\s*+(?=\{{)", r"\s*+«<｜tool▁call▁end｜>»"),
+    ),
+    ignored="«<｜tool▁calls▁begin｜>»|«<｜tool▁calls▁end｜>»",
+    json=False,
+)
+CALL_SYNTAXES = {
+    "hermes": CallSyntax(
+        tags=("<tool_call>", "</tool_call>"),
+        begin="«<tool_call>»",
+        heads=((rf"\s*+{_HEAD}", rf"{_END}«</tool_call>»"),),
+    ),
+    "qwen3_coder": CallSyntax(
+        tags=("<tool_call>", "</tool_call>"),
+        begin="«<tool_call>»",
+        heads=((r"\s*+<function=(?P<name>[^>\s]{1,256}+)>", ""),),
+        json=False,
+        xml=True,
+    ),
+    "llama3_json": CallSyntax(
+        tags=("<|python_tag|>",),
+        begin="«<|python_tag|>»",
+        heads=(
+            (
+                rf"\s*+{_HEAD}",
+                rf"{_END}(?:;\s*+(?=\{{)(?P<more>)|(?=[^\s;,])|(?=;\s*+[^\s{{]))",
+            ),
+        ),
+        bare=True,
+        one_each=True,
+    ),
+    "mistral": CallSyntax(
+        tags=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+        begin="«[TOOL_CALLS]»",
+        heads=(
+            (rf"\s*+\[?+\s*+{_HEAD}", rf"{_END}(?:,(?P<more>)(?=\s*+\{{)|\]|(?=[^\s,\]]))"),
+            (rf"\s*+{_NAME}\s*+(?:«[CALL_ID]»\s*+\w*+\s*+)?+(?:«[ARGS]»)?+\s*+(?=\{{)", ""),
+        ),
+        short_ids=True,
+    ),
+    "deepseek_v3": _DEEPSEEK,
+    "deepseek_v31": _DEEPSEEK,
+}
+"""By the names that vLLM gives their parsers."""
+
+_WHOLE = regex.compile(r"\s*+\[?+\s*+(?=\{)")
+_STRUCTURE = re.compile(rf'["{{}}\\{MARKS}]')
+_PYTHON = {"True": "true", "False": "false", "None": "null"}
+_ALPHANUMERIC = string.ascii_letters + string.digits
+
+
+class TaggedFormat(OutputFormat):
+    """Of a model that writes tags.
+
+    Args:
+        tokenizer: the model's. A tag that is none of its tokens is looked for in the text.
+        syntax: of calls; None if they are not told apart.
+        reasoning: the tags around reasoning; empty if it is not.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, syntax: CallSyntax | None, reasoning: tuple[str, ...]
+    ) -> None:
+        self.calls, self.reasons = syntax is not None, bool(reasoning)
+        self.syntax, self._reasoning, self._tokenizer = syntax, reasoning, tokenizer
+        tags = (*reasoning, *(syntax.tags if syntax else ()))
+        marks = {tag: chr(FIRST_MARK + i) for i, tag in enumerate(tags)}
+        self._marks = {tag: m for tag, m in marks.items() if tag in tokenizer.added_tokens}
+        self.tags = {ord(mark): tag for tag, mark in self._marks.items()}
+        opens = [rf"(?P<begin>{syntax.begin})"] if syntax else []
+        if syntax and syntax.ignored:
+            opens.append(rf"(?P<ignored>{syntax.ignored})")
+        bare = [r"(?P<bare>\A\s*+(?=\{))"] if syntax and syntax.bare else []
+        think = [rf"(?P<think>\A\s*+«{reasoning[0]}»)"] if reasoning else []
+        self.text = self._any(opens)
+        self.first_text = self._any(bare + opens)
+        self.first = self._any(think + bare + opens)
+        self.first_without_calls = self._any(think)
+        self.reasoning = self._any([f"(?P<end>«{reasoning[1]}»)"] if reasoning else [])
+        heads = syntax.heads if syntax else ()
+        self.reads_json, self.reads_xml = (syntax.json, syntax.xml) if syntax else (False, False)
+        self.heads = [(self.compile(head), self.compile(tail)) for head, tail in heads]
+        if self.reads_xml:
+            self.parameter = self.compile(
+                r"\s*+(?:<parameter=(?P<key>[^>\n]{1,256}+)>(?:\n|(?=[^\n]))"
+                r"|(?P<done>(?:</function>)?+\s*+«</tool_call>»))"
+            )
+            self.value_end = self.compile(r"\n?</parameter>")
+
+    def compile(self, pattern: str) -> Any:
+        """A pattern in which each ``«tag»`` is what stands for it in texts."""
+        return regex.compile(
+            regex.sub("«(.*?)»", lambda m: regex.escape(self._marks.get(m[1], m[1])), pattern)
+        )
+
+    def _any(self, patterns: Sequence[str]) -> Any:
+        """Any of them; None if there are none, and all is text."""
+        return self.compile("|".join(patterns)) if patterns else None
+
+    @override
+    def marks(self, *, calls: bool) -> Mapping[int, str]:
+        shown = {*self._reasoning, *(self.syntax.tags if self.syntax and calls else ())}
+        added = self._tokenizer.added_tokens
+        return {added[tag]: mark for tag, mark in self._marks.items() if tag in shown}
+
+    @override
+    def parser(self, prompt: Sequence[int], functions: Functions | None) -> TaggedParser:
+        tail = self._tokenizer.decode(list(prompt[-16:]), skip_special_tokens=False).rstrip()
+        begun = bool(self._reasoning) and tail.endswith(self._reasoning[0])
+        closed = bool(self._reasoning) and tail.endswith(self._reasoning[1])
+        return TaggedParser(self, functions, reasons=begun, reasoned=closed)
+
+    @override
+    def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        syntax = self.syntax
+        found = split_calls(messages) if syntax and syntax.one_each else super().messages(messages)
+        if syntax and syntax.short_ids:
+            for message in found:
+                if isinstance(name := message.get("tool_call_id"), str):
+                    message["tool_call_id"] = name[-9:]
+                if calls := message.get("tool_calls"):
+                    message["tool_calls"] = [
+                        {**call, "id": str(call["id"])[-9:]} if "id" in call else call
+                        for call in calls
+                    ]
+        return found
+
+    @override
+    def call_id(self) -> str:
+        if self.syntax is None or not self.syntax.short_ids:
+            return super().call_id()
+        return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
+
+
+class TaggedParser(OutputParser):
+    """Reads the text of one choice.
+
+    Args:
+        form: of the model.
+        functions: see `OutputFormat.parser`.
+        reasons: the prompt has begun the reasoning.
+        reasoned: it has ended it.
+    """
+
+    def __init__(
+        self, form: TaggedFormat, functions: Functions | None, *, reasons: bool, reasoned: bool
+    ) -> None:
+        self._form, self._functions = form, functions
+        self._held = ""  # what is not yet understood
+        self._last = False
+        self._parts: list[MessagePart] = []
+        self._read = self._read_text
+        self._kind: Kind = "reasoning" if reasons else "content"
+        self._first = not reasons and not reasoned  # reasoning may follow
+        self._empty = True  # there is no content yet
+        self._after_tag = reasons
+        self._begin = ""  # what began a call, to be said if it is none
+        self._is_bare = False
+        self._tail: Any = None
+        self._object = JsonObject()
+        self._call = ""  # one that is read when it is whole
+        self._properties: Mapping[str, Any] = {}
+        self._separator, self._value, self._is_string = "", "", False
+
+    @override
+    def push(self, text: str, *, last: bool = False) -> list[MessagePart]:
+        self._held += text
+        self._last, self._parts = last, []
+        while self._read():
+            pass
+        return self._parts
+
+    # Each reads what it understands of `_held`, and tells whether there may be more to read.
+
+    def _read_text(self) -> bool:
+        """Content or reasoning, up to a tag."""
+        held, form = self._held, self._form
+        if self._kind == "reasoning":
+            pattern = form.reasoning
+        elif self._functions is None:
+            pattern = form.first_without_calls if self._first else None
+        elif self._empty:
+            pattern = form.first if self._first else form.first_text
+        else:
+            pattern = form.text
+        found = pattern.search(held, partial=not self._last) if pattern else None
+        if found is None or found.partial:
+            end = len(held) if found is None else found.start()
+            if pattern and not self._last:
+                end = len(held[:end].rstrip())  # if a tag follows, it is its
+            self._say(held[:end])
+            self._held = held[end:]
+            return False
+        text, self._held = held[: found.start()].rstrip(), held[found.end() :]
+        self._say(text)
+        if found.lastgroup in ("begin", "bare"):
+            self._begin = held[len(text) : found.end()]
+            self._read, self._is_bare = self._read_head, found.lastgroup == "bare"
+            return True
+        self._after_tag = True
+        if found.lastgroup == "think":
+            self._kind, self._first = "reasoning", False
+        elif found.lastgroup == "end":
+            self._kind = "content"
+        return True
+
+    def _say(self, text: str) -> None:
+        if self._after_tag:
+            text = text.lstrip()
+        if text:
+            self._after_tag = False
+            if self._kind == "content" and text.strip():
+                self._empty = self._first = False
+            self._parts.append(MessagePart(self._kind, text.translate(self._form.tags)))
+
+    def _read_head(self) -> bool:
+        """Of a call, up to its arguments."""
+        waits = False
+        for head, tail in self._form.heads:
+            found = head.match(self._held, partial=not self._last)
+            if found is not None and not found.partial:
+                if not self._may_call(found["name"]):
+                    return self._refuse()
+                self._held = self._held[found.end() :]
+                self._start(found["name"], tail)
+                return True
+            waits |= found is not None
+        if waits:
+            return False
+        found = _WHOLE.match(self._held)
+        if found is None or not self._form.reads_json:
+            return self._refuse()
+        self._held, self._begin = self._held[found.end() :], self._begin + found[0]
+        self._object, self._call, self._read = JsonObject(), "", self._read_whole
+        return True
+
+    def _may_call(self, name: str) -> bool:
+        return not self._is_bare or name in (self._functions or ())
+
+    def _refuse(self) -> bool:
+        """It is no call, but content."""
+        self._say(self._begin)
+        self._empty = self._first = False
+        self._read = self._read_text
+        return True
+
+    def _start(self, function: str, tail: Any) -> None:
+        self._parts.append(MessagePart("call", "", self.num_calls, function))
+        self.num_calls += 1
+        self._tail, self._object = tail, JsonObject()
+        self._read = self._read_arguments
+        if self._form.reads_xml:
+            schema = (self._functions or {}).get(function, {}).get("properties")
+            self._properties = schema if isinstance(schema, Mapping) else {}
+            self._separator, self._read = "{", self._read_parameter
+
+    def _argue(self, text: str) -> None:
+        if text:
+            self._parts.append(MessagePart("call", text, self.num_calls - 1))
+
+    def _read_arguments(self) -> bool:
+        end = self._object.end(self._held)
+        self._argue(self._held[:end].translate(self._form.tags))
+        self._held = "" if end is None else self._held[end:]
+        if end is not None:
+            self._read = self._read_tail
+        return end is not None
+
+    def _read_whole(self) -> bool:
+        """A call that is told of once all of it is there."""
+        end = self._object.end(self._held)
+        self._call += self._held[:end]
+        self._held = "" if end is None else self._held[end:]
+        if end is None and not self._last:
+            return False
+        try:
+            call = msgspec.json.decode(self._call.translate(self._form.tags), type=WholeCall)
+        except (msgspec.MsgspecError, RecursionError):
+            call = None
+        if call is None or not self._may_call(call.name):
+            self._begin += self._call
+            return self._refuse()
+        self._start(call.name, self._form.heads[0][1])
+        given = call.arguments or call.parameters or {}
+        self._argue(given if isinstance(given, str) else _json(given))
+        self._read = self._read_tail
+        return True
+
+    def _read_tail(self) -> bool:
+        """What follows the arguments."""
+        found = self._tail.match(self._held, partial=True)
+        if found is not None and found.partial:
+            if self._last:
+                self._held = ""
+            return False
+        self._begin, self._after_tag, self._read = "", True, self._read_text
+        if found is not None:
+            self._held = self._held[found.end() :]
+            if found.lastgroup == "more":
+                self._read = self._read_head
+        return True
+
+    def _read_parameter(self) -> bool:
+        """The tag before an argument, or the one behind all."""
+        found = self._form.parameter.match(self._held, partial=True)
+        if found is not None and found.partial:
+            if self._last:
+                self._held = ""
+            return False
+        if found is not None:
+            self._held = self._held[found.end() :]
+        if found is None or found["key"] is None:
+            self._argue("{}" if self._separator == "{" else "}")
+            self._after_tag, self._read = True, self._read_text
+            return True
+        kind = self._properties.get(found["key"])
+        self._is_string = isinstance(kind, Mapping) and kind.get("type") == "string"
+        quote = '"' if self._is_string else ""
+        self._argue(f"{self._separator}{_json(found['key'])}: {quote}")
+        self._separator, self._value, self._read = ", ", "", self._read_value
+        return True
+
+    def _read_value(self) -> bool:
+        """An argument; of texts, as far as they have come."""
+        found = self._form.value_end.search(self._held, partial=not self._last)
+        ends = found is not None and not found.partial
+        text = self._held[: None if found is None else found.start()]
+        self._held = self._held[found.end() if ends else len(text) :]
+        text = text.translate(self._form.tags)
+        if self._is_string:
+            self._argue(_json(text)[1:-1] + '"' * ends)
+        else:
+            self._value += text
+            if ends or self._last:
+                self._argue(_as_json(self._value))
+        if ends:
+            self._read = self._read_parameter
+        return ends
+
+
+class WholeCall(Struct):
+    """A call in JSON; some models put its arguments into a text."""
+
+    name: str
+    arguments: dict[str, Any] | str | None = None
+    parameters: dict[str, Any] | str | None = None
+
+
+class JsonObject:
+    """Finds the end of a JSON object in a text that comes in pieces."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = False
+        self._skip = 0  # characters of the next piece that are escaped
+
+    def end(self, text: str) -> int | None:
+        """Where it ends in the next piece; None if it goes on.
+
+        That is behind its last brace, or before a mark that is in no string of it.
+        """
+        for found in _STRUCTURE.finditer(text):
+            at, character = found.start(), found[0]
+            if at < self._skip:
+                continue
+            if character == "\\":
+                self._skip = at + 2 if self._in_string else 0
+            elif character == '"':
+                self._in_string = not self._in_string
+            elif self._in_string:
+                continue
+            elif character in "{}":
+                self._depth += 1 if character == "{" else -1
+                if self._depth == 0:
+                    return at + 1
+            else:
+                return at
+        self._skip = max(0, self._skip - len(text))
+        return None
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _as_json(text: str) -> str:
+    """A value that is no text for sure: JSON as it is written, else a text all the same."""
+    text = text.strip()
+    try:
+        msgspec.json.decode(text)
+    except (msgspec.MsgspecError, RecursionError):
+        return _PYTHON.get(text) or _json(text)
+    return text
