@@ -284,11 +284,11 @@ class Files(LastCall):
 
     def get_some(self, items: Sequence[tuple[bytes, Pieces]]) -> list[bool]:
         """Load objects, each as by `get`."""
-        answers = [False] * len(items)
+        answers, buffer, now = [False] * len(items), self._buffer, time.time()
         with self._accessing("read"):
             for number, (key, target) in enumerate(items):
                 try:
-                    answers[number] = self._read(self._path(key), key, target)
+                    answers[number] = self._read(self._path(key), key, target, buffer, now)
                 except OSError as error:
                     if error.errno not in _GONE:
                         raise
@@ -316,24 +316,25 @@ class Files(LastCall):
         with self._accessing("delete from"):
             return self._space.remove([self._path(key) for key in dict.fromkeys(keys)])[0]
 
-    def _read(self, path: str, key: bytes, target: Pieces) -> bool:
+    def _read(self, path: str, key: bytes, target: Pieces, buffer: EntryBuffer, now: float) -> bool:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             status = os.fstat(file)
-            found = self._buffer.read(self._mover, file, status.st_size, key, target)
-            if not os.path.samestat(status, os.stat(path)):
+            found = buffer.read(self._mover, file, status.st_size, key, target)
+            named = os.stat(path)
+            if (named.st_ino, named.st_dev) != (status.st_ino, status.st_dev):
                 return False
             if found is None:
                 logger.warning("%s is not what was stored: removed", path)
                 self._space.remove([path])
                 return False
-            if found.labels.is_over(time.time()):  # whoever stored it has ended
+            if found.labels.is_over(now):  # whoever stored it has ended
                 self._space.remove([path])
                 self._forgotten([path])
                 return False
             fits = found.num_bytes == sum(map(len, target))
             if fits:
-                self._touch(file, status.st_mtime)
+                self._touch(file, status.st_mtime, now)
             return fits
         finally:
             os.close(file)
@@ -349,7 +350,7 @@ class Files(LastCall):
             status = status_of(path := self._path(key))
             stored.append(status is not None and status.st_size == num_bytes)
             if status is not None and stored[-1]:
-                self._touch(path, status.st_mtime)
+                self._touch(path, status.st_mtime, time.time())
         new = [n for n, there in enumerate(stored) if not there and sizes[n] <= most]
         if not new or not self._space.make(min(sum(sizes[n] for n in new), most), deadline):
             return stored
@@ -408,8 +409,8 @@ class Files(LastCall):
         buffer: EntryBuffer = self._mine.buffer
         return buffer
 
-    def _touch(self, file: int | str, mtime: float) -> None:
-        if time.time() - mtime >= self._touch_seconds:
+    def _touch(self, file: int | str, mtime: float, now: float) -> None:
+        if now - mtime >= self._touch_seconds:
             # Another user's: it serves, its age just says less.
             with suppress(OSError):
                 os.utime(file)

@@ -13,13 +13,14 @@ from __future__ import annotations
 import mmap
 import struct
 import time
+from binascii import hexlify
 from functools import lru_cache
 from typing import NamedTuple, Self
 
 import msgspec
 from msgspec import Struct
 
-from kvbaton.connectors.store import Hints, Pieces
+from kvbaton.connectors.store import KEY_BYTES, Hints, Pieces
 from kvbaton.connectors.stores.filesystem_mover import PAGE, FileMover
 
 HEADER_BYTES = 512
@@ -78,20 +79,39 @@ def start_of(num_bytes: int) -> int:
 
 def header(key: bytes, num_bytes: int, start: int, labels: EntryLabels = NO_LABELS) -> bytes:
     """What stands before an object that begins at `start`: one tensor ``object`` of U8."""
-    about, tensor = _texts(num_bytes)
-    told = {name: str(value) for name, value in labels._asdict().items() if value}
-    more = b"," + msgspec.json.encode(told)[1:-1] if told else b""
-    text = b"".join((about, key.hex().encode(), b'"', more, tensor))
-    room = start - _LENGTH.size
-    return _LENGTH.pack(room) + text.ljust(room)
+    before, spaces = _around(start)
+    return b"".join((before, key.hex().encode(), _behind_key(num_bytes, labels), spaces))
+
+
+_ABOUT = b'{"__metadata__":{"format":"kvbaton-object-2","key":"'
+_KEY_AT = _LENGTH.size + len(_ABOUT)
+_KEY_END = _KEY_AT + 2 * KEY_BYTES
 
 
 @lru_cache(maxsize=64)
-def _texts(num_bytes: int) -> tuple[bytes, bytes]:
-    """A header's text up to the key, and behind the labels."""
+def _around(start: int) -> tuple[bytes, bytes]:
+    """What a header that long has before the key, and behind its first `HEADER_BYTES`."""
+    return _LENGTH.pack(start - _LENGTH.size) + _ABOUT, b" " * (start - HEADER_BYTES)
+
+
+def _behind_key(num_bytes: int, labels: EntryLabels) -> bytes:
+    """The rest of a header's first `HEADER_BYTES`."""
+    told = {name: str(value) for name, value in labels._asdict().items() if value}
+    more = b"," + msgspec.json.encode(told)[1:-1] if told else b""
     tensor = f'{{"dtype":"U8","shape":[{num_bytes}],"data_offsets":[0,{num_bytes}]}}'
-    about = '{"__metadata__":{"format":"kvbaton-object-2","key":"'
-    return about.encode(), f'}},"object":{tensor}}}'.encode()
+    return b"".join((b'"', more, f'}},"object":{tensor}}}'.encode())).ljust(HEADER_BYTES - _KEY_END)
+
+
+@lru_cache(maxsize=64)
+def _found(behind_key: bytes, num_bytes: int) -> FoundEntry | None:
+    """What the rest of a header's first bytes tells; None if it is none of such an object.
+
+    Objects of one size that are told the same of have the same rest, so it is read once.
+    """
+    labels = labels_of(bytes(_LENGTH.size) + _ABOUT + behind_key)
+    if labels is None or behind_key != _behind_key(num_bytes, labels):
+        return None
+    return FoundEntry(num_bytes, labels)
 
 
 class _Head(Struct):
@@ -117,7 +137,8 @@ class EntryBuffer:
     """Memory for the header's pages and the object's first bytes; for one thread at a time."""
 
     def __init__(self) -> None:
-        self._pages = memoryview(mmap.mmap(-1, 2 * PAGE))  # begins at a page's border
+        self._memory = mmap.mmap(-1, 2 * PAGE)  # begins at a page's border
+        self._pages = memoryview(self._memory)
 
     def fill(self, key: bytes, source: Pieces, labels: EntryLabels) -> list[memoryview]:
         """All of an object's file, in pieces, valid until the next call."""
@@ -163,18 +184,19 @@ class EntryBuffer:
 
     def _check(self, key: bytes, num_bytes: int, start: int) -> FoundEntry | None:
         """What the header in our pages tells, if it is this object's."""
-        head = bytes(self._pages[:start])
-        if head == header(key, num_bytes, start):
-            return FoundEntry(num_bytes, NO_LABELS)
-        labels = labels_of(head)
-        if labels is None or head != header(key, num_bytes, start, labels):
+        head, (before, spaces) = self._memory[:start], _around(start)
+        if not (head.startswith(before) and head.endswith(spaces)):
             return None
-        return FoundEntry(num_bytes, labels)
+        if head[_KEY_AT:_KEY_END] != hexlify(key):
+            return None
+        return _found(head[_KEY_END:HEADER_BYTES], num_bytes)
 
 
 def _cut(pieces: Pieces, start: int, num_bytes: int) -> tuple[Pieces, Pieces]:
     """Pieces up to the first border of a page, and the rest: none, or all, of an unaligned."""
     lead = num_bytes % PAGE if (start + num_bytes) % PAGE == 0 else 0
+    if not lead:
+        return [], pieces
     rest = list(pieces)
     first = list[memoryview]()
     for number, piece in enumerate(pieces):
