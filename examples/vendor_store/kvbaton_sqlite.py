@@ -99,7 +99,9 @@ class Database:
             rows = connection.execute(
                 f"SELECT key, sum, data FROM objects WHERE key IN ({marks})", keys
             )
-            found = {key: data for key, total, data in rows if checksum(data) == total}
+            found = {
+                key: data for key, total, data in rows if xxh3_64_intdigest(data) >> 1 == total
+            }
         return [_fill(target, found.get(key)) for key, target in zip(keys, targets, strict=True)]
 
     def put(self, key: bytes, source: Pieces) -> bool:
@@ -177,6 +179,9 @@ def checksum(data: bytes) -> int:
 def _fill(target: Pieces, data: bytes | None) -> bool:
     if data is None or len(data) != sum(map(len, target)):
         return False
+    if len(target) == 1:
+        target[0][:] = data
+        return True
     rest = memoryview(data)
     for piece in target:
         piece[:] = rest[: len(piece)]

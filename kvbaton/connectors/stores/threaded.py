@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 from weakref import WeakSet
 
@@ -329,15 +330,8 @@ class Moves(Future[list[bool]]):
     ) -> None:
         super().__init__()
         self.set_running_or_notify_cancel()
-        self._waiting = deque[slice]()
+        self._waiting = deque(_batches([item[1] for item in items], limit))
         """What no thread has taken yet."""
-        start = num_bytes = 0
-        for end, item in enumerate(items, 1):
-            num_bytes += sum(map(len, item[1]))
-            full = end - start == limit.objects or num_bytes >= limit.num_bytes
-            if full or end == len(items):
-                self._waiting.append(slice(start, end))
-                start, num_bytes = end, 0
         self._answers = [False] * len(items)
         self._lock = threading.Lock()
         self._error: BaseException | None = None
@@ -382,6 +376,21 @@ class Moves(Future[list[bool]]):
         for worker in self._workers:
             worker.cancel()
         return False
+
+
+def _batches(many: Sequence[Pieces], limit: BatchLimit) -> Iterator[slice]:
+    """Cut objects into what a thread takes at a time."""
+    total = sum(map(len, chain.from_iterable(many)))
+    if 0 < len(many) <= limit.objects and total < limit.num_bytes:
+        yield slice(0, len(many))  # a prompt's: not worth to look at each
+        return
+    start = num_bytes = 0
+    for end, pieces in enumerate(many, 1):
+        num_bytes += sum(map(len, pieces))
+        full = end - start == limit.objects or num_bytes >= limit.num_bytes
+        if full or end == len(many):
+            yield slice(start, end)
+            start, num_bytes = end, 0
 
 
 SEAL_BYTES = 16
