@@ -67,13 +67,13 @@ class Certificate:
     cases: Sequence[Outcome]
 
 
-def certify(subject: Subject, speed: Speed, limit: float = 120.0) -> tuple[Certificate, int]:
+def certify(subject: Subject, speed: Speed, limit: float | None = None) -> tuple[Certificate, int]:
     """Run all cases, and measure; the certificate, and the exit status of `check_all`.
 
     Args:
         subject: what to check.
         speed: see `Speed`.
-        limit: seconds after which a case has failed.
+        limit: seconds after which a case has failed; None for that of `Subject.run`.
 
     Raises:
         ConfigError: it can't be built or opened.

@@ -34,7 +34,16 @@ from kvbaton.testing import (
     transport_cases,
     transport_processes,
 )
-from kvbaton.testing.kit import LEVELS, Case, CaseFailure, CaseVerdict, Kit, Outcome, run_case
+from kvbaton.testing.kit import (
+    LEVELS,
+    Case,
+    CaseFailure,
+    CaseVerdict,
+    Kit,
+    Outcome,
+    run_case,
+    tasks_per_core,
+)
 from kvbaton.testing.store_rig import LEAST_CAPACITY, STORE_KIT, BackDoor, StoreRig
 from kvbaton.testing.transport_rig import TRANSPORT_KIT, pair_of
 
@@ -50,6 +59,8 @@ SCHEMA = 2
 EXCLUDED = "excluded"
 """Begins the text of a case that was not run since the connector's author says why not."""
 
+LIMIT_S = 120.0
+"""For a case."""
 SLOW_S = 10.0
 """A case that takes longer is told apart."""
 
@@ -72,7 +83,8 @@ class Subject:
         back_door: makes a store's back door of the opened store; None if it has none.
         depth: multiplies examples, repetitions and seconds.
         seed: of everything random but the keys.
-        patience: seconds for which any one answer is waited for.
+        patience: seconds for which any one answer is waited for, on a machine that is not busy: see
+            `tasks_per_core`.
         naming: names the objects of a `store_objects.Owner`; None for kvbaton's own way.
         exclusions: cases that are not run, and why: the connector's author says so.
     """
@@ -111,16 +123,20 @@ class Subject:
 
     def rig(self) -> AbstractContextManager[Any]:
         """A fresh rig, opened when it is entered."""
-        pressure: Any = {"seed": self.seed, "depth": self.depth, "patience": self.patience}
+        patience = self.patience * tasks_per_core()
+        pressure: Any = {"seed": self.seed, "depth": self.depth, "patience": patience}
         if self.kind == "store":
             return StoreRig(self.spec, back_door=self.back_door, naming=self.naming, **pressure)
         return pair_of(self.spec, **pressure)
 
-    def run(self, case: Case[Any], limit: float = 120.0) -> Outcome:
-        """Run one case over a fresh rig, unless it is excluded."""
+    def run(self, case: Case[Any], limit: float | None = None) -> Outcome:
+        """Run one case over a fresh rig, unless it is excluded.
+
+        `limit` is in seconds; None for `LIMIT_S`, on a machine that is not busy.
+        """
         if (reason := self.exclusions.get(case.id)) is not None:
             return Outcome(case.id, case.law, CaseVerdict.SKIPPED, f"{EXCLUDED}: {reason}")
-        return run_case(case, self.rig, limit)
+        return run_case(case, self.rig, limit or LIMIT_S * tasks_per_core())
 
     def probe(self) -> None:
         """See that it can be built and opened at all.
@@ -265,7 +281,7 @@ def main(
     back_door: str | None = None,
     depth: int = 1,
     seed: int = 0,
-    limit: float = 120.0,
+    limit: float | None = None,
     json_path: Path | None = None,
     only: Sequence[str] = (),
     exclude: Sequence[str] = (),
@@ -281,7 +297,7 @@ def main(
         back_door: ``package.module:Class`` of a `BackDoor`, for stores.
         depth: multiplies examples, repetitions and seconds.
         seed: of everything random but the keys, which are new in every run.
-        limit: seconds after which a case has failed.
+        limit: seconds after which a case has failed; None for that of `Subject.run`.
         json_path: where to write the report as JSON.
         only: texts, one of which is in the name of each case to run; all cases if there are none.
         exclude: see `make_subject`.
@@ -314,7 +330,11 @@ def end(outcomes: Sequence[Outcome], status: int) -> None:
 
 
 def check_all(
-    subject: Subject, cases: Sequence[Case[Any]], *, limit: float, stop_at_failure: bool = False
+    subject: Subject,
+    cases: Sequence[Case[Any]],
+    *,
+    limit: float | None,
+    stop_at_failure: bool = False,
 ) -> tuple[list[Outcome], int, str]:
     """Run cases and print each; the outcomes, an exit status as of `main`, and the verdict.
 

@@ -39,6 +39,8 @@ LEVELS = ("API", "data", "concurrency", "crash", "identity", "soak")
 """What each level is about."""
 
 HERE = Path(__file__).parent
+SLOWER = 10.0
+"""So many times as long as what a connector did before took, for as much, is slow, and not hung."""
 THREAD = "kvbaton-case"
 """Begins the name of each thread that runs a case; one that is still there hangs."""
 
@@ -293,6 +295,15 @@ def allocated_bytes() -> int | None:
     sizes = {part.get("type"): int(part.get("size", 0)) for part in told.findall("total")}
     (taken,) = (part for part in told.findall("system") if part.get("type") == "current")
     return int(taken.get("size", 0)) - sizes["fast"] - sizes["rest"] + sizes["mmap"]
+
+
+def tasks_per_core() -> float:
+    """How many tasks wanted each of our cores in the last minute; 1.0 if they were not all busy.
+
+    Whatever a connector needs takes so many times as long as on an idle machine, hence deadlines
+    that tell a slow answer from none are longer by it.
+    """
+    return max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
 
 
 def resident_bytes() -> int:

@@ -225,11 +225,12 @@ def eviction_during_load(rig: StoreRig) -> None:
     """An object that makes room for others while it is loaded arrives whole, or is a miss."""
     size = max(1, (rig.store.usage().capacity or 0) // 12)
     for _ in range(3 * rig.depth):
-        objects, others = rig.objects([size] * 4), rig.objects([size] * 12)
+        objects, others, more = (rig.objects([size] * count) for count in (4, 7, 5))
         rig.ask_store(objects)
+        rig.ask_store(others)  # the next one finds no room
         targets = [bytearray(size) for _ in objects]
         load = rig.store.load(list(objects), views(targets))
-        rig.ask_store(others)
+        rig.ask_store(more)
         answers = rig.wait(load, "a load of what is being evicted")
         for there, target, data in zip(answers, targets, objects.values(), strict=True):
             if there:

@@ -19,7 +19,7 @@ import numpy as np
 from kvbaton.connectors.registry import load_store
 from kvbaton.connectors.store import Forgetting, Pieces, Registering, Store
 from kvbaton.errors import StoreError
-from kvbaton.testing.kit import CaseFailure, Kit, require
+from kvbaton.testing.kit import SLOWER, CaseFailure, Kit, require
 
 T = TypeVar("T")
 STORE_KIT = Kit["StoreRig"]()
@@ -27,6 +27,8 @@ case = STORE_KIT.case
 
 SMALL_CAPACITY = 128 << 20
 """The kit fills a store only if it holds no more than this."""
+MANY_BYTES = 1 << 20
+"""A store of so many tells how long others take."""
 LEAST_CAPACITY = 16_000_000
 """A store that holds less has no room for what the cases keep at a time."""
 
@@ -92,6 +94,8 @@ class StoreRig:
         self._nonce = os.urandom(16)
         self._numbers = itertools.count()
         self._opened: list[Store] = []
+        self._seconds_per_byte = 0.0
+        """Of the slowest that the store has kept in this case."""
 
     def __enter__(self) -> Self:
         self._temporary = tempfile.TemporaryDirectory(prefix="kvbaton-kit-")
@@ -189,24 +193,25 @@ class StoreRig:
 
     # --- questions with answers ---
 
-    def wait(self, future: Future[T], what: str) -> T:
+    def wait(self, future: Future[T], what: str, within: float | None = None) -> T:
         """The answer; errors of the store pass through.
 
         Raises:
             CaseFailure: there is none in time.
         """
-        self.settle([future], what)
+        self.settle([future], what, within)
         return future.result()
 
-    def settle(self, futures: Sequence[Future[T]], what: str) -> None:
-        """Wait until all are done, however they end."""
-        deadline = time.monotonic() + self.patience
+    def settle(self, futures: Sequence[Future[T]], what: str, within: float | None = None) -> None:
+        """Wait until all are done, however they end: `patience`, or so many seconds."""
+        patience = within or self.patience
+        deadline = time.monotonic() + patience
         for future in futures:
             # Not `futures.wait`: to that, a future is not done by `cancel` alone.
             done = threading.Event()
             future.add_done_callback(lambda _, done=done: done.set())  # type: ignore[misc]
             in_time = done.wait(max(0.0, deadline - time.monotonic()))
-            require(in_time, f"{what}: a future is not done after {self.patience:g} s")
+            require(in_time, f"{what}: a future is not done after {patience:.3g} s")
 
     def end(self, future: Future[T], what: str) -> T | None:
         """The answer, or None if it was cancelled or ended by a `StoreError`, both allowed here."""
@@ -216,9 +221,19 @@ class StoreRig:
             return None
 
     def ask_store(self, objects: Mapping[bytes, bytes], store: Store | None = None) -> list[bool]:
-        """Store objects; the answers."""
+        """Store objects; the answers.
+
+        If at the pace of what the store kept before they take long, they get that time `SLOWER`
+        times, rather than `patience`.
+        """
         sources = [[memoryview(data)] for data in objects.values()]
-        return self.wait((store or self.store).store(list(objects), sources), "store")
+        num_bytes, start = sum(map(len, objects.values())), time.monotonic()
+        within = max(self.patience, SLOWER * num_bytes * self._seconds_per_byte)
+        answers = self.wait((store or self.store).store(list(objects), sources), "store", within)
+        if num_bytes >= MANY_BYTES:
+            taken = (time.monotonic() - start) / num_bytes
+            self._seconds_per_byte = max(self._seconds_per_byte, taken)
+        return answers
 
     def put(self, objects: Mapping[bytes, bytes], store: Store | None = None) -> None:
         """Store objects; all must be kept."""

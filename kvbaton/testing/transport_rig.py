@@ -107,22 +107,23 @@ class Pair:
         self.notices += [notice.payload for notice in self.target.notices()]
         self.source.notices()
 
-    def wait(self, done: Callable[[], bool], what: str) -> None:
-        """Poll until `done`, within a deadline."""
-        limit = time.monotonic() + self.patience
+    def wait(self, done: Callable[[], bool], what: str, within: float | None = None) -> None:
+        """Poll until `done`, within so many seconds, or `patience`."""
+        patience = within or self.patience
+        limit = time.monotonic() + patience
         while not done():
             self.poll()
             if time.monotonic() > limit:
-                raise CaseFailure(f"{what}: not within {self.patience:g} s")
+                raise CaseFailure(f"{what}: not within {patience:.3g} s")
 
-    def finish(self, handle: Handle) -> Status:
+    def finish(self, handle: Handle, within: float | None = None) -> Status:
         """Poll until a write is no longer pending."""
-        self.wait(lambda: handle.status() is not Status.PENDING, "a write must end")
+        self.wait(lambda: handle.status() is not Status.PENDING, "a write must end", within)
         return handle.status()
 
-    def complete(self, handle: Handle) -> None:
+    def complete(self, handle: Handle, within: float | None = None) -> None:
         """Poll until a write is done; any other end is a failure."""
-        status = self.finish(handle)
+        status = self.finish(handle, within)
         require(status is Status.DONE, f"a write ended {status.name}: {handle.error()}")
         handle.release()
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from kvbaton.testing import check
 from kvbaton.testing.check import Subject
 from tests.conformance.broken_support import expect_caught, expect_first_failure, first_failure
 from tests.connectors_broken.extras import BROKEN_EXTRAS
@@ -27,6 +28,12 @@ def with_files(broken: type[BrokenFilesystem]) -> Subject:
 
 def with_names(name: str) -> Subject:
     return Subject("memory", "store", patience=PATIENCE_S, naming=BROKEN_NAMES[name][0])
+
+
+@pytest.fixture(autouse=True)
+def patience_is_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of them hang for seconds, which a busy machine's patience would outlast."""
+    monkeypatch.setattr(check, "tasks_per_core", lambda: 1.0)
 
 
 IN_MEMORY = BROKEN | BROKEN_EXTRAS

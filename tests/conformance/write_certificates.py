@@ -62,7 +62,7 @@ TIERED = (
 CONNECTORS = dict.fromkeys(SMALL, "connectors for vLLM do not tell how much they hold") | {
     "L3.spoiled-objects": "a spoiled block is a miss, but a connector can't be told to forget it"
 }
-SQLITE = 'kvbaton_sqlite:SqliteStore:{"path": "{tmp}/objects.db", "max_bytes": 100000000}'
+SQLITE = 'kvbaton_sqlite:SqliteStore:{"path": "{tmp}/objects.db", "max_bytes": 67108864}'
 
 
 def _sqlite_door(store: Any) -> Any:
@@ -82,7 +82,7 @@ def _server(name: str) -> Iterator[str]:
 @contextmanager
 def _s3() -> Iterator[str]:
     with running(s3_server()) as S3BackDoor.server:
-        yield S3BackDoor.server.spec(timeout_s=8.0, retry_s=1.0, claims=True)
+        yield S3BackDoor.server.spec(timeout_s=15.0, retry_s=1.0, claims=True)
 
 
 @contextmanager
