@@ -136,6 +136,7 @@ CALL_SYNTAXES = {
 """By the names that vLLM gives their parsers."""
 
 _WHOLE = regex.compile(r"\s*+\[?+\s*+(?=\{)")
+_MARK = re.compile(f"[{MARKS}]")
 _STRUCTURE = re.compile(rf'["{{}}\\{MARKS}]')
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 _ALPHANUMERIC = string.ascii_letters + string.digits
@@ -159,10 +160,12 @@ class TaggedFormat(OutputFormat):
         marks = {tag: chr(FIRST_MARK + i) for i, tag in enumerate(tags)}
         self._marks = {tag: m for tag, m in marks.items() if tag in tokenizer.added_tokens}
         self.tags = {ord(mark): tag for tag, mark in self._marks.items()}
+        self.marks_all = len(self._marks) == len(tags)
+        self.has_bare = syntax is not None and syntax.bare
         opens = [rf"(?P<begin>{syntax.begin})"] if syntax else []
         if syntax and syntax.ignored:
             opens.append(rf"(?P<ignored>{syntax.ignored})")
-        bare = [r"(?P<bare>\A\s*+(?=\{))"] if syntax and syntax.bare else []
+        bare = [r"(?P<bare>\A\s*+(?=\{))"] if self.has_bare else []
         think = [rf"(?P<think>\A\s*+«{reasoning[0]}»)"] if reasoning else []
         self.text = self._any(opens)
         self.first_text = self._any(bare + opens)
@@ -275,7 +278,11 @@ class TaggedParser(OutputParser):
             pattern = form.first if self._first else form.first_text
         else:
             pattern = form.text
-        found = pattern.search(held, partial=not self._last) if pattern else None
+        if pattern and held.isspace() and not self._last:
+            return False
+        found = None  # most pieces have no mark
+        if pattern and (self._may_begin_otherwise() or _MARK.search(held)):
+            found = pattern.search(held, partial=not self._last)
         if found is None or found.partial:
             end = len(held) if found is None else found.start()
             if pattern and not self._last:
@@ -296,6 +303,10 @@ class TaggedParser(OutputParser):
             self._kind = "content"
         return True
 
+    def _may_begin_otherwise(self) -> bool:
+        """Whether what is no mark may be a tag, or begin a call."""
+        return not self._form.marks_all or (self._form.has_bare and self._empty)
+
     def _say(self, text: str) -> None:
         if self._after_tag:
             text = text.lstrip()
@@ -308,6 +319,8 @@ class TaggedParser(OutputParser):
     def _read_head(self) -> bool:
         """Of a call, up to its arguments."""
         waits = False
+        if self._held.isspace() and not self._last:
+            return False
         for head, tail in self._form.heads:
             found = head.match(self._held, partial=not self._last)
             if found is not None and not found.partial:
