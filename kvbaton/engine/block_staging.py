@@ -22,8 +22,10 @@ from kvbaton.connectors.store import AnyPieces, Pieces
 HOST_BYTES = 256 << 20
 """Pinned for all batches together, if blocks are not larger."""
 FEWEST_SLOTS = 8
-DEVICE_BATCH_BYTES = 64 << 20
+DEVICE_BATCH_BYTES = 128 << 20
 """Of a store that reaches a device's blocks: the sums of one batch are made beside the next."""
+LOADS_TOGETHER = 3
+"""Batches of one load: the store reads one, one is copied, and sums of another are made."""
 
 
 class StagedBlocks(Protocol):
@@ -56,6 +58,11 @@ class BlockStaging(Protocol):
     @property
     def max_blocks(self) -> int:
         """Most blocks of one batch."""
+        ...
+
+    @property
+    def loads_together(self) -> int:
+        """Batches of one load."""
         ...
 
     @property
@@ -108,6 +115,7 @@ class CpuBlockStaging:
     """
 
     max_blocks = 1 << 20
+    loads_together = LOADS_TOGETHER
 
     def __init__(self, forms: Sequence[ObjectForm], memories: Sequence[Sequence[Memory]]) -> None:
         self._forms = forms
@@ -147,6 +155,9 @@ class DeviceBlockStaging:
         forms: of objects, one per group; without replicas, which a store knows nothing of.
         memories: per rank, the memory of its pools.
     """
+
+    loads_together = 2
+    """The store copies one, and sums of the other are made; three took more of the interpreter."""
 
     def __init__(self, forms: Sequence[ObjectForm], memories: Sequence[Sequence[Memory]]) -> None:
         self._forms, self._memories = forms, memories
@@ -230,6 +241,8 @@ class PinnedBlockStaging:
         forms: of objects, one per group; their runs are in the only region of each rank.
         pools: per rank, the blocks of its pool, [blocks, bytes] uint8.
     """
+
+    loads_together = LOADS_TOGETHER
 
     def __init__(self, forms: Sequence[ObjectForm], pools: Sequence[Tensor]) -> None:
         self._forms = forms

@@ -39,8 +39,6 @@ REGISTER_S = 600.0
 """To pin memory takes about a second for some gigabytes."""
 CLOSE_S = 3.0
 """A store that closes no sooner is left behind."""
-LOADS_TOGETHER = 3
-"""Batches of one load: the store reads one, one is copied, and sums of another are made."""
 NAMESPACE_DIGITS = 16
 PROBE_BYTES = 8 << 20
 """Of the objects that a probe loads, if there are more than one."""
@@ -427,7 +425,8 @@ class StoreWorker:
                         return
             order.unanswered += len(parts[number].keys)
 
-        yield from self._loop.side_by_side(map(load, range(len(parts))), LOADS_TOGETHER)
+        jobs = map(load, range(len(parts)))
+        yield from self._loop.side_by_side(jobs, self._staging.loads_together)
         self._loads.pop(order, None)
         order.good += itertools.chain.from_iterable(answers)
         order.corrupt, order.seconds = len(corrupt), time.monotonic() - began

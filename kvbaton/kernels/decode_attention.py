@@ -10,10 +10,10 @@ import torch
 
 from kvbaton.kernels.jit import (
     jit,
+    launch_next,
     next_power_of_2,
     tl,
     use_triton,
-    wait_for_inputs,
 )
 from kvbaton.kernels.paged_attention import (
     cap_logits,
@@ -190,7 +190,7 @@ def _tile(block_d: int, element_size: int) -> tuple[int, dict[str, int]]:
     return 64, {"num_stages": 3, "num_warps": 4, "maxnreg": 128}
 
 
-@jit(early=True)
+@jit()
 def _kernel(
     query: tl.tensor,
     key_cache: tl.tensor,
@@ -222,7 +222,7 @@ def _kernel(
     HAS_SINKS: tl.constexpr,
 ) -> None:
     """One program: one split of one sequence for the query heads of one KV head."""
-    wait_for_inputs()
+    launch_next()
     head = tl.program_id(0)
     sequence = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
@@ -307,7 +307,7 @@ def share_keys(
     return first, tile_first, tiles, share, used
 
 
-@jit(early=True)
+@jit()
 def merge_kernel(
     parts: tl.tensor,
     lse: tl.tensor,
@@ -322,7 +322,7 @@ def merge_kernel(
     CHUNKED: tl.constexpr,
 ) -> None:
     """One program merges the parts of BLOCK_D features of a sequence's head; lse is to base 2."""
-    wait_for_inputs()
+    launch_next()
     length = tl.load(context_lens + tl.program_id(0))
     _first, _tile_first, _tiles, _part, used = share_keys(
         length, SPLITS, MIN_TILES, BLOCK_N, WINDOW, CHUNKED
