@@ -10,6 +10,7 @@ import multiprocessing.process
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -33,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
 START_TIMEOUT_S = 600.0
+GIL_SWITCH_S = 0.0005
+"""Python's own 5 ms are a whole step: so long would the core's thread, back from a step, wait for
+the interpreter while the transfer thread takes in a prompt (measured: 5.2 ms at p95 become 0.7)."""
 LAST_WORDS_S = 1.0
 """A child that dies tells why: a lost connection to it ends its requests only after this."""
 
@@ -75,6 +79,7 @@ def core_main(
     """
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.setswitchinterval(GIL_SWITCH_S)
     logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     frontends: FrontendServer | None = None
     try:

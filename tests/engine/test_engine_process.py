@@ -1,0 +1,57 @@
+"""The engine core's own process."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvbaton.engine.build import ConnectorContext
+from kvbaton.engine.config import EngineConfig
+from kvbaton.engine.executor import Executor
+from kvbaton.engine.kv_connector import KVConnector
+from kvbaton.engine.process import EngineProcess
+from kvbaton.engine.scheduler import Scheduler
+from kvbaton.types import NodeId
+from tests.support.engine_node import ENGINE
+
+
+class Interpreter(KVConnector):
+    """Tells of the process in which it lives."""
+
+    name = "interpreter"
+
+    def gauges(self) -> dict[str, float]:
+        return {"switch_interval": sys.getswitchinterval(), "pid": float(os.getpid())}
+
+
+@dataclass(frozen=True)
+class InterpreterFactory:
+    sends_blocks = False
+
+    @property
+    def items(self) -> InterpreterFactory:
+        return self
+
+    def __call__(
+        self, executor: Executor, scheduler: Scheduler, surroundings: ConnectorContext
+    ) -> Sequence[KVConnector]:
+        return [Interpreter()]
+
+
+async def test_the_cores_thread_waits_less_than_a_step_for_another_one(
+    checkpoint: Callable[..., Path],
+) -> None:
+    config = EngineConfig(model=str(checkpoint()), **ENGINE)
+    node = NodeId("n", os.urandom(16))
+    engine = await EngineProcess.start(config, [InterpreterFactory()], node=node)
+    try:
+        await engine.command("metrics")
+        assert engine.metrics is not None
+        gauges = engine.metrics.gauges
+        assert gauges["pid"] != os.getpid()
+        assert gauges["switch_interval"] < 0.001 < sys.getswitchinterval()
+    finally:
+        await engine.shutdown(0.0)
