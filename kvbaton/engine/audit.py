@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
+from operator import ne
 
 import numpy as np
 import numpy.typing as npt
@@ -44,7 +46,7 @@ def audit(
     references = np.zeros(pool.num_blocks, np.int64)
     strangers = np.zeros(pool.num_blocks, np.bool_)
     for g in range(len(scheduler.blocks.groups)):
-        held = _times(pool, (block for tables in held_tables for block in tables[g]))
+        held = _times(pool, chain.from_iterable(tables[g] for tables in held_tables))
         references += held
         strangers |= (held > 0) & (np.frombuffer(pool.group, np.int64) != g)
     references[NULL_BLOCK] = strangers[NULL_BLOCK] = 0
@@ -59,8 +61,10 @@ def audit(
         found[kind] += int(np.count_nonzero(held != np.frombuffer(counter, np.int64)))
         owned |= held > 0
     owned[NULL_BLOCK] = True  # on no list either
-    cached = [(key, block) for by_key in pool.by_key for key, block in by_key.items()]
-    keyed = _times(pool, (block for _, block in cached)) > 0
+    # A pool has 50,000 blocks, and the core stands still meanwhile: no loop over them is Python's.
+    names = list(chain.from_iterable(pool.by_key))
+    cached = list(chain.from_iterable(by_key.values() for by_key in pool.by_key))
+    keyed = _times(pool, cached) > 0
     waiting = np.frombuffer(pool.fences, np.int64) > pool.updated
     wanted = {
         "free": ~owned & ~waiting & ~keyed,
@@ -71,8 +75,8 @@ def audit(
     for name, listed in pool.lists().items():
         wrong |= _times(pool, listed) != wanted[name]
     found["lists"] += int(np.count_nonzero(wrong))
-    one_way = sum(pool.keys[block] != key for key, block in cached)
-    named = sum(key is not None for key in pool.keys)
+    one_way = sum(map(ne, map(pool.keys.__getitem__, cached), names))
+    named = len(pool.keys) - pool.keys.count(None)
     found["keys"] += one_way + abs(named - len(cached))
     return found
 
