@@ -44,8 +44,8 @@ COMMANDS = ("drain", "members", "state", "start_profile", "stop_profile")
 def nodes(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Node]]:
     """One with a cluster key, one without, each with two HTTP processes."""
     cluster = Cluster(tmp_path_factory.mktemp("frontends"), model)
-    keyed = cluster.start_node("decode", "keyed", {"cluster-key": KEY, "workers": "2"}, fresh=True)
-    plain = cluster.start_node("decode", "plain", {"workers": "2"}, fresh=True)
+    keyed = cluster.start_node("decode", "keyed", {"cluster-key": KEY, "workers": "2"})
+    plain = cluster.start_node("decode", "plain", {"workers": "2"})
     cluster.until_up(keyed, plain)
     yield keyed, plain
     keyed.kill()  # its core may have been killed

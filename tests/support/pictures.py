@@ -143,6 +143,18 @@ class Pictures:
             self._generated[asked] = out[0, len(prompt.ids) :].tolist()
         return self._generated[asked]
 
+    def greedy_along(self, prompt: Prompt, tokens: Sequence[int], count: int) -> list[int]:
+        """The likeliest token after a prompt, and after each of `count` tokens but the last.
+
+        They are these tokens exactly if transformers generates them greedily: one forward pass
+        tells, where `generate` takes one a token.
+        """
+        assert len(tokens) == count
+        if self.vision.image_token_id in tokens:  # here it would be taken for a picture
+            return self.generate(prompt, count)
+        likeliest: list[int] = self.logits(prompt, tokens).argmax(-1).tolist()
+        return likeliest
+
     def logits(self, prompt: Prompt, generated: Sequence[int]) -> torch.Tensor:
         """Of the tokens after the prompt's last one and after each but the last generated."""
         with torch.inference_mode():
