@@ -107,7 +107,8 @@ class Decode(Struct, frozen=True):
         itl_s: between two tokens on average, prompts that are computed there meanwhile included.
         step_s: of a step that decodes only.
         others_s: between two tokens of the sequences that are there, without this one.
-        backlog_s: that prompts take which are there already and come in between.
+        queued_s: that prompts take which are there already.
+        backlog_s: what is left of that when this one is generated.
         prefill_share: of the node's time that prompts take, of late.
         chunk_s: of a step that is full of a prompt.
         slower_s: what each step takes longer for one more sequence.
@@ -118,6 +119,7 @@ class Decode(Struct, frozen=True):
     itl_s: float
     step_s: float
     others_s: float
+    queued_s: float
     backlog_s: float
     prefill_share: float
     chunk_s: float
@@ -377,11 +379,13 @@ class CostModel:
         free = node.load.get("free_blocks")
         room = free is None or free * node.block_size >= num_tokens
         step_s, share = speed.step_s + after, self.prefill_share(node)
-        backlog_s = max(0.0, load.prefill_us / 1e6 - after_s)
+        queued_s = load.prefill_us / 1e6
+        backlog_s = max(0.0, queued_s - after_s)
         return Decode(
             itl_s=max(step_s / (1 - share), step_s + backlog_s / output_tokens),
             step_s=step_s,
             others_s=(speed.step_s + before) / (1 - share),
+            queued_s=queued_s,
             backlog_s=backlog_s,
             prefill_share=share,
             chunk_s=step_s + speed.prefill_s(speed.step_tokens, 0),

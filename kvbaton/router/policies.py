@@ -219,18 +219,33 @@ class Threshold(PrefixAware):
         return Route(node, cached=options.hit(node))
 
 
+class _KeptApart(PrefixAware):
+    """Where nodes may do both, those that generate compute no prompts as long as others can."""
+
+    @override
+    def target_rank(self, options: Options, target: NodeInfo) -> Rank:
+        load = options.load(target)
+        goes_on = target.role == "any" and 0 < load.sequences < SATURATED_SEQUENCES
+        return bool(load.prompt_tokens), not goes_on, *super().target_rank(options, target)
+
+    @override
+    def pair_rank(self, options: Options, pair: Pair) -> Rank:
+        return options.load(pair[0]).sequences > 0, *super().pair_rank(options, pair)
+
+
 class LeastCost(Policy):
     """The least seconds for the request and for those already there, as `CostModel` predicts them.
 
     A request waits for its first token and for as many more as requests have of late. With
     objectives (``--ttft-slo``, ``--itl-slo``) each request that is expected to miss one counts as
     many seconds more, by how likely that is; so a request that is late anyway goes where it makes
-    nobody else late. While no node has measured anything it chooses as `PrefixAware`.
+    nobody else late. While no node has measured anything it chooses as `PrefixAware`, and keeps
+    nodes apart that generate.
     """
 
     def __init__(self, settings: RoutingPolicy, costs: CostModel) -> None:
         super().__init__(settings, costs)
-        self._unmeasured = PrefixAware(settings, costs)
+        self._unmeasured = _KeptApart(settings, costs)
 
     @override
     def choose(self, options: Options) -> Route:
@@ -266,10 +281,14 @@ class _Prices:
     def __init__(self, options: Options, costs: CostModel, settings: RoutingPolicy) -> None:
         self._options = options
         self._costs = costs
-        self._ttft_slo, self._itl_slo = settings.ttft_slo, settings.itl_slo
+        self._ttft_slo, self._itl_slo = _seconds(settings.ttft_slo), _seconds(settings.itl_slo)
         self._output_tokens = options.output_tokens(costs)
+        # Texts of few tokens, half of all, are so much fewer among those that are there as they
+        # are sooner over.
+        self._short = min(costs.output_tokens, costs.short_output)
+        self._short_share = self._short / (2 * costs.output_tokens)
         self._prefills: dict[str, tuple[Prefill, float]] = {}
-        self._decodes: dict[str, Decode] = {}
+        self._decodes: dict[str, tuple[Decode, float, float]] = {}
 
     def cheapest_pair(self) -> tuple[float, Pair | None]:
         """The cheapest pair and its seconds; of several the first.
@@ -281,14 +300,15 @@ class _Prices:
         options, costs = self._options, self._costs
         targets = []
         for place, node in enumerate(options.pairs.targets):
-            least, queued_s = self._generate(self._decode(node), 0.0), options.queued_s(node)
+            decode, own, _ = self._decode(node)
+            delay = self._delay(node, decode.sequences, decode.slower_s, 0.0)
             held_s = options.held_s(costs, node)
-            targets.append((least, place, node, queued_s, held_s, options.new(node)))
+            targets.append((own + delay, place, node, decode, delay, held_s, options.new(node)))
         targets.sort(key=_bound_and_place)
         sources = []
         for place, (node, able) in enumerate(options.pairs.sources):
             expected, cost = self._prefill(node)
-            delay = self._delay_of_source(node, expected)
+            delay = self._delay(node, expected.decoding, 0.0, expected.work_s)
             sources.append((cost + delay, place, node, able, expected, cost, delay))
         sources.sort(key=_bound_and_place)
         cheapest, place_of = math.inf, (0, 0)
@@ -297,15 +317,15 @@ class _Prices:
             if before + targets[0][0] > cheapest:
                 break
             ttft_s = expected.ttft_s
-            for after, spot, target, queued_s, held_s, new in targets:
+            for after, spot, target, decode, others, held_s, new in targets:
                 bound = before + after
                 if bound > cheapest:
                     break
                 if target.node_id not in able or (bound == cheapest and (place, spot) > place_of):
                     continue
                 total = cost + (delay + costs.handover(source, target))
-                if queued_s > ttft_s:  # what is left of it then comes in between
-                    after = self._generate(options.decode(costs, target, ttft_s), 0.0)
+                if decode.queued_s > ttft_s:  # what is left of it then comes in between
+                    after = self._own(options.decode(costs, target, ttft_s)) + others
                 total += after
                 # Its last blocks come while the target is in a step, and then wait for the next.
                 total += max(costs.wire_s(source, target, new, expected), held_s - ttft_s)
@@ -320,7 +340,8 @@ class _Prices:
         others = [node for node in singles if node.role != "prefill"]
         for node in others or singles:  # a prefill node generates if nobody else can
             expected, cost = self._prefill(node)
-            cost += self._generate(self._decode(node), expected.work_s)
+            decode, own, _ = self._decode(node)
+            cost += own + self._delay(node, decode.sequences, decode.slower_s, expected.work_s)
             if cost < cheapest:
                 cheapest, single = cost, node
         return cheapest, single
@@ -360,59 +381,65 @@ class _Prices:
             found = self._prefills[node.node_id] = expected, cost
         return found
 
-    def _decode(self, node: NodeInfo) -> Decode:
-        """Of a node that generates once all prompts there are computed."""
+    def _decode(self, node: NodeInfo) -> tuple[Decode, float, float]:
+        """Of a node that generates once all prompts there are computed.
+
+        Returns:
+            What is expected, what it costs the request, and what a sequence there may miss anyway.
+        """
         found = self._decodes.get(node.node_id)
         if found is None:
-            found = self._options.decode(self._costs, node, math.inf)
-            self._decodes[node.node_id] = found
+            decode = self._options.decode(self._costs, node, math.inf)
+            anyway = self._missed_there(decode.others_s, decode.queued_s)
+            found = self._decodes[node.node_id] = decode, self._own(decode), anyway
         return found
 
-    def _generate(self, decode: Decode, work_s: float) -> float:
-        """For the request, and for the sequences there, which may wait for its prompt."""
-        cost = self._output_tokens * decode.itl_s
-        if self._itl_slo is not None:
-            cost += (_missed(decode.itl_s, self._itl_slo) + self._missed_if_short(decode)) / 2
-        if decode.sequences:
-            cost += decode.sequences * self._delay(decode, decode.slower_s, work_s)
+    def _own(self, decode: Decode) -> float:
+        """What it costs a request to be generated for on a node."""
+        cost, slo = self._output_tokens * decode.itl_s, self._itl_slo
+        if slo is not None:  # short texts, half of all, come all beside prompts, or none of them
+            between = _missed(decode.step_s + decode.backlog_s / self._costs.short_output, slo)
+            if share := decode.prefill_share:
+                between += share * (_missed(decode.chunk_s, slo) - between)
+            cost += (_missed(decode.itl_s, slo) + between) / 2
         return cost if decode.room else cost + NO_ROOM_S
 
-    def _missed_if_short(self, decode: Decode) -> float:
-        """Of a text of few tokens, which come all beside prompts, or none of them."""
-        slo, share = self._itl_slo, decode.prefill_share
-        between = decode.step_s + decode.backlog_s / self._costs.short_output
-        return share * _missed(decode.chunk_s, slo) + (1 - share) * _missed(between, slo)
-
-    def _delay_of_source(self, node: NodeInfo, expected: Prefill) -> float:
-        """Of sequences where the prompt of a pair is computed."""
-        if not expected.decoding:
-            return 0.0
-        return expected.decoding * self._delay(self._decode(node), 0.0, expected.work_s)
-
-    def _delay(self, there: Decode, slower_s: float, work_s: float) -> float:
-        """What it costs a sequence that steps take longer, and that it waits for a prompt once.
-
-        Texts of few tokens, half of all, have few to make up for that; they are so much fewer
-        among those that are there as they are sooner over.
-        """
-        tokens, slo, itl_s = self._costs.output_tokens, self._itl_slo, there.others_s
+    def _missed_there(self, itl_s: float, wait_s: float) -> float:
+        """What a sequence may miss that waits for prompts: short ones can't make up for much."""
+        slo, share = self._itl_slo, self._short_share
         if slo is None:
-            return tokens * slower_s + work_s
-        short = min(tokens, self._costs.short_output)
-        share, longer_s = short / (2 * tokens), itl_s + slower_s
-        missed = (1 - share) * _missed(longer_s + work_s / tokens, slo)
-        missed += share * _missed(longer_s + work_s / short, slo) - _missed(itl_s, slo)
-        return tokens * slower_s + work_s + missed
+            return 0.0
+        missed = _missed(itl_s + wait_s / self._costs.output_tokens, slo)
+        return missed + share * (_missed(itl_s + wait_s / self._short, slo) - missed)
+
+    def _delay(self, node: NodeInfo, sequences: int, slower_s: float, work_s: float) -> float:
+        """What it costs sequences that steps take longer, and that they wait for one more prompt.
+
+        That is, after those that they wait for anyway: prompts of which each alone would make
+        nobody miss an objective do so together.
+        """
+        if not sequences:
+            return 0.0
+        there, _, anyway = self._decode(node)
+        each = self._costs.output_tokens * slower_s + work_s
+        if self._itl_slo is not None:
+            longer_s, wait_s = there.others_s + slower_s, there.queued_s + work_s
+            each += self._missed_there(longer_s, wait_s) - anyway
+        return sequences * each
 
 
 _bound_and_place = itemgetter(0, 1)
 
 
-def _missed(seconds: float, objective_ms: float | None) -> float:
+def _seconds(objective_ms: float | None) -> float | None:
+    return None if objective_ms is None else objective_ms / 1e3
+
+
+def _missed(seconds: float, objective_s: float | None) -> float:
     """What it costs that something is expected to take so long: likelihood of a miss times cost."""
-    if objective_ms is None or seconds < 1e-6:
+    if objective_s is None or seconds < 1e-6:
         return 0.0
-    return MISSED_S / (1.0 + math.pow(objective_ms / 1e3 / seconds, CERTAINTY))
+    return MISSED_S / (1.0 + math.pow(objective_s / seconds, CERTAINTY))
 
 
 def load_policy(settings: RoutingPolicy, costs: CostModel) -> Policy:

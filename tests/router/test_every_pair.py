@@ -25,6 +25,7 @@ from kvbaton.router.policies import (
     CERTAINTY,
     MISSED_S,
     NO_ROOM_S,
+    SATURATED_SEQUENCES,
     LeastCost,
     LeastLoaded,
     Policy,
@@ -180,7 +181,7 @@ def test_a_policy_chooses_as_if_it_looked_at_every_pair(name: str, number: int) 
     elif options.measured:
         assert ids(found) == by_cost(options, pairs, costs, asked)
     else:
-        assert ids(found) == by_rank(options, pairs, asked, "prefix-aware")
+        assert ids(found) == by_rank(options, pairs, asked, "unmeasured")
 
 
 def test_of_equal_pairs_the_first_is_chosen_even_if_a_later_one_seemed_cheaper() -> None:
@@ -238,6 +239,10 @@ def by_rank(
         (p, d), (source, target) = map(_id, pair), map(options.load, pair)
         there = target.prompt_tokens, target.sequences, target.tokens - hits[d]
         to_do = source.prompt_tokens - hits[p]
+        if kind == "unmeasured":
+            goes_on = pair[1].role == "any" and 0 < target.sequences < SATURATED_SEQUENCES
+            beside = target.prompt_tokens > 0, not goes_on
+            return source.sequences > 0, to_do, *beside, *there, source.sequences, p, d
         return -held[p], -held[d], to_do, *there, source.sequences, p, d
 
     def rank_alone(node: NodeInfo) -> tuple[Any, ...]:
@@ -328,8 +333,9 @@ def by_cost(
 
     def delay(there: Decode, slower_s: float, work_s: float) -> float:
         tokens, slo = costs.output_tokens, asked.itl_slo
-        later = there.others_s + slower_s + work_s / tokens
-        return tokens * slower_s + work_s + (missed(later, slo) - missed(there.others_s, slo))
+        anyway = there.others_s + there.queued_s / tokens
+        later = anyway + slower_s + work_s / tokens
+        return tokens * slower_s + work_s + (missed(later, slo) - missed(anyway, slo))
 
     def generate(decode: Decode, work_s: float) -> float:
         slo, share = asked.itl_slo, decode.prefill_share

@@ -211,6 +211,30 @@ def test_cost_spares_short_texts_that_a_prompt_would_make_miss_their_objective()
     assert route("cost", both, 8000, loads, costs=long, **slos).prefills.node_id == "a0"
 
 
+def test_prompts_each_of_which_would_do_no_harm_are_counted_together() -> None:
+    """A node that generates is given one short prompt, but not the fifth."""
+    both = [member(f"a{i}", "any", load=H200) for i in range(2)]
+    slos: dict[str, Any] = {"ttft_slo": 1000.0, "itl_slo": 25.0}
+    costs = CostModel(Clock())
+    for _ in range(300):
+        costs.finished(12)
+    behind = {"a1": NodeLoad(prompt_tokens=20_000, prefill_us=600_000)}
+    alone = {"a0": NodeLoad(sequences=8, tokens=4000), **behind}
+    assert route("cost", both, 800, alone, costs=costs, **slos).prefills.node_id == "a0"
+    there = {"a0": NodeLoad(4000, sequences=8, tokens=4000, prefill_us=120_000), **behind}
+    assert route("cost", both, 800, there, costs=costs, **slos).prefills.node_id == "a1"
+
+
+def test_unmeasured_nodes_that_generate_compute_prompts_last() -> None:
+    several = [member(f"a{i}", "any") for i in range(3)]
+    begun = {"a1": NodeLoad(sequences=3, tokens=3000)}
+    assert ids(route("cost", several, 1000, begun)) == ("a0", "a1")
+    busy = {**begun, "a0": NodeLoad(prompt_tokens=1000, prefill_us=0)}
+    assert ids(route("cost", several, 1000, busy)) == ("a2", "a1")
+    many = {"a1": NodeLoad(sequences=SATURATED_SEQUENCES, tokens=3000)}
+    assert route("cost", several, 1000, many).target.node_id != "a1"
+
+
 def test_where_prompts_were_computed_of_late_tokens_are_expected_to_come_slowly() -> None:
     clock = Clock()
     costs, (p, d) = CostModel(clock), nodes(1, load=H200)
