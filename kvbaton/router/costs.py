@@ -28,8 +28,8 @@ MEDIAN_STEP = 1.03
 """By so much each observation moves the median that is followed."""
 SLOPES = (0.25, 4.0)
 """Observed times may be so many times what was predicted, beyond a constant."""
-QUARTILE_STEP = 1.03
-"""By so much each request that is over moves the quartile of lengths; down three times as far."""
+LENGTHS = 128
+"""Of the last texts, of which a quarter is short."""
 HANDOVERS = 15
 """Of a pair, whose median counts."""
 HANDOVER_HALF_S = 30.0
@@ -234,13 +234,14 @@ class CostModel:
 
     Attributes:
         output_tokens: that a request generates, of late.
-        short_output: that a quarter of the requests do not exceed.
+        short_output: that a quarter of the last requests do not exceed.
         wires: between nodes.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.output_tokens = self.short_output = FIRST_OUTPUT
         self.wires = Wires(clock)
+        self._lengths = deque[int](maxlen=LENGTHS)
         self._handovers: dict[tuple[str, str], Handovers] = {}
         self._clock = clock
         self._overheads: dict[str, Overhead] = {}
@@ -465,5 +466,5 @@ class CostModel:
     def finished(self, tokens: int) -> None:
         """A request has generated so many tokens."""
         self.output_tokens += (tokens - self.output_tokens) / 64
-        step = QUARTILE_STEP**3 if tokens < self.short_output else 1 / QUARTILE_STEP
-        self.short_output = max(1.0, self.short_output / step)
+        self._lengths.append(tokens)
+        self.short_output = float(sorted(self._lengths)[len(self._lengths) // 4])
