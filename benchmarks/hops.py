@@ -5,19 +5,24 @@ call of our functions recorded in all processes (`sys.setprofile`, which a ``sit
 on their path starts). Requests come one at a time, so what is recorded belongs to one of them:
 
 - **prompt**: from the request to the prefill node's first forward pass: calls in the router and the
-  prefill node, but for threads that move KV.
+  prefill node's core, but for threads that move KV.
 - **block**: from the end of that pass to the decode node's first one: calls in both engine cores
   that have to do with KV: of connectors, of roles, in threads that move it, and in the decode
   node's loop.
 - **token**: from the decode node's sampler to the server-sent event: calls in its core's loop until
-  the token is encoded for another process, and all calls outside of engine cores until the next
-  one is sampled. Frames are the different coroutines that the router resumes for it.
+  the token is encoded for another process, and all calls in the router until the next one is
+  sampled. Frames are the different coroutines that the router resumes for it.
 
-The median of several requests or tokens counts, so a heartbeat between does not matter. On the
-block's way a loop that repeats the same calls (polling) counts once, and the request with the
-fewest calls counts, since turns that find nothing come and go with the machine's load. Forms of the
-token ids are the different (holder, container) pairs in which functions on the prompt's way get
-them, as arguments or as fields of arguments.
+What depends on the machine's load is left out. Requests come once the nodes have said what a step
+takes, so that all are priced. The request with the fewest calls counts, and the median of several
+tokens, so a heartbeat between does not matter. What a thread also calls while nothing is asked, or
+repeats at once, is polling and counts once. Of what happens side by side only that is on the way
+which the forward pass waits for: not the router once it has asked the prefill node, nor a core's
+loop that waits for that very pass, nor the prefill node once all has come to the decode node, nor
+the decode node before the block is sent.
+
+Forms of the token ids are the different (holder, container) pairs in which functions on the
+prompt's way get them, as arguments or as fields of arguments.
 """
 
 from __future__ import annotations
@@ -37,7 +42,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -49,7 +54,9 @@ PACKAGE = f"{ROOT / 'kvbaton'}{os.sep}"
 COROUTINE = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 ENTERED_AGAIN = COROUTINE | inspect.CO_GENERATOR
 START_S, REQUEST_S, STOP_S = 300.0, 60.0, 30.0
-REQUESTS, MAX_TOKENS = 13, 12
+REQUESTS, MAX_TOKENS, WARM_UPS = 13, 12, 300
+IDLE_S = 2.0
+"""So long nothing is asked, to see what is called then: heartbeats come each second."""
 LONGEST_TURN = 60
 """Calls of a loop's turn, at most."""
 IDS = tuple(range(300, 337))
@@ -190,6 +197,11 @@ def is_forward(event: Event) -> bool:
     return event.kind == "call" and bool(re.match(r"engine/models/.*\bforward$", on(event)))
 
 
+def is_at(place: str) -> Callable[[Event], bool]:
+    """Of an event whether it is a call of one function."""
+    return lambda event: event.kind == "call" and on(event).endswith(place)
+
+
 def is_sampler(event: Event) -> bool:
     """Whether it is a call of the sampler."""
     return event.kind == "call" and event.file.endswith("sampler.py")
@@ -205,20 +217,18 @@ def on(event: Event) -> str:
 
 @dataclass
 class Way:
-    """Calls on one way, of several requests or tokens."""
+    """Calls on one way, of several requests or tokens.
 
+    Attributes:
+        middle: of their numbers of calls.
+    """
+
+    middle: Callable[[Iterator[int]], float] = min
     events: list[list[Event]] = field(default_factory=list)
 
-    def add_once(self, events: Sequence[Event]) -> None:
-        """One more request, without what its threads repeat."""
-        threads: dict[tuple[str, str], list[Event]] = {}
-        for event in events:
-            threads.setdefault((event.process, event.thread), []).append(event)
-        self.events.append([e for own in threads.values() for e in without_loops(own)])
-
     def calls(self) -> int:
-        """The median."""
-        return round(statistics.median(len(events) for events in self.events))
+        """How many count."""
+        return round(self.middle(len(events) for events in self.events))
 
     def names(self) -> Iterator[str]:
         """Calls by process and function, of a request or token that has the median of them."""
@@ -245,6 +255,33 @@ def without_loops(events: Sequence[Event]) -> list[Event]:
     return kept
 
 
+def by_thread(events: Sequence[Event]) -> Iterator[list[Event]]:
+    """Events of each thread."""
+    threads: dict[tuple[str, str], list[Event]] = {}
+    for event in events:
+        threads.setdefault((event.process, event.thread), []).append(event)
+    yield from threads.values()
+
+
+def without_polling(events: Sequence[Event], polling: Set[tuple[str, str]]) -> list[Event]:
+    """Of what threads also call while nothing is asked, the first call of each thread."""
+    kept: list[Event] = []
+    for own in by_thread(events):
+        seen: set[str] = set()
+        for event in own:
+            if (event.process, on(event)) not in polling or on(event) not in seen:
+                kept.append(event)
+            seen.add(on(event))
+    return kept
+
+
+def until_forward(core: Process, start: int, at: int) -> list[Event]:
+    """Calls in a core until a forward pass begins, without its loop's that waits for that pass."""
+    launched = core.first(start, "launch", is_at("engine/executor.py:Executor.launch"))
+    waits = core.first(launched, "wait for a step", is_at("engine/core.py:EngineCore.update"))
+    return [e for e in core.between(start, at) if e.at < waits or e.thread != "MainThread"]
+
+
 def moves_kv(event: Event) -> bool:
     """Whether it is a call of a connector or a role, or in a thread that moves KV."""
     rooms = ("connectors/", "prefill/", "decode/")
@@ -252,39 +289,47 @@ def moves_kv(event: Event) -> bool:
 
 
 def figures(
-    processes: dict[str, Process], starts: Sequence[int], *, names: bool
+    processes: dict[str, Process], idle: int, starts: Sequence[int], *, names: bool
 ) -> list[tuple[str, int, int]]:
     """Measure, value and goal of each line.
 
     Args:
         processes: what was recorded.
+        idle: from when to the first start nothing was asked.
         starts: when each request was sent; the last one's prompt is `IDS`.
         names: also print the calls on each way, function by function, in order of the first.
 
     Raises:
         LookupError: a point on a way was not found.
     """
-    prompt, block, token = Way(), Way(), Way()
+    prompt, block, token = Way(), Way(), Way(statistics.median)
     frames: list[int] = []
     router, p_core, d_core = (processes[k] for k in ("router", "prefill core", "decode core"))
-    outside = [process for kind, process in processes.items() if "core" not in kind]
+    everybody = processes.values()
+    polling = {(e.process, on(e)) for p in everybody for e in p.between(idle, starts[0])}
     for start, end in zip(starts, [*starts[1:], 1 << 62], strict=True):
         at_p = p_core.first(start, "forward pass", is_forward)
         at_d = d_core.first(at_p, "forward pass", is_forward)
-        on_way = [router, processes["prefill"], p_core]
-        calls = [e for process in on_way for e in process.between(start, at_p)]
-        prompt.events.append([e for e in calls if not moves_kv(e)])
+        asked = router.first(start, "request", is_at("dispatch.py:Dispatcher.submit"))
+        sent = router.first(asked, "message", is_at("client.py:EngineClient._send_all"))
+        calls = router.between(start, sent + 1) + until_forward(p_core, start, at_p)
+        prompt.events.append(without_polling([e for e in calls if not moves_kv(e)], polling))
         computed = p_core.first(at_p, "sampler", is_sampler)
-        calls = [e for e in p_core.between(computed, at_d) if moves_kv(e)]
-        block.add_once(
-            calls + [e for e in d_core.between(computed, at_d) if "rank" not in e.thread]
+        sent = p_core.first(computed, "write", is_at("source_worker.py:SourceWorker._post"))
+        arrived = max(
+            d_core.first(sent, "block", is_at("target_worker.py:TargetWorker._landed")),
+            d_core.first(computed, "end of the prompt", is_at("target.py:Target._complete")),
         )
+        calls = [e for e in p_core.between(computed, arrived) if moves_kv(e)]
+        calls += [e for e in until_forward(d_core, sent, at_d) if "rank" not in e.thread]
+        kept = by_thread(without_polling(calls, polling))
+        block.events.append([e for own in kept for e in without_loops(own)])
         for this, after in steps(d_core, at_d, end):
             sent = d_core.first(
                 this, "encoding", lambda e: e.kind == "encode" and e.thread == "MainThread"
             )
-            calls = [e for process in outside for e in process.between(this, after)]
-            token.events.append(d_core.between(this, sent) + calls)
+            calls = d_core.between(this, sent) + router.between(this, after)
+            token.events.append(without_polling(calls, polling))
             frames.append(len({on(e) for e in router.between(this, after, "resume")}))
     for title, way in (("prompt", prompt), ("block", block), ("token", token)):
         if names:
@@ -294,7 +339,7 @@ def figures(
         ("prompt → forward, calls", prompt.calls(), 220),
         ("prompt → forward, files", prompt.files(), 0),
         ("prompt → forward, forms of the ids", len(ids), 0),
-        ("block P → D, calls", min(map(len, block.events)), 250),
+        ("block P → D, calls", block.calls(), 250),
         ("block P → D, files", block.files(), 0),
         ("token → SSE, calls", token.calls(), 70),
         ("token → SSE, files", token.files(), 0),
@@ -364,6 +409,21 @@ def cluster(folder: Path) -> Iterator[tuple[str, int]]:
             process.kill()
 
 
+def warm_up(host: str, port: int, model: str) -> None:
+    """Ask until connections and sessions are open, and the router knows what a step takes."""
+    for number in itertools.count():
+        complete(host, port, model, f"{number} is for warming up")
+        connection = http.client.HTTPConnection(host, port, timeout=REQUEST_S)
+        connection.request("GET", "/debug/routes")
+        newest, *_ = json.load(connection.getresponse())["routes"]
+        connection.close()
+        if newest.get("ttft_s") is not None:
+            return
+        if number == WARM_UPS:
+            raise SystemExit(f"after {number} requests the router can't tell what one takes")
+        time.sleep(0.1)  # for a heartbeat
+
+
 def complete(host: str, port: int, model: str, prompt: str | list[int]) -> int:
     """Stream a completion to its end; returns when it was sent, in ns of the monotonic clock."""
     body = {"model": model, "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0}
@@ -393,15 +453,16 @@ def main() -> int:
         folder = Path(name)
         with cluster(folder) as (host, port):
             model = str(folder / "model")
-            for number in range(2):  # which open connections and sessions
-                complete(host, port, model, f"{number} is for warming up")
+            warm_up(host, port, model)
+            idle = time.monotonic_ns()
+            time.sleep(IDLE_S)
             starts = []
             for number in range(REQUESTS):
                 prompt = f"{number} relay races, and in each of them a baton is handed over"
                 starts.append(complete(host, port, model, prompt))
             starts.append(complete(host, port, model, list(IDS)))
         try:
-            table = figures(read(folder), starts, names=args.names)
+            table = figures(read(folder), idle, starts, names=args.names)
         except (LookupError, KeyError) as error:
             print(f"hops.py: can't follow the way: {error}", file=sys.stderr)
             return 1

@@ -300,7 +300,8 @@ class EngineClient(TokenSource):
             for data in unsent:
                 self._socket.send(data, zmq.NOBLOCK)
         except zmq.Again:  # so many messages wait that nobody reads them
-            self._fail("the engine does not read what it is sent")
+            # Whoever sends is not to be told before it has its receiver here.
+            self._loop.call_soon(self._fail, "the engine does not read what it is sent")
             return
         # Sending may have taken the descriptor's signal that something came; see zmq_getsockopt(3).
         if int(self._socket.get(zmq.EVENTS)) & _POLLIN:

@@ -69,6 +69,8 @@ MAX_WATCHER_BACKLOG_BYTES = 4 << 20
 """A frontend that leaves more unread is told no more of cached blocks until it has read it."""
 _RECEIVE_MARK = 10_000
 _RETRY_S = 0.01
+_FIRST_PART = int(zmq.NOBLOCK | zmq.SNDMORE)
+"""As `send_multipart` has it, an enumeration made for each message, that takes 4 us more."""
 _LINGER_MS = 2000
 
 _encoder = msgspec.msgpack.Encoder()
@@ -426,7 +428,8 @@ class FrontendServer:
     def _sent(self, peer: _Peer, data: bytes) -> bool:
         """Whether a message needs no more thought: ZMQ took it, or its receiver is gone."""
         try:
-            peer.socket.send_multipart([peer.identity, data], zmq.NOBLOCK)
+            peer.socket.send(peer.identity, _FIRST_PART)
+            peer.socket.send(data, zmq.NOBLOCK)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:

@@ -45,6 +45,13 @@ RANGES = {
     "min_tokens": Range(0, INT32),
 }
 """Of `SamplingParams`, by field."""
+REQUEST_RANGES = {
+    "deadline_s": Range(0, MAX_DEADLINE_S, open=True),
+    "ttft_s": Range(0, MAX_DEADLINE_S),
+    "prefill_s": Range(0, MAX_DEADLINE_S),
+    "priority": Range(-INT32, INT32),
+}
+"""Of `AddRequest`, likewise."""
 
 
 def check_range(name: str, value: float, limit: Range) -> None:
@@ -89,12 +96,7 @@ def check_params(
     Raises:
         RequestError: a field is out of its range, or fields do not go together.
     """
-    for name, limit in limits.items():
-        low, high, is_open = limit
-        value = getattr(params, name)
-        if value is None or low < value <= high or (value == low and not is_open):
-            continue
-        check_range(prefix + name, value, limit)
+    _check_fields(params, limits, prefix)
     if params.min_tokens > params.max_tokens:
         raise RequestError(
             f"min_tokens must not exceed max_tokens ({params.max_tokens})",
@@ -140,10 +142,7 @@ def validate_request(request: AddRequest, config: SchedulerConfig, blocks: KVCac
             f"{request.params.max_tokens}",
             param="resume_token_ids",
         )
-    check_range("deadline_s", request.deadline_s, Range(0, MAX_DEADLINE_S, open=True))
-    for name, seconds in (("ttft_s", request.ttft_s), ("prefill_s", request.prefill_s)):
-        check_range(name, seconds, Range(0, MAX_DEADLINE_S))
-    check_range("priority", request.priority, Range(-INT32, INT32))
+    _check_fields(request, REQUEST_RANGES)
     if request.transfer is not None:
         _check_transfer(request.transfer, "kv_transfer_params")
     if request.prefix is not None:
@@ -153,6 +152,18 @@ def validate_request(request: AddRequest, config: SchedulerConfig, blocks: KVCac
             _check_transfer(item.transfer, f"items[{number}].transfer")
         if 0 in item.grid or max(item.grid) > INT32:
             raise RequestError(f"{item.grid} is no grid of patches", param=f"items[{number}].grid")
+
+
+def _check_fields(
+    checked: SamplingParams | AddRequest, limits: Mapping[str, Range], prefix: str = ""
+) -> None:
+    """`check_range` of fields by name; those that are None do not count."""
+    for name, limit in limits.items():
+        low, high, is_open = limit
+        value = getattr(checked, name)
+        if value is None or low < value <= high or (value == low and not is_open):
+            continue
+        check_range(prefix + name, value, limit)
 
 
 def _check_transfer(transfer: TransferSpec, param: str) -> None:

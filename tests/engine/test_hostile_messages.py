@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -261,20 +262,64 @@ def test_a_long_text_can_be_told(rig: Rig) -> None:
     assert isinstance(answer, Reply)
 
 
-async def test_a_client_that_cannot_read_its_core_says_so(tmp_path: Path) -> None:
+class Told:
+    """A receiver that keeps how its request ended."""
+
+    def __init__(self) -> None:
+        self.ended: list[Exception | None] = []
+
+    def put(self, output: Output) -> None:
+        """It is asked nothing that is answered."""
+
+    def end(self, error: Exception | None) -> None:
+        self.ended.append(error)
+
+    def flush(self) -> None:
+        """There is nothing to act on."""
+
+
+@asynccontextmanager
+async def connected(tmp_path: Path) -> AsyncIterator[tuple[zmq.Socket[bytes], EngineClient]]:
+    """A client, and the socket of a core that does nothing by itself."""
     address = f"ipc://{tmp_path}/engine"
     with zmq.Context() as context, context.socket(zmq.ROUTER) as core:
         core.linger = 0
+        core.setsockopt(zmq.RCVHWM, 1)
         core.bind(address)
         connecting = asyncio.create_task(EngineClient.connect(address))
         await asyncio.sleep(0)
         identity, _ = await asyncio.to_thread(core.recv_multipart)
         core.send_multipart([identity, msgspec.msgpack.encode(READY)])
         client = await connecting
+        try:
+            yield core, client
+        finally:
+            await client.close()
+
+
+async def test_a_client_that_cannot_read_its_core_says_so(tmp_path: Path) -> None:
+    async with connected(tmp_path) as (core, client):
         waiting = asyncio.ensure_future(anext(client.generate(request("r"))))
+        identity, _ = await asyncio.to_thread(core.recv_multipart)
         output = Output(request_id="r", error="x" * 5000)  # longer than a `Text` may be
         core.send_multipart([identity, msgspec.msgpack.encode(Outputs(outputs=(output,)))])
         await asyncio.wait_for(client.died.wait(), 20)
         with pytest.raises(EngineDeadError, match="can't be read"):
             await asyncio.wait_for(waiting, 20)
-        await client.close()
+
+
+async def test_every_request_hears_of_a_core_that_reads_nothing(tmp_path: Path) -> None:
+    async with connected(tmp_path) as (_, client):
+        receivers = [Told() for _ in range(40_000)]
+        asked = []
+        for number, receiver in enumerate(receivers):
+            try:
+                client.submit(request(f"r{number}"), receiver)
+            except EngineDeadError:
+                break
+            asked.append(receiver)
+            if not number % 1000:
+                await asyncio.sleep(0)
+        await asyncio.wait_for(client.died.wait(), 20)
+        assert len(asked) < len(receivers), "they don't all fit into sockets"
+        assert all(len(receiver.ended) == 1 for receiver in asked)
