@@ -156,9 +156,10 @@ def run_case(
     def work() -> None:
         with _stray_errors.collect() as strays:
             verdict, text = _attempt(case, make_rig)
-        if strays and verdict is CaseVerdict.PASSED:
-            verdict = CaseVerdict.FAILED
-            text = f"an error in a thread that nobody sees: {strays[0]}"
+        if strays and verdict is not CaseVerdict.SKIPPED:
+            told = f"an error in a thread that nobody sees: {strays[0]}"
+            text = f"{text}\n{told}" if text else told
+            verdict = CaseVerdict.FAILED if verdict is CaseVerdict.PASSED else verdict
         answers.append((verdict, text))
 
     start = time.monotonic()

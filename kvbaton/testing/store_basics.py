@@ -26,7 +26,8 @@ from kvbaton.testing.store_rig import StoreRig, case, views
 if TYPE_CHECKING:
     from hypothesis.strategies import DataObject
 
-SIZES = (0, 1, 2, 3, 7, 127, 128, 129, 4095, 4096, 4097, 65_537, 262_144, 1_000_003)
+SIZES = (0, 1, 2, 3, 7, 127, 128, 129, 4095, 4096, 4097, 65_536, 65_537, 262_144, 1_000_003,
+         1 << 20, 2 << 20)  # fmt: skip
 LARGE = 24 << 20
 GUARD = 64
 ASKED = 5
@@ -226,11 +227,23 @@ def not_open(rig: StoreRig) -> None:
 
 @case(1)
 def sizes(rig: StoreRig) -> None:
-    """Objects of any length come back whole, the empty one included."""
-    objects = rig.objects(SIZES)
+    """Objects of any length and of any bytes come back whole, the empty one included."""
+    objects = rig.objects(SIZES) | {rig.key(): data for data in _special(rig.noise(5000))}
     rig.put(objects)
     rig.expect(objects, "after store")
     require(all(rig.found(list(objects))), "lookup does not find what load finds")
+
+
+def _special(noise: bytes) -> list[bytes]:
+    """What noise never is: alike but for one byte, nothing but one byte, with white ends."""
+    ends = (b"\0" * 70, b"\r\n \t\n", b"\xff" * 70)
+    near = [noise[:at] + bytes([noise[at] ^ 1]) + noise[at + 1 :] for at in (0, 2500, 4999)]
+    return [
+        noise,
+        *near,
+        *(bytes([n]) * 4096 for n in (0, 10, 255)),
+        *(e + noise + e for e in ends),
+    ]
 
 
 @case(1)
@@ -369,9 +382,9 @@ def another_length_is_a_miss(rig: StoreRig) -> None:
 @case(1)
 def every_byte_of_a_key_counts(rig: StoreRig) -> None:
     """Keys that differ in one byte, or in their order of bytes, name different objects."""
-    first = rig.key()
+    first = rig.key()[:16] + b"KVbatonMixedCase"
     near = [first[:i] + bytes([first[i] ^ 1]) + first[i + 1 :] for i in range(len(first))]
-    near += [first[::-1], first[16:] + first[:16]]
+    near += [first[::-1], first[16:] + first[:16], first[:16] + first[16:].swapcase()]
     rig.put({first: b"first"})
     found = rig.found(near)
     wrong = [i for i, there in enumerate(found) if there]
@@ -380,6 +393,11 @@ def every_byte_of_a_key_counts(rig: StoreRig) -> None:
     require(loaded == [None] * len(near), "load of one key gives the object of another")
     rig.put({key: bytes([number]) for number, key in enumerate(near)})
     rig.expect({first: b"first"}, "after objects under nearly equal keys")
+    if rig.lacks("deletes") is None:
+        gone = near[31::-8]
+        rig.wait(rig.store.delete(gone), "delete")
+        kept = {key: bytes([n]) for n, key in enumerate(near) if key not in gone}
+        rig.expect({first: b"first"} | kept, "after objects under nearly equal keys were deleted")
 
 
 @case(1)
@@ -433,6 +451,8 @@ def one_key_twice(rig: StoreRig) -> None:
     targets = [bytearray(9000), bytearray(9000)]
     loaded = rig.wait(rig.store.load([key, key], views(targets)), "load")
     require(loaded == [True, True], f"load of a key twice said {loaded}")
+    found = rig.found([key, key])
+    require(found == (True, True), f"lookup of a key twice said {found}")
     for target in targets:
         rig.compare(bytes(target), data, "loaded twice in one call")
 
@@ -454,12 +474,13 @@ def deleted_is_gone(rig: StoreRig) -> None:
     """`delete` counts and forgets what was there; its key is then free for another object."""
     objects = rig.objects([10, 20_000])
     rig.put(objects)
+    rig.expect(objects, "after store")
     keys = list(objects)
     count = rig.wait(rig.store.delete([*keys, rig.key()]), "delete")
     require(count == 2, f"two objects and an unknown key were deleted, the answer is {count}")
     require(rig.found(keys) == (False, False), "lookup finds deleted objects")
     require(rig.get(keys[0], 10) is None, "a deleted object was loaded")
-    others = {key: rig.noise(300) for key in keys}
+    others = {key: rig.noise(len(data)) for key, data in objects.items()}
     rig.put(others)
     rig.expect(others, "stored under a deleted key")
 
@@ -470,8 +491,8 @@ def a_full_store_says_no(rig: StoreRig) -> None:
     small = rig.objects([1000])
     rig.put(small)
     huge = rig.objects([(rig.store.usage().capacity or 0) + 1])
-    answers = rig.ask_store(huge)
-    require(answers == [False], f"an object larger than the store: {answers}")
+    answers = rig.ask_store(rig.objects([1000]) | huge)
+    require(answers == [True, False], f"an object, and one larger than the store: {answers}")
     require(rig.found(list(huge)) == (False,), "lookup finds an object that was refused")
     rig.expect_whole(small, "beside a refused object")
     rig.put(rig.objects([1000]))
@@ -489,7 +510,9 @@ def a_full_store_stays_right(rig: StoreRig) -> None:
         held = rig.store.usage().num_bytes
         require(held is None or held <= capacity, f"{held} bytes are held, {capacity} are allowed")
     require(sum(map(len, objects.values())) > 0, "nothing was stored")
-    rig.expect_whole(objects, "after more was stored than fits")
+    there = rig.expect_whole(objects, "after more was stored than fits")
+    held = sum(len(objects[key]) for key in there)
+    require(held <= capacity, f"objects of {held} bytes are there, {capacity} are allowed")
 
 
 @case(1, "persistent")

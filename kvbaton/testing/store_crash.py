@@ -71,7 +71,11 @@ def a_killed_writer(rig: StoreRig) -> None:
             writer.process.kill()
         rig.reopen()
         for writer in writers:
-            rig.expect_whole(writer.objects, "stored by a process that was killed")
+            found = rig.found(list(writer.objects))
+            whole = rig.expect_whole(writer.objects, "stored by a process that was killed")
+            there = [key in whole for key in writer.objects]
+            told = f"lookup said {found} of what a killed writer left, load {there}"
+            require(list(found) == there, told)
             rig.expect(writer.known_done(), "kept, as its writer was told before it was killed")
 
 

@@ -16,6 +16,7 @@ from kvbaton.connectors.store import (
     Hints,
     Namespaced,
     Store,
+    Usage,
 )
 from kvbaton.testing.kit import require
 from kvbaton.testing.store_rig import StoreRig, case, views
@@ -125,7 +126,8 @@ def namespaces_are_cleared_alone(rig: StoreRig) -> None:
     """Namespaces are listed with what is in them, and one is cleared without the others."""
     store = cast(Namespaced, rig.store)
     ours, theirs, bare = rig.objects([5000] * 3), rig.objects([5000] * 2), rig.objects([5000])
-    for name, objects in (("kit-a", ours), ("kit-b", theirs), ("", bare)):
+    like = {name: rig.objects([5000]) for name in ("kit-a.b", "KIT-A", "kit-", "a")}
+    for name, objects in (("kit-a", ours), ("kit-b", theirs), ("", bare), *like.items()):
         put_with(rig, objects, [Hints(namespace=name)] * len(objects))
     listed = rig.wait(store.namespaces(), "namespaces")
     counts = {name: listed[name].objects for name in ("kit-a", "kit-b") if name in listed}
@@ -133,6 +135,7 @@ def namespaces_are_cleared_alone(rig: StoreRig) -> None:
     cleared = rig.wait(store.clear("kit-a"), "clear")
     require(cleared == 3, f"clear of a namespace of 3 objects said {cleared}")
     require(not any(rig.found(list(ours))), "objects are found in a namespace that was cleared")
+    bare |= {key: data for objects in like.values() for key, data in objects.items()}
     rig.expect(theirs | bare, "another namespace was cleared")
     require(rig.wait(store.clear("kit-none"), "clear") == 0, "clear of what nobody has says 0")
     rig.put(ours)
@@ -166,9 +169,19 @@ def evictions_are_told(rig: StoreRig) -> None:
     require(not wrong, f"of {len(stored)} objects {len(wrong)} were lost untold, or told and kept")
 
 
+def _uncounted(before: Usage, after: Usage) -> str:
+    """What is negative, or more than before."""
+    pairs = {
+        "objects": (before.objects, after.objects),
+        "num_bytes": (before.num_bytes, after.num_bytes),
+    }
+    known = {k: (a, b) for k, (a, b) in pairs.items() if a is not None and b is not None}
+    return ", ".join(f"{b} {k} after {a}" for k, (a, b) in known.items() if not 0 <= b <= a)
+
+
 @case(1)
 def metrics_of_its_own(rig: StoreRig) -> None:
-    """What `usage` tells beside objects and bytes can be shown, and counters never go back."""
+    """What `usage` tells can be shown; counters never go back, and what was deleted is not held."""
     before = rig.store.usage()
     for kind, values in (("counters", before.counters), ("gauges", before.gauges)):
         for name, value in values.items():
@@ -186,6 +199,9 @@ def metrics_of_its_own(rig: StoreRig) -> None:
     seen = rig.store.usage().counters
     if rig.lacks("deletes") is None:
         rig.wait(rig.store.delete(list(objects)), "delete")
+        rig.eventually(lambda: not _uncounted(before, rig.store.usage()))
+        wrong = _uncounted(before, rig.store.usage())
+        require(not wrong, f"3 objects were stored and deleted since, but usage tells {wrong}")
     after = rig.store.usage().counters
     back = {
         name: (seen[name], after.get(name, 0)) for name in seen if after.get(name, 0) < seen[name]

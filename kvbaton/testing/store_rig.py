@@ -244,7 +244,7 @@ class StoreRig:
 
     def get(self, key: bytes, num_bytes: int, store: Store | None = None) -> bytes | None:
         """An object's bytes, or None for a miss."""
-        target = bytearray(num_bytes)
+        target = bytearray(b"\xa5") * num_bytes
         answer = self.wait((store or self.store).load([key], [[memoryview(target)]]), "load")
         require(answer in ([True], [False]), f"load of one object said {answer!r}")
         return bytes(target) if answer[0] else None

@@ -133,7 +133,9 @@ def a_killed_target(pair: Pair) -> None:
                 require(bool(last.error()), "a failed write must say why")
             sides.expect_lost()
             ended = lambda: last.status() is Status.DRAINED or not in_flight  # noqa: E731, B023
-            sides.wait(ended, "drained after a fence", FOUND_WITHIN_S)
+            closed = lambda: sides.transport.close(sides.peer)  # noqa: E731
+            sides.wait(closed, "a dead peer is closed", FOUND_WITHIN_S)
+            sides.wait(ended, "drained once its peer is closed", FOUND_WITHIN_S)
             late = sides.write(b"late")
             _wait_for_end(sides, late)
             require(late.status() is not Status.DONE, "a write to the dead can't be done")
@@ -170,11 +172,11 @@ def a_stopped_writer(pair: Pair) -> None:
         sides.wait(lambda: len(sides.notices) >= 2, "notices of a writer")
         sides.remote.signal(signal.SIGSTOP)
         if sides.transport.capabilities.fence is FenceScope.PEER:
-            fenced = sides.transport.fence(sides.peer)
-            require(fenced, "a transport of fence scope PEER must be able to fence the stopped")
+            fenced = lambda: sides.transport.fence(sides.peer)  # noqa: E731
+            sides.wait(fenced, "a fence of scope PEER of the stopped", FOUND_WITHIN_S)
         else:
-            fenced = sides.transport.fence(sides.peer)
-            require(not fenced, "this fence claims what it can't know: the peer may go on")
+            proven = sides.transport.fence(sides.peer)
+            require(not proven, "this fence claims what it can't know: the peer may go on")
             sides.remote.signal(signal.SIGKILL)
             sides.wait(lambda: sides.transport.fence(sides.peer), "a fence of the dead")
         sides.remote.signal(signal.SIGCONT)

@@ -94,7 +94,9 @@ class Pair:
 
     def write(self, rows: Sequence[Row], notice: bytes = b"") -> Handle:
         """Post rows and note what they should do to the target."""
-        handle = self.source.write(self.peer, pack(rows), notice)
+        ranges = pack(rows)
+        handle = self.source.write(self.peer, ranges, notice)
+        ranges[:] = -1  # they are ours again
         for source, start, target, end, length, count, step, stride in rows:
             for piece in range(count):
                 low, high = start + piece * step, end + piece * stride

@@ -142,6 +142,30 @@ class WritesInPlace(BrokenFilesystem):
                     file.write(data[start : start + (128 << 10)])
 
 
+class FindsWhatIsTorn(WritesInPlace):
+    """Finds what a killed writer left in place, which no load takes, until it is stored again."""
+
+    class Broken(WritesInPlace.Broken):
+        def get(self, key: bytes, target: Pieces) -> bool:
+            whole = self._is_whole(key, sum(map(len, target)))
+            return whole and super().get(key, target)
+
+        def put(self, key: bytes, source: Pieces, hints: Hints = NO_HINTS) -> bool:
+            with self.lock:
+                if key not in self.writing and not self._is_whole(key, sum(map(len, source))):
+                    self.writing.add(key)
+                    self._write_slowly(key, b"".join(source))
+                    with open(self._path(key) + ".whole", "w"):
+                        self.writing.discard(key)
+            return True
+
+        def _is_whole(self, key: bytes, num_bytes: int) -> bool:
+            path = self._path(key)
+            with suppress(FileNotFoundError):
+                return os.path.exists(path + ".whole") and os.path.getsize(path) >= num_bytes
+            return False
+
+
 class WritesLater(BrokenFilesystem):
     """Says that an object is kept, but writes it only when it is closed."""
 
@@ -285,6 +309,7 @@ BROKEN_FILES: dict[type[BrokenFilesystem], tuple[str, Door]] = {
     ServesStaleObjects: ("L1.others-see-it", FilesystemBackDoor),
     ScramblesBytes: ("L1.what-is-kept-is-what-was-stored", FilesystemBackDoor),
     WritesInPlace: ("L3.a-killed-writer", FilesystemBackDoor),
+    FindsWhatIsTorn: ("L3.a-killed-writer", None),
     WritesLater: ("L3.a-killed-writer", None),
     WaitsForTheDead: ("L3.what-a-killed-writer-leaves", FilesystemBackDoor),
     RemembersAbsence: ("L3.others-see-whole-objects", FilesystemBackDoor),

@@ -6,7 +6,8 @@ They prove that the kit can fail. All are the memory transport with one thing ch
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -204,7 +205,170 @@ class LosesSilently(MemoryTransport):
         return ()
 
 
+class ReadsRangesLate(MemoryTransport):
+    """Looks at the ranges of a write only when it is asked how the write stands."""
+
+    def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> MemoryHandle:
+        """Remember what to write."""
+        return _Lazy(lambda: super(ReadsRangesLate, self).write(peer, ranges, notice))  # type: ignore[return-value]
+
+
+class _Lazy:
+    """A handle that begins its write when it is asked for its status."""
+
+    def __init__(self, begin: Callable[[], MemoryHandle]) -> None:
+        self._begin = begin
+        self._inner: MemoryHandle | None = None
+
+    def status(self) -> Status:
+        """State, of a write that has begun now."""
+        self._inner = self._inner or self._begin()
+        return self._inner.status()
+
+    def error(self) -> str | None:
+        """Why it failed."""
+        return self._inner.error() if self._inner else None
+
+    def release(self) -> None:
+        """Nothing to give back."""
+
+
+class TakesNoStrideForNext(MemoryTransport):
+    """Takes a source stride of 0 for pieces that lie one behind the other."""
+
+    def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> MemoryHandle:
+        """Write with another stride."""
+        rows = ranges.copy()
+        if rows.ndim == 2 and rows.shape[1] == len(RangeColumn):
+            none = (rows[:, RangeColumn.SOURCE_STRIDE] == 0) & (rows[:, RangeColumn.COUNT] < 9)
+            rows[none, RangeColumn.SOURCE_STRIDE] = rows[none, RangeColumn.LENGTH]
+        return super().write(peer, rows, notice)
+
+
+class RefusesIdleStrides(MemoryTransport):
+    """Looks at the strides of rows of one piece."""
+
+    def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> MemoryHandle:
+        """Refuse strides that lead out of all regions."""
+        if ranges.ndim == 2 and ranges.shape[1] == len(RangeColumn) and len(ranges):
+            strides = [RangeColumn.SOURCE_STRIDE, RangeColumn.TARGET_STRIDE]
+            if ranges[:, strides].max() > 1 << 40:
+                raise ValueError("a stride leads out of a region")
+        return super().write(peer, ranges, notice)
+
+
+class DoneEarlyWhenLarge(MemoryTransport):
+    """Says DONE of a large write before its bytes are there; its notice is in time."""
+
+    def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> MemoryHandle:
+        """Hold what is large back until somebody asks for notices."""
+        if num_bytes(ranges) < 1 << 24:
+            return super().write(peer, ranges, notice)
+        self.hub.hold()
+        handle = super().write(peer, ranges, notice)
+        handle._status = Status.DONE
+        return handle
+
+    def notices(self) -> Sequence[Notice]:
+        """Let everything land."""
+        self.hub.release()
+        return super().notices()
+
+
+class DropsAfterALot(MemoryTransport):
+    """Writes nothing more once 64 MiB have gone, and calls that done."""
+
+    sent = 0
+
+    def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> MemoryHandle:
+        """Count bytes."""
+        self.sent += num_bytes(ranges)
+        return super().write(peer, ranges if self.sent < 64 << 20 else ranges[:0], notice)
+
+
+class GivesNumbersAgain(MemoryTransport):
+    """Gives a new region the number of one that was deregistered."""
+
+    free = -1
+
+    def deregister(self, region: Region) -> None:
+        """Keep its number."""
+        super().deregister(region)
+        self.free = region.index
+
+    def register(self, memory: Memory) -> Region:
+        """Use it."""
+        region = super().register(memory)
+        return region if self.free < 0 else Region(self.free, memory)
+
+
+class WritesToTheLastPeer(MemoryTransport):
+    """Has one connection, to whom it was told of last."""
+
+    def connect(self, card: bytes) -> MemoryPeer:
+        """Forget who was there before."""
+        self.last = super().connect(card)
+        return self.last
+
+    def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> MemoryHandle:
+        """Write to whom it knows."""
+        return super().write(self.last if peer in self._peers else peer, ranges, notice)
+
+
+class SlowNotices(MemoryTransport):
+    """Waits a while for notices when it has none."""
+
+    def notices(self) -> Sequence[Notice]:
+        """Block."""
+        time.sleep(0.03)
+        return super().notices()
+
+
+class ReadsAfterClose(MemoryTransport):
+    """Says that a peer is closed while a write to it still reads."""
+
+    def __init__(self, name: str, *, host: str = "", hub: MemoryHub | None = None) -> None:
+        super().__init__(name, host=host, hub=hub)
+        self._reading: list[Peer] = []
+
+    def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> MemoryHandle:
+        """Take long for some megabytes."""
+        if 1 << 23 < num_bytes(ranges) < 1 << 25:
+            self.hub.hold()
+        return super().write(peer, ranges, notice)
+
+    def close(self, peer: Peer) -> bool:
+        """Say so at once."""
+        if not self.hub._in_flight:
+            return super().close(peer)
+        self._reading.append(peer)
+        return True
+
+    def notices(self) -> Sequence[Notice]:
+        """Finish what runs."""
+        self.hub.release()
+        while self._reading:
+            super().close(self._reading.pop())
+        return super().notices()
+
+
+def num_bytes(ranges: Ranges) -> int:
+    """How much a write moves; 0 for what is no write."""
+    if ranges.ndim != 2 or ranges.shape[1] != len(RangeColumn) or not len(ranges):
+        return 0
+    return int((ranges[:, RangeColumn.LENGTH] * ranges[:, RangeColumn.COUNT]).sum())
+
+
 BROKEN: dict[type[MemoryTransport], str] = {
+    ReadsRangesLate: "L0.bad-cards",
+    TakesNoStrideForNext: "L1.exact-bytes",
+    RefusesIdleStrides: "L1.exact-bytes",
+    DoneEarlyWhenLarge: "L1.large-write",
+    DropsAfterALot: "L1.large-write",
+    GivesNumbersAgain: "L1.deregistered-region",
+    WritesToTheLastPeer: "L2.many-writes",
+    SlowNotices: "L2.many-writes",
+    ReadsAfterClose: "L2.closed-peer",
     DropsLastRange: "L1.exact-bytes",
     IgnoresCount: "L1.exact-bytes",
     SpillsOver: "L1.exact-bytes",
