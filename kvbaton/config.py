@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 T = TypeVar("T")
 LogLevel = Literal["debug", "info", "warning", "error"]
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 

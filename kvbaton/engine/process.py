@@ -81,7 +81,8 @@ def core_main(
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.setswitchinterval(GIL_SWITCH_S)
-    logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=log_level.upper(), format=form)
     frontends: FrontendServer | None = None
     try:
         frontends = FrontendServer(endpoints)

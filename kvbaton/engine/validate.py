@@ -30,7 +30,7 @@ class Range(NamedTuple):
     open: bool = False
 
     def __str__(self) -> str:
-        return f"{'(' if self.open else '['}{self.low:g}, {self.high:g}]"
+        return f"{'(' if self.open else '['}{shown(self.low)}, {shown(self.high)}]"
 
 
 RANGES = {
@@ -63,6 +63,8 @@ def check_range(name: str, value: float, limit: Range) -> None:
 
 def shown(value: float) -> str:
     """A number for a message; a client's integer may be longer than any float."""
+    if isinstance(value, int) and abs(value) < 1e15:
+        return str(value)
     return f"{value:.6g}" if abs(value) < 1e300 else "a number beyond all bounds"
 
 

@@ -87,6 +87,13 @@ class SamplingFields(Struct, kw_only=True):
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+    logits_processors: Any = None
+    truncate_prompt_tokens: Any = None
+    return_tokens_as_token_ids: Any = None
+    thinking_token_budget: Any = None
+    repetition_detection: Any = None
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
@@ -120,6 +127,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     modalities: list[str] | None = None
     chat_template: str | None = None
     continue_final_message: bool | None = None
+    documents: Any = None
     web_search_options: Any = None
 
 

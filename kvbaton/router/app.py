@@ -16,6 +16,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from kvbaton.config import LOG_FORMAT
 from kvbaton.errors import ConfigError, RequestError
 from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.api import (
@@ -41,7 +42,13 @@ from kvbaton.router.workers import workers
 from kvbaton.server.app import freeze_startup, serve_on
 from kvbaton.server.bodies import read_body
 from kvbaton.server.frontend import FRONTEND, FrontendConfig
-from kvbaton.server.network import bind, operator_token, registration_token, url_of
+from kvbaton.server.network import (
+    allow_connections,
+    bind,
+    operator_token,
+    registration_token,
+    url_of,
+)
 from kvbaton.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -53,9 +60,8 @@ def main(config: RouterConfig) -> int:
     Raises:
         ConfigError: a setting is wrong, or the address is taken.
     """
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s"
-    )
+    logging.basicConfig(level=config.log_level.upper(), format=LOG_FORMAT)
+    allow_connections()
     return asyncio.run(run(config))
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
+import logging
 import socket
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
+from typing_extensions import override
 
 from kvbaton.engine.validate import INT32, check_ids
 from kvbaton.errors import RequestError
@@ -37,6 +41,8 @@ from kvbaton.server.openapi import contract, openapi
 from kvbaton.server.tracing import ARRIVED, CLIENT_CLOSED_REQUEST
 from kvbaton.server.validation import check_model, encode
 from kvbaton.version import __version__
+
+logger = logging.getLogger(__name__)
 
 YOUNG_OBJECTS = 20_000
 """The garbage collector looks for cycles after so many more objects were made than freed."""
@@ -98,12 +104,28 @@ async def listen(
     return runner, runner.addresses[0][1]
 
 
+class ServerLog(logging.LoggerAdapter[logging.Logger]):
+    """What aiohttp logs. Bytes that are no HTTP, as a scanner sends them, are no failure."""
+
+    @override
+    def exception(self, msg: object, *args: object, **kwargs: Any) -> None:
+        error = kwargs.get("exc_info")
+        if isinstance(error, HttpProcessingError):
+            self.info("%s: %s", msg % args, " ".join(error.message.split())[:200])
+        else:
+            super().exception(msg, *args, **kwargs)
+
+
 async def serve_on(
     listener: socket.socket, app: web.Application, *, grace_s: float = 5.0
 ) -> web.AppRunner:
     """Serve an application on a listening socket, which becomes the runner's; see `listen`."""
     runner = web.AppRunner(
-        app, handler_cancellation=True, shutdown_timeout=grace_s, access_log=None
+        app,
+        handler_cancellation=True,
+        shutdown_timeout=grace_s,
+        access_log=None,
+        logger=ServerLog(logger),
     )
     await runner.setup()
     await web.SockSite(runner, listener).start()

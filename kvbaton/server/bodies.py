@@ -15,7 +15,7 @@ from aiohttp import web
 
 from kvbaton.errors import EngineDeadError, RequestError
 from kvbaton.messages.openai import ErrorBody, ErrorInfo
-from kvbaton.server.frontend import FRONTEND
+from kvbaton.server.frontend import FRONTEND, FrontendConfig
 
 HEADER = "X-Request-Id"
 MAX_LENGTH = 128
@@ -37,7 +37,8 @@ def request_id_of(request: web.Request) -> str:
 
 async def echo_request_id(request: web.Request, response: web.StreamResponse) -> None:
     """Signal ``on_response_prepare``: also works for streams."""
-    response.headers[HEADER] = request[REQUEST_ID]
+    # What aiohttp refuses by itself (an unknown Expect) has not passed our middleware.
+    response.headers[HEADER] = request.get(REQUEST_ID) or request_id_of(request)
 
 
 logger = logging.getLogger(__name__)
@@ -112,6 +113,11 @@ def error_response(error: RequestError) -> web.Response:
 def failure_response(request: web.Request, error: Exception) -> web.Response:
     """The answer for what a handler raised."""
     failure = describe(error)
+    if isinstance(error, web.HTTPNotFound):
+        asked = f"{request.method} {request.rel_url.raw_path[:100]}".encode("ascii", "replace")
+        failure = RequestError(
+            f"{asked.decode()} is not served here; GET /openapi.json tells what is", status=404
+        )
     logger.info("request %s: %d %s", request[REQUEST_ID], failure.status, failure.message)
     response = error_response(failure)
     if isinstance(error, web.HTTPMethodNotAllowed):
@@ -129,22 +135,32 @@ async def read_body(request: web.Request, kind: type[T]) -> T:
         RequestError: it is no JSON, has a field of a wrong type (named), or does not arrive.
         web.HTTPRequestEntityTooLarge: it is longer than the limit.
     """
-    config = request.app[FRONTEND].config
-    if request.content.is_eof():  # it mostly came with the head: there is nothing to wait for
-        data = request.content.read_nowait()
-        if len(data) > config.max_body_bytes:
-            raise web.HTTPRequestEntityTooLarge(config.max_body_bytes, len(data))
-    else:
-        timeout = config.body_timeout_s
-        try:
-            async with asyncio.timeout(timeout):
-                data = await request.read()
-        except TimeoutError:
-            raise RequestError(f"the body did not arrive within {timeout} s", status=408) from None
+    data = await _read(request, request.app[FRONTEND].config)
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise malformed(error) from error
+
+
+async def _read(request: web.Request, config: FrontendConfig) -> bytes:
+    limit, timeout = config.max_body_bytes, config.body_timeout_s
+    if (request.content_length or 0) > limit:  # not worth waiting for
+        raise web.HTTPRequestEntityTooLarge(limit, request.content_length or 0)
+    try:
+        if request.content.is_eof():  # it mostly came with the head: there is nothing to wait for
+            data = request.content.read_nowait()
+            if len(data) > limit:
+                raise web.HTTPRequestEntityTooLarge(limit, len(data))
+            return data
+        async with asyncio.timeout(timeout):
+            return await request.read()
+    except TimeoutError:
+        raise RequestError(f"the body did not arrive within {timeout} s", status=408) from None
+    except web.RequestPayloadError as error:
+        request.content.feed_eof()  # else aiohttp reads on to throw it away, and fails by it
+        request.protocol.close()  # once it is answered: who knows where the next request begins
+        reason = " ".join(str(error).split()).removeprefix("400, message: ")
+        raise RequestError(f"the body is not encoded as its headers say: {reason}") from error
 
 
 def json_response(value: object, status: int = 200) -> web.Response:

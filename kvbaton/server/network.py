@@ -8,9 +8,12 @@ from __future__ import annotations
 import errno
 import hashlib
 import hmac
+import resource
 import socket
 
 from kvbaton.errors import ConfigError
+
+MAX_OPEN_FILES = 65_536
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -32,6 +35,18 @@ def bind(host: str, port: int) -> socket.socket:
             raise ConfigError("--port", message) from error
         raise ConfigError("--host", f"can't listen on {host}:{port}: {error}") from error
     return sock
+
+
+def allow_connections() -> None:
+    """Let this process and its children have as many connections as it may: each is an open file.
+
+    A shell's soft limit is often 1,024. No more than 65,536 are asked for, since some libraries
+    walk over all that could be open.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def url_of(sock: socket.socket) -> str:

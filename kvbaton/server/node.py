@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 
+from kvbaton.config import LOG_FORMAT
 from kvbaton.engine.client import EngineClient
 from kvbaton.engine.process import EngineProcess
 from kvbaton.messages.engine import Metrics
@@ -23,7 +24,7 @@ from kvbaton.server.bodies import json_response
 from kvbaton.server.config import NodeConfig
 from kvbaton.server.frontend import FRONTEND, FrontendConfig
 from kvbaton.server.metrics import CoreCollector, split_name
-from kvbaton.server.network import bind, operator_token
+from kvbaton.server.network import allow_connections, bind, operator_token
 from kvbaton.server.node_app import EXPOSITION, AppFactory, make_starting_app, text_app
 from kvbaton.server.openapi import contract
 from kvbaton.server.registration import NodeRegistrar
@@ -77,9 +78,8 @@ def run_node(
     Raises:
         ConfigError: a setting is wrong.
     """
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s"
-    )
+    logging.basicConfig(level=config.log_level.upper(), format=LOG_FORMAT)
+    allow_connections()
     return asyncio.run(Node(config, connectors, app_factory).run())
 
 

@@ -44,6 +44,11 @@ Target = tuple[str, str | None]
 connection."""
 
 
+def _reason(error: BaseException) -> str:
+    """Why a router could not be told, for a log; a timeout has no text of its own."""
+    return str(error) or "no answer in time"
+
+
 async def targets_of(url: str) -> list[Target]:
     """The routers behind a URL: one for each address of its host name.
 
@@ -136,7 +141,8 @@ class NodeRegistrar:
         done = await asyncio.gather(*map(tell, registrations), return_exceptions=True)
         for registration, error in zip(registrations, done, strict=True):
             if isinstance(error, Exception):
-                logger.info("could not tell the router at %s: %r", registration.where, error)
+                reason = _reason(error)
+                logger.info("could not tell the router at %s: %s", registration.where, reason)
 
     async def run(self) -> None:
         """Register, then repeat until cancelled.
@@ -201,7 +207,7 @@ class NodeRegistrar:
                 except (OSError, TimeoutError) as error:  # with the next heartbeat again
                     logger.warning("can't pass on who is a member, trying on: %r", error)
         elif self._known is None and is_late:
-            errors += [repr(one.error) for one in current if one.error is not None]
+            errors += [_reason(one.error) for one in current if one.error is not None]
             errors += [*self._failed_lookups.values(), "no answer"]
             where = ", ".join(f"{url}/nodes" for url in self._urls)
             raise ConfigError("--router", f"can't register at {where}: {errors[0]}")
@@ -255,7 +261,8 @@ class _Registration:
                     if not self.listed:
                         return
                     if failures == 0:
-                        logger.warning("can't register at %s, trying on: %r", self.where, error)
+                        reason = _reason(error)
+                        logger.warning("can't register at %s, trying on: %s", self.where, reason)
                     failures, registered = failures + 1, False
                     longest = min(0.1 * 2**failures, self._registrar.max_backoff_s)
                     await asyncio.sleep(random.uniform(0.05, longest))

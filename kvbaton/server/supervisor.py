@@ -28,6 +28,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from prometheus_client import CollectorRegistry, generate_latest
 
+from kvbaton.config import LOG_FORMAT
 from kvbaton.engine.process import die_with_parent
 from kvbaton.errors import ConfigError, RequestError
 from kvbaton.server.app import freeze_startup
@@ -347,7 +348,7 @@ def worker_main(
     """Entry point of a worker's process; see `Supervisor`."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=log_level.upper(), format=LOG_FORMAT)
 
     async def work() -> None:
         async with aiohttp.ClientSession(

@@ -36,6 +36,14 @@ UNSUPPORTED = (
     "guided_grammar",
     "suffix",
     "prompt_embeds",
+    "allowed_token_ids",
+    "bad_words",
+    "logits_processors",
+    "truncate_prompt_tokens",
+    "return_tokens_as_token_ids",
+    "thinking_token_budget",
+    "repetition_detection",
+    "documents",
     "use_beam_search",
     "audio",
     "functions",
@@ -91,8 +99,8 @@ def check_common(frontend: Frontend, body: SamplingFields) -> None:
     check_model(frontend, body.model)
     for name in UNSUPPORTED:
         value = getattr(body, name, None)
-        harmless = name == "response_format" and value == {"type": "text"}
-        if value not in (None, False, "") and not harmless:
+        harmless = value is None or value is False or value in ("", [])
+        if not harmless and (name, value) != ("response_format", {"type": "text"}):
             raise RequestError(f"{name} is not supported", param=name, code="unsupported")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise RequestError("best_of must equal n", param="best_of", code="unsupported")
@@ -300,7 +308,7 @@ def checked(
         RequestError: naming the field and its range.
     """
     seed = random.getrandbits(63) if params.seed is None else params.seed & SEED_MASK
-    params = replace(params, seed=seed, top_k=max(params.top_k, 0) if params.top_k >= -1 else -1)
+    params = replace(params, seed=seed, top_k=0 if params.top_k == -1 else params.top_k)
     check_params(params, vocab_size, prefix=prefix, limits=config.ranges)
     return params
 

@@ -61,6 +61,10 @@ from tests.support.scripted_source import MAX_MODEL_LEN, VOCAB
         ({"stop_token_ids": [VOCAB]}, "stop_token_ids"),
         ({"best_of": 2}, "best_of"),
         ({"suffix": "end"}, "suffix"),
+        ({"allowed_token_ids": [3]}, "allowed_token_ids"),
+        ({"bad_words": ["x"]}, "bad_words"),
+        ({"truncate_prompt_tokens": 2}, "truncate_prompt_tokens"),
+        ({"thinking_token_budget": 0}, "thinking_token_budget"),
         ({"guided_json": {}}, "guided_json"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -112,7 +116,9 @@ async def test_unknown_places_answer_in_the_same_shape(serve: Any) -> None:
     endpoint = await serve()
     async with endpoint.session.get("/nowhere") as response:
         assert response.status == 404
-        assert (await response.json())["error"]["type"] == "not_found_error"
+        error = (await response.json())["error"]
+        assert error["type"] == "not_found_error"
+        assert error["message"].startswith("GET /nowhere is not served here")
     async with endpoint.session.get("/v1/completions") as response:
         assert (response.status, response.headers["Allow"]) == (405, "POST")
         assert (await response.json())["error"]["message"] == "Method Not Allowed"
@@ -134,6 +140,53 @@ async def test_a_body_that_does_not_come_is_a_408(serve: Any) -> None:
     status = await asyncio.wait_for(reader.readline(), 10)
     assert b" 408 " in status
     writer.close()
+
+
+async def test_a_body_that_is_announced_as_too_long_is_not_waited_for(serve: Any) -> None:
+    endpoint = await serve(max_body_bytes=1000)
+    reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1001\r\n\r\n")
+    status = await asyncio.wait_for(reader.readline(), 10)
+    assert b" 413 " in status
+    writer.close()
+    await writer.wait_closed()
+
+
+@pytest.mark.parametrize(
+    ("head", "body", "status"),
+    [
+        (b"Content-Encoding: gzip", b'{"prompt": "x"}', b"400"),
+        (b"Content-Encoding: deflate", b"x" * 70_000, b"400"),
+        (b"Expect: a-miracle", b"{}", b"417"),
+        (b"Transfer-Encoding: gzip", b"{}", b"400"),
+    ],
+)
+async def test_what_http_does_not_allow_is_no_failure_of_ours(
+    serve: Any, caplog: pytest.LogCaptureFixture, head: bytes, body: bytes, status: bytes
+) -> None:
+    endpoint = await serve()
+    reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
+    length = b"Content-Length: %d" % len(body)
+    lines = (b"POST /v1/completions HTTP/1.1", b"Host: x", head, length, b"", body)
+    writer.write(b"\r\n".join(lines))
+    answer = await asyncio.wait_for(reader.readline(), 10)
+    assert answer.split()[1] == status
+    writer.close()
+    await writer.wait_closed()
+    status_after, _ = await endpoint.post("/v1/completions", {"prompt": "x"})
+    assert status_after == 200
+    assert [r.getMessage() for r in caplog.records if r.levelname == "ERROR"] == []
+
+
+async def test_messages_show_numbers_as_they_were_sent(serve: Any) -> None:
+    endpoint = await serve()
+    for extra, told in (
+        ({"top_k": -2}, "top_k must be in [0, 2147483647], not -2"),
+        ({"prompt": [5_000_000]}, "it spans 5000000 to 5000000"),
+        ({"timeout": 1e9}, "timeout must be in (0, 3600], not 1e+09"),
+    ):
+        _, answer = await endpoint.post("/v1/completions", {"prompt": "x", **extra})
+        assert told in answer["error"]["message"]
 
 
 async def test_api_keys(serve: Any) -> None:
