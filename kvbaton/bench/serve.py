@@ -20,6 +20,7 @@ import msgspec
 
 from kvbaton.bench.report import percentile, publish
 from kvbaton.config import flag
+from kvbaton.errors import ConfigError
 from kvbaton.server.sse import DONE, read_events
 
 FIRST_TOKEN_ID = 3
@@ -229,8 +230,19 @@ def tokens_of(chunk: Mapping[str, Any]) -> list[int] | None:
 
 
 async def served_model(session: aiohttp.ClientSession, url: str) -> str:
-    """The first model that an endpoint names."""
-    async with session.get(f"{url}/v1/models") as response:
-        response.raise_for_status()
-        models = msgspec.json.decode(await response.read())
-        return str(models["data"][0]["id"])
+    """The first model that an endpoint names.
+
+    Raises:
+        ConfigError: it names none.
+    """
+    try:
+        async with session.get(f"{url}/v1/models") as response:
+            if response.status == 401:
+                raise ConfigError("--api-key", f"{url} asks for another one than this")
+            response.raise_for_status()
+            return str(msgspec.json.decode(await response.read())["data"][0]["id"])
+    except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        reason = str(error) or "no answer in time"
+        raise ConfigError("--url", f"can't tell what {url} serves: {reason}") from error

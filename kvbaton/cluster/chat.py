@@ -108,7 +108,11 @@ class Chat:
                 served = msgspec.json.decode(await response.read())["data"][0]["id"]
         except (*FAILURES, KeyError, IndexError) as error:
             await session.close()
-            print(f"kvbaton: nobody answers at {config.base_url}: {error}", file=sys.stderr)
+            told = f"nobody answers at {config.base_url}: {error}"
+            if isinstance(error, aiohttp.ClientResponseError):
+                told = f"{config.base_url} answers {error.status} {error.message}"
+                told += "; give a right --api-key" if error.status == 401 else " to GET /v1/models"
+            print(f"kvbaton: {told}", file=sys.stderr)
             return None
         chat = cls(config, console, session, config.model or served)
         nodes = ", ".join(node["node_id"] for node in await chat._watcher.nodes())

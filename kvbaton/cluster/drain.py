@@ -65,13 +65,13 @@ def run(config: DrainConfig) -> int:
 async def _drain(config: DrainConfig) -> bool:
     url, key = f"{config.url.rstrip('/')}/drain", config.cluster_key
     headers = bearer(operator_token(key) if key else None)
-    began = time.monotonic()
+    began, answered = time.monotonic(), False
     timeout = aiohttp.ClientTimeout(total=ANSWER_S)
     async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
         while True:
             try:
                 async with session.post(url) as response:
-                    status, answer = response.status, await response.read()
+                    status, answer, answered = response.status, await response.read(), True
                 if status == 200:
                     idle = msgspec.json.decode(answer, type=DrainProgress).idle
                 else:
@@ -81,6 +81,8 @@ async def _drain(config: DrainConfig) -> bool:
                         raise ConfigError("URL", why)
                     idle = error.code == "starting"  # it has had no request yet
             except aiohttp.ClientConnectorError:
+                if not answered:  # it may have ended before, or the address be a wrong one
+                    print(f"kvbaton: nobody listens at {config.url}", file=sys.stderr)
                 return True  # nobody is there any more
             except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError) as failure:
                 print(f"kvbaton: {url}: {failure!r}", file=sys.stderr)

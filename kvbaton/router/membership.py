@@ -296,6 +296,24 @@ class Membership:
                 changes += self._move(member, NodeState.UNHEALTHY, "heartbeats stopped")
         return changes
 
+    def misfits(self, node_id: str) -> list[str]:
+        """Why a ready node and others never hand over, though their roles would let them."""
+        mine = self.members[node_id].info
+        found: dict[str, str] = {}
+        for member in self.members.values():
+            other = member.info
+            roles = (mine.role, other.role)
+            fit = roles[0] in SOURCES and roles[1] in TARGETS
+            fit = fit or (roles[1] in SOURCES and roles[0] in TARGETS)
+            if other is mine or member.state is not NodeState.READY or not fit:
+                continue
+            if other.identity != mine.identity:
+                reason = "other weights or settings of the KV cache: compare model folders, dtypes"
+                found[reason] = other.node_id
+            elif other.transport != mine.transport:
+                found[f"transport {mine.transport!r} against {other.transport!r}"] = other.node_id
+        return [f"never hands over with {other}: {reason}" for reason, other in found.items()]
+
     def drain(self, node_id: str) -> list[Change]:
         """Send no new requests to a node; those it has go on.
 

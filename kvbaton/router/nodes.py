@@ -355,6 +355,9 @@ class Nodes(KnownNodes):
         for change in changes:
             level = logging.WARNING if change.new is NodeState.UNHEALTHY else logging.INFO
             logger.log(level, "%s", change.describe())
+            if change.new is NodeState.READY:
+                for misfit in self.membership.misfits(change.node_id):
+                    logger.warning("node %s %s", change.node_id, misfit)
             if change.lost:
                 self.on_lost(change.node_id, change.reason)
             if change.new is NodeState.DRAINING:

@@ -111,7 +111,7 @@ class ServerLog(logging.LoggerAdapter[logging.Logger]):
     def exception(self, msg: object, *args: object, **kwargs: Any) -> None:
         error = kwargs.get("exc_info")
         if isinstance(error, HttpProcessingError):
-            self.info("%s: %s", msg % args, " ".join(error.message.split())[:200])
+            self.info("%s: %s", str(msg) % args, " ".join(error.message.split())[:200])
         else:
             super().exception(msg, *args, **kwargs)
 

@@ -98,6 +98,12 @@ def test_failures_are_counted_and_told(
     assert "bad key" in capsys.readouterr().out
 
 
+def test_an_address_where_nobody_serves_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "serve", "--url", "http://127.0.0.1:9"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("kvbaton: error: --url: can't tell what http://127.0.0.1:9 serves")
+
+
 async def test_tokens_are_those_of_the_answer(endpoint: Endpoint) -> None:
     load = ServeLoad(url=endpoint.url, requests=3, input_len=2, output_len=3)
     shots, _ = await measure(load)

@@ -15,7 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from rich.console import Console
 
+from kvbaton.cluster.chat import Chat, ChatConfig
 from tests.e2e.test_commands import STOP_S, UP, start
 from tests.support.gguf_files import write_gguf
 from tests.support.served_pair import Pair
@@ -125,6 +129,20 @@ def test_nobody_there(tmp_path: Path) -> None:
     assert start(["chat", "http://127.0.0.1:9"], log).wait(PATIENCE_S) == 1
     assert "nobody answers at http://127.0.0.1:9" in log.read_text()
     assert "Traceback" not in log.read_text()
+
+
+async def test_a_wrong_key_is_told_from_an_address_where_nobody_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def refuse(request: web.Request) -> web.Response:
+        return web.Response(status=401)
+
+    app = web.Application()
+    app.router.add_get("/v1/models", refuse)
+    async with TestServer(app) as server:
+        chat = await Chat.open(ChatConfig(url=str(server.make_url(""))), Console())
+    assert chat is None
+    assert "answers 401 Unauthorized; give a right --api-key" in capsys.readouterr().err
 
 
 @pytest.mark.slow  # `make demo` does the same with a real file

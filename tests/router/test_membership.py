@@ -101,6 +101,20 @@ def test_a_node_that_says_it_is_unhealthy_is_not_lost(membership: Membership) ->
     assert [(c.new, c.lost) for c in changes] == [(NodeState.UNHEALTHY, False)]
 
 
+def test_nodes_that_never_hand_over_are_told_why(membership: Membership) -> None:
+    make_ready(membership, info("p0", role="prefill", identity="aa", transport="nixl"))
+    make_ready(membership, info("d0", identity="aa", transport="nixl"))
+    assert membership.misfits("d0") == membership.misfits("p0") == []
+    make_ready(membership, info("d1", identity="bb", transport="nixl"))
+    [line] = membership.misfits("d1")
+    assert line.startswith("never hands over with p0: other weights")
+    make_ready(membership, info("d2", identity="aa", transport="tcp"))
+    [line] = membership.misfits("d2")
+    assert line == "never hands over with p0: transport 'tcp' against 'nixl'"
+    make_ready(membership, info("e0", role="encode", identity="cc"))
+    assert membership.misfits("e0") == []
+
+
 def test_silence_makes_it_unhealthy_and_then_forgotten(membership: Membership) -> None:
     make_ready(membership, info())
     assert membership.tick(4.9) == []

@@ -68,9 +68,12 @@ async def test_who_has_not_begun_has_nothing_to_finish(server: Answers) -> None:
     assert await server.drain() == 0
 
 
-async def test_who_is_not_there_has_nothing_to_finish(server: Answers) -> None:
+async def test_who_is_not_there_has_nothing_to_finish(
+    server: Answers, capsys: pytest.CaptureFixture[str]
+) -> None:
     server.url = "http://127.0.0.1:9"
     assert await server.drain() == 0
+    assert "nobody listens at http://127.0.0.1:9" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("status", [401, 403])
