@@ -370,7 +370,7 @@ SETTINGS = set(
 
 BOUNDED = set(
     "SimulatedExecutor SimulatedChannel SimulatedNode BlockPool Tombstones CostFit WireCosts "
-    "FairShares".split()
+    "FairShares StepTimes".split()
 )
 """What holds a bounded number of things, or has an audit of its own."""
 

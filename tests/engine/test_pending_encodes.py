@@ -249,6 +249,7 @@ class House(Loop):
             self.step()
         else:
             raise AssertionError(f"nothing moves: {self.scheduler.state()} {self.items.state()}")
+        self.turn()  # gives back what the last step has read of those that failed meanwhile
         self.check_empty()
         assert list(self.items.pins()) == []
         owners = self.items.core.scheduler.blocks.owners()
