@@ -157,7 +157,9 @@ class Bench:
                 # A step waits for prompts and for the KV of what is live, each in proportion.
                 taken = 1.1 * self.wall.output * self.wall.sequence_s + prompt_s
                 rest = 1 - rate * taken / max(1, layout.nodes)
-                pace = slower * median(alone.gaps) / max(0.1, rest)
+                # Tokens that came in clumps have no gaps; no step is faster than what it reads.
+                step_s = max(median(alone.gaps), self.wall.weights_s + self.wall.sequence_s)
+                pace = slower * step_s / max(0.1, rest)
                 life = prompt_s + args.output * min(pace, self.itls[-1])
                 needs = (self.warm_up + self.lifetimes + 1) * life
                 if len(layout.rows) >= args.max_rates or (
