@@ -138,6 +138,8 @@ class CountsTwice(BrokenMemory):
     """Subtracts what was deleted once more than it was added."""
 
     class Broken(Arena):
+        _sign = -1
+
         def _clear(self) -> None:
             super()._clear()
             self._deleted = 0
@@ -149,25 +151,14 @@ class CountsTwice(BrokenMemory):
 
         def usage(self) -> Usage:
             usage = super().usage()
-            return replace(usage, objects=(usage.objects or 0) - self._deleted)
+            return replace(usage, objects=(usage.objects or 0) + self._sign * self._deleted)
 
 
 class CountsWhatIsGone(BrokenMemory):
     """Its count of objects only ever grows."""
 
-    class Broken(Arena):
-        def _clear(self) -> None:
-            super()._clear()
-            self._deleted = 0
-
-        def remove(self, keys: Sequence[bytes]) -> int:
-            count = super().remove(keys)
-            self._deleted += count
-            return count
-
-        def usage(self) -> Usage:
-            usage = super().usage()
-            return replace(usage, objects=(usage.objects or 0) + self._deleted)
+    class Broken(CountsTwice.Broken):
+        _sign = 1
 
 
 class LoadsInTheCall(BrokenMemory):
