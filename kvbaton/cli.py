@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvbaton import __version__
 from kvbaton.config import add_flags, from_args, human_int
+from kvbaton.config_file import add_config_flag, with_config
 from kvbaton.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
@@ -52,6 +53,9 @@ class Parser(argparse.ArgumentParser):
         fill, self.fill = self.fill, None
         if fill is not None:
             fill(self)
+        if self._subparsers is None:
+            add_config_flag(self)
+            args = with_config(self, sys.argv[1:] if args is None else args)
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
@@ -68,6 +72,7 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         description="Serve large language models with prefill and decode on separate nodes.",
     )
+    parser.add_argument("-v", "--version", action="version", version=__version__)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name, fill, run, text in (
         (

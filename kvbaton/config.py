@@ -20,6 +20,13 @@ from typing import Annotated, Any, Literal, TypeVar
 T = TypeVar("T")
 LogLevel = Literal["debug", "info", "warning", "error"]
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+VLLM_NAMES = {
+    "--num-blocks": ("--num-gpu-blocks-override",),
+    "--tensor-parallel-size": ("-tp",),
+    "--quantization": ("-q",),
+    "--workers": ("--api-server-count", "-asc"),
+}
+"""By flag: names that vLLM has beside or instead of ours."""
 UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -144,10 +151,12 @@ class Flag:
             text = (text.rstrip(".") + ("" if told else f" ({default})")).replace("%", "%%")
         parser.add_argument(
             self.name,
+            *VLLM_NAMES.get(self.name, ()),
             **{
                 **_argument(self.kind, self.more),
                 "required": required,
                 "default": None if required else default,
+                "dest": self.dest,
                 "help": text,
             },
         )

@@ -19,6 +19,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "types": set(),
     "config": set(),
     "messages": {"errors", "types"},
+    "config_file": {"errors"},
     "image_file": {"errors"},
     "kernels": set(),
     "connectors": {"errors", "types", "messages"},

@@ -272,6 +272,12 @@ async def health(request: web.Request) -> web.Response:
     return json_response({"status": "ok", "ready": len(ready)})
 
 
+async def load(request: web.Request) -> web.Response:
+    """``GET /load``, as vLLM calls it: requests of clients that are not answered to the end."""
+    totals = request.app[ROUTER].totals()
+    return json_response({"server_load": totals.waiting + totals.running})
+
+
 @contract(content_type="text/plain")
 async def metrics(request: web.Request) -> web.Response:
     """``GET /metrics``."""
@@ -349,6 +355,9 @@ def routes(link: WorkerLink | None = None) -> list[web.RouteDef]:
         web.get("/debug/routes", own(debug_routes)),
         web.get("/health", health),
         web.get("/live", live),
+        web.get("/ping", health),
+        web.post("/ping", health),
+        web.get("/load", guarded(load, lambda request: None)),
         web.get("/metrics", metrics if link is None else guarded(metrics, lambda request: None)),
         web.get("/", guarded(page, _require_reader)),
         web.get("/events", guarded(events, _require_reader)),

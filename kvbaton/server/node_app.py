@@ -56,6 +56,9 @@ EXPOSITION: web.AppKey[Exposition] = web.AppKey("exposition")
 ALARMS = ("kvbaton_unhealthy", "kvbaton_ledger_imbalance")
 """Gauges that make a node unhealthy while they are not 0."""
 
+SEQUENCES = tuple(f"kvbaton_sequences_{state}" for state in ("running", "waiting", "loading"))
+"""Gauges of what an engine has to do."""
+
 METRICS_PATIENCE_S = 1.0
 """A scrape waits this long for the engine, which answers between two steps."""
 
@@ -106,6 +109,9 @@ def node_routes(forward: Handler | None = None) -> list[web.RouteDef]:
     return [
         web.get("/health", forward or health),
         web.get("/live", forward or live),
+        web.get("/ping", forward or health),
+        web.post("/ping", forward or health),
+        web.get("/load", forward or load),
         web.get("/metrics", forward or metrics),
         web.get("/state", forward or state),
         web.get("/debug/steps", forward or steps),
@@ -170,11 +176,24 @@ async def live(request: web.Request) -> web.Response:
 @contract(content_type="text/plain")
 async def metrics(request: web.Request) -> web.Response:
     """``GET /metrics``: as of now, or the latest report of an engine that does not answer."""
+    await _refresh(request.app[CLIENT])
+    return exposition(await request.app[EXPOSITION]())
+
+
+async def load(request: web.Request) -> web.Response:
+    """``GET /load``, as vLLM calls it: sequences that the engine has, whoever asked for them."""
+    client = request.app[CLIENT]
+    await _refresh(client)
+    gauges = {} if client.metrics is None else client.metrics.gauges
+    return json_response({"server_load": int(sum(gauges.get(name, 0) for name in SEQUENCES))})
+
+
+async def _refresh(client: EngineClient) -> None:
+    """Have `metrics` as of now, if the engine answers in time."""
     # What keeps the engine from answering is told by `/health`, and must not hide the numbers.
     with suppress(TimeoutError, EngineDeadError):
         async with asyncio.timeout(METRICS_PATIENCE_S):
-            await request.app[CLIENT].command("metrics")
-    return exposition(await request.app[EXPOSITION]())
+            await client.command("metrics")
 
 
 async def state(request: web.Request) -> web.Response:

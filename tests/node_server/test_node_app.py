@@ -175,6 +175,20 @@ async def test_health(node: Any) -> None:
         assert status == 503
 
 
+async def test_ping_and_load_are_as_vllm_has_them(node: Any) -> None:
+    assert await node.get("/ping") == (200, {"status": "ok"})
+    async with node.session.post("/ping") as response:
+        assert response.status == 200
+    assert await node.get("/load") == (200, {"server_load": 0})
+    counts = {"running": 2.0, "waiting": 3.0, "loading": 1.0}
+    gauges = {f"kvbaton_sequences_{state}": count for state, count in counts.items()}
+    node.client.metrics = Metrics(counters={}, gauges=gauges)
+    assert await node.get("/load") == (200, {"server_load": 6})
+    assert node.client.commands[-1] == "metrics", "it is as of now"
+    node.client.dead = "the core exited with code -9"
+    assert (await node.get("/ping"))[0] == 503
+
+
 async def test_a_node_that_is_drained_is_not_healthy_but_lives(node: Any) -> None:
     node.client.draining = True
     status, answer = await node.get("/health")

@@ -304,3 +304,78 @@ def test_limits_of_hand_overs(broken_model: str, capsys: pytest.CaptureFixture[s
     assert "--max-blocks-per-peer: 0 is not" in failure(
         capsys, "decode", *model, "--max-blocks-per-peer", "0"
     )
+
+
+CONFIG = """
+model: m
+tensor_parallel_size: 2
+num-gpu-blocks-override: 99
+enable-prefix-caching: false
+enforce_eager: true
+allow-private-media: false
+kv-events-config: {enable_kv_cache_events: true}
+router: [http://a:1, http://b:2]
+api-key: [one, two]
+port: 8123
+"""
+
+
+def test_a_file_gives_options_and_the_command_line_wins(tmp_path: Path) -> None:
+    file = tmp_path / "node.yaml"
+    file.write_text(CONFIG)
+    said = ["serve", f"--config={file}", "--port", "9", "--router", "http://c:3"]
+    args = make_parser().parse_args(said)
+    assert (args.model, args.tensor_parallel_size, args.num_blocks) == ("m", 2, 99)
+    assert (args.enable_prefix_caching, args.enforce_eager) == (False, True)
+    assert args.allow_private_media is False
+    assert args.kv_events_config == '{"enable_kv_cache_events": true}'
+    assert args.api_key == ["one", "two"]
+    assert (args.port, args.router) == (9, ["http://c:3"])
+    args = make_parser().parse_args(["serve", "--config", str(file), "-tp", "4"])
+    assert args.router == ["http://a:1", "http://b:2"]
+    assert args.tensor_parallel_size == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max_modl_len: 3", "kvbaton serve has no option 'max_modl_len'; did you mean 'max-model"),
+        ("config: other.yaml", "has no option 'config'"),
+        ("block_size: 16\nblock-size: 32", "'block_size' and 'block-size' are the same option"),
+        ("enforce-eager: 3", "'enforce-eager' must be true or false, not 3"),
+        ("model:", "'model' must have a value, not null"),
+        ("model: true", "'model' must have a value, not true"),
+        ("api-key: []", "'api-key' is an empty list"),
+        ("- model", "must hold options"),
+        ("{", "is no YAML"),
+    ],
+)
+def test_a_file_that_is_wrong_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, message: str
+) -> None:
+    file = tmp_path / "node.yaml"
+    file.write_text(text)
+    line = failure(capsys, "serve", "--config", str(file))
+    assert f"--config: {file}" in line
+    assert message in line
+
+
+def test_a_file_that_is_missing_or_holds_a_wrong_value_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert "--config: /nope.yaml can't be read" in failure(
+        capsys, "router", "--config", "/nope.yaml"
+    )
+    assert "--config: expected one argument" in failure(capsys, "router", "--config")
+    (tmp_path / "r.yaml").write_text("port: 70000")
+    line = failure(capsys, "router", "--config", str(tmp_path / "r.yaml"))
+    assert "--port: 70000 is no port" in line
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    told = capsys.readouterr().out
+    assert main(["version"]) == 0
+    assert told == capsys.readouterr().out != ""

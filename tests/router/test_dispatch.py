@@ -493,6 +493,8 @@ async def test_the_page_and_the_metrics_show_the_nodes(make_rig: Any) -> None:
     assert "kvbaton_router_first_token_seconds_count 1.0" in metrics
     assert 'kvbaton_router_nodes{node="d0",role="decode",state="ready"} 1.0' in metrics
     assert (await rig.session.get("/health")).status == 200
+    assert (await rig.session.post("/ping")).status == 200
+    assert await (await rig.session.get("/load")).json() == {"server_load": 0}
 
 
 # --- membership over HTTP ---
