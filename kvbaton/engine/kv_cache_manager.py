@@ -232,7 +232,9 @@ class KVCacheManager:
         tables, length = Tables(), self.usable(hits, num_tokens)
         for group, hit in zip(self.groups, hits, strict=True):
             end = length // group.block_size
-            first = min(group.first_needed(min(length, num_tokens - 1)), end)
+            first = 0
+            if group.kind is not GroupKind.FULL:
+                first = min(group.first_needed(min(length, num_tokens - 1)), end)
             tables.append([NULL_BLOCK] * first + hit[first:end])
         return Match(length, tables)
 
@@ -243,8 +245,8 @@ class KVCacheManager:
             hits: per group, for each logical block 0 if it is not there. Of full groups all are.
             num_tokens: length of the sequence.
         """
-        sizes = [group.block_size for group in self.groups]
-        length = min(len(hit) * size for hit, size in zip(hits, sizes, strict=True))
+        groups = zip(hits, self.groups, strict=True)
+        length = min(len(hit) * group.block_size for hit, group in groups)
         if self.has_states:
             length = min(length, num_tokens - 1)
         length -= length % self.alignment

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from dataclasses import dataclass, field
 
 from kvbaton.messages.engine import HistogramCounts, Output
 
@@ -29,15 +30,13 @@ class LatencyHistogram:
         return HistogramCounts(bounds=self._bounds, counts=tuple(self._counts), total=self._total)
 
 
+@dataclass(slots=True)
 class _Timed:
     """A live request: when it came, and when what was last sent, by choice."""
 
-    __slots__ = ("done", "last", "start")
-
-    def __init__(self, start: float) -> None:
-        self.start = start
-        self.last: dict[int, float] = {}
-        self.done: float | None = None
+    start: float
+    last: dict[int, float] = field(default_factory=dict)
+    done: float | None = None
 
 
 class RequestLatencies:

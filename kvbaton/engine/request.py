@@ -83,7 +83,7 @@ class Sequence:
     trimmed: list[int] = field(init=False)
     shares_tail: bool = False
     chains: dict[int, list[bytes]] = field(default_factory=dict)
-    history: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    history: npt.NDArray[np.int32] = field(init=False)
     num_history: int = 0
     finish_reason: str | None = None
 
@@ -93,6 +93,7 @@ class Sequence:
         self.sent = [0] * len(self.tables)
         self.committed = [0] * len(self.tables)
         self.trimmed = [0] * len(self.tables)
+        self.history = np.zeros(0, np.int32)
 
     @property
     def is_over(self) -> bool:

@@ -93,7 +93,8 @@ class Dispatcher(TokenSource):
         self.retries.request()
         running = self.running[name] = _Running(self, request, receiver)
         try:
-            running.start()
+            running.perform(running.relay.start(running.started_at))
+            running.arm()
         except RequestError:  # nobody was asked
             running.close("refused")
             raise
@@ -186,6 +187,7 @@ class _Running:
     Attributes:
         relay: decides what becomes of it.
         receiver: is told what the relay says.
+        started_at: when the request came, on the loop's clock.
         read_at: when the first output that it is yet to act on was read; 0 if there is none.
         marks: of a timed request, what its receiver is yet to be told.
     """
@@ -195,14 +197,14 @@ class _Running:
     ) -> None:
         self.dispatcher = dispatcher
         self.loop = asyncio.get_running_loop()
-        self._started_at = self.loop.time()
+        self.started_at = self.loop.time()
         self.relay = RequestRelay(
             request,
             partial(dispatcher.chooser.route, request),
             transfer_id=os.urandom(16),
             item_ids=list(map(os.urandom, [16] * len(request.items))),
             timers=dispatcher.timers,
-            now=self._started_at,
+            now=self.started_at,
             may_retry=dispatcher.may_retry,
         )
         self.receiver = receiver
@@ -213,11 +215,6 @@ class _Running:
         self._tokens_timed = 0
         self._first_at = 0.0
         self._second_at: tuple[float, int] | None = None
-
-    def start(self) -> None:
-        """Ask the first nodes."""
-        self.perform(self.relay.start(self._started_at))
-        self.arm()
 
     def close(self, outcome: str) -> None:
         """The relay is done."""
@@ -329,7 +326,7 @@ class _Running:
         self._tokens_timed += 1
         if self._tokens_timed == 1:
             self._first_at = now
-            ttft_s = now - self._started_at
+            ttft_s = now - self.started_at
             self.dispatcher.metrics.first_token.observe(ttft_s)
             self.dispatcher.chooser.first_token(request_id, ttft_s)
         else:
@@ -379,10 +376,10 @@ class _NodeCall:
     def __init__(self, running: _Running, asked: NodeRequest) -> None:
         self._running = running
         self._asked = asked
-        self._load = IDLE
+        self._load = asked.load
+        running.dispatcher.loads.change(asked.node.node_id, IDLE, asked.load)
         self._client: EngineClient | None = running.dispatcher.nodes.engines.get(asked.node)
         self.done = False
-        self._set_load(asked.load)
         try:
             if self._client is None:
                 raise EngineDeadError("its engine is not connected")
