@@ -6,13 +6,13 @@ python -m benchmarks.bench_all_reduce --ranks 2 --json all_reduce.json
 from __future__ import annotations
 
 import argparse
-import json
 from functools import partial
 from pathlib import Path
 from statistics import median
 
 import torch
 
+from kvbaton.bench.report import publish
 from kvbaton.engine.cuda.nccl import Communicators
 from kvbaton.engine.executor import WorkerGroup, rank_threads
 
@@ -72,22 +72,19 @@ def main() -> None:
     communicators = Communicators(args.ranks)
     group = WorkerGroup(rank_threads(args.ranks), abort=communicators.abort)
     ranks = group.call(lambda rank: Rank(rank, communicators))
-    found: dict[str, dict[int, float]] = {"NCCL": {}, "ours": {}}
-    print(f"{'rows':>8}{'KiB':>10}{'NCCL us':>10}{'ours us':>10}{'GB/s':>10}")
+    found = []
     for rows in ROWS:
-        for way, times in found.items():
+        row = {"rows": float(rows), "KiB": rows * HIDDEN / 512}
+        for way in ("NCCL", "ours"):
             group.call(lambda rank, way=way, rows=rows: ranks[rank].capture(way, rows))  # type: ignore[misc]
-            times[rows] = max(group.call(lambda rank: ranks[rank].time()))
-        nccl, ours = (times[rows] for times in found.values())
-        size = rows * HIDDEN * 2
-        print(f"{rows:8}{size / 1024:10.0f}{nccl:10.1f}{ours:10.1f}{size / ours / 1e3:10.1f}")
+            row[f"{way} us"] = max(group.call(lambda rank: ranks[rank].time()))
+        found.append({**row, "GB/s": rows * HIDDEN * 2 / row["ours us"] / 1e3})
     for thread in group.threads:
         thread.shutdown()
     for rank in ranks:
         rank.close()
     communicators.close()
-    if args.json is not None:
-        args.json.write_text(json.dumps(found))
+    publish("all_reduce", vars(args), found, args.json)
 
 
 if __name__ == "__main__":

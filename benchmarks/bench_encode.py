@@ -30,8 +30,8 @@ import numpy as np
 from PIL import Image
 
 from benchmarks.bench_gpu_handover import cluster, get_json
-from benchmarks.workload import publish
-from kvbaton.bench.report import percentile
+from benchmarks.workload import compared
+from kvbaton.bench.report import percentile, publish
 from kvbaton.bench.serve import Shot, served_model, stream
 from kvbaton.testing.checkpoints import CheckpointSpec, make_checkpoint
 
@@ -313,7 +313,7 @@ def main() -> None:
     for nodes, separate in clusters:
         with cluster([f"--model={folder}", *flags, *nodes]) as router:
             rows += asyncio.run(measure(router, workload, separate=separate))
-    publish(rows, args.json)
+    publish("encode", vars(args), compared(rows), args.json)
 
 
 if __name__ == "__main__":

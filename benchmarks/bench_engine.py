@@ -21,7 +21,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.workload import MAX_BATCHED_TOKENS, MAX_MODEL_LEN, llama_8b, publish, random_prompts
+from benchmarks.workload import (
+    MAX_BATCHED_TOKENS,
+    MAX_MODEL_LEN,
+    compared,
+    llama_8b,
+    random_prompts,
+)
+from kvbaton.bench.report import publish
 from kvbaton.engine.build import build_engine
 from kvbaton.engine.config import EngineConfig
 from kvbaton.messages.engine import AddRequest, FromCore, Outputs, Rejected, SamplingParams, ToCore
@@ -193,7 +200,7 @@ def main() -> None:
         name = f"prefill of {count} x {length}, tok/s"
         add(name, partial(prefill, bench, count, length), theirs)
     add("512 requests 1024/128, output tok/s", partial(throughput, bench), THROUGHPUT)
-    publish(rows, args.json)
+    publish("engine", vars(args), compared(rows), args.json)
 
 
 if __name__ == "__main__":

@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 import aiohttp
 
 from benchmarks.bench_gpu_shapes import SHAPES
-from benchmarks.workload import MAX_MODEL_LEN, cluster_of, dummy_folder, publish, random_prompts
-from kvbaton.bench.report import percentile
+from benchmarks.workload import MAX_MODEL_LEN, cluster_of, compared, dummy_folder, random_prompts
+from kvbaton.bench.report import percentile, publish
 from kvbaton.bench.serve import Shot, served_model, shoot
 from kvbaton.cluster.config import visible_gpus
 from kvbaton.connectors.layout import ITEM_SIZE
@@ -269,7 +269,7 @@ def main() -> None:
         rows, planned = asyncio.run(measure(router, folder, args))
     if args.one_gpu:
         print("P and D shared one GPU: bytes are those between two GPUs, times are not")
-    publish(rows, args.json)
+    publish("gpu_handover", vars(args), compared(rows), args.json)
     if not planned:
         raise SystemExit("what crossed is not what the groups hold: see NOT AS PLANNED above")
 

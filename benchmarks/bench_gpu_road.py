@@ -31,10 +31,9 @@ from pathlib import Path
 from typing import Literal
 
 import aiohttp
-import msgspec
 
 from benchmarks.workload import SMALL, llama_8b, random_prompts
-from kvbaton.bench.report import percentile
+from kvbaton.bench.report import percentile, publish
 from kvbaton.bench.serve import Shot, served_model, shoot
 from kvbaton.testing.checkpoints import make_checkpoint
 
@@ -200,8 +199,6 @@ def main() -> None:
         *args.flags,
     ]  # fmt: skip
     rows = []
-    print(f"{'at once':>8} {'asked':<16}{'tok/s':>9}{'/offline':>9}{'ITL p50':>9}{'p95':>7}"
-          f"{'p99':>7}{'p99/p50':>8}{'tok/chunk':>10}{'CPU us/tok':>11}")  # fmt: skip
     with cluster(flags) as (router, root), ProcessPoolExecutor(4, mp_context=context) as pool:
         node = json.loads(asyncio.run(_get(f"{router}/nodes")))["nodes"][0]["url"]
         online(pool, router, root, max(args.batches), args.tokens, 3)
@@ -212,15 +209,11 @@ def main() -> None:
             for name, (window, cpu) in found.items():
                 p50, p95, p99 = (percentile(window.itl, p) for p in (50, 95, 99))
                 share = window.tokens_s / engine[batch].tokens_s
-                print(f"{batch:8} {name:<16}{window.tokens_s:9,.0f}{share:9.3f}{p50:9.2f}{p95:7.2f}"
-                      f"{p99:7.2f}{p99 / p50:8.2f}{window.tokens_per_chunk:10.2f}{cpu:11.1f}",
-                      flush=True)  # fmt: skip
                 rows.append({"at_once": batch, "asked": name, "tokens_s": window.tokens_s,
                              "of_offline": share, "itl_p50": p50, "itl_p95": p95, "itl_p99": p99,
-                             "tokens_per_chunk": window.tokens_per_chunk,
+                             "p99/p50": p99 / p50, "tokens_per_chunk": window.tokens_per_chunk,
                              "cpu_us_per_token": cpu})  # fmt: skip
-    if args.json is not None:
-        args.json.write_bytes(msgspec.json.encode(rows))
+    publish("gpu_road", vars(args), rows, args.json)
 
 
 async def _get(url: str) -> bytes:

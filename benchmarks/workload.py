@@ -72,36 +72,17 @@ def random_prompts(count: int, length: int, seed: int) -> list[tuple[int, ...]]:
     return [tuple(row) for row in rng.integers(10, 380, (count, length)).tolist()]
 
 
-def table(rows: list[tuple[str, float, float | None]], unit: str = "") -> str:
-    """Lines of name, ours, vLLM's and the ratio."""
-    lines = [f"{'what':<44}{'kvbaton':>12}{'vLLM 0.26.0':>14}{'ratio':>8}  {unit}".rstrip()]
-    for name, ours, theirs in rows:
-        ratio = f"{ours / theirs:8.3f}" if theirs else f"{'':8}"
-        shown = f"{theirs:14,.2f}" if theirs else f"{'':14}"
-        lines.append(f"{name:<44}{ours:12,.2f}{shown}{ratio}")
-    return "\n".join(lines)
-
-
-def publish(rows: list[tuple[str, float, float | None]], out: Path | None) -> None:
-    """Print the table; with `out`, write the rows there as JSON, and a picture beside it."""
-    print(table(rows))
-    if out is None:
-        return
-    out.write_text(json.dumps({name: [ours, theirs] for name, ours, theirs in rows}))
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print("no picture: matplotlib is missing")
-        return
-    compared = [(name, ours / theirs) for name, ours, theirs in rows if theirs]
-    figure = Figure(figsize=(9, 1 + 0.3 * len(compared)), layout="constrained")
-    axes = figure.subplots()
-    bars = axes.barh([name for name, _ in compared], [ratio for _, ratio in compared])
-    axes.bar_label(bars, fmt="%.2f", padding=3)
-    axes.axvline(1, color="k", linestyle=":")
-    axes.invert_yaxis()
-    axes.set_xlabel("kvbaton / vLLM 0.26.0")
-    figure.savefig(out.with_suffix(".png"), dpi=120)
+def compared(rows: Sequence[tuple[str, float, float | None]]) -> list[dict[str, Any]]:
+    """Rows of name, ours and vLLM's, for `kvbaton.bench.report.publish`."""
+    return [
+        {
+            "what": name,
+            "kvbaton": ours,
+            "vLLM 0.26.0": theirs or "",
+            "ratio": ours / theirs if theirs else "",
+        }
+        for name, ours, theirs in rows
+    ]
 
 
 @contextmanager

@@ -26,9 +26,10 @@ from kvbaton.engine.models.layers import (
     Piece,
     RMSNorm,
     RotaryEmbedding,
-    RowLinear,
     WeightedModule,
+    head_projections,
     new_weight,
+    output_projection,
 )
 from kvbaton.engine.models.llama import Encoded, LlamaForCausalLM
 from kvbaton.kernels.rms_norm import rms_norm
@@ -48,7 +49,7 @@ class Gemma4Attention(nn.Module):
         super().__init__()
         gemma = config.gemma4
         assert gemma is not None
-        name, size = f"model.layers.{layer}.self_attn", config.hidden_size
+        name = f"model.layers.{layer}.self_attn"
         num_kv_heads, dim = config.heads_of(layer)
         self.kv_layer, self.head_dim, self.eps = gemma.kv_layers[layer], dim, config.rms_norm_eps
         query, kv = shard.span(config.num_heads), shard.kv_heads(num_kv_heads)
@@ -60,23 +61,8 @@ class Gemma4Attention(nn.Module):
                 parts.append(("v_proj", num_kv_heads, kv))
             self.k_norm = RMSNorm(f"{name}.k_norm", dim, self.eps)
             self.register_buffer("ones", torch.ones(dim), persistent=False)
-        self.qkv_proj = ColumnLinear(
-            size,
-            [
-                (f"{name}.{part}", total * dim, (first * dim, number * dim))
-                for part, total, (first, number) in parts
-            ],
-            bias=config.qkv_bias,
-            quantization=config.quantization,
-        )
-        self.o_proj = RowLinear(
-            f"{name}.o_proj",
-            config.num_heads * dim,
-            size,
-            shard,
-            bias=config.output_bias,
-            quantization=config.quantization,
-        )
+        self.qkv_proj = head_projections(name, config, dim, parts)
+        self.o_proj = output_projection(name, config, dim, shard)
         self.q_norm = RMSNorm(f"{name}.q_norm", dim, self.eps)
 
     def forward(

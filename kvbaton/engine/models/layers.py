@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -418,6 +418,38 @@ class AttentionContext(Protocol):
         ...
 
 
+def head_projections(
+    name: str, config: ModelConfig, dim: int, parts: Iterable[tuple[str, int, tuple[int, int]]]
+) -> ColumnLinear:
+    """What makes queries, keys and values, as one product.
+
+    Args:
+        name: of the attention, in the checkpoint.
+        config: the model.
+        dim: elements per head.
+        parts: the projection, its heads in all, and the first and number of this rank's.
+    """
+    columns = [
+        (f"{name}.{part}", total * dim, (first * dim, number * dim))
+        for part, total, (first, number) in parts
+    ]
+    return ColumnLinear(
+        config.hidden_size, columns, bias=config.qkv_bias, quantization=config.quantization
+    )
+
+
+def output_projection(name: str, config: ModelConfig, dim: int, shard: Shard) -> RowLinear:
+    """From what the heads of `dim` elements attended to back to the stream."""
+    return RowLinear(
+        f"{name}.o_proj",
+        config.num_heads * dim,
+        config.hidden_size,
+        shard,
+        bias=config.output_bias,
+        quantization=config.quantization,
+    )
+
+
 class SelfAttention(WeightedModule):
     """Grouped-query attention over the paged cache.
 
@@ -436,23 +468,8 @@ class SelfAttention(WeightedModule):
         self.first_head, self.heads, self.kv_heads = *query, kv[1]
         parts = [("q_proj", config.num_heads, query)]
         parts += [(part, config.num_kv_heads, kv) for part in ("k_proj", "v_proj")]
-        self.qkv_proj = ColumnLinear(
-            config.hidden_size,
-            [
-                (f"{name}.{part}", total * dim, (first * dim, number * dim))
-                for part, total, (first, number) in parts
-            ],
-            bias=config.qkv_bias,
-            quantization=config.quantization,
-        )
-        self.o_proj = RowLinear(
-            f"{name}.o_proj",
-            config.num_heads * dim,
-            config.hidden_size,
-            shard,
-            bias=config.output_bias,
-            quantization=config.quantization,
-        )
+        self.qkv_proj = head_projections(name, config, dim, parts)
+        self.o_proj = output_projection(name, config, dim, shard)
         norm = dim, config.rms_norm_eps, config.norm_offset
         self.q_norm = RMSNorm(f"{name}.q_norm", *norm) if config.qk_norm else None
         self.k_norm = RMSNorm(f"{name}.k_norm", *norm) if config.qk_norm else None

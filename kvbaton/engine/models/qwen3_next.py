@@ -25,6 +25,7 @@ from kvbaton.engine.models.layers import (
     RowLinear,
     WeightedModule,
     new_weight,
+    output_projection,
 )
 from kvbaton.engine.models.llama import DecoderLayer, LlamaForCausalLM
 from kvbaton.engine.state_blocks import StateBatch
@@ -274,14 +275,7 @@ class GatedAttention(nn.Module):
             bias=config.qkv_bias,
             quantization=config.quantization,
         )
-        self.o_proj = RowLinear(
-            f"{name}.o_proj",
-            config.num_heads * dim,
-            config.hidden_size,
-            shard,
-            bias=config.output_bias,
-            quantization=config.quantization,
-        )
+        self.o_proj = output_projection(name, config, dim, shard)
 
     def forward(
         self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attention: AttentionContext
