@@ -157,7 +157,7 @@ class ClusterConfig(EndpointConfig):
     def _common_words(self) -> list[str]:
         return [
             f"--log-level={self.log_level}",
-            *words_of(self, ("shutdown_timeout_s",)),
+            *words_of(self, ("shutdown_timeout_s", "timeout_keep_alive_s")),
         ]
 
     def secrets(self) -> dict[str, str]:

@@ -119,6 +119,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     functions: Any = None
@@ -126,7 +127,6 @@ class ChatRequest(SamplingFields, kw_only=True):
     audio: Any = None
     modalities: list[str] | None = None
     chat_template: str | None = None
-    continue_final_message: bool | None = None
     documents: Any = None
     web_search_options: Any = None
 
@@ -139,6 +139,7 @@ class TokenizeRequest(Struct, kw_only=True):
     messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     return_token_strs: bool | None = None

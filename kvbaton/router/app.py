@@ -92,7 +92,12 @@ async def one_process(
 ) -> AsyncIterator[None]:
     """Serve from this process for as long as the context lasts; what runs then may end."""
     async with watched_app(config, edge, tokenizer) as app:
-        runner = await serve_on(listener, app, grace_s=config.shutdown_timeout_s)
+        runner = await serve_on(
+            listener,
+            app,
+            grace_s=config.shutdown_timeout_s,
+            keep_alive_s=config.timeout_keep_alive_s,
+        )
         try:
             yield
         finally:

@@ -116,7 +116,12 @@ async def worker(link: WorkerLink, payload: tuple[RouterConfig, FrontendConfig, 
     registry = app[FRONTEND].metrics.registry
     registry.register(NodeCollector(list, loads))
     async with _running(nodes.watch(), nodes.report_loads()):
-        await link.serve(app, registry, grace_s=config.shutdown_timeout_s)
+        await link.serve(
+            app,
+            registry,
+            grace_s=config.shutdown_timeout_s,
+            keep_alive_s=config.timeout_keep_alive_s,
+        )
     await nodes.engines.close()
 
 

@@ -35,6 +35,7 @@ from kvbaton.server.bodies import (
 )
 from kvbaton.server.chat import chat_completions, encode_chat
 from kvbaton.server.completions import completions
+from kvbaton.server.config import EndpointConfig
 from kvbaton.server.frontend import FRONTEND, Frontend
 from kvbaton.server.network import bind
 from kvbaton.server.openapi import contract, openapi
@@ -117,13 +118,18 @@ class ServerLog(logging.LoggerAdapter[logging.Logger]):
 
 
 async def serve_on(
-    listener: socket.socket, app: web.Application, *, grace_s: float = 5.0
+    listener: socket.socket,
+    app: web.Application,
+    *,
+    grace_s: float = 5.0,
+    keep_alive_s: float = EndpointConfig.timeout_keep_alive_s,
 ) -> web.AppRunner:
     """Serve an application on a listening socket, which becomes the runner's; see `listen`."""
     runner = web.AppRunner(
         app,
         handler_cancellation=True,
         shutdown_timeout=grace_s,
+        keepalive_timeout=keep_alive_s,
         access_log=None,
         logger=ServerLog(logger),
     )

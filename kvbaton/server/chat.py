@@ -168,6 +168,13 @@ async def encode_chat(
     template = frontend.tokenizer.chat_template
     if template is None:
         raise RequestError("this model has no chat template; use /v1/completions", param="messages")
+    begins, goes_on = body.add_generation_prompt is not False, bool(body.continue_final_message)
+    if begins and goes_on:
+        raise RequestError(
+            "a new message can't begin where the final one goes on: set add_generation_prompt to "
+            "false",
+            param="continue_final_message",
+        )
     vision, images = frontend.tokenizer.vision, list[ImageUrl]()
     messages = normalize_messages(body.messages or [], None if vision is None else images)
     tools = body.tools or None
@@ -177,7 +184,8 @@ async def encode_chat(
     text = template.render(
         messages,
         tools=tools,
-        add_generation_prompt=body.add_generation_prompt is not False,
+        add_generation_prompt=begins,
+        continue_final_message=goes_on,
         variables={
             **({} if effort is None else {"reasoning_effort": effort}),
             **(body.chat_template_kwargs or {}),

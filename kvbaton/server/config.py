@@ -62,6 +62,8 @@ class EndpointConfig:
         api_keys: any of them opens the endpoint; none leaves it open.
         cluster_key: secret shared by all nodes and the router; None restricts the cluster to this
             machine.
+        timeout_keep_alive_s: a connection is closed that has brought no whole head of a request
+            for so long: because it is idle, or because somebody sends it by drops.
         shutdown_timeout_s: how long requests and hand-overs may go on after SIGTERM.
         otlp_traces_endpoint: where traces of requests go, by OTLP over HTTP; None takes what the
             environment says (``OTEL_EXPORTER_OTLP_TRACES_ENDPOINT``), and makes none if it says
@@ -104,6 +106,13 @@ class EndpointConfig:
         secret=True,
         metavar="SECRET",
     )
+    timeout_keep_alive_s: Seconds = flag(
+        120.0,
+        "seconds that a connection may be without a whole head of a request; longer than proxies "
+        "in front keep theirs open",
+        name="--timeout-keep-alive",
+        metavar="S",
+    )
     shutdown_timeout_s: Seconds = flag(
         5.0,
         "seconds that requests and hand-overs may go on after SIGTERM",
@@ -122,6 +131,8 @@ class EndpointConfig:
         for key in self.api_keys:
             check_secret("--api-key", key)
         check_secret("--cluster-key", self.cluster_key)
+        if not self.timeout_keep_alive_s:  # aiohttp would wait for ever
+            raise ConfigError("--timeout-keep-alive", "must be above 0")
 
 
 def check_secret(name: str, value: str | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
@@ -18,13 +19,19 @@ from tokenizers.models import WordLevel
 from kvbaton.engine.client import EngineClient
 from kvbaton.engine.validate import INT32, Range, check_range
 from kvbaton.errors import ConfigError, EngineDeadError, RequestError
-from kvbaton.messages.engine import AddRequest, Item, SamplingParams
+from kvbaton.messages.engine import AddRequest, Item, SamplingParams, TransferSpec
 from kvbaton.messages.nodes import GenerateRequest, GenerateResponse
 from kvbaton.server.app import make_app
 from kvbaton.server.auth import require_operator
 from kvbaton.server.bodies import error_response, json_response
-from kvbaton.server.config import NodeConfig
-from kvbaton.server.frontend import FRONTEND, Frontend, FrontendConfig, ModelFacts
+from kvbaton.server.config import NodeConfig, NodeRole
+from kvbaton.server.frontend import (
+    FRONTEND,
+    Frontend,
+    FrontendConfig,
+    ModelFacts,
+    TransferParser,
+)
 from kvbaton.server.generate import generate, respond
 from kvbaton.server.metrics import CoreCollector, HttpMetrics, exposition, split_name
 from kvbaton.server.openapi import contract
@@ -32,6 +39,8 @@ from kvbaton.server.transfer_params import KvTransferParams, parse_transfer
 from kvbaton.server.validation import deadline, unique
 from kvbaton.text.tokenizer import Tokenizer
 from kvbaton.text.vision import VisionText
+
+logger = logging.getLogger(__name__)
 
 MakeApp = Callable[[EngineClient, FrontendConfig, Handler | None], web.Application]
 AppFactory = Callable[[NodeConfig], MakeApp]
@@ -45,7 +54,9 @@ def text_app(config: NodeConfig) -> MakeApp:
         ConfigError: the tokenizer or chat template can't be read.
     """
     tokenizer = Tokenizer.load(config.engine.model, config.chat_template)
-    return lambda client, edge, forward: make_node_app(client, tokenizer, edge, forward)
+    return lambda client, edge, forward: make_node_app(
+        client, tokenizer, edge, forward, role=config.role
+    )
 
 
 CLIENT = web.AppKey("client", EngineClient)
@@ -68,6 +79,8 @@ def make_node_app(
     tokenizer: Tokenizer,
     config: FrontendConfig,
     forward: Handler | None = None,
+    *,
+    role: NodeRole = "any",
 ) -> web.Application:
     """Everything that a node answers.
 
@@ -76,19 +89,43 @@ def make_node_app(
         tokenizer: the model's.
         config: settings of the endpoint.
         forward: in a worker of a node, what passes requests on to the one that knows all of it.
+        role: of the node.
     """
     frontend = Frontend(
         source=client,
         tokenizer=tokenizer,
         config=config,
         facts=lambda: node_facts(client),
-        transfer=parse_transfer,
+        transfer=transfer_parser(role),
         transfer_type=KvTransferParams,
         metrics=HttpMetrics(latencies=False),
     )
     app = make_app(frontend, [web.post("/inference/v1/generate", generate), *node_routes(forward)])
     attach_client(app, client, forward)
     return app
+
+
+def transfer_parser(role: NodeRole) -> TransferParser:
+    """`parse_transfer`; of a node that is to do one half only it logs the first who asks for both.
+
+    Such a request is served alone, as vLLM's nodes do.
+    """
+    if role == "any":
+        return parse_transfer
+    is_told = False
+
+    def parse(params: dict[str, Any] | None) -> TransferSpec | None:
+        nonlocal is_told
+        if not params and not is_told:
+            is_told = True
+            logger.warning(
+                "a request without kv_transfer_params: this %s node serves it alone, as all that "
+                "come like this; requests to the router are handed over",
+                role,
+            )
+        return parse_transfer(params)
+
+    return parse
 
 
 def attach_client(app: web.Application, client: EngineClient, forward: Handler | None) -> None:

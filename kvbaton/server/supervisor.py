@@ -33,6 +33,7 @@ from kvbaton.engine.process import die_with_parent
 from kvbaton.errors import ConfigError, RequestError
 from kvbaton.server.app import freeze_startup
 from kvbaton.server.auth import PEER
+from kvbaton.server.config import EndpointConfig
 from kvbaton.server.metrics import MergedMetrics
 from kvbaton.server.sse import EVENTS, send_events
 from kvbaton.types import Count
@@ -378,7 +379,12 @@ class WorkerLink:
         self._streams: set[asyncio.Task[Any]] = set()
 
     async def serve(
-        self, app: web.Application, registry: CollectorRegistry, *, grace_s: float
+        self,
+        app: web.Application,
+        registry: CollectorRegistry,
+        *,
+        grace_s: float,
+        keep_alive_s: float = EndpointConfig.timeout_keep_alive_s,
     ) -> None:
         """Serve clients until told to stop, or until the supervisor is gone.
 
@@ -386,12 +392,17 @@ class WorkerLink:
             app: what clients are answered.
             registry: what is counted.
             grace_s: how long open requests may go on then.
+            keep_alive_s: see `EndpointConfig.timeout_keep_alive_s`.
         """
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._stop.set)
         app.on_shutdown.append(self._end_streams)
         runner = web.AppRunner(
-            app, handler_cancellation=True, shutdown_timeout=grace_s, access_log=None
+            app,
+            handler_cancellation=True,
+            shutdown_timeout=grace_s,
+            keepalive_timeout=keep_alive_s,
+            access_log=None,
         )
         await runner.setup()
         listening = asyncio.create_task(self._listen(registry))

@@ -50,7 +50,6 @@ UNSUPPORTED = (
     "function_call",
     "web_search_options",
     "chat_template",
-    "continue_final_message",
 )
 COPIED = (
     "temperature",

@@ -17,10 +17,21 @@ from typing_extensions import override
 
 from kvbaton.errors import ConfigError, RequestError
 
-RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "tokenize"})
+RESERVED = frozenset(
+    {
+        "messages",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+    }
+)
 """Template variables that `chat_template_kwargs` may not set."""
 
 Message = dict[str, Any]
+HERE = "CONTINUEFINALMESSAGEHERE"
+"""Stands behind the final message while it is rendered, where the prompt is to end."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +108,18 @@ class ChatTemplate:
         *,
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         variables: dict[str, Any] | None = None,
     ) -> str:
         """The prompt for a conversation; its special tokens are part of the text.
+
+        Args:
+            messages: normalized.
+            tools: for the template.
+            add_generation_prompt: let it end with what begins an answer.
+            continue_final_message: let it end with the text of the last message, which the answer
+                goes on with; blanks at the end of it go where the template takes them away.
+            variables: more, for the template.
 
         Raises:
             RequestError: a variable is reserved, or the template does not take these messages.
@@ -107,6 +127,8 @@ class ChatTemplate:
         variables = variables or {}
         if taken := sorted(RESERVED & variables.keys()):
             raise RequestError(f"{taken[0]!r} can't be set here", param="chat_template_kwargs")
+        if continue_final_message:
+            messages = [*messages[:-1], _marked(messages[-1])]
         context = {
             **self._special_tokens,
             **variables,
@@ -116,12 +138,34 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return self._template.render(context)
+            text = self._template.render(context)
         except Exception as error:  # a template may fail in any way on what a client sends
             raise RequestError(
                 f"the model's chat template does not take these messages: {error}",
                 param="messages",
             ) from error
+        if not continue_final_message:
+            return text
+        begun, found, rest = text.rpartition(HERE)
+        if not found:
+            raise RequestError(
+                "the model's chat template does not show the final message",
+                param="continue_final_message",
+            )
+        return begun if rest.startswith(" ") else begun.rstrip()
+
+
+def _marked(message: Message) -> Message:
+    """The message with `HERE` behind its text, and a blank by which to see whether any are cut."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return {**message, "content": f"{content}{HERE} "}
+    if content and content[-1].get("type") == "text":
+        last = {**content[-1], "text": f"{content[-1]['text']}{HERE} "}
+        return {**message, "content": [*content[:-1], last]}
+    raise RequestError(
+        "the final message does not end with a text to continue", param="continue_final_message"
+    )
 
 
 def normalize_messages(

@@ -16,7 +16,7 @@ from kvbaton.server.auth import require_operator
 from kvbaton.server.frontend import FrontendConfig
 from kvbaton.server.metrics import split_name
 from kvbaton.server.network import operator_token, registration_token
-from kvbaton.server.node_app import make_node_app, make_starting_app
+from kvbaton.server.node_app import make_node_app, make_starting_app, transfer_parser
 from kvbaton.text.tokenizer import Tokenizer
 from tests.support.scripted_source import EOS, MAX_MODEL_LEN, VOCAB, ScriptedClient
 
@@ -341,3 +341,18 @@ def test_who_may_ask_what_operators_may(
     known = welcome and (clustered or header != f"Bearer {operator_token('secret')}")
     with nullcontext() if known else pytest.raises(RequestError, match="API key"):
         require_operator(request.clone(remote=sender))
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "any"])
+async def test_a_node_that_is_to_do_one_half_says_once_that_it_does_both(
+    tokenizer: Tokenizer, role: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    parse = transfer_parser(role)
+    handed = {"do_remote_decode": True, "transfer_id": ID}
+    spec = parse(handed)
+    assert spec is not None
+    assert spec.role == "source"
+    assert not caplog.records
+    assert [parse(None), parse({}), parse(None)] == [None] * 3
+    assert len(caplog.records) == (0 if role == "any" else 1)
+    assert all(f"this {role} node serves it alone" in text for text in caplog.messages)

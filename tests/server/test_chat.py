@@ -1,10 +1,12 @@
 import json
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from tests.support.scripted_source import MAX_MODEL_LEN
+from kvbaton.text.tokenizer import Tokenizer
+from tests.support.scripted_source import MAX_MODEL_LEN, TEMPLATE, write_tokenizer
 
 TEXT = "Bonjour, 東京!"
 ASK: list[Any] = [{"role": "user", "content": "Greet the city."}]
@@ -77,6 +79,61 @@ async def test_template_options(serve: Any) -> None:
     ids = list(endpoint.source.requests[0].token_ids)
     shown = endpoint.frontend.tokenizer.decode(ids, skip_special_tokens=False)
     assert shown == "<s><|user|>Greet the city."
+
+
+GO_ON = {"continue_final_message": True, "add_generation_prompt": False}
+
+
+async def shown(endpoint: Any, body: dict[str, Any]) -> str:
+    """The prompt that the source is asked for."""
+    status, answer = await endpoint.post("/v1/chat/completions", body)
+    assert status == 200, answer
+    ids = list(endpoint.source.requests[-1].token_ids)
+    text: str = endpoint.frontend.tokenizer.decode(ids, skip_special_tokens=False)
+    return text
+
+
+async def test_the_final_message_goes_on(serve: Any, tmp_path: Path) -> None:
+    endpoint = await serve(TEXT)
+    begun = [*ASK, {"role": "assistant", "content": "Dear "}]
+    told = "<s><|user|>Greet the city.<|assistant|>Dear"
+    assert await shown(endpoint, {"messages": begun, **GO_ON}) == told + " "
+    parts = [*ASK, {"role": "assistant", "content": [{"type": "text", "text": "Dear"}]}]
+    assert await shown(endpoint, {"messages": parts, **GO_ON}) == told
+    status, counted = await endpoint.post("/tokenize", {"messages": begun, **GO_ON})
+    assert (status, counted["tokens"]) == (200, list(endpoint.source.requests[0].token_ids))
+
+    trims = TEMPLATE.replace("(m.content or '')", "(m.content or '') | trim + '</s>'")
+    assert trims != TEMPLATE
+    trimming = Tokenizer.load(write_tokenizer(tmp_path, chat_template=trims))
+    endpoint = await serve(TEXT, tokenizer=trimming)
+    told = "<s><|user|>Greet the city.</s><|assistant|>Dear"
+    assert await shown(endpoint, {"messages": begun, **GO_ON}) == told
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": ASK, "continue_final_message": True},
+        {"messages": ASK, "continue_final_message": True, "add_generation_prompt": True},
+        {"messages": [{"role": "assistant", "tool_calls": []}], **GO_ON},
+    ],
+)
+async def test_what_cannot_go_on_is_named(serve: Any, body: dict[str, Any]) -> None:
+    endpoint = await serve(TEXT)
+    for path in ("/v1/chat/completions", "/tokenize"):
+        status, answer = await endpoint.post(path, body)
+        assert (status, answer["error"]["param"]) == (400, "continue_final_message")
+    assert not endpoint.source.requests
+
+
+async def test_a_template_that_hides_the_final_message(serve: Any, tmp_path: Path) -> None:
+    hides = "{{ bos_token }}{{ messages[0].content }}"
+    tokenizer = Tokenizer.load(write_tokenizer(tmp_path, chat_template=hides))
+    endpoint = await serve(TEXT, tokenizer=tokenizer)
+    begun = [*ASK, {"role": "assistant", "content": "Dear"}]
+    status, answer = await endpoint.post("/v1/chat/completions", {"messages": begun, **GO_ON})
+    assert (status, answer["error"]["param"]) == (400, "continue_final_message")
 
 
 TOOL = {"type": "function", "function": {"name": "f"}}

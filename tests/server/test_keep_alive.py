@@ -1,0 +1,85 @@
+"""Connections that bring no request do not stay open."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from kvbaton.server.app import make_app, serve_on
+from kvbaton.server.network import bind
+from kvbaton.text.tokenizer import Tokenizer
+from tests.server.conftest import make_frontend
+from tests.support.scripted_source import ScriptedSource
+
+KEEP_ALIVE_S = 0.3
+PATIENCE_S = 30.0
+HEAD = b"GET /version HTTP/1.1\r\nHost: here\r\n"
+
+
+@pytest.fixture
+async def source(tokenizer: Tokenizer) -> ScriptedSource:
+    return ScriptedSource(tokenizer, "Hello wide world.")
+
+
+@pytest.fixture
+async def port(source: ScriptedSource, tokenizer: Tokenizer) -> AsyncIterator[int]:
+    app = make_app(make_frontend(source, tokenizer))
+    runner = await serve_on(bind("127.0.0.1", 0), app, grace_s=1.0, keep_alive_s=KEEP_ALIVE_S)
+    yield runner.addresses[0][1]
+    await runner.cleanup()
+
+
+@pytest.mark.parametrize("sent", [b"", HEAD, HEAD + b"\r\n", HEAD + b"\r\n" + HEAD])
+async def test_no_head_or_half_of_one_ends_the_connection(port: int, sent: bytes) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(sent)
+        async with asyncio.timeout(PATIENCE_S):
+            answer = await reader.read()
+        assert answer.count(b"HTTP/1.1 200 OK") == sent.count(b"\r\n\r\n")
+    finally:
+        writer.close()
+        await writer.wait_closed()
+
+
+async def test_drop_by_drop_is_no_longer(port: int) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+
+    async def drip() -> None:
+        writer.write(HEAD)
+        while True:
+            writer.write(b"X-Drop: 1\r\n")
+            await asyncio.sleep(KEEP_ALIVE_S / 10)
+
+    dripping = asyncio.create_task(drip())
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            with contextlib.suppress(ConnectionResetError):  # more drops reach a closed socket
+                assert await reader.read() == b""
+    finally:
+        dripping.cancel()
+        await asyncio.gather(dripping, return_exceptions=True)
+        writer.transport.abort()
+
+
+async def test_an_answer_may_take_longer(port: int, source: ScriptedSource) -> None:
+    async def gate(index: int) -> None:
+        await asyncio.sleep(KEEP_ALIVE_S if index == 1 else 0)
+        await asyncio.sleep(KEEP_ALIVE_S if index == 2 else 0)
+
+    source.gate = gate
+    body = b'{"model": "tiny", "prompt": "x", "max_tokens": 4, "stream": true}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(head % len(body) + body)
+        async with asyncio.timeout(PATIENCE_S):
+            answer: Any = await reader.read()
+        assert b"data: [DONE]" in answer
+    finally:
+        writer.close()
+        await writer.wait_closed()
