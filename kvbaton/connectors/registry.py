@@ -12,9 +12,13 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import re
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, get_type_hints
 
@@ -196,8 +200,18 @@ def _check_types(kind: Kind, target: str, factory: Any, options: Mapping[str, An
             continue
 
 
+@lru_cache(maxsize=8)
+def _installed(group: str, seen: tuple[tuple[str, int], ...]) -> tuple[EntryPoint, ...]:
+    """Entry points of all packages, whose files are read again once a folder has changed."""
+    return tuple(entry_points(group=group))
+
+
 def _entry_points(kind: Kind) -> list[EntryPoint]:
-    found = list(entry_points(group=kind.group))
+    seen = []
+    for folder in sys.path:
+        with suppress(OSError):
+            seen.append((folder, os.stat(folder or ".").st_mtime_ns))
+    found = list(_installed(kind.group, tuple(seen)))
     known = {point.name for point in found}
     ours = kind.built_in.items()
     return [*found, *(EntryPoint(n, path, kind.group) for n, path in ours if n not in known)]

@@ -31,14 +31,12 @@ from kvbaton.connectors.base import Device, Handle, Peer, Status
 from kvbaton.connectors.registry import TRANSPORTS, find_connector, load_store, split_spec
 from kvbaton.errors import KvbatonError
 from kvbaton.testing.store_rig import views
-from kvbaton.testing.transport_rig import Buffer, fresh_name, pack
+from kvbaton.testing.transport_rig import PAUSE_S, Buffer, fresh_name, pack
 
 FILLED = 7
 NOTICE = b"again"
 QUIET = b"quiet"
 """Notice of a write that is only timed."""
-PAUSE_S = 0.0002
-"""Between two looks at the transport, as in a node's transfer thread."""
 PATIENCE_S = 60.0
 
 

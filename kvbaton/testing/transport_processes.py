@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -16,7 +17,16 @@ from kvbaton.connectors.registry import load_transport
 from kvbaton.testing.kit import KitBroke, require
 from kvbaton.testing.remote import start_worker
 from kvbaton.testing.remote_worker import FILLED, NOTICE
-from kvbaton.testing.transport_rig import Pair, case, digest_of, fresh_name, memory_of, pack
+from kvbaton.testing.transport_rig import (
+    PAUSE_S,
+    Pair,
+    case,
+    digest_of,
+    fresh_name,
+    memory_of,
+    pack,
+    pause_after,
+)
 
 NUM_BYTES = 48 << 20
 FRACTIONS = (0.0, 0.1, 0.5, 0.9, 1.0)
@@ -35,7 +45,7 @@ class _Sides:
         self.patience = pair.patience
         self.remote = start_worker("transport", spec, NUM_BYTES, "cpu", patience=pair.patience)
         self.transport = load_transport(spec, name=fresh_name())
-        self.memory = np.arange(NUM_BYTES, dtype=np.uint32).astype(np.uint8)
+        self.memory = np.tile(np.arange(256, dtype=np.uint8), NUM_BYTES // 256)
         self.transport.register(memory_of(self.memory))
         self.notices: list[bytes] = []
         self.lost: list[Peer] = []
@@ -71,9 +81,12 @@ class _Sides:
     def wait(self, done: Callable[[], bool], what: str, within: float | None = None) -> None:
         """Poll until `done`."""
         limit = time.monotonic() + (within or self.patience)
-        while not done():
+        for polls in itertools.count():
+            if done():
+                return
             self.poll()
             require(time.monotonic() < limit, f"{what}: not in time")
+            pause_after(polls)
 
     def finish(self, handle: Handle) -> None:
         """Wait until a write is done."""
@@ -91,11 +104,12 @@ class _Sides:
         self.notices = self.notices[:before]
         self.memory[:] = UNTOUCHED
         limit = time.monotonic() + seconds
-        while True:
+        for polls in itertools.count():
             self.poll()
             require(len(self.notices) == before, "a notice after the fence")
             if time.monotonic() >= limit:
                 break
+            pause_after(polls)
         require(bool((self.memory == UNTOUCHED).all()), "bytes landed after the fence")
 
 
@@ -194,6 +208,7 @@ def a_stopped_target(pair: Pair) -> None:
         limit = time.monotonic() + WATCH_S
         while (status := handle.status()) is Status.PENDING and time.monotonic() < limit:
             sides.poll()
+            time.sleep(PAUSE_S)
         told = handle.error()
         require(status in (Status.PENDING, Status.DONE), f"a write to the stopped failed: {told}")
         _require_truth(sides, handle)

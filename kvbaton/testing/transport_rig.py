@@ -34,6 +34,9 @@ TARGET_SIZES = (262_144, 99_991, 4_096)
 
 TRANSPORT_KIT = Kit["Pair"]()
 case = TRANSPORT_KIT.case
+HOT_POLLS = 200
+PAUSE_S = 0.0002
+"""Between two looks at a transport that has long had nothing, as in a node's transfer thread."""
 _numbers = itertools.count()
 
 
@@ -113,10 +116,13 @@ class Pair:
         """Poll until `done`, within so many seconds, or `patience`."""
         patience = within or self.patience
         limit = time.monotonic() + patience
-        while not done():
+        for polls in itertools.count():
+            if done():
+                return
             self.poll()
             if time.monotonic() > limit:
                 raise CaseFailure(f"{what}: not within {patience:.3g} s")
+            pause_after(polls)
 
     def finish(self, handle: Handle, within: float | None = None) -> Status:
         """Poll until a write is no longer pending."""
@@ -157,6 +163,12 @@ def pair_of(spec: str, *, seed: int = 0, depth: int = 1, patience: float = 20.0)
         return one, two
 
     return Pair(make, seed, patience=patience, depth=depth, spec=spec)
+
+
+def pause_after(polls: int) -> None:
+    """Leave the core to others once so many polls have found nothing."""
+    if polls >= HOT_POLLS:
+        time.sleep(PAUSE_S)
 
 
 def fresh_name() -> str:

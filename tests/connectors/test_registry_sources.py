@@ -1,6 +1,9 @@
-"""Built-in transports are found without the metadata of an installed package."""
+"""Connectors are found by their packages' metadata, and the built-in ones without."""
 
 from __future__ import annotations
+
+import os
+from pathlib import Path
 
 import pytest
 
@@ -10,9 +13,23 @@ from kvbaton.connectors.transports.memory import MemoryTransport
 
 def test_ours_are_known_by_name_without_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = registry.list_connectors(registry.TRANSPORTS)
-    monkeypatch.setattr(registry, "entry_points", lambda group: [])
+    monkeypatch.setattr(registry, "_installed", lambda group, seen: ())
     assert registry.list_connectors(registry.TRANSPORTS) == registry.TRANSPORTS.built_in
     assert {
         name: installed[name] for name in registry.TRANSPORTS.built_in
     } == registry.TRANSPORTS.built_in
     assert isinstance(registry.load_transport("memory", name="a"), MemoryTransport)
+
+
+def test_a_package_that_is_installed_meanwhile_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    os.utime(tmp_path, (0, 0))  # clocks of files stand for milliseconds
+    assert "later" not in registry.list_connectors(registry.TRANSPORTS)
+    package = tmp_path / "later-1.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: later\nVersion: 1\n")
+    group = registry.TRANSPORTS.group
+    (package / "entry_points.txt").write_text(f"[{group}]\nlater = some.module:Some\n")
+    assert registry.list_connectors(registry.TRANSPORTS)["later"] == "some.module:Some"

@@ -54,7 +54,9 @@ def main(count: int, cpus: int, folder: str) -> None:
     machine = {"num_cpus": cpus, "object_store_memory": 80 << 20, "temp_dir": folder}
     # That a raylet is dead is found in 5 s instead of 15.
     health = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000}
-    head = {**machine, "include_dashboard": False, "_system_config": health}
+    # Workers that nobody has asked for yet take a second of CPU time each.
+    system = {**health, "prestart_worker_first_driver": False}
+    head = {**machine, "include_dashboard": False, "_system_config": system}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     for _ in range(count - 1):
         cluster.add_node(**machine)
