@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+
 from kvbaton.connectors.base import Memory
 from kvbaton.connectors.store import (
     Found,
@@ -30,6 +32,10 @@ SIZES = (0, 1, 2, 3, 7, 127, 128, 129, 4095, 4096, 4097, 65_536, 65_537, 262_144
          1 << 20, 2 << 20)  # fmt: skip
 LARGE = 24 << 20
 GUARD = 64
+PAGE = 4096
+UNTOUCHED = b"\xa5"
+MANY_KEYS = 150
+"""Deleted in one call."""
 ASKED = 5
 QUICK_S = 0.02
 
@@ -324,6 +330,38 @@ def registered_memory(rig: StoreRig) -> None:
                 rig.wait(rig.store.delete([key]), "delete")
 
 
+@case(1, "registers")
+def registered_pages(rig: StoreRig) -> None:
+    """Pieces that begin with a page of registered memory are filled to their end, and no further.
+
+    Of direct I/O the last page of an odd length is what goes wrong.
+    """
+    assert isinstance(rig.store, Registering)
+    regions = [_on_a_page(40 * PAGE) for _ in range(2)]
+    rig.store.register(regions)
+    for size in (PAGE, 3 * PAGE, PAGE - 1, PAGE + 1, 5 * PAGE + 77, 17 * PAGE - 512):
+        ((key, data),) = rig.objects([size]).items()
+        for source, target in (regions, regions[::-1]):
+            source[PAGE : PAGE + size] = data
+            rig.wait(rig.store.store([key], [[source[PAGE : PAGE + size]]]), "store")
+            source[:] = target[:] = UNTOUCHED * len(target)
+            place = target[2 * PAGE : 2 * PAGE + size]
+            loaded = rig.wait(rig.store.load([key], [[place]]), "load")
+            rig.compare(bytes(place) if loaded[0] else None, data, "whole pages of a region")
+            place[:] = UNTOUCHED * size
+            around = target == source == UNTOUCHED * len(target)
+            require(around, f"a load of {size} bytes wrote outside of its target")
+            if rig.lacks("deletes") is None:
+                rig.wait(rig.store.delete([key]), "delete")
+
+
+def _on_a_page(num_bytes: int) -> memoryview:
+    """Memory that begins where a page does."""
+    memory = bytearray(num_bytes + PAGE)
+    start = -np.frombuffer(memory, np.uint8).ctypes.data % PAGE
+    return memoryview(memory)[start : start + num_bytes]
+
+
 @case(1, "devices")
 def registered_by_address(rig: StoreRig) -> None:
     """Pieces that are `Memory`, beside views and in any order, are stored and loaded alike."""
@@ -476,9 +514,14 @@ def deleted_is_gone(rig: StoreRig) -> None:
     rig.put(objects)
     rig.expect(objects, "after store")
     keys = list(objects)
+    many = rig.objects([100] * min(MANY_KEYS, rig.store.capabilities.max_keys))
+    rig.put(many)
     count = rig.wait(rig.store.delete([*keys, rig.key()]), "delete")
     require(count == 2, f"two objects and an unknown key were deleted, the answer is {count}")
     require(rig.found(keys) == (False, False), "lookup finds deleted objects")
+    count = rig.wait(rig.store.delete(list(many)), "delete")
+    require(count == len(many), f"{len(many)} objects were deleted in one call, it said {count}")
+    require(not any(rig.found(list(many))), f"of {len(many)} deleted objects some are found")
     require(rig.get(keys[0], 10) is None, "a deleted object was loaded")
     others = {key: rig.noise(len(data)) for key, data in objects.items()}
     rig.put(others)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from fnmatch import fnmatchcase
 
 from kvbaton.connectors.store import NO_HINTS, Found, Hints, Pieces, Usage
 from kvbaton.connectors.stores.memory import Arena
@@ -97,6 +98,73 @@ class ForgetsTenants(BrokenMemory):
             return replace(usage, tenants={name: every for name in usage.tenants})
 
 
+class _Rehinted(BrokenMemory):
+    """Stores with other hints than it was given."""
+
+    def _rehint(self, hints: Sequence[Hints]) -> Sequence[Hints]:
+        raise NotImplementedError
+
+    def store(
+        self,
+        keys: Sequence[bytes],
+        sources: Sequence[Pieces],
+        *,
+        hints: Sequence[Hints] | None = None,
+    ) -> Future[list[bool]]:
+        """Store under them."""
+        return super().store(keys, sources, hints=hints and self._rehint(hints))
+
+
+class OneTimeForACall(_Rehinted):
+    """All objects of a call live as long as its first one."""
+
+    def _rehint(self, hints: Sequence[Hints]) -> Sequence[Hints]:
+        return [replace(each, ttl_s=hints[0].ttl_s) for each in hints]
+
+
+class HintsOfTheFirstBatch(_Rehinted):
+    """Makes several batches of a call, and gives each the hints of the first one."""
+
+    def _rehint(self, hints: Sequence[Hints]) -> Sequence[Hints]:
+        return [hints[place % 16] for place in range(len(hints))]
+
+
+class OneNamespaceForACall(_Rehinted):
+    """All objects of a call are in the namespace of its first one."""
+
+    def _rehint(self, hints: Sequence[Hints]) -> Sequence[Hints]:
+        return [replace(each, namespace=hints[0].namespace) for each in hints]
+
+
+class ClearsByPattern(BrokenMemory):
+    """Takes ``_`` in the name of a namespace for any letter, as ``LIKE`` does."""
+
+    class Broken(Arena):
+        def clear(self, namespace: str) -> int:
+            pattern = namespace.replace("_", "?")
+            keys = [
+                key
+                for key, entry in self._entries.items()
+                if fnmatchcase(entry.hints.namespace, pattern)
+            ]
+            return self.remove(keys)
+
+
+class KeepsTenantsBytes(BrokenMemory):
+    """What was deleted counts for its tenant for ever."""
+
+    class Broken(Arena):
+        def _clear(self) -> None:
+            super()._clear()
+            self._most: dict[str, int] = {}
+
+        def usage(self) -> Usage:
+            usage = super().usage()
+            for name, num_bytes in usage.tenants.items():
+                self._most[name] = max(num_bytes, self._most.get(name, 0))
+            return replace(usage, tenants=dict(self._most))
+
+
 BROKEN_EXTRAS: dict[type[BrokenMemory], str] = {
     KeepsByTenant: "L1.hints-change-no-answer",
     NeverExpires: "L1.what-expires-is-gone",
@@ -106,6 +174,11 @@ BROKEN_EXTRAS: dict[type[BrokenMemory], str] = {
     EvictsInSilence: "L1.evictions-are-told",
     BadMetricNames: "L1.metrics-of-its-own",
     CountsBackwards: "L1.metrics-of-its-own",
+    OneTimeForACall: "L1.what-expires-is-gone",
+    HintsOfTheFirstBatch: "L1.what-expires-is-gone",
+    OneNamespaceForACall: "L1.namespaces-are-cleared-alone",
+    ClearsByPattern: "L1.namespaces-are-cleared-alone",
+    KeepsTenantsBytes: "L1.metrics-of-its-own",
     ForgetsTenants: "L1.metrics-of-its-own",
 }
 """See `stores.BROKEN`."""

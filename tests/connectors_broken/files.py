@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar
 
-from kvbaton.connectors.store import NO_HINTS, Hints, Pieces, StoreCapabilities
+from kvbaton.connectors.store import NO_HINTS, Hints, Pieces, StoreCapabilities, Usage
 from kvbaton.connectors.stores.filesystem import Files, FilesystemStore
 from kvbaton.connectors.stores.filesystem_entry import HEADER_BYTES, header
 from kvbaton.connectors.stores.filesystem_mover import SystemCalls
@@ -280,6 +280,18 @@ class ClaimsForAll(BrokenFilesystem):
             return [not there for there in self.contains(keys)]
 
 
+class RemembersNamespaces(BrokenFilesystem):
+    """Lists the namespaces that there were when it was first asked."""
+
+    class Broken(Files):
+        _listed: dict[str, Usage] | None = None
+
+        def namespaces(self) -> dict[str, Usage]:
+            if self._listed is None:
+                self._listed = super().namespaces()
+            return self._listed
+
+
 def _read_unchecked(path: str, target: Pieces) -> bool:
     """Fill a target from a file whose header claims its length, whatever the bytes are."""
     num_bytes = sum(map(len, target))
@@ -306,6 +318,7 @@ Door = Callable[[Any], Any] | None
 BROKEN_FILES: dict[type[BrokenFilesystem], tuple[str, Door]] = {
     LosesAllAtClose: ("L1.outlives-close", None),
     ClaimsForAll: ("L1.one-of-several-claims", None),
+    RemembersNamespaces: ("L1.namespaces-are-cleared-alone", None),
     ServesStaleObjects: ("L1.others-see-it", FilesystemBackDoor),
     ScramblesBytes: ("L1.what-is-kept-is-what-was-stored", FilesystemBackDoor),
     WritesInPlace: ("L3.a-killed-writer", FilesystemBackDoor),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from kvbaton.connectors.store import NO_HINTS, Found, Hints, Pieces, Usage
+import numpy as np
+
+from kvbaton.connectors.store import NO_HINTS, AnyPieces, Found, Hints, Pieces, Usage
 from kvbaton.connectors.stores.memory import Arena
 from tests.connectors_broken.stores import BrokenMemory, PlainArena, fill
 
@@ -199,6 +202,53 @@ class FindsAKeyOnce(BrokenMemory):
             return replace(found, present=tuple(there and new for there, new in pairs))
 
 
+class DeletesOneBatch(BrokenMemory):
+    """Deletes the first 32 objects of a call, and says that it deleted all."""
+
+    class Broken(Arena):
+        def remove(self, keys: Sequence[bytes]) -> int:
+            count = sum(self.contains(list(dict.fromkeys(keys))))
+            super().remove(keys[:32])
+            return count
+
+
+class LoadsWholePages(BrokenMemory):
+    """Of a target that begins with a page of registered memory it writes the whole last page."""
+
+    class Broken(PlainArena):
+        regions: Sequence[tuple[int, int]] = ()
+
+        def get(self, key: bytes, target: Pieces) -> bool:
+            there = super().get(key, target)
+            if there and len(target) == 1 and (size := len(target[0])) % 4096:
+                start = np.frombuffer(target[0], np.uint8).ctypes.data
+                inside = any(low <= start and start + size < high for low, high in self.regions)
+                if inside and start % 4096 == 0:
+                    self._spoil(start, size)
+            return there
+
+        def _spoil(self, start: int, size: int) -> None:
+            ctypes.memset(start + size, 0, -size % 4096)
+
+    def register(self, regions: AnyPieces) -> None:
+        """Remember where they are."""
+        assert isinstance(self.backend, LoadsWholePages.Broken)
+        places = [
+            (np.frombuffer(r, np.uint8).ctypes.data, len(r))
+            for r in regions
+            if isinstance(r, memoryview)
+        ]
+        self.backend.regions = [(start, start + size) for start, size in places]
+
+
+class LoadsNoOddTail(LoadsWholePages):
+    """Of such a target it leaves the part of a page at the end as it was."""
+
+    class Broken(LoadsWholePages.Broken):
+        def _spoil(self, start: int, size: int) -> None:
+            ctypes.memset(start + size - size % 4096, 0, size % 4096)
+
+
 class ClearsByPrefix(BrokenMemory):
     """Clears also the namespaces that begin with the name of one."""
 
@@ -248,6 +298,9 @@ BROKEN_SUBTLE: dict[type[BrokenMemory], str] = {
     DeletesByPrefix: "L1.every-byte-of-a-key-counts",
     FindsAKeyOnce: "L1.one-key-twice",
     LoadsWhatWasThere: "L1.deleted-is-gone",
+    DeletesOneBatch: "L1.deleted-is-gone",
+    LoadsWholePages: "L1.registered-pages",
+    LoadsNoOddTail: "L1.registered-pages",
     RefusesTogether: "L1.a-full-store-says-no",
     IgnoresItsCapacity: "L1.a-full-store-stays-right",
     ClearsByPrefix: "L1.namespaces-are-cleared-alone",
