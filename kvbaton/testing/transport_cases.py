@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 ROUNDS = 4
 QUICK_S = 0.02
 BUSY_BYTES = 16 << 20
+ENDS = 16
+WATCH_S = 0.1
+"""For what lands after a fence."""
 FEW = 16
 """A part of the most ranges that tells how long all of them take."""
 
@@ -282,6 +285,30 @@ def notice_follows_bytes(pair: Pair) -> None:
 
 
 @case(2)
+def notice_follows_the_last_bytes(pair: Pair) -> None:
+    """The moment that a notice of many rows is here, the ends of all its rows are."""
+    length, count = 64 << 10, min(ENDS, pair.most_ranges)
+    memory = [np.zeros(length * count, np.uint8) for _ in range(2)]
+    source = pair.source.register(memory_of(memory[0])).index
+    target = pair.target.register(memory_of(memory[1])).index
+    peer = pair.source.connect(pair.target.card())
+    rows = [(source, n * length, target, n * length, length, 1, 0, 0) for n in range(count)]
+    for number in range(1, 1 + 40 * pair.depth):
+        memory[0][:] = number % 251
+        handle = pair.source.write(peer, pack(rows), b"ends")
+        limit = time.monotonic() + pair.patience
+        # Nothing between the notice and the look: what is late is so by microseconds.
+        while not pair.target.notices():
+            handle.status()
+            pair.source.notices()
+            require(time.monotonic() < limit, "the notice of many rows: not in time")
+        ends = memory[1][length - 1 :: length].copy()
+        late = np.flatnonzero(ends != number % 251)
+        require(not len(late), f"at a notice the end of row {late[:1]} of {count} was not there")
+        pair.complete(handle)
+
+
+@case(2)
 def many_writes(pair: Pair) -> None:
     """Many writes in flight all land where they should, and each is notified exactly once."""
     with Pair(pair.make_pair, patience=pair.patience) as others:
@@ -299,6 +326,7 @@ def many_writes(pair: Pair) -> None:
         others.compare("the memory of a second peer")
         pair.compare("beside a second peer")
         pair.wait(lambda: pair.source.close(third), "the second peer is closed")
+        _two_writers(pair, others)
     pair.notices.clear()
     rows = random_rows(pair.random, 150)
     sent = [number.to_bytes(4, "little") for number in range(len(rows))]
@@ -316,6 +344,31 @@ def many_writes(pair: Pair) -> None:
     require(median < QUICK_S, f"notices and lost take {median:.3f} s, the median of 50 calls")
     require(sorted(pair.notices) == sorted(sent), "a notice is missing, doubled or changed")
     pair.compare("after many writes")
+
+
+def _two_writers(pair: Pair, others: Pair) -> None:
+    """Each of two sources writes as many times to one target, by turns."""
+    pair.notices.clear()
+    second = others.source.connect(pair.target.card())
+    handles = []
+    for number in range(8):
+        handles.append(pair.write([(0, 0, 0, 128 * number, 64, 1, 0, 0)], b"first"))
+        start = 128 * number + 64
+        row: Row = (0, 0, 0, start, 64, 1, 0, 0)
+        handles.append(others.source.write(second, pack([row]), b"second"))
+        pair.expected[0][start : start + 64] = others.source_memory[0][:64]
+
+    def landed() -> bool:
+        others.poll()
+        done = all(handle.status() is Status.DONE for handle in handles)
+        return done and len(pair.notices) >= len(handles)
+
+    pair.wait(landed, "writes of two sources to one target, and their notices")
+    require(sorted(pair.notices) == [b"first"] * 8 + [b"second"] * 8, "notices went astray")
+    pair.compare("written by two sources")
+    for handle in handles:
+        handle.release()
+    pair.wait(lambda: others.source.close(second), "the second source's peer is closed")
 
 
 @case(2)
@@ -360,6 +413,36 @@ def fence(pair: Pair) -> None:
     pair.compare("after a fence")
     require(b"fenced" not in pair.notices, "a fenced write was notified")
     require(pair.target.fence(pair.back), "a fence holds")
+    for transport, peer in ((pair.source, pair.peer), (pair.target, pair.back)):
+        pair.wait(lambda t=transport, p=peer: t.close(p), "a peer is closed")  # type: ignore[misc]
+    # The next session of two that live.
+    pair.back = pair.target.connect(pair.source.card())
+    pair.peer = pair.source.connect(pair.target.card())
+    pair.complete(pair.write(pair.rows(4), b"next"))
+    pair.compare("in a session after a fence")
+
+
+@case(2)
+def fence_amid_writes(pair: Pair) -> None:
+    """Of writes that are under way nothing lands once the fence has said True."""
+    if pair.source.capabilities.fence is not FenceScope.PEER:
+        return
+    memory = [np.full(BUSY_BYTES, value, np.uint8) for value in (1, 0)]
+    source = pair.source.register(memory_of(memory[0])).index
+    target = pair.target.register(memory_of(memory[1])).index
+    peer = pair.source.connect(pair.target.card())
+    rows = pack([(source, 0, target, 0, BUSY_BYTES, 1, 0, 0)])
+    handles = [pair.source.write(peer, rows, b"busy") for _ in range(4)]
+    pair.wait(lambda: bool(memory[1].any()), "the first bytes of a write")
+    pair.wait(lambda: pair.target.fence(pair.back), "a fence of scope PEER of a live peer")
+    memory[1][:] = 3
+    limit = time.monotonic() + WATCH_S
+    while time.monotonic() < limit:
+        pair.poll()
+    landed = np.count_nonzero(memory[1] != 3)
+    require(not landed, f"{landed} bytes landed after the fence had said True")
+    for handle in handles:
+        require(pair.finish(handle) is not Status.PENDING, "a write of a fenced peer must end")
 
 
 @case(3)

@@ -21,6 +21,8 @@ from kvbaton.connectors.transports.memory import (
 )
 
 if TYPE_CHECKING:
+    from kvbaton.connectors.transports.regions import Copies
+
     from kvbaton.connectors.base import Ranges
 
 
@@ -352,6 +354,87 @@ class ReadsAfterClose(MemoryTransport):
         return super().notices()
 
 
+class NotifiesBeforeTheEnd(MemoryTransport):
+    """Of a large write of many rows it moves the last one after the notice."""
+
+    def __init__(self, name: str, *, host: str = "", hub: MemoryHub | None = None) -> None:
+        super().__init__(name, host=host, hub=hub)
+        self._late: list[tuple[Peer, Ranges]] = []
+
+    def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> MemoryHandle:
+        """Write all rows but the last one."""
+        if len(ranges) < 8 or num_bytes(ranges) < 1 << 20:
+            return super().write(peer, ranges, notice)
+        self._late.append((peer, ranges[-1:].copy()))
+        return super().write(peer, ranges[:-1], notice)
+
+    def notices(self) -> Sequence[Notice]:
+        """Write what is late."""
+        late, self._late = self._late, []
+        for peer, row in late:
+            super().write(peer, row, b"late")
+        return super().notices()
+
+
+class FencesForEver(MemoryTransport):
+    """Lets nobody in again who was once fenced, also not in a new session."""
+
+    def connect(self, card: bytes) -> MemoryPeer:
+        """Connect, and keep all fences."""
+        fenced = frozenset(self._fenced)
+        peer = super().connect(card)
+        self._fenced |= fenced
+        return peer
+
+
+class MixesWritersUp(MemoryTransport):
+    """Tells writes apart by their number only, so that of two writers one is not heard."""
+
+    _written = 0
+    _heard: frozenset[int] = frozenset()
+
+    def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> MemoryHandle:
+        """Write under the next number."""
+        self._written += 1
+        return super().write(peer, ranges, notice)
+
+    def receive(self, writer: MemoryTransport, copies: Copies, notice: bytes) -> bool:
+        """Take a write, unless its number has been there."""
+        assert isinstance(writer, MixesWritersUp)
+        if writer._written in self._heard:
+            return True
+        self._heard |= {writer._written}
+        return super().receive(writer, copies, notice)
+
+
+class FencesWhatBegins(NotifiesBeforeTheEnd):
+    """A fence keeps off what is written from then on, and not what is under way."""
+
+    def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> MemoryHandle:
+        """Write the first half of one large row."""
+        if len(ranges) != 1 or num_bytes(ranges) != 16 << 20:
+            return MemoryTransport.write(self, peer, ranges, notice)
+        halves = ranges.repeat(2, axis=0)
+        halves[:, RangeColumn.LENGTH] //= 2
+        offsets = [RangeColumn.SOURCE_OFFSET, RangeColumn.TARGET_OFFSET]
+        halves[1, offsets] += halves[0, RangeColumn.LENGTH]
+        self._late.append((peer, halves[1:]))
+        return MemoryTransport.write(self, peer, halves[:1], notice)
+
+    def notices(self) -> Sequence[Notice]:
+        """Write what is late, whatever the target says."""
+        for peer, _ in self._late:
+            target = self.hub.find(peer.name)
+            assert target is not None
+            target._fenced.discard(self.name)
+        return super().notices()
+
+    def close(self, peer: Peer) -> bool:
+        """Forget what is late."""
+        self._late = [late for late in self._late if late[0] is not peer]
+        return super().close(peer)
+
+
 def num_bytes(ranges: Ranges) -> int:
     """How much a write moves; 0 for what is no write."""
     if ranges.ndim != 2 or ranges.shape[1] != len(RangeColumn) or not len(ranges):
@@ -380,7 +463,11 @@ BROKEN: dict[type[MemoryTransport], str] = {
     ClampsBadRows: "L1.bounds",
     NotifiesEarly: "L2.notice-follows-bytes",
     WritesAfterClose: "L2.closed-peer",
+    NotifiesBeforeTheEnd: "L2.notice-follows-the-last-bytes",
     FencesInWordsOnly: "L2.fence",
+    FencesForEver: "L2.fence",
+    FencesWhatBegins: "L2.fence-amid-writes",
+    MixesWritersUp: "L2.many-writes",
     OutlivesShutdown: "L3.dead-peer",
     LosesSilently: "L3.dead-peer",
     LeavesThreads: "L5.gives-everything-back",
