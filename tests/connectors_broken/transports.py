@@ -21,9 +21,8 @@ from kvbaton.connectors.transports.memory import (
 )
 
 if TYPE_CHECKING:
-    from kvbaton.connectors.transports.regions import Copies
-
     from kvbaton.connectors.base import Ranges
+    from kvbaton.connectors.transports.regions import Copies
 
 
 class DropsLastRange(MemoryTransport):
