@@ -6,7 +6,7 @@ import asyncio
 import os
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from rich.text import Text
 from kvbaton.cluster.conversation import FAILURES, Answer, Served, Watcher, stream_answer
 from kvbaton.config import flag, human_bytes
 from kvbaton.server.network import bearer, registration_token
+from kvbaton.server.tls import TrustConfig
 
 HELP = "/reset begins anew, /help says this, /exit or Ctrl-D leaves; Ctrl-C stops an answer"
 PROMPT = "> "
@@ -37,6 +38,7 @@ class ChatConfig:
         system: what the model is told first.
         max_tokens: of an answer.
         temperature: of sampling; None takes the model's.
+        trust: whose certificates are believed.
     """
 
     url: str = "http://127.0.0.1:8000"
@@ -58,6 +60,7 @@ class ChatConfig:
     system: str | None = flag(None, "what the model is told first", metavar="TEXT")
     max_tokens: int = flag(1024, "of an answer", metavar="N")
     temperature: float | None = flag(None, "of sampling (the model's own)", metavar="T")
+    trust: TrustConfig = field(default_factory=TrustConfig)
 
     @property
     def base_url(self) -> str:
@@ -101,7 +104,11 @@ class Chat:
     async def open(cls, config: ChatConfig, console: Console) -> Chat | None:
         """Find out what the endpoint serves, and say so; None if it does not answer."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
-        session = aiohttp.ClientSession(headers=bearer(config.api_key), timeout=timeout)
+        session = aiohttp.ClientSession(
+            headers=bearer(config.api_key),
+            timeout=timeout,
+            connector=aiohttp.TCPConnector(ssl=config.trust.client(config.base_url)),
+        )
         try:
             async with session.get(f"{config.base_url}/v1/models") as response:
                 response.raise_for_status()

@@ -125,6 +125,7 @@ class ClusterConfig(EndpointConfig):
             f"--model={self.engine.model}",
             f"--served-model-name={self.model_name}",
             *words_of(self.routing),
+            *words_of(self.tls),
             *self._text_words(),
         ]
 
@@ -145,6 +146,7 @@ class ClusterConfig(EndpointConfig):
             f"--node-id={name}",
             f"--served-model-name={self.model_name}",
             f"--transport={self.transport}",
+            *words_of(self.tls, ("ssl_ca_certs",)),
             *(self._common_words() if encodes else self._text_words()),
         ]
 

@@ -220,7 +220,10 @@ async def ask(
     else:
         body["messages"] = [{"role": "user", "content": config.chat}]
     timeout = aiohttp.ClientTimeout(total=600.0)
-    async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
+    connector = aiohttp.TCPConnector(ssl=config.tls.client(url))
+    async with aiohttp.ClientSession(
+        headers=headers, timeout=timeout, connector=connector
+    ) as session:
         watcher = Watcher(session, url, member_headers)
         before = await watcher.now()
         print()

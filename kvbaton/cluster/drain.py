@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import aiohttp
 import msgspec
@@ -15,6 +15,7 @@ from kvbaton.errors import ConfigError
 from kvbaton.messages.nodes import DrainProgress
 from kvbaton.messages.openai import ErrorBody
 from kvbaton.server.network import bearer, operator_token
+from kvbaton.server.tls import TrustConfig
 
 POLL_S = 0.2
 ANSWER_S = 5.0
@@ -29,6 +30,7 @@ class DrainConfig:
         timeout_s: it may take this long to finish.
         settle_s: wait so long at least: until whoever sends it requests has noticed.
         cluster_key: lets us in where we do not ask from the same machine.
+        trust: whose certificates are believed.
     """
 
     url: str = "http://127.0.0.1:8000"
@@ -48,6 +50,7 @@ class DrainConfig:
         secret=True,
         metavar="SECRET",
     )
+    trust: TrustConfig = field(default_factory=TrustConfig)
 
 
 def run(config: DrainConfig) -> int:
@@ -70,7 +73,7 @@ async def _drain(config: DrainConfig) -> bool:
     async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
         while True:
             try:
-                async with session.post(url) as response:
+                async with session.post(url, ssl=config.trust.client(url)) as response:
                     status, answer, answered = response.status, await response.read(), True
                 if status == 200:
                     idle = msgspec.json.decode(answer, type=DrainProgress).idle

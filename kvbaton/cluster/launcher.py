@@ -130,7 +130,7 @@ class Cluster:
         config = self.config
         with bind(config.host, config.port) as listener:
             # Where the router listens on every address, it is reached by loopback.
-            url = url_of(listener)
+            url = url_of(listener, config.tls.scheme)
             self.url = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
             there = f"//{self.placement.address}:"
             self._node_url = url.replace("//0.0.0.0:", there).replace("//[::]:", there)
@@ -180,7 +180,7 @@ class Cluster:
         try:
             async with (
                 aiohttp.ClientSession(headers=self._member_headers(), timeout=timeout) as session,
-                session.get(f"{self.url}/nodes") as response,
+                session.get(f"{self.url}/nodes", ssl=self.config.tls.client(self.url)) as response,
             ):
                 response.raise_for_status()
                 return msgspec.json.decode(await response.read(), type=NodesView)

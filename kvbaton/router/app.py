@@ -82,7 +82,8 @@ async def run(config: RouterConfig) -> int:
         else:
             serving = one_process(config, listener, edge, tokenizer)
         async with serving:
-            await told_to_stop(listener, config.shutdown_timeout_s)
+            url = url_of(listener, config.tls.scheme)
+            await told_to_stop(url, config.shutdown_timeout_s)
     return 0
 
 
@@ -97,6 +98,7 @@ async def one_process(
             app,
             grace_s=config.shutdown_timeout_s,
             keep_alive_s=config.timeout_keep_alive_s,
+            tls=config.tls.server(),
         )
         try:
             yield
@@ -120,10 +122,10 @@ async def watched_app(
             yield app
 
 
-async def told_to_stop(listener: socket.socket, grace_s: float) -> None:
+async def told_to_stop(url: str, grace_s: float) -> None:
     """Say that we serve, and wait for SIGINT or SIGTERM; a second one ends the process at once."""
     freeze_startup()
-    logger.info("listening on %s", url_of(listener))
+    logger.info("listening on %s", url)
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
 
     def on_signal() -> None:
@@ -195,9 +197,12 @@ async def first_to_register(config: RouterConfig, listener: socket.socket) -> No
     edge = FrontendConfig(model_name="", api_keys=config.api_keys)
     anything = web.route("*", "/{path:.*}", starting)
     own = [web.post("/nodes", introduce), web.get("/live", live), anything]
-    runner = await serve_on(listener.dup(), app_without_text(edge, own), grace_s=1.0)
+    runner = await serve_on(
+        listener.dup(), app_without_text(edge, own), grace_s=1.0, tls=config.tls.server()
+    )
     try:
-        logger.info("waiting at %s for the first node, which says what is served", url_of(listener))
+        url = url_of(listener, config.tls.scheme)
+        logger.info("waiting at %s for the first node, which says what is served", url)
         info = await first
     finally:
         await runner.cleanup()
@@ -212,7 +217,8 @@ async def _ask_static_nodes(config: RouterConfig) -> NodeInfo:
         while True:
             for url, _ in config.static_nodes:
                 try:
-                    async with session.get(f"{url.rstrip('/')}/node") as response:
+                    where, tls = f"{url.rstrip('/')}/node", config.tls.client(url)
+                    async with session.get(where, ssl=tls) as response:
                         response.raise_for_status()
                         return msgspec.json.decode(await response.read(), type=NodeInfo)
                 except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:

@@ -23,6 +23,7 @@ from kvbaton.router.config import RouterConfig
 from kvbaton.router.membership import Change, Member, Membership, NodeState
 from kvbaton.router.prefix_index import PrefixIndex
 from kvbaton.server.network import bearer, operator_token
+from kvbaton.server.tls import TrustConfig
 
 logger = logging.getLogger(__name__)
 
@@ -164,6 +165,7 @@ class Nodes(KnownNodes):
         session: for probes.
         cluster_key: of the cluster.
         index: see `KnownNodes`.
+        trust: whose certificates are believed.
 
     Attributes:
         on_change: called when something about a node may have changed.
@@ -175,8 +177,10 @@ class Nodes(KnownNodes):
         session: aiohttp.ClientSession,
         cluster_key: str | None,
         index: PrefixIndex | None = None,
+        trust: TrustConfig | None = None,
     ) -> None:
         super().__init__(membership, cluster_key, index)
+        self._trust = TrustConfig() if trust is None else trust
         self.on_change: Callable[[], None] = lambda: None
         self._session = session
         self._headers = bearer(operator_token(cluster_key) if cluster_key else None)
@@ -200,7 +204,7 @@ class Nodes(KnownNodes):
             connector=connector, headers=config.node_headers
         ) as session:
             membership = Membership(config.membership, key is None, model)
-            nodes = cls(membership, session, key, index)
+            nodes = cls(membership, session, key, index, config.tls)
             for url, role in config.static_nodes:
                 nodes.membership.add_static(url, role, time.monotonic())
             watching = asyncio.create_task(nodes._watch())
@@ -284,7 +288,9 @@ class Nodes(KnownNodes):
         try:
             async with (
                 asyncio.timeout(RESET_STORE_TIMEOUT_S if external else RESET_TIMEOUT_S),
-                self._session.post(where, headers=self._headers) as response,
+                self._session.post(
+                    where, headers=self._headers, ssl=self._trust.client(url)
+                ) as response,
             ):
                 if response.status in (401, 403):
                     return (
@@ -347,7 +353,8 @@ class Nodes(KnownNodes):
         self._announce(changes)
 
     async def _get(self, url: str, path: str) -> bytes:
-        async with self._session.get(url.rstrip("/") + path) as response:
+        tls = self._trust.client(url)
+        async with self._session.get(url.rstrip("/") + path, ssl=tls) as response:
             response.raise_for_status()
             return await response.content.read(MAX_INFO_BYTES)
 

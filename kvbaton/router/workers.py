@@ -121,6 +121,7 @@ async def worker(link: WorkerLink, payload: tuple[RouterConfig, FrontendConfig, 
             registry,
             grace_s=config.shutdown_timeout_s,
             keep_alive_s=config.timeout_keep_alive_s,
+            tls=config.tls.server(),
         )
     await nodes.engines.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import socket
+import ssl
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -123,6 +124,7 @@ async def serve_on(
     *,
     grace_s: float = 5.0,
     keep_alive_s: float = EndpointConfig.timeout_keep_alive_s,
+    tls: ssl.SSLContext | None = None,
 ) -> web.AppRunner:
     """Serve an application on a listening socket, which becomes the runner's; see `listen`."""
     runner = web.AppRunner(
@@ -134,7 +136,7 @@ async def serve_on(
         logger=ServerLog(logger),
     )
     await runner.setup()
-    await web.SockSite(runner, listener).start()
+    await web.SockSite(runner, listener, ssl_context=tls).start()
     return runner
 
 

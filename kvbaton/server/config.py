@@ -12,6 +12,7 @@ from kvbaton.connectors.address import is_loopback, is_wildcard
 from kvbaton.connectors.transfer.config import HandoverConfig
 from kvbaton.engine.config import EngineConfig
 from kvbaton.errors import ConfigError
+from kvbaton.server.tls import TlsConfig
 from kvbaton.text.generation import GenerationConfigMode
 from kvbaton.text.output_parser import ReasoningParserName, ToolCallParserName
 
@@ -59,6 +60,7 @@ class EndpointConfig:
         reasoning_parser: the same for reasoning.
         generation_config: whether the model recommends sampling defaults; see `text.generation`.
         media: what images clients may bring.
+        tls: certificates.
         api_keys: any of them opens the endpoint; none leaves it open.
         cluster_key: secret shared by all nodes and the router; None restricts the cluster to this
             machine.
@@ -90,6 +92,7 @@ class EndpointConfig:
         "auto", "whether the model's generation_config.json gives sampling defaults"
     )
     media: MediaConfig = field(default_factory=MediaConfig)
+    tls: TlsConfig = field(default_factory=TlsConfig)
     api_keys: tuple[str, ...] = flag(
         (),
         "asked of clients ($KVBATON_API_KEY)",

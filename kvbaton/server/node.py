@@ -143,7 +143,7 @@ class Node:
         await self._listen(make_starting_app())
         if config.routers:
             self._registrar = NodeRegistrar(
-                config.routers, self.info, self._on_members, cluster_key=key
+                config.routers, self.info, self._on_members, cluster_key=key, trust=config.tls
             )
             self._registration = asyncio.create_task(self._registrar.run(), name="registration")
         starting = asyncio.create_task(
@@ -206,6 +206,7 @@ class Node:
             app,
             grace_s=self.config.shutdown_timeout_s,
             keep_alive_s=self.config.timeout_keep_alive_s,
+            tls=self.config.tls.server(),
         )
 
     async def _start_workers(self, control: web.Application, edge: FrontendConfig) -> None:
@@ -238,7 +239,7 @@ class Node:
     def url(self) -> str:
         """Base URL of the HTTP endpoint."""
         host = self.config.host
-        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+        return f"{self.config.tls.scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     def info(self) -> NodeInfo:
         """What the node says of itself now."""
@@ -335,6 +336,7 @@ async def node_worker(
             app[FRONTEND].metrics.registry,
             grace_s=config.shutdown_timeout_s,
             keep_alive_s=config.timeout_keep_alive_s,
+            tls=config.tls.server(),
         )
     finally:
         died.cancel()

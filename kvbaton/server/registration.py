@@ -22,6 +22,7 @@ from kvbaton.errors import ConfigError
 from kvbaton.messages.nodes import Members, NodeInfo
 from kvbaton.messages.openai import ErrorBody
 from kvbaton.server.network import bearer, registration_token
+from kvbaton.server.tls import TrustConfig
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +94,7 @@ class NodeRegistrar:
         timeout_s: for one heartbeat.
         max_backoff_s: longest pause between two attempts.
         lookup_period_s: host names are looked up so often.
+        trust: whose certificates are believed.
     """
 
     def __init__(
@@ -106,10 +108,12 @@ class NodeRegistrar:
         timeout_s: float = 2.0,
         max_backoff_s: float = 2.0,
         lookup_period_s: float = LOOKUP_PERIOD_S,
+        trust: TrustConfig | None = None,
     ) -> None:
         self.info = info
         self.headers = bearer(registration_token(cluster_key) if cluster_key else None)
         self.timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self.trust = TrustConfig() if trust is None else trust
         self.max_backoff_s = max_backoff_s
         self._urls = tuple(url.rstrip("/") for url in router_urls)
         self._on_members = on_members
@@ -295,7 +299,10 @@ class _Registration:
     async def _session(self) -> AsyncIterator[aiohttp.ClientSession]:
         resolver = None if self._address is None else OneAddress(self._address)
         async with aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(resolver=resolver), timeout=self._registrar.timeout
+            connector=aiohttp.TCPConnector(
+                resolver=resolver, ssl=self._registrar.trust.client(self._url)
+            ),
+            timeout=self._registrar.timeout,
         ) as session:
             yield session
 

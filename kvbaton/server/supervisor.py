@@ -17,6 +17,7 @@ import multiprocessing.process
 import shutil
 import signal
 import socket
+import ssl
 import struct
 import tempfile
 from collections.abc import Awaitable, Callable
@@ -385,6 +386,7 @@ class WorkerLink:
         *,
         grace_s: float,
         keep_alive_s: float = EndpointConfig.timeout_keep_alive_s,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         """Serve clients until told to stop, or until the supervisor is gone.
 
@@ -393,6 +395,7 @@ class WorkerLink:
             registry: what is counted.
             grace_s: how long open requests may go on then.
             keep_alive_s: see `EndpointConfig.timeout_keep_alive_s`.
+            tls: to serve https.
         """
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._stop.set)
@@ -408,7 +411,7 @@ class WorkerLink:
         listening = asyncio.create_task(self._listen(registry))
         try:
             # asyncio accepts as many at once as its backlog says: one leaves the rest to others.
-            await web.SockSite(runner, self._listener, backlog=1).start()
+            await web.SockSite(runner, self._listener, ssl_context=tls, backlog=1).start()
             self._listener.listen(BACKLOG)
             freeze_startup()
             self._send(WorkerStarted())

@@ -26,6 +26,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvbaton.messages.engine import SamplingParams
 from kvbaton.messages.nodes import GenerateRequest, GenerateResponse
+from kvbaton.server.tls import TrustConfig
 from tests.support.forked_command import ForkedCommand
 
 START_S = 120.0
@@ -95,7 +96,7 @@ class Server:
         names: host names that a forked process finds; see `ForkedCommand`.
     """
 
-    says_url = r"listening on (http://\S+)"
+    says_url = r"listening on (https?://\S+)"
 
     def __init__(
         self,
@@ -177,6 +178,13 @@ class Server:
     def _connect(self, timeout: float) -> http.client.HTTPConnection:
         where = urlsplit(self.url)
         assert where.hostname is not None
+        if where.scheme == "https":
+            return http.client.HTTPSConnection(
+                where.hostname,
+                where.port,
+                timeout=timeout,
+                context=TrustConfig().client(self.url),
+            )
         return http.client.HTTPConnection(where.hostname, where.port, timeout=timeout)
 
     def call(self, method: str, path: str, body: bytes | None = None) -> bytes:
@@ -236,7 +244,7 @@ class Router(Server):
 class Node(Server):
     """A prefill or decode node."""
 
-    says_url = r"serves at (http://\S+)"
+    says_url = r"serves at (https?://\S+)"
 
     def generate(
         self, token_ids: Sequence[int], transfer: dict[str, Any] | None = None, **params: Any

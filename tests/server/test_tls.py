@@ -1,0 +1,64 @@
+"""Certificates that endpoints show, and whose are believed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import aiohttp
+import pytest
+from cryptography.hazmat.primitives.serialization import BestAvailableEncryption
+
+from kvbaton.errors import ConfigError
+from kvbaton.server.app import make_app, serve_on
+from kvbaton.server.network import bind
+from kvbaton.server.registration import OneAddress
+from kvbaton.server.tls import TlsConfig, TrustConfig
+from kvbaton.text.tokenizer import Tokenizer
+from tests.server.conftest import make_frontend
+from tests.support.certificates import NAME, write_certificates
+from tests.support.scripted_source import ScriptedSource
+
+
+async def ask(url: str, trust: TrustConfig) -> int:
+    connector = aiohttp.TCPConnector(resolver=OneAddress("127.0.0.1"), ssl=trust.client(url))
+    async with (
+        aiohttp.ClientSession(connector=connector) as session,
+        session.get(f"{url}/version") as response,
+    ):
+        return response.status
+
+
+async def test_a_certificate_is_shown_and_checked(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    ca, certificate, key = map(str, write_certificates(tmp_path))
+    tls = TlsConfig(ssl_certfile=certificate, ssl_keyfile=key, ssl_ca_certs=ca)
+    assert tls.scheme == "https"
+    app = make_app(make_frontend(ScriptedSource(tokenizer), tokenizer))
+    runner = await serve_on(bind("127.0.0.1", 0), app, grace_s=1.0, tls=tls.server())
+    port = runner.addresses[0][1]
+    try:
+        assert await ask(f"https://{NAME}:{port}", tls) == 200
+        assert await ask(f"https://127.0.0.1:{port}", TrustConfig()) == 200
+        with pytest.raises(aiohttp.ClientConnectorCertificateError):
+            await ask(f"https://{NAME}:{port}", TrustConfig())
+        with pytest.raises(aiohttp.ClientConnectorCertificateError):
+            await ask(f"https://other.example:{port}", tls)
+        with pytest.raises(aiohttp.ClientError):
+            await ask(f"http://{NAME}:{port}", tls)
+    finally:
+        await runner.cleanup()
+
+
+def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
+    ca, _, key = map(str, write_certificates(tmp_path))
+    with pytest.raises(ConfigError, match="--ssl-keyfile: needs --ssl-certfile"):
+        TlsConfig(ssl_keyfile=key)
+    with pytest.raises(ConfigError, match="--ssl-certfile: /nope can't be used"):
+        TlsConfig(ssl_certfile="/nope")
+    with pytest.raises(ConfigError, match=r"--ssl-certfile: .* can't be used"):
+        TlsConfig(ssl_certfile=ca, ssl_keyfile=key)
+    for wrong in ("/nope", key):
+        with pytest.raises(ConfigError, match=r"--ssl-ca-certs: .* can't be used"):
+            TrustConfig(ssl_ca_certs=wrong)
+    write_certificates(tmp_path, BestAvailableEncryption(b"secret"))
+    with pytest.raises(ConfigError, match=r"--ssl-certfile: .* can't be used"):
+        TlsConfig(ssl_certfile=str(tmp_path / "cert.pem"), ssl_keyfile=str(tmp_path / "key.pem"))
