@@ -142,7 +142,9 @@ def block_sums_reference(
     positions = torch.arange(len(blocks) * block_size) + first_position
     counted = (positions >= start) & (positions < end)
     of_tokens = _unsigned(_position_weights(positions) * counted).reshape(-1, block_size, 1)
-    of_words = _plane_weights(num_words, planes)
+    device = torch.device("cpu")
+    by_plane = [word_weights(num_words, kv, device) for kv in range(planes)]
+    of_words = _unsigned(torch.stack(by_plane))[:, None]  # b(kv, j)
     weights = np.empty((planes, block_size, num_words), np.uint64)
     sums = np.empty((len(blocks), heads * layers, planes), np.uint64)
     for n, block in enumerate(blocks.tolist()):
@@ -155,13 +157,6 @@ def block_sums_reference(
 
 
 @cache
-def _plane_weights(num_words: int, planes: int) -> npt.NDArray[np.uint64]:
-    """b(kv, j) on the CPU: [planes, 1, num_words]."""
-    device = torch.device("cpu")
-    weights = [word_weights(num_words, kv, device) for kv in range(planes)]
-    return _unsigned(torch.stack(weights))[:, None]
-
-
 def _unsigned(x: Tensor) -> npt.NDArray[np.uint64]:
     return x.numpy().view(np.uint64)
 

@@ -86,7 +86,13 @@ class ClusterStatus:
     def sample(self) -> NodesView:
         """What is now, remembered."""
         now = self._now()
-        self._observe_uses()
+        known, self._uses = self._uses, {}
+        for member in self._membership.members.values():
+            info, load = member.info, self._loads.get(member.info.node_id, IDLE)
+            uses = known.get(_life(info)) or {"prefill": _Use(), "decode": _Use()}
+            uses["prefill"].observe(load.prompt_tokens > 0)
+            uses["decode"].observe(load.sequences > load.pending)
+            self._uses[_life(info)] = uses
         view = self._view(now)
         self._samples.append(now)
         self.history.append(view.traffic)
@@ -95,15 +101,6 @@ class ClusterStatus:
     def view(self) -> NodesView:
         """What is now."""
         return self._view(self._now())
-
-    def _observe_uses(self) -> None:
-        known, self._uses = self._uses, {}
-        for member in self._membership.members.values():
-            info, load = member.info, self._loads.get(member.info.node_id, IDLE)
-            uses = known.get(_life(info)) or {"prefill": _Use(), "decode": _Use()}
-            uses["prefill"].observe(load.prompt_tokens > 0)
-            uses["decode"].observe(load.sequences > load.pending)
-            self._uses[_life(info)] = uses
 
     def _now(self) -> _Sample:
         infos = [member.info for member in self._membership.members.values()]

@@ -12,13 +12,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from typing_extensions import override
 
 from tests.docs.test_commands import ROOT
+from tests.support.chats import tokens_of
 from tests.support.oracle import Oracle
 from tests.support.processes import descendants_of, is_alive, node_process, parent_of
 from tests.support.ray_machines import ENV, ray_machines
@@ -171,12 +171,6 @@ def start(machines: str, model: Path, logs: Path) -> Iterator[Callable[..., Up]]
 def prompts(count: int, length: int = 100) -> list[list[int]]:
     found: list[list[int]] = np.random.default_rng(7).integers(3, 384, (count, length)).tolist()
     return found
-
-
-def tokens_of(answer: dict[str, Any]) -> list[int]:
-    (choice,) = answer["choices"]
-    tokens: list[int] = choice["token_ids"]
-    return tokens
 
 
 def test_answers_cross_machines(up: Up, model: Path, oracle: Oracle) -> None:

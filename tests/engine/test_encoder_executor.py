@@ -24,12 +24,12 @@ from kvbaton.engine.step import BlockCopy, NewSequence, SequenceStep, StepPlan, 
 from kvbaton.errors import ConfigError
 from kvbaton.messages.engine import FromCore, Item, Output, Outputs, Rejected
 from kvbaton.types import NodeId
+from tests.support.chats import picture
 from tests.support.encoder_items import (
     ONE_TOKEN,
     expected_rows,
     item_of,
     padded,
-    png,
     request_for,
     worker_of,
 )
@@ -52,7 +52,7 @@ def folder(checkpoint: Callable[..., Path]) -> Path:
 
 @pytest.fixture
 def items(folder: Path) -> list[Item]:
-    return [item_of(folder, png(seed, *size)) for seed, size in enumerate(SIZES)]
+    return [item_of(folder, picture(seed, *size)) for seed, size in enumerate(SIZES)]
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_rows_of_a_batch_are_the_towers_own_then_zeros_and_are_summed(
     make: Callable[..., Executor], any_folder: Path, dtype: str
 ) -> None:
     executor = make(any_folder, dtype=dtype)
-    items = [item_of(any_folder, png(seed, *size)) for seed, size in enumerate(SIZES)]
+    items = [item_of(any_folder, picture(seed, *size)) for seed, size in enumerate(SIZES)]
     plan, tables = plan_for(items)
     result = executor.launch(plan).result()
     assert [(s.token_ids, s.error) for s in result.sampled] == [((0,), None)] * len(items)

@@ -16,12 +16,12 @@ from kvbaton.engine.executor import Executor
 from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.step import BlockCopy, NewSequence, SequenceStep, StepPlan
 from kvbaton.kernels.digest import block_sums
+from tests.support.chats import picture
 from tests.support.encoder_items import (
     ONE_TOKEN,
     expected_rows,
     item_of,
     padded,
-    png,
     request_for,
     worker_of,
 )
@@ -54,7 +54,7 @@ def executor(folder: Path) -> Iterator[Executor]:
 def test_rows_and_sums_are_those_of_a_cpu_whatever_runs_beside(
     executor: Executor, folder: Path
 ) -> None:
-    items = [item_of(folder, png(seed, *size)) for seed, size in enumerate(SIZES)]
+    items = [item_of(folder, picture(seed, *size)) for seed, size in enumerate(SIZES)]
     new, steps, first = [], [], 1
     for handle, item in enumerate(items):
         table = tuple(range(first, first + padded(item) // 32))
@@ -104,7 +104,7 @@ def test_long_rows_are_summed_as_on_a_cpu(hidden: int, dtype: str) -> None:
 
 
 def test_a_second_life_loads_what_the_first_encoded(folder: Path, tmp_path: Path) -> None:
-    items = [item_of(folder, png(seed, *size)) for seed, size in enumerate(SIZES)]
+    items = [item_of(folder, picture(seed, *size)) for seed, size in enumerate(SIZES)]
     settings: dict[str, Any] = {
         "device": "cuda",
         "encoder_only": True,

@@ -19,7 +19,8 @@ from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.request import extras_of
 from kvbaton.messages.engine import Item, TransferSpec
-from tests.support.encoder_items import expected_rows, item_of, padded, png, request_for, worker_of
+from tests.support.chats import picture
+from tests.support.encoder_items import expected_rows, item_of, padded, request_for, worker_of
 from tests.support.engine_node import Call, Hold, Node
 from tests.support.engine_pair import Pair
 from tests.support.waiting import until
@@ -35,7 +36,7 @@ def folder(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> P
 
 @pytest.fixture
 def items(folder: Path) -> list[Item]:
-    return [item_of(folder, png(seed, *size)) for seed, size in enumerate(SIZES)]
+    return [item_of(folder, picture(seed, *size)) for seed, size in enumerate(SIZES)]
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from kvbaton.router.policies import (
 )
 from kvbaton.router.route import Route
 from tests.router.test_pairing import ids, member
+from tests.support.toy_engine import Clock
 
 H200 = {
     "step_s": 0.006,
@@ -35,14 +36,6 @@ H200 = {
     "free_blocks": 10_000.0,
 }
 SLOW = {**H200, "prefill_token_s": 3e-4}
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def nodes(count: int = 2, **fields: Any) -> list[Member]:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import io
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from aiohttp import web
 from aiohttp.resolver import ThreadedResolver
-from PIL import Image
 
 from kvbaton.errors import RequestError
 from kvbaton.server import images
@@ -24,19 +21,13 @@ from kvbaton.server.images import load_images
 from kvbaton.text.chat import ImageUrl
 from kvbaton.text.tokenizer import Tokenizer
 from kvbaton.text.vision import VisionText
+from tests.support.chats import picture
 
 CHAT = "/v1/chat/completions"
 OPEN = MediaConfig(
     allowed_media_domains=("127.0.0.1", "localhost"), allow_private_media=True, image_timeout_s=1.0
 )
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-def png(seed: int = 0, width: int = 40, height: int = 32) -> bytes:
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    data = io.BytesIO()
-    Image.fromarray(pixels).save(data, "PNG")
-    return data.getvalue()
 
 
 def inline(data: bytes, kind: str = "image/png") -> str:
@@ -119,7 +110,7 @@ async def refused(url: str, vision: VisionText, config: MediaConfig = OPEN) -> s
 
 
 async def test_the_source_gets_tokens_and_items(endpoint: Any, vision: VisionText) -> None:
-    first, second = png(1), png(2, 17, 90)
+    first, second = picture(1), picture(2, 17, 90)
     body = say("a ", part(inline(first)), " b ", part(inline(second)), part(inline(first)))
     status, whole = await endpoint.post(CHAT, body)
     assert status == 200, whole
@@ -134,14 +125,17 @@ async def test_the_source_gets_tokens_and_items(endpoint: Any, vision: VisionTex
 
 async def test_images_across_turns(endpoint: Any) -> None:
     turns = [
-        {"role": "user", "content": [part(inline(png(1)))]},
+        {"role": "user", "content": [part(inline(picture(1)))]},
         {"role": "assistant", "content": "Noise."},
-        {"role": "user", "content": [part(inline(png(2))), {"type": "text", "text": "And this?"}]},
+        {
+            "role": "user",
+            "content": [part(inline(picture(2))), {"type": "text", "text": "And this?"}],
+        },
     ]
     status, _ = await endpoint.post(CHAT, {"messages": turns, "max_tokens": 2})
     assert status == 200
     (request,) = endpoint.source.requests
-    assert [item.data for item in request.items] == [png(1), png(2)]
+    assert [item.data for item in request.items] == [picture(1), picture(2)]
 
 
 async def test_prompts_are_those_of_transformers(endpoint: Any, folder: Path) -> None:
@@ -152,7 +146,7 @@ async def test_prompts_are_those_of_transformers(endpoint: Any, folder: Path) ->
     expected = reference.apply_chat_template(
         [{"role": "user", "content": content}], add_generation_prompt=True, return_dict=False
     )
-    body = say("a ", part(inline(png())), "b")
+    body = say("a ", part(inline(picture(0))), "b")
     await endpoint.post(CHAT, body)
     (request,) = endpoint.source.requests
     (item,) = request.items
@@ -165,7 +159,7 @@ async def test_prompts_are_those_of_transformers(endpoint: Any, folder: Path) ->
 
 async def test_a_text_model_says_that_it_cant_see(serve: Any) -> None:
     endpoint = await serve()
-    status, body = await endpoint.post(CHAT, say("what? ", part(inline(png()))))
+    status, body = await endpoint.post(CHAT, say("what? ", part(inline(picture(0)))))
     assert status == 400
     assert "text only" in body["error"]["message"]
     assert body["error"]["param"] == "messages[0].content[1]"
@@ -173,9 +167,9 @@ async def test_a_text_model_says_that_it_cant_see(serve: Any) -> None:
 
 
 BAD: list[tuple[Any, str, str]] = [
-    (part(inline(png()[:200])), "can't decode", ".image_url"),
+    (part(inline(picture(0)[:200])), "can't decode", ".image_url"),
     (part(inline(b"hello", "image/png")), "can't decode", ".image_url"),
-    (part(inline(png(), "text/plain")), "image type", ".image_url"),
+    (part(inline(picture(0), "text/plain")), "image type", ".image_url"),
     (part("data:image/png;base64,!!!"), "base64", ".image_url"),
     (part("data:image/png"), "data:image", ".image_url"),
     (part("file:///etc/passwd"), "must begin with", ".image_url"),
@@ -191,34 +185,34 @@ BAD: list[tuple[Any, str, str]] = [
 
 @pytest.mark.parametrize(("bad", "message", "field"), BAD)
 async def test_what_is_wrong_is_named(endpoint: Any, bad: Any, message: str, field: str) -> None:
-    status, body = await endpoint.post(CHAT, say("x", part(inline(png())), bad))
+    status, body = await endpoint.post(CHAT, say("x", part(inline(picture(0))), bad))
     assert status == 400, body
     assert message in body["error"]["message"]
     assert body["error"]["param"] == f"messages[0].content[2]{field}"
     assert not endpoint.source.requests
-    assert (await endpoint.post(CHAT, say("x", part(inline(png())))))[0] == 200, "it lives"
+    assert (await endpoint.post(CHAT, say("x", part(inline(picture(0))))))[0] == 200, "it lives"
 
 
 async def test_a_placeholder_in_a_text_is_refused(endpoint: Any) -> None:
-    body = say("<|image_pad|>", part(inline(png())))
+    body = say("<|image_pad|>", part(inline(picture(0))))
     status, answer = await endpoint.post(CHAT, body)
     assert status == 400
     assert "placeholder" in answer["error"]["message"]
 
 
 async def test_too_many_images_and_too_many_bytes(vision: VisionText) -> None:
-    urls = [ImageUrl(inline(png(seed)), "here") for seed in range(3)]
+    urls = [ImageUrl(inline(picture(seed)), "here") for seed in range(3)]
     assert len(await load_images(urls, vision, OPEN)) == 3
     with pytest.raises(RequestError, match="at most 2 images"):
         await load_images(urls, vision, replace(OPEN, max_images=2))
-    most = sum(len(png(seed)) for seed in range(3))
+    most = sum(len(picture(seed)) for seed in range(3))
     await load_images(urls, vision, replace(OPEN, max_image_bytes=most))
     with pytest.raises(RequestError, match="too large"):
         await load_images(urls, vision, replace(OPEN, max_image_bytes=most - 1))
 
 
 async def test_a_prompt_that_is_too_long_with_its_images(endpoint: Any) -> None:
-    body = say(*(part(inline(png(seed, 80, 80))) for seed in range(8)))
+    body = say(*(part(inline(picture(seed, 80, 80))) for seed in range(8)))
     status, answer = await endpoint.post(CHAT, body)
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
 
@@ -227,21 +221,21 @@ async def test_a_prompt_that_is_too_long_with_its_images(endpoint: Any) -> None:
 
 
 async def test_an_image_is_fetched(site: Start, vision: VisionText) -> None:
-    url = await site(answer(png()))
-    assert await load(f"{url}/a.png", vision) == png()
+    url = await site(answer(picture(0)))
+    assert await load(f"{url}/a.png", vision) == picture(0)
     named = url.replace("127.0.0.1", "localhost")
-    assert await load(named, vision) == png()
+    assert await load(named, vision) == picture(0)
 
 
 async def test_redirects_are_followed_a_little(site: Start, vision: VisionText) -> None:
     async def redirect(request: web.Request) -> web.Response:
         left = int(request.match_info["path"])
         if not left:
-            return web.Response(body=png(), content_type="image/png")
+            return web.Response(body=picture(0), content_type="image/png")
         raise web.HTTPFound(f"/{left - 1}")
 
     url = await site(redirect)
-    assert await load(f"{url}/3", vision) == png()
+    assert await load(f"{url}/3", vision) == picture(0)
     assert "redirects too often" in await refused(f"{url}/4", vision)
 
 
@@ -273,7 +267,7 @@ async def test_private_addresses_are_not_visited(vision: VisionText, host: str) 
 async def test_names_of_private_addresses_are_not_visited(
     site: Start, vision: VisionText, name: str
 ) -> None:
-    url = await site(answer(png()))
+    url = await site(answer(picture(0)))
     message = await refused(
         url.replace("127.0.0.1", name), vision, MediaConfig(allowed_media_domains=("*",))
     )
@@ -284,7 +278,7 @@ async def test_a_name_cant_change_its_mind(
     site: Start, vision: VisionText, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only addresses that were judged are dialled, however often a name is looked up."""
-    url, lookups = await site(answer(png())), []
+    url, lookups = await site(answer(picture(0))), []
 
     async def rebind(self: Any, host: str, port: int = 0, family: int = 0) -> list[Any]:
         lookups.append(host)
@@ -320,9 +314,9 @@ def test_domains(domain: str, host: str, allowed: bool) -> None:
 @pytest.mark.parametrize(
     ("handler", "message"),
     [
-        (answer(png(), "text/html"), "instead of an image"),
-        (answer(png()[:300]), "can't decode"),
-        (answer(png(), **{"Content-Encoding": "gzip"}), "compressed"),
+        (answer(picture(0), "text/html"), "instead of an image"),
+        (answer(picture(0)[:300]), "can't decode"),
+        (answer(picture(0), **{"Content-Encoding": "gzip"}), "compressed"),
     ],
 )
 async def test_wrong_answers(
@@ -344,7 +338,7 @@ def endless(pause_s: float) -> Handler:
         response = web.StreamResponse(headers={"Content-Type": "image/png"})
         await response.prepare(request)
         while True:
-            await response.write(png()[:1000])
+            await response.write(picture(0)[:1000])
             await asyncio.sleep(pause_s)
 
     return handler

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import io
 from pathlib import Path
 
-import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from kvbaton.engine.encoder.images import ImageReader
@@ -20,14 +17,6 @@ from kvbaton.messages.engine import AddRequest, Item, SamplingParams, TransferSp
 from kvbaton.types import ENCODER_BLOCK_ROWS
 
 ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, seed=0)
-
-
-def png(seed: int, width: int, height: int) -> bytes:
-    """Noise, as a file."""
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    data = io.BytesIO()
-    Image.fromarray(pixels).save(data, "PNG")
-    return data.getvalue()
 
 
 def item_of(folder: Path, data: bytes, *, merge_size: int = 2) -> Item:
