@@ -31,7 +31,8 @@ from kvbaton.messages.engine import (
     SamplingParams,
 )
 from kvbaton.types import NodeId
-from tests.support.encoder_items import item_of, png, values_of
+from tests.support.chats import picture
+from tests.support.encoder_items import item_of, values_of
 from tests.support.engine_node import QueueMailbox
 from tests.support.pictures import FAMILIES, Pictures, Prompt
 
@@ -151,7 +152,12 @@ def prompt_of(folder: Path, pictures: Pictures, *parts: int | bytes, seed: int =
     return Prompt(ids, tuple(items), torch.cat(patches))
 
 
-SMALL, WIDE, TALL, LARGE = png(1, 40, 32), png(2, 100, 9), png(3, 17, 90), png(4, 80, 72)
+SMALL, WIDE, TALL, LARGE = (
+    picture(1, 40, 32),
+    picture(2, 100, 9),
+    picture(3, 17, 90),
+    picture(4, 80, 72),
+)
 
 
 @pytest.mark.parametrize("chunk", [7, 33, 2048])
@@ -200,7 +206,7 @@ def test_a_cached_prefix_asks_for_no_image(
     node.add("second", prompt)
     assert node.finish("second") == [expected]
     assert node.count(ENCODED) == 1
-    other = prompt_of(folder, pictures, 3, png(9, 40, 32), 21)
+    other = prompt_of(folder, pictures, 3, picture(9, 40, 32), 21)
     node.add("other image", other)
     assert node.finish("other image") == [pictures.generate(other, 6)]
     assert node.count(ENCODED) == 2, "equal tokens, another image: nothing may be shared"
@@ -215,7 +221,9 @@ def test_a_cache_of_one_image_serves_them_all(
     node = start(encoder_cache_tokens=rows, max_num_batched_tokens=24)
     names = [f"r{number}" for number in range(6)]
     prompts = [
-        prompt_of(folder, pictures, 1 + i % 3, LARGE, 2, png(50 + i, 40, 32), 1, TALL, 2, seed=i)
+        prompt_of(
+            folder, pictures, 1 + i % 3, LARGE, 2, picture(50 + i, 40, 32), 1, TALL, 2, seed=i
+        )
         for i in range(len(names))
     ]
     for number, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
@@ -229,7 +237,7 @@ def test_preempted_prompts_ask_again(
     folder: Path, pictures: Pictures, start: Callable[..., Node]
 ) -> None:
     node = start(num_blocks=30, max_model_len=110, max_num_batched_tokens=16)
-    prompts = [prompt_of(folder, pictures, 2, png(i, 40, 32), 4, seed=i) for i in range(4)]
+    prompts = [prompt_of(folder, pictures, 2, picture(i, 40, 32), 4, seed=i) for i in range(4)]
     for i, prompt in enumerate(prompts):
         node.add(f"r{i}", prompt, 20)
     answers = node.finish(*(f"r{i}" for i in range(4)))

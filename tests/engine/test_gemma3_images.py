@@ -30,7 +30,8 @@ from kvbaton.text.tokenizer import Tokenizer
 from kvbaton.text.vision import VisionText
 from tests.engine.test_cuda_runner import RUNNERS, CpuExecutor, driver_of
 from tests.engine.test_encoder_cache_manager import CACHED, ENCODED, Node, prompt_of
-from tests.support.encoder_items import item_of, png, values_of
+from tests.support.chats import picture
+from tests.support.encoder_items import item_of, values_of
 from tests.support.pictures import GREEDY, Pictures, Prompt, squared
 
 Checkpoint = Callable[..., Path]
@@ -119,7 +120,7 @@ def test_weights_are_found_as_transformers_saves_them(
     moved = Path(shutil.copytree(folder, tmp_path / "moved"))
     (moved / "model.safetensors").unlink()
     pictures.model.save_pretrained(moved)
-    values, grid = values_of(folder, png(1, 30, 20))
+    values, grid = values_of(folder, picture(1, 30, 20))
     found = []
     for each in (folder, moved):
         model = load_model_config(each)
@@ -287,7 +288,7 @@ def start(folder: Path) -> Iterator[Callable[..., Node]]:
         node.close()
 
 
-ONE, OTHER, THIRD = png(1, 40, 32), png(2, 100, 9), png(3, 17, 90)
+ONE, OTHER, THIRD = picture(1, 40, 32), picture(2, 100, 9), picture(3, 17, 90)
 
 
 @pytest.mark.parametrize(("chunk", "seqs"), [(9, 1), (12, 4), (17, 2), (2048, 8)])
@@ -349,7 +350,7 @@ def test_preempted_prompts_go_on(
 ) -> None:
     blocks = 60 if WINDOWS["longer"] in load_model_config(folder).windows else 47
     node = start(num_blocks=blocks, max_model_len=60, max_num_batched_tokens=12, max_num_seqs=4)
-    prompts = [prompt_of(folder, pictures, 2, png(i, 40, 32), 4, seed=i) for i in range(4)]
+    prompts = [prompt_of(folder, pictures, 2, picture(i, 40, 32), 4, seed=i) for i in range(4)]
     for i, prompt in enumerate(prompts):
         node.add(f"r{i}", prompt, 42)
     answers = node.finish(*(f"r{i}" for i in range(4)))
@@ -364,7 +365,7 @@ def test_drafts_change_no_token(
 ) -> None:
     drafts = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}'
     node = start(max_num_batched_tokens=16, max_num_seqs=2, speculative_config=drafts)
-    prompts = [prompt_of(folder, pictures, 3 + i, png(i, 40, 32), 5, seed=i) for i in range(4)]
+    prompts = [prompt_of(folder, pictures, 3 + i, picture(i, 40, 32), 5, seed=i) for i in range(4)]
     for i, prompt in enumerate(prompts):
         node.add(f"r{i}", prompt, 25)
     answers = node.finish(*(f"r{i}" for i in range(4)))

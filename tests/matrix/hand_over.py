@@ -15,7 +15,8 @@ from kvbaton.engine.model_config import load_model_config
 from kvbaton.messages.engine import AddRequest, Item, SamplingParams, TransferSpec
 from tests.matrix.cells import WITH_IMAGES, Cell
 from tests.matrix.conftest import Nodes
-from tests.support.encoder_items import item_of, png, request_for
+from tests.support.chats import picture
+from tests.support.encoder_items import item_of, request_for
 from tests.support.engine_process import NodeProcess
 
 LENGTHS = (1, 30, 75)
@@ -36,7 +37,7 @@ def prompt_with_images(folder: Path, sizes: Sequence[tuple[int, int]]) -> AddReq
     vision = load_model_config(folder).require_vision()
     ids, items = list(prompt_of(9)), []
     for size in sizes:
-        item = item_of(folder, png(next(_names), *size), merge_size=vision.merge_size)
+        item = item_of(folder, picture(next(_names), *size), merge_size=vision.merge_size)
         items.append(replace(item, start=len(ids)))
         ids += [vision.image_token_id] * item.length + list(prompt_of(7))
     return AddRequest(request_id="", token_ids=tuple(ids), params=GREEDY, items=tuple(items))
