@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "connectors": {"errors", "types", "messages"},
     "testing": {
         *("errors", "types", "messages", "connectors"),
-        *("engine", "prefill", "decode"),  # what the simulator drives
+        *("engine", "prefill", "decode", "router"),  # what the simulator drives
     },
     "engine": {"errors", "types", "messages", "image_file", "connectors", "kernels"},
     "text": {"errors", "types", "messages", "image_file"},

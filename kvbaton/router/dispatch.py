@@ -137,9 +137,9 @@ class Dispatcher(TokenSource):
 
     def leave(self, node_id: str) -> None:
         """Move what a node generates now to others, where that is possible."""
-        there = {r for r in self.running.values() if r.is_at(node_id)}
+        there = [r for r in self.running.values() if r.is_at(node_id)]
         if node_id in self._leaving:
-            self._leaving[node_id].staying |= there
+            self._leaving[node_id].add(there)
         elif there:
             departure = self._leaving[node_id] = _Departure(self, node_id, there)
             departure.step()
@@ -154,27 +154,34 @@ class _Departure:
 
     They do so a few at a time: the share of its blocks that it pins for a peer is limited.
 
-    Attributes:
-        staying: those that have not yet.
+    Args:
+        dispatcher: whose.
+        node_id: of the node.
+        staying: those that have not left yet, the oldest first.
     """
 
-    def __init__(self, dispatcher: Dispatcher, node_id: str, staying: set[_Running]) -> None:
-        self.staying = staying
+    def __init__(self, dispatcher: Dispatcher, node_id: str, staying: list[_Running]) -> None:
+        self._staying = dict.fromkeys(staying)
         self._dispatcher = dispatcher
         self._node_id = node_id
         self._tries: Counter[_Running] = Counter()
 
+    def add(self, staying: list[_Running]) -> None:
+        """Who is there is to leave, it is said again: what could not be moved is tried anew."""
+        self._staying |= dict.fromkeys(staying)
+        self._tries.clear()
+
     def step(self) -> None:
         """Begin what can begin now, and come again while there is more."""
-        self.staying = {r for r in self.staying if r.is_at(self._node_id)}
-        moving = sum(running.relay.is_moving for running in self.staying)
-        for running in self.staying:
+        self._staying = {r: None for r in self._staying if r.is_at(self._node_id)}
+        moving = sum(running.relay.is_moving for running in self._staying)
+        for running in self._staying:
             if moving >= MOVES_AT_ONCE:
                 break
             if self._tries[running] < MOVE_TRIES and running.relay.can_move() and running.move():
                 self._tries[running] += 1
                 moving += 1
-        if all(self._tries[r] == MOVE_TRIES and not r.relay.is_moving for r in self.staying):
+        if all(self._tries[r] == MOVE_TRIES and not r.relay.is_moving for r in self._staying):
             self._dispatcher.left(self._node_id)
         else:
             wait_s = MOVE_PERIOD_S if moving else REST_S

@@ -234,10 +234,15 @@ class Nodes(KnownNodes):
     def drain(self, node_id: str) -> None:
         """Send no new requests there, and move those that it generates for, as far as possible.
 
+        Asked again, it tries anew to move what is left.
+
         Raises:
             RequestError: no such node (404).
         """
-        self._announce(self.membership.drain(node_id))
+        if changes := self.membership.drain(node_id):
+            self._announce(changes)
+        else:
+            self.migrate(node_id)
 
     def migrate(self, node_id: str) -> None:
         """Move the requests that a node generates for now to others, as far as possible.

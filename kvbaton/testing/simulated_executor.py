@@ -24,13 +24,16 @@ from kvbaton.connectors.base import Memory
 from kvbaton.connectors.digest import PendingSums
 from kvbaton.connectors.layout import GroupKind, KVLayout, contiguous_plane
 from kvbaton.engine.step import Sampled, SequenceStep, StepPlan, StepResult
-from kvbaton.messages.engine import AddRequest, Item
+from kvbaton.messages.engine import AddRequest, Item, SamplingParams
 from kvbaton.testing.simulated_world import SimulatedWorld
+from kvbaton.types import TokenLogprobs
 
 HEADS = 4
 VOCABULARY = 97
 MARKS = 1000
 """Tokens from it on stand for images, by the first byte of their digests."""
+PLAIN = SamplingParams(seed=1)
+"""Sampling that depends on nothing but the tokens."""
 BROKEN = 200
 """Images from this first byte on can't be decoded."""
 Words = npt.NDArray[np.uint64]
@@ -65,9 +68,35 @@ def kv_of(tokens: tuple[int, ...], model: int) -> Words:
     return _mix(prefixes[:, None, None] + _PLACES)
 
 
-def next_token(tokens: tuple[int, ...], choice: int, model: int) -> int:
-    """What a model samples after some tokens."""
-    return (_prefixes(tokens, model)[-1] >> 20) % (VOCABULARY - choice)
+def next_token(
+    tokens: tuple[int, ...],
+    choice: int,
+    model: int,
+    params: SamplingParams = PLAIN,
+    num_prompt: int = 0,
+) -> int:
+    """What a model samples after some tokens.
+
+    Unless sampling is plain, it depends on seed, temperature and penalties, and by those on which
+    tokens were generated, as what a real sampler does.
+
+    Args:
+        tokens: the prompt, and what was generated.
+        choice: noise differs by it.
+        model: its number.
+        params: sampling.
+        num_prompt: tokens of the prompt.
+    """
+    x = _prefixes(tokens, model)[-1] >> 20
+    if params.seed != PLAIN.seed:
+        penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty
+        x ^= hash((params.seed, params.temperature, *penalties, tokens[num_prompt:])) & _MASK
+    return x % (params.top_k or VOCABULARY - choice)
+
+
+def logprobs_of(tokens: tuple[int, ...]) -> TokenLogprobs:
+    """What a model says of the last of some tokens."""
+    return TokenLogprobs(-(hash(tokens) % 64) / 8, len(tokens))
 
 
 def with_marks(token_ids: Sequence[int], items: Iterable[Item]) -> tuple[int, ...]:
@@ -96,8 +125,14 @@ class _Sequence:
     tokens: list[int]
     choice: int
     tables: list[list[int]]
+    params: SamplingParams
+    num_prompt: int
     items: tuple[Item, ...] = ()
     sampled: tuple[int, ...] = ()
+
+    def sample(self, model: int, choice: int) -> int:
+        """The token that follows all."""
+        return next_token(tuple(self.tokens), choice, model, self.params, self.num_prompt)
 
 
 class SimulatedStep:
@@ -242,7 +277,9 @@ class SimulatedExecutor:
             parent = self._sequences[fork.parent]
             known = [*parent.tokens[:-1], parent.sampled[fork.choice]]
             tables: list[list[int]] = [[] for _ in self.layouts[0]]
-            self._sequences[fork.child] = _Sequence(known, fork.choice, tables)
+            self._sequences[fork.child] = _Sequence(
+                known, fork.choice, tables, parent.params, parent.num_prompt
+            )
         for handle in plan.ended:
             self._sequences.pop(handle, None)
         for copy in plan.copies:
@@ -255,12 +292,17 @@ class SimulatedExecutor:
         for new in plan.new:
             tables = [[] for _ in self.layouts[0]]
             known = list(with_marks(new.token_ids, new.items))
-            self._sequences[new.handle] = _Sequence(known, new.choice, tables, new.items)
+            self._sequences[new.handle] = _Sequence(
+                known, new.choice, tables, new.params, new.num_prompt, new.items
+            )
         sampled = []
         for step in plan.steps:
             sequence = self._sequences[step.handle]
             for table, more in zip(sequence.tables, step.new_blocks, strict=True):
                 table += more
+            if step.draft:
+                assert len(sequence.tokens) == step.start + 1, "a draft follows the last token"
+                sequence.tokens += step.draft
             tokens = tuple(sequence.tokens[: step.start + step.count])
             assert len(tokens) == step.start + step.count, "a step is ahead of its tokens"
             error = self._take_items(sequence, step)
@@ -269,11 +311,7 @@ class SimulatedExecutor:
                 continue
             self._compute(sequence, tokens, step.start)
             if step.num_samples:
-                choices = range(step.num_samples) if step.num_samples > 1 else [sequence.choice]
-                found = tuple(next_token(tokens, choice, self.model) for choice in choices)
-                sequence.sampled = found
-                sequence.tokens.append(found[0])
-                sampled.append(Sampled(step.handle, found))
+                sampled.append(self._sample(sequence, step))
             if self.rots and self.world.chance(self.world.weather.rot):
                 # A bit of a token flips after its sums were made.
                 rng, position = self.world.rng, self.world.rng.randrange(step.start, len(tokens))
@@ -283,6 +321,31 @@ class SimulatedExecutor:
                 self.words[g][rank, block, 0, 0, slot] ^= np.uint64(1 << 40)
                 self.rotten.add((g, block))
         return StepResult(plan.number, tuple(sampled))
+
+    def _sample(self, sequence: _Sequence, step: SequenceStep) -> Sampled:
+        """What follows a sequence's tokens; of its draft, as much as is what would have come."""
+        model = self.model
+        if step.draft:
+            del sequence.tokens[step.start + 1 :]
+            found: tuple[int, ...] = ()
+            for proposed in (*step.draft, None):
+                found += (sequence.sample(model, sequence.choice),)
+                sequence.tokens.append(found[-1])
+                if found[-1] != proposed:
+                    break
+        else:
+            choices = range(step.num_samples) if step.num_samples > 1 else [sequence.choice]
+            found = tuple(sequence.sample(model, choice) for choice in choices)
+            sequence.tokens.append(found[0])
+        sequence.sampled = found
+        if sequence.params.logprobs is None:
+            return Sampled(step.handle, found)
+        before = sequence.tokens[: step.start + step.count - len(step.draft)]
+        ends = [
+            (*before, *found[: i + 1]) if step.draft else (*before, token)
+            for i, token in enumerate(found)
+        ]
+        return Sampled(step.handle, found, tuple(map(logprobs_of, ends)))
 
     def _take_items(self, sequence: _Sequence, step: SequenceStep) -> str | None:
         """Read the rows of the items that a step computes; of an encoder, why it has no image."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ import msgspec
 
 from kvbaton.connectors.base import Transport
 from kvbaton.connectors.channel import ControlChannel
-from kvbaton.connectors.keys import root_key
+from kvbaton.connectors.keys import block_keys, prompt_key, root_key
 from kvbaton.connectors.protocol import events
 from kvbaton.connectors.protocol.source import Source
 from kvbaton.connectors.protocol.target import Target
@@ -36,7 +36,8 @@ from kvbaton.engine.executor import Executor
 from kvbaton.engine.kv_cache_manager import GroupSpec
 from kvbaton.engine.kv_connector import KVConnector
 from kvbaton.engine.scheduler import Scheduler
-from kvbaton.errors import TransportError
+from kvbaton.engine.speculative import SpeculativeConfig
+from kvbaton.errors import RequestError, TransportError
 from kvbaton.messages.control import Complete, RankCard
 from kvbaton.messages.engine import (
     AbortRequest,
@@ -59,10 +60,12 @@ from kvbaton.testing.machine_invariants import check_machine
 from kvbaton.testing.simulated_executor import (
     BROKEN,
     MARKS,
+    PLAIN,
     VOCABULARY,
     SimulatedExecutor,
     next_token,
 )
+from kvbaton.testing.simulated_links import HEARTBEATS_S, EngineLink
 from kvbaton.testing.simulated_world import (
     SimulatedChannel,
     SimulatedProcess,
@@ -90,6 +93,9 @@ FOR_ENGINE = {
     *(events.RefuseAnnounce, events.Deliver, events.Fail, events.Unquarantine),
 }
 
+REFUSED = 0.1
+"""Of requests that are to go on at another node."""
+
 VALIDATE_EVERY = 4
 """Events of a machine after which its own invariants are checked: what is wrong stays so."""
 
@@ -110,6 +116,8 @@ class SimulatedPrompt:
         deadline_s: of its requests.
         items: images in it.
         fetched: tokens that a peer is said to have, if it is not handed over; else 0.
+        sampling: how tokens are chosen; None is plainly.
+        resumed: tokens that were generated elsewhere.
     """
 
     attempt: Attempt
@@ -119,6 +127,13 @@ class SimulatedPrompt:
     deadline_s: float = 8.0
     items: tuple[Item, ...] = ()
     fetched: int = 0
+    sampling: SamplingParams | None = None
+    resumed: tuple[int, ...] = ()
+
+    def next_token(self, got: Sequence[int], choice: int, model: int) -> int:
+        """What must follow after all that was got."""
+        tokens, params = (*self.tokens, *self.resumed, *got), self.sampling or PLAIN
+        return next_token(tokens, choice, model, params, len(self.tokens))
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -138,6 +153,7 @@ class NodeShape:
         step_s: seconds that a step takes about.
         batch: most tokens of a step.
         depth: steps in flight.
+        drafts: most tokens of a draft.
         items: its prompts are items.
         encoder: what the encoder beside it is, if it has one.
     """
@@ -150,19 +166,36 @@ class NodeShape:
     step_s: float
     batch: int
     depth: int = 1
+    drafts: int = 0
     items: bool = False
     encoder: NodeShape | None = None
 
 
 @dataclass
 class ClientRequest:
-    """A request that a node was given, as its client sees it."""
+    """A request that a node was given, as its client sees it.
+
+    Attributes:
+        job: what was asked.
+        is_source: for another node.
+        link: by which a router asked it, if one did.
+        name: what that router calls it.
+        got: tokens by choice.
+        finished: why each choice ended.
+        rejected: it was refused.
+    """
 
     job: SimulatedPrompt
     is_source: bool
-    got: list[list[int]] = field(default_factory=list)
-    finished: list[str | None] = field(default_factory=list)
+    link: EngineLink | None = None
+    name: str = ""
+    got: list[list[int]] = field(init=False)
+    finished: list[str | None] = field(init=False)
     rejected: bool = False
+
+    def __post_init__(self) -> None:
+        self.got = [[] for _ in range(self.job.choices)]
+        self.finished = [None] * self.job.choices
 
     @property
     def over(self) -> bool:
@@ -225,6 +258,8 @@ class SimulatedNode(SimulatedProcess):
 
     Attributes:
         requests: what its clients asked, by request id.
+        links: routers' connections to it.
+        draining: it was told to stop.
         encoder: beside it.
         answers: of an encoder beside another node, to that.
     """
@@ -245,6 +280,8 @@ class SimulatedNode(SimulatedProcess):
         self.host = name if host is None else host.name
         self.timers = CALM_TIMERS if world.weather.calm else TIMERS
         self.requests: dict[str, ClientRequest] = {}
+        self.links: list[EngineLink] = []
+        self.draining = False
         self._mail: list[ToCore] = []
         self._num_events = 0
         self._count = 0
@@ -272,6 +309,14 @@ class SimulatedNode(SimulatedProcess):
         layouts = self.executor.layouts[0]
         groups = tuple(GroupSpec.of(layout, layout.block_size) for layout in layouts)
         most = (layouts[0].num_blocks - 1) * layouts[0].block_size + 1
+        drafts = None
+        if shape.drafts:
+            drafts = SpeculativeConfig(
+                method="ngram",
+                num_speculative_tokens=shape.drafts,
+                prompt_lookup_min=1,
+                prompt_lookup_max=2,
+            )
         self.scheduler = Scheduler(
             SchedulerConfig(
                 groups=groups,
@@ -280,6 +325,7 @@ class SimulatedNode(SimulatedProcess):
                 max_num_batched_tokens=shape.batch,
                 vocab_size=1 if shape.items else VOCABULARY,
                 whole_prompts=shape.items,
+                speculative=drafts,
             ),
             root_key=lambda salt: root_key(self.identity, salt),
             clock=world.monotonic,
@@ -434,6 +480,8 @@ class SimulatedNode(SimulatedProcess):
         """As `SimulatedProcess.stop`."""
         for node in self.together:
             node.stopped = True
+        for link in self.links:
+            self.world.after(HEARTBEATS_S, link.sever_if_stopped)
 
     def resume(self) -> None:
         """As `SimulatedProcess.resume`."""
@@ -454,6 +502,7 @@ class SimulatedNode(SimulatedProcess):
 
     def shut_down(self, grace_s: float) -> None:
         """SIGTERM: what runs may come to its end, within the grace given."""
+        self.draining = True
         self._post(Shutdown(grace_s=grace_s))
 
     def kill_rank(self, rank: int) -> None:
@@ -473,6 +522,8 @@ class SimulatedNode(SimulatedProcess):
                 if transport.alive:
                     transport.die()
             node.channel.close()
+        for link in self.links:
+            link.sever()
 
     # --- the HTTP process ---
 
@@ -490,9 +541,7 @@ class SimulatedNode(SimulatedProcess):
                 role=role, transfer_id=name_of.transfer_id, attempt=name_of.number, peer=peer
             )
         params = SamplingParams(max_tokens=job.max_tokens, n=job.choices, seed=1)
-        self.requests[name] = ClientRequest(
-            job, role == "source", [[] for _ in range(job.choices)], [None] * job.choices
-        )
+        self.requests[name] = ClientRequest(job, role == "source")
         self._post(
             AddRequest(
                 request_id=name,
@@ -510,6 +559,43 @@ class SimulatedNode(SimulatedProcess):
         for name, request in self.requests.items():
             if request.job.attempt == attempt and not request.over:
                 self._post(AbortRequest(request_id=name))
+
+    def hear(self, link: EngineLink, message: ToCore) -> None:
+        """A router says something; its request ids are its own."""
+        if isinstance(message, AbortRequest):
+            self._post(AbortRequest(request_id=f"{link.number}/{message.request_id}"))
+        if not isinstance(message, AddRequest):
+            return
+        key, part = f"{link.number}/{message.request_id}", message.transfer
+        if key in self.requests:
+            self.fail(f"request id {key} is used twice")
+        if message.resume_ids and message.prefix and self.world.rng.random() < REFUSED:
+            error = RequestError("no room for it", status=503, code="full")
+            link.tell(Rejected.of(message.request_id, error))
+            return
+        job = SimulatedPrompt(
+            Attempt(bytes(16), 0) if part is None else part.name,
+            message.token_ids,
+            choices=message.params.n,
+            deadline_s=message.deadline_s,
+            sampling=message.params,
+            resumed=message.resume_ids,
+        )
+        tokens, root = (*job.tokens, *job.resumed), root_key(self.identity, "")
+        self.world.prompts[prompt_key(root, tokens)] = tokens
+        for size, _, _ in self.shape.groups:
+            for i, name in enumerate(block_keys(root, tokens, size), 1):
+                self.world.prompts[name] = tokens[: i * size]
+        is_source = part is not None and part.role == "source"
+        self.requests[key] = ClientRequest(job, is_source, link, message.request_id)
+        self._post(msgspec.structs.replace(message, request_id=key))
+
+    def lose(self, link: EngineLink) -> None:
+        """A router is gone, or can't be reached any more."""
+        self.links.remove(link)
+        for key, request in self.requests.items():
+            if request.link is link and not request.over:
+                self._post(AbortRequest(request_id=key))
 
     def set_members(self, addresses: list[str]) -> None:
         """Whom the router vouches for."""
@@ -529,12 +615,22 @@ class SimulatedNode(SimulatedProcess):
         """As `engine.core.Mailbox.send`."""
         match message:
             case Outputs():
+                told: dict[EngineLink, list[Output]] = {}
                 for output in message.outputs:
                     self._answer(output)
+                    request = self.requests[output.request_id]
+                    if request.link is not None:
+                        own = msgspec.structs.replace(output, request_id=request.name)
+                        told.setdefault(request.link, []).append(own)
+                for link, outputs in told.items():
+                    link.tell(Outputs(outputs=tuple(outputs)))
             case Rejected():
                 self.world.note(self.name, message)
-                self.requests[message.request_id].rejected = True
-                if self.world.weather.calm:
+                request = self.requests[message.request_id]
+                request.rejected = True
+                if request.link is not None:
+                    request.link.tell(msgspec.structs.replace(message, request_id=request.name))
+                elif self.world.weather.calm:
                     self.fail(f"{message} in calm weather")
             case Metrics():
                 wrong = message.gauges["kvbaton_ledger_imbalance"]
@@ -546,8 +642,10 @@ class SimulatedNode(SimulatedProcess):
         got, job = request.got[output.choice], request.job
         if request.rejected or request.finished[output.choice] is not None:
             self.fail(f"{output} comes after the end")
+        if output.token_ids and output.index != len(job.resumed) + len(got):
+            self.fail(f"{output} comes after {len(got)} tokens")
         for token in output.token_ids:
-            wanted = next_token((*job.tokens, *got), output.choice, self.shape.model)
+            wanted = job.next_token(got, output.choice, self.shape.model)
             if token != wanted:
                 self.fail(f"{output.request_id} goes on with token {token}, not {wanted}")
             got.append(token)
@@ -558,7 +656,7 @@ class SimulatedNode(SimulatedProcess):
             if not broken and "an image can't be used" in (output.error or ""):
                 if all(item.data for item in job.items):
                     self.fail(f"{output}, and each of its images is here and good")
-            if self.world.weather.calm and not broken:
+            if self.world.weather.calm and not broken and request.link is None:
                 self.fail(f"{output} in calm weather")
 
     def check_first_tokens(self, message: Complete) -> None:
@@ -566,9 +664,9 @@ class SimulatedNode(SimulatedProcess):
         if not message.choices:  # of block keys: nothing was sampled
             return
         name = Attempt(message.transfer_id, message.attempt)
-        prompts = {r.job.tokens for r in self.requests.values() if r.job.attempt == name}
+        jobs = [r.job for r in self.requests.values() if r.job.attempt == name]
         told = tuple(choice.token for choice in message.choices)
         model, choices = self.shape.model, range(len(told))
-        right = [tuple(next_token(p, c, model) for c in choices) for p in prompts]
+        right = [tuple(job.next_token((), c, model) for c in choices) for job in jobs]
         if told not in right:
             self.fail(f"{message} names the wrong first tokens")

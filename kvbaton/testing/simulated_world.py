@@ -166,6 +166,7 @@ class SimulatedWorld:
         writes: those that may still land or are still watched.
         garbled: messages that are nonsense, by session and number.
         garbled_notices: attempt, write, start and end of notices that are.
+        violation: the first one, which whoever happened to call may have contained.
         heard: what a source has accepted, by session and attempt.
         prompts: tokens by prompt key.
     """
@@ -187,6 +188,7 @@ class SimulatedWorld:
         self.prompts: dict[bytes, tuple[int, ...]] = {}
         self.log: deque[tuple[float, str, object]] = deque(maxlen=120)
         self.events = 0
+        self.violation: ViolationError | None = None
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
 
     def monotonic(self) -> float:
@@ -218,6 +220,8 @@ class SimulatedWorld:
         while heap and heap[0][0] <= until:
             self.now, _, do = heapq.heappop(heap)
             do()
+            if self.violation is not None:
+                raise self.violation
             if self.events > 200_000:
                 self.fail("somebody turns in circles")
         self.now = until
@@ -235,7 +239,8 @@ class SimulatedWorld:
             line = re.sub(r", logprobs=None, finish_reason=None, stop_reason=None", "", line)
             line = re.sub(r"transfer_id=|ranks=.*|prompt_key=|sums=.*|attempt=Attempt", "", line)
             lines.append(f"{at:.3f} {who}: {line[:230]}")
-        raise ViolationError("\n".join([*lines, what]))
+        self.violation = self.violation or ViolationError("\n".join([*lines, what]))
+        raise self.violation
 
     # --- network ---
 

@@ -23,8 +23,10 @@ the story.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import gc
 import logging
+import os
 import random
 import sys
 import time
@@ -37,6 +39,7 @@ from typing import Any
 
 from kvbaton.connectors.base import FenceScope
 from kvbaton.testing.machine_invariants import check_machine
+from kvbaton.testing.simulated_dispatch import SimulatedDispatch
 from kvbaton.testing.simulated_laws import NodeLaws
 from kvbaton.testing.simulated_node import NodeShape, SimulatedNode
 from kvbaton.testing.simulated_router import CALM_DEADLINE_S, ENCODER_OF, MODELS, SimulatedRouter
@@ -96,6 +99,9 @@ class Simulation:
         for i in range(rng.choice([1, 1, 2])):
             both = rng.random() < 0.3 or self._crowded
             self._shapes[f"d{i}"] = self._draw_shape(both, True, num_groups)
+        self._dispatch: SimulatedDispatch | None = None
+        if seed % 8 == MOVING:
+            self._add_movers(num_groups)
         if seed % 4 == 1:
             self._add_encoders()
         shapes = self._shapes.items()
@@ -128,6 +134,29 @@ class Simulation:
             depth=rng.choice([1, 2]),
         )
 
+    def _add_movers(self, num_groups: int) -> None:
+        """All prompts are given to the real router's dispatch, by which they move."""
+        rng = self.rng
+        self._shapes.clear()
+        drafts = rng.choice([0, 0, 2, 3])
+        for i in range(rng.choice([2, 3])):
+            role = rng.choice(["any"] * 4 + ["prefill", "decode"]) if i > 1 else "any"
+            shape = self._draw_shape(True, True, num_groups)
+            sizes = [size for size, _, _ in shape.groups]
+            if rng.random() < 0.8:
+                sizes = [self._window_size] * num_groups
+            tokens = rng.choice([60, 90, 150])
+            blocks = 1 + sum(tokens // size for size in sizes)
+            windows = (window for _, _, window in shape.groups)
+            self._shapes[f"n{i}"] = replace(
+                shape,
+                is_source=role != "decode",
+                is_target=role != "prefill",
+                groups=tuple((size, blocks, w) for size, w in zip(sizes, windows, strict=True)),
+                step_s=rng.choice([0.02, 0.05, 0.1, 0.2]),
+                drafts=drafts,
+            )
+
     def _add_encoders(self) -> None:
         """Prompts have images: nodes that encode them, and an encoder beside each of the others."""
         for name, shape in self._shapes.items():
@@ -155,7 +184,7 @@ class Simulation:
         Raises:
             ViolationError: something happened that may never happen, or something raised.
         """
-        with _virtual_time(self.world):
+        with _virtual_time(self.world, self.seed):
             try:
                 for name in self._shapes:
                     self._birth(name)
@@ -179,6 +208,7 @@ class Simulation:
             finally:
                 for node in self._lives:
                     node.transfers.close()
+                asyncio.events._set_running_loop(None)
 
     def _end(self) -> float:
         """By when everything must have come to rest: nobody is so slow that clients give it up."""
@@ -188,6 +218,8 @@ class Simulation:
 
     def _rests(self) -> bool:
         """Whether nothing is left to happen."""
+        if self._dispatch is not None and self._dispatch.unrest():
+            return False
         if self._to_come or any(write.may_land for write in self.world.writes):
             return False
         lives = [pair for pair in zip(self._lives, self._laws, strict=True) if pair[0].alive]
@@ -206,6 +238,8 @@ class Simulation:
         self._tell_members()
 
     def _tell_members(self, missing: str | None = None) -> None:
+        if self._dispatch is not None and missing is None:
+            return  # its heartbeats do
         for name, node in self._nodes.items():
             senders = self._sources if name in self._targets else []
             if name in self._sources:
@@ -218,7 +252,11 @@ class Simulation:
 
     def _plan(self) -> None:
         rng, weather = self.rng, self.world.weather
-        self._router.plan()
+        if self.seed % 8 == MOVING:
+            self._dispatch = SimulatedDispatch(self.world, self._nodes, self._later)
+            self._dispatch.plan()
+        else:
+            self._router.plan()
         at = 0.0
         while weather.violence and at < weather.heal_at:
             at += rng.expovariate(weather.violence)
@@ -287,6 +325,11 @@ class Simulation:
 
     def _check_rest(self) -> ScheduleReport:
         report = ScheduleReport(self.seed, self.world.events)
+        if self._dispatch is not None:
+            self._dispatch.check_ends()
+            report.totals.update(self._dispatch.totals)
+            for what in self._dispatch.unrest():
+                self.world.fail(what)
         for node, laws in zip(self._lives, self._laws, strict=True):
             for side, machine in node.machines.items():
                 for name, count in vars(machine.counters).items():
@@ -363,7 +406,7 @@ def leftovers(node: SimulatedNode) -> Iterator[tuple[str, int]]:
 SETTINGS = set(
     "transports layouts counters published outcomes groups prompt_tokens workers _timelines "
     "finished record ranks connectors by_code ended Connectors.failures having _do _on _rules "
-    "_reactions _handlers actions stories _at _heap Scheduler._ended Source._over "
+    "_reactions _handlers actions stories _at _heap Scheduler._ended Source._over Totals.accepted "
     "EncoderCacheManager._counts".split()
 )
 """What is set up once, counts, or is emptied by the next call."""
@@ -379,6 +422,9 @@ PER_PEER = set(
     "TargetWorker.linked TargetConnector._members".split()
 )
 """What holds one thing for each peer that lives."""
+
+MOVING = 3
+"""Of 8 schedules the one in which the router's real dispatch moves requests between nodes."""
 
 CROWDED = (7, 33)
 """Of 64 schedules those in which all nodes are both, and have too little room; one has items."""
@@ -408,12 +454,15 @@ def draw_weather(rng: random.Random) -> Weather:
 
 
 @contextmanager
-def _virtual_time(world: SimulatedWorld) -> Iterator[None]:
+def _virtual_time(world: SimulatedWorld, seed: int) -> Iterator[None]:
     """All that asks the time gets that of the world, and what is expected to go wrong is quiet.
+
+    Names that are random are so by the seed.
 
     Garbage waits until the end: to look for it takes a quarter of the time.
     """
     real, time.monotonic = time.monotonic, world.monotonic
+    urandom, os.urandom = os.urandom, random.Random(seed).randbytes
     collects = gc.isenabled()
     gc.disable()
     level = logging.root.manager.disable
@@ -421,7 +470,7 @@ def _virtual_time(world: SimulatedWorld) -> Iterator[None]:
     try:
         yield
     finally:
-        time.monotonic = real
+        time.monotonic, os.urandom = real, urandom
         if collects:
             gc.enable()
         logging.disable(level)

@@ -32,11 +32,16 @@ from kvbaton.connectors.transfer import target_worker
 from kvbaton.connectors.transfer.target_worker import TargetWorker
 from kvbaton.decode.target_connector import TargetConnector
 from kvbaton.engine.block_pool import BlockPool
+from kvbaton.engine.client import EngineClient
 from kvbaton.engine.encoder.cache_manager import EncoderCacheManager
 from kvbaton.engine.kv_cache_manager import KVCacheManager
 from kvbaton.engine.request import Request
+from kvbaton.errors import RequestError
 from kvbaton.messages.control import Accepted, Ack, Drained, SessionDrained
 from kvbaton.prefill.source_connector import SourceConnector
+from kvbaton.router.dispatch import Dispatcher
+from kvbaton.router.node_request import NodeRequest
+from kvbaton.router.relay import CancelNode, RequestRelay
 from kvbaton.testing.simulated_world import ViolationError
 from kvbaton.testing.simulator import simulate
 from kvbaton.types import Attempt
@@ -647,21 +652,147 @@ off("declines_no_item", (EncoderCacheManager, "_decline"))
 off("waits_for_items_of_a_sequence_that_is_over", (EncoderCacheManager, "retired"))
 
 
+# --- running requests that move to another node ---
+
+
+real_node_requests, real_relay_move = RequestRelay._node_requests, RequestRelay.move
+
+
+def resumes_with(**wrong: Any) -> Callable[..., Any]:
+    """What goes on elsewhere does so with other parameters."""
+
+    def node_requests(self: Any, route: Any, resume_ids: Any, now: float) -> Any:
+        request = self.request
+        if resume_ids:
+            params = msgspec.structs.replace(request.params, **wrong)
+            self.request = msgspec.structs.replace(request, params=params)
+        try:
+            return real_node_requests(self, route, resume_ids, now)
+        finally:
+            self.request = request
+
+    return node_requests
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "forgets_the_penalties": {"frequency_penalty": 0.0, "presence_penalty": 0.0},
+    "loses_the_seed": {"seed": 99},
+    "asks_for_no_logprobs": {"logprobs": None},
+    "forgets_what_stops_it": {"stop_token_ids": ()},
+}
+for name, wrong in WRONG.items():
+    MUTANTS.append(Mutant(name, ((RequestRelay, "_node_requests", resumes_with(**wrong)),)))
+
+
+@breaks((RequestRelay, "_node_requests"))
+def resumes_as_a_longer_prompt(self: Any, route: Any, resume_ids: Any, now: float) -> Any:
+    """Where the prompt ends is forgotten, and with it what penalties and limits count."""
+    request = self.request
+    whole = (*request.token_ids, *resume_ids)
+    self.request = msgspec.structs.replace(request, token_ids=whole)
+    try:
+        return real_node_requests(self, route, (), now)
+    finally:
+        self.request = request
+
+
+@breaks((RequestRelay, "_node_requests"))
+def resumes_a_token_too_late(self: Any, route: Any, resume_ids: Any, now: float) -> Any:
+    """It says the one after the next first, as what follows."""
+    asked = real_node_requests(self, route, resume_ids, now)
+    for one in asked:
+        if resume_ids:
+            longer = (*resume_ids, resume_ids[-1])
+            one.request = msgspec.structs.replace(one.request, resume_ids=longer)
+    return asked
+
+
+@breaks((RequestRelay, "_from_target"))
+def repeats_the_last_token(self: Any, asked: Any, output: Any, now: float) -> Any:
+    """What the client has already is relayed again, with what is new."""
+    choice = self._choices[output.choice]
+    if output.index < len(choice.tokens):
+        del choice.tokens[output.index :]
+    return real_from_target(self, asked, output, now)
+
+
+real_from_target = RequestRelay._from_target
+
+
+@breaks((RequestRelay, "move"))
+def stops_the_source_before_the_target_has_it(self: Any, route: Any, now: float) -> Any:
+    before = self._open
+    actions = real_relay_move(self, route, now)
+    self._open = [one for one in self._open if one not in before]
+    return [*actions, *self._cancel(list(before))]
+
+
+MUTANTS.append(
+    Mutant(
+        "heeds_answers_after_it_has_cancelled",
+        (
+            (NodeRequest, "open", property(lambda self: True, nothing)),
+            (EngineClient, "cancel", nothing),
+        ),
+    )
+)
+
+
+@breaks((RequestRelay, "_from_successor"))
+def lets_the_source_go_on(self: Any, asked: Any, output: Any, now: float) -> Any:
+    actions = real_from_successor(self, asked, output, now)
+    return [one for one in actions if not isinstance(one, CancelNode)]
+
+
+real_from_successor = RequestRelay._from_successor
+
+
+@breaks((RequestRelay, "_from_successor"))
+def takes_over_with_a_gap(self: Any, asked: Any, output: Any, now: float) -> Any:
+    """The first token of the successor is not heard, as if it were the source's."""
+    later = msgspec.structs.replace(output, token_ids=output.token_ids[1:])
+    return real_from_successor(self, asked, later, now)
+
+
+real_failed = RequestRelay.failed
+
+
+@breaks((RequestRelay, "failed"))
+def a_failed_move_ends_the_request(self: Any, asked: Any, error: Any, now: float) -> Any:
+    target = self.target
+    if asked.open and asked.side == "successor" and target is not None:
+        return self._fail(RequestError(error.message, status=502, code="node_failed"))
+    return real_failed(self, asked, error, now)
+
+
+off("never_ends_leaving_a_node", (Dispatcher, "left"))
+
+
 TELLING: dict[int, str] = {
     1: "counts_one_part_for_all fences_a_healthy_peer declines_no_item",
+    3: (
+        "forgets_the_penalties loses_the_seed repeats_the_last_token resumes_a_token_too_late "
+        "stops_the_source_before_the_target_has_it lets_the_source_go_on never_ends_leaving_a_node"
+    ),
     5: "believes_a_fence_that_did_not_hold checks_no_complete",
     8: "ends_quarantine_with_the_session takes_foreign_messages",
     12: "never_asks_what_has_drained takes_a_reserve_of_another_prompt",
+    19: "heeds_answers_after_it_has_cancelled",
     21: "fails_after_cancel reports_blocks_of_a_step_in_flight",
     29: "lets_go_of_rows_that_a_step_reads",
     41: "forgets_cancels checks_no_ack",
+    43: "asks_for_no_logprobs",
     45: "ignores_a_source_that_is_gone",
+    51: "resumes_as_a_longer_prompt",
     62: (
         "frees_on_timeout takes_a_request_of_another_prompt sends_another_block "
         "pins_without_limit pins_for_one_peer_without_limit takes_all_as_come"
     ),
+    67: "a_failed_move_ends_the_request",
     69: "lets_a_reserve_change renews_no_lease",
+    75: "forgets_what_stops_it",
     86: ("takes_welcome_for_drained takes_closed_for_drained says_drained_as_soon_as_it_is_asked"),
+    115: "takes_over_with_a_gap",
     149: "keeps_nothing_alive",
     158: "counts_one_notice_for_all lets_go_while_it_pushes",
     196: "trusts_what_it_fetched",
@@ -723,7 +854,7 @@ def test_a_unit_test_catches(mutant: Mutant) -> None:
 
 
 def test_the_simulator_sees_most_rules() -> None:
-    assert len(SEEN) >= 66
+    assert len(SEEN) >= 79
     assert len(UNSEEN) <= 6
 
 

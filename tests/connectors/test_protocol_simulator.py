@@ -32,6 +32,8 @@ OFTEN = {
     "items transferred": 50,
     "items cache": 25,
     "fetched": 20,
+    "moves moved": 20,
+    "moves failed": 3,
 }
 """What must happen at least so often in 150 schedules, or the weather shows too little."""
 
@@ -121,5 +123,5 @@ def test_the_command_names_the_seed_of_each_violation(
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(150, 3_650, 500))
 def test_thousands_of_schedules(first: int) -> None:
-    for seed in range(first, first + 500):
+    for seed in range(first, first + 480):  # one in eight moves requests, which takes longer
         simulate(seed)

@@ -261,6 +261,15 @@ async def test_what_runs_on_a_node_that_leaves_goes_on(make_rig: Any) -> None:
     assert (d.cancelled, len(d.received)) == (0, 1)
 
 
+async def test_a_second_drain_asks_again_to_move_what_could_not_be_moved(make_rig: Any) -> None:
+    rig = await make_rig()
+    left: list[str] = []
+    rig.directory.on_leaving = left.append
+    rig.directory.drain("d0")
+    rig.directory.drain("d0")
+    assert left == ["d0", "d0"]
+
+
 async def test_an_engine_that_dies_is_noticed_at_once_and_found_again(make_rig: Any) -> None:
     slow = MembershipTimers(heartbeat_s=60.0, probe_period_s=30.0, failures=100)
     rig = await make_rig(membership=slow)
