@@ -28,6 +28,7 @@ from kvbaton.engine.encoder.pool import EncoderPool
 from kvbaton.engine.encoder.worker import encoder_executor
 from kvbaton.engine.executor import Executor
 from kvbaton.engine.frontends import FrontendServer
+from kvbaton.engine.grammars import Grammars
 from kvbaton.engine.kv_cache_manager import GroupSpec
 from kvbaton.engine.kv_connector import KVConnector
 from kvbaton.engine.kv_events import KVEventPublisher, KVEventsConfig
@@ -134,6 +135,10 @@ def build_engine(
     except BaseException:
         executor.close()
         raise
+    scheduler.grammars = Grammars(
+        model.folder, model.vocab_size, model.eos_token_ids, scheduler.unpark
+    )
+    connectors.append(scheduler.grammars)
     roles = {connector.transfer_role for connector in connectors}
     scheduler.both_sides = {"source", "target"} <= roles
     if isinstance(mailbox, FrontendServer):

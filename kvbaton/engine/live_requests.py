@@ -19,6 +19,7 @@ from typing import Any
 from kvbaton.connectors.layout import GroupKind
 from kvbaton.engine.config import SchedulerConfig
 from kvbaton.engine.fair_shares import FairShares
+from kvbaton.engine.grammars import Grammars
 from kvbaton.engine.kv_cache_manager import KVCacheManager, Match
 from kvbaton.engine.kv_connector import Connectors, KVConnector, Load
 from kvbaton.engine.late_requests import LateRequests
@@ -66,6 +67,7 @@ class LiveRequests:
         late: ranks those of the queue last whose first tokens would come too late.
         connectors: what brings KV in or takes it out, in the order in which they are asked.
         items: decides which encoder outputs are asked for and kept.
+        grammars: of requests with one; None refuses them.
         forked_states: copies for the next step; it refers to their sources and targets.
         pinned: blocks that somebody else than requests and connectors refers to.
     """
@@ -103,6 +105,7 @@ class LiveRequests:
         self._outbox: list[Output] = []  # made while a step was planned
         self.forked_states: list[BlockCopy] = []
         self.items = ItemOutputs()
+        self.grammars: Grammars | None = None
         self.pinned: Callable[[], Iterable[Tables]] = tuple
 
     # --- requests ---
@@ -116,6 +119,8 @@ class LiveRequests:
         validate_request(request, self.config, self.blocks)
         if request.items and not self.config.whole_prompts:
             self.items.check(request)
+        if request.params.grammar and self.grammars is None:
+            raise RequestError("this engine follows no grammars", param="grammar")
         if request.request_id in self.requests:
             raise RequestError(
                 f"request id {request.request_id!r} is in use", param="request_id", status=409

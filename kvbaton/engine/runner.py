@@ -31,6 +31,8 @@ from kvbaton.types import TokenLogprobs
 
 Ints = npt.NDArray[np.int64]
 
+NO_ROWS: Ints = np.zeros(0, np.int64)
+
 LOGITS_ELEMENTS = 1 << 24
 """Logits of prompt tokens held at a time."""
 
@@ -286,7 +288,7 @@ class Runner:
         logits = self.model.logits(hidden[self._to_device(ends[sampling] - 1)])
         if samples.max() > 1:
             logits = logits.repeat_interleave(self._to_device(samples[sampling]), dim=0)
-        sample_rows = self._sample_rows(rows, samples, known)
+        sample_rows = self._sample_rows(rows, samples, known, output.plan)
         output.logprob_counts = [params.logprobs for params in sample_rows.params]
         asked = [(i, n) for i, n in enumerate(output.logprob_counts) if n is not None]
         index = torch.tensor([i for i, _ in asked], device=self.device)
@@ -304,7 +306,7 @@ class Runner:
         own = first + np.where(samples > 1, self.sequences.choices[rows], 0)
         self.sequences.put_tokens(rows, known, output.tokens[self._to_device(own)])
 
-    def _sample_rows(self, rows: Ints, samples: Ints, known: Ints) -> SampleRows:
+    def _sample_rows(self, rows: Ints, samples: Ints, known: Ints, plan: StepPlan) -> SampleRows:
         """What the sampler must know of each sample; `known` are tokens before it."""
         of = np.repeat(np.arange(len(rows)), samples)
         nth = np.arange(len(of)) - (np.cumsum(samples) - samples)[of]
@@ -314,7 +316,24 @@ class Runner:
         tokens = None
         if any(has_penalty(param) for param in params):
             tokens = self.sequences.tokens[self._to_device(rows), : int(lengths.max())]
-        return SampleRows(params, self.sequences.num_prompt[rows], lengths, choices, tokens)
+        governed, masks = list[Ints](), list[npt.NDArray[np.uint8]]()
+        row = 0
+        for step in plan.steps if plan.masks else ():
+            end = row + step.num_samples + len(step.draft)
+            if step.handle in plan.masks:
+                governed.append(np.arange(row, end))
+                mask = plan.masks[step.handle]  # all choices of a prompt begin alike
+                masks.append(np.broadcast_to(mask, (end - row, mask.shape[1])))
+            row = end
+        return SampleRows(
+            params,
+            self.sequences.num_prompt[rows],
+            lengths,
+            choices,
+            tokens,
+            np.concatenate(governed) if governed else NO_ROWS,
+            np.concatenate(masks) if masks else None,
+        )
 
     def _report_prompts(
         self,

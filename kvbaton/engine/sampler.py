@@ -4,16 +4,16 @@ A sampled token is ``argmax(processed logits / temperature + Gumbel noise)``, wh
 the softmax (Gumbel 1954; Maddison et al., arXiv 1411.0030); the noise comes from a counter (see
 `philox`), so the same logits give the same token on any rank and node, after any retry.
 
-Processing, in this order: `logit_bias`, `min_tokens`, repetition, presence and frequency penalty,
-temperature, top-k, top-p, min-p. Rows without a feature do not pay for it. Log probabilities that
-are reported are those of the raw logits.
+Processing, in this order: grammars, `logit_bias`, `min_tokens`, repetition, presence and frequency
+penalty, temperature, top-k, top-p, min-p. Rows without a feature do not pay for it. Log
+probabilities that are reported are those of the raw logits.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +44,8 @@ class SampleRows:
         choices: [rows] int64, for the noise.
         tokens: [rows, >= longest] integer tensor on the device, tokens so far; what stands past a
             row's length is not looked at. None if no row has a penalty.
+        governed: [governed] int64, rows with a grammar.
+        masks: [governed, bytes], what those allow: bit i of byte b stands for token 8 b + i.
     """
 
     params: Sequence[SamplingParams]
@@ -51,6 +53,8 @@ class SampleRows:
     lengths: npt.NDArray[np.int64]
     choices: npt.NDArray[np.int64]
     tokens: Tensor | None
+    governed: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    masks: npt.NDArray[np.uint8] | None = None
 
 
 def has_penalty(params: SamplingParams) -> bool:
@@ -93,6 +97,12 @@ def sample(logits: Tensor, rows: SampleRows, eos_token_ids: tuple[int, ...]) -> 
 
 def process_logits(logits: Tensor, rows: SampleRows, eos_token_ids: tuple[int, ...]) -> None:
     """Apply all but the noise, in place; the softmax is then what a row is drawn from."""
+    if rows.masks is not None:
+        index = torch.from_numpy(rows.governed).to(logits.device)
+        packed = torch.from_numpy(rows.masks).to(logits.device)
+        bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
+        allowed = (packed[:, :, None] >> bits & 1).bool().flatten(1)[:, : logits.shape[1]]
+        logits[index] = logits[index].masked_fill_(~allowed, -math.inf)
     biases: list[tuple[int, int, float]] = []
     by_step: dict[Step, list[int]] = {}
     for row, p in enumerate(rows.params):  # once, since most rows want nothing of all this

@@ -7,8 +7,8 @@ was computed and sent. No plan loses a sequence that it already holds: a prompt 
 for its next chunk, behind a window, waits for decoding sequences that come after it.
 
 A plan may be made while an earlier one is still in flight. A decoding sequence is then scheduled
-for the token that is being sampled, unless that one is known to be its last; with drafts it waits
-for its tokens, from which the next draft is made. Blocks that a victim
+for the token that is being sampled, unless that one is known to be its last; with drafts or a
+grammar it waits for its tokens, from which the next draft or mask is made. Blocks that a victim
 gives up stay behind the fence of the step in flight, so the sequence that wanted them sits one step
 out.
 """
@@ -130,14 +130,18 @@ class Scheduler(LiveRequests):
     def _fill(self, draft: StepDraft) -> None:
         """One pass over those who run, then over those who wait."""
         preemptions, running = self.totals.preemptions, []
-        for sequence in self.running:
+        for sequence in tuple(self.running):
             end = len(sequence.tokens) + sequence.pending
             if sequence.request.items:  # to its end, or to an item that is not here
                 self.items.request(sequence, sequence.num_scheduled)
                 end = min(end, self.items.ready_until(sequence, sequence.num_scheduled))
             unknown = not sequence.handle and sequence.parent is None
-            if sequence.pending and (unknown or sequence.is_ending or self._longest_draft):
+            grammar = bool(sequence.request.params.grammar)
+            awaits = sequence.is_ending or self._longest_draft or grammar
+            if sequence.pending and (unknown or awaits):
                 continue  # it only awaits a token
+            if grammar and not self._can_follow(sequence):
+                continue
             running.append((end - sequence.num_scheduled, sequence))
         for decoding in (True, False):
             for remaining, sequence in running:
@@ -186,6 +190,9 @@ class Scheduler(LiveRequests):
         if most < 1:
             return ()
         proposed = self.proposer.propose(sequence.token_array(), most)
+        if sequence.request.params.grammar:
+            assert self.grammars is not None
+            proposed = self.grammars.cut(sequence, proposed)
         end = known + len(proposed)
         if not sequence.shares_tail and self.blocks.covers(sequence.tables, end):
             return proposed
@@ -306,6 +313,16 @@ class Scheduler(LiveRequests):
                 target.pending += 1
             for child in scheduled.targets[1:]:
                 self.fork(scheduled.sequence, child)
+        masks = {}
+        pairs = zip(draft.scheduled, draft.steps, strict=True)
+        governed = [
+            (scheduled.sequence, step.draft)
+            for scheduled, step in pairs
+            if scheduled.targets and scheduled.sequence.request.params.grammar
+        ]
+        if governed:
+            assert self.grammars is not None
+            masks = self.grammars.masks(governed)
         steps = draft.steps
         if len(steps) > 1:
             steps.sort(key=lambda step: not step.decodes)
@@ -316,6 +333,7 @@ class Scheduler(LiveRequests):
             tuple(draft.forks),
             tuple(draft.new),
             tuple(steps),
+            masks,
         )
 
     # --- admission ---
@@ -350,6 +368,8 @@ class Scheduler(LiveRequests):
             self._reject(sequence, error)
             return True
         if request.items and self._awaits_item(sequence, match):
+            return True
+        if request.params.grammar and not self._can_follow(sequence):
             return True
         fitting = self._fitting(sequence, match)
         if fitting is None:
@@ -439,6 +459,18 @@ class Scheduler(LiveRequests):
         if not self.loading:
             return self.running
         return [*self.running, *(load.sequence for load in self.loading.values())]
+
+    def _can_follow(self, sequence: Sequence) -> bool:
+        """Whether masks of a sequence's grammar can be had; else it waits, or has ended."""
+        assert self.grammars is not None
+        if not self.grammars.ready(sequence):
+            if sequence.state is not SequenceState.RUNNING:
+                self.park(sequence)
+            return False
+        error = self.grammars.error(sequence)
+        if error is not None:
+            self._reject(sequence, error)
+        return error is None
 
     def _is_forbidden(self, sequence: Sequence, match: Match) -> bool:
         last = len(sequence.request.prompt) - 1
@@ -539,6 +571,8 @@ class Scheduler(LiveRequests):
             )  # after connectors took hold of what they need
         for target in scheduled.targets:
             target.pending -= 1
+        if error is None and self.grammars is not None:
+            error = self.grammars.error(sequence)
         if error is not None:
             return self.end(request, "error", error)
         if scheduled.num_draft:

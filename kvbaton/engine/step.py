@@ -7,6 +7,8 @@ from step to step; a plan carries only what changed.
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 from msgspec import Struct
 
 from kvbaton.messages.engine import Item, SamplingParams
@@ -113,6 +115,7 @@ class StepPlan(Struct, frozen=True):
         forks: new sequences made from others.
         new: new sequences.
         steps: what to compute; decoding sequences first, with drafts or without, then prompts.
+        masks: by handle, which tokens a grammar allows: [1 + draft, bytes] uint8, see `Grammars`.
     """
 
     number: int
@@ -121,6 +124,7 @@ class StepPlan(Struct, frozen=True):
     forks: tuple[Fork, ...] = ()
     new: tuple[NewSequence, ...] = ()
     steps: tuple[SequenceStep, ...] = ()
+    masks: dict[int, npt.NDArray[np.uint8]] = {}
 
     @property
     def num_tokens(self) -> int:

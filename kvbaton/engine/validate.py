@@ -20,6 +20,8 @@ INT32 = 2**31 - 1
 MAX_IDS = 1024
 """Most token ids in `stop_token_ids` or `logit_bias`, and most candidates in `logprobs`."""
 MAX_DEADLINE_S = 1e9
+MAX_GRAMMAR = 1 << 18
+"""Most characters of a grammar."""
 
 
 class Range(NamedTuple):
@@ -104,6 +106,17 @@ def check_params(
             f"min_tokens must not exceed max_tokens ({params.max_tokens})",
             param=f"{prefix}min_tokens",
         )
+    if params.grammar:
+        if len(params.grammar) > MAX_GRAMMAR:
+            raise RequestError(
+                f"a grammar may have at most {MAX_GRAMMAR} characters", param=f"{prefix}grammar"
+            )
+        for name in ("min_tokens", "ignore_eos"):
+            if getattr(params, name):
+                raise RequestError(
+                    f"{name} does not go with a grammar, which decides where the text ends",
+                    param=f"{prefix}{name}",
+                )
     if params.stop_token_ids:
         check_ids(f"{prefix}stop_token_ids", params.stop_token_ids, vocab_size)
     if params.logit_bias:

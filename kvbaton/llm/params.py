@@ -10,6 +10,7 @@ import msgspec
 from kvbaton.messages import engine as messages
 from kvbaton.server.validation import check_stops
 from kvbaton.text.choice import TextOptions
+from kvbaton.text.structured import BODY, StructuredOutputs, joined
 from kvbaton.text.tokenizer import Tokenizer
 from kvbaton.types import TokenLogprobs
 
@@ -23,19 +24,25 @@ class TextSamplingParams(
         stop: strings that end the text.
         include_stop_str_in_output: keep the stop string, or stop token, in the text.
         skip_special_tokens: leave special tokens out of the text.
+        structured_outputs: what the text must be.
     """
 
     stop: str | Sequence[str] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | None = None
 
     def for_engine(self) -> messages.SamplingParams:
         """The part that the engine is told.
 
         Raises:
             ValueError: a field has a wrong type; the message names it.
+            RequestError: `structured_outputs` is wrong.
         """
         fields = {name: getattr(self, name) for name in messages.SamplingParams.__struct_fields__}
+        if self.structured_outputs is not None:
+            piece = self.structured_outputs.piece()
+            fields["grammar"] = joined(f"start: {BODY}", {"body": piece})
         return msgspec.convert(fields, messages.SamplingParams)
 
     def for_text(self) -> TextOptions:

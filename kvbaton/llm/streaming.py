@@ -23,6 +23,7 @@ from kvbaton.server.chat import encode_chat
 from kvbaton.server.frontend import Frontend, FrontendConfig, ModelFacts
 from kvbaton.server.validation import PromptRequest, check_prompt, checked, encode, unique
 from kvbaton.text.generation import GenerationConfigMode, sampling_defaults
+from kvbaton.text.structured import checked_grammar
 from kvbaton.text.tokenizer import Tokenizer
 from kvbaton.types import NodeId
 
@@ -181,6 +182,8 @@ class AsyncLLM:
             ids = list(prompt)
         facts = frontend.limits()
         params = checked(given.for_engine(), frontend.config, facts.vocab_size)
+        if params.grammar:
+            await checked_grammar(params.grammar, "structured_outputs")
         check_prompt(facts, ids, params.max_tokens, "prompt")
         check_range("priority", priority, Range(-INT32, INT32))
         request = AddRequest(

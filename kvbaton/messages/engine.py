@@ -38,8 +38,13 @@ BLOCK_HASH_BYTES = 8
 """A block is told by the last bytes of its key; see `connectors.keys`."""
 
 
-class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SamplingParams(
+    Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """How to choose tokens. Names and defaults as vLLM's; checked by `openai` at the door.
+
+    Defaults are not sent: a core that does not know a field refuses those requests that need it,
+    and serves the others.
 
     Attributes:
         temperature: 0 is greedy.
@@ -59,6 +64,8 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         ignore_eos: the model's own end tokens do not end the text.
         logprobs: candidates reported per token; None for none at all.
         prompt_logprobs: the same for prompt tokens.
+        grammar: that the generated text must follow, as llguidance takes it: Lark, or its JSON.
+            Empty for none. It decides where the text ends.
     """
 
     temperature: float = 1.0
@@ -77,6 +84,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: str = ""
 
 
 class TransferSpec(Struct, frozen=True, kw_only=True):

@@ -41,6 +41,8 @@ class SamplingFields(Struct, kw_only=True):
         return_token_ids: answer with prompt and output token ids too.
         return_timings: answer with where the time went (ours); takes one prompt.
         timeout: seconds after which the request is ended (ours).
+        response_format: text, ``json_object`` or ``json_schema``, as OpenAI's.
+        structured_outputs: see `text.structured.StructuredOutputs`.
     """
 
     model: str | None = None
@@ -76,13 +78,14 @@ class SamplingFields(Struct, kw_only=True):
     timeout: float | None = None
     kv_transfer_params: dict[str, Any] | None = None
 
-    # Known and not supported: kept so that they can be refused by name.
     response_format: Any = None
+    structured_outputs: Any = None
+
+    # Known and not supported: kept so that they can be refused by name.
     best_of: int | None = None
     use_beam_search: bool | None = None
     suffix: str | None = None
     prompt_embeds: Any = None
-    structured_outputs: Any = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None

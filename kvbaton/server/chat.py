@@ -44,6 +44,7 @@ from kvbaton.text.chat import ImageUrl, normalize_messages
 from kvbaton.text.harmony import HarmonyFormat
 from kvbaton.text.logprobs import chat_logprobs, prompt_logprobs
 from kvbaton.text.output_parser import Functions, OutputFormat, OutputParser
+from kvbaton.text.structured import BODY, checked_grammar, joined, wanted
 
 REASONING_EFFORTS = ("low", "medium", "high")
 """Of models that write OpenAI's harmony format; templates of others take what they know."""
@@ -70,6 +71,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         prompt_logprobs=body.prompt_logprobs,
         items=items,
         tenant=tenant(request),
+        grammar=await chat_grammar(frontend, body),
     )
     form, functions = frontend.output_format, callable_functions(frontend, body)
     if form is None or not is_read(form, body, functions):
@@ -103,6 +105,27 @@ def callable_functions(frontend: Frontend, body: ChatRequest) -> Functions | Non
             raise RequestError("a tool needs a function with a name", param=f"tools[{i}].function")
         functions[name] = parameters if isinstance(parameters, dict) else {}
     return functions
+
+
+async def chat_grammar(frontend: Frontend, body: ChatRequest) -> str:
+    """The grammar of the answer; empty for any.
+
+    Raises:
+        RequestError: naming the field that is wrong; or the model reasons, which it could not.
+    """
+    asks = wanted(body.response_format, body.structured_outputs)
+    if asks is None:
+        return ""
+    field, piece = asks
+    form = frontend.output_format
+    if isinstance(form, HarmonyFormat) or (form is not None and form.reasons):
+        raise RequestError(
+            "structured output of models that reason is not supported; a model that is served with "
+            "--reasoning-parser none answers at once",
+            param=field,
+            code="unsupported",
+        )
+    return await checked_grammar(joined(f"start: {BODY}", {"body": piece}), field)
 
 
 def with_marks(asked: PromptRequest, form: OutputFormat, *, calls: bool) -> PromptRequest:

@@ -30,6 +30,7 @@ from kvbaton.server.validation import (
     split_prompts,
 )
 from kvbaton.text.logprobs import completion_logprobs, prompt_logprobs
+from kvbaton.text.structured import BODY, checked_grammar, joined, wanted
 from kvbaton.types import TokenLogprobs
 
 DEFAULT_MAX_TOKENS = 16
@@ -41,6 +42,10 @@ async def completions(request: web.Request) -> web.StreamResponse:
     frontend = request.app[FRONTEND]
     body = await read_body(request, CompletionRequest)
     check_common(frontend, body)
+    grammar, asks = "", wanted(body.response_format, body.structured_outputs)
+    if asks is not None:
+        field, piece = asks
+        grammar = await checked_grammar(joined(f"start: {BODY}", {"body": piece}), field)
     prompts = await encode_prompts(frontend, body)
     request_id = f"cmpl-{public_id(request, body)}"
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
@@ -59,6 +64,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
             index=index,
             echo_only=echo_only,
             tenant=tenant(request),
+            grammar=grammar,
         )
         for index, token_ids in enumerate(prompts)
     ]

@@ -28,8 +28,6 @@ MAX_STOP_LENGTH = 256
 MAX_SALT = 4096
 
 UNSUPPORTED = (
-    "response_format",
-    "structured_outputs",
     "guided_json",
     "guided_regex",
     "guided_choice",
@@ -99,7 +97,7 @@ def check_common(frontend: Frontend, body: SamplingFields) -> None:
     for name in UNSUPPORTED:
         value = getattr(body, name, None)
         harmless = value is None or value is False or value in ("", [])
-        if not harmless and (name, value) != ("response_format", {"type": "text"}):
+        if not harmless:
             raise RequestError(f"{name} is not supported", param=name, code="unsupported")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise RequestError("best_of must equal n", param="best_of", code="unsupported")
@@ -209,6 +207,7 @@ def prompt_request(
     items: tuple[Item, ...] = (),
     echo_only: bool = False,
     tenant: str = "",
+    grammar: str = "",
 ) -> PromptRequest:
     """What the source is asked for one prompt: fields that were given, over the model's defaults.
 
@@ -225,6 +224,7 @@ def prompt_request(
         items: its images.
         echo_only: see `PromptRequest`.
         tenant: who asks.
+        grammar: that the text must follow.
 
     Raises:
         RequestError: a field is out of range, or the prompt does not fit the model.
@@ -236,7 +236,7 @@ def prompt_request(
     params = sampling_params(
         body, defaults, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs
     )
-    params = checked(params, frontend.config, facts.vocab_size)
+    params = checked(replace(params, grammar=grammar), frontend.config, facts.vocab_size)
     check_prompt(facts, token_ids, max_tokens, name)
     if body.priority:
         check_range("priority", body.priority, Range(-INT32, INT32))

@@ -102,4 +102,5 @@ def is_plain(params: SamplingParams) -> bool:
         or params.min_p > 0.0
         or params.logprobs is not None
         or params.prompt_logprobs is not None
+        or params.grammar
     )

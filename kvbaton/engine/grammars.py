@@ -1,0 +1,255 @@
+"""Structured output: which tokens a request's grammar allows next.
+
+A grammar is what `llguidance` takes: Lark, or its JSON. It is compiled in a thread of its own,
+while the prompt waits beside the queue or its KV is handed over; compiled ones are kept. Each
+sequence has a copy, which reads the sequence's tokens whenever a mask is due: so it makes no
+difference whether they were sampled here, by the node that prefilled, or before a migration.
+A mask is a row of bits, one per token of the vocabulary; end tokens are allowed exactly where the
+text may end.
+
+The library is imported when the first grammar comes; without it such requests are refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import override
+
+from kvbaton.engine import request as requests
+from kvbaton.engine.kv_connector import KVConnector
+from kvbaton.errors import RequestError
+from kvbaton.messages.engine import AddRequest, Output
+from kvbaton.types import clip_text
+
+logger = logging.getLogger(__name__)
+
+Bits = npt.NDArray[np.uint8]
+
+COMPILE_S = 20.0
+"""A grammar that is not compiled by then ends its request."""
+KEPT = 64
+"""Compiled grammars that are kept for who asks next."""
+MASK_THREADS = 8
+
+
+class Grammars(KVConnector):
+    """The grammars of all live requests.
+
+    Args:
+        folder: of the model, for ``tokenizer.json``.
+        vocab_size: of the model.
+        eos_token_ids: its own end tokens.
+        unpark: puts a sequence that waits for its grammar back into the queue.
+    """
+
+    name = "grammars"
+
+    def __init__(
+        self,
+        folder: str | Path,
+        vocab_size: int,
+        eos_token_ids: Collection[int],
+        unpark: Callable[[requests.Sequence], None],
+    ) -> None:
+        self._folder, self._unpark = Path(folder), unpark
+        self._words = -(-vocab_size // 32)
+        self._vocab_size, self._eos = vocab_size, np.array(sorted(eos_token_ids), np.int64)
+        self._eos = self._eos[self._eos < vocab_size]
+        self._tokenizer: Any = None  # made by the first compilation
+        self._threads: ThreadPoolExecutor | None = None
+        self._masks: Any = None
+        self._compiled: OrderedDict[str, tuple[float, Future[Any]]] = OrderedDict()
+        self._waiting: dict[requests.Sequence, tuple[float, Future[Any]]] = {}
+        self._matchers: dict[requests.Sequence, tuple[Any, int]] = {}
+        self._errors: dict[requests.Sequence, str] = {}
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.wake_fds = (self._wake_fd,)
+
+    # --- as a connector ---
+
+    @override
+    def accept(self, request: AddRequest) -> AddRequest:
+        if request.params.grammar:
+            if not len(self._eos):
+                raise RequestError("this model names no end token", param="grammar")
+            llguidance()
+            self._compile(request.params.grammar)
+        return request
+
+    @override
+    def poll(self, now: float) -> list[Output]:
+        if self._waiting:
+            try:
+                os.eventfd_read(self._wake_fd)
+            except BlockingIOError:
+                pass  # nothing new, but something may be late
+            for sequence in tuple(self._waiting):
+                if self._has_begun(sequence):
+                    self._unpark(sequence)
+        return []
+
+    @override
+    def next_deadline(self) -> float | None:
+        return min((since + COMPILE_S for since, _ in self._waiting.values()), default=None)
+
+    @override
+    def finished(self, request: requests.Request) -> None:
+        for sequence in request.sequences:
+            self._waiting.pop(sequence, None)
+            self._matchers.pop(sequence, None)
+            self._errors.pop(sequence, None)
+
+    @override
+    def close(self) -> None:
+        if self._threads is not None:
+            self._threads.shutdown(cancel_futures=True)
+        os.close(self._wake_fd)
+
+    # --- as the scheduler asks it ---
+
+    def ready(self, sequence: requests.Sequence) -> bool:
+        """Whether masks can be had; if not yet, the sequence is unparked once they can.
+
+        What is wrong with the grammar, or with the tokens so far, is told by `error`.
+        """
+        if not self._has_begun(sequence):
+            return False
+        if sequence in self._errors:
+            return True
+        matcher, read = self._matchers[sequence]
+        tokens = sequence.tokens[len(sequence.request.prompt) + read :]
+        if tokens:
+            taken = matcher.try_consume_tokens(tokens)
+            self._matchers[sequence] = matcher, read + taken
+            if taken < len(tokens):
+                at = read + taken
+                self._errors[sequence] = f"token {tokens[taken]} at {at} does not fit it"
+        return True
+
+    def error(self, sequence: requests.Sequence) -> str | None:
+        """Why a sequence can't go on by its grammar; None if it can."""
+        error = self._errors.get(sequence)
+        return None if error is None else clip_text(f"the grammar can't be followed: {error}")
+
+    def cut(self, sequence: requests.Sequence, draft: tuple[int, ...]) -> tuple[int, ...]:
+        """As much of a draft as the grammar allows, and no end of the text."""
+        ends = np.flatnonzero(np.isin(draft, self._eos))
+        draft = draft[: int(ends[0])] if len(ends) else draft
+        return draft[: self._matchers[sequence][0].validate_tokens(list(draft))] if draft else ()
+
+    def masks(self, wanted: Sequence[tuple[requests.Sequence, tuple[int, ...]]]) -> dict[int, Bits]:
+        """What may come after all known tokens of sequences, and after each token of their drafts.
+
+        Args:
+            wanted: sequences that are `ready`, with their drafts.
+
+        Returns:
+            By handle, [1 + draft, bytes] uint8: bit i of byte b stands for token 8 b + i.
+        """
+        if self._masks is None:
+            threads = min(MASK_THREADS, len(os.sched_getaffinity(0)))
+            self._masks = llguidance().LLExecutor(threads)
+        firsts = np.cumsum([0, *(1 + len(draft) for _, draft in wanted)]).tolist()
+        rows = np.zeros((firsts[-1], self._words), np.int32)
+        plain, drafted = [], []
+        for (sequence, draft), first in zip(wanted, firsts, strict=False):
+            matcher = self._matchers[sequence][0]
+            if draft:
+                drafted.append((matcher, first, list(draft)))
+            else:
+                plain.append((matcher, first))
+        where = rows.ctypes.data, self._words * 4, len(rows)
+        if plain:
+            self._masks.unsafe_compute_mask_ptr(plain, *where)
+        if drafted:
+            self._masks.unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
+        bits = rows.view(np.uint8)
+        # All end tokens or none, whatever text they stand for.
+        bytes_of, bit_of = self._eos // 8, (1 << self._eos % 8).astype(np.uint8)
+        accepts = (bits[:, bytes_of[:1]] & bit_of[:1]) != 0
+        for byte, bit in zip(bytes_of, bit_of, strict=True):
+            bits[:, byte] = np.where(accepts[:, 0], bits[:, byte] | bit, bits[:, byte] & ~bit)
+        found = {}
+        for (sequence, draft), first in zip(wanted, firsts, strict=False):
+            matcher = self._matchers[sequence][0]
+            own = found[sequence.handle] = bits[first : first + 1 + len(draft)]
+            if matcher.is_error() or not own.any(axis=1).all():
+                self._errors[sequence] = matcher.get_error() or "no token fits it"
+                own[:, bytes_of[0]] |= bit_of[0]  # what is sampled is not used
+        return found
+
+    # --- compilation ---
+
+    def _has_begun(self, sequence: requests.Sequence) -> bool:
+        """Whether a sequence has its matcher, or will never have one; else it waits for that."""
+        if sequence in self._matchers or sequence in self._errors:
+            return True
+        grammar = sequence.request.params.grammar
+        since, future = self._waiting.get(sequence) or self._compile(grammar)
+        if future.done():
+            if (failure := future.exception()) is None:
+                self._matchers[sequence] = future.result().deep_copy(), 0
+            else:
+                self._errors[sequence] = str(failure)
+        elif time.monotonic() >= since + COMPILE_S:
+            self._errors[sequence] = f"it was not compiled within {COMPILE_S:g} s"
+        else:
+            self._waiting[sequence] = since, future
+            return False
+        self._waiting.pop(sequence, None)
+        return True
+
+    def _compile(self, grammar: str) -> tuple[float, Future[Any]]:
+        """When it began, and what comes of it: a matcher that nobody moves."""
+        found = self._compiled.get(grammar)
+        if found is not None:
+            self._compiled.move_to_end(grammar)
+            return found
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        future = self._threads.submit(self._matcher, grammar)
+        future.add_done_callback(lambda _: os.eventfd_write(self._wake_fd, 1))
+        self._compiled[grammar] = found = time.monotonic(), future
+        while len(self._compiled) > KEPT:  # who waits for one keeps it
+            self._compiled.popitem(last=False)
+        return found
+
+    def _matcher(self, grammar: str) -> Any:
+        library = llguidance()
+        if self._tokenizer is None:
+            text = (self._folder / "tokenizer.json").read_text(encoding="utf-8")
+            self._tokenizer = library.LLTokenizer(
+                text, n_vocab=self._vocab_size, eos_token=self._eos.tolist()
+            )
+        limits = library.LLParserLimits(verbose_errors=False)
+        matcher = library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise ValueError(matcher.get_error())
+        return matcher
+
+
+def llguidance() -> Any:
+    """The library.
+
+    Raises:
+        RequestError: it is not installed.
+    """
+    try:
+        import llguidance as library
+    except ImportError as error:
+        raise RequestError(
+            "structured output needs llguidance; pip install llguidance",
+            param="grammar",
+            code="unsupported",
+        ) from error
+    return library

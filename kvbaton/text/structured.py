@@ -1,0 +1,205 @@
+"""From what a request asks of its text to a grammar, as `llguidance` takes it.
+
+Such a grammar is JSON: a list of grammars, of which the first says how a text begins, goes on and
+ends (Lark), and refers to the others by name: ``@body`` is what the client wants to have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from kvbaton.errors import RequestError
+
+CHECK_S = 10.0
+"""A grammar that takes longer to check is refused."""
+MAX_GRAMMAR = 1 << 18
+"""Most characters of a grammar."""
+WHITESPACE = r"[ \t\n\r]{0,16}"
+"""Between the tokens of JSON, unless a request says otherwise; without an end, some models never
+find one."""
+
+BODY = "@body"
+"""The rule for what the client wants to have."""
+
+Piece = dict[str, Any]
+"""A grammar without a name: ``json_schema`` or ``lark_grammar``."""
+
+
+class StructuredOutputs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the text must be; one of the first five. Names as vLLM's.
+
+    Attributes:
+        json: a JSON schema, or one as text.
+        json_object: any JSON object.
+        regex: a regular expression that the whole text matches; no look-around.
+        choice: one of these texts.
+        grammar: Lark as llguidance has it, or GBNF.
+        disable_any_whitespace: of JSON, none between its tokens.
+        whitespace_pattern: a regular expression for it.
+    """
+
+    json: str | dict[str, Any] | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
+
+    def piece(self, field: str = "structured_outputs") -> Piece:
+        """As a grammar.
+
+        Args:
+            field: what messages call this.
+
+        Raises:
+            RequestError: none or several are given, or it is none.
+        """
+        kinds = ("json", "json_object", "regex", "choice", "grammar")
+        given = [name for name in kinds if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise RequestError(f"needs exactly one of {', '.join(kinds)}", param=field)
+        if self.json is not None:
+            return self._of_schema(self.json, f"{field}.json")
+        if self.regex is not None:
+            pattern = library().regex_to_lark(self.regex, use_ascii="d")
+            return {"lark_grammar": f"start: /{pattern}/"}
+        if self.choice is not None:
+            if not self.choice or "" in self.choice:
+                raise RequestError("needs texts that are not empty", param=f"{field}.choice")
+            texts = " | ".join(_quoted(text) for text in self.choice)
+            return {"lark_grammar": f"start: {texts}"}
+        if self.grammar is not None:
+            return {"lark_grammar": _lark(self.grammar, f"{field}.grammar")}
+        return self._of_schema({"type": "object"}, field)
+
+    def _of_schema(self, schema: Any, field: str) -> Piece:
+        if isinstance(schema, str):
+            try:
+                schema = msgspec.json.decode(schema)
+            except (msgspec.DecodeError, RecursionError) as error:
+                raise RequestError(f"is no JSON: {error}", param=field) from error
+        if not isinstance(schema, dict):
+            raise RequestError("must be a JSON schema, an object", param=field)
+        options: dict[str, Any] = {"whitespace_pattern": self.whitespace_pattern or WHITESPACE}
+        if self.disable_any_whitespace:
+            options = {"whitespace_flexible": False}
+        return {"json_schema": {"x-guidance": options, **schema}}
+
+
+def wanted(response_format: Any, structured_outputs: Any) -> tuple[str, Piece] | None:
+    """What the fields of a request say, and the field's name; None for any text.
+
+    Raises:
+        RequestError: naming the field that is wrong.
+    """
+    found = None
+    if response_format is not None:
+        found = _of_response_format(response_format)
+    if structured_outputs is not None:
+        if found is not None:
+            raise RequestError("excludes response_format", param="structured_outputs")
+        try:
+            given = msgspec.convert(structured_outputs, StructuredOutputs)
+        except msgspec.ValidationError as error:
+            raise RequestError(str(error), param="structured_outputs") from error
+        found = "structured_outputs", given.piece()
+    return found
+
+
+def _of_response_format(given: Any) -> tuple[str, Piece] | None:
+    kind = given.get("type") if isinstance(given, dict) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        field = "response_format"
+        return field, StructuredOutputs(json_object=True).piece(field)
+    if kind == "json_schema":
+        field = "response_format.json_schema"
+        named = given.get("json_schema")
+        schema = named.get("schema") if isinstance(named, dict) else None
+        if not isinstance(schema, dict):
+            raise RequestError("needs a schema, an object", param=f"{field}.schema")
+        return f"{field}.schema", StructuredOutputs(json=schema).piece(field)
+    raise RequestError(
+        "type must be text, json_object or json_schema",
+        param="response_format.type",
+        code="unsupported" if kind == "structural_tag" else None,
+    )
+
+
+def joined(rules: str, pieces: Mapping[str, Piece]) -> str:
+    """A whole grammar.
+
+    Args:
+        rules: Lark with a rule ``start``.
+        pieces: what they refer to, by name.
+    """
+    named = [{"name": name, **piece} for name, piece in pieces.items()]
+    return json.dumps({"grammars": [{"lark_grammar": rules}, *named]}, ensure_ascii=False)
+
+
+async def checked_grammar(grammar: str, field: str) -> str:
+    """A grammar that was compiled once, in a thread, without a vocabulary.
+
+    Raises:
+        RequestError: it is wrong, too large, or too hard; or the library is not installed.
+    """
+    if len(grammar) > MAX_GRAMMAR:
+        problem = f"makes a grammar of more than {MAX_GRAMMAR} characters"
+        raise RequestError(problem, param=field)
+    try:
+        async with asyncio.timeout(CHECK_S):
+            error = await asyncio.to_thread(_error, grammar)
+    except TimeoutError:
+        error = f"took more than {CHECK_S:g} s to compile"
+    if error:
+        raise RequestError(f"can't be followed: {error}"[:1000], param=field)
+    return grammar
+
+
+@lru_cache(maxsize=64)
+def _error(grammar: str) -> str:
+    """What is wrong with a grammar; empty if nothing is."""
+    limits = library().LLParserLimits(verbose_errors=False)
+    is_wrong, messages = library().LLMatcher.validate_grammar_with_warnings(grammar, limits=limits)
+    return "; ".join(messages) if is_wrong else ""
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _lark(text: str, field: str) -> str:
+    library()
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        found: str = any_to_lark(text)
+    except Exception as error:  # whatever a parser of other people's text may raise
+        raise RequestError(f"can't be read: {error}", param=field) from error
+    return found
+
+
+def library() -> Any:
+    """`llguidance`, imported when first needed.
+
+    Raises:
+        RequestError: it is not installed.
+    """
+    try:
+        import llguidance
+    except ImportError as error:
+        raise RequestError(
+            "structured output needs llguidance; pip install llguidance",
+            param="structured_outputs",
+            code="unsupported",
+        ) from error
+    return llguidance
