@@ -178,7 +178,7 @@ class RouteChooser:
         if predicted is not None and not again:  # what is begun is seen through
             self._check_soon(request, predicted)
             costs = self.policy.costs
-            costs.assigned(route.prefills, predicted)
+            costs.assigned(route.prefills, route.target, predicted)
             if route.holder is not None:
                 costs.wires.sent(route.holder, route.prefills, route.held - route.cached)
             if route.source is not None:

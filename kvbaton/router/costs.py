@@ -36,7 +36,8 @@ HANDOVER_HALF_S = 30.0
 """After so long without a hand-over half of what it took is believed, or one bad time would keep
 the pair from being tried ever again."""
 SHARE_S = 4.0
-"""Over so long it is averaged how much of a node's time prompts take."""
+"""Over so long it is averaged how much of a node's time prompts take, and how many sequences come
+to it."""
 MOST_SHARE = 0.95
 DEFAULT_STEP_TOKENS = 2048
 FIRST_OUTPUT = 128.0
@@ -250,6 +251,7 @@ class CostModel:
         self._measured = False
         self._elsewhere: dict[str, tuple[float, int]] = {}
         self._prefilled: dict[str, tuple[float, float]] = {}
+        self._targeted: dict[str, tuple[float, float]] = {}
 
     # --- speeds ---
 
@@ -289,8 +291,9 @@ class CostModel:
             self._speeds[node.node_id] = node.load, speed
         for node_id in self._overheads.keys() - self._speeds.keys():
             del self._overheads[node_id]
-        for node_id in self._prefilled.keys() - self._speeds.keys():
-            del self._prefilled[node_id]
+        for known_of in (self._prefilled, self._targeted):
+            for node_id in known_of.keys() - self._speeds.keys():
+                del known_of[node_id]
         if len(self._handovers) > len(nodes) ** 2:
             self._handovers.clear()
         return measured
@@ -402,12 +405,19 @@ class CostModel:
             return 0.0
         return min(MOST_SHARE, seconds / SHARE_S * math.exp((at - self._clock()) / SHARE_S))
 
-    def assigned(self, node: NodeInfo, predicted: Prediction) -> None:
-        """A prompt was given to a node."""
+    def targets_per_s(self, node: NodeInfo) -> float:
+        """Sequences per second that a node was given to generate, of late."""
+        at, count = self._targeted.get(node.node_id, (0.0, 0.0))
+        return count / SHARE_S * math.exp((at - self._clock()) / SHARE_S) if count else 0.0
+
+    def assigned(self, prefills: NodeInfo, target: NodeInfo, predicted: Prediction) -> None:
+        """A prompt was given to a node, and what it generates to the same or another one."""
         now = self._clock()
-        at, seconds = self._prefilled.get(node.node_id, (now, 0.0))
+        at, seconds = self._prefilled.get(prefills.node_id, (now, 0.0))
         fresh = seconds * math.exp((at - now) / SHARE_S) + predicted.work_s
-        self._prefilled[node.node_id] = now, fresh
+        self._prefilled[prefills.node_id] = now, fresh
+        at, count = self._targeted.get(target.node_id, (now, 0.0))
+        self._targeted[target.node_id] = now, count * math.exp((at - now) / SHARE_S) + 1.0
 
     def handover(self, source: NodeInfo, target: NodeInfo) -> float:
         """Seconds that second tokens come later for a hand-over than `wire_s` says; 0 or more."""

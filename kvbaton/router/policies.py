@@ -416,16 +416,22 @@ class _Prices:
         """What it costs sequences that steps take longer, and that they wait for one more prompt.
 
         That is, after those that they wait for anyway: prompts of which each alone would make
-        nobody miss an objective do so together.
+        nobody miss an objective do so together. As many wait as are there, and as come while the
+        prompt is computed, half of it on average: of short texts these are far more.
         """
-        if not sequences:
+        coming = work_s * self._costs.targets_per_s(node) if work_s else 0.0
+        if not sequences and not coming:
             return 0.0
         there, _, anyway = self._decode(node)
         each = self._costs.output_tokens * slower_s + work_s
-        if self._itl_slo is not None:
-            longer_s, wait_s = there.others_s + slower_s, there.queued_s + work_s
-            each += self._missed_there(longer_s, wait_s) - anyway
-        return sequences * each
+        if self._itl_slo is None:
+            return sequences * each
+        longer_s, wait_s = there.others_s + slower_s, there.queued_s + work_s
+        each += self._missed_there(longer_s, wait_s) - anyway
+        if not coming:
+            return sequences * each
+        late = self._missed_there(longer_s, work_s / 2) - self._missed_there(there.others_s, 0.0)
+        return sequences * each + coming * late
 
 
 _bound_and_place = itemgetter(0, 1)

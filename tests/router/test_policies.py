@@ -218,6 +218,27 @@ def test_prompts_each_of_which_would_do_no_harm_are_counted_together() -> None:
     assert route("cost", both, 800, there, costs=costs, **slos).prefills.node_id == "a1"
 
 
+def test_a_prompt_is_not_computed_where_sequences_come_fast_though_none_is_there_now() -> None:
+    """Of short texts few are there at any time, but many come while a prompt is computed."""
+    both = [member(f"a{i}", "any", load=H200) for i in range(2)]
+    slos: dict[str, Any] = {"ttft_slo": 3000.0, "itl_slo": 15.0}
+    clock = Clock()
+    costs = CostModel(clock)
+    for _ in range(300):
+        costs.finished(18)
+    loads = {"a1": NodeLoad(prompt_tokens=30_000, prefill_us=1_000_000)}
+    assert route("cost", both, 8000, loads, costs=costs, **slos).prefills.node_id == "a0"
+    predicted = Prediction(0.1, 0.006, 0.006, 0.0, 0.1, 0.0, work_s=0.0)
+    for _ in range(160):  # 20 a second
+        costs.assigned(both[1].info, both[0].info, predicted)
+        clock.now += 0.05
+    assert costs.targets_per_s(both[0].info) == pytest.approx(20, rel=0.2)
+    assert ids(route("cost", both, 8000, loads, costs=costs, **slos)) == ("a1", "a0")
+    clock.now += 60.0
+    assert costs.targets_per_s(both[0].info) < 0.01, "that was long ago"
+    assert route("cost", both, 8000, loads, costs=costs, **slos).prefills.node_id == "a0"
+
+
 def test_unmeasured_nodes_that_generate_compute_prompts_last() -> None:
     several = [member(f"a{i}", "any") for i in range(3)]
     begun = {"a1": NodeLoad(sequences=3, tokens=3000)}
@@ -236,7 +257,7 @@ def test_where_prompts_were_computed_of_late_tokens_are_expected_to_come_slowly(
     assert alone.itl_s == alone.step_s
     predicted = Prediction(0.1, 0.006, 0.006, 0.0, 0.1, 0.0, work_s=0.5)
     for _ in range(40):  # half of the time
-        costs.assigned(d.info, predicted)
+        costs.assigned(d.info, p.info, predicted)
         clock.now += 1.0
     assert costs.prefill_share(d.info) == pytest.approx(0.5, rel=0.2)
     beside = costs.decode(d.info, IDLE, 1000)
