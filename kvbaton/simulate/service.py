@@ -11,6 +11,7 @@ import asyncio
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -245,6 +246,7 @@ class _Service:
         self._followers = {r.after: i for i, r in enumerate(trace) if r.after is not None}
         self._left = len(trace)
         self._over = asyncio.Event()
+        self._error: BaseException | None = None
         for engine in self.engines:
             engine.on_tokens = self._tokens_made
 
@@ -255,7 +257,10 @@ class _Service:
         for index, request in enumerate(self._trace):
             if request.after is None:
                 self.loop.call_at(request.at, self._submit, index)
+        self.loop.set_exception_handler(self._broken)
         await self._over.wait()
+        if self._error is not None:
+            raise self._error
         self.seconds = self.loop.time()
         await asyncio.sleep(1.0)  # what engines still have to tell each other
 
@@ -272,6 +277,11 @@ class _Service:
         self._nodes.steady.heard(engine.heartbeat())
         period = self._nodes.membership.timers.heartbeat_s
         self.loop.call_later(period, self._heartbeat, engine)
+
+    def _broken(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A policy's bug ends the simulation: what it should have placed would never end."""
+        self._error = context.get("exception") or RuntimeError(context["message"])
+        self._over.set()
 
     def _submit(self, index: int) -> None:
         request = self._trace[index]

@@ -11,6 +11,7 @@ import pytest
 from kvbaton.cli import main
 from kvbaton.errors import ConfigError
 from kvbaton.router.config import RoutingPolicy
+from kvbaton.router.policies import LeastLoaded
 from kvbaton.simulate import engine
 from kvbaton.simulate.engine_model import H200_8B, EngineModel, load_engine
 from kvbaton.simulate.generators import GENERATORS, Conversations, Lengths
@@ -63,6 +64,17 @@ def test_every_request_ends_once_with_all_its_tokens(nodes: str, policy: str) ->
         assert outcome.ttft_s > 0
         assert (outcome.gaps > 0).all()
     assert done.leaked == 0
+
+
+def test_a_policy_that_raises_ends_the_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it should have placed would never end: it used to hang."""
+
+    def choose(self: LeastLoaded, options: object) -> None:
+        raise ZeroDivisionError("a policy's bug")
+
+    monkeypatch.setattr(LeastLoaded, "choose", choose)
+    with pytest.raises(ZeroDivisionError, match="a policy's bug"):
+        serve(CHAT(1, 6.0, 4.0), "1P1D", "least-loaded")
 
 
 @pytest.mark.parametrize("nodes", ["1P1D", "1D", "1A"])
