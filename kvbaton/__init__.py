@@ -11,13 +11,15 @@ if TYPE_CHECKING:
     from kvbaton.llm.offline import LLM as LLM
     from kvbaton.llm.params import TextSamplingParams as SamplingParams
     from kvbaton.llm.streaming import AsyncLLM as AsyncLLM
+    from kvbaton.text.structured import StructuredOutputs as StructuredOutputs
 
-__all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "SamplingParams", "StructuredOutputs", "__version__"]
 
 _LAZY = {
     "LLM": ("kvbaton.llm.offline", "LLM"),
     "AsyncLLM": ("kvbaton.llm.streaming", "AsyncLLM"),
     "SamplingParams": ("kvbaton.llm.params", "TextSamplingParams"),
+    "StructuredOutputs": ("kvbaton.text.structured", "StructuredOutputs"),
 }
 """The Python API: its names are looked up when they are used, so that the commands start fast."""
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvbaton.connectors.address import host_of
 from kvbaton.errors import RequestError
-from kvbaton.messages.engine import AddRequest, SamplingParams, TransferSpec
+from kvbaton.messages.engine import MAX_GRAMMAR, AddRequest, SamplingParams, TransferSpec
 
 if TYPE_CHECKING:
     from kvbaton.engine.config import SchedulerConfig
@@ -20,8 +20,6 @@ INT32 = 2**31 - 1
 MAX_IDS = 1024
 """Most token ids in `stop_token_ids` or `logit_bias`, and most candidates in `logprobs`."""
 MAX_DEADLINE_S = 1e9
-MAX_GRAMMAR = 1 << 18
-"""Most characters of a grammar."""
 
 
 class Range(NamedTuple):

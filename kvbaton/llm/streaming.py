@@ -183,7 +183,8 @@ class AsyncLLM:
         facts = frontend.limits()
         params = checked(given.for_engine(), frontend.config, facts.vocab_size)
         if params.grammar:
-            await checked_grammar(params.grammar, "structured_outputs")
+            field = "grammar" if given.structured_outputs is None else "structured_outputs"
+            await checked_grammar(params.grammar, field)
         check_prompt(facts, ids, params.max_tokens, "prompt")
         check_range("priority", priority, Range(-INT32, INT32))
         request = AddRequest(

@@ -36,6 +36,8 @@ MIN_ENGINE_VERSION = 1
 
 BLOCK_HASH_BYTES = 8
 """A block is told by the last bytes of its key; see `connectors.keys`."""
+MAX_GRAMMAR = 1 << 18
+"""Most characters of a grammar."""
 
 
 class SamplingParams(

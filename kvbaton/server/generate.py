@@ -29,6 +29,7 @@ from kvbaton.server.tracing import TimedRequest
 from kvbaton.server.transfer_params import check_item_transfer, parse_prefix
 from kvbaton.server.validation import check_prompt, checked, deadline, unique
 from kvbaton.text.logprobs import floored
+from kvbaton.text.structured import checked_grammar
 
 
 @contract(body=GenerateRequest, answer=GenerateResponse, streams=True)
@@ -56,6 +57,8 @@ async def respond(
     body = await read_body(request, GenerateRequest)
     request_id = clean(body.request_id) or request[REQUEST_ID]
     add = replace(add_request(frontend, body, request_id), tenant=tenant(request))
+    if add.params.grammar:
+        await checked_grammar(add.params.grammar, "sampling_params.grammar")
     if frontend.tracing is None:
         return await _respond(request, frontend, body, add, request_id)
     about = {

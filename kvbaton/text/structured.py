@@ -16,11 +16,10 @@ import msgspec
 from msgspec import Struct
 
 from kvbaton.errors import RequestError
+from kvbaton.messages.engine import MAX_GRAMMAR
 
 CHECK_S = 10.0
 """A grammar that takes longer to check is refused."""
-MAX_GRAMMAR = 1 << 18
-"""Most characters of a grammar."""
 WHITESPACE = r"[ \t\n\r]{0,16}"
 """Between the tokens of JSON, unless a request says otherwise; without an end, some models never
 find one."""
@@ -69,7 +68,7 @@ class StructuredOutputs(Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if self.json is not None:
             return self._of_schema(self.json, f"{field}.json")
         if self.regex is not None:
-            pattern = library().regex_to_lark(self.regex, use_ascii="d")
+            pattern = library(f"{field}.regex").regex_to_lark(self.regex, use_ascii="d")
             return {"lark_grammar": f"start: /{pattern}/"}
         if self.choice is not None:
             if not self.choice or "" in self.choice:
@@ -157,7 +156,7 @@ async def checked_grammar(grammar: str, field: str) -> str:
         raise RequestError(problem, param=field)
     try:
         async with asyncio.timeout(CHECK_S):
-            error = await asyncio.to_thread(_error, grammar)
+            error = await asyncio.to_thread(_error, library(field), grammar)
     except TimeoutError:
         error = f"took more than {CHECK_S:g} s to compile"
     if error:
@@ -166,10 +165,10 @@ async def checked_grammar(grammar: str, field: str) -> str:
 
 
 @lru_cache(maxsize=64)
-def _error(grammar: str) -> str:
+def _error(llguidance: Any, grammar: str) -> str:
     """What is wrong with a grammar; empty if nothing is."""
-    limits = library().LLParserLimits(verbose_errors=False)
-    is_wrong, messages = library().LLMatcher.validate_grammar_with_warnings(grammar, limits=limits)
+    limits = llguidance.LLParserLimits(verbose_errors=False)
+    is_wrong, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, limits=limits)
     return "; ".join(messages) if is_wrong else ""
 
 
@@ -178,7 +177,7 @@ def _quoted(text: str) -> str:
 
 
 def _lark(text: str, field: str) -> str:
-    library()
+    library(field)
     from llguidance.gbnf_to_lark import any_to_lark
 
     try:
@@ -188,8 +187,8 @@ def _lark(text: str, field: str) -> str:
     return found
 
 
-def library() -> Any:
-    """`llguidance`, imported when first needed.
+def library(field: str) -> Any:
+    """`llguidance`, imported when first needed by this field of a request.
 
     Raises:
         RequestError: it is not installed.
@@ -199,7 +198,7 @@ def library() -> Any:
     except ImportError as error:
         raise RequestError(
             "structured output needs llguidance; pip install llguidance",
-            param="structured_outputs",
+            param=field,
             code="unsupported",
         ) from error
     return llguidance

@@ -37,6 +37,12 @@ KINDS: list[dict[str, Any]] = [
         "min_tokens": 300,
     },
     {"temperature": 1.0, "seed": 16, "stop_token_ids": list(range(3, 40)), "min_tokens": 250},
+    {
+        "temperature": 1.0,
+        "seed": 17,
+        "ignore_eos": False,
+        "structured_outputs": {"regex": "([a-f]{3} ){80}[0-9]"},
+    },
 ]
 
 

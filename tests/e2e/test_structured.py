@@ -10,7 +10,6 @@ import pytest
 from tests.support.servers import Node, Router
 
 openai = pytest.importorskip("openai", reason="GPU machines lack it, and no GPU test needs it")
-pytest.importorskip("llguidance")
 
 pytestmark = pytest.mark.e2e
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 import kvbaton
-from kvbaton import LLM, AsyncLLM, SamplingParams
+from kvbaton import LLM, AsyncLLM, SamplingParams, StructuredOutputs
 from kvbaton.engine.process import EngineProcess
 from kvbaton.errors import ConfigError, RequestError
 from kvbaton.llm.params import CompletionOutput
@@ -100,12 +102,39 @@ def test_chat(llm: LLM) -> None:
     assert [answer.outputs for answer in two] == [one.outputs, one.outputs]
 
 
+def _shaped(**fields: Any) -> SamplingParams:
+    structured = StructuredOutputs(**fields)
+    return SamplingParams(structured_outputs=structured, temperature=1.0, max_tokens=64, seed=2)
+
+
+def test_structured_outputs(llm: LLM) -> None:
+    flags = {"type": "array", "items": {"type": "boolean"}, "maxItems": 3}
+    params = [
+        _shaped(choice=["red", "blue"]),
+        _shaped(regex="[0-9]{3}-[a-f]"),
+        _shaped(json=flags, disable_any_whitespace=True),
+    ]
+    (one,), (two,), (three,) = (
+        answer.outputs for answer in llm.generate(TEXTS, params, use_tqdm=False)
+    )
+    assert one.text in ("red", "blue")
+    assert re.fullmatch("[0-9]{3}-[a-f]", two.text)
+    assert all(item in (True, False) for item in json.loads(three.text))
+    assert {one.finish_reason, two.finish_reason, three.finish_reason} == {"stop"}
+
+
 def test_what_is_wrong_is_named(llm: LLM, model: Path) -> None:
     for prompts, params, named in [
         ([""], SamplingParams(temperature=3.0), "temperature"),
         ([[]], None, "prompt"),
         ([[10**6]], None, "prompt"),
         (["x"], SamplingParams(stop=""), "stop"),
+        (["x"], SamplingParams(grammar="start: nothing"), "grammar"),
+        (["x"], _shaped(regex="a(b"), "structured_outputs"),
+        (["x"], _shaped(json={"type": "strin"}), "structured_outputs"),
+        (["x"], _shaped(json="{"), "structured_outputs.json"),
+        (["x"], _shaped(choice=[]), "structured_outputs.choice"),
+        (["x"], _shaped(choice=["a"], regex="a"), "structured_outputs"),
     ]:
         with pytest.raises(RequestError) as raised:
             llm.generate(prompts, params, use_tqdm=False)  # type: ignore[arg-type]

@@ -92,6 +92,13 @@ async def test_everything_of_a_request_reaches_the_engine(node: Any) -> None:
         ({"sampling_params": {"max_tokens": 0}}, "sampling_params.max_tokens"),
         ({"sampling_params": {"logit_bias": {"9999": 1}}}, "sampling_params.logit_bias"),
         ({"sampling_params": {"unheard_of": 1}}, "sampling_params"),
+        ({"sampling_params": {"grammar": "start: nothing"}}, "sampling_params.grammar"),
+        ({"sampling_params": {"grammar": '{"grammars": [{'}}, "sampling_params.grammar"),
+        ({"sampling_params": {"grammar": " " * (2**18 + 1)}}, "sampling_params.grammar"),
+        (
+            {"sampling_params": {"grammar": "start: /a/", "ignore_eos": True}},
+            "sampling_params.ignore_eos",
+        ),
         ({"priority": 2**80}, "priority"),
         ({"deadline_s": -1}, "deadline_s"),
         ({"kv_transfer_params": {"do_remote_prefill": True}}, "kv_transfer_params."),
