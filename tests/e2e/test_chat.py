@@ -21,6 +21,7 @@ from rich.console import Console
 
 from kvbaton.cluster.chat import Chat, ChatConfig
 from tests.e2e.test_commands import STOP_S, UP, start
+from tests.support.forked_command import ForkedCommand
 from tests.support.gguf_files import write_gguf
 from tests.support.served_pair import Pair
 
@@ -37,22 +38,32 @@ FIGURES = re.compile(
 class Terminal:
     """A command at a pseudo-terminal of 200 columns.
 
+    Args:
+        words: of the command line.
+        cache: folder for what it remembers.
+        forked: do not execute Python anew; then it reads nothing that is typed.
+
     Attributes:
         said: what `until` has not yet seen.
         all: what it said since it began, with all escapes.
     """
 
-    def __init__(self, words: list[str], cache: Path) -> None:
+    process: subprocess.Popen[bytes] | ForkedCommand
+
+    def __init__(self, words: list[str], cache: Path, *, forked: bool = False) -> None:
         self._near, far = pty.openpty()
-        env = {**os.environ, "COLUMNS": "200", "TERM": "xterm", "XDG_CACHE_HOME": str(cache)}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "kvbaton", *words],
-            stdin=far,
-            stdout=far,
-            stderr=far,
-            env=env,
-            start_new_session=True,
-        )
+        env = {"COLUMNS": "200", "TERM": "xterm", "XDG_CACHE_HOME": str(cache)}
+        if forked:
+            self.process = ForkedCommand(words, far, env=env)
+        else:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "kvbaton", *words],
+                stdin=far,
+                stdout=far,
+                stderr=far,
+                env={**os.environ, **env},
+                start_new_session=True,
+            )
         os.close(far)
         self.said = self.all = ""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")

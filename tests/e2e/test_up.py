@@ -28,7 +28,8 @@ def test_up_shows_what_happens_and_starts_again_what_was_killed(
 ) -> None:
     words = ["up", f"--model={checkpoint()}", "--served-model-name=tiny", *UP]
     nodes = ["--prefill=1", "--decode=2", "--transport=tcp", "--log-level=info"]
-    terminal = Terminal([*words, *nodes], tmp_path)
+    terminal = Terminal([*words, *nodes], tmp_path, forked=True)
+    up = terminal.process.pid
     try:
         url = terminal.until(r"ready: (http://\S+)/v1")[1]
         terminal.until(r"Node +Role +State +Running +Waiting +Tokens/s +KV sent +KV used")
@@ -43,20 +44,19 @@ def test_up_shows_what_happens_and_starts_again_what_was_killed(
         terminal.until(r"prefill-0 +prefill +ready +\d+ +\d+ +[\d.]+ +[\d.]+ kB +\d+%")
         terminal.until(r"[1-9][\d.]* kB in all")
 
-        children = descendants_of(terminal.process.pid)
-        (victim,) = (
-            pid
-            for pid in children
-            if b"decode-1" in Path(f"/proc/{pid}/cmdline").read_bytes()
-            and b"serve" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        )
+        children = descendants_of(up)
+        router, *started = map(int, Path(f"/proc/{up}/task/{up}/children").read_text().split())
+        assert len(started) == 3
+        for pid in (router, *started):
+            assert b"kvbaton.testing.fork_server" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        victim = started[-1]
         os.kill(victim, signal.SIGKILL)
         terminal.until(r"decode-1 was killed by signal 9")
         terminal.until(r"decode-1: (unhealthy|gone)")
         terminal.until(r"decode-1 +decode +unhealthy|prefill-0 +prefill +ready")
         terminal.until(r"decode-1: ready in")
-        children |= descendants_of(terminal.process.pid)
-        os.kill(terminal.process.pid, signal.SIGINT)
+        children |= descendants_of(up)
+        os.kill(up, signal.SIGINT)
         terminal.until("stopping")
         terminal.read_to_end()
         assert terminal.process.wait(STOP_S) == 0

@@ -1,14 +1,16 @@
-"""``kvbaton`` as a process that need not import all anew, and neither need its engine's core.
+"""``kvbaton`` as a process that need not import all anew, and neither need what it starts.
 
-Both are forked off one process that has imported what nodes and routers need (see
-`kvbaton.testing.fork_server`): torch alone takes 1.5 s. They are processes like any others, with
-their own session, arguments, environment and standard streams; only ``exec`` is left out.
+An engine's core, and the router and nodes of ``kvbaton up``, are forked as it is itself: off a
+process that has imported what they need (see `kvbaton.testing.fork_server`); torch alone takes
+1.5 s. They are processes like any others, with their own session, arguments, environment and
+standard streams; only ``exec`` is left out.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import multiprocessing.util
 import os
 import re
@@ -16,11 +18,12 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, NoReturn
 
 from kvbaton.testing.fork_server import fork_server
 
@@ -42,14 +45,23 @@ class ForkedCommand:
 
     Args:
         words: of the command line.
-        log: takes what it writes.
+        output: descriptor that takes what it writes.
         names: a file with addresses by host name (JSON), which is read at each look-up, as DNS is.
+        env: beyond our own.
     """
 
-    def __init__(self, words: Sequence[str], log: IO[bytes], names: Path | None = None) -> None:
-        words = [str(names or ""), *words]
+    def __init__(
+        self,
+        words: Sequence[str],
+        output: int,
+        names: Path | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self._status = open(os.memfd_create("status"), "rb", buffering=0)
+        status = f"/proc/{os.getpid()}/fd/{self._status.fileno()}"
+        words = [status, str(names or ""), json.dumps(dict(env or {})), *words]
         with open(os.devnull, "rb") as null:
-            streams = (null.fileno(), log.fileno(), log.fileno())
+            streams = (null.fileno(), output, output)
             pidfd = fork_server().start(__spec__.name, words, streams, IMPORTS)
         self._process = pidfd
         told = Path(f"/proc/self/fdinfo/{pidfd.pidfd}").read_text()
@@ -57,21 +69,33 @@ class ForkedCommand:
         self.pid = int(pid)
 
     def poll(self) -> int | None:
-        """None while it runs; how it ended is not known."""
-        return 0 if wait([self._process.pidfd], 0) else None
+        """Its exit status, as from `subprocess`: of any signal -9; None while it runs."""
+        if not wait([self._process.pidfd], 0):
+            return None
+        if not self._status.closed:
+            with self._status:
+                self._returned = int(os.pread(self._status.fileno(), 8, 0) or -signal.SIGKILL)
+        return self._returned
 
-    def wait(self, timeout: float) -> None:
-        """Wait for its end.
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end; returns its exit status.
 
         Raises:
             TimeoutExpired: it goes on.
         """
         if not wait([self._process.pidfd], timeout):
-            raise subprocess.TimeoutExpired("kvbaton", timeout)
+            raise subprocess.TimeoutExpired("kvbaton", timeout or 0)
+        status = self.poll()
+        assert status is not None
+        return status
 
     def terminate(self) -> None:
         """``SIGTERM``."""
         self._process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """``SIGKILL``."""
+        self._process.kill()
 
 
 # --- in the process ---
@@ -79,9 +103,9 @@ class ForkedCommand:
 
 def main(words: list[str]) -> None:
     """Run a command; it ends with the fork server, which ends with the tests."""
-    from kvbaton import cli
-
-    names, *words = words
+    told, names, env, *words = words
+    file = open(told, "wb", buffering=0)
+    os.environ.update(json.loads(env))
     if names:
         socket.getaddrinfo = partial(_look_up, Path(names), socket.getaddrinfo)
 
@@ -91,7 +115,26 @@ def main(words: list[str]) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setsid()
     multiprocessing.util.spawnv_passfds = _fork  # type: ignore[assignment]
-    sys.exit(cli.main(words))
+    subprocess._fork_exec = _fork_kvbaton  # type: ignore[attr-defined]
+    status = 1
+    try:
+        status = _command(words)
+    finally:
+        file.write(b"%d" % status)
+        file.close()
+    sys.exit(status)
+
+
+def _command(words: list[str]) -> int:
+    """The exit status of ``kvbaton`` with these words."""
+    from kvbaton import cli
+
+    try:
+        return cli.main(words)
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
 
 
 def _look_up(names: Path, real: Callable[..., Any], host: Any, *args: Any, **kwargs: Any) -> Any:
@@ -110,6 +153,47 @@ def _fork(path: bytes, args: Sequence[str], passfds: Sequence[int]) -> int:
         return _spawn(path, args, passfds)
     if pid := os.fork():
         return pid
+
+    def spawned() -> None:
+        code = args[list(args).index("-c") + 1]
+        sys.argv = ["-c", "--multiprocessing-fork"]
+        exec(code, {})
+
+    _become(passfds, spawned)
+
+
+_exec: Callable[..., int] = subprocess._fork_exec  # type: ignore[attr-defined]
+
+
+def _fork_kvbaton(args: Sequence[str], *rest: Any) -> int:
+    """What `subprocess` calls to execute a program in a new process; returns its id."""
+    # Threads that wait for a child hold nothing that the new process would miss.
+    others = {one.name for one in threading.enumerate() if one is not threading.main_thread()}
+    waiting = all(name.startswith("asyncio-waitpid-") for name in others)
+    alone = waiting and len(os.listdir("/proc/self/task")) == len(threading.enumerate())
+    if not alone or list(args[:3]) != [sys.executable, "-m", "kvbaton"]:
+        return _exec(args, *rest)
+    (_, _, passfds, _, env, stdin, _, _, stdout, _, _, _, failed, *_) = rest
+    preexec = rest[-2]
+    if pid := os.fork():
+        return pid
+
+    def forked() -> None:
+        os.setsid()
+        preexec()
+        os.environ.clear()
+        os.environb.update(line.split(b"=", 1) for line in env)
+        logging.root.handlers.clear()
+        sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
+        sys.exit(_command(list(args[3:])))
+
+    for number, descriptor in enumerate((stdin, stdout, stdout)):
+        os.dup2(descriptor, number)
+    _become([fd for fd in passfds if fd != failed], forked)
+
+
+def _become(passfds: Sequence[int], run: Callable[[], None]) -> NoReturn:
+    """Run this in a process just forked, with these descriptors beyond the standard ones."""
     status = 1
     try:
         signal.set_wakeup_fd(-1)
@@ -120,9 +204,7 @@ def _fork(path: bytes, args: Sequence[str], passfds: Sequence[int]) -> int:
         kept = sorted({0, 1, 2, *passfds})
         for low, high in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
             os.closerange(low + 1, high)
-        code = args[list(args).index("-c") + 1]
-        sys.argv = ["-c", "--multiprocessing-fork"]
-        exec(code, {})
+        run()
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)

@@ -92,7 +92,7 @@ class Server:
         inside: a command that runs it elsewhere: in namespaces of its own, say.
         env: beyond our own.
         fresh: execute Python anew, as a shell does; else the process is forked off one that has
-            imported what it needs, as with `inside` or `env` it never is.
+            imported what it needs, as with `inside` it never is.
         names: host names that a forked process finds; see `ForkedCommand`.
     """
 
@@ -116,8 +116,8 @@ class Server:
         words = [*words, "--log-level=info"]
         command = [*inside, sys.executable, "-m", "kvbaton", *words]
         with self.log.open("ab") as log:
-            if not (inside or env or fresh):
-                self._process = ForkedCommand(words, log, names)
+            if not (inside or fresh):
+                self._process = ForkedCommand(words, log.fileno(), names, env)
                 return
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _LAUNCH, str(os.getpid()), *command],
