@@ -17,6 +17,8 @@ from kvbaton.llm.streaming import AsyncLLM, Message, Prepared, Prompt, Rendered
 T = TypeVar("T")
 Params = TextSamplingParams | Sequence[TextSamplingParams] | None
 
+SAVES_S = 5.0
+"""For what a store is still to keep, when nothing else runs: the next engine finds it there."""
 STOP_S = 20.0
 
 
@@ -160,7 +162,7 @@ def _stop(
     loop: asyncio.AbstractEventLoop, thread: threading.Thread, engine: AsyncLLM | None = None
 ) -> None:
     if engine is not None:
-        asyncio.run_coroutine_threadsafe(engine.shutdown(), loop).result(STOP_S)
+        asyncio.run_coroutine_threadsafe(engine.shutdown(SAVES_S), loop).result(STOP_S)
     loop.call_soon_threadsafe(loop.stop)
     thread.join(STOP_S)
     loop.close()

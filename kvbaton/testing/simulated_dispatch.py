@@ -355,6 +355,7 @@ class SimulatedDispatch:
             self.world.offset = 0.0
             self.world.note(HOST, f"the client of {request.request_id} leaves")
             client.over = True
+            self.world.clients_left += 1
             self.dispatcher.cancel(request.request_id)
 
     def _move(self) -> None:

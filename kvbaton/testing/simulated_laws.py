@@ -392,7 +392,8 @@ class TargetLaws(Laws):
                 case events.Fail():
                     record = self._settle(action.attempt, "failed")
                     self._check_bytes(record, action.valid_through, "has failed")
-                    if self.world.weather.calm and not record.order.keys:
+                    left = self.world.clients_left and "request was aborted" in action.reason
+                    if self.world.weather.calm and not record.order.keys and not left:
                         self.fail(f"{action} in calm weather")
                 case events.Unquarantine():
                     self._unquarantine(action.attempt)

@@ -166,6 +166,7 @@ class SimulatedWorld:
         writes: those that may still land or are still watched.
         garbled: messages that are nonsense, by session and number.
         garbled_notices: attempt, write, start and end of notices that are.
+        clients_left: how many gave a request up, so that its source may tell its target first.
         violation: the first one, which whoever happened to call may have contained.
         heard: what a source has accepted, by session and attempt.
         prompts: tokens by prompt key.
@@ -184,6 +185,7 @@ class SimulatedWorld:
         self.cut_until: dict[frozenset[str], float] = {}
         self.garbled: dict[tuple[bytes, int], Control] = {}
         self.garbled_notices: set[tuple[Attempt, int, int, int]] = set()
+        self.clients_left = 0
         self.heard: set[tuple[bytes, Attempt]] = set()
         self.prompts: dict[bytes, tuple[int, ...]] = {}
         self.log: deque[tuple[float, str, object]] = deque(maxlen=120)

@@ -63,6 +63,10 @@ def test_nodes_of_both_sides_never_wait_for_each_other() -> None:
     simulate(863885)  # a prefix without room stood before a prompt that the room's owner waited for
 
 
+def test_a_source_may_tell_its_target_that_a_client_left() -> None:
+    simulate(805507)  # before the router does
+
+
 def test_sums_of_received_blocks_that_are_written_over_are_those_of_their_bytes() -> None:
     world = SimulatedWorld(Random(0), Weather())
     executor = SimulatedExecutor(
