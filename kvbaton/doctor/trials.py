@@ -21,7 +21,7 @@ from kvbaton.connectors.base import Device, Ranges
 from kvbaton.connectors.registry import load_store, load_transport
 from kvbaton.connectors.store import KEY_BYTES
 from kvbaton.errors import KvbatonError, StoreError, TransportError
-from kvbaton.testing.kit import CaseFailure
+from kvbaton.testing.kit import CaseFailure, KitBroke
 from kvbaton.testing.remote import start_worker
 from kvbaton.testing.remote_worker import QUIET
 from kvbaton.testing.transport_rig import Buffer, fresh_name, timed_write
@@ -62,7 +62,10 @@ class ConnectorTrial(Struct, kw_only=True):
                     self.failed_at = name
                     next(steps)
                 self.failed_at = None
-        except CaseFailure as failure:  # of the remote process; it is no error of ours by type
+        except (
+            CaseFailure,
+            KitBroke,
+        ) as failure:  # of the remote process: no errors of ours by type
             self.error = str(failure)
         except (KvbatonError, OSError, RuntimeError, ValueError, ImportError) as error:
             self.error = f"{type(error).__name__}: {error}"

@@ -13,10 +13,15 @@ from typing import Self
 
 from kvbaton.connectors.registry import STORES, TRANSPORTS, find_connector, split_spec
 from kvbaton.testing.fork_server import ForkedProcess, fork_server
-from kvbaton.testing.kit import CaseFailure, KitBroke, require
+from kvbaton.testing.kit import CaseFailure, KitBroke, kits_own_time, tasks_per_core
 
 STARTS_WITHIN_S = 60.0
+"""A process that was started, with all that it imports, on a machine that is not busy."""
 WORKER = "kvbaton.testing.remote_worker"
+
+
+class CaseLate(CaseFailure):
+    """An answer did not come in time."""
 
 
 class RemoteProcess:
@@ -70,7 +75,7 @@ class RemoteProcess:
             idle: called about every millisecond until then.
 
         Raises:
-            CaseFailure: it does not come in time, or the process ends first.
+            CaseFailure: it does not come in time (`CaseLate`), or the process ends first.
         """
         deadline = time.monotonic() + (within or self._patience)
         ready = select.poll()  # `select` takes no descriptor above 1,023
@@ -79,7 +84,8 @@ class RemoteProcess:
             while b"\n" not in self._rest:
                 while not ready.poll(1.0 if idle else 1e3 * max(0.0, deadline - time.monotonic())):
                     late = f"the remote process did not say {' or '.join(wanted)} in time"
-                    require(time.monotonic() < deadline, late)
+                    if time.monotonic() >= deadline:
+                        raise CaseLate(late)
                     if idle is not None:
                         idle()
                 chunk = os.read(self._out.fileno(), 1 << 16)
@@ -102,8 +108,19 @@ class RemoteProcess:
         return [line.split() for line in self._lines]
 
     def started(self) -> list[str]:
-        """Wait for ``ready`` or a card, as long as starting Python may take."""
-        return self.line("ready", "card", within=STARTS_WITHIN_S)
+        """Wait for ``ready`` or a card.
+
+        Raises:
+            CaseFailure: the process ends first, or is late after it has said ``begun``.
+            KitBroke: it is late before, which is not the connector's fault.
+        """
+        within = STARTS_WITHIN_S * tasks_per_core()
+        with kits_own_time():
+            try:
+                words = self.line("begun", "ready", "card", within=within)
+            except CaseLate as late:
+                raise KitBroke(f"a process starts too slowly: {late}") from late
+        return self.line("ready", "card", within=within) if words == ["begun"] else words
 
     def card(self) -> bytes:
         """Of the transport of a remote worker that was just started."""
@@ -141,4 +158,5 @@ def start_worker(kind: str, spec: str, *words: object, patience: float) -> Remot
     def start(streams: list[int]) -> ForkedProcess:
         return fork_server().start(WORKER, [kind, spec, *map(str, words)], streams, [module])
 
-    return RemoteProcess(start, patience)
+    with kits_own_time():  # the server imports what the process needs
+        return RemoteProcess(start, patience)

@@ -11,6 +11,8 @@ and again. It ends with its input.
 prints ``ready`` and waits for a line. Then ``write`` stores objects 0 to COUNT - 1 one by one, and
 prints ``begin I`` before and ``done I`` after each; ``read`` pins and loads them all, again and
 again, and prints ``round`` after each time. The objects follow from NONCE, I and SIZE.
+
+Either says ``begun`` first, when all is imported: what is late from then on is the connector.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from kvbaton.connectors.base import Device, Handle, Peer, Status
-from kvbaton.connectors.registry import TRANSPORTS, find_connector, load_store, split_spec
+from kvbaton.connectors.registry import STORES, TRANSPORTS, find_connector, load_store, split_spec
 from kvbaton.errors import KvbatonError
 from kvbaton.testing.store_rig import views
 from kvbaton.testing.transport_rig import PAUSE_S, Buffer, fresh_name, pack
@@ -53,7 +55,9 @@ def serve_transport(
     # Whoever started this has built one like it, by `load_transport`, which checks more.
     target, options = split_spec(spec, TRANSPORTS)
     arguments = {"name": fresh_name(), "host": "127.0.0.1"} | options
-    transport: Any = find_connector(TRANSPORTS, target)(**arguments)
+    make_transport: Any = find_connector(TRANSPORTS, target)
+    _say("begun")
+    transport = make_transport(**arguments)
     transport.register(buffer.memory)
     _say("card", transport.card().hex(), os.getpid(), buffer.memory.address)
     whole = pack([(0, 0, 0, 0, num_bytes, 1, 0, 0)])
@@ -83,9 +87,11 @@ def remote_objects(nonce: int, size: int, count: int) -> dict[bytes, bytes]:
 
 def use_store(spec: str, job: str, nonce: int, size: int, count: int) -> None:
     """See the module."""
+    objects = remote_objects(nonce, size, count)
+    find_connector(STORES, split_spec(spec, STORES)[0])
+    _say("begun")
     store = load_store(spec, name="remote")
     store.open()
-    objects = remote_objects(nonce, size, count)
     _say("ready")
     sys.stdin.readline()
     if job == "write":

@@ -25,13 +25,13 @@ class _Suite:
         spec: see `Subject`.
         back_door: see `Subject`.
         depth: see `Subject`.
-        limit: seconds for each case.
+        limit: seconds for each case; None for that of `Subject.run`.
     """
 
     spec: Any = ""
     back_door: ClassVar[Any] = None
     depth: ClassVar[int] = 1
-    limit: ClassVar[float] = 120.0
+    limit: ClassVar[float | None] = None
 
     @pytest.fixture(name="spec")
     def _spec(self) -> str:

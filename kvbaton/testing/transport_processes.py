@@ -30,9 +30,9 @@ from kvbaton.testing.transport_rig import (
 
 NUM_BYTES = 48 << 20
 FRACTIONS = (0.0, 0.1, 0.5, 0.9, 1.0)
+"""Of a write's bytes or time: when the far side is killed."""
 KILLS = 3
 """A write that was under way when its target was killed is done by chance at most so often."""
-"""Of a write's bytes or time: when the far side is killed."""
 FOUND_WITHIN_S = 5.0
 """A death must be known after this long."""
 WATCH_S = 0.2

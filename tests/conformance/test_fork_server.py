@@ -57,5 +57,5 @@ def test_what_was_killed_has_ended_and_may_be_killed_again() -> None:
     with RemoteProcess(start, 20.0) as process:
         process.started()
         process.kill()
-        assert process.all_lines()[0][0] == "card", "its end of the stream is closed"
+        assert process.all_lines()[1][0] == "card", "its end of the stream is closed"
         process.kill()
