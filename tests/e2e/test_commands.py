@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import descendants_of, is_alive, processes_with
+from tests.support.forked_command import ForkedCommand
+from tests.support.processes import descendants_of, is_alive
 from tests.support.servers import poll
 
 pytestmark = pytest.mark.e2e
@@ -24,6 +25,7 @@ UP = ("--port=0", "--num-blocks=64", "--max-model-len=256")
 
 
 def start(words: list[str], log: Path) -> subprocess.Popen[bytes]:
+    """Start ``kvbaton`` with these words, as a shell does."""
     with log.open("wb") as file:
         return subprocess.Popen(
             [sys.executable, "-m", "kvbaton", *words],
@@ -36,19 +38,24 @@ def start(words: list[str], log: Path) -> subprocess.Popen[bytes]:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Callable[..., tuple[int, str]]:
-    """Runs a command to its end; returns status and what it wrote."""
+def run(tmp_path: Path) -> Callable[..., tuple[int, str, frozenset[int]]]:
+    """Runs a command to its end; returns status, what it wrote and which processes it had."""
 
-    def to_the_end(*words: str, seconds: float = 60.0) -> tuple[int, str]:
-        log = tmp_path / "log"
-        process = start(list(words), log)
+    def to_the_end(*words: str) -> tuple[int, str, frozenset[int]]:
+        log, children = tmp_path / "log", frozenset[int]()
+        with log.open("wb") as file:
+            process = ForkedCommand(words, file.fileno())
+
+        def has_ended() -> bool:
+            nonlocal children
+            children |= descendants_of(process.pid)
+            return process.poll() is not None
+
         try:
-            status = process.wait(seconds)
+            poll("its end", has_ended, 60.0, log.read_text)
+            return process.wait(), log.read_text(), children
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        return status, log.read_text()
+            process.kill()
 
     return to_the_end
 
@@ -63,8 +70,10 @@ def truncated(checkpoint: Callable[..., Path], tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_missing_model(run: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
-    status, text = run("prefill", f"--model={tmp_path / 'nowhere'}", "--port=0")
+def test_a_missing_model(
+    run: Callable[..., tuple[int, str, frozenset[int]]], tmp_path: Path
+) -> None:
+    status, text, _ = run("prefill", f"--model={tmp_path / 'nowhere'}", "--port=0")
     assert status == 2
     assert "--model" in text
     assert "nowhere" in text
@@ -72,11 +81,11 @@ def test_a_missing_model(run: Callable[..., tuple[int, str]], tmp_path: Path) ->
 
 
 def test_a_port_in_use(
-    run: Callable[..., tuple[int, str]], checkpoint: Callable[..., Path]
+    run: Callable[..., tuple[int, str, frozenset[int]]], checkpoint: Callable[..., Path]
 ) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
-        status, text = run("decode", f"--model={checkpoint()}", f"--port={port}")
+        status, text, _ = run("decode", f"--model={checkpoint()}", f"--port={port}")
     assert status == 2
     assert "--port" in text
     assert str(port) in text
@@ -84,10 +93,12 @@ def test_a_port_in_use(
 
 
 def test_up_shows_why_a_node_does_not_start_and_leaves_nothing(
-    run: Callable[..., tuple[int, str]], truncated: Path
+    run: Callable[..., tuple[int, str, frozenset[int]]], truncated: Path
 ) -> None:
-    status, text = run("up", f"--model={truncated}", *UP, "--prefill=1", "--decode=1")
-    assert processes_with(str(truncated)) == []
+    words = ("up", f"--model={truncated}", *UP, "--prefill=1", "--decode=1")
+    status, text, children = run(*words)
+    assert len(children) >= 2
+    assert not any(map(is_alive, children))
     assert status == 1
     assert "prefill-0: starting" in text
     last_words = text.partition("ended with status 2")[2]
@@ -98,7 +109,9 @@ def test_up_shows_why_a_node_does_not_start_and_leaves_nothing(
     assert "not ready after" not in text
 
 
-def interrupt(process: subprocess.Popen[bytes], said: Callable[[], str], least: int) -> None:
+def interrupt(
+    process: subprocess.Popen[bytes] | ForkedCommand, said: Callable[[], str], least: int
+) -> None:
     """Ctrl-C ends a command and all that it has started, `least` processes, without a word."""
     children = descendants_of(process.pid)
     assert len(children) >= least

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import wait
 
 import pytest
 
 from tests.e2e.conftest import MakePair
 from tests.support.oracle import Oracle
-from tests.support.servers import Metrics, Node, Router
+from tests.support.servers import POLL_S, Metrics, Node, Router
 
 pytestmark = pytest.mark.e2e
 
@@ -27,7 +28,7 @@ def test_preemption_while_blocks_arrive(
     prompts = [prompt(20 + 2 * i) for i in range(20)]
     futures = [pair.submit(ids, max_tokens=60) for ids in prompts]
     watched: list[Metrics] = []
-    while not all(future.done() for future in futures):
+    while wait(futures, POLL_S).not_done:
         watched.append(pair.at_d())
     answers = [list(future.result().choices[0].token_ids) for future in futures]
     assert answers == [oracle.greedy(ids, 60) for ids in prompts]

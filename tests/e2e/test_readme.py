@@ -1,4 +1,8 @@
-"""The README's and the launch scripts' commands, run as they stand but for folder and ports."""
+"""The README's and the launch scripts' commands, run as they stand but for folder and ports.
+
+The script's are executed anew, as `test_commands.py` does with ``kvbaton up``; README's same ones
+are forked off a process that has imported what they need.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,7 @@ import pytest
 
 from tests.docs.test_commands import PAGES, ROOT, blocks
 from tests.e2e.test_commands import interrupt
+from tests.support.forked_command import ForkedCommand
 from tests.support.servers import poll
 
 pytestmark = pytest.mark.e2e
@@ -47,11 +52,24 @@ class Shell:
         ports = map(str, free_ports(3))
         self._ports = dict(zip(("8000", "8100", "8200"), ports, strict=True))
         self._model, self._log = str(model), log
-        self._started: list[subprocess.Popen[bytes]] = []
+        self._started: list[subprocess.Popen[bytes] | ForkedCommand] = []
+
+    def _ours(self, text: str) -> str:
+        """With our folder and ports."""
+        text = re.sub(r"\bDIR\b", self._model, text)
+        return re.sub(r"\b(8000|8100|8200)\b", lambda port: self._ports[port[0]], text)
+
+    def fork(self, line: str) -> ForkedCommand:
+        """One command, which needs no shell."""
+        kvbaton, *words = shlex.split(self._ours(line), comments=True)
+        assert kvbaton == "kvbaton"
+        with self._log.open("ab") as out:
+            process = ForkedCommand(words, out.fileno())
+        self._started.append(process)
+        return process
 
     def run(self, text: str) -> subprocess.Popen[bytes]:
-        text = re.sub(r"\bDIR\b", self._model, text)
-        text = re.sub(r"\b(8000|8100|8200)\b", lambda port: self._ports[port[0]], text)
+        text = self._ours(text)
         text = re.sub(r"\bkvbaton (?=[a-z]+ )", f"{shlex.quote(sys.executable)} -m kvbaton ", text)
         with self._log.open("ab") as out:
             process = subprocess.Popen(
@@ -103,14 +121,13 @@ def shell(checkpoint: Callable[..., Path], tmp_path: Path) -> Iterator[Shell]:
 
 def test_node_by_node(shell: Shell) -> None:
     for line in NODES.splitlines():
-        shell.run(f"exec {line}" if "router " in line[:15] else f"exec {line} {SMALL}")
+        shell.fork(line if "router " in line[:15] else f"{line.partition('#')[0]} {SMALL}")
     shell.until_answered()
 
 
 def test_one_command(shell: Shell) -> None:
     line = next(line for line in UP.splitlines() if "kvbaton up" in line)
-    words = f"exec {line.partition('#')[0]} --port 8000 {SMALL}"  # what is the default
-    process = shell.run(words)
+    process = shell.fork(f"{line.partition('#')[0]} --port 8000 {SMALL}")  # what is the default
     shell.until_answered()
     poll(
         "what happens", lambda: "running, 0 waiting · 1 answered" in shell.said(), 60.0, shell.said
