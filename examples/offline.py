@@ -15,5 +15,5 @@ def main(model: str) -> None:
         print(answer.outputs[0].text)
 
 
-if __name__ == "__main__":  # the engine is a child process, which imports this file again
+if __name__ == "__main__":
     main(sys.argv[1])

@@ -77,12 +77,15 @@ def make_parser() -> argparse.ArgumentParser:
     for name, fill, run, text in (
         (
             "up",
-            _flags_of(
-                "kvbaton.cluster.config:ClusterConfig",
-                order=("cluster", "endpoint", None),
-                skip={"encoder_only"},
-                port=8000,
-                log_level="warning",
+            _takes_model(
+                _flags_of(
+                    "kvbaton.cluster.config:ClusterConfig",
+                    order=("cluster", "endpoint", None),
+                    skip={"encoder_only"},
+                    model=None,
+                    port=8000,
+                    log_level="warning",
+                )
             ),
             run_up,
             "Start a whole cluster on this machine, or on those of a Ray cluster.",
@@ -166,6 +169,7 @@ def _node_flags(port: int, *skip: str, role: str | None = None) -> FillParser:
         "kvbaton.server.config:NodeConfig",
         order=("node", None, "endpoint"),
         skip={"encoder_only", *skip},
+        model=None,
         port=port,
         node_id=None,
     )
@@ -175,7 +179,7 @@ def _node_flags(port: int, *skip: str, role: str | None = None) -> FillParser:
             parser.set_defaults(role=role)
         fill(parser)
 
-    return fill_for_role
+    return _takes_model(fill_for_role)
 
 
 def _flags_of(path: str, **settings: Any) -> FillParser:
@@ -211,7 +215,7 @@ def run_up(args: argparse.Namespace) -> int:
     from kvbaton.cluster.config import ClusterConfig
     from kvbaton.cluster.launcher import run
 
-    model = args.model
+    model = args.model_tag or args.model
     find_model(args)
     if args.ray is not None:  # other machines read it where it is here, a GGUF file themselves
         args.model = os.path.abspath(model)
@@ -263,20 +267,34 @@ def node_config(args: argparse.Namespace) -> NodeConfig:
     return from_args(NodeConfig, args, role=args.role)
 
 
+def _takes_model(fill: FillParser) -> FillParser:
+    """The model as vLLM has it, without a flag, or by ``--model``; see `find_model`."""
+
+    def fill_both(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="in place of --model")
+        fill(parser)
+
+    return fill_both
+
+
 def find_model(args: argparse.Namespace) -> None:
-    """Put a model's folder in place of what ``--model`` names, which clients know it by.
+    """Put a model's folder in place of what the command line names, which clients know it by.
 
     Raises:
-        ConfigError: it is no model.
+        ConfigError: it is no model, or there is none.
     """
+    from kvbaton.engine.config import check_model_folder
+
+    args.model = vars(args).pop("model_tag", None) or args.model  # a file may name another
+    if args.model is None:
+        raise ConfigError("--model", "is missing: the folder of the model, or a GGUF file")
     if args.served_model_name is None:
         args.served_model_name = args.model
     if args.model.endswith(".gguf"):
         from kvbaton.engine.gguf import model_folder
 
         args.model = model_folder(args.model)
-    if not Path(args.model, "config.json").is_file():
-        raise ConfigError("--model", f"{args.model!r} is no model folder: it has no config.json")
+    check_model_folder(args.model)
 
 
 # --- tools ---

@@ -24,7 +24,7 @@ def add_config_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def with_config(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
-    """A command line with what its ``--config`` says in front.
+    """A command line with what its ``--config`` says behind: no list there ends in a word of ours.
 
     Args:
         parser: of the command, with all of its options.
@@ -56,7 +56,7 @@ def with_config(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[s
         seen[action] = key
         if not said & set(action.option_strings):
             found += _words(action, value, f"{path}: {key!r}")
-    return [*found, *words]
+    return [*words, *found]
 
 
 def _path_in(words: Sequence[str]) -> str | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from kvbaton.errors import ConfigError
@@ -50,6 +52,19 @@ LEAST: dict[str, float] = {
     "max_num_encoder_tokens": 1,
 }
 """The least value of settings, by field of `EngineConfig`; what a model needs is checked later."""
+
+
+def check_model_folder(model: str) -> None:
+    """Refuse what is no Hugging Face folder.
+
+    Raises:
+        ConfigError: naming ``--model``.
+    """
+    if not Path(model, "config.json").is_file():
+        problem = f"{model!r} is no model folder: it has no config.json"
+        if not Path(model).exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+            problem += f"; to have it from Hugging Face: hf download {model} --local-dir DIR"
+        raise ConfigError("--model", problem)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -88,14 +89,12 @@ class Grammars(KVConnector):
 
     @override
     def poll(self, now: float) -> list[Output]:
-        if self._waiting:
-            try:
+        if self._threads is not None:  # who asked for what is compiled may have gone
+            with suppress(BlockingIOError):  # nothing new, but something may be late
                 os.eventfd_read(self._wake_fd)
-            except BlockingIOError:
-                pass  # nothing new, but something may be late
-            for sequence in tuple(self._waiting):
-                if self._has_begun(sequence):
-                    self._unpark(sequence)
+        for sequence in tuple(self._waiting):
+            if self._has_begun(sequence):
+                self._unpark(sequence)
         return []
 
     @override

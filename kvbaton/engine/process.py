@@ -13,9 +13,10 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
+from types import ModuleType
 from typing import TYPE_CHECKING, Self
 
 import msgspec
@@ -153,6 +154,21 @@ def _serve(
         engine.core.close()
 
 
+@contextmanager
+def _no_main_module() -> Iterator[None]:
+    """Let `spawn` find no main module, which it would run again in the child.
+
+    That is a user's script, which may start an engine without an ``if __name__ == "__main__"``, or
+    standard input, which can't be read again. The core needs nothing of it.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
 class EngineProcess(EngineClient):
     """An engine core in a child process, and its local frontend. Make one with `start`.
 
@@ -210,7 +226,8 @@ class EngineProcess(EngineClient):
             daemon=True,
         )
         try:
-            client._process.start()
+            with _no_main_module():
+                client._process.start()
             client._child_end.close()
             client._loop.add_reader(client._reports.fileno(), client._read_report)
             client._loop.add_reader(client._process.sentinel, client._ended)

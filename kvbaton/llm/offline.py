@@ -60,7 +60,8 @@ class LLM:
         """Continue prompts, all at the same time.
 
         Args:
-            prompts: a text, token ids, or a list of such.
+            prompts: a text, token ids, vLLM's ``{"prompt": ...}`` or ``{"prompt_token_ids": ...}``,
+                or a list of such.
             sampling_params: for all, or one per prompt; None takes the model's recommendations.
             use_tqdm: show a progress bar on standard error.
             options: `priority`, `cache_salt` and `timeout` of each; see `AsyncLLM.generate`.
@@ -71,12 +72,13 @@ class LLM:
         Raises:
             RequestError: something is wrong with any of them; none is run then.
             EngineDeadError: the engine is gone.
+            TypeError: what should be `SamplingParams` is something else.
         """
-        single = isinstance(prompts, str | Rendered) or (
+        single = isinstance(prompts, str | Rendered | dict) or (
             bool(prompts) and all(isinstance(item, int) for item in prompts)
         )
         listed = cast("Sequence[Prompt]", [prompts] if single else prompts)
-        if sampling_params is None or isinstance(sampling_params, TextSamplingParams):
+        if not isinstance(sampling_params, list | tuple):
             sampling_params = [sampling_params] * len(listed)  # type: ignore[list-item]
         if len(sampling_params) != len(listed):
             raise ValueError(f"{len(sampling_params)} sampling_params for {len(listed)} prompts")

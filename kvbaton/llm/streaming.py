@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from kvbaton.engine.config import EngineConfig
+from kvbaton.engine.config import EngineConfig, check_model_folder
 from kvbaton.engine.gguf import model_folder
 from kvbaton.engine.process import EngineProcess
 from kvbaton.engine.validate import INT32, Range, check_range
-from kvbaton.errors import ConfigError
+from kvbaton.errors import ConfigError, RequestError
 from kvbaton.llm.params import CompletionOutput, RequestOutput, TextSamplingParams, named_logprobs
 from kvbaton.messages.engine import AddRequest, Item
 from kvbaton.messages.openai import ChatRequest
@@ -41,7 +41,7 @@ class Rendered:
     items: tuple[Item, ...] = ()
 
 
-Prompt = str | Sequence[int] | Rendered
+Prompt = str | Sequence[int] | Rendered | dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,23 @@ class Prepared:
 
     prompt: str | None
     asked: PromptRequest
+
+
+def _prompt_of(said: dict[str, Any]) -> str | Sequence[int]:
+    """What vLLM's ``TextPrompt`` or ``TokensPrompt`` says; token ids win over their text.
+
+    Raises:
+        RequestError: it has neither, or something else.
+    """
+    if other := sorted(said.keys() - {"prompt", "prompt_token_ids"}):
+        raise RequestError("prompts may have prompt or prompt_token_ids only", param=other[0])
+    ids: Sequence[int] | None = said.get("prompt_token_ids")
+    text = said.get("prompt")
+    if ids is not None:
+        return ids
+    if not isinstance(text, str):
+        raise RequestError("a prompt needs a text, or prompt_token_ids", param="prompt")
+    return text
 
 
 class AsyncLLM:
@@ -88,6 +105,7 @@ class AsyncLLM:
         folder = model_folder(model)
         if unknown := sorted(engine.keys() - EngineConfig.__dataclass_fields__.keys()):
             raise ConfigError(unknown[0], "the engine has no such setting")
+        check_model_folder(folder)
         tokenizer = Tokenizer.load(folder, chat_template)
         defaults = sampling_defaults(folder, generation_config)
         client = await EngineProcess.start(
@@ -119,7 +137,8 @@ class AsyncLLM:
         """Continue a prompt.
 
         Args:
-            prompt: a text, token ids, or what `render` has made.
+            prompt: a text, token ids, what `render` has made, or vLLM's ``{"prompt": ...}`` or
+                ``{"prompt_token_ids": ...}``.
             sampling_params: None takes the model's recommendations.
             options: `request_id`, `priority`, `cache_salt`, `timeout` (seconds).
 
@@ -129,6 +148,7 @@ class AsyncLLM:
         Raises:
             RequestError: something in it is wrong, or it took longer than its timeout.
             EngineDeadError: the engine is gone.
+            TypeError: `sampling_params` are something else.
         """
         prepared = await self.prepare(prompt, sampling_params, **options)
         async with aclosing(self.run(prepared)) as deltas:
@@ -172,6 +192,10 @@ class AsyncLLM:
     ) -> Prepared:
         """Check a request; see `generate`."""
         frontend, given = self._frontend, sampling_params or self.default_params()
+        if not isinstance(given, TextSamplingParams):
+            raise TypeError(f"sampling_params must be SamplingParams, not {type(given).__name__}")
+        if isinstance(prompt, dict):
+            prompt = _prompt_of(prompt)
         text = prompt if isinstance(prompt, str) else None
         ids, items = list[int](), tuple[Item, ...]()
         if isinstance(prompt, Rendered):

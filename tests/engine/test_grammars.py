@@ -7,12 +7,14 @@ import re
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from select import select
 from typing import Any
 
 import pytest
 
+from kvbaton.engine.grammars import Grammars
 from kvbaton.errors import RequestError
-from kvbaton.messages.engine import AddRequest, Shutdown
+from kvbaton.messages.engine import AddRequest, SamplingParams, Shutdown
 from kvbaton.text.structured import StructuredOutputs, joined
 from kvbaton.text.tokenizer import Tokenizer
 from tests.engine.test_speculative import SPECULATIVE
@@ -230,6 +232,18 @@ def test_the_node_that_decodes_goes_on_where_the_first_token_led(
         assert at_p.tokens == alone.tokens[:1]
     pair.settle()
     assert pair.d.counters()['kvbaton_prompt_tokens_total{source="transferred"}'] == 41
+
+
+def test_a_grammar_that_nobody_waits_for_keeps_no_core_awake(folder: Path) -> None:
+    grammars = Grammars(folder, 384, [1, 2], lambda sequence: None)
+    try:
+        params = SamplingParams(grammar=json_grammar())
+        grammars.accept(AddRequest(request_id="left", token_ids=(5,), params=params))
+        until(lambda: select(grammars.wake_fds, [], [], 0.0)[0], "it is compiled")
+        grammars.poll(0.0)
+        assert select(grammars.wake_fds, [], [], 0.0)[0] == []
+    finally:
+        grammars.close()
 
 
 def test_a_request_without_one_is_sent_as_before() -> None:

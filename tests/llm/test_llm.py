@@ -58,6 +58,11 @@ def test_generate_equals_transformers(
     assert "3/3" in capsys.readouterr().err, "no progress bar"
     again = llm.generate(answers[0].prompt_token_ids, SamplingParams(**GREEDY, max_tokens=8))
     assert again[0].outputs == answers[0].outputs, "tokens are as good as their text"
+    by_text: dict[str, Any] = {"prompt": TEXTS[0]}
+    by_ids: dict[str, Any] = {"prompt_token_ids": answers[0].prompt_token_ids}
+    named = llm.generate([by_text, by_ids], SamplingParams(**GREEDY, max_tokens=8))
+    named += llm.generate(by_ids, SamplingParams(**GREEDY, max_tokens=8))
+    assert [answer.outputs for answer in named] == 3 * [answers[0].outputs]
 
 
 def test_logprobs_choices_and_own_parameters(llm: LLM) -> None:
@@ -135,14 +140,18 @@ def test_what_is_wrong_is_named(llm: LLM, model: Path) -> None:
         (["x"], _shaped(json="{"), "structured_outputs.json"),
         (["x"], _shaped(choice=[]), "structured_outputs.choice"),
         (["x"], _shaped(choice=["a"], regex="a"), "structured_outputs"),
+        ([{"prompt": "x", "multi_modal_data": {}}], None, "multi_modal_data"),
+        ({}, None, "prompt"),
     ]:
         with pytest.raises(RequestError) as raised:
             llm.generate(prompts, params, use_tqdm=False)  # type: ignore[arg-type]
         assert raised.value.param == named
     with pytest.raises(ConfigError, match="block_sise"):
         LLM(model, block_sise=16)
-    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
-        LLM(model / "nowhere")
+    with pytest.raises(ConfigError, match=r"'org/nowhere' is no model folder.*hf download"):
+        LLM("org/nowhere")
+    with pytest.raises(TypeError, match="SamplingParams, not dict"):
+        llm.generate(["x"], {"max_tokens": 2})  # type: ignore[arg-type]
 
 
 async def test_deltas_and_cancelling(model: Path) -> None:
@@ -169,6 +178,19 @@ def test_the_example(model: Path) -> None:
         [sys.executable, script, model], capture_output=True, text=True, timeout=120, check=True
     )
     assert "'Once upon a time' -> '" in done.stdout
+
+
+def test_a_script_from_standard_input_is_not_run_again(model: Path) -> None:
+    """As little as one from a file, like the README's: neither asks whether it is the main one."""
+    script = (
+        f"import kvbaton\nllm = kvbaton.LLM({str(model)!r}, num_blocks=64, num_threads=1)\n"
+        "params = kvbaton.SamplingParams(max_tokens=2)\n"
+        "print(len(llm.generate('x', params, use_tqdm=False)[0].outputs[0].token_ids))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-"], input=script, capture_output=True, text=True, timeout=120
+    )
+    assert (done.stdout, done.returncode) == ("2\n", 0), done.stderr
 
 
 def test_unknown_names_are_refused() -> None:

@@ -49,8 +49,10 @@ def failure(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["prefill"], "required: --model"),
+        (["prefill"], "--model: is missing"),
         (["prefill", "--model", "/nope"], "--model: '/nope' is no model folder"),
+        (["serve", "/nope", "--port", "0"], "--model: '/nope' is no model folder"),
+        (["up", "some-org/some-model"], "config.json; to have it from Hugging Face: hf download"),
         (["up", "--model", "/nope"], "--model: '/nope' is no model folder"),
         (["decode", "--model", "x", "--dtype", "int3"], "--dtype: invalid choice: 'int3'"),
         (["decode", "--model", "x", "--block-size", "many"], "--block-size: 'many' is no number"),
@@ -370,6 +372,19 @@ def test_a_file_that_is_missing_or_holds_a_wrong_value_is_named(
     (tmp_path / "r.yaml").write_text("port: 70000")
     line = failure(capsys, "router", "--config", str(tmp_path / "r.yaml"))
     assert "--port: 70000 is no port" in line
+
+
+def test_the_model_needs_no_flag(broken_model: str, tmp_path: Path) -> None:
+    file = tmp_path / "node.yaml"
+    file.write_text("model: another\napi-key: [one]")
+    for words in (
+        ["--port=9", broken_model],
+        [broken_model, "--port", "9"],
+        [broken_model, "--config", str(file)],
+        ["--config", str(file), broken_model],
+    ):
+        config = node_config(make_parser().parse_args(["serve", *words]))
+        assert (config.engine.model, config.served_model_name) == (broken_model, broken_model)
 
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
