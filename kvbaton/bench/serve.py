@@ -11,7 +11,7 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from kvbaton.bench.report import percentile, publish
 from kvbaton.config import flag
 from kvbaton.errors import ConfigError
 from kvbaton.server.sse import DONE, read_events
+from kvbaton.server.tls import TrustConfig
 
 FIRST_TOKEN_ID = 3
 """Ids below are special in most vocabularies."""
@@ -43,6 +44,7 @@ class ServeLoad:
         vocab_size: prompts are made of token ids below it.
         seed: of prompts and arrivals.
         timeout_s: for one request.
+        trust: whose certificates are believed.
     """
 
     url: str = flag(MISSING, "of the endpoint, without /v1", metavar=None)
@@ -56,6 +58,7 @@ class ServeLoad:
     vocab_size: int = flag(256, "of prompts", metavar="N")
     seed: int = flag(0, metavar="N")
     timeout_s: float = 600.0
+    trust: TrustConfig = field(default_factory=TrustConfig)
 
     @property
     def base_url(self) -> str:
@@ -77,7 +80,7 @@ def run(load: ServeLoad, out: Path | None = None) -> int:
 async def measure(load: ServeLoad) -> tuple[list[Shot], float]:
     """All requests; returns what came, and the seconds from the first to the end of the last."""
     headers = {"Authorization": f"Bearer {load.api_key}"} if load.api_key else {}
-    connector = aiohttp.TCPConnector(limit=0)
+    connector = aiohttp.TCPConnector(limit=0, ssl=load.trust.client(load.base_url))
     timeout = aiohttp.ClientTimeout(total=load.timeout_s)
     async with aiohttp.ClientSession(
         connector=connector, timeout=timeout, headers=headers

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from kvbaton.cluster.conversation import FAILURES, Answer, Served, Watcher, stream_answer
 from kvbaton.config import flag, human_bytes
+from kvbaton.server.config import check_url
 from kvbaton.server.network import bearer, registration_token
 from kvbaton.server.tls import TrustConfig
 
@@ -61,6 +62,9 @@ class ChatConfig:
     max_tokens: int = flag(1024, "of an answer", metavar="N")
     temperature: float | None = flag(None, "of sampling (the model's own)", metavar="T")
     trust: TrustConfig = field(default_factory=TrustConfig)
+
+    def __post_init__(self) -> None:
+        check_url("URL", self.url)
 
     @property
     def base_url(self) -> str:

@@ -14,6 +14,7 @@ from kvbaton.config import Seconds, flag
 from kvbaton.errors import ConfigError
 from kvbaton.messages.nodes import DrainProgress
 from kvbaton.messages.openai import ErrorBody
+from kvbaton.server.config import check_url
 from kvbaton.server.network import bearer, operator_token
 from kvbaton.server.tls import TrustConfig
 
@@ -52,12 +53,16 @@ class DrainConfig:
     )
     trust: TrustConfig = field(default_factory=TrustConfig)
 
+    def __post_init__(self) -> None:
+        check_url("URL", self.url)
+
 
 def run(config: DrainConfig) -> int:
     """Drain; the exit status: 0 once nothing runs there, 1 if that takes too long.
 
     Raises:
-        ConfigError: we are not let in, or it is neither node nor router.
+        ConfigError: the address is a wrong one, its certificate not trusted, we are not let in, or
+            it is neither node nor router.
     """
     idle = asyncio.run(_drain(config))
     if not idle:
@@ -83,8 +88,13 @@ async def _drain(config: DrainConfig) -> bool:
                         why = f"{config.url} does not let itself be drained: {error.message}"
                         raise ConfigError("URL", why)
                     idle = error.code == "starting"  # it has had no request yet
-            except aiohttp.ClientConnectorError:
-                if not answered:  # it may have ended before, or the address be a wrong one
+            except aiohttp.ClientConnectorError as failure:
+                wrong = aiohttp.ClientSSLError | aiohttp.ClientConnectorDNSError
+                if not answered and isinstance(failure, wrong):
+                    hint = "--ssl-ca-certs says whom to trust"
+                    told = f"{failure}; {hint}" if "CERTIFICATE" in str(failure) else str(failure)
+                    raise ConfigError("URL", f"{config.url} can't be asked: {told}") from failure
+                if not answered:  # it may have ended before, or the port be a wrong one
                     print(f"kvbaton: nobody listens at {config.url}", file=sys.stderr)
                 return True  # nobody is there any more
             except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError) as failure:

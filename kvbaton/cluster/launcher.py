@@ -109,6 +109,8 @@ class Cluster:
             header = "-H 'Content-Type: application/json'"
             if config.api_keys:
                 header += " -H 'Authorization: Bearer YOUR_API_KEY'"
+            if authority := config.tls.ssl_ca_certs or config.tls.ssl_certfile:
+                header = f"--cacert {shlex.quote(authority)} {header}"
             print(f"\nready: {self.url}/v1\n")
             print(f"curl {self.url}/v1/completions {header} -d {data}\n", flush=True)
             await self.serve()

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import signal
 import sys
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Self
 
 from typing_extensions import override
 
 from kvbaton.cluster.config import ClusterConfig, shares, visible_gpus
+from kvbaton.connectors.address import is_loopback, is_wildcard
 from kvbaton.engine.process import die_with_parent
 
 TAIL_LINES = 30
@@ -108,6 +111,11 @@ class LocalPlacement(Placement):
     """Nodes are children of this process, and share its machine."""
 
     def __init__(self, config: ClusterConfig) -> None:
+        if config.cluster_key is None and not (
+            is_loopback(config.host) or is_wildcard(config.host)
+        ):
+            # The router is not reached by loopback, by which it else knows who is on this machine.
+            config = replace(config, cluster_key=secrets.token_hex(32))
         super().__init__(config)
         self.address = "[::1]" if config.host == "::" else "127.0.0.1"
         cores = len(os.sched_getaffinity(0))

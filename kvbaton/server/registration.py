@@ -254,7 +254,7 @@ class _Registration:
         self.task.add_done_callback(lambda task: on_news())
 
     async def _repeat(self) -> None:
-        failures, registered = 0, False
+        failures, registered, told = 0, False, set[str]()
         async with self._session() as session:
             while True:
                 self.news.clear()
@@ -264,8 +264,8 @@ class _Registration:
                     self.error = error
                     if not self.listed:
                         return
-                    if failures == 0:
-                        reason = _reason(error)
+                    if (reason := _reason(error)) not in told:
+                        told.add(reason)
                         logger.warning("can't register at %s, trying on: %s", self.where, reason)
                     failures, registered = failures + 1, False
                     longest = min(0.1 * 2**failures, self._registrar.max_backoff_s)
@@ -274,6 +274,7 @@ class _Registration:
                 self._on_news()
                 if self.refusal is None and not registered:
                     logger.info("registered at %s", self.where)
+                told.clear()
                 failures, registered = 0, self.refusal is None
                 pause = self._heartbeat_s if registered else REFUSED_PAUSE_S
                 with suppress(TimeoutError):

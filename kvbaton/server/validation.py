@@ -98,7 +98,8 @@ def check_common(frontend: Frontend, body: SamplingFields) -> None:
         value = getattr(body, name, None)
         harmless = value is None or value is False or value in ("", [])
         if not harmless:
-            raise RequestError(f"{name} is not supported", param=name, code="unsupported")
+            hint = f': give structured_outputs {{"{name[7:]}": ...}}' if "guided_" in name else ""
+            raise RequestError(f"{name} is not supported{hint}", param=name, code="unsupported")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise RequestError("best_of must equal n", param="best_of", code="unsupported")
     if body.stream_options is not None and not body.stream:

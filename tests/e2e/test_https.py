@@ -50,6 +50,8 @@ def test_everything_is_asked_over_https(
             whole["choices"][0]["text"] == node.post("/v1/completions", body)["choices"][0]["text"]
         )
         assert router.post("/reset_prefix_cache", {})["nodes"] == {"secret": True}
+        load = ["--requests=2", "--input-len=4", "--output-len=2"]
+        assert main(["bench", "serve", "--url", router.url, *load]) == 0
         assert main(["drain", node.url, "--timeout", "30"]) == 0
     finally:
         cluster.stop()

@@ -14,6 +14,7 @@ import pytest
 
 from kvbaton.cli import main, make_parser, node_config
 from kvbaton.cluster.config import ClusterConfig, shares
+from kvbaton.cluster.placement import LocalPlacement
 from kvbaton.config import attribute_docs, from_args, human_int, words_of
 from kvbaton.connectors.transfer.config import HandoverConfig
 from kvbaton.engine.config import EngineConfig
@@ -372,6 +373,15 @@ def test_a_file_that_is_missing_or_holds_a_wrong_value_is_named(
     (tmp_path / "r.yaml").write_text("port: 70000")
     line = failure(capsys, "router", "--config", str(tmp_path / "r.yaml"))
     assert "--port: 70000 is no port" in line
+
+
+def test_nodes_of_a_router_that_loopback_does_not_reach_have_a_key() -> None:
+    engine = EngineConfig(model="m", device="cpu")
+    for host, made in (("127.0.0.1", False), ("0.0.0.0", False), ("::", False), ("10.1.2.3", True)):
+        placement = LocalPlacement(ClusterConfig(engine=engine, host=host))
+        assert bool(placement.config.cluster_key) is made
+        given = LocalPlacement(ClusterConfig(engine=engine, host=host, cluster_key="mine"))
+        assert given.config.cluster_key == "mine"
 
 
 def test_the_model_needs_no_flag(broken_model: str, tmp_path: Path) -> None:

@@ -111,6 +111,27 @@ async def test_a_node_whose_id_is_in_use_waits_is_told_whose_it_is_and_removes_n
     assert rig.directory.membership.members["d0"].info.generation == "2"
 
 
+async def test_each_reason_why_it_can_not_register_is_logged_once(
+    make_rig: Any, start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = await make_rig(prefill=0)
+    answers = itertools.cycle(("first", "second"))
+    asked: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(next(answers))
+        return web.Response(status=502, text=asked[-1])
+
+    app = web.Application()
+    app.router.add_post("/nodes", answer)
+    async with TestServer(app) as server:
+        start(str(server.make_url("")), lambda: other.nodes["d0"].info, max_backoff_s=0.06)
+        await eventually(lambda: len(asked) > 5)
+    said = [record.getMessage() for record in caplog.records if "trying on" in record.msg]
+    assert [text.rpartition(" ")[2] for text in said[:2]] == ["first", "second"]
+    assert sum("first" in text or "second" in text for text in said) == 2
+
+
 GOOD = b'{"control_addresses": [], "heartbeat_s": 0.01}'
 GOOD_TOO = b'{"control_addresses": ["tcp://127.0.0.1:5"], "heartbeat_s": 0.01}'
 NONSENSE = [

@@ -76,6 +76,15 @@ async def test_who_is_not_there_has_nothing_to_finish(
     assert "nobody listens at http://127.0.0.1:9" in capsys.readouterr().err
 
 
+async def test_who_can_not_be_asked_is_not_taken_for_gone(server: Answers) -> None:
+    plain, server.url = server.url, server.url.replace("http:", "https:")
+    with pytest.raises(ConfigError, match=r"URL: https://\S+ can't be asked"):
+        await server.drain()
+    server.url = plain.partition("://")[2]
+    with pytest.raises(ConfigError, match="is no http URL"):
+        await server.drain()
+
+
 @pytest.mark.parametrize("status", [401, 403])
 async def test_who_is_not_let_in_is_told(server: Answers, status: int) -> None:
     server.script = [(status, REFUSED)]
