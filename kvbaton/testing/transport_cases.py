@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,7 +38,7 @@ QUICK_S = 0.02
 BUSY_BYTES = 16 << 20
 ENDS = 16
 WATCH_S = 0.1
-"""For what lands after a fence."""
+"""For what lands after a fence, or after all has drained."""
 FEW = 16
 """A part of the most ranges that tells how long all of them take."""
 
@@ -386,6 +386,10 @@ def closed_peer(pair: Pair) -> None:
     ended = lambda: all(h.status() is not Status.PENDING for h in handles)  # noqa: E731
     pair.wait(ended, "no write to a closed peer is pending")
     require(not (memory[1] == 2).any(), "after `close` said True our memory was read")
+    if all(handle.status() in (Status.DONE, Status.DRAINED) for handle in handles):
+        found = memory[1].copy()
+        _watch(pair)
+        require(np.array_equal(memory[1], found), "bytes of a write landed after it had DRAINED")
     pair.complete(pair.write(pair.rows(4)))
     pair.source.close(pair.peer)
     handle = pair.source.write(pair.peer, pack([(0, 0, 0, 0, 4, 1, 0, 0)]), b"late")
@@ -407,12 +411,23 @@ def fence(pair: Pair) -> None:
         proven = pair.target.fence(pair.back)
         require(not proven, "this fence claims what it can't know: the peer's process is alive")
         return
+    card = pair.target.card()
+    dialling = pair.source.connect(card)
     pair.wait(lambda: pair.target.fence(pair.back), "a fence of scope PEER of a live peer")
-    handle = pair.source.write(pair.peer, pack(pair.rows(4)), b"fenced")
-    require(pair.finish(handle) is not Status.DONE, "a write of a fenced peer can't be done")
-    pair.compare("after a fence")
+    peers = [pair.peer, dialling]
+    with suppress(TransportError):  # this card may be known to be of no use any more
+        peers.append(pair.source.connect(card))
+    for number, peer in enumerate(peers):
+        handle = pair.source.write(peer, pack(pair.rows(4)), b"fenced")
+        told = "a write of a fenced peer can't be done" + ", also if it dials once more" * (
+            number > 0
+        )
+        require(pair.finish(handle) is not Status.DONE, told)
+        pair.compare("after a fence")
     require(b"fenced" not in pair.notices, "a fenced write was notified")
     require(pair.target.fence(pair.back), "a fence holds")
+    for peer in peers[1:]:
+        pair.wait(lambda p=peer: pair.source.close(p), "a peer is closed")  # type: ignore[misc]
     for transport, peer in ((pair.source, pair.peer), (pair.target, pair.back)):
         pair.wait(lambda t=transport, p=peer: t.close(p), "a peer is closed")  # type: ignore[misc]
     # The next session of two that live.
@@ -436,13 +451,17 @@ def fence_amid_writes(pair: Pair) -> None:
     pair.wait(lambda: bool(memory[1].any()), "the first bytes of a write")
     pair.wait(lambda: pair.target.fence(pair.back), "a fence of scope PEER of a live peer")
     memory[1][:] = 3
-    limit = time.monotonic() + WATCH_S
-    while time.monotonic() < limit:
-        pair.poll()
+    _watch(pair)
     landed = np.count_nonzero(memory[1] != 3)
     require(not landed, f"{landed} bytes landed after the fence had said True")
     for handle in handles:
         require(pair.finish(handle) is not Status.PENDING, "a write of a fenced peer must end")
+
+
+def _watch(pair: Pair) -> None:
+    limit = time.monotonic() + WATCH_S
+    while time.monotonic() < limit:
+        pair.poll()
 
 
 @case(3)

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvbaton.connectors.base import FenceScope, Handle, Peer, Status
 from kvbaton.connectors.registry import load_transport
-from kvbaton.testing.kit import KitBroke, require
+from kvbaton.testing.kit import KitBroke, require, tasks_per_core
 from kvbaton.testing.remote import start_worker
 from kvbaton.testing.remote_worker import FILLED, NOTICE
 from kvbaton.testing.transport_rig import (
@@ -36,6 +36,8 @@ KILLS = 3
 FOUND_WITHIN_S = 5.0
 """A death must be known after this long."""
 WATCH_S = 0.2
+WATCH_DRAINED_S = 1.0
+"""For what a process takes in that goes on, on a machine that is not busy."""
 UNTOUCHED = 99
 
 
@@ -66,12 +68,12 @@ class _Sides:
         """Start writing all of our region over theirs."""
         return self.transport.write(self.peer, pack([(0, 0, 0, 0, NUM_BYTES, 1, 0, 0)]), notice)
 
-    def landed(self) -> bool:
-        """Whether the far side's memory is like ours, also if its process is stopped."""
+    def theirs(self) -> bytes:
+        """The far side's memory, also if its process is stopped."""
         path, address = self._far
         try:
             with path.open("rb", 0) as memory:
-                return os.pread(memory.fileno(), NUM_BYTES, address) == self.memory.tobytes()
+                return os.pread(memory.fileno(), NUM_BYTES, address)
         except PermissionError as error:
             raise KitBroke(f"the memory of another process can't be read: {error}") from error
 
@@ -170,6 +172,16 @@ def _wait_for_end(sides: _Sides, handle: Handle) -> None:
 
 
 @case(3, "processes")
+def a_killed_idle_target(pair: Pair) -> None:
+    """A target that is killed while nothing moves is reported lost as well, and the fence holds."""
+    with _Sides(pair) as sides:
+        sides.finish(sides.write(b"first"))
+        sides.remote.line("notice")
+        sides.remote.signal(signal.SIGKILL)
+        sides.expect_lost()
+
+
+@case(3, "processes")
 def a_killed_writer(pair: Pair) -> None:
     """Whenever a writer is killed, it is lost, the fence holds, and parts are not notified."""
     for fraction in FRACTIONS:
@@ -226,12 +238,29 @@ def a_stopped_target(pair: Pair) -> None:
         seconds = time.monotonic() - start
         require(seconds < 3.0, f"close took {seconds:.1f} s")
         _require_truth(sides, handle)
+        _require_drained_is_final(sides, handle)
         sides.remote.signal(signal.SIGKILL)
         final = handle.status() if handle.status() is Status.DONE else Status.DRAINED
         sides.wait(lambda: handle.status() is final, "drained", FOUND_WITHIN_S)
 
 
+def _require_drained_is_final(sides: _Sides, handle: Handle) -> None:
+    """A write that soon says DRAINED, though its target lives: that takes in nothing of it."""
+    limit = time.monotonic() + 2 * WATCH_S
+    while handle.status() is not Status.DRAINED:
+        sides.poll()
+        time.sleep(PAUSE_S)
+        if handle.status() is Status.DONE or time.monotonic() >= limit:
+            return  # most can't call back what is on the wire
+    drained = sides.theirs()
+    sides.remote.signal(signal.SIGCONT)
+    limit = time.monotonic() + WATCH_DRAINED_S * tasks_per_core()
+    while time.monotonic() < limit:
+        require(sides.theirs() == drained, "bytes of a write landed after it had DRAINED")
+        sides.poll()
+
+
 def _require_truth(sides: _Sides, handle: Handle) -> None:
     """A target that is stopped can't take what is sent: what is done was written without it."""
-    there = handle.status() is not Status.DONE or sides.landed()
+    there = handle.status() is not Status.DONE or sides.theirs() == sides.memory.tobytes()
     require(there, "a write to the stopped is DONE, but its bytes are not there")

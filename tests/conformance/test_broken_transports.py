@@ -8,7 +8,7 @@ from kvbaton.connectors.base import Capabilities, Peer, Ranges, Transport
 from kvbaton.connectors.transports.memory import MemoryHandle, MemoryHub, MemoryTransport
 from kvbaton.testing.check import Subject
 from kvbaton.testing.kit import CaseVerdict, Outcome, run_case
-from kvbaton.testing.transport_rig import Pair, fresh_name, pair_of
+from kvbaton.testing.transport_rig import Pair, fresh_name
 from tests.connectors_broken.transports import BROKEN
 
 
@@ -35,12 +35,24 @@ def test_the_first_case_to_fail_is_the_one_for_it(broken: type[MemoryTransport])
     assert (failure.case, failure.verdict) == (BROKEN[broken], CaseVerdict.FAILED), failure.text
 
 
-def test_done_is_not_believed_of_a_process_that_is_stopped() -> None:
-    spec = "tests.connectors_broken.processes:DoneWhenSent"
-    cases = {case.id: case for case in Subject(spec, "transport").cases()}
-    outcome = run_case(cases["L3.a-stopped-target"], lambda: pair_of(spec), limit=60.0)
-    assert outcome.verdict is CaseVerdict.FAILED, outcome.text
-    assert "its bytes are not there" in outcome.text
+BETWEEN_PROCESSES = {
+    "DoneWhenSent": ("L3.a-stopped-target", "its bytes are not there"),
+    "DoneWhenBroken": ("L3.a-killed-target", "a write to the killed can't be done"),
+    "DrainedWhenHungUp": ("L3.a-stopped-target", "landed after it had DRAINED"),
+    "TakesHalfCloses": ("L3.a-killed-idle-target", "a dead peer is lost: not in time"),
+    "AdmitsOldCards": ("L2.fence", "dials once more"),
+}
+"""Each transport, the case that must catch it, and what that says."""
+
+
+@pytest.mark.parametrize("broken", BETWEEN_PROCESSES)
+def test_its_case_catches_what_breaks_between_processes(broken: str) -> None:
+    spec = f"tests.connectors_broken.processes:{broken}"
+    subject = Subject(spec, "transport")
+    (case,) = (case for case in subject.cases() if case.id == BETWEEN_PROCESSES[broken][0])
+    outcome = subject.run(case)
+    assert outcome.verdict is CaseVerdict.FAILED, outcome
+    assert BETWEEN_PROCESSES[broken][1] in outcome.text
 
 
 def test_the_transport_that_they_mutate_passes() -> None:

@@ -5,6 +5,7 @@ They prove that the kit can fail. All are the memory transport with one thing ch
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -434,6 +435,52 @@ class FencesWhatBegins(NotifiesBeforeTheEnd):
         return super().close(peer)
 
 
+class LetsTheFencedDialAgain(MemoryTransport):
+    """A fence ends connections: who was fenced is let in by a late one, with its old card."""
+
+    def connect(self, card: bytes) -> MemoryPeer:
+        """Connect, and be no longer fenced over there."""
+        peer = super().connect(card)
+        target = self.hub.find(peer.name)
+        assert target is not None
+        target._fenced.discard(self.name)
+        return peer
+
+
+class DrainedBeforeItLands(MemoryTransport):
+    """Says DRAINED of writes to a closed peer of which all has left, and nothing has landed."""
+
+    def __init__(self, name: str, *, host: str = "", hub: MemoryHub | None = None) -> None:
+        super().__init__(name, host=host, hub=hub)
+        self._wire: list[tuple[int, bytes]] = []
+        self._late: list[tuple[int, bytes]] = []
+
+    def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> MemoryHandle:
+        """Send some megabytes slowly."""
+        if len(ranges) == 1 and 1 << 23 < num_bytes(ranges) < 1 << 25:
+            self.hub.hold()
+            target = self.hub.find(peer.name)
+            assert target is not None
+            source, start, region, end, length, *_ = ranges[0].tolist()
+            sent = ctypes.string_at(self._regions.addresses()[source] + start, length)
+            self._wire.append((target._regions.addresses()[region] + end, sent))
+        return super().write(peer, ranges, notice)
+
+    def close(self, peer: Peer) -> bool:
+        """End the writes, and not what is on the wire."""
+        self._late, self._wire = self._wire, []
+        return super().close(peer)
+
+    def notices(self) -> Sequence[Notice]:
+        """Everything lands."""
+        self._wire.clear()
+        self.hub.release()
+        for address, data in self._late:
+            ctypes.memmove(address, data, len(data))
+        self._late.clear()
+        return super().notices()
+
+
 def num_bytes(ranges: Ranges) -> int:
     """How much a write moves; 0 for what is no write."""
     if ranges.ndim != 2 or ranges.shape[1] != len(RangeColumn) or not len(ranges):
@@ -465,6 +512,8 @@ BROKEN: dict[type[MemoryTransport], str] = {
     NotifiesBeforeTheEnd: "L2.notice-follows-the-last-bytes",
     FencesInWordsOnly: "L2.fence",
     FencesForEver: "L2.fence",
+    LetsTheFencedDialAgain: "L2.fence",
+    DrainedBeforeItLands: "L2.closed-peer",
     FencesWhatBegins: "L2.fence-amid-writes",
     MixesWritersUp: "L2.many-writes",
     OutlivesShutdown: "L3.dead-peer",
