@@ -34,7 +34,7 @@ EVERYTHING = (
     *("router.autoscaling.enabled=false", "nodes.prefill.extraArgs={--block-size=32}"),
     *("networkPolicy.clients[0].podSelector.matchLabels.app=web",),
     *("networkPolicy.metrics[0].namespaceSelector.matchLabels.name=monitoring",),
-    *("nodes.prefill.nodeSelector.gpu=h200", "router.podAnnotations.a=b"),
+    *("nodes.prefill.nodeSelector.gpu=h200", "router.podAnnotations.a=b", "tls.secret=routers-tls"),
 )
 ADDRESSES = {"$(POD_NAME)": "kvbaton-prefill-0", "$(POD_IP)": "10.1.2.3"}
 GIVEN = {"POD_NAME", "POD_IP", "HOME", "KVBATON_CLUSTER_KEY", "KVBATON_API_KEY"}
@@ -98,6 +98,11 @@ def words_of(workload: dict[str, Any]) -> list[str]:
             word = word.replace(name, value)
         words.append(word)
     return words
+
+
+def scheme_of(workload: dict[str, Any]) -> str:
+    """With which it is asked."""
+    return "https" if make_parser().parse_args(words_of(workload)).ssl_certfile else "http"
 
 
 def drain_of(workload: dict[str, Any]) -> list[str]:
@@ -240,7 +245,9 @@ def test_nodes_register_with_every_replica_of_the_router(objects: Objects) -> No
     labels = deployment["spec"]["template"]["metadata"]["labels"]
     for workload in of_kind(objects, "StatefulSet"):
         (url,) = make_parser().parse_args(words_of(workload)).router
-        host, port = re.fullmatch(r"http://(.*):(\d+)", url).groups()  # type: ignore[union-attr]
+        found = re.fullmatch(rf"{scheme_of(deployment)}://(.*):(\d+)", url)
+        assert found is not None, url
+        host, port = found.groups()
         service = services[host]
         assert service["clusterIP"] == "None", "its name stands for all addresses"
         assert service["publishNotReadyAddresses"], "a router without nodes is not ready"
@@ -258,10 +265,23 @@ def test_probes_ask_what_is_answered(objects: Objects) -> None:
         for name in ("startupProbe", "livenessProbe", "readinessProbe"):
             probe = container(workload)[name]
             assert probe["httpGet"]["port"] == "http"
+            assert probe["httpGet"].get("scheme", "HTTP").lower() == scheme_of(workload)
             asked[name] = probe["httpGet"]["path"]
         assert set(asked.values()) <= known
         # What is drained, or has no nodes, is not to be restarted.
         assert (asked["livenessProbe"], asked["readinessProbe"]) == ("/live", "/health")
+
+
+def test_files_of_tls_are_there_and_a_nodes_pod_has_no_key(render: Render) -> None:
+    found = list(filter(None, yaml.safe_load_all(render("tls.secret=routers-tls"))))
+    for workload in workloads(found):
+        args = make_parser().parse_args(words_of(workload))
+        (volume,) = (one["secret"] for one in pod(workload)["volumes"] if one["name"] == "tls")
+        files = {item["path"] for item in volume.get("items", ())} or {"tls.crt", "tls.key"}
+        (mount,) = (one for one in container(workload)["volumeMounts"] if one["name"] == "tls")
+        named = {args.ssl_certfile, args.ssl_keyfile, args.ssl_ca_certs} - {None}
+        assert named == {f"{mount['mountPath']}/{name}" for name in files}
+        assert volume["secretName"] == "routers-tls"
 
 
 def test_a_pod_may_finish_what_it_has(objects: Objects) -> None:
@@ -271,7 +291,7 @@ def test_a_pod_may_finish_what_it_has(objects: Objects) -> None:
         assert program == "kvbaton"
         drain, args = make_parser().parse_args(words), make_parser().parse_args(words_of(workload))
         where = "127.0.0.1" if workload["kind"] == "Deployment" else "[fd00::1]"
-        assert drain.url == f"http://{where}:{args.port}"
+        assert drain.url == f"{scheme_of(workload)}://{where}:{args.port}"
         # SIGTERM comes when preStop has ended; of a node the engine and its workers may take 10 s
         # longer than its requests.
         takes = drain.timeout + args.shutdown_timeout + 10

@@ -19,6 +19,10 @@ app.kubernetes.io/instance: {{ .Release.Name }}
   valueFrom: {secretKeyRef: {name: {{ include "kvbaton.secret" . }}, key: apiKeys, optional: true}}
 {{- end }}
 
+{{- define "kvbaton.scheme" -}}
+{{- ternary "https" "http" (ne .Values.tls.secret "") }}
+{{- end }}
+
 {{- define "kvbaton.securityContext" -}}
 allowPrivilegeEscalation: false
 readOnlyRootFilesystem: true
