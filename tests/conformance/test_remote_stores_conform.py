@@ -98,6 +98,11 @@ class TestRedis(RemoteTests):
 class TestS3(RemoteTests):
     store = "s3"
 
+    @pytest.fixture
+    def spec(self, request: pytest.FixtureRequest, server: str) -> str:
+        """A prefix for each case: to tell namespaces the store looks at each object below it."""
+        return server.replace("prefix", request.node.callspec.id)
+
 
 class TestMooncake(RemoteTests):
     store = "mooncake"
