@@ -5,7 +5,8 @@ renames included) and by a loop of `os.open`, `os.write` or `os.read`, and `os.c
 *dd* reads everything into one buffer, as ``dd`` does; *dd into targets* reads it where the store
 has to put it. The loops read the very files that the store wrote. Each round runs all of them, in
 alternating order; ratios are within a round. Cold means that the files' pages were dropped from the
-page cache, by ``posix_fadvise``.
+page cache, by ``posix_fadvise``. CPU time is the whole process's, of user and kernel, for one
+object: unlike the speeds it says something on a busy machine, where more threads get more of it.
 
 Lookups: entries that the store would load, half of them written by another process after the store
 was opened. Each lookup asks for 1,000 others of them, of both halves in turn: 500 of each half that
@@ -85,7 +86,8 @@ class Transfers:
         self.source = _random_bytes(size * self.count)
         self.target = memoryview(mmap.mmap(-1, size * self.count))
         self.keys = [_key(index) for index in range(self.count)]
-        self.speeds: dict[str, list[float]] = {}
+        self.taken: dict[str, list[tuple[float, float]]] = {}
+        """Of each round, microseconds for one object: by the clock, and of CPU time."""
 
     def run(self) -> list[Row]:
         """One row per direction and state of the cache."""
@@ -119,27 +121,38 @@ class Transfers:
         for name, action in cases[::-1] if turned else cases:
             if cold:
                 self._drop_pages()
-            begin = time.perf_counter()
+            begin, cpu = time.perf_counter(), time.process_time()
             action()
-            seconds = time.perf_counter() - begin
-            self.speeds.setdefault(name, []).append(self.size * self.count / seconds / 1e9)
+            taken = time.perf_counter() - begin, time.process_time() - cpu
+            clock, cpu = (1e6 * seconds / self.count for seconds in taken)
+            self.taken.setdefault(name, []).append((clock, cpu))
 
     def _row(self, direction: str, cache: str) -> Row:
-        def of(who: str) -> list[float]:
-            return self.speeds.get(f"{direction} {who} {cache}".strip(), [])
+        def of(who: str, kind: int) -> list[float]:
+            return [
+                taken[kind] for taken in self.taken.get(f"{direction} {who} {cache}".strip(), [])
+            ]
 
-        def ratio(who: str) -> float:
-            return median([a / b for a, b in zip(of("store"), of(who), strict=False)])
+        def speed(who: str) -> float:
+            return median([self.size / us / 1e3 for us in of(who, 0)])
+
+        def ratio(who: str, kind: int) -> float:
+            return median([b / a for a, b in zip(of("store", kind), of(who, kind), strict=False)])
 
         return {
             "object KiB": self.size >> 10,
             "fsync": self.fsync,
             "what": f"{direction} {cache}",
-            "dd GB/s": median(of("dd")),
-            "dd into targets": median(of("dd into targets")),
-            "store": median(of("store")),
-            "of dd": ratio("dd"),
-            "of dd into targets": ratio("dd into targets"),
+            "dd GB/s": speed("dd"),
+            "dd into targets": speed("dd into targets"),
+            "store": speed("store"),
+            "of dd": ratio("dd", 0),
+            "of dd into targets": ratio("dd into targets", 0),
+            "dd CPU us": median(of("dd", 1)),
+            "dd into targets CPU us": median(of("dd into targets", 1)),
+            "store CPU us": median(of("store", 1)),
+            "CPU of dd": ratio("dd", 1),
+            "CPU of dd into targets": ratio("dd into targets", 1),
         }
 
     def _pieces(self, memory: memoryview) -> list[list[memoryview]]:

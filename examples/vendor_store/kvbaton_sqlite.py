@@ -94,15 +94,16 @@ class Database:
 
     def get_many(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> list[bool]:
         """Copy rows' bytes, those that are as they were stored; one query for all."""
-        marks = ",".join("?" * len(keys))
+        answers = [False] * len(keys)
+        # A join costs less than ``IN``, which sorts, and the numbers tell whose row it is.
+        asked = ",".join(f"({number},?)" for number in range(len(keys)))
+        query = f"WITH asked (number, key) AS (VALUES {asked}) SELECT number, sum, data FROM asked"
         with self._connection() as connection:
-            rows = connection.execute(
-                f"SELECT key, sum, data FROM objects WHERE key IN ({marks})", keys
-            )
-            found = {
-                key: data for key, total, data in rows if xxh3_64_intdigest(data) >> 1 == total
-            }
-        return [_fill(target, found.get(key)) for key, target in zip(keys, targets, strict=True)]
+            rows = connection.execute(f"{query} CROSS JOIN objects USING (key)", keys)
+            for number, total, data in rows:
+                if checksum(data) == total:
+                    answers[number] = _fill(targets[number], data)
+        return answers
 
     def put(self, key: bytes, source: Pieces) -> bool:
         """Insert a row."""
@@ -176,8 +177,8 @@ def checksum(data: bytes) -> int:
     return xxh3_64_intdigest(data) >> 1
 
 
-def _fill(target: Pieces, data: bytes | None) -> bool:
-    if data is None or len(data) != sum(map(len, target)):
+def _fill(target: Pieces, data: bytes) -> bool:
+    if len(data) != sum(map(len, target)):
         return False
     if len(target) == 1:
         target[0][:] = data

@@ -56,7 +56,7 @@ for connection in store.backend._connections:
 targets = [bytearray(5000) for _ in keys]
 assert all(store.load(keys, [[memoryview(target)] for target in targets]).result())
 assert targets == data
-assert len(asked) == 1 and asked[0].startswith("SELECT"), asked
+assert len(asked) == 1 and " SELECT number" in asked[0], asked
 store.close()
 """
     done = run(installed, "-W", "error", "-c", code, str(tmp_path / "objects.db"))
