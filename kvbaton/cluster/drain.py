@@ -73,7 +73,7 @@ def run(config: DrainConfig) -> int:
 async def _drain(config: DrainConfig) -> bool:
     url, key = f"{config.url.rstrip('/')}/drain", config.cluster_key
     headers = bearer(operator_token(key) if key else None)
-    began, answered = time.monotonic(), False
+    began, answered, told = time.monotonic(), False, ""
     timeout = aiohttp.ClientTimeout(total=ANSWER_S)
     async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
         while True:
@@ -92,13 +92,15 @@ async def _drain(config: DrainConfig) -> bool:
                 wrong = aiohttp.ClientSSLError | aiohttp.ClientConnectorDNSError
                 if not answered and isinstance(failure, wrong):
                     hint = "--ssl-ca-certs says whom to trust"
-                    told = f"{failure}; {hint}" if "CERTIFICATE" in str(failure) else str(failure)
-                    raise ConfigError("URL", f"{config.url} can't be asked: {told}") from failure
+                    why = f"{failure}; {hint}" if "CERTIFICATE" in str(failure) else str(failure)
+                    raise ConfigError("URL", f"{config.url} can't be asked: {why}") from failure
                 if not answered:  # it may have ended before, or the port be a wrong one
                     print(f"kvbaton: nobody listens at {config.url}", file=sys.stderr)
                 return True  # nobody is there any more
             except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError) as failure:
-                print(f"kvbaton: {url}: {failure!r}", file=sys.stderr)
+                if told != repr(failure):
+                    told = repr(failure)
+                    print(f"kvbaton: {url}: {told}", file=sys.stderr)
                 idle = False
             waited = time.monotonic() - began
             if waited >= config.timeout_s or (idle and waited >= config.settle_s):

@@ -11,6 +11,7 @@ from typing import Any, Self, TypeVar, cast
 
 from tqdm import tqdm
 
+from kvbaton.errors import EngineDeadError
 from kvbaton.llm.params import CompletionOutput, RequestOutput, TextSamplingParams
 from kvbaton.llm.streaming import AsyncLLM, Message, Prepared, Prompt, Rendered
 
@@ -146,6 +147,9 @@ class LLM:
         )
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        if not self.close.alive:
+            work.close()
+            raise EngineDeadError("this LLM was closed")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()

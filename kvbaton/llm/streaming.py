@@ -7,6 +7,7 @@ import secrets
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
 from typing import Any, Self
 
@@ -203,7 +204,11 @@ class AsyncLLM:
         elif isinstance(prompt, str):
             ids = await encode(frontend.tokenizer, prompt, add_special_tokens=True)
         else:
-            ids = list(prompt)
+            try:
+                ids = [index(token) for token in prompt]  # NumPy's, too
+            except TypeError:
+                problem = "a prompt must be a text, or token ids"
+                raise RequestError(problem, param="prompt") from None
         facts = frontend.limits()
         params = checked(given.for_engine(), frontend.config, facts.vocab_size)
         if params.grammar:

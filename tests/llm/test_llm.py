@@ -16,7 +16,7 @@ import torch
 import kvbaton
 from kvbaton import LLM, AsyncLLM, SamplingParams, StructuredOutputs
 from kvbaton.engine.process import EngineProcess
-from kvbaton.errors import ConfigError, RequestError
+from kvbaton.errors import ConfigError, EngineDeadError, RequestError
 from kvbaton.llm.params import CompletionOutput
 
 TEXTS = ["Once upon a time", "The capital of France is", "One, two,"]
@@ -142,6 +142,9 @@ def test_what_is_wrong_is_named(llm: LLM, model: Path) -> None:
         (["x"], _shaped(choice=["a"], regex="a"), "structured_outputs"),
         ([{"prompt": "x", "multi_modal_data": {}}], None, "multi_modal_data"),
         ({}, None, "prompt"),
+        ([["x", "y"]], None, "prompt"),
+        ([None], None, "prompt"),
+        ([[1.5]], None, "prompt"),
     ]:
         with pytest.raises(RequestError) as raised:
             llm.generate(prompts, params, use_tqdm=False)  # type: ignore[arg-type]
@@ -207,6 +210,8 @@ def test_a_store_outlives_the_engine(model: Path, tmp_path: Path) -> None:
             answers += llm.generate(ids, params)
     assert answers[0].outputs == answers[1].outputs
     assert [answer.num_cached_tokens for answer in answers] == [0, 64]
+    with pytest.raises(EngineDeadError, match="this LLM was closed"):
+        llm.generate(ids, params)
 
 
 def test_a_store_that_is_none_is_refused_before_an_engine_starts(
