@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import logging
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -31,8 +30,6 @@ from kvbaton.engine.scheduler import Scheduler
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest, Mark, Output, TransferSpec
 from kvbaton.types import Attempt, Spans
-
-logger = logging.getLogger(__name__)
 
 
 def target_of(request: AddRequest) -> TransferSpec | None:

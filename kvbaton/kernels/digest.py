@@ -27,17 +27,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, tl, use_triton
+from kvbaton.kernels.jit import jit, next_power_of_2, tl, use_triton
 
 WORD_TYPES = {4: torch.uint32, 2: torch.uint16, 1: torch.uint8}
-ROWS_PER_PROGRAM = 16
 TOKENS_PER_PROGRAM = 16
 WORDS_PER_PROGRAM = 4096
 """Of the tokens that a program looks at together: rows of latents and encoder outputs are long."""
 
 
 def token_sums(x: Tensor, positions: Tensor, kv: int) -> Tensor:
-    """Sum of each token by itself.
+    """Sum of each token by itself; on the CPU, by NumPy: torch is slower on integers.
 
     Args:
         x: [T, H, D], any dtype of a KV cache, any strides.
@@ -47,30 +46,6 @@ def token_sums(x: Tensor, positions: Tensor, kv: int) -> Tensor:
     Returns:
         [T, H] int64, two's complement of the sums.
     """
-    if not use_triton(x):
-        return token_sums_reference(x, positions, kv)
-    words = _words(x)
-    tokens, heads, num_words = words.shape
-    sums = torch.empty((tokens, heads), dtype=torch.int64, device=x.device)
-    if tokens:
-        _token_kernel[(cdiv(tokens * heads, ROWS_PER_PROGRAM),)](
-            words,
-            positions,
-            word_weights(num_words, kv, x.device),
-            sums,
-            tokens,
-            heads,
-            words.stride(0),
-            words.stride(1),
-            NUM_WORDS=num_words,
-            BLOCK_W=next_power_of_2(num_words),
-            BLOCK_R=ROWS_PER_PROGRAM,
-        )
-    return sums
-
-
-def token_sums_reference(x: Tensor, positions: Tensor, kv: int) -> Tensor:
-    """`token_sums` on the CPU, by NumPy: torch is slower on integers."""
     words = _words(x).numpy()
     weights = word_weights(words.shape[-1], kv, x.device)
     rows = np.einsum("thw,w->th", words, _unsigned(weights)).view(np.int64)
@@ -216,34 +191,6 @@ def tokens_together(block_size: int, num_words: int) -> int:
     """Tokens that a program looks at together: a power of two."""
     most = max(1, WORDS_PER_PROGRAM // next_power_of_2(num_words))
     return min(TOKENS_PER_PROGRAM, next_power_of_2(block_size), most)
-
-
-@jit("positions", "tokens")
-def _token_kernel(
-    words: tl.tensor,
-    positions: tl.tensor,
-    word_weights: tl.tensor,
-    sums: tl.tensor,
-    tokens: tl.tensor,
-    heads: tl.tensor,
-    stride_token: tl.tensor,
-    stride_head: tl.tensor,
-    NUM_WORDS: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-) -> None:
-    """One program sums BLOCK_R rows, a row being one token of one head."""
-    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    token = row // heads
-    inside = token < tokens
-    column = tl.arange(0, BLOCK_W)
-    place = token * stride_token + row % heads * stride_head
-    mask = inside[:, None] & (column < NUM_WORDS)[None, :]
-    data = tl.load(words + place[:, None] + column[None, :], mask=mask, other=0).to(tl.int64)
-    weight = tl.load(word_weights + column, mask=column < NUM_WORDS, other=0)
-    total = tl.sum((data + 1) * weight[None, :], axis=1)
-    position = tl.load(positions + token, mask=inside, other=0)
-    tl.store(sums + row, total * position_weight(position), mask=inside)
 
 
 @jit("blocks", "first_position", "start", "end")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvbaton.kernels.digest import (
     position_weight,
-    token_sums_reference,
+    token_sums,
     tokens_together,
     word_view,
     word_weights,
@@ -90,7 +90,7 @@ def add_sums_reference(
     blocks = slots // size
     data = cache[blocks, :, :, :, slots % size]
     for kv in range(planes):
-        rows = token_sums_reference(data[:, :, :, kv].flatten(1, 2), positions, kv)
+        rows = token_sums(data[:, :, :, kv].flatten(1, 2), positions, kv)
         rows = rows.view(-1, heads, layers).transpose(1, 2).contiguous()
         sums[:, :, kv].index_add_(0, blocks, rows, alpha=sign)
 

@@ -38,7 +38,6 @@ from kvbaton.server.chat import chat_completions, encode_chat
 from kvbaton.server.completions import completions
 from kvbaton.server.config import EndpointConfig
 from kvbaton.server.frontend import FRONTEND, Frontend
-from kvbaton.server.network import bind
 from kvbaton.server.openapi import contract, openapi
 from kvbaton.server.tracing import ARRIVED, CLIENT_CLOSED_REQUEST
 from kvbaton.server.validation import check_model, encode
@@ -85,27 +84,6 @@ def make_app(
     return app
 
 
-async def listen(
-    app: web.Application, host: str, port: int, *, grace_s: float = 5.0
-) -> tuple[web.AppRunner, int]:
-    """Serve an application; a handler is cancelled when its client goes away.
-
-    Args:
-        app: what to serve.
-        host: address to listen on.
-        port: 0 takes a free one.
-        grace_s: how long ``runner.cleanup()`` waits for open requests.
-
-    Returns:
-        The runner, whose ``cleanup`` ends it, and the port.
-
-    Raises:
-        ConfigError: the address can't be listened on.
-    """
-    runner = await serve_on(bind(host, port), app, grace_s=grace_s)
-    return runner, runner.addresses[0][1]
-
-
 class ServerLog(logging.LoggerAdapter[logging.Logger]):
     """What aiohttp logs. Bytes that are no HTTP, as a scanner sends them, are no failure."""
 
@@ -126,7 +104,11 @@ async def serve_on(
     keep_alive_s: float = EndpointConfig.timeout_keep_alive_s,
     tls: ssl.SSLContext | None = None,
 ) -> web.AppRunner:
-    """Serve an application on a listening socket, which becomes the runner's; see `listen`."""
+    """Serve an application on a listening socket, which becomes the runner's.
+
+    A handler is cancelled when its client goes away; the runner's ``cleanup`` waits `grace_s` for
+    open requests.
+    """
     runner = web.AppRunner(
         app,
         handler_cancellation=True,

@@ -71,7 +71,7 @@ def test_many_at_a_time_with_choices_and_seeds(
 
 
 def test_a_size_that_does_not_divide(cluster: Cluster) -> None:
-    node = cluster.start_node("decode", "decode-tp3", {"tensor-parallel-size": "3"}, fresh=True)
+    node = cluster.start_node("decode", "decode-tp3", {"tensor-parallel-size": "3"})
     node._process.wait(60)
     assert node._process.poll() == 2
     last = node.log.read_text().splitlines()[-1]

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession
 
-from kvbaton.server.app import listen
 from kvbaton.server.frontend import FrontendConfig
 from kvbaton.server.node_app import make_node_app
 from kvbaton.text.tokenizer import Tokenizer
+from tests.support.listening import listen
 from tests.support.scripted_source import ScriptedClient, write_tokenizer
 
 

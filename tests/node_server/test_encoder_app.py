@@ -12,13 +12,13 @@ from aiohttp import ClientSession
 
 from kvbaton.engine.config import EngineConfig
 from kvbaton.errors import ConfigError
-from kvbaton.server.app import listen
 from kvbaton.server.config import NodeConfig
 from kvbaton.server.frontend import FrontendConfig
 from kvbaton.server.node_app import encoder_app, make_encoder_app
 from kvbaton.text.tokenizer import Tokenizer
 from kvbaton.text.vision import VisionText
 from tests.node_server.conftest import Node
+from tests.support.listening import listen
 from tests.support.scripted_source import MAX_MODEL_LEN, ScriptedClient
 
 GENERATE = "/inference/v1/generate"

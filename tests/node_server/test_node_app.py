@@ -11,13 +11,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvbaton.errors import EngineDeadError, RequestError
 from kvbaton.messages.engine import HistogramCounts, Metrics, Output
 from kvbaton.messages.nodes import GenerateResponse
-from kvbaton.server.app import listen
 from kvbaton.server.auth import require_operator
 from kvbaton.server.frontend import FrontendConfig
 from kvbaton.server.metrics import split_name
 from kvbaton.server.network import operator_token, registration_token
 from kvbaton.server.node_app import make_node_app, make_starting_app, transfer_parser
 from kvbaton.text.tokenizer import Tokenizer
+from tests.support.listening import listen
 from tests.support.scripted_source import EOS, MAX_MODEL_LEN, VOCAB, ScriptedClient
 
 GENERATE = "/inference/v1/generate"

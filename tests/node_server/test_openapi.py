@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from kvbaton.server.app import listen
 from kvbaton.server.frontend import FrontendConfig
 from kvbaton.server.node_app import make_node_app
 from kvbaton.text.tokenizer import Tokenizer
 from tests.support.fuzzing import Background, described, fuzz
+from tests.support.listening import listen
 from tests.support.scripted_source import ScriptedClient
 
 

@@ -6,9 +6,10 @@ import pytest
 from aiohttp import ClientSession, web
 
 from kvbaton.engine.outputs import TokenSource
-from kvbaton.server.app import listen, make_app
+from kvbaton.server.app import make_app
 from kvbaton.server.frontend import Frontend, FrontendConfig, ModelFacts
 from kvbaton.text.tokenizer import Tokenizer
+from tests.support.listening import listen
 from tests.support.scripted_source import MAX_MODEL_LEN, VOCAB, ScriptedSource, write_tokenizer
 
 

@@ -51,7 +51,6 @@ class Cluster:
         router: Router | None = None,
         inside: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
-        fresh: bool = False,
         names: Path | None = None,
     ) -> Node:
         """Start a node; it comes up while the caller goes on, until `until_up`.
@@ -65,7 +64,6 @@ class Cluster:
             router: to register with.
             inside: see `Server`.
             env: see `Server`.
-            fresh: see `Server`.
             names: see `Server`.
         """
         common = {"port": "0", "node-id": name, "served-model-name": "tiny"}
@@ -74,7 +72,7 @@ class Cluster:
             common["router"] = router.url
         engine = {} if role == "encode" else ENGINE
         words = ["serve" if role == "any" else role, *_words({**common, **engine, **(flags or {})})]
-        node = Node(name, words, self.folder, inside=inside, env=env, fresh=fresh, names=names)
+        node = Node(name, words, self.folder, inside=inside, env=env, names=names)
         self.servers.append(node)
         return node
 

@@ -89,10 +89,9 @@ class Server:
         name: of its log.
         words: of the command line.
         folder: for its log.
-        inside: a command that runs it elsewhere: in namespaces of its own, say.
+        inside: a command that runs it elsewhere: in namespaces of its own, say. It is executed
+            anew then, as by a shell; else forked off a process that has imported what it needs.
         env: beyond our own.
-        fresh: execute Python anew, as a shell does; else the process is forked off one that has
-            imported what it needs, as with `inside` it never is.
         names: host names that a forked process finds; see `ForkedCommand`.
     """
 
@@ -106,7 +105,6 @@ class Server:
         *,
         inside: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
-        fresh: bool = False,
         names: Path | None = None,
     ) -> None:
         self.name = name
@@ -116,7 +114,7 @@ class Server:
         words = [*words, "--log-level=info"]
         command = [*inside, sys.executable, "-m", "kvbaton", *words]
         with self.log.open("ab") as log:
-            if not (inside or fresh):
+            if not inside:
                 self._process = ForkedCommand(words, log.fileno(), names, env)
                 return
             self._process = subprocess.Popen(
