@@ -6,6 +6,7 @@ Flags are made from the fields of settings (`kvbaton.config`).
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
 import socket
@@ -56,7 +57,12 @@ class Parser(argparse.ArgumentParser):
         if self._subparsers is None:
             add_config_flag(self)
             args = with_config(self, sys.argv[1:] if args is None else args)
-        return super().parse_known_args(args, namespace)
+        found, rest = super().parse_known_args(args, namespace)
+        for word in rest:
+            name, options = word.partition("=")[0], self._option_string_actions
+            if name.startswith("--") and (like := difflib.get_close_matches(name, options, n=1)):
+                self.error(f"unrecognized arguments: {' '.join(rest)}; did you mean {like[0]}?")
+        return found, rest
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2."""

@@ -64,6 +64,7 @@ def failure(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["encode", "--model", "/nope"], "--model: '/nope' is no model folder"),
         (["prefill", "--model", "x", "--encoder-only"], "unrecognized arguments: --encoder-only"),
         (["router", "--shiny"], "unrecognized arguments: --shiny"),
+        (["serve", "x", "--max-num-batch-tokens=5"], "did you mean --max-num-batched-tokens?"),
         (["router", "--port", "0", "--model", "/nope"], "/nope/tokenizer.json: is missing"),
     ],
 )
