@@ -173,6 +173,13 @@ class _Departure:
 
     def step(self) -> None:
         """Begin what can begin now, and come again while there is more."""
+        try:
+            self._step()
+        except Exception:  # who could not be moved goes on there, and may be asked to leave again
+            logger.exception("moving what %s generates was given up", self._node_id)
+            self._dispatcher.left(self._node_id)
+
+    def _step(self) -> None:
         self._staying = {r: None for r in self._staying if r.is_at(self._node_id)}
         moving = sum(running.relay.is_moving for running in self._staying)
         for running in self._staying:

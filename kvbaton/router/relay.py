@@ -362,7 +362,8 @@ class RequestRelay:
             differs = NodeError(f"it goes on otherwise than is committed from {output.index} on")
             return self.failed(asked, differs, now)
         if end < len(committed):  # the target was faster: stop it, to go on from all that it said
-            before, self._open, self._move_by = self._open, [], math.inf
+            before, self._open = self._open, []
+            self._move_by = now + self._timers.move_s
             assert self._moving_to is not None, "who is asked to take over was chosen"
             again = self._ask_successor(self._moving_to, now, fetched=end)
             return [again, *self._cancel(before)]

@@ -8,6 +8,7 @@ import json
 import re
 from contextlib import aclosing
 from typing import Any
+from unittest.mock import Mock
 
 import aiohttp
 import msgspec
@@ -18,6 +19,7 @@ from kvbaton.messages.engine import AddRequest, Item, Output, SamplingParams
 from kvbaton.messages.nodes import Members, NodeInfo
 from kvbaton.router.config import DispatchConfig, MembershipTimers, RelayTimers
 from kvbaton.router.loads import NodeLoad
+from kvbaton.router.relay import RequestRelay
 from kvbaton.server.network import registration_token
 from tests.support.stand_in import stand_in
 from tests.support.waiting import eventually
@@ -268,6 +270,22 @@ async def test_a_second_drain_asks_again_to_move_what_could_not_be_moved(make_ri
     rig.directory.drain("d0")
     rig.directory.drain("d0")
     assert left == ["d0", "d0"]
+
+
+async def test_a_move_that_breaks_ends_nothing_and_may_be_asked_again(
+    make_rig: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = await make_rig()
+    d = rig.nodes["d0"]
+    d.gate.clear()
+    running = asyncio.create_task(collect(rig, request()))
+    await asyncio.wait_for(d.arrived.wait(), 5)
+    monkeypatch.setattr(RequestRelay, "can_move", Mock(side_effect=RuntimeError("a bug")))
+    for times in (1, 2):
+        rig.dispatcher.leave("d0")
+        assert caplog.text.count("what d0 generates was given up") == times
+    d.gate.set()
+    assert tokens(await running) == expected(4)
 
 
 async def test_an_engine_that_dies_is_noticed_at_once_and_found_again(make_rig: Any) -> None:

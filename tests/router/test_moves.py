@@ -170,7 +170,8 @@ def test_a_successor_that_fails_changes_nothing(how: str) -> None:
     moved.complete()
 
 
-def test_a_successor_that_fails_after_the_target_was_stopped_is_a_retry() -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_a_successor_that_fails_after_the_target_was_stopped_is_a_retry(late: bool) -> None:
     moved = Moved(retries=1)
     (a,) = moved.asked
     moved.go_on(a, 0, 4)
@@ -179,7 +180,12 @@ def test_a_successor_that_fails_after_the_target_was_stopped_is_a_retry() -> Non
     moved.say(b, 4, token(4))
     again = moved.asked[-1]
     moved.next_route = Route(C)
-    moved.do(moved.relay.failed(again, NodeError("gone"), moved.now))
+    if late:
+        assert moved.relay.next_deadline() == moved.now + 5.0
+        moved.now += 5.0
+        moved.do(moved.relay.tick(moved.now))
+    else:
+        moved.do(moved.relay.failed(again, NodeError("gone"), moved.now))
     c = moved.asked[-1]
     assert (c.node, c.side, c.request.resume_ids) == (C, "target", tuple(map(token, range(8))))
     moved.go_on(c, 8, 12)
