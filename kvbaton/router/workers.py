@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import reduce
 
@@ -204,10 +204,9 @@ class WorkerNodes(KnownNodes):
                         logger.warning("can't reach the engine of %s: %s", node_id, error)
                     self._show()
             await self.engines.sweep()
-            try:
-                await asyncio.wait_for(self._news.wait(), RETRY_S)
-            except TimeoutError:
-                continue
+            with suppress(TimeoutError):
+                async with asyncio.timeout(RETRY_S):
+                    await self._news.wait()
 
     async def report_loads(self) -> None:
         """Tell what is in flight, for ever."""

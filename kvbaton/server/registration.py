@@ -164,8 +164,10 @@ class NodeRegistrar:
                     look_up_at = time.monotonic() + self._lookup_period_s
                 await self._take_news(time.monotonic() >= give_up)
                 until = look_up_at if self._known is not None else min(look_up_at, give_up)
+                # `asyncio.wait_for` of Python 3.11 forgets a cancellation that comes with the news.
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._news.wait(), max(until - time.monotonic(), 0.0))
+                    async with asyncio.timeout(max(until - time.monotonic(), 0.0)):
+                        await self._news.wait()
         finally:
             tasks = [one.task for one in self._registrations.values()]
             for task in tasks:
@@ -278,7 +280,8 @@ class _Registration:
                 failures, registered = 0, self.refusal is None
                 pause = self._heartbeat_s if registered else REFUSED_PAUSE_S
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self.news.wait(), pause)
+                    async with asyncio.timeout(pause):
+                        await self.news.wait()
 
     async def announce(self) -> None:
         """Tell the router what there is to tell, now."""

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import socket
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -68,6 +69,19 @@ async def test_news_are_told_at_once(make_rig: Any, start: Start) -> None:
     await eventually(lambda: rig.states() == {"d0": "ready"})
     await registrar.leave()
     assert rig.states() == {}
+
+
+async def test_it_ends_however_news_and_its_cancellation_meet(make_rig: Any, start: Start) -> None:
+    rig, other = await make_rig(prefill=0, decode=0), await make_rig(prefill=0)
+    for turns in range(8):
+        registrar, task, told = start(rig.url, lambda: other.nodes["d0"].info)
+        await eventually(partial(len, told))
+        task.cancel()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        registrar.nudge()
+        done, _ = await asyncio.wait([task], timeout=5.0)
+        assert done, f"it goes on, with news {turns} turns of the loop after it was cancelled"
 
 
 async def test_it_waits_for_a_router_that_comes_later_but_not_for_ever(
