@@ -626,11 +626,18 @@ class LiveRequests:
         """Monotonic totals by Prometheus name."""
         return self.totals.counters(self.config.speculative)
 
+    def lacking_tokens(self) -> int:
+        """That must be computed before the requests at hand have their next token.
+
+        Prompts that are to come from another node are none of them.
+        """
+        own = (s for s in self.waiting if s.request.source or s.request.spec.transfer is None)
+        lacking = sum(len(s.tokens) for s in own)
+        return lacking + sum(max(0, len(s.tokens) - s.num_scheduled - 1) for s in self.running)
+
     def gauges(self) -> dict[str, float]:
         """Values now by Prometheus name."""
-        # Tokens that must be computed before the requests at hand have their next token.
-        lacking = sum(len(s.tokens) for s in self.waiting)
-        lacking += sum(max(0, len(s.tokens) - s.num_scheduled - 1) for s in self.running)
+        lacking = self.lacking_tokens()
         values = {
             "kvbaton_sequences_waiting": float(len(self.waiting) + len(self.parked)),
             "kvbaton_sequences_running": float(len(self.running)),

@@ -35,9 +35,10 @@ HANDOVERS = 15
 HANDOVER_HALF_S = 30.0
 """After so long without a hand-over half of what it took is believed, or one bad time would keep
 the pair from being tried ever again."""
-SHARE_S = 4.0
-"""Over so long it is averaged how much of a node's time prompts take, and how many sequences come
-to it."""
+SHARE_S = (1.0, 4.0)
+"""Least and most time over which it is averaged how much of a node's time prompts take, and how
+many sequences come to it; between, it is as long as `SHARE_TEXTS` texts take."""
+SHARE_TEXTS = 8.0
 MOST_SHARE = 0.95
 DEFAULT_STEP_TOKENS = 2048
 FIRST_OUTPUT = 128.0
@@ -63,7 +64,7 @@ class StepSpeed(Struct, frozen=True):
         attended = new * (cached + new / 2) / 1000
         return self.prefill_token_s * new + self.prefill_context_s * attended
 
-    def decode_s(self, sequences: int, tokens: int) -> float:
+    def decode_s(self, sequences: float, tokens: float) -> float:
         """What decoding sequences with so many tokens in all add to a step."""
         return self.decode_sequence_s * sequences + self.decode_context_s * tokens / 1000
 
@@ -113,7 +114,7 @@ class Decode(Struct, frozen=True):
         prefill_share: of the node's time that prompts take, of late.
         chunk_s: of a step that is full of a prompt.
         slower_s: what each step takes longer for one more sequence.
-        sequences: that are there already.
+        sequences: that generate at a time, of those that are there already.
         room: the node has blocks for it.
     """
 
@@ -125,7 +126,7 @@ class Decode(Struct, frozen=True):
     prefill_share: float
     chunk_s: float
     slower_s: float
-    sequences: int
+    sequences: float
     room: bool
 
 
@@ -249,9 +250,10 @@ class CostModel:
         self._speeds: dict[str, tuple[Mapping[str, float], StepSpeed | None]] = {}
         self._learned: Sequence[NodeInfo] | None = None
         self._measured = False
+        self._share_s = SHARE_S[1]
         self._elsewhere: dict[str, tuple[float, int]] = {}
         self._prefilled: dict[str, tuple[float, float]] = {}
-        self._targeted: dict[str, tuple[float, float]] = {}
+        self._targeted: dict[str, tuple[float, float, float]] = {}
 
     # --- speeds ---
 
@@ -275,6 +277,8 @@ class CostModel:
         mean = {term: sum(seconds) / len(seconds) for term, seconds in told.items()}
         measured = "prefill_token_s" in mean
         self._learned, self._measured = nodes, measured
+        texts_s = SHARE_TEXTS * self.output_tokens * mean.get("step_s", math.inf)
+        self._share_s = min(max(texts_s, SHARE_S[0]), SHARE_S[1])
         self._speeds = {}
         elsewhere, self._elsewhere, now = self._elsewhere, {}, self._clock()
         for node in nodes:
@@ -291,9 +295,10 @@ class CostModel:
             self._speeds[node.node_id] = node.load, speed
         for node_id in self._overheads.keys() - self._speeds.keys():
             del self._overheads[node_id]
-        for known_of in (self._prefilled, self._targeted):
-            for node_id in known_of.keys() - self._speeds.keys():
-                del known_of[node_id]
+        for node_id in self._prefilled.keys() - self._speeds.keys():
+            del self._prefilled[node_id]
+        for node_id in self._targeted.keys() - self._speeds.keys():
+            del self._targeted[node_id]
         if len(self._handovers) > len(nodes) ** 2:
             self._handovers.clear()
         return measured
@@ -338,17 +343,16 @@ class CostModel:
                 saved_s = saved
                 if saved >= 0:
                     holder, fetch_s, own, new = other, on_way, rest, end - less
-        queued_tokens, queued = load.prompt_tokens, load.prefill_us / 1e6
+        queued_tokens, queued = load.prompt_tokens, 0.0
         told_at, elsewhere = self._elsewhere[node.node_id]
         if elsewhere:  # of other routers, as of the last heartbeat, less what was done since
             left = max(0.0, speed.prefill_s(elsewhere, 0) - (self._clock() - told_at))
             queued_tokens += elsewhere
-            queued += left
+            queued = left
         decoding = load.sequences - load.pending
         each = speed.step_s + (speed.decode_s(decoding, load.tokens) if decoding else 0.0)
         budget = speed.step_tokens
-        done = self._clock() - since if since is not None else 0.0
-        wait = max(0.0, queued - done) + (each / 2 if decoding else 0.0)
+        wait = self._left_s(load, since) + queued + (each / 2 if decoding else 0.0)
         model = wait + fetch_s + own + math.ceil((queued_tokens + new) / budget) * each
         overhead = self._overheads.get(node.node_id)
         ttft = model if overhead is None else overhead.predict(model)
@@ -358,10 +362,16 @@ class CostModel:
         how = holder, 0 if holder is None else end - new, saved_s
         return Prefill(ttft, model, wait, work, chunk, decoding, new, last, fetch_s, *how)
 
+    def _left_s(self, load: NodeLoad, since: float | None) -> float:
+        """Seconds of our prompts at a node that are to come."""
+        done_s = self._clock() - since if since is not None else 0.0
+        return max(0.0, load.prefill_us / 1e6 - done_s)
+
     def decode(
         self,
         node: NodeInfo,
         load: NodeLoad,
+        since: float | None,
         num_tokens: int,
         output_tokens: float = FIRST_OUTPUT,
         *,
@@ -372,19 +382,28 @@ class CostModel:
         Args:
             node: who.
             load: what it has in flight.
+            since: when it began what it is computing now; None if nothing of ours.
             num_tokens: of the prompt.
             output_tokens: that are expected.
             after_s: when the first token is there; prompts that wait at the node now are computed
                 first, the rest of them meanwhile.
         """
         speed = self.speed(node)
-        before = speed.decode_s(load.sequences, load.tokens)
-        after = speed.decode_s(load.sequences + 1, load.tokens + num_tokens)
+        share, meet = self.prefill_share(node), 1.0
+        if load.pending and load.sequences:  # many wait elsewhere, and never meet
+            every_s = speed.step_s + speed.decode_s(load.sequences, load.tokens)
+            meet = self._generating(node, output_tokens * every_s / (1 - share))
+            meet = max(meet, 1.0 - load.pending / load.sequences)
+        sequences, tokens = meet * load.sequences, meet * load.tokens
+        before = speed.decode_s(sequences, tokens)
+        after = speed.decode_s(sequences + 1, tokens + num_tokens)
         free = node.load.get("free_blocks")
         room = free is None or free * node.block_size >= num_tokens
-        step_s, share = speed.step_s + after, self.prefill_share(node)
+        if node.num_blocks:  # those whose prompts are on their way hold all their blocks, too
+            room = room and node.num_blocks * node.block_size >= load.tokens + num_tokens
+        step_s = speed.step_s + after
         queued_s = load.prefill_us / 1e6
-        backlog_s = max(0.0, queued_s - after_s)
+        backlog_s = max(0.0, self._left_s(load, since) - after_s)
         return Decode(
             itl_s=max(step_s / (1 - share), step_s + backlog_s / output_tokens),
             step_s=step_s,
@@ -394,7 +413,7 @@ class CostModel:
             prefill_share=share,
             chunk_s=step_s + speed.prefill_s(speed.step_tokens, 0),
             slower_s=after - before,
-            sequences=load.sequences,
+            sequences=sequences,
             room=room,
         )
 
@@ -403,21 +422,36 @@ class CostModel:
         at, seconds = self._prefilled.get(node.node_id, (0.0, 0.0))
         if not seconds:
             return 0.0
-        return min(MOST_SHARE, seconds / SHARE_S * math.exp((at - self._clock()) / SHARE_S))
+        return min(MOST_SHARE, self._mean(seconds, at))
+
+    def _generating(self, node: NodeInfo, seconds: float) -> float:
+        """Share of its time at a node that a sequence generates, which takes so many seconds.
+
+        Of the sequences that are there so many generate at a time (Little's law); the others wait
+        for their first tokens as long as those did that the node was given of late.
+        """
+        _, count, waits_s = self._targeted.get(node.node_id, (0.0, 0.0, 0.0))
+        return seconds / (seconds + waits_s / count) if count and seconds else 1.0
 
     def targets_per_s(self, node: NodeInfo) -> float:
         """Sequences per second that a node was given to generate, of late."""
-        at, count = self._targeted.get(node.node_id, (0.0, 0.0))
-        return count / SHARE_S * math.exp((at - self._clock()) / SHARE_S) if count else 0.0
+        at, count, _ = self._targeted.get(node.node_id, (0.0, 0.0, 0.0))
+        return self._mean(count, at) if count else 0.0
+
+    def _mean(self, faded: float, at: float) -> float:
+        """Per second, of a sum that has faded since `at`."""
+        return faded / self._share_s * math.exp((at - self._clock()) / self._share_s)
 
     def assigned(self, prefills: NodeInfo, target: NodeInfo, predicted: Prediction) -> None:
         """A prompt was given to a node, and what it generates to the same or another one."""
         now = self._clock()
         at, seconds = self._prefilled.get(prefills.node_id, (now, 0.0))
-        fresh = seconds * math.exp((at - now) / SHARE_S) + predicted.work_s
+        fresh = seconds * math.exp((at - now) / self._share_s) + predicted.work_s
         self._prefilled[prefills.node_id] = now, fresh
-        at, count = self._targeted.get(target.node_id, (now, 0.0))
-        self._targeted[target.node_id] = now, count * math.exp((at - now) / SHARE_S) + 1.0
+        at, count, waits_s = self._targeted.get(target.node_id, (now, 0.0, 0.0))
+        kept = math.exp((at - now) / self._share_s)
+        given = now, kept * count + 1.0, kept * waits_s + predicted.ttft_s
+        self._targeted[target.node_id] = given
 
     def handover(self, source: NodeInfo, target: NodeInfo) -> float:
         """Seconds that second tokens come later for a hand-over than `wire_s` says; 0 or more."""
@@ -458,8 +492,8 @@ class CostModel:
         _, speed = self._speeds.get(node.node_id, (None, None))  # it may have left meanwhile
         if since is None or speed is None:
             return 0.0
-        left = load.prefill_us / 1e6 - (self._clock() - since)
-        return min(max(0.0, left), speed.step_s + speed.prefill_s(speed.step_tokens, 0))
+        left = self._left_s(load, since)
+        return min(left, speed.step_s + speed.prefill_s(speed.step_tokens, 0))
 
     # --- what comes of them ---
 
@@ -475,6 +509,7 @@ class CostModel:
 
     def finished(self, tokens: int) -> None:
         """A request has generated so many tokens."""
-        self.output_tokens += (tokens - self.output_tokens) / 64
+        weight = min(64, 8 + len(self._lengths))  # what is believed at first is soon outweighed
+        self.output_tokens += (tokens - self.output_tokens) / weight
         self._lengths.append(tokens)
         self.short_output = float(sorted(self._lengths)[len(self._lengths) // 4])

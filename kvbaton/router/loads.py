@@ -19,6 +19,7 @@ class NodeLoad(Struct, frozen=True):
         rows: of items that it is to encode for us.
         pending: of `sequences`, those that have no token yet.
         prefill_us: microseconds that computing those prompts is expected to take.
+        cached_tokens: of the same prompts, those that need not be computed.
     """
 
     prompt_tokens: int = 0
@@ -27,6 +28,12 @@ class NodeLoad(Struct, frozen=True):
     rows: int = 0
     pending: int = 0
     prefill_us: int = 0
+    cached_tokens: int = 0
+
+    @property
+    def reported_tokens(self) -> int:
+        """Of its prompts as the node counts them: it looks for what is cached when they begin."""
+        return self.prompt_tokens + self.cached_tokens
 
     def plus(self, other: NodeLoad) -> NodeLoad:
         """The sum."""
@@ -37,6 +44,7 @@ class NodeLoad(Struct, frozen=True):
             self.rows + other.rows,
             self.pending + other.pending,
             self.prefill_us + other.prefill_us,
+            self.cached_tokens + other.cached_tokens,
         )
 
 
@@ -103,14 +111,15 @@ class NodeLoads(Mapping[str, NodeLoad]):
             before.rows + new.rows - old.rows,
             before.pending + new.pending - old.pending,
             before.prefill_us + new.prefill_us - old.prefill_us,
+            before.cached_tokens + new.cached_tokens - old.cached_tokens,
         )
         if not total.prefill_us:
             self.prefill_since.pop(node_id, None)
         elif not before.prefill_us or total.prefill_us < before.prefill_us:
             self.prefill_since[node_id] = self._clock()
-        if total.prompt_tokens < before.prompt_tokens:
+        if total.reported_tokens < before.reported_tokens:
             since, most, earlier = self._peak(node_id)
-            self._peaks[node_id] = since, max(most, before.prompt_tokens), earlier
+            self._peaks[node_id] = since, max(most, before.reported_tokens), earlier
         if total == IDLE:
             self.own.pop(node_id, None)
         else:
@@ -129,7 +138,7 @@ class NodeLoads(Mapping[str, NodeLoad]):
     def reported_prompt_tokens(self, node_id: str) -> int:
         """The most prompt tokens of ours that a node may have counted in what it last told."""
         _, most, earlier = self._peak(node_id)
-        return max(most, earlier, self.get(node_id, IDLE).prompt_tokens)
+        return max(most, earlier, self.get(node_id, IDLE).reported_tokens)
 
     def now(self) -> Mapping[str, NodeLoad]:
         """All of it, for one decision: looked up faster, and not to be kept."""

@@ -120,7 +120,7 @@ def node_requests(
     told_s = min(work_s, request.deadline_s)
     prefilled = replace(request, items=items, prefix=prefix, prefill_s=told_s)
     if route.source is None:
-        load = NodeLoad(new, 1, tokens, rows, pending=1, prefill_us=work_us)
+        load = NodeLoad(new, 1, tokens, rows, 1, work_us, tokens - new)
         asked = NodeRequest(attempt, "target", route.target, prefilled, load, 0, num_items, True)
         return [asked, *encodings]
     expected = _received_from(route.source, transfer_id, attempt)
@@ -128,7 +128,7 @@ def node_requests(
     transfer = TransferSpec(role="source", transfer_id=transfer_id, attempt=attempt)
     pushed = replace(prefilled, transfer=transfer)
     load = NodeLoad(sequences=1, tokens=tokens, pending=1)
-    prefill = NodeLoad(new, rows=rows, prefill_us=work_us)
+    prefill = NodeLoad(new, rows=rows, prefill_us=work_us, cached_tokens=tokens - new)
     return [
         # The target is given the items as they came: the prompt's KV comes from the source.
         NodeRequest(attempt, "target", route.target, received, load),

@@ -341,6 +341,8 @@ class _Prices:
         for node in others or singles:  # a prefill node generates if nobody else can
             expected, cost = self._prefill(node)
             decode, own, _ = self._decode(node)
+            if decode.queued_s > expected.ttft_s:  # late ones, which come after it
+                own = self._own(self._options.decode(self._costs, node, expected.ttft_s))
             cost += own + self._delay(node, decode.sequences, decode.slower_s, expected.work_s)
             if cost < cheapest:
                 cheapest, single = cost, node
@@ -396,13 +398,15 @@ class _Prices:
 
     def _own(self, decode: Decode) -> float:
         """What it costs a request to be generated for on a node."""
-        cost, slo = self._output_tokens * decode.itl_s, self._itl_slo
+        cost, missed, slo = self._output_tokens * decode.itl_s, 0.0, self._itl_slo
         if slo is not None:  # short texts, half of all, come all beside prompts, or none of them
             between = _missed(decode.step_s + decode.backlog_s / self._costs.short_output, slo)
             if share := decode.prefill_share:
                 between += share * (_missed(decode.chunk_s, slo) - between)
-            cost += (_missed(decode.itl_s, slo) + between) / 2
-        return cost if decode.room else cost + NO_ROOM_S
+            missed = (_missed(decode.itl_s, slo) + between) / 2
+        if decode.room:
+            return cost + missed
+        return cost + max(missed, _missed(NO_ROOM_S / self._output_tokens, slo)) + NO_ROOM_S
 
     def _missed_there(self, itl_s: float, wait_s: float) -> float:
         """What a sequence may miss that waits for prompts: short ones can't make up for much."""
@@ -412,7 +416,7 @@ class _Prices:
         missed = _missed(itl_s + wait_s / self._costs.output_tokens, slo)
         return missed + share * (_missed(itl_s + wait_s / self._short, slo) - missed)
 
-    def _delay(self, node: NodeInfo, sequences: int, slower_s: float, work_s: float) -> float:
+    def _delay(self, node: NodeInfo, sequences: float, slower_s: float, work_s: float) -> float:
         """What it costs sequences that steps take longer, and that they wait for one more prompt.
 
         That is, after those that they wait for anyway: prompts of which each alone would make

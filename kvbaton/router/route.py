@@ -175,7 +175,8 @@ class Options(Struct, frozen=True):
     def decode(self, costs: CostModel, node: NodeInfo, after_s: float) -> Decode:
         """What is expected of a node that generates once the prompt is computed."""
         expected = self.output_tokens(costs)
-        return costs.decode(node, self.load(node), self.num_tokens, expected, after_s=after_s)
+        load, since = self.load(node), self.since.get(node.node_id)
+        return costs.decode(node, load, since, self.num_tokens, expected, after_s=after_s)
 
     def held_s(self, costs: CostModel, node: NodeInfo) -> float:
         """Until a node that generates can take a sequence into a step."""

@@ -229,6 +229,7 @@ class ModeledEngine:
             block_size=self.model.block_size,
             max_model_len=self.model.max_model_len,
             vocab_size=VOCABULARY,
+            num_blocks=self.model.kv_tokens // self.model.block_size,
             load=self._meter.measure(self._report) if self.loop.time() else {},
             wires=wires_of(self._report),
         )
@@ -237,10 +238,7 @@ class ModeledEngine:
         """What the node says of itself now; its engine reports less often."""
         if self.loop.time() >= self._report_at:
             self._report_at = self.loop.time() + REPORT_S
-            lacking = sum(len(s.tokens) for s in self.scheduler.waiting)
-            lacking += sum(
-                max(0, len(s.tokens) - s.num_scheduled - 1) for s in self.scheduler.running
-            )
+            lacking = self.scheduler.lacking_tokens()
             costs = self._costs.costs().items()
             self._report = Metrics(
                 counters={

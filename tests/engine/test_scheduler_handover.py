@@ -252,6 +252,8 @@ def test_other_requests_run_while_one_loads_and_the_cap_holds_further_ones_back(
     loop.add(ask("c", prompt(16, 3), transfer=target(2)))
     loop.step()
     assert [a.request_id for a in loop.admitted] == ["a"]
+    assert loop.scheduler.waiting
+    assert not loop.scheduler.lacking_tokens(), "what comes from elsewhere is not to be computed"
     deliver(loop, first)
     loop.unquarantine(attempt_of(first))
     loop.run_until(lambda: len(loop.admitted) == 2)

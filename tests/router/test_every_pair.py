@@ -341,9 +341,12 @@ def by_cost(
         slo, share = asked.itl_slo, decode.prefill_share
         between = decode.step_s + decode.backlog_s / costs.short_output
         if_short = share * missed(decode.chunk_s, slo) + (1 - share) * missed(between, slo)
-        cost = output_tokens * decode.itl_s + (missed(decode.itl_s, slo) + if_short) / 2
-        cost += decode.sequences * delay(decode, decode.slower_s, work_s)
-        return cost + (0.0 if decode.room else NO_ROOM_S)
+        misses = (missed(decode.itl_s, slo) + if_short) / 2
+        cost = output_tokens * decode.itl_s + misses
+        if not decode.room:
+            late = missed(NO_ROOM_S / output_tokens, slo)
+            cost = output_tokens * decode.itl_s + max(misses, late) + NO_ROOM_S
+        return cost + decode.sequences * delay(decode, decode.slower_s, work_s)
 
     def of_pair(pair: Pair) -> float:
         source, target = pair
@@ -359,7 +362,7 @@ def by_cost(
     def alone(node: NodeInfo) -> float:
         prefill = options.prefill(costs, node)
         cost = prefill.ttft_s + prefill.work_s + missed(prefill.ttft_s, asked.ttft_slo)
-        return cost + generate(options.decode(costs, node, math.inf), prefill.work_s)
+        return cost + generate(options.decode(costs, node, prefill.ttft_s), prefill.work_s)
 
     singles = [n for n in options.singles if n.role != "prefill"] or options.singles
     node = min(singles, key=alone)

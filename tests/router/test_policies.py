@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from kvbaton.errors import ConfigError
 from kvbaton.messages.engine import AddRequest, PrefixAt, SamplingParams
@@ -253,18 +254,18 @@ def test_where_prompts_were_computed_of_late_tokens_are_expected_to_come_slowly(
     clock = Clock()
     costs, (p, d) = CostModel(clock), nodes(1, load=H200)
     costs.learn([p.info, d.info], NodeLoads())
-    alone = costs.decode(d.info, IDLE, 1000)
+    alone = costs.decode(d.info, IDLE, None, 1000)
     assert alone.itl_s == alone.step_s
-    predicted = Prediction(0.1, 0.006, 0.006, 0.0, 0.1, 0.0, work_s=0.5)
-    for _ in range(40):  # half of the time
+    predicted = Prediction(0.1, 0.006, 0.006, 0.0, 0.1, 0.0, work_s=0.05)
+    for _ in range(400):  # half of the time
         costs.assigned(d.info, p.info, predicted)
-        clock.now += 1.0
+        clock.now += 0.1
     assert costs.prefill_share(d.info) == pytest.approx(0.5, rel=0.2)
-    beside = costs.decode(d.info, IDLE, 1000)
+    beside = costs.decode(d.info, IDLE, None, 1000)
     assert beside.itl_s == pytest.approx(2 * alone.itl_s, rel=0.25)
-    assert costs.decode(p.info, IDLE, 1000).itl_s == alone.itl_s
+    assert costs.decode(p.info, IDLE, None, 1000).itl_s == alone.itl_s
     clock.now += 60.0
-    assert costs.decode(d.info, IDLE, 1000).itl_s == pytest.approx(alone.itl_s, rel=0.01)
+    assert costs.decode(d.info, IDLE, None, 1000).itl_s == pytest.approx(alone.itl_s, rel=0.01)
 
 
 def test_full_nodes_are_left_out_while_others_have_room() -> None:
@@ -273,6 +274,27 @@ def test_full_nodes_are_left_out_while_others_have_room() -> None:
     p = member("p0", "prefill", load=H200)
     loads = {"d1": NodeLoad(sequences=8, tokens=8000)}
     assert route("cost", [p, full, roomy], 1000, loads).target.node_id != "d0"
+
+
+def test_sequences_whose_prompts_wait_elsewhere_neither_meet_nor_fit_beyond_capacity() -> None:
+    """32 are given to a node of which each waits 9 s and generates for less than one."""
+    node = member("d0", "decode", load=H200)
+    costs, load = CostModel(Clock()), NodeLoad(sequences=32, tokens=320_000, pending=30)
+    costs.learn([node.info], NodeLoads())
+    crowded = costs.decode(node.info, load, None, 1000)
+    assert crowded.sequences == 32, "nobody has been seen to wait"
+    for _ in range(40):
+        predicted = Prediction(9.0, 0.006, 0.006, 0.0, 9.0, 9.0, work_s=0.0)
+        costs.assigned(node.info, node.info, predicted)
+    met = costs.decode(node.info, load, None, 1000)
+    assert 2 <= met.sequences < 8
+    assert met.step_s < crowded.step_s
+    assert met.room
+    small = replace(node.info, num_blocks=320_000 // node.info.block_size)
+    costs.learn([small], NodeLoads())
+    assert not costs.decode(small, load, None, 1000).room
+    here = costs.decode(node.info, replace(load, pending=0), None, 1000)
+    assert here.sequences == 32
 
 
 def test_what_a_node_never_did_is_taken_from_those_that_did() -> None:
@@ -305,7 +327,7 @@ def test_a_report_that_counted_our_own_prompt_is_no_work_of_other_routers() -> N
     waiting = {**H200, "waiting_tokens": 5000.0}
     p, d = member("p0", "prefill", load=waiting), member("d0", "decode", load=H200)
     costs, loads = CostModel(Clock()), NodeLoads()
-    ours = NodeLoad(prompt_tokens=4000, prefill_us=120_000)
+    ours = NodeLoad(prompt_tokens=3500, prefill_us=120_000, cached_tokens=500)
     loads.change("p0", IDLE, ours)
     loads.change("p0", ours, IDLE)
     assert costs.learn([p.info, d.info], loads)
