@@ -142,7 +142,9 @@ def joined(rules: str, pieces: Mapping[str, Piece]) -> str:
         pieces: what they refer to, by name.
     """
     named = [{"name": name, **piece} for name, piece in pieces.items()]
-    return json.dumps({"grammars": [{"lark_grammar": rules}, *named]}, ensure_ascii=False)
+    # Where only one text can follow, llguidance would force its tokens: a special one for its name.
+    first = {"lark_grammar": f'%llguidance {{"no_forcing": true}}\n{rules}'}
+    return json.dumps({"grammars": [first, *named]}, ensure_ascii=False)
 
 
 async def checked_grammar(grammar: str, field: str) -> str:

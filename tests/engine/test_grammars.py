@@ -77,6 +77,10 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[str], object]]] = {
         {"choice": ["yes", "yes, but", 'a "b" \n']},
         lambda text: {"yes": 1, "yes, but": 1, 'a "b" \n': 1}[text],
     ),
+    "name of a token": (
+        {"choice": ["<|endoftext|>x"]},
+        lambda text: {"<|endoftext|>x": 1}[text],
+    ),
     "gbnf": (
         {"grammar": 'root ::= "a" b\nb ::= [0-9] | "x"'},
         lambda text: re.fullmatch("a[0-9x]", text) or pytest.fail(text),
