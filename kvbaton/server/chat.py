@@ -43,8 +43,9 @@ from kvbaton.server.validation import (
 from kvbaton.text.chat import ImageUrl, normalize_messages
 from kvbaton.text.harmony import HarmonyFormat
 from kvbaton.text.logprobs import chat_logprobs, prompt_logprobs
-from kvbaton.text.output_parser import Functions, OutputFormat, OutputParser
-from kvbaton.text.structured import BODY, checked_grammar, joined, wanted
+from kvbaton.text.output_grammar import Functions, OutputGrammar, forced_functions
+from kvbaton.text.output_parser import OutputFormat, OutputParser
+from kvbaton.text.structured import checked_grammar, wanted
 
 REASONING_EFFORTS = ("low", "medium", "high")
 """Of models that write OpenAI's harmony format; templates of others take what they know."""
@@ -59,6 +60,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     check_chat(frontend, body)
     request_id = f"chatcmpl-{public_id(request, body)}"
     prompt, items = await encode_chat(frontend, body)
+    form, functions = frontend.output_format, callable_functions(frontend, body)
     given = body.max_completion_tokens
     asked = prompt_request(
         frontend,
@@ -71,9 +73,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         prompt_logprobs=body.prompt_logprobs,
         items=items,
         tenant=tenant(request),
-        grammar=await chat_grammar(frontend, body),
+        grammar=await chat_grammar(frontend, body, prompt, functions),
     )
-    form, functions = frontend.output_format, callable_functions(frontend, body)
     if form is None or not is_read(form, body, functions):
         formatter = ChatFormatter(frontend, body, request_id, [prompt])
         return await respond(request, frontend, [asked], formatter)
@@ -103,29 +104,52 @@ def callable_functions(frontend: Frontend, body: ChatRequest) -> Functions | Non
         name, parameters = function.get("name"), function.get("parameters")
         if not isinstance(name, str):
             raise RequestError("a tool needs a function with a name", param=f"tools[{i}].function")
-        functions[name] = parameters if isinstance(parameters, dict) else {}
+        if not isinstance(parameters, dict | None):
+            raise RequestError(
+                "must be a JSON schema, an object", param=f"tools[{i}].function.parameters"
+            )
+        functions[name] = parameters or {}
     return functions
 
 
-async def chat_grammar(frontend: Frontend, body: ChatRequest) -> str:
-    """The grammar of the answer; empty for any.
+async def chat_grammar(
+    frontend: Frontend, body: ChatRequest, prompt: Sequence[int], functions: Functions | None
+) -> str:
+    """The grammar of all that the model writes; empty for any.
+
+    Args:
+        frontend: for the model's format.
+        body: what is asked.
+        prompt: which may have begun reasoning.
+        functions: that may be called.
 
     Raises:
-        RequestError: naming the field that is wrong; or the model reasons, which it could not.
+        RequestError: naming the field that is wrong.
     """
     asks = wanted(body.response_format, body.structured_outputs)
-    if asks is None:
+    grammar, form = OutputGrammar(), frontend.output_format
+    if forces_calls(body):
+        if asks is not None:
+            raise RequestError("excludes a tool_choice that forces calls", param=asks[0])
+        assert form is not None, "see check_chat"
+        assert functions is not None, "see check_chat"
+        forced = forced_functions(functions, body.tool_choice)
+        field = "tools"
+        one = body.tool_choice != "required" or body.parallel_tool_calls is False
+        rule = form.calls_rule(forced, grammar, one=one)
+    elif asks is not None:
+        field, piece = asks
+        rule = grammar.part(piece)
+        rule = rule if form is None else form.answer_rule(rule)
+    else:
         return ""
-    field, piece = asks
-    form = frontend.output_format
-    if isinstance(form, HarmonyFormat) or (form is not None and form.reasons):
-        raise RequestError(
-            "structured output of models that reason is not supported; a model that is served with "
-            "--reasoning-parser none answers at once",
-            param=field,
-            code="unsupported",
-        )
-    return await checked_grammar(joined(f"start: {BODY}", {"body": piece}), field)
+    before = "" if form is None else form.reasoning_rule(prompt, grammar)
+    return await checked_grammar(grammar.whole(f"{before} ({rule})"), field)
+
+
+def forces_calls(body: ChatRequest) -> bool:
+    """Whether the answer has to call a function."""
+    return bool(body.tools) and body.tool_choice not in (None, "none", "auto")
 
 
 def with_marks(asked: PromptRequest, form: OutputFormat, *, calls: bool) -> PromptRequest:
@@ -148,12 +172,6 @@ def check_chat(frontend: Frontend, body: ChatRequest) -> None:
     Raises:
         RequestError: naming the field.
     """
-    if body.tools and body.tool_choice not in (None, "none", "auto"):
-        raise RequestError(
-            'calls can\'t be forced: tool_choice must be "auto" or "none"',
-            param="tool_choice",
-            code="unsupported",
-        )
     if body.tools and body.tool_choice != "none":
         form = frontend.output_format
         if form is None or not form.calls or body.skip_special_tokens is False:
@@ -164,7 +182,7 @@ def check_chat(frontend: Frontend, body: ChatRequest) -> None:
                 param="tool_choice",
                 code="unsupported",
             )
-    if body.tool_choice not in (None, "none", "auto"):
+    if body.tool_choice not in (None, "none", "auto") and not body.tools:
         raise RequestError("tool_choice needs tools", param="tool_choice", code="unsupported")
     harmony = isinstance(frontend.output_format, HarmonyFormat)
     raw, effort = body.skip_special_tokens is False, body.reasoning_effort
@@ -325,6 +343,8 @@ class ParsedFormatter(ChatFormatter):
             if part.kind != "call":
                 texts[part.kind] += part.text
                 continue
+            if part.number and self.body.parallel_tool_calls is False:
+                continue
             index = part.number if streams else UNSET
             call = calls.setdefault(part.number, ToolCall(index=index, function=FunctionCall()))
             if part.function is not None:
@@ -341,5 +361,8 @@ class ParsedFormatter(ChatFormatter):
 
     @override
     def finish_reason(self, new: Event) -> str | None:
-        called = new.delta.finish_reason == "stop" and self._parsers[new.choice].num_calls
+        # As OpenAI and vLLM have it: who was told which function to call has just stopped.
+        named = isinstance(self.body.tool_choice, dict)
+        ended = new.delta.finish_reason == "stop" and not named
+        called = ended and self._parsers[new.choice].num_calls
         return "tool_calls" if called else new.delta.finish_reason

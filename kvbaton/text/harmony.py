@@ -20,8 +20,8 @@ from typing import Any, Literal
 from typing_extensions import override
 
 from kvbaton.text.detokenize import Detokenizer
+from kvbaton.text.output_grammar import TEXT, Functions, OutputGrammar, quoted
 from kvbaton.text.output_parser import (
-    Functions,
     Kind,
     MessagePart,
     OutputFormat,
@@ -80,6 +80,30 @@ class HarmonyFormat(OutputFormat):
         text = Detokenizer.of(self._tokenizer, marks=self._marks)
         begun = "".join(map(text.push, prompt[begins:])) + text.flush()
         return HarmonyParser(begun, calls=functions is not None, reasons=self.reasons)
+
+    @override
+    def reasoning_rule(self, prompt: Sequence[int], grammar: OutputGrammar) -> str:
+        return (
+            f'({self._header("analysis")} {TEXT} {self._tag(END)} {self._tag(START)} "assistant")?'
+        )
+
+    @override
+    def answer_rule(self, answer: str) -> str:
+        return f"{self._header('final')} {answer}"
+
+    @override
+    def calls_rule(self, functions: Functions, grammar: OutputGrammar, *, one: bool) -> str:
+        return " | ".join(  # the model hands over after one
+            self._header(f"commentary to={_FUNCTIONS}{name} ", f'{self._tag(CONSTRAIN)} "json"')
+            + f" {grammar.arguments(schema)}"
+            for name, schema in functions.items()
+        )
+
+    def _header(self, channel: str, form: str = "") -> str:
+        return f"{self._tag(CHANNEL)} {quoted(channel)} {form} {self._tag(MESSAGE)}"
+
+    def _tag(self, mark: str) -> str:
+        return next(f"<[{token}]>" for token, m in self._marks.items() if m == mark)
 
     @override
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

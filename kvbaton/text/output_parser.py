@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from kvbaton.text.output_grammar import Functions, OutputGrammar
+
 Kind = Literal["content", "reasoning", "call"]
 ToolCallParserName = Literal[
     "auto", "none", "deepseek_v3", "deepseek_v31", "hermes", "llama3_json", "mistral", "openai",
@@ -24,8 +26,6 @@ ReasoningParserName = Literal[
     "auto", "none", "deepseek_r1", "deepseek_v3", "mistral", "openai_gptoss", "qwen3"
 ]
 """Both as vLLM has them; ``auto`` takes what the model's folder says."""
-Functions = Mapping[str, Mapping[str, Any]]
-"""The JSON schema of the parameters of each function that may be called, by its name."""
 
 
 class MessagePart(Struct, frozen=True):
@@ -92,6 +92,29 @@ class OutputFormat(ABC):
         Args:
             prompt: which may have begun what the choice goes on with.
             functions: None if none may be called.
+        """
+
+    @abstractmethod
+    def reasoning_rule(self, prompt: Sequence[int], grammar: OutputGrammar) -> str:
+        """What it may write before its answer or its calls, in a grammar; empty for nothing.
+
+        Args:
+            prompt: which may have begun the reasoning, or ended it.
+            grammar: takes further rules.
+        """
+
+    def answer_rule(self, answer: str) -> str:
+        """How an answer stands in what it writes."""
+        return answer
+
+    @abstractmethod
+    def calls_rule(self, functions: Functions, grammar: OutputGrammar, *, one: bool) -> str:
+        """How it writes calls, in a grammar.
+
+        Args:
+            functions: that may be called, by names of letters, digits, ``_``, ``.`` and ``-``.
+            grammar: takes the rules of their arguments.
+            one: there is to be one call.
         """
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -9,7 +9,8 @@ from kvbaton.text.tagged import CALL_SYNTAXES, REASONING_TAGS, TaggedFormat
 from kvbaton.text.tokenizer import Tokenizer
 
 IN_TEMPLATES: dict[ToolCallParserName, tuple[str, ...]] = {
-    "deepseek_v3": ("<｜tool▁calls▁begin｜>",),  # noqa: RUF001
+    "deepseek_v3": ("<｜tool▁calls▁begin｜>", "```json"),  # noqa: RUF001
+    "deepseek_v31": ("<｜tool▁calls▁begin｜>",),  # noqa: RUF001
     "mistral": ("[TOOL_CALLS]",),
     "qwen3_coder": ("<tool_call>", "<function=", "<parameter="),
     "hermes": ("<tool_call>",),

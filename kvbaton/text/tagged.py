@@ -23,10 +23,18 @@ from typing import Any, Final
 import msgspec
 import regex
 from msgspec import Struct
+from msgspec.structs import replace
 from typing_extensions import override
 
-from kvbaton.text.output_parser import (
+from kvbaton.text.output_grammar import (
+    SPACE,
+    TEXT,
     Functions,
+    OutputGrammar,
+    quoted,
+    repeated,
+)
+from kvbaton.text.output_parser import (
     Kind,
     MessagePart,
     OutputFormat,
@@ -55,6 +63,8 @@ class CallSyntax(Struct, frozen=True):
         begin: of a call, before its head.
         heads: of its styles: ``name`` is the function, and its arguments begin behind it. What
             follows the arguments of each: ``more`` if that is another head.
+        call: as the template writes one, of ``$name`` and ``$arguments``.
+        around: what it writes before all calls, between two and behind them.
         ignored: tags around several calls.
         json: where the head does not fit, a call may be JSON with the same members all the same.
         xml: each argument has tags of its own.
@@ -66,6 +76,8 @@ class CallSyntax(Struct, frozen=True):
     tags: tuple[str, ...]
     begin: str
     heads: tuple[tuple[str, str], ...]
+    call: str
+    around: tuple[str, str, str] = ("", "", "")
     ignored: str = ""
     json: bool = True
     xml: bool = False
@@ -93,6 +105,11 @@ _DEEPSEEK = CallSyntax(
         ),
         (rf"\s*+{_NAME}\s*+«<｜tool▁sep｜>»\s*+(?=\{{)", r"\s*+«<｜tool▁call▁end｜>»"),
     ),
+    call=(
+        "«<｜tool▁call▁begin｜>»function«<｜tool▁sep｜>»$name\n```json\n$arguments\n```"
+        "«<｜tool▁call▁end｜>»"
+    ),
+    around=("«<｜tool▁calls▁begin｜>»", "\n", "«<｜tool▁calls▁end｜>»"),
     ignored="«<｜tool▁calls▁begin｜>»|«<｜tool▁calls▁end｜>»",
     json=False,
 )
@@ -101,11 +118,15 @@ CALL_SYNTAXES = {
         tags=("<tool_call>", "</tool_call>"),
         begin="«<tool_call>»",
         heads=((rf"\s*+{_HEAD}", rf"{_END}«</tool_call>»"),),
+        call='«<tool_call>»\n{"name": "$name", "arguments": $arguments}\n«</tool_call>»',
+        around=("", "\n", ""),
     ),
     "qwen3_coder": CallSyntax(
         tags=("<tool_call>", "</tool_call>"),
         begin="«<tool_call>»",
         heads=((r"\s*+<function=(?P<name>[^>\s]{1,256}+)>", ""),),
+        call="«<tool_call>»\n<function=$name>\n$arguments</function>\n«</tool_call>»",
+        around=("", "\n", ""),
         json=False,
         xml=True,
     ),
@@ -118,6 +139,7 @@ CALL_SYNTAXES = {
                 rf"{_END}(?:;\s*+(?=\{{)(?P<more>)|(?=[^\s;,])|(?=;\s*+[^\s{{]))",
             ),
         ),
+        call='{"name": "$name", "parameters": $arguments}',
         bare=True,
         one_each=True,
     ),
@@ -128,10 +150,16 @@ CALL_SYNTAXES = {
             (rf"\s*+\[?+\s*+{_HEAD}", rf"{_END}(?:,(?P<more>)(?=\s*+\{{)|\]|(?=[^\s,\]]))"),
             (rf"\s*+{_NAME}\s*+(?:«[CALL_ID]»\s*+\w*+\s*+)?+(?:«[ARGS]»)?+\s*+(?=\{{)", ""),
         ),
+        call='{"name": "$name", "arguments": $arguments}',
+        around=("«[TOOL_CALLS]» [", ", ", "]"),
         short_ids=True,
     ),
     "deepseek_v3": _DEEPSEEK,
-    "deepseek_v31": _DEEPSEEK,
+    "deepseek_v31": replace(
+        _DEEPSEEK,
+        call="«<｜tool▁call▁begin｜>»$name«<｜tool▁sep｜>»$arguments«<｜tool▁call▁end｜>»",
+        around=("«<｜tool▁calls▁begin｜>»", "", "«<｜tool▁calls▁end｜>»"),
+    ),
 }
 """By the names that vLLM gives their parsers."""
 
@@ -200,10 +228,69 @@ class TaggedFormat(OutputFormat):
 
     @override
     def parser(self, prompt: Sequence[int], functions: Functions | None) -> TaggedParser:
-        tail = self._tokenizer.decode(list(prompt[-16:]), skip_special_tokens=False).rstrip()
-        begun = bool(self._reasoning) and tail.endswith(self._reasoning[0])
-        closed = bool(self._reasoning) and tail.endswith(self._reasoning[1])
+        begun, closed = self._reasoned(prompt)
         return TaggedParser(self, functions, reasons=begun, reasoned=closed)
+
+    def _reasoned(self, prompt: Sequence[int]) -> tuple[bool, bool]:
+        """Whether a prompt begins reasoning at its end, or ends it there."""
+        tail = self._tokenizer.decode(list(prompt[-16:]), skip_special_tokens=False).rstrip()
+        begin, end = self._reasoning or ("", "")
+        return bool(begin) and tail.endswith(begin), bool(end) and tail.endswith(end)
+
+    @override
+    def reasoning_rule(self, prompt: Sequence[int], grammar: OutputGrammar) -> str:
+        begun, closed = self._reasoned(prompt)
+        if closed or not self._reasoning:
+            return ""
+        begin, end = self._reasoning
+        is_token = end in self._marks
+        rest = f"{TEXT} {self._written(end)}" if is_token else grammar.until(end)
+        return f"{rest} {SPACE}" if begun else f"({self._written(begin)} {rest} {SPACE})?"
+
+    @override
+    def calls_rule(self, functions: Functions, grammar: OutputGrammar, *, one: bool) -> str:
+        syntax = self.syntax
+        assert syntax is not None, "its calls are told apart"
+        template, (before, between, behind) = syntax.call, syntax.around
+        if "[ARGS]" in self._marks:  # of later tokenizers
+            template, before, between, behind = "«[TOOL_CALLS]»$name«[ARGS]»$arguments", "", "", ""
+        calls = []
+        for name, schema in functions.items():
+            head, tail = template.replace("$name", name).split("$arguments")
+            of = self._tagged_arguments if syntax.xml else OutputGrammar.arguments
+            calls.append(f"{self._all(head)} {of(grammar, schema)} {self._all(tail)}")
+        call = f"({' | '.join(calls)})"
+        written = call if one or syntax.one_each else repeated(call, self._all(between))
+        return f"{self._all(before)} {written} {self._all(behind)}"
+
+    def _all(self, template: str) -> str:
+        """Text with ``«tags»`` as a part of a rule."""
+        pieces = filter(None, re.split("(«.*?»)", template))
+        return " ".join(
+            self._written(piece[1:-1]) if piece[0] == "«" else quoted(piece) for piece in pieces
+        )
+
+    def _written(self, tag: str) -> str:
+        is_token = tag in self._marks
+        return f"<[{self._tokenizer.added_tokens[tag]}]>" if is_token else quoted(tag)
+
+    @staticmethod
+    def _tagged_arguments(grammar: OutputGrammar, schema: Mapping[str, Any]) -> str:
+        """Each in tags of its own, in the order of the schema; texts as they are."""
+        rules, required = [], schema.get("required", ())
+        for key, kind in schema.get("properties", {}).items():
+            kind = kind if isinstance(kind, Mapping) else {}
+            end = "\n</parameter>\n"
+            if kind.get("type") != "string":
+                shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+                value = f"{grammar.arguments({**kind, **shared})} {quoted(end)}"
+            elif "enum" in kind:
+                value = f"({' | '.join(map(quoted, kind['enum']))}) {quoted(end)}"
+            else:
+                value = grammar.until(end)
+            optional = "" if key in required else "?"
+            rules.append(f"({quoted(f'<parameter={key}>' + chr(10))} {value}){optional}")
+        return " ".join(rules)
 
     @override
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

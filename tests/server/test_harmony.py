@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import llguidance
 import openai
 import pytest
 
@@ -169,11 +170,20 @@ async def test_a_stop_string_ends_the_answer(start: Any) -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
-async def test_calls_can_not_be_forced(start: Any, choice: Any) -> None:
+async def test_calls_are_forced(start: Any, harmony: Tokenizer, choice: Any) -> None:
     endpoint = await start(ANSWER)
     body = {"messages": ASK, "tools": TOOLS, "tool_choice": choice}
-    status, error = await endpoint.post(CHAT, body)
-    assert (status, error["error"]["param"]) == (400, "tool_choice")
+    status, answer = await endpoint.post(CHAT, body)
+    assert status == 200, answer
+    vocabulary = llguidance.LLTokenizer(harmony._backend.to_str())
+    matcher = llguidance.LLMatcher(vocabulary, endpoint.source.requests[0].params.grammar)
+    text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>"
+    ids = harmony.encode(text, add_special_tokens=False)
+    assert matcher.try_consume_tokens(ids) == len(ids)
+    final = harmony.encode("final<|message|>", add_special_tokens=False)
+    assert matcher.validate_tokens(final) < len(final), "the answer is to be a call"
+    call = harmony.encode("commentary to=functions.f", add_special_tokens=False)
+    assert matcher.validate_tokens(call) == len(call)
 
 
 async def test_an_answer_that_was_cut_off_goes_back(start: Any, harmony: Tokenizer) -> None:

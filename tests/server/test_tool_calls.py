@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import llguidance
 import openai
 import pytest
 
@@ -72,6 +73,8 @@ FAMILIES = {
 }  # fmt: skip
 ARGUMENTS = {"a": "東京 {🎉}"}
 THINKING = "Größe of 東京?"
+ANSWER = "<think>\nNo.\n</think>\n\nIt is 3."
+PARAMETERS = "tools[0].function.parameters"
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +108,68 @@ def written(family: str, tokenizer: Tokenizer) -> str:
         "deepseek_v3": f"{THINKING}\n</think>",
     }
     return thought.get(family, "") + shown.removeprefix("<|assistant|>")
+
+
+def fits(tokenizer: Tokenizer, grammar: str, text: str) -> bool:
+    """Whether a text is all that a grammar wants."""
+    matcher = llguidance.LLMatcher(llguidance.LLTokenizer(tokenizer._backend.to_str()), grammar)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+
+
+NAMED = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_a_call_is_forced(
+    start: Any, models: dict[str, Tokenizer], family: str, choice: Any
+) -> None:
+    """What the model writes for a call fits the grammar that the engine gets, and nothing else."""
+    text = written(family, models[family])
+    if family == "mistral":  # of later tokenizers, which this one is
+        text = f"[TOOL_CALLS]f[ARGS]{json.dumps(ARGUMENTS, ensure_ascii=False)}"
+    endpoint = await start(family, text)
+    body = {"messages": ASK, "tools": TOOLS, "tool_choice": choice}
+    status, whole = await endpoint.post(CHAT, body)
+    assert status == 200, whole
+    (told,) = whole["choices"]
+    assert [call["function"]["name"] for call in told["message"]["tool_calls"]] == ["f"]
+    assert told["finish_reason"] == ("tool_calls" if choice == "required" else "stop")
+    grammar = endpoint.source.requests[0].params.grammar
+    assert fits(models[family], grammar, text)
+    for other in ("It is large.", text.replace('f"', 'g"').replace("=f", "=g"), ANSWER):
+        assert other == text or not fits(models[family], grammar, other)
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+async def test_calls_are_one_if_they_are_to_be(
+    start: Any, models: dict[str, Tokenizer], parallel: bool
+) -> None:
+    text = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    endpoint = await start("hermes", f"{text}\n{text}")
+    body = {"messages": ASK, "tools": TOOLS, "parallel_tool_calls": parallel}
+    _, whole = await endpoint.post(CHAT, body)
+    assert len(whole["choices"][0]["message"]["tool_calls"]) == 1 + parallel
+    await endpoint.post(CHAT, {**body, "tool_choice": "required"})
+    grammar = endpoint.source.requests[1].params.grammar
+    assert fits(models["hermes"], grammar, text)
+    assert fits(models["hermes"], grammar, f"{text}\n{text}") == parallel
+
+
+async def test_an_answer_of_a_model_that_reasons(start: Any, models: dict[str, Tokenizer]) -> None:
+    endpoint = await start("hermes", 'Hm.</think>{"a": 1}')
+    for off in (False, True):
+        body = {
+            "messages": ASK, "response_format": {"type": "json_object"},
+            "chat_template_kwargs": {"enable_thinking": not off},
+        }  # fmt: skip
+        status, whole = await endpoint.post(CHAT, body)
+        assert status == 200, whole
+        grammar = endpoint.source.requests[-1].params.grammar
+        assert fits(models["hermes"], grammar, '{"a": 1}')
+        assert fits(models["hermes"], grammar, '<think>Hm.</think>\n\n{"a": 1}') != off
+        assert not fits(models["hermes"], grammar, "<think>Hm.</think>It is 1.")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -238,8 +303,20 @@ async def test_a_parser_by_its_name(serve: Any) -> None:
 @pytest.mark.parametrize(
     ("extra", "param"),
     [
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"tool_choice": "any"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+        (
+            {"tool_choice": "required", "response_format": {"type": "json_object"}},
+            "response_format",
+        ),
+        ({"tools": [{"function": {"name": "f", "parameters": []}}]}, PARAMETERS),
+        (
+            {
+                "tools": [{"function": {"name": "f", "parameters": {"type": "strin"}}}],
+                "tool_choice": "required",
+            },
+            "tools",
+        ),
         ({"skip_special_tokens": False}, "tool_choice"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ],
