@@ -139,8 +139,11 @@ def split_spec(spec: str, kind: Kind) -> tuple[str, dict[str, Any]]:
     """Name or dotted path of a spec, and its options.
 
     Raises:
-        ConfigError: the options are no JSON object.
+        ConfigError: it has no name, or the options are no JSON object.
     """
+    if spec.startswith("{"):  # as of a mapping in YAML
+        problem = f"must be NAME or NAME:{{...}}, options in JSON behind the name, not {spec}"
+        raise ConfigError(kind.flag, problem)
     path = _PATH.match(spec)
     target = path.group() if path else spec.partition(":")[0]
     rest = spec[len(target) :]

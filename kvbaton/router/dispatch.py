@@ -173,21 +173,21 @@ class _Departure:
 
     def step(self) -> None:
         """Begin what can begin now, and come again while there is more."""
-        try:
-            self._step()
-        except Exception:  # who could not be moved goes on there, and may be asked to leave again
-            logger.exception("moving what %s generates was given up", self._node_id)
-            self._dispatcher.left(self._node_id)
-
-    def _step(self) -> None:
         self._staying = {r: None for r in self._staying if r.is_at(self._node_id)}
         moving = sum(running.relay.is_moving for running in self._staying)
         for running in self._staying:
             if moving >= MOVES_AT_ONCE:
                 break
-            if self._tries[running] < MOVE_TRIES and running.relay.can_move() and running.move():
-                self._tries[running] += 1
-                moving += 1
+            if self._tries[running] == MOVE_TRIES:
+                continue
+            try:
+                began = running.relay.can_move() and running.move()
+            except Exception:  # it goes on where it is, and others leave
+                logger.exception("a request could not be moved from %s", self._node_id)
+                self._tries[running] = MOVE_TRIES
+                continue
+            self._tries[running] += began
+            moving += began
         if all(self._tries[r] == MOVE_TRIES and not r.relay.is_moving for r in self._staying):
             self._dispatcher.left(self._node_id)
         else:

@@ -250,7 +250,7 @@ class RequestRelay:
         if asked.side == "successor" and self.target is not None:
             self._move_by = math.inf
             return [CancelNode(asked), MoveEnded(None)]
-        moved = [MoveEnded(None)] if asked.side == "successor" else []
+        moved = [MoveEnded(None)] if asked.side == "successor" or self.is_moving else []
         relayed = any(len(c.tokens) > self._first_index or c.finished for c in self._choices)
         if error.blames_client and not relayed:
             refusal = RequestError(

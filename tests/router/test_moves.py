@@ -200,6 +200,7 @@ def test_a_target_that_dies_meanwhile_is_a_retry() -> None:
     moved.do(moved.relay.failed(a, NodeError("gone"), moved.now))
     retried = moved.asked[-1]
     assert b in moved.cancelled
+    assert moved.gaps == [None]
     assert (retried.side, retried.request.resume_ids) == ("target", tuple(map(token, range(4))))
     moved.go_on(retried, 4, 12)
     moved.complete()
