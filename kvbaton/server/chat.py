@@ -140,10 +140,13 @@ async def chat_grammar(
     elif asks is not None:
         field, piece = asks
         rule = grammar.part(piece)
-        rule = rule if form is None else form.answer_rule(rule)
+        if form is not None and not body.continue_final_message:  # else it has begun
+            rule = form.answer_rule(rule)
     else:
         return ""
-    before = "" if form is None else form.reasoning_rule(prompt, grammar)
+    before = ""
+    if form is not None and not body.continue_final_message:
+        before = form.reasoning_rule(prompt, grammar)
     return await checked_grammar(grammar.whole(f"{before} ({rule})"), field)
 
 

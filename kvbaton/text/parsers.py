@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from kvbaton.errors import ConfigError
+from kvbaton.text.call_syntax import CALL_SYNTAXES, REASONING_TAGS
 from kvbaton.text.harmony import MARKERS, HarmonyFormat
 from kvbaton.text.output_parser import OutputFormat, ReasoningParserName, ToolCallParserName
-from kvbaton.text.tagged import CALL_SYNTAXES, REASONING_TAGS, TaggedFormat
+from kvbaton.text.tagged import TaggedFormat
 from kvbaton.text.tokenizer import Tokenizer
 
 IN_TEMPLATES: dict[ToolCallParserName, tuple[str, ...]] = {

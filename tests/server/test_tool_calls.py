@@ -170,6 +170,12 @@ async def test_an_answer_of_a_model_that_reasons(start: Any, models: dict[str, T
         assert fits(models["hermes"], grammar, '{"a": 1}')
         assert fits(models["hermes"], grammar, '<think>Hm.</think>\n\n{"a": 1}') != off
         assert not fits(models["hermes"], grammar, "<think>Hm.</think>It is 1.")
+    goes_on = {"continue_final_message": True, "add_generation_prompt": False}
+    begun = {"messages": [*ASK, {"role": "assistant", "content": "It is"}], **goes_on}
+    await endpoint.post(CHAT, {**body, **begun})
+    grammar = endpoint.source.requests[-1].params.grammar
+    assert fits(models["hermes"], grammar, '{"a": 1}')
+    assert not fits(models["hermes"], grammar, '<think>Hm.</think>{"a": 1}')
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 from kvbaton.errors import RequestError
+from kvbaton.text.call_syntax import CALL_SYNTAXES
 from kvbaton.text.harmony import MARKERS
 from kvbaton.text.output_grammar import MAX_CALLS, OutputGrammar, forced_functions
 from kvbaton.text.output_parser import OutputFormat
 from kvbaton.text.parsers import find_output_format
 from kvbaton.text.structured import StructuredOutputs
-from kvbaton.text.tagged import CALL_SYNTAXES, TaggedFormat
+from kvbaton.text.tagged import TaggedFormat
 from kvbaton.text.tokenizer import Tokenizer
 from tests.support.scripted_source import SPECIAL, train_backend
 from tests.text.test_tagged import TAGS, THINK, WITH_TAGS, WITHOUT_TAGS, read, write

@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbaton.errors import ConfigError
+from kvbaton.text.call_syntax import CALL_SYNTAXES, REASONING_TAGS
 from kvbaton.text.output_grammar import Functions
 from kvbaton.text.output_parser import OutputFormat
 from kvbaton.text.parsers import find_output_format
-from kvbaton.text.tagged import CALL_SYNTAXES, REASONING_TAGS, TaggedFormat
+from kvbaton.text.tagged import TaggedFormat
 from kvbaton.text.tokenizer import Tokenizer
 from tests.support.scripted_source import SPECIAL, train_backend
 
