@@ -128,7 +128,8 @@ async def chat_grammar(
     """
     asks = wanted(body.response_format, body.structured_outputs)
     grammar, form = OutputGrammar(), frontend.output_format
-    if forces_calls(body):
+    begins = not body.continue_final_message  # the message, so that reasoning may come first
+    if body.tool_choice not in (None, "none", "auto"):
         if asks is not None:
             raise RequestError("excludes a tool_choice that forces calls", param=asks[0])
         assert form is not None, "see check_chat"
@@ -140,19 +141,11 @@ async def chat_grammar(
     elif asks is not None:
         field, piece = asks
         rule = grammar.part(piece)
-        if form is not None and not body.continue_final_message:  # else it has begun
-            rule = form.answer_rule(rule)
+        rule = form.answer_rule(rule) if form and begins else rule
     else:
         return ""
-    before = ""
-    if form is not None and not body.continue_final_message:
-        before = form.reasoning_rule(prompt, grammar)
+    before = form.reasoning_rule(prompt, grammar) if form and begins else ""
     return await checked_grammar(grammar.whole(f"{before} ({rule})"), field)
-
-
-def forces_calls(body: ChatRequest) -> bool:
-    """Whether the answer has to call a function."""
-    return bool(body.tools) and body.tool_choice not in (None, "none", "auto")
 
 
 def with_marks(asked: PromptRequest, form: OutputFormat, *, calls: bool) -> PromptRequest:
