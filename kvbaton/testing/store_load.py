@@ -25,6 +25,8 @@ MARK = 0xA5
 ROUNDS = 5
 MOST_BYTES = 8 << 20
 """Of the objects that live at one time in the random schedule."""
+MOST_OBJECTS = 200
+"""So many of them: a store may keep each in a chunk of its own, so that small ones fill it too."""
 
 
 @case(2)
@@ -318,7 +320,7 @@ class _Life:
         """Some new objects."""
         held = sum(map(len, self.there.values()))
         most = min(60_000, (self.most_bytes - held) // 4)
-        if most > 0:
+        if most > 0 and len(self.there) < MOST_OBJECTS:
             objects = self.rig.objects(self.rig.random.integers(0, most, 4).tolist())
             self.rig.put(objects)
             self.there |= objects

@@ -41,6 +41,9 @@ _RENEW_S = 600.0
 """The server forgets whom it has not heard of for an hour."""
 _LINGER_MS = 200
 """For last requests to leave."""
+_ROOM_S = 2.0
+"""A full server makes room once a second, also for those who could not be served meanwhile."""
+_ASK_AGAIN_S = 0.05
 
 
 class LMCacheServerStore(ThreadedStore):
@@ -174,6 +177,7 @@ class LMCacheInstance:
         self._numbers = itertools.count()
         self._id = random.getrandbits(48)
         self._made = time.monotonic()
+        self._makes_room = True
         self._chunk_tokens = int(self._answer("get_chunk_size"))
         if self._chunk_tokens < KEY_TOKENS:
             raise StoreError(f"--chunk-size must be at least {KEY_TOKENS}")
@@ -232,6 +236,15 @@ class LMCacheInstance:
         chunks = chunks_of(source, self._chunk_bytes)
         if chunks * self._chunk_bytes > len(self._pool):
             return False
+        # A server that made none the last time is asked once, else each object would wait for it.
+        deadline = time.monotonic() + _ROOM_S * self._makes_room
+        while not (kept := self._put_now(key, source, chunks)) and time.monotonic() < deadline:
+            time.sleep(_ASK_AGAIN_S)
+        self._makes_room = kept
+        return kept
+
+    def _put_now(self, key: bytes, source: Pieces, chunks: int) -> bool:
+        """Store those chunks of an object that there is room for; True if all are there now."""
         request = self._request(key, chunks)
         room = self._answer("prepare_store", request, self._id).context
         if numbers := room["chunk_indices"]:
