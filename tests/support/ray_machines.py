@@ -26,10 +26,12 @@ def ray_machines(count: int, cpus: int) -> Iterator[str]:
     """
     # Not in pytest's folders: addresses of Unix sockets would get too long.
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+        # Ray writes its newest cluster's address under here, and doesn't make the folder.
+        (Path(folder) / "ray").mkdir()
         process = subprocess.Popen(
             [sys.executable, "-m", __spec__.name, str(count), str(cpus), folder],
             cwd=ROOT,
-            env={**os.environ, **ENV},
+            env={**os.environ, **ENV, "RAY_TMPDIR": folder},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
