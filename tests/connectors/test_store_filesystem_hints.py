@@ -12,6 +12,7 @@ import pytest
 
 from kvbaton.connectors.store import CLAIM_S, Hints
 from kvbaton.connectors.stores.filesystem import FilesystemStore
+from kvbaton.connectors.stores.filesystem_claims import EntryClaims
 from kvbaton.connectors.stores.filesystem_entry import HEADER_BYTES, header
 
 TIMEOUT_S = 30.0
@@ -146,6 +147,24 @@ def test_a_claim_of_one_that_died_is_void(store: FilesystemStore, tmp_path: Path
     assert other.claim(keys).result(TIMEOUT_S) == [False, True]
     other.close()
     assert list((tmp_path / "kvbaton-1" / "claims").iterdir()) == []
+
+
+def test_nobody_claims_what_was_stored_while_they_asked(
+    store: FilesystemStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = FilesystemStore("other", path=str(tmp_path))
+    other.open()
+    assert store.claim([key(1)]).result(TIMEOUT_S) == [True]
+    usual = EntryClaims.take
+
+    def take(claims: EntryClaims, wanted: bytes) -> bool:
+        assert save(store, {1: Hints()}) == [True]
+        return usual(claims, wanted)
+
+    monkeypatch.setattr(EntryClaims, "take", take)
+    assert other.claim([key(1)]).result(TIMEOUT_S) == [False]
+    assert list((tmp_path / "kvbaton-1" / "claims").iterdir()) == []
+    other.close()
 
 
 def test_a_failed_store_gives_its_claim_back(tmp_path: Path) -> None:

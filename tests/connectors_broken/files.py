@@ -6,6 +6,7 @@ import json
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar
@@ -114,6 +115,7 @@ class WritesInPlace(BrokenFilesystem):
 
     class Broken(PlainFiles):
         writing: ClassVar[set[bytes]] = set()
+        begun: ClassVar[Counter[bytes]] = Counter()
         lock: ClassVar[threading.Lock] = threading.Lock()
 
         def contains(self, keys: Sequence[bytes]) -> list[bool]:
@@ -121,12 +123,15 @@ class WritesInPlace(BrokenFilesystem):
             return [there and k not in self.writing for k, there in zip(keys, found, strict=True)]
 
         def get(self, key: bytes, target: Pieces) -> bool:
-            return key not in self.writing and _read_unchecked(self._path(key), target)
+            begun = self.begun[key]
+            there = key not in self.writing and _read_unchecked(self._path(key), target)
+            return there and self.begun[key] == begun  # no write began while it was read
 
         def put(self, key: bytes, source: Pieces, hints: Hints = NO_HINTS) -> bool:
             with self.lock:
                 if not self.contains([key])[0]:
                     self.writing.add(key)
+                    self.begun[key] += 1
                     self._write_slowly(key, b"".join(source))
                     self.writing.discard(key)
             return True

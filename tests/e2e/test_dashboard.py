@@ -74,11 +74,13 @@ def queries() -> dict[str, str]:
 def watched(cluster: Cluster, main_nodes: tuple[Node, Node, Router]) -> Iterator[Watched]:
     """The nodes that tests share, behind their router and one with a policy that predicts."""
     p, d, main = main_nodes
-    flags = ("--policy=cost", f"--prefill={p.url}", f"--decode={d.url}")
+    own = cluster.start_node("decode", "d-watched")  # may compute what it is cheaper to compute
+    cluster.until_up(own)
+    flags = ("--policy=cost", f"--prefill={p.url}", f"--decode={own.url}")
     router = cluster.start_router("watched", *flags)
     cluster.until_up(router=router, pairs=1)
     yield main, router, p, d
-    cluster.stop([router])
+    cluster.stop([router, own])
 
 
 @contextmanager

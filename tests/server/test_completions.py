@@ -342,7 +342,7 @@ async def test_a_client_that_never_reads_is_hung_up_on(serve: Any) -> None:
     endpoint = await serve(TEXT, deadline_grace_s=0.05)
     endpoint.source.script = [5] * 200
     body = {"prompt": "x", "stream": True, "max_tokens": 200, "logprobs": 20, "n": 100}
-    data = json.dumps({**body, "timeout": 0.3}).encode()
+    data = json.dumps({**body, "timeout": 1.0}).encode()  # more than fits is made by then
     _, writer = await open_narrow(endpoint)
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
     writer.write(head.encode() + data)

@@ -233,7 +233,12 @@ class Files(LastCall):
         present = self.contains(keys)
         with self._accessing("claim in"):
             pairs = zip(keys, present, strict=True)
-            return [not there and self._claims.take(key) for key, there in pairs]
+            taken = [key for key, there in pairs if not there and self._claims.take(key)]
+        # One who had a claim before us may have stored its object after we looked.
+        stored = [key for key, there in zip(taken, self.contains(taken), strict=True) if there]
+        self._claims.drop(stored)
+        ours = set(taken).difference(stored)
+        return [key in ours for key in keys]
 
     def namespaces(self) -> dict[str, Usage]:
         """See `Namespaced.namespaces`; it reads the header of every entry."""

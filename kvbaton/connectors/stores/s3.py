@@ -66,8 +66,9 @@ class S3Store(ThreadedStore):
             ``virtual_hosted_style_request``, ...).
         conditional: whether the service knows conditional writes; without them, two who store the
             same object at the same time both send it.
-        claims: let one of several nodes that compute the same prompt at once store it, for two
-            more requests (one written, one deleted) for each object. Needs conditional writes.
+        claims: let one of several nodes that compute the same prompt at once store it, for
+            three more requests (one written, one read, one deleted) for each object. Needs
+            conditional writes.
         threads: see `ThreadedStore`.
         lookups: keys that are looked at at the same time.
         timeout_s: the longest that one request takes.
@@ -197,7 +198,11 @@ class S3Objects(LastCall):
         return len(paths)
 
     def claim(self, keys: Sequence[bytes]) -> list[bool]:
-        """See `Claiming.claim`: one request for each key that is there, two for others."""
+        """See `Claiming.claim`: two requests for each key, three for one that is there.
+
+        One who had a claim before us may store its object until we have ours, so it is looked for
+        after that.
+        """
 
         async def take(key: bytes) -> bool:
             path, until = _claim_path(key), time.monotonic() + CLAIM_S
@@ -214,11 +219,13 @@ class S3Objects(LastCall):
                     await obstore.delete_async(self._bucket, path)  # of one who died
             return False
 
-        present = self.contains(keys)
-        absent = [key for key, there in zip(keys, present, strict=True) if not there]
         with self._asking("claim in"):
-            claimed = iter(self._at_once(take, absent))
-        return [not there and next(claimed) for there in present]
+            claimed = self._at_once(take, keys)
+        taken = [key for key, ours in zip(keys, claimed, strict=True) if ours]
+        stored = [key for key, there in zip(taken, self.contains(taken), strict=True) if there]
+        self._drop(stored)
+        ours = set(taken).difference(stored)
+        return [key in ours for key in keys]
 
     def namespaces(self) -> dict[str, Usage]:
         """See `Namespaced.namespaces`: a request for each object, and for each 1,000."""
