@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvbaton.engine.cuda.sequences import CudaSequences
+from kvbaton.engine.upload import upload_into
 
 Step = Callable[[Tensor], tuple[Tensor, Tensor]]
 COLUMNS = 6
@@ -63,9 +64,9 @@ class DecodeGraphs:
             self._pool = torch.cuda.graph_pool_handle()  # one that lost all graphs can't be used
             self._version = self._sequences.version
         captured = self._graphs.get(size) or self.capture(size)
-        host = torch.empty((COLUMNS, size), dtype=torch.int64, pin_memory=True)
-        self._pad(host.numpy())[:, :count] = columns
-        captured.inputs.copy_(host, non_blocking=True)
+        padded = self._pad(np.empty((COLUMNS, size), np.int64))
+        padded[:, :count] = columns
+        upload_into(padded, captured.inputs)
         captured.graph.replay()
         return captured.hidden[:count], captured.tokens[:count]
 
