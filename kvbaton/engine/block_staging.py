@@ -22,7 +22,7 @@ from kvbaton.connectors.store import AnyPieces, Pieces
 HOST_BYTES = 256 << 20
 """Pinned for all batches together, if blocks are not larger."""
 FEWEST_SLOTS = 8
-DEVICE_BATCH_BYTES = 128 << 20
+DEVICE_BATCH_BYTES = 256 << 20
 """Of a store that reaches a device's blocks: the sums of one batch are made beside the next."""
 LOADS_TOGETHER = 3
 """Batches of one load: the store reads one, one is copied, and sums of another are made."""

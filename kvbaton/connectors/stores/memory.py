@@ -54,7 +54,7 @@ from kvbaton.errors import ConfigError, StoreError
 
 WINDOW = 64
 """Objects among which hints decide who is evicted."""
-TOGETHER = BatchLimit(64, 32 << 20)
+TOGETHER = BatchLimit(64, 64 << 20)
 """Objects that a thread moves from or to a GPU before it waits for their bytes."""
 
 
