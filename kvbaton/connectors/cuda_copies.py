@@ -129,5 +129,6 @@ class CudaCopies:
             raise StoreError(f"{len(runs)} copies failed: {self._why(status)}")
 
     def _why(self, status: int) -> str:
+        self._library.cudaGetLastError()  # else torch would find it after a call of its own
         text: bytes = self._library.cudaGetErrorString(status)
         return text.decode()
