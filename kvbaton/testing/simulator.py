@@ -26,6 +26,7 @@ import argparse
 import asyncio
 import gc
 import logging
+import math
 import os
 import random
 import sys
@@ -193,9 +194,13 @@ class Simulation:
                 # goes on to the end: to be at rest for long must do no harm either.
                 world = self.world
                 world.run(world.weather.heal_at)
-                while world.now < self._end() and (self.seed % 8 == 0 or not self._rests()):
+                lease, rested_at = 1.25 * self._lives[0].timers.lease, math.inf
+                while world.now < self._end() and world.now < rested_at + lease:
                     world.run(world.now + 1.0)
-                world.run(min(self._end(), world.now + 1.25 * self._lives[0].timers.lease))
+                    if self.seed % 8 == 0 or not self._rests():
+                        rested_at = math.inf
+                    else:
+                        rested_at = min(rested_at, world.now)
                 return self._check_rest()
             except Exception as error:
                 if not isinstance(error, ViolationError):

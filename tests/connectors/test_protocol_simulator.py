@@ -67,6 +67,12 @@ def test_a_source_may_tell_its_target_that_a_client_left() -> None:
     simulate(805507)  # before the router does
 
 
+def test_a_rest_that_new_nodes_end_is_none() -> None:
+    simulate(
+        911211
+    )  # sessions of both nodes that came back stood beside those of their first lives
+
+
 def test_sums_of_received_blocks_that_are_written_over_are_those_of_their_bytes() -> None:
     world = SimulatedWorld(Random(0), Weather())
     executor = SimulatedExecutor(
