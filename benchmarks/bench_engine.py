@@ -36,7 +36,7 @@ from kvbaton.types import NodeId
 
 DECODE = {1: 4.95, 32: 5.84, 128: 8.60, 256: 13.56}
 PREFILL = {(64, 1024): 42.5e3, (16, 4096): 40.5e3, (4, 16384): 33.4e3}
-TTFT = {1024: 28.3, 4096: 101.3, 16384: 493.0}
+TTFT = {128: None, 512: None, 1024: 28.3, 4096: 101.3, 16384: 493.0}
 THROUGHPUT = 3926.0
 DECODE_STEPS = 100
 
@@ -187,15 +187,15 @@ def main() -> None:
         return
     rows: list[tuple[str, float, float | None]] = []
 
-    def add(name: str, measure: Callable[[], float], theirs: float) -> None:
+    def add(name: str, measure: Callable[[], float], theirs: float | None) -> None:
         if args.only in name:
             rows.append((name, measure(), theirs))
             print(f"  {name}: {rows[-1][1]:,.2f}", flush=True)
 
     for batch, theirs in DECODE.items():
         add(f"decode step, batch {batch}, ms", partial(decode_step, bench, batch), theirs)
-    for length, theirs in TTFT.items():
-        add(f"TTFT of {length}, ms", partial(ttft, bench, length), theirs)
+    for length, known in TTFT.items():
+        add(f"TTFT of {length}, ms", partial(ttft, bench, length), known)
     for (count, length), theirs in PREFILL.items():
         name = f"prefill of {count} x {length}, tok/s"
         add(name, partial(prefill, bench, count, length), theirs)

@@ -30,9 +30,16 @@ class Collectives(Protocol):
         """[rows, n] of each rank, side by side in the order of ranks: [rows, size * n]."""
         ...
 
+    def tick(self) -> None:
+        """A graph that may hold collectives was launched; see `Lockstep`."""
+        ...
+
 
 class Alone:
     """`Collectives` of a single rank."""
+
+    def tick(self) -> None:
+        """Nobody is there to run ahead of."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """As it is."""
@@ -160,6 +167,9 @@ class HostCollectives:
     def all_gather(self, tensor: Tensor) -> Tensor:
         """See `Collectives.all_gather`."""
         return torch.cat(self._exchange(tensor), dim=-1)
+
+    def tick(self) -> None:
+        """See `Collectives.tick`; a CPU has no graphs."""
 
     def _exchange(self, tensor: Tensor) -> list[Tensor]:
         self._number += 1

@@ -8,7 +8,7 @@ length is then known only to who has read the samples; the next step tells it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -247,6 +247,8 @@ class Runner:
         slots: Tensor,
         attention: AttentionContext,
         encoded: Encoded | None = None,
+        *,
+        forward: Callable[..., Tensor] | None = None,
     ) -> Tensor:
         """Run the model, and keep the digest sums of what it writes.
 
@@ -257,10 +259,11 @@ class Runner:
             slots: [groups of K and V, tokens] int64.
             attention: over the same.
             encoded: see the model.
+            forward: runs the model, if something else than itself does.
         """
         everywhere = slots.flatten()
         self.cache.start_sums(everywhere)
-        hidden: Tensor = self.model(token_ids, rotary, attention, encoded)
+        hidden = (forward or self.model)(token_ids, rotary, attention, encoded)
         self.cache.add_sums(everywhere, positions.repeat(len(slots)))
         if attention.states is not None:
             attention.states.sign()

@@ -24,12 +24,17 @@ BLOCK = 2048
 MAX_BLOCKS = 1024
 """Programs that are on the GPU at the same time, whatever else is: each waits for its twin."""
 
+PAIR_ROUNDS = 4
+"""Blocks of a program between two GPUs at most. Of more GPUs each would receive as much from all
+the others, where NCCL's ring is the faster way."""
+
 
 class PeerMemory:
     """What an all-reduce needs on all GPUs; made before any rank uses it.
 
     Attributes:
-        inboxes: per rank, [2, size, MAX_BLOCKS * BLOCK] of 4 bytes.
+        capacity: elements of the largest tensor.
+        inboxes: per rank, [2, size, capacity] of 4 bytes.
         flags: per rank, [MAX_BLOCKS, size] int32: the last round for which a sender has written.
         rounds: per rank, [MAX_BLOCKS] int32: rounds of each program.
         waiting: per rank, [1] int32: 0 once nobody shall wait any more.
@@ -37,7 +42,8 @@ class PeerMemory:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         size = len(devices)
-        elements = 2 * size * MAX_BLOCKS * BLOCK
+        self.capacity = MAX_BLOCKS * BLOCK * (PAIR_ROUNDS if size == 2 else 1)
+        elements = 2 * size * self.capacity
         self.inboxes = [torch.empty(elements, dtype=torch.float32, device=d) for d in devices]
         self.flags, self.rounds = (
             [torch.zeros(count, dtype=torch.int32, device=d) for d in devices]
@@ -57,16 +63,15 @@ class PeerMemory:
             self._views[dtype] = tuple(inbox.view(dtype) for inbox in self.inboxes)
         return self._views[dtype]
 
+    def fits(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is small enough."""
+        return tensor.numel() <= self.capacity
+
     def abort(self) -> None:
         """Let nobody wait any more; what they then have is no sum."""
         for waiting in self.waiting:
             with torch.cuda.stream(torch.cuda.Stream(waiting.device)):  # type: ignore[no-untyped-call]
                 waiting.zero_()  # no kernel: to load one could wait for those that wait
-
-
-def fits(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is small enough."""
-    return tensor.numel() <= MAX_BLOCKS * BLOCK
 
 
 def peer_all_reduce(tensor: torch.Tensor, memory: PeerMemory, rank: int) -> torch.Tensor:
@@ -75,7 +80,7 @@ def peer_all_reduce(tensor: torch.Tensor, memory: PeerMemory, rank: int) -> torc
     All ranks call it in the same order with equal shapes, on one stream each.
 
     Args:
-        tensor: contiguous, on the rank's device; see `fits`.
+        tensor: contiguous, on the rank's device; see `PeerMemory.fits`.
         memory: of all ranks.
         rank: whose tensor it is.
 
@@ -86,7 +91,7 @@ def peer_all_reduce(tensor: torch.Tensor, memory: PeerMemory, rank: int) -> torc
     count = tensor.numel()
     if not count:
         return out
-    _kernel[(cdiv(count, BLOCK),)](
+    _kernel[(min(cdiv(count, BLOCK), MAX_BLOCKS),)](
         tensor,
         out,
         memory.views(tensor.dtype),
@@ -96,7 +101,9 @@ def peer_all_reduce(tensor: torch.Tensor, memory: PeerMemory, rank: int) -> torc
         count,
         RANK=rank,
         SIZE=len(memory.inboxes),
-        CAPACITY=MAX_BLOCKS * BLOCK,
+        CAPACITY=memory.capacity,
+        ROUNDS=cdiv(count, MAX_BLOCKS * BLOCK),
+        PROGRAMS=MAX_BLOCKS,
         BLOCK=BLOCK,
         num_warps=4,
     )
@@ -120,21 +127,28 @@ def _kernel(
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
     CAPACITY: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program: BLOCK elements; it waits for the program of the same number on each rank.
+    """One program: up to ROUNDS * BLOCK elements; it waits for its like on each rank, once.
+
+    Which places of an inbox are a program's does not depend on `count`: nobody else may write there
+    before it has read.
 
     `inboxes` and `flags` are tuples, in the order of ranks.
     """
     block = tl.program_id(0)
     number = tl.load(rounds + block) + 1
     half = (number & 1) * SIZE
-    place = block * BLOCK + tl.arange(0, BLOCK)
-    inside = place < count
-    own = tl.load(tensor + place, mask=inside, other=0.0)
-    for other in tl.static_range(SIZE):
-        if other != RANK:
-            tl.store(inboxes[other] + (half + RANK) * CAPACITY + place, own, mask=inside)
+    first = block * BLOCK + tl.arange(0, BLOCK)
+    for piece in tl.static_range(ROUNDS):
+        place = first + piece * PROGRAMS * BLOCK
+        own = tl.load(tensor + place, mask=place < count, other=0.0)
+        for other in tl.static_range(SIZE):
+            if other != RANK:
+                inbox = inboxes[other] + (half + RANK) * CAPACITY
+                tl.store(inbox + place, own, mask=place < count)
     tl.debug_barrier()
     tl.store(rounds + block, number)
     for other in tl.static_range(SIZE):
@@ -149,12 +163,15 @@ def _kernel(
                 seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
                 seen = tl.where(tl.load(waiting, volatile=True) == 1, seen, number)
     tl.debug_barrier()
-    total = tl.zeros([BLOCK], tl.float32)
-    for other in tl.static_range(SIZE):
-        if other == RANK:
-            total += own.to(tl.float32)
-        else:
-            came = inboxes[RANK] + (half + other) * CAPACITY + place
-            part = tl.load(came, mask=inside, other=0.0, cache_modifier=".cg")
-            total += part.to(tl.float32)
-    tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
+    for piece in tl.static_range(ROUNDS):
+        place = first + piece * PROGRAMS * BLOCK
+        inside = place < count
+        total = tl.zeros([BLOCK], tl.float32)
+        for other in tl.static_range(SIZE):
+            if other == RANK:
+                total += tl.load(tensor + place, mask=inside, other=0.0).to(tl.float32)
+            else:
+                came = inboxes[RANK] + (half + other) * CAPACITY + place
+                part = tl.load(came, mask=inside, other=0.0, cache_modifier=".cg")
+                total += part.to(tl.float32)
+        tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)

@@ -222,6 +222,28 @@ def test_kept_sums_are_those_of_the_bytes(checkpoint: Callable[..., Path], drive
     assert (kept.view(np.int64) == reference).all()
 
 
+def test_a_step_with_prompts_is_a_graph_between_attentions(
+    checkpoint: Callable[..., Path], drive: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = drive(checkpoint(**MODELS["llama"]), **GPU)
+    rng, replays = np.random.default_rng(7), list[object]()
+    replay = torch.cuda.CUDAGraph.replay
+
+    def counted(graph: torch.cuda.CUDAGraph) -> None:
+        replays.append(graph)
+        replay(graph)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", counted)
+    first, second = driver.add(random_tokens(rng, 40)), driver.add(random_tokens(rng, 470))
+    driver.step((first, 40, 1))
+    pieces = len(driver.executor.workers[0].model.layers) + 1
+    assert len(replays) == len(set(replays)) == pieces
+    driver.step((first, 1, 1), (second, 470, 1))  # a decoding sequence beside it, the largest size
+    assert len(set(replays)) == 2 * pieces
+    driver.step((first, 1, 1), (second, 1, 1))
+    assert len(replays) == 2 * pieces + 1
+
+
 def test_two_steps_in_flight(checkpoint: Callable[..., Path], reference: Any, drive: Any) -> None:
     from kvbaton.engine.step import NewSequence, SequenceStep, StepPlan
 

@@ -14,8 +14,8 @@ from kvbaton.engine.executor import WorkerGroup, rank_threads
 from kvbaton.kernels.peer_all_reduce import (
     BLOCK,
     MAX_BLOCKS,
+    PAIR_ROUNDS,
     PeerMemory,
-    fits,
     peer_all_reduce,
     peer_all_reduce_reference,
 )
@@ -26,6 +26,8 @@ pytestmark = [
     pytest.mark.skipif(RANKS < 2, reason="fewer than two CUDA devices"),
 ]
 SIZES = [1, 7, 4096, BLOCK * 3 + 5, 32 * 4096, MAX_BLOCKS * BLOCK]
+if RANKS == 2:
+    SIZES += [MAX_BLOCKS * BLOCK + 5, 3 * MAX_BLOCKS * BLOCK, PAIR_ROUNDS * MAX_BLOCKS * BLOCK]
 Together = Callable[[Callable[[int], Any]], list[Any]]
 
 
@@ -107,6 +109,6 @@ def test_who_waits_in_vain_is_set_free() -> None:
         time.sleep(0.01)
 
 
-def test_what_fits() -> None:
-    assert fits(torch.empty(MAX_BLOCKS * BLOCK, device="meta"))
-    assert not fits(torch.empty(MAX_BLOCKS * BLOCK + 1, device="meta"))
+def test_what_fits(memory: PeerMemory) -> None:
+    assert memory.fits(torch.empty(max(SIZES), device="meta"))
+    assert not memory.fits(torch.empty(max(SIZES) + 1, device="meta"))

@@ -69,8 +69,9 @@ class KernelAttention:
         sinks: Tensor | None = None,
         norms: HeadNorms | None = None,
         interleaved: bool = False,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """See `AttentionContext.attend`."""
+        """See `AttentionContext.attend`; `out`, contiguous, is what to fill and return."""
         group, place = self._cache.places[layer]
         of, slots = self._cache.groups[group], self._slots[group]
         data = self._cache.token_views[group].data
@@ -94,7 +95,8 @@ class KernelAttention:
             query, key, value, self._rows, angles, keys, values, slots,
             interleaved=interleaved, norms=norms,
         )  # fmt: skip
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        if out is None:
+            out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         n = self._num_decode
         if self._decode is not None:
             tables, lens = self._decode.block_tables[:, group], self._decode.context_lens
@@ -118,8 +120,9 @@ class KernelAttention:
         key_rope: Tensor,
         rotary: tuple[Tensor, Tensor],
         projection: LatentProjection,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """See `AttentionContext.attend_latent`."""
+        """See `AttentionContext.attend_latent`; `out`, contiguous, is what to fill and return."""
         (group, place), mla = self._cache.places[layer], projection.mla
         rows = self._cache.data[:, :, place, 0]
         cached, _ = self._cache.scales(layer)
@@ -133,7 +136,8 @@ class KernelAttention:
             interleaved=mla.interleaved,
         )  # fmt: skip
         n, scale = self._num_decode, mla.scale * cached
-        out = query.new_empty(*query.shape[:2], mla.value_dim)
+        if out is None:
+            out = query.new_empty(*query.shape[:2], mla.value_dim)
         if self._decode is not None:
             tables, lens = self._decode.block_tables[:, group], self._decode.context_lens
             attend_among_latents(query[:n], rows[:, 0], tables, lens, projection, scale, out[:n])

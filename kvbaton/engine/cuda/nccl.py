@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvbaton.engine.collectives import AbortedError, Barrier, Lockstep
-from kvbaton.kernels.peer_all_reduce import PeerMemory, fits, peer_all_reduce
+from kvbaton.kernels.peer_all_reduce import PeerMemory, peer_all_reduce
 
 DTYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 """`ncclDataType_t` of nccl.h."""
@@ -60,9 +60,8 @@ class Communicators:
 
     def all_reduce(self, rank: int, tensor: Tensor) -> Tensor:
         """The sum of a contiguous tensor over the ranks."""
-        if self.peers is not None and fits(tensor):
-            self._check_open()
-            self._lockstep.tick(rank)
+        if self.peers is not None and self.peers.fits(tensor):
+            self.tick(rank)
             return peer_all_reduce(tensor, self.peers, rank)
         return self.nccl_all_reduce(rank, tensor)
 
@@ -74,6 +73,11 @@ class Communicators:
     def all_gather(self, rank: int, tensor: Tensor, out: Tensor) -> None:
         """Fill [size, ...] from a contiguous [...] of each rank."""
         self._call(rank, "ncclAllGather", tensor, out)
+
+    def tick(self, rank: int) -> None:
+        """See `Collectives.tick`."""
+        self._check_open()
+        self._lockstep.tick(rank)
 
     def _call(self, rank: int, name: str, tensor: Tensor, out: Tensor, *options: int) -> None:
         stream = torch.cuda.current_stream(tensor.device).cuda_stream
@@ -147,3 +151,7 @@ class NcclCollectives:
         out = tensor.new_empty((self._size, *tensor.shape))
         self._communicators.all_gather(self._rank, tensor, out)
         return out.transpose(0, 1).flatten(1)
+
+    def tick(self) -> None:
+        """See `Collectives.tick`."""
+        self._communicators.tick(self._rank)

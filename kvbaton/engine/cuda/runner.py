@@ -2,8 +2,9 @@
 
 A step in which all sequences decode, with drafts or without, replays a CUDA graph, which reads its
 inputs from a fixed buffer, takes the token sampled last from the device, and leaves the next one
-there. Any other step is enqueued kernel by kernel. What only few requests ask for (truncation,
-penalties, log probabilities) runs through the plain sampler, which may wait for the device.
+there. A step of few tokens with prompts replays a graph between every two attentions; any other is
+enqueued kernel by kernel. What only few requests ask for (truncation, penalties, log probabilities)
+runs through the plain sampler, which may wait for the device.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 from kvbaton.engine.cache import KVCache
 from kvbaton.engine.cuda.attention import DecodeBatch, KernelAttention
 from kvbaton.engine.cuda.graphs import DecodeGraphs
+from kvbaton.engine.cuda.prompt_graphs import PromptGraphs
 from kvbaton.engine.cuda.sequences import CudaSequences
 from kvbaton.engine.encoder.pool import EncoderPool
 from kvbaton.engine.models.llama import LlamaForCausalLM
@@ -36,7 +38,8 @@ class CudaRunner(Runner):
         cache: its KV pool.
         max_model_len: longest sequence.
         max_num_seqs: most sequences in one step.
-        use_graphs: decode in CUDA graphs.
+        use_graphs: decode in CUDA graphs, and compute few tokens of prompts in pieces of some.
+        max_num_batched_tokens: of a step.
     """
 
     sequences: CudaSequences
@@ -51,11 +54,15 @@ class CudaRunner(Runner):
         max_model_len: int,
         max_num_seqs: int,
         use_graphs: bool,
+        max_num_batched_tokens: int = 0,
     ) -> None:
         super().__init__(model, cache, max_model_len=max_model_len, max_num_seqs=max_num_seqs)
         self.graphs = (
             DecodeGraphs(self._decode_step, self.sequences, max_num_seqs) if use_graphs else None
         )
+        self.prompt_graphs: PromptGraphs | None = None
+        if use_graphs and cache.states is None and model.config.vision is None:
+            self.prompt_graphs = PromptGraphs(model, max_num_batched_tokens, self.device)
 
     def attach_encoder(self, pool: EncoderPool) -> None:
         """Take encoder outputs from here; from another device on a stream of our own.
@@ -190,7 +197,9 @@ class CudaRunner(Runner):
         states = self._states(tokens, rows)
         attention = KernelAttention(self.cache, slot_mapping, decode, prefill, states)
         token_ids, turned_at = self.sequences.tokens[of, at].long(), rotary.view(turned.shape)
-        hidden = self._layers(token_ids, at, turned_at, slot_mapping, attention, encoded)
+        hidden = self._layers(
+            token_ids, at, turned_at, slot_mapping, attention, encoded, forward=self.prompt_graphs
+        )
         ends = np.cumsum(counts)
         self._report_prompts(output, rows, hidden, ends)
         samples = np.array([step.num_samples for step in steps], np.int64)

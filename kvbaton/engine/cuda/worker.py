@@ -125,6 +125,7 @@ class CudaWorker(ModelWorker):
             max_model_len=self.settings.max_model_len,
             max_num_seqs=config.max_num_seqs,
             use_graphs=not config.enforce_eager,
+            max_num_batched_tokens=config.max_num_batched_tokens,
         )
 
     def warm_up(self) -> None:
@@ -178,7 +179,8 @@ class CudaWorker(ModelWorker):
         """See `Worker.close`; waits for the steps in flight."""
         torch.cuda.synchronize(self.settings.device)
         if hasattr(self, "runner"):  # a start that failed early has made none
-            self.runner.graphs = None  # NCCL must not go before the graphs that call it
+            # NCCL must not go before the graphs that call it.
+            self.runner.graphs = self.runner.prompt_graphs = None
 
 
 def cuda_executor(
