@@ -56,6 +56,7 @@ class PrefillBatch:
         prefix_lens: keys before the queries, known on the host.
         last_keys: [T], int32: the last position that each query sees, its own or a later one of
             its sequence; None: its own, of all.
+        paged: all goes through the paged kernel, whose launch depends on shapes alone.
         pieces: what is launched in a layer, by what it depends on; layers are alike.
     """
 
@@ -65,6 +66,7 @@ class PrefillBatch:
     query_lens: tuple[int, ...]
     prefix_lens: tuple[int, ...]
     last_keys: torch.Tensor | None = None
+    paged: bool = False
     pieces: dict[object, list[BatchPart]] = field(default_factory=dict)
 
 
@@ -106,7 +108,7 @@ def prefill_attention(
     """
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    plain = softcap == 0.0 and sinks is None and key is not None
+    plain = softcap == 0.0 and sinks is None and key is not None and not batch.paged
     plain = plain and batch.last_keys is None and cudnn_fits(query, key_cache.shape[2])
     strides = (0 if x is None else x.stride(0) for x in (query, key, value))
     kind = (threading.get_ident(), query.dtype, *query.shape[1:], key_cache.shape[1], *strides)

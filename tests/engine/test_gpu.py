@@ -222,7 +222,7 @@ def test_kept_sums_are_those_of_the_bytes(checkpoint: Callable[..., Path], drive
     assert (kept.view(np.int64) == reference).all()
 
 
-def test_a_step_with_prompts_is_a_graph_between_attentions(
+def test_steps_with_prompts_are_graphs(
     checkpoint: Callable[..., Path], drive: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = drive(checkpoint(**MODELS["llama"]), **GPU)
@@ -234,14 +234,35 @@ def test_a_step_with_prompts_is_a_graph_between_attentions(
         replay(graph)
 
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", counted)
-    first, second = driver.add(random_tokens(rng, 40)), driver.add(random_tokens(rng, 470))
-    driver.step((first, 40, 1))
+    handles = [driver.add(random_tokens(rng, count)) for count in (40, 470, 3, 7, 9, 11, 13)]
     pieces = len(driver.executor.workers[0].model.layers) + 1
-    assert len(replays) == len(set(replays)) == pieces
-    driver.step((first, 1, 1), (second, 470, 1))  # a decoding sequence beside it, the largest size
-    assert len(set(replays)) == 2 * pieces
-    driver.step((first, 1, 1), (second, 1, 1))
-    assert len(replays) == 2 * pieces + 1
+    driver.step((handles[0], 40, 1))
+    assert len(replays) == 1
+    driver.step((handles[0], 1, 1), (handles[1], 470, 1))  # one decodes beside it
+    assert len(replays) == 1 + pieces
+    driver.step(*((handle, 2, 0) for handle in handles[2:6]))
+    assert len(replays) == 2 + pieces
+    driver.step(*((handle, driver.left(handle), 1) for handle in handles[2:]))  # more than few
+    assert len(replays) == 2 + 2 * pieces
+    assert len(set(replays)) == len(replays)
+
+
+def test_whole_steps_of_prompts_give_what_eager_ones_do(
+    checkpoint: Callable[..., Path], drive: Any
+) -> None:
+    rng, folder = np.random.default_rng(8), checkpoint(**MODELS["llama"])
+    prompts = [random_tokens(rng, count) for count in (400, 3, 130, 17, 300)]
+    found = []
+    for eager in (False, True):
+        driver = drive(folder, dtype="float32", enforce_eager=eager, **GPU)
+        handles = [driver.add(prompt) for prompt in prompts]
+        while any(driver.left(handle) > 1 for handle in handles):
+            work = [(h, min(driver.left(h), 97)) for h in handles if driver.left(h) > 1][:4]
+            driver.step(*((h, count, int(count == driver.left(h))) for h, count in work))
+        for _ in range(8):
+            driver.step(*((handle, 1, 1) for handle in handles))
+        found.append([driver.tokens[handle] for handle in handles])
+    assert found[0] == found[1]
 
 
 def test_two_steps_in_flight(checkpoint: Callable[..., Path], reference: Any, drive: Any) -> None:

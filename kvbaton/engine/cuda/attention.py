@@ -41,6 +41,10 @@ class KernelAttention:
         decode: the leading tokens' sequences, if there are any.
         prefill: the others, if there are any, as each group has them.
         states: what layers with a state need; None for a model without.
+
+    Attributes:
+        slots: `slot_mapping`.
+        prefill: as given.
     """
 
     def __init__(
@@ -51,8 +55,8 @@ class KernelAttention:
         prefill: Sequence[PrefillBatch] = (),
         states: StateBatch | None = None,
     ) -> None:
-        self._cache, self._slots, self.states = cache, slot_mapping, states
-        self._decode, self._prefill = decode, prefill
+        self._cache, self.slots, self.states = cache, slot_mapping, states
+        self._decode, self.prefill = decode, prefill
         self._num_decode = 0 if decode is None else len(decode.context_lens)
         self._rows = torch.arange(slot_mapping.shape[1], device=slot_mapping.device)
         self._cos_sin: dict[Tensor, Tensor] = {}
@@ -69,15 +73,27 @@ class KernelAttention:
         sinks: Tensor | None = None,
         norms: HeadNorms | None = None,
         interleaved: bool = False,
-        out: Tensor | None = None,
     ) -> Tensor:
-        """See `AttentionContext.attend`; `out`, contiguous, is what to fill and return."""
+        """See `AttentionContext.attend`."""
+        heads = self.store(layer, query, key, value, rotary, norms, interleaved)
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        return self.attend_stored(layer, *heads, scale, sinks, out)
+
+    def store(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        rotary: tuple[Tensor, Tensor] | None,
+        norms: HeadNorms | None,
+        interleaved: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The first half of `attend`, which depends on slots alone: query, key, value, turned."""
         group, place = self._cache.places[layer]
-        of, slots = self._cache.groups[group], self._slots[group]
-        data = self._cache.token_views[group].data
+        data, slots = self._cache.token_views[group].data, self.slots[group]
         keys, values = data[:, :, place, 0], data[:, :, place, 1]
         of_key, of_value = self._cache.scales(layer)
-        scale = (query.shape[-1] ** -0.5 if scale is None else scale) * of_key
         fresh: tuple[Tensor | None, Tensor | None] = None, None
         if key is None or value is None:  # turns with the queries, and goes nowhere
             key = value = query.new_empty(len(query), keys.shape[1], keys.shape[-1])
@@ -95,8 +111,24 @@ class KernelAttention:
             query, key, value, self._rows, angles, keys, values, slots,
             interleaved=interleaved, norms=norms,
         )  # fmt: skip
-        if out is None:
-            out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        return query, *fresh
+
+    def attend_stored(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        scale: float | None,
+        sinks: Tensor | None,
+        out: Tensor,
+    ) -> Tensor:
+        """The second half: fills `out`, contiguous, as `query`; key and value as `store` says."""
+        group, place = self._cache.places[layer]
+        of, data = self._cache.groups[group], self._cache.token_views[group].data
+        keys, values = data[:, :, place, 0], data[:, :, place, 1]
+        of_key, of_value = self._cache.scales(layer)
+        scale = (query.shape[-1] ** -0.5 if scale is None else scale) * of_key
         n = self._num_decode
         if self._decode is not None:
             tables, lens = self._decode.block_tables[:, group], self._decode.context_lens
@@ -104,10 +136,10 @@ class KernelAttention:
                 query[:n], keys, values, tables, lens,
                 scale=scale, window=of.window, chunked=of.chunked, sinks=sinks, out=out[:n],
             )  # fmt: skip
-        if self._prefill:
-            fresh_key, fresh_value = (None if x is None else self._cache.kept(x[n:]) for x in fresh)
+        if self.prefill:
+            key, value = (None if x is None else self._cache.kept(x[n:]) for x in (key, value))
             prefill_attention(
-                query[n:], fresh_key, fresh_value, keys, values, self._prefill[group],
+                query[n:], key, value, keys, values, self.prefill[group],
                 scale=scale, window=of.window, chunked=of.chunked, sinks=sinks, out=out[n:],
             )  # fmt: skip
         return out if of_value == 1.0 else out.mul_(of_value)
@@ -120,9 +152,22 @@ class KernelAttention:
         key_rope: Tensor,
         rotary: tuple[Tensor, Tensor],
         projection: LatentProjection,
-        out: Tensor | None = None,
     ) -> Tensor:
-        """See `AttentionContext.attend_latent`; `out`, contiguous, is what to fill and return."""
+        """See `AttentionContext.attend_latent`."""
+        self.store_latent(layer, query, latent, key_rope, rotary, projection)
+        out = query.new_empty(*query.shape[:2], projection.mla.value_dim)
+        return self.attend_latent_stored(layer, query, latent, key_rope, projection, out)
+
+    def store_latent(
+        self,
+        layer: int,
+        query: Tensor,
+        latent: Tensor,
+        key_rope: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        projection: LatentProjection,
+    ) -> None:
+        """The first half of `attend_latent`, which depends on slots alone; turns in place."""
         (group, place), mla = self._cache.places[layer], projection.mla
         rows = self._cache.data[:, :, place, 0]
         cached, _ = self._cache.scales(layer)
@@ -132,23 +177,40 @@ class KernelAttention:
         turned = query[..., mla.nope_dim :]
         rope_write(
             turned, key_rope[:, None], latent[:, None], self._rows, self._angles(rotary),
-            rows[..., mla.kv_rank :], rows[..., : mla.kv_rank], self._slots[group],
+            rows[..., mla.kv_rank :], rows[..., : mla.kv_rank], self.slots[group],
             interleaved=mla.interleaved,
         )  # fmt: skip
+
+    def attend_latent_stored(
+        self,
+        layer: int,
+        query: Tensor,
+        latent: Tensor,
+        key_rope: Tensor,
+        projection: LatentProjection,
+        out: Tensor,
+    ) -> Tensor:
+        """The second half: fills `out`, [tokens, heads, value_dim]."""
+        (group, place), mla = self._cache.places[layer], projection.mla
+        rows = self._cache.data[:, :, place, 0]
+        cached, _ = self._cache.scales(layer)
         n, scale = self._num_decode, mla.scale * cached
-        if out is None:
-            out = query.new_empty(*query.shape[:2], mla.value_dim)
         if self._decode is not None:
             tables, lens = self._decode.block_tables[:, group], self._decode.context_lens
             attend_among_latents(query[:n], rows[:, 0], tables, lens, projection, scale, out[:n])
-        if self._prefill:
+        if self.prefill:
             prompts = self._latent_prompts.get(group)
             if prompts is None:
-                prompts = LatentPrompts(self._cache, self._prefill[group])
+                prompts = LatentPrompts(self._cache, self.prefill[group])
                 self._latent_prompts[group] = prompts
             fresh = self._cache.kept(latent[n:]), self._cache.kept(key_rope[n:])
             prompts.attend(place, query[n:], fresh, projection, scale, out[n:])
         return out if cached == 1.0 else out.mul_(cached)
+
+    @property
+    def num_prompts(self) -> int | None:
+        """Sequences of the step, if none of them decodes."""
+        return len(self.prefill[0].query_lens) if self.prefill and not self._num_decode else None
 
     def _angles(self, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """Cos and sin of half the features, side by side; made once for each pair of tensors."""

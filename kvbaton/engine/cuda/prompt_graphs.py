@@ -1,14 +1,16 @@
-"""Steps with prompts as CUDA graphs by piece: what lies between two attentions is one launch.
+"""Steps with prompts as CUDA graphs: whole ones of a few short prompts, others by piece.
 
 What a layer's products, norms and sums launch depends on the number of tokens alone, and is padded
-to one of a few; its attention depends on every sequence, and is launched as it is. So a step costs
-the host a graph and an attention a layer, which counts where the device is quick: for few tokens,
-and for ranks, whose threads share an interpreter. (vLLM calls it a piecewise CUDA graph.)
+to one of a few; its attention depends on every sequence. So what lies between two attentions is a
+graph (vLLM calls it piecewise), and attention is launched as it is; but for a few prompts with
+nobody who decodes beside them, whose attention has a launch that suits all, and is within one graph
+with the rest. Either way the host is quick, which counts where the device is: for few tokens, and
+for ranks, whose threads share an interpreter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -16,17 +18,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvbaton.engine.cache import KVCache
 from kvbaton.engine.cuda.attention import KernelAttention
 from kvbaton.engine.models.layers import AttentionContext, LatentProjection
 from kvbaton.engine.models.llama import Encoded, LlamaForCausalLM
+from kvbaton.kernels.prefill_attention import PrefillBatch
 from kvbaton.kernels.rope_write import HeadNorms
 
 ALONE_TOKENS = 512
 """With more tokens the device of a single rank is slower than the host is without graphs. Of n
 ranks each computes an n-th, and launching takes them more than n times as long."""
 
+WHOLE_TOKENS = 1024
+"""Most tokens of a step in one graph; the attention of longer prompts has a faster kernel."""
+
+WHOLE_PROMPTS = 4
+"""Most prompts of one: the attention's launch is as if each had all the tokens."""
+
 Attend = Callable[[KernelAttention, int], object]
-"""Launches an attention of a step of so many tokens."""
+"""Launches the attention of a step of so many tokens."""
 
 
 def padded_sizes(most: int) -> list[int]:
@@ -60,26 +70,34 @@ class Piece:
 
 @dataclass(frozen=True)
 class Captured:
-    """A step of one number of tokens; `hidden` is overwritten by the next replay of any."""
+    """A step of one number of tokens.
+
+    Attributes:
+        pieces: in their order.
+        hidden: [tokens, hidden_size]; overwritten by the next replay of any.
+        attention: holds what the graphs read.
+    """
 
     pieces: list[Piece]
     hidden: Tensor
+    attention: KernelAttention
 
 
-class Break:
-    """`AttentionContext` that ends a graph at each attention, and begins the next one.
+class Recorder:
+    """`AttentionContext` of a trial, and then while graphs are captured.
 
     Args:
         pool: of the graphs, as torch names it.
+        attention: over their inputs. If it has prompts, all becomes one graph; else a graph ends
+            where attention begins, and the next one begins behind it.
     """
 
     states = None
 
-    def __init__(self, pool: Any) -> None:
-        self._pool = pool
-        self._rotary: dict[Tensor, Tensor] = {}
+    def __init__(self, pool: Any, attention: KernelAttention) -> None:
+        self._pool, self._attention = pool, attention
+        self._graph: torch.cuda.CUDAGraph | None = None
         self.pieces: list[Piece] = []
-        self.begin()
 
     def begin(self) -> None:
         """Begin a graph."""
@@ -88,6 +106,7 @@ class Break:
 
     def end(self, attend: Attend | None = None) -> None:
         """End it, before an attention or as the last one."""
+        assert self._graph is not None
         self._graph.capture_end()
         self.pieces.append(Piece(self._graph, attend))
 
@@ -104,17 +123,20 @@ class Break:
         interleaved: bool = False,
     ) -> Tensor:
         """See `AttentionContext.attend`."""
+        heads = self._attention.store(layer, query, key, value, rotary, norms, interleaved)
         made = torch.zeros_like(query, memory_format=torch.contiguous_format)
-        q, out = borrowed(query), borrowed(made)
-        k, v = (None if x is None else borrowed(x) for x in (key, value))
-        turns = None if rotary is None else self._turns(rotary)
+        if self._attention.prefill or self._graph is None:
+            return self._attention.attend_stored(layer, *heads, scale, sinks, made)
+        q, k, v = (None if x is None else borrowed(x) for x in heads)
+        assert q is not None
+        out = borrowed(made)
 
         def attend(attention: KernelAttention, n: int) -> None:
             k_n, v_n = (None if x is None else x[:n] for x in (k, v))
-            options = scale, sinks, norms, interleaved
-            attention.attend(layer, q[:n], k_n, v_n, turns, *options, out[:n])
+            attention.attend_stored(layer, q[:n], k_n, v_n, scale, sinks, out[:n])
 
-        self._next(attend)
+        self.end(attend)
+        self.begin()
         return made
 
     def attend_latent(
@@ -127,26 +149,19 @@ class Break:
         projection: LatentProjection,
     ) -> Tensor:
         """See `AttentionContext.attend_latent`."""
+        self._attention.store_latent(layer, query, latent, key_rope, rotary, projection)
         made = query.new_zeros(*query.shape[:2], projection.mla.value_dim)
-        parts, turns = [borrowed(x) for x in (query, latent, key_rope, made)], self._turns(rotary)
+        if self._graph is None:
+            return made
+        parts = [borrowed(x) for x in (query, latent, key_rope, made)]
 
         def attend(attention: KernelAttention, n: int) -> None:
             q, kv, k, out = (x[:n] for x in parts)
-            attention.attend_latent(layer, q, kv, k, turns, projection, out=out)
+            attention.attend_latent_stored(layer, q, kv, k, projection, out)
 
-        self._next(attend)
-        return made
-
-    def _next(self, attend: Attend) -> None:
         self.end(attend)
         self.begin()
-
-    def _turns(self, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """The same tensors for all layers that turn alike."""
-        for part in rotary:
-            if part not in self._rotary:
-                self._rotary[part] = borrowed(part)
-        return self._rotary[rotary[0]], self._rotary[rotary[1]]
+        return made
 
 
 class PromptGraphs:
@@ -157,21 +172,32 @@ class PromptGraphs:
 
     Args:
         model: what to capture.
+        cache: its pool.
         most_tokens: of any step.
-        device: the model's.
+        most_blocks: of a sequence, in one group.
 
     Attributes:
         sizes: numbers of tokens to capture, ascending.
     """
 
-    def __init__(self, model: LlamaForCausalLM, most_tokens: int, device: torch.device) -> None:
-        self._model, self._collectives = model, model.shard.collectives
+    def __init__(
+        self, model: LlamaForCausalLM, cache: KVCache, *, most_tokens: int, most_blocks: int
+    ) -> None:
+        self._model, self._cache, self._collectives = model, cache, model.shard.collectives
         self.sizes = padded_sizes(min(most_tokens, ALONE_TOKENS * model.shard.size**2))
+        device, groups = cache.data.device, cache.num_kv_groups
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._captured: dict[int, Captured] = {}
-        shape = 2, max(self.sizes, default=0)
-        self._token_ids, self._positions = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._whole: dict[int, Captured] = {}
+        self._by_piece: dict[int, Captured] = {}
+        tokens = max(self.sizes, default=0)
+        self._token_ids, self._positions = torch.zeros((2, tokens), dtype=torch.long, device=device)
+        self._slots = torch.full((groups, tokens), -1, device=device)
+        lens = torch.zeros(2 * WHOLE_PROMPTS + 1, dtype=torch.int32, device=device)
+        self._context_lens, self._cu_seqlens = lens[:WHOLE_PROMPTS], lens[WHOLE_PROMPTS:]
+        self._tables = torch.zeros(
+            (groups, WHOLE_PROMPTS, most_blocks), dtype=torch.int32, device=device
+        )
 
     def __call__(
         self,
@@ -182,13 +208,18 @@ class PromptGraphs:
     ) -> Tensor:
         """See `LlamaForCausalLM.forward`."""
         n = len(token_ids)
-        size = min((size for size in self._captured if size >= n), default=None)
-        if size is None:
-            return self._model(token_ids, positions, attention, encoded)  # type: ignore[no-any-return]
         assert isinstance(attention, KernelAttention)
+        whole = attention.num_prompts is not None and attention.num_prompts <= WHOLE_PROMPTS
+        captured = self._found(self._whole, n) if whole else None
+        captured, whole = captured or self._found(self._by_piece, n), captured is not None
+        if captured is None:
+            return self._model(token_ids, positions, attention, encoded)  # type: ignore[no-any-return]
         assert encoded is None
         self._token_ids[:n], self._positions[:n] = token_ids, positions
-        captured = self._captured[size]
+        self._slots.fill_(-1)
+        self._slots[:, :n] = attention.slots
+        if whole:
+            self._fill(attention.prefill, n)
         for piece in captured.pieces:
             piece.graph.replay()
             self._collectives.tick()
@@ -196,17 +227,47 @@ class PromptGraphs:
                 piece.attend(attention, n)
         return captured.hidden[:n]
 
-    def capture(self, size: int) -> None:
-        """Record a step of so many tokens; the largest first, since the others share its memory.
+    def _found(self, captured: dict[int, Captured], n: int) -> Captured | None:
+        return captured.get(min((size for size in captured if size >= n), default=-1))
 
-        A step of as many must have been run before, which loads and caches what it needs.
-        """
+    def _fill(self, prefill: Sequence[PrefillBatch], n: int) -> None:
+        """Tell the whole graphs which sequences there are; the rest have no tokens."""
+        count = len(prefill[0].query_lens)
+        self._context_lens.zero_()
+        self._context_lens[:count] = prefill[0].context_lens
+        self._cu_seqlens.fill_(n)
+        self._cu_seqlens[: count + 1] = prefill[0].cu_seqlens
+        for table, batch in zip(self._tables, prefill, strict=True):
+            table[:count, : batch.block_tables.shape[1]] = batch.block_tables
+
+    def capture(self, size: int) -> None:
+        """Record a step of so many tokens; the largest first, since the others share its memory."""
+        self._by_piece[size] = self._record(size, ())
+        if size <= WHOLE_TOKENS and self._model.config.mla is None:
+            fresh = size, *[0] * (WHOLE_PROMPTS - 1)
+            batches = [
+                PrefillBatch(
+                    block_tables=table,
+                    cu_seqlens=self._cu_seqlens,
+                    context_lens=self._context_lens,
+                    query_lens=fresh,
+                    prefix_lens=(0,) * WHOLE_PROMPTS,
+                    paged=True,
+                )
+                for table in self._tables
+            ]
+            self._whole[size] = self._record(size, batches)
+
+    def _record(self, size: int, prefill: Sequence[PrefillBatch]) -> Captured:
+        attention = KernelAttention(self._cache, self._slots[:, :size], None, prefill)
+        inputs = self._token_ids[:size], self._positions[:size]
+        recorder = Recorder(self._pool, attention)
+        self._model(*inputs, recorder)  # loads kernels, and makes what layers keep
         torch.cuda.synchronize()
         with torch.cuda.stream(self._stream):
-            pieces = Break(self._pool)
+            recorder.begin()
             try:
-                inputs = self._token_ids[:size], self._positions[:size]
-                hidden: Tensor = self._model(*inputs, pieces)
+                hidden: Tensor = self._model(*inputs, recorder)
             finally:
-                pieces.end()
-        self._captured[size] = Captured(pieces.pieces, borrowed(hidden))
+                recorder.end()
+        return Captured(recorder.pieces, borrowed(hidden), attention)

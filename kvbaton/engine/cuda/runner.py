@@ -2,9 +2,9 @@
 
 A step in which all sequences decode, with drafts or without, replays a CUDA graph, which reads its
 inputs from a fixed buffer, takes the token sampled last from the device, and leaves the next one
-there. A step of few tokens with prompts replays a graph between every two attentions; any other is
-enqueued kernel by kernel. What only few requests ask for (truncation, penalties, log probabilities)
-runs through the plain sampler, which may wait for the device.
+there. A step of few tokens with prompts replays one too, or one between every two attentions; any
+other is enqueued kernel by kernel. What only few requests ask for (truncation, penalties, log
+probabilities) runs through the plain sampler, which may wait for the device.
 """
 
 from __future__ import annotations
@@ -62,7 +62,10 @@ class CudaRunner(Runner):
         )
         self.prompt_graphs: PromptGraphs | None = None
         if use_graphs and cache.states is None and model.config.vision is None:
-            self.prompt_graphs = PromptGraphs(model, max_num_batched_tokens, self.device)
+            most = self.sequences.tables.shape[-1]
+            self.prompt_graphs = PromptGraphs(
+                model, cache, most_tokens=max_num_batched_tokens, most_blocks=most
+            )
 
     def attach_encoder(self, pool: EncoderPool) -> None:
         """Take encoder outputs from here; from another device on a stream of our own.

@@ -234,11 +234,11 @@ def warm_up(runner: CudaRunner, config: EngineConfig) -> None:
         _attention_plans(trial, runner, config)
     torch.cuda.synchronize()
     compiled = time.monotonic()
-    _prompt_graphs(trial, runner, config)
     runner.graphs = graphs
-    if runner.graphs is not None:
-        for size in reversed(runner.graphs.sizes):  # the largest first: the others share its pool
-            runner.graphs.capture(size)
+    captured = [one for one in (runner.prompt_graphs, graphs) if one is not None]
+    for one in captured:
+        for size in reversed(one.sizes):  # the largest first: the others share its memory
+            one.capture(size)
     runner.cache.counted[:] = 0
     torch.cuda.synchronize()
     log.info(
@@ -274,20 +274,6 @@ def _expert_tiles(trial: TrialSteps, runner: CudaRunner, config: EngineConfig) -
         counts = trial.split(tokens)
         if 0 < len(counts) <= config.max_num_seqs and tokens <= config.max_num_batched_tokens:
             trial.run(counts)
-
-
-def _prompt_graphs(trial: TrialSteps, runner: CudaRunner, config: EngineConfig) -> None:
-    """A step of each size by all layers, which cache what they need; then its graphs."""
-    if runner.prompt_graphs is None:
-        return
-    run = list[int]()
-    for size in runner.prompt_graphs.sizes:
-        counts = trial.split(size)
-        if 0 < len(counts) <= config.max_num_seqs:
-            trial.run(counts)
-            run.append(size)
-    for size in reversed(run):
-        runner.prompt_graphs.capture(size)
 
 
 def _attention_plans(trial: TrialSteps, runner: CudaRunner, config: EngineConfig) -> None:
