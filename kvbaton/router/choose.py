@@ -67,13 +67,14 @@ def choose(
         wanted: what is asked.
         avoid: ids of nodes that already failed this request.
     """
-    pairs, singles, costs = ready.pairs, ready.serving, policy.costs
+    pairs, singles, senders = ready.pairs, ready.serving, ready.senders
     if avoid:
+        senders = [(node, able) for node, able in senders if node.node_id not in avoid]
         pairs = pairs.without(avoid)
         singles = [node for node in singles if node.node_id not in avoid]
     if not pairs.sources and not singles:
         return None
-    in_flight, cached = loads.now(), wanted.cached
+    in_flight, cached, costs = loads.now(), wanted.cached, policy.costs
     min_fetch_tokens = policy.settings.min_fetch_tokens
     options = Options(
         pairs,
@@ -84,7 +85,7 @@ def choose(
         cached,
         loads.prefill_since,
         costs.learn(ready.serving, loads),
-        holders_of(pairs, in_flight, cached, min_fetch_tokens) if cached else (),
+        holders_of(senders, in_flight, cached, min_fetch_tokens) if cached else (),
         min_fetch_tokens,
     )
     route = policy.choose(options)
@@ -144,14 +145,17 @@ def successor(
 
 
 def holders_of(
-    pairs: Pairs, loads: Mapping[str, NodeLoad], cached: Mapping[str, int], min_tokens: int
+    senders: Sequence[tuple[NodeInfo, Set[str]]],
+    loads: Mapping[str, NodeLoad],
+    cached: Mapping[str, int],
+    min_tokens: int,
 ) -> Sequence[tuple[NodeInfo, Set[str], int]]:
-    """See `Options.holders`: whoever may hand over to a node may send it a prefix."""
+    """See `Options.holders`; `senders` as in `ReadyNodes`."""
     if not min_tokens:
         return ()
     found = [
         (cached[source.node_id], -loads.get(source.node_id, IDLE).prompt_tokens, source, able)
-        for source, able in pairs.sources
+        for source, able in senders
         if cached.get(source.node_id, 0) >= min_tokens
     ]
     found.sort(key=lambda holder: (holder[0], holder[1], holder[2].node_id), reverse=True)

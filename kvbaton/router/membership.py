@@ -81,6 +81,8 @@ class ReadyNodes:
         nodes: all that are ready.
         serving: those that take prompts; encoder nodes take items only.
         pairs: (source, target) that can hand over prompts.
+        senders: who may send cached prefixes, with the ids of who may fetch them: sources, and who
+            would be one if it still got requests.
         encoder_pairs: (encoder, node) that can hand over encoder outputs.
         max_model_len: longest prompt plus output that every serving node takes, as they said.
         vocab_size: token ids below it are known to all serving nodes; 0 if nobody said.
@@ -94,9 +96,12 @@ class ReadyNodes:
         self.vocab_size = 0
         # Whoever can get KV of a node: of one identity, model and transport with it.
         receivers: dict[tuple[str, ...], list[Member]] = {}
+        leaving: list[NodeInfo] = []
         for member in members:
             node = member.info
             if member.state is not NodeState.READY or member.paused:
+                if member.state in (NodeState.READY, NodeState.DRAINING):
+                    leaving.append(node)
                 continue
             self.nodes.append(node)
             if node.role == "encode":
@@ -120,6 +125,10 @@ class ReadyNodes:
                 kind = "item", source.encoder_identity, source.model, source.transport
                 self.encoder_pairs += [(source, node) for node in self._dialling(kind, source)]
         self.pairs = Pairs(sources, self.serving)
+        self.senders = list(self.pairs.sources)
+        for node in leaving:
+            if able := {receiver.node_id for receiver in self.receivers(node)}:
+                self.senders.append((node, able))
 
     def receivers(self, source: NodeInfo) -> list[NodeInfo]:
         """Nodes to which another one may hand prompts over, and send cached prefixes."""

@@ -163,7 +163,7 @@ def test_a_policy_chooses_as_if_it_looked_at_every_pair(name: str, number: int) 
         cached,
         loads.prefill_since,
         costs.learn(ready.serving, loads),
-        holders_of(ready.pairs.without(avoid), loads, cached, asked.min_fetch_tokens),
+        holders_of(ready.pairs.without(avoid).sources, loads, cached, asked.min_fetch_tokens),
         asked.min_fetch_tokens,
     )
     node = found.prefills

@@ -14,7 +14,7 @@ from kvbaton.router.choose import Wanted, choose
 from kvbaton.router.config import RoutingPolicy
 from kvbaton.router.costs import CostModel, Overhead, Prediction
 from kvbaton.router.loads import IDLE, NodeLoad, NodeLoads
-from kvbaton.router.membership import Member, ReadyNodes
+from kvbaton.router.membership import Member, NodeState, ReadyNodes
 from kvbaton.router.node_request import node_requests
 from kvbaton.router.policies import (
     BUILT_IN,
@@ -432,6 +432,18 @@ def test_what_another_node_holds_is_fetched() -> None:
         "target": (None, 0),
         "source": (PrefixAt(peer=address, num_tokens=1000), 500),
     }
+
+
+@pytest.mark.parametrize("state", ["paused", "draining", "gone", "unhealthy"])
+def test_who_gets_no_more_requests_still_sends_what_it_holds(state: str) -> None:
+    members = [member(name, "any", load=H200) for name in ("a", "b")]
+    members[0].paused = state == "paused"
+    if not members[0].paused:
+        members[0].state = NodeState(state)
+    found = route("prefix-aware", members, 1500, cached={"a": 1000})
+    sends = state in ("paused", "draining")
+    assert ids(found) == (None, "b")
+    assert (found.holder and found.holder.node_id) == ("a" if sends else None)
 
 
 def test_a_prefix_is_fetched_only_where_it_pays_and_may_cross() -> None:
