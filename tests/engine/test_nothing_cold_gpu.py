@@ -64,6 +64,7 @@ class Mix:
         self.live: list[int] = []
         self.finished: list[tuple[list[int], list[int]]] = []
         self.seconds: list[float] = []
+        self.counts: list[list[int]] = []
 
     def round(self) -> None:
         """One step, with prompts and chunks behind decoding sequences; then digests as pushed."""
@@ -77,6 +78,7 @@ class Mix:
             if count and (count > 1 or left == 1):
                 work.append((handle, count, int(count == left)))
                 budget -= count
+        self.counts.append([count for _, count, _ in work])
         began = time.perf_counter()
         self.driver.step(*sorted(work, key=lambda item: item[1] > 1), ended=ended)
         self.seconds.append(time.perf_counter() - began)
@@ -109,10 +111,10 @@ class Mix:
         return tuple(done)
 
 
-def driver_calls() -> tuple[int, int]:
-    """Allocations that torch asked the driver for so far, of device and of pinned host memory."""
-    host = torch.cuda.host_memory_stats()
-    return torch.cuda.memory_stats()["num_device_alloc"], host["num_host_alloc"]
+def driver_calls() -> tuple[int, int, int]:
+    """What torch asked the driver for so far: of device, of pinned host memory, and its bytes."""
+    host, device = torch.cuda.host_memory_stats(), torch.cuda.memory_stats()
+    return device["num_device_alloc"], host["num_host_alloc"], host["allocated_bytes.allocated"]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -140,7 +142,7 @@ def test_no_mix_compiles_captures_allocates_or_stalls(
             now, asked = compiled(), driver_calls()
             cold += [f"{name} in step {number}" for name in now if now[name] != before.get(name, 0)]
             if asked != allocated:
-                cold.append(f"allocations {allocated} to {asked} in step {number}")
+                cold.append(f"allocations {allocated} to {asked} in {number}: {mix.counts[-1]}")
             before, allocated = now, asked
         again = Mix(driver, seed=0)
         for _ in range(ROUNDS):
@@ -150,7 +152,7 @@ def test_no_mix_compiles_captures_allocates_or_stalls(
     assert cold == []
     assert captured == []
     slow = [
-        f"step {number}: {1e3 * first:.1f} ms, then {1e3 * second:.1f}"
+        f"step {number} of {mix.counts[number]}: {1e3 * first:.1f} ms, then {1e3 * second:.1f}"
         for number, (first, second) in enumerate(zip(mix.seconds, again.seconds, strict=True))
         if first > SLOWER * second + SLACK_S
     ]
