@@ -42,8 +42,8 @@ SMALL_BYTES, SMALL_BUFFERS = 1 << 20, 64
 SIDE_STREAM_BYTES = 32 << 20
 """For digests of a long prompt; an allocator's memory belongs to the stream that asked for it."""
 
-PINNED_SIZES = [1 << power for power in range(6, 22)]
-"""Torch pins host memory by powers of two: from a few numbers to those of the largest step."""
+PINNED_SIZES = [1 << power for power in range(2, 22)]
+"""Torch pins host memory by powers of two: from one number to those of the largest step."""
 
 PINNED_BUFFERS = 4
 """Of each size: steps in flight, and what comes back from them."""
@@ -249,7 +249,7 @@ def warm_up(runner: CudaRunner, config: EngineConfig) -> None:
 
 def _products(trial: TrialSteps, config: EngineConfig) -> None:
     """Steps of many sizes: libraries choose a kernel by it, and CUDA loads it when first called."""
-    for tokens in (*range(48, 1024, 32), *range(1024, config.max_num_batched_tokens + 1, 128)):
+    for tokens in (*range(48, 1024, 32), *range(1024, config.max_num_batched_tokens + 1, 512)):
         counts = trial.split(tokens)
         if 0 < len(counts) <= config.max_num_seqs and tokens <= config.max_num_batched_tokens:
             trial.run(counts)
