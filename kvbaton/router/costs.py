@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from kvbaton.messages.nodes import STEP_COSTS, NodeInfo
 from kvbaton.router.loads import NodeLoad, NodeLoads
-from kvbaton.router.wires import Wires
+from kvbaton.router.wires import UNKNOWN, Wires
 
 FADE = 0.97
 """What an observation still counts when the next one has come."""
@@ -41,6 +41,9 @@ many sequences come to it; between, it is as long as `SHARE_TEXTS` texts take.""
 SHARE_TEXTS = 8.0
 MOST_SHARE = 0.95
 DEFAULT_STEP_TOKENS = 2048
+GUESSED_FETCH = 0.25
+"""Of what computing a prefix takes, its way from a node while no wire has been measured: a free one
+would have prompts travel to who has them not."""
 FIRST_OUTPUT = 128.0
 """Tokens that a request is expected to generate, while none has ended."""
 
@@ -338,6 +341,8 @@ class CostModel:
             rest = speed.prefill_s(end - less, less)
             wire = self.wires.speed(other, node)
             on_way = wire.fetch_s + wire.token_s * (less - cached) + self.wires.queued_s(other)
+            if wire is UNKNOWN:
+                on_way = GUESSED_FETCH * (computed - rest)
             saved = computed - rest - on_way
             if saved_s is None or saved > saved_s:
                 saved_s = saved

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kvbaton.messages.nodes import WIRE_COSTS, NodeInfo
 from kvbaton.router.choose import Wanted, choose, holders_of
 from kvbaton.router.config import RoutingPolicy
-from kvbaton.router.costs import CostModel, Decode
+from kvbaton.router.costs import GUESSED_FETCH, CostModel, Decode
 from kvbaton.router.loads import NodeLoad, NodeLoads
 from kvbaton.router.membership import Member, ReadyNodes
 from kvbaton.router.policies import (
@@ -289,7 +289,8 @@ def fetched(
     for holder in able[: -1 - MAX_HOLDERS : -1]:
         wire, tokens = way(costs, holder, node), options.hit(holder)
         computed = speed.prefill_s(TOKENS - hit, hit) - speed.prefill_s(TOKENS - tokens, tokens)
-        saved = computed - wire["fetch_s"] - wire["token_s"] * (tokens - hit)
+        takes = wire["fetch_s"] + wire["token_s"] * (tokens - hit)
+        saved = computed - takes if any(wire.values()) else computed * (1 - GUESSED_FETCH)
         best = max(best, (saved, holder), key=lambda saved: saved[0])
     saved_s, holder = best
     assert options.prefill(costs, node).saved_s == pytest.approx(saved_s, abs=1e-12)

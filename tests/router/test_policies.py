@@ -510,6 +510,17 @@ def test_a_prefix_is_fetched_where_that_is_faster_than_to_compute_it(name: str) 
     assert quick.margin_s == pytest.approx(saved) if name != "cost" else quick.margin_s <= saved
 
 
+def test_a_wire_that_nobody_has_measured_is_not_free() -> None:
+    members = [member(name, "any", load=SLOW) for name in ("a", "b")]
+    turn = route("cost", members, 1148, cached={"a": 1040})
+    assert (turn.prefills.node_id, turn.holder) == ("a", None), "what a holds, b need not fetch"
+    busy = {"a": NodeLoad(prompt_tokens=40_000, sequences=40, tokens=99_999, prefill_us=2_000_000)}
+    away = route("cost", members, 1148, busy, cached={"a": 1040}, ttft_slo=500.0)
+    assert (away.prefills.node_id, away.holder and away.holder.node_id) == ("b", "a")
+    assert away.predicted is not None
+    assert away.predicted.fetch_s > 0
+
+
 def test_who_has_sent_much_is_asked_for_no_more_while_it_sends() -> None:
     clock = Clock()
     costs, members = CostModel(clock), wired({**QUICK, "token_s": 1e-5})
