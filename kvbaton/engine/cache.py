@@ -193,6 +193,7 @@ class KVCache(BlockMemory):
             self.token_views += [view] * len(same)
         self.states = StateBlocks(self.blocks, of_states, shard, track_sums) if of_states else None
         self.views = [*self.token_views, *(self.states for _ in of_states if self.states)]
+        self.data, self.sums = self.views[0].data, self.views[0].sums
         self.layouts = [
             _layout_of(view.layout, g, group)
             for g, (view, group) in enumerate(zip(self.views, groups, strict=True))

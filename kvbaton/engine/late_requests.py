@@ -57,7 +57,9 @@ class LateRequests:
             running: whose prompts are computed first.
             now: on the scheduler's clock.
         """
-        timed = [s for s in waiting if s.request.due is not None and not s.num_generated]
+        timed = list[Sequence]()
+        if len(waiting) > 1:  # alone, one can only be late itself
+            timed = [s for s in waiting if s.request.due is not None and not s.num_generated]
         if len(timed) < 2:
             self._planned = None
             return

@@ -49,9 +49,9 @@ class StepTimes:
         self._spent[part] += now - self._last
         self._last = now
 
-    def launched(self, plan: StepPlan) -> None:
-        """A step is on its way; their results come in this order."""
-        self._plans.append((plan.num_tokens, len(plan.steps), len(plan.new)))
+    def launched(self, plan: StepPlan, num_tokens: int) -> None:
+        """A step of so many tokens is on its way; results come in the order of steps."""
+        self._plans.append((num_tokens, len(plan.steps), len(plan.new)))
 
     def over(self, result: StepResult, outputs: Sequence[Output], step_s: float) -> None:
         """A step's result was applied and sent."""

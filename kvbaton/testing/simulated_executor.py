@@ -251,9 +251,9 @@ class SimulatedExecutor:
         self._sequences: dict[int, _Sequence] = {}
 
     @property
-    def wake_fd(self) -> int:
+    def wake_fds(self) -> tuple[int, ...]:
         """Never readable: the world wakes the core."""
-        return _wake_fd()
+        return (_wake_fd(),)
 
     # --- steps ---
 
