@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvbaton import __version__
-from kvbaton.config import add_flags, from_args, human_int
-from kvbaton.config_file import add_config_flag, with_config
+from kvbaton.config import add_config_flag, add_flags, from_args, human_int, with_config
 from kvbaton.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
@@ -495,9 +494,9 @@ def run_connectors_certify(args: argparse.Namespace) -> int:
 
 def run_connectors_namespaces(args: argparse.Namespace) -> int:
     """``kvbaton connectors namespaces``."""
-    from kvbaton.doctor.namespaces import run
+    from kvbaton.doctor.main import run_namespaces
 
-    return run(args.spec, args.clear)
+    return run_namespaces(args.spec, args.clear)
 
 
 def run_connectors_bench(args: argparse.Namespace) -> int:

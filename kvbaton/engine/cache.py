@@ -17,9 +17,8 @@ from kvbaton.engine.collectives import Shard
 from kvbaton.engine.kv_groups import KVGroup, block_bytes
 from kvbaton.engine.state_blocks import StateBlocks
 from kvbaton.engine.upload import fetch, upload, upload_ids
-from kvbaton.kernels.digest import block_sums
+from kvbaton.kernels.digest import add_sums, block_sums, start_sums
 from kvbaton.kernels.rope_write import narrow
-from kvbaton.kernels.running_sums import add_sums, start_sums
 
 LONG_RUN = 4
 """Tokens in a row from which on reading their blocks whole is cheaper than token by token."""

@@ -21,9 +21,9 @@ from kvbaton.engine.kv_connector import Connectors, KVConnector
 from kvbaton.engine.pending import Pending
 from kvbaton.engine.profiler import TorchProfiler
 from kvbaton.engine.scheduler import Scheduler
+from kvbaton.engine.stats import StepTimes
 from kvbaton.engine.step import StepResult
 from kvbaton.engine.step_costs import Terms, step_costs, terms_of
-from kvbaton.engine.step_times import StepTimes
 from kvbaton.errors import RequestError, StoreError
 from kvbaton.messages.engine import (
     AbortRequest,

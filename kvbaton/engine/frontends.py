@@ -24,7 +24,7 @@ import zmq
 from msgspec.structs import replace
 
 from kvbaton.connectors.curve import CurveAuthenticator, drain
-from kvbaton.engine.latencies import RequestLatencies
+from kvbaton.engine.stats import RequestLatencies
 from kvbaton.errors import ConfigError, RequestError
 from kvbaton.messages.engine import (
     ENGINE_VERSION,

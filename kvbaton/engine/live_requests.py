@@ -18,11 +18,9 @@ from typing import Any
 
 from kvbaton.connectors.layout import GroupKind
 from kvbaton.engine.config import SchedulerConfig
-from kvbaton.engine.fair_shares import FairShares
 from kvbaton.engine.grammars import NoGrammars
 from kvbaton.engine.kv_cache_manager import KVCacheManager, Match
 from kvbaton.engine.kv_connector import Connectors, KVConnector, Load
-from kvbaton.engine.late_requests import LateRequests
 from kvbaton.engine.request import (
     InFlightStep,
     ItemOutputs,
@@ -33,8 +31,9 @@ from kvbaton.engine.request import (
     extras_of,
     finish_of,
 )
+from kvbaton.engine.service_order import FairShares, LateRequests
+from kvbaton.engine.stats import Totals
 from kvbaton.engine.step import BlockCopy
-from kvbaton.engine.totals import Totals
 from kvbaton.engine.validate import validate_request
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest, Mark, Output

@@ -26,8 +26,7 @@ from kvbaton.connectors.protocol.target import Target
 from kvbaton.connectors.transfer.source_worker import SourceWorker
 from kvbaton.connectors.transfer.target_worker import TargetWorker
 from kvbaton.connectors.transfer.thread import TransferThread
-from kvbaton.decode.prefix_connector import PrefixConnector
-from kvbaton.decode.target_connector import TargetConnector
+from kvbaton.decode.target_connector import PrefixConnector, TargetConnector
 from kvbaton.engine.block_pool import BlockPool
 from kvbaton.engine.config import SchedulerConfig
 from kvbaton.engine.core import EngineCore

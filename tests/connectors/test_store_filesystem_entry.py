@@ -21,12 +21,13 @@ from kvbaton.connectors.stores.filesystem_entry import (
     ALIGNED_FROM,
     HEADER_BYTES,
     NO_LABELS,
+    PAGE,
+    DirectCalls,
     EntryLabels,
     header,
     labels_of,
     start_of,
 )
-from kvbaton.connectors.stores.filesystem_mover import PAGE, DirectCalls
 from tests.support.store_objects import find, wait
 
 KEY = bytes(range(32))

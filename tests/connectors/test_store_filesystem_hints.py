@@ -12,8 +12,7 @@ import pytest
 
 from kvbaton.connectors.store import CLAIM_S, Hints
 from kvbaton.connectors.stores.filesystem import FilesystemStore
-from kvbaton.connectors.stores.filesystem_claims import EntryClaims
-from kvbaton.connectors.stores.filesystem_entry import HEADER_BYTES, header
+from kvbaton.connectors.stores.filesystem_entry import HEADER_BYTES, EntryClaims, header
 
 TIMEOUT_S = 30.0
 SIZE = 1000

@@ -16,10 +16,9 @@ from collections.abc import Sequence
 
 from kvbaton.connectors.layout import GroupKind
 from kvbaton.connectors.protocol import events
-from kvbaton.connectors.protocol.machine import Machine
+from kvbaton.connectors.protocol.machine import Machine, Pair, RefusalError, SessionState
 from kvbaton.connectors.protocol.notice import units_per_notice
 from kvbaton.connectors.protocol.outgoing import Outgoing, SourceSession
-from kvbaton.connectors.protocol.session import Pair, RefusalError, SessionState
 from kvbaton.messages import control
 from kvbaton.types import Attempt, TransferTimers, clip_text
 

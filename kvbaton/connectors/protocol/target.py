@@ -27,8 +27,14 @@ from kvbaton.connectors.protocol import events
 from kvbaton.connectors.protocol.checks import check_complete, counted_from, first_token
 from kvbaton.connectors.protocol.incoming import Incoming, TargetSession
 from kvbaton.connectors.protocol.incoming import TargetState as State
-from kvbaton.connectors.protocol.machine import Machine, Reactions, Table
-from kvbaton.connectors.protocol.session import Pair, RefusalError, SessionState
+from kvbaton.connectors.protocol.machine import (
+    Machine,
+    Pair,
+    Reactions,
+    RefusalError,
+    SessionState,
+    Table,
+)
 from kvbaton.connectors.protocol.target_sessions import MAX_LINES, TargetSessions
 from kvbaton.errors import LocalProtocolError
 from kvbaton.messages import control

@@ -17,8 +17,7 @@ from collections.abc import Callable
 
 from kvbaton.connectors.protocol import events
 from kvbaton.connectors.protocol.incoming import Incoming, Line, TargetSession
-from kvbaton.connectors.protocol.machine import Machine
-from kvbaton.connectors.protocol.session import Pair, RefusalError, SessionState
+from kvbaton.connectors.protocol.machine import Machine, Pair, RefusalError, SessionState
 from kvbaton.messages import control
 from kvbaton.types import NodeId, TransferTimers
 
