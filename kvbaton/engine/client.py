@@ -90,8 +90,6 @@ logger = logging.getLogger(__name__)
 COMMAND_TIMEOUT_S = 30.0
 LONG_COMMANDS = {"stop_profile": 600.0, "reset_store": 60.0}
 """Seconds that others may take."""
-WATCHABLE_VERSION = 2
-"""Cores that speak older messages do not know `WatchBlocks`."""
 _MAX_BATCH = 256
 """Messages taken in before receivers are to act on them."""
 _SEND_AT = 8
@@ -300,7 +298,7 @@ class EngineClient(TokenSource):
         return idle
 
     def watch_blocks(self, on_blocks: Callable[[CachedBlocks], None]) -> None:
-        """Be told what the core's prefix caches hold; an older core tells nothing.
+        """Be told what the core's prefix caches hold.
 
         Args:
             on_blocks: called in the order of the numbers; a gap makes the core begin anew, with 0.
@@ -310,8 +308,7 @@ class EngineClient(TokenSource):
         """
         self._check_alive()
         self._on_blocks, self._next_blocks = on_blocks, 0
-        if self.ready.version >= WATCHABLE_VERSION:
-            self._send(WatchBlocks())
+        self._send(WatchBlocks())
 
     async def _ask(self, number: int, message: ToCore, timeout_s: float) -> Any:
         self._check_alive()

@@ -52,8 +52,7 @@ def present(store: FilesystemStore, *numbers: int) -> list[int]:
     return [n for n, there in zip(numbers, found, strict=True) if there]
 
 
-def test_a_header_without_hints_is_what_it_was() -> None:
-    """Entries of earlier releases are read on."""
+def test_a_header_without_hints_tells_of_none() -> None:
     about = f'{{"format":"kvbaton-object-2","key":"{key(1).hex()}"}}'
     tensor = '{"dtype":"U8","shape":[7],"data_offsets":[0,7]}'
     text = f'{{"__metadata__":{about},"object":{tensor}}}'

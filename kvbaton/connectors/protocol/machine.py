@@ -55,7 +55,6 @@ class Session:
         last_in: highest number received.
         numbers: counts the messages sent; D has one counter for all of its sessions, so that P can
             tell a `Hello` that was overtaken by those of later sessions.
-        version: of the protocol that it speaks.
         groups: of the peer: the layouts of its rank 0, which say of the others as much as the
             machines use.
         pairings: of the groups of both sides.
@@ -71,7 +70,6 @@ class Session:
     address: str | None = None
     last_in: int = -1
     numbers: Iterator[int] = field(default_factory=itertools.count)
-    version: int = 0
     groups: Sequence[KVLayout] = ()
     pairings: Sequence[GroupPairing] = ()
     pairs: frozenset[tuple[int, int]] = frozenset()
@@ -436,7 +434,7 @@ class Machine(Alarms, Generic[RecordT, SessionT]):
         session.last_in, session.link = seq, link
         return True
 
-    def pair_up(self, session: Session, version: int, ranks: Sequence[control.RankCard]) -> None:
+    def pair_up(self, session: Session, ranks: Sequence[control.RankCard]) -> None:
         """Take into a session what a peer shows of itself, and how blocks cross.
 
         Raises:
@@ -449,12 +447,8 @@ class Machine(Alarms, Generic[RecordT, SessionT]):
         except (ValueError, ArithmeticError, LookupError, TypeError) as error:
             # A peer's layouts may be wrong in ways that no check of ours foresaw.
             raise RefusalError("layout", str(error) or type(error).__name__) from error
-        session.version, session.groups = version, theirs[0]
-        if version < control.SHARING_PAIRS_VERSION:  # those that share no bytes as well
-            pairs = itertools.product(range(len(source)), range(len(target)))
-            session.pairs = frozenset(pairs)
-        else:
-            session.pairs = frozenset(pair for one in session.pairings for pair in one.shares)
+        session.groups = theirs[0]
+        session.pairs = frozenset(pair for one in session.pairings for pair in one.shares)
 
     # --- rules that both tables name ---
 

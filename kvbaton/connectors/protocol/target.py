@@ -214,14 +214,7 @@ class Target(TargetSessions):
     # --- Reserve and its answers ---
 
     def _reserve(self, record: Incoming, session: TargetSession) -> None:
-        """Send `Reserve`; from now on P knows of the blocks. Block keys to a P that knows none: fail."""
-        if record.order.keys and session.version < control.BLOCK_KEYS_VERSION:
-            self._fail(
-                record,
-                f"{session.address} speaks version {session.version} of the protocol, block keys "
-                f"need {control.BLOCK_KEYS_VERSION}",
-            )
-            return
+        """Send `Reserve`; from now on P knows of the blocks."""
         record.session = session
         session.attempts[record.name] = record
         whole = record.start, record.num_tokens

@@ -266,7 +266,7 @@ class EntryBuffer:
         """
         num_bytes = sum(map(len, target))
         start = size - num_bytes
-        if start in (HEADER_BYTES, start_of(num_bytes)):
+        if start == start_of(num_bytes):
             first, rest = _cut(target, start, num_bytes)
             end = start + sum(map(len, first))
             if mover.read(file, [self._pages[:end], *rest]):
@@ -280,7 +280,7 @@ class EntryBuffer:
             return None
         start = _LENGTH.size + _LENGTH.unpack(self._pages[: _LENGTH.size])[0]
         num_bytes = size - start
-        if num_bytes < 0 or start not in (HEADER_BYTES, start_of(num_bytes)):
+        if num_bytes < 0 or start != start_of(num_bytes):
             return None
         if not mover.read(file, [self._pages[:start]]):
             return None
