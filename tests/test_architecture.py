@@ -22,10 +22,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "image_file": {"errors"},
     "kernels": set(),
     "connectors": {"errors", "types", "messages"},
-    "testing": {
-        *("errors", "types", "messages", "connectors"),
-        *("engine", "prefill", "decode", "router"),  # what the simulator drives
-    },
+    "testing": {"errors", "types", "messages", "connectors"},
     "engine": {"errors", "types", "messages", "image_file", "connectors", "kernels"},
     "text": {"errors", "types", "messages", "image_file"},
     "server": {"version", "errors", "types", "config", "messages", "text", "engine", "connectors"},

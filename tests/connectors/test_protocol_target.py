@@ -58,8 +58,8 @@ from kvbaton.messages.control import (
     SessionDrained,
     Welcome,
 )
-from kvbaton.testing.machine_invariants import check_machine
 from kvbaton.types import Attempt, BlockSpan, ChoiceStart, NodeId, TransferTimers
+from tests.simulator.machine_invariants import check_machine
 
 NAME = Attempt(b"t" * 16, 0)
 LINK = Link(b"link")
