@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from operator import add
 
 from msgspec import Struct
+from msgspec.structs import astuple
 
 
 class NodeLoad(Struct, frozen=True):
@@ -32,15 +34,7 @@ class NodeLoad(Struct, frozen=True):
 
     def plus(self, other: NodeLoad) -> NodeLoad:
         """The sum."""
-        return NodeLoad(
-            self.prompt_tokens + other.prompt_tokens,
-            self.sequences + other.sequences,
-            self.tokens + other.tokens,
-            self.rows + other.rows,
-            self.pending + other.pending,
-            self.prefill_us + other.prefill_us,
-            self.cached_tokens + other.cached_tokens,
-        )
+        return NodeLoad(*map(add, astuple(self), astuple(other)))
 
 
 class RouterTotals(Struct, frozen=True):
@@ -62,13 +56,7 @@ class RouterTotals(Struct, frozen=True):
 
     def plus(self, other: RouterTotals) -> RouterTotals:
         """The sum."""
-        return RouterTotals(
-            self.waiting + other.waiting,
-            self.running + other.running,
-            self.finished + other.finished,
-            self.failed + other.failed,
-            self.tokens + other.tokens,
-        )
+        return RouterTotals(*map(add, astuple(self), astuple(other)))
 
 
 IDLE = NodeLoad()
