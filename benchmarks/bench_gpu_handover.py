@@ -35,6 +35,7 @@ from kvbaton.bench.serve import Shot, served_model, shoot
 from kvbaton.cluster.config import visible_gpus
 from kvbaton.connectors.layout import ITEM_SIZE
 from kvbaton.engine.model_config import load_model_config
+from kvbaton.types import first_attended
 
 ADDED = {1024: 22.5, 4096: 44.6, 16384: 143.9}
 LOADS = [  # requests, prompt, at once, and vLLM's req/s, TTFT p50, p99, ITL p50, p99
@@ -125,7 +126,7 @@ def in_groups(folder: Path, length: int, ranks: int) -> dict[str, Crossing]:
         if group.window:
             kind = f"{'chunk' if group.chunked else 'window'} {group.window}"
         per_token = heads * len(group.layers) * group.planes * group.head_dim
-        first = group.first_attended(length)
+        first = first_attended(length, group.window, group.chunked)
         tokens = length - first, length - first + first % BLOCK, length
         sizes = Crossing(*(count * per_token * ITEM_SIZE[model.kv_dtype] for count in tokens))
         if group.state_rows:

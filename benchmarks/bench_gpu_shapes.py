@@ -42,6 +42,7 @@ from kvbaton.errors import ConfigError
 from kvbaton.kernels.jit import cdiv, jit, tl
 from kvbaton.kernels.mxfp4 import COLUMNS
 from kvbaton.kernels.mxfp4 import WORDS as PACKED
+from kvbaton.types import first_attended
 
 BATCHES = (1, 32, 128)
 PROMPT, STEPS, COUNTED_STEPS = 512, 50, 4
@@ -269,7 +270,7 @@ def kv_bytes(bench: Bench, batch: int) -> int:
             continue
         heads, _, planes, _, head_dim = cache.token_views[g].shape
         seen = PROMPT + STEPS // 2
-        seen -= group.first_attended(seen - 1)
+        seen -= first_attended(seen - 1, group.window, group.chunked)
         total += seen * heads * planes * head_dim * len(group.layers)
     return (total * cache.data.element_size() + states) * batch
 

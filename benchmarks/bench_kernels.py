@@ -24,7 +24,7 @@ from torch.nn.functional import linear
 from kvbaton.engine.models.linear import FP8Method
 from kvbaton.kernels.copy_tokens import copy_tokens
 from kvbaton.kernels.decode_attention import decode_attention
-from kvbaton.kernels.digest import block_sums
+from kvbaton.kernels.digest import add_sums, block_sums
 from kvbaton.kernels.fused_moe import fused_moe, fused_moe_reference
 from kvbaton.kernels.fused_topk import fused_topk
 from kvbaton.kernels.latent_decode_attention import latent_decode_attention
@@ -33,7 +33,6 @@ from kvbaton.kernels.paged_prefill_attention import paged_prefill_attention
 from kvbaton.kernels.prefill_attention import PrefillBatch, planning, prefill_attention
 from kvbaton.kernels.rms_norm import rms_norm
 from kvbaton.kernels.rope_write import rope_write
-from kvbaton.kernels.running_sums import add_sums
 from kvbaton.kernels.silu_and_mul import silu_and_mul
 from kvbaton.kernels.skinny_linear import Workspace, skinny_linear, wins
 from kvbaton.kernels.varlen_attention import varlen_attention

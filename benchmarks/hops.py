@@ -230,11 +230,20 @@ class Way:
         """How many count."""
         return round(self.middle(len(events) for events in self.events))
 
+    def typical(self) -> list[Event]:
+        """Calls of a request or token whose number of them is the one that counts."""
+        return min(self.events, key=lambda events: abs(len(events) - self.calls()))
+
     def names(self) -> Iterator[str]:
-        """Calls by process and function, of a request or token that has the median of them."""
-        typical = min(self.events, key=lambda events: abs(len(events) - self.calls()))
-        for (process, name), count in Counter((e.process, on(e)) for e in typical).items():
+        """Typical calls by process and function."""
+        for (process, name), count in Counter((e.process, on(e)) for e in self.typical()).items():
             yield f"{count:6,}  {process:14} {name}"
+
+    def each(self) -> Iterator[str]:
+        """Typical calls one by one, in the order of time, with the microseconds since the first."""
+        calls = sorted(self.typical(), key=lambda event: event.at)
+        for e in calls:
+            yield f"{(e.at - calls[0].at) // 1000:8,}  {e.process:14} {e.thread:20} {on(e)}"
 
     def files(self) -> int:
         """Different files, the median."""
@@ -289,7 +298,10 @@ def moves_kv(event: Event) -> bool:
 
 
 def figures(
-    processes: dict[str, Process], idle: int, starts: Sequence[int], *, names: bool
+    processes: dict[str, Process],
+    idle: int,
+    starts: Sequence[int],
+    told: Callable[[Way], Iterator[str]] | None,
 ) -> list[tuple[str, int, int]]:
     """Measure, value and goal of each line.
 
@@ -297,7 +309,7 @@ def figures(
         processes: what was recorded.
         idle: from when to the first start nothing was asked.
         starts: when each request was sent; the last one's prompt is `IDS`.
-        names: also print the calls on each way, function by function, in order of the first.
+        told: also print these lines of each way.
 
     Raises:
         LookupError: a point on a way was not found.
@@ -332,8 +344,8 @@ def figures(
             token.events.append(without_polling(calls, polling))
             frames.append(len({on(e) for e in router.between(this, after, "resume")}))
     for title, way in (("prompt", prompt), ("block", block), ("token", token)):
-        if names:
-            print(f"{title}:", *way.names(), sep="\n")
+        if told is not None:
+            print(f"{title}:", *told(way), sep="\n")
     ids = {form for e in prompt.events[-1] for form in e.more.split()}
     return [
         ("prompt → forward, calls", prompt.calls(), 220),
@@ -446,7 +458,14 @@ def complete(host: str, port: int, model: str, prompt: str | list[int]) -> int:
 def main() -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--names", action="store_true", help="print calls by function, too")
+    told = parser.add_mutually_exclusive_group()
+    for option, lines, what in (
+        ("--names", Way.names, "by function"),
+        ("--calls", Way.each, "one by one, in the order of time"),
+    ):
+        told.add_argument(
+            option, dest="told", action="store_const", const=lines, help=f"print calls {what}, too"
+        )
     args = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
@@ -462,7 +481,7 @@ def main() -> int:
                 starts.append(complete(host, port, model, prompt))
             starts.append(complete(host, port, model, list(IDS)))
         try:
-            table = figures(read(folder), idle, starts, names=args.names)
+            table = figures(read(folder), idle, starts, args.told)
         except (LookupError, KeyError) as error:
             print(f"hops.py: can't follow the way: {error}", file=sys.stderr)
             return 1

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvbaton import __version__
-from kvbaton.config import add_flags, from_args, human_int
-from kvbaton.config_file import add_config_flag, with_config
+from kvbaton.config import add_config_flag, add_flags, from_args, human_int, with_config
 from kvbaton.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
 
 FillParser = Callable[[argparse.ArgumentParser], None]
 RunCommand = Callable[[argparse.Namespace], int]
+
+SIMULATION = "kvbaton.simulate.main:SimulateConfig"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -116,23 +117,28 @@ def make_parser() -> argparse.ArgumentParser:
             run_router,
             "Start the endpoint in front of all nodes.",
         ),
-        ("chat", _chat_flags, run_chat, "Talk to a model in the terminal."),
+        (
+            "chat",
+            _url_flags("kvbaton.cluster.chat:ChatConfig", "a router or node"),
+            _runs("kvbaton.cluster.chat:run", "kvbaton.cluster.chat:ChatConfig"),
+            "Talk to a model in the terminal.",
+        ),
         (
             "drain",
-            _drain_flags,
-            run_drain,
+            _url_flags("kvbaton.cluster.drain:DrainConfig", "a node or router"),
+            _runs("kvbaton.cluster.drain:run", "kvbaton.cluster.drain:DrainConfig"),
             "Have a node or router finish what it does, and take nothing new.",
         ),
         (
             "simulate",
             _simulate_flags,
-            run_simulate,
+            _runs("kvbaton.simulate.main:run", SIMULATION, "out", "plot"),
             "Serve a trace on a virtual clock: which layout and policy pay.",
         ),
         (
             "advise",
             _advise_flags,
-            run_advise,
+            _runs("kvbaton.simulate.main:run_advise", SIMULATION, "out"),
             "Say which layout of so many nodes serves a trace best, in virtual time.",
         ),
         ("bench", _bench_flags, None, "Measure transports and endpoints."),
@@ -192,10 +198,26 @@ def _flags_of(path: str, **settings: Any) -> FillParser:
     """Adds the flags of a configuration, which is imported then; `settings` as of `add_flags`."""
 
     def fill(parser: argparse.ArgumentParser) -> None:
-        module, _, name = path.partition(":")
-        add_flags(parser, getattr(importlib.import_module(module), name), **settings)
+        add_flags(parser, _named(path), **settings)
 
     return fill
+
+
+def _runs(path: str, config: str, *more: str) -> RunCommand:
+    """Calls what is at a path with a configuration, made of its flags, and with further ones."""
+
+    def run(args: argparse.Namespace) -> int:
+        given = (getattr(args, name) for name in more)
+        status: int = _named(path)(from_args(_named(config), args), *given)
+        return status
+
+    return run
+
+
+def _named(path: str) -> Any:
+    """What ``module:name`` is, imported now."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def run_node(args: argparse.Namespace) -> int:
@@ -228,34 +250,16 @@ def run_up(args: argparse.Namespace) -> int:
     return run(from_args(ClusterConfig, args))
 
 
-def _chat_flags(parser: argparse.ArgumentParser) -> None:
-    from kvbaton.cluster.chat import ChatConfig
+def _url_flags(path: str, whose: str) -> FillParser:
+    """As `_flags_of`, with the field `url` as an argument."""
 
-    text = f"of a router or node ({ChatConfig.url})"
-    parser.add_argument("url", nargs="?", default=ChatConfig.url, metavar="URL", help=text)
-    add_flags(parser, ChatConfig)
+    def fill(parser: argparse.ArgumentParser) -> None:
+        config = _named(path)
+        text = f"of {whose} ({config.url})"
+        parser.add_argument("url", nargs="?", default=config.url, metavar="URL", help=text)
+        add_flags(parser, config)
 
-
-def run_chat(args: argparse.Namespace) -> int:
-    """``kvbaton chat``."""
-    from kvbaton.cluster.chat import ChatConfig, run
-
-    return run(from_args(ChatConfig, args))
-
-
-def _drain_flags(parser: argparse.ArgumentParser) -> None:
-    from kvbaton.cluster.drain import DrainConfig
-
-    text = f"of a node or router ({DrainConfig.url})"
-    parser.add_argument("url", nargs="?", default=DrainConfig.url, metavar="URL", help=text)
-    add_flags(parser, DrainConfig)
-
-
-def run_drain(args: argparse.Namespace) -> int:
-    """``kvbaton drain``."""
-    from kvbaton.cluster.drain import DrainConfig, run
-
-    return run(from_args(DrainConfig, args))
+    return fill
 
 
 def node_config(args: argparse.Namespace) -> NodeConfig:
@@ -308,13 +312,13 @@ def find_model(args: argparse.Namespace) -> None:
 
 def _bench_flags(parser: argparse.ArgumentParser) -> None:
     benches = parser.add_subparsers(title="benchmarks", required=True, metavar="WHAT")
-    for name, config, run, text in (
-        ("transfer", "transfer:TransferLoad", run_transfer, "move blocks between two processes"),
-        ("serve", "serve:ServeLoad", run_serve, "load on any OpenAI endpoint"),
+    for name, load, text in (
+        ("transfer", "TransferLoad", "move blocks between two processes"),
+        ("serve", "ServeLoad", "load on any OpenAI endpoint"),
     ):
-        bench = benches.add_parser(name, help=text)
-        bench.set_defaults(run=run)
-        _flags_of(f"kvbaton.bench.{config}")(bench)
+        bench, config = benches.add_parser(name, help=text), f"kvbaton.bench.{name}:{load}"
+        bench.set_defaults(run=_runs(f"kvbaton.bench.{name}:run", config, "out"))
+        _flags_of(config)(bench)
         _add_out(bench)
 
 
@@ -322,45 +326,16 @@ def _add_out(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the result as JSON")
 
 
-def run_transfer(args: argparse.Namespace) -> int:
-    """``kvbaton bench transfer``."""
-    from kvbaton.bench.transfer import TransferLoad, run
-
-    return run(from_args(TransferLoad, args), args.out)
-
-
-def run_serve(args: argparse.Namespace) -> int:
-    """``kvbaton bench serve``."""
-    from kvbaton.bench.serve import ServeLoad, run
-
-    return run(from_args(ServeLoad, args), args.out)
-
-
 def _simulate_flags(parser: argparse.ArgumentParser) -> None:
-    _flags_of("kvbaton.simulate.main:SimulateConfig")(parser)
+    _flags_of(SIMULATION)(parser)
     _add_out(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the results as PNG")
 
 
 def _advise_flags(parser: argparse.ArgumentParser) -> None:
     skip = {"policies", "min_handover_tokens"}
-    _flags_of("kvbaton.simulate.main:SimulateConfig", skip=skip, nodes="4")(parser)
+    _flags_of(SIMULATION, skip=skip, nodes="4")(parser)
     _add_out(parser)
-
-
-def run_advise(args: argparse.Namespace) -> int:
-    """``kvbaton advise``."""
-    from kvbaton.simulate.main import SimulateConfig
-    from kvbaton.simulate.main import run_advise as run
-
-    return run(from_args(SimulateConfig, args), args.out)
-
-
-def run_simulate(args: argparse.Namespace) -> int:
-    """``kvbaton simulate``."""
-    from kvbaton.simulate.main import SimulateConfig, run
-
-    return run(from_args(SimulateConfig, args), args.out, args.plot)
 
 
 def _doctor_flags(parser: argparse.ArgumentParser) -> None:
@@ -495,9 +470,9 @@ def run_connectors_certify(args: argparse.Namespace) -> int:
 
 def run_connectors_namespaces(args: argparse.Namespace) -> int:
     """``kvbaton connectors namespaces``."""
-    from kvbaton.doctor.namespaces import run
+    from kvbaton.doctor.main import run_namespaces
 
-    return run(args.spec, args.clear)
+    return run_namespaces(args.spec, args.clear)
 
 
 def run_connectors_bench(args: argparse.Namespace) -> int:

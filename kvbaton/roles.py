@@ -63,8 +63,7 @@ class HandoverFactory:
         """
         from kvbaton.connectors.channel import ControlChannel
         from kvbaton.connectors.transfer.thread import TransferThread
-        from kvbaton.decode.prefix_connector import PrefixConnector
-        from kvbaton.decode.target_connector import TargetConnector
+        from kvbaton.decode.target_connector import PrefixConnector, TargetConnector
         from kvbaton.prefill.source_connector import SourceConnector
 
         config = self.handover

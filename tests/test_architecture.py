@@ -17,16 +17,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "version": set(),
     "types": set(),
-    "config": set(),
+    "config": {"errors"},
     "messages": {"errors", "types"},
-    "config_file": {"errors"},
     "image_file": {"errors"},
     "kernels": set(),
     "connectors": {"errors", "types", "messages"},
-    "testing": {
-        *("errors", "types", "messages", "connectors"),
-        *("engine", "prefill", "decode", "router"),  # what the simulator drives
-    },
+    "testing": {"errors", "types", "messages", "connectors"},
     "engine": {"errors", "types", "messages", "image_file", "connectors", "kernels"},
     "text": {"errors", "types", "messages", "image_file"},
     "server": {"version", "errors", "types", "config", "messages", "text", "engine", "connectors"},

@@ -21,8 +21,8 @@ import msgspec
 from kvbaton.bench.report import percentile, publish
 from kvbaton.config import flag
 from kvbaton.errors import ConfigError
+from kvbaton.server.network import TrustConfig
 from kvbaton.server.sse import DONE, read_events
-from kvbaton.server.tls import TrustConfig
 
 FIRST_TOKEN_ID = 3
 """Ids below are special in most vocabularies."""

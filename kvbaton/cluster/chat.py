@@ -19,8 +19,7 @@ from rich.text import Text
 from kvbaton.cluster.conversation import FAILURES, Answer, Served, Watcher, stream_answer
 from kvbaton.config import flag, human_bytes
 from kvbaton.server.config import check_url
-from kvbaton.server.network import bearer, registration_token
-from kvbaton.server.tls import TrustConfig
+from kvbaton.server.network import TrustConfig, bearer, registration_token
 
 HELP = "/reset begins anew, /help says this, /exit or Ctrl-D leaves; Ctrl-C stops an answer"
 PROMPT = "> "

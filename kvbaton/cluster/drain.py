@@ -15,8 +15,7 @@ from kvbaton.errors import ConfigError
 from kvbaton.messages.nodes import DrainProgress
 from kvbaton.messages.openai import ErrorBody
 from kvbaton.server.config import check_url
-from kvbaton.server.network import bearer, operator_token
-from kvbaton.server.tls import TrustConfig
+from kvbaton.server.network import TrustConfig, bearer, operator_token
 
 POLL_S = 0.2
 ANSWER_S = 5.0

@@ -5,7 +5,11 @@ The JSON object holds keyword arguments of the constructor. A transport is writt
 ``Class(name: str, *, host: str = "127.0.0.1", **options)``, a store as
 ``Class(name: str, **options)``. Entry points are of group ``kvbaton.transports`` or
 ``kvbaton.stores``. Inside the JSON of a store that wraps others, a spec may also be written as
-``{NAME: OPTIONS}``. Secrets are filled in (`secret_options.py`): on a command line all see them.
+``{NAME: OPTIONS}``.
+
+On a command line all see an option. So in its text ``{env:NAME}`` stands for an environment
+variable, and ``{file:PATH}`` for what is in a file. A plug-in's author may put what stood for it
+into any error; whoever logs or shows such a text passes it through `as_written`.
 """
 
 from __future__ import annotations
@@ -15,20 +19,128 @@ import json
 import os
 import re
 import sys
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import msgspec
 
 from kvbaton.connectors.base import Transport
-from kvbaton.connectors.contract import Contract
-from kvbaton.connectors.secret_options import as_written, filled_in
 from kvbaton.connectors.store import Store
 from kvbaton.errors import ConfigError, KvbatonError
+
+LEAST = 4
+"""Characters of what is looked for in texts: of less there is something everywhere."""
+
+_SECRET = re.compile(r"\{(env|file):([^{}]+)\}")
+_known: dict[str, str] = {}
+"""What was filled in, in this process, and how it was written."""
+
+
+def as_written(text: str) -> str:
+    """A text in which all that was filled in is as it was written in its spec."""
+    for secret in sorted(_known, key=len, reverse=True):
+        text = text.replace(secret, _known[secret])
+    return text
+
+
+def filled_in(flag: str, option: str, value: Any) -> Any:
+    """An option's value with what its texts stand for.
+
+    Specs inside of it are left as they are: whoever loads them fills them in.
+
+    Raises:
+        ConfigError: of `flag`, if a variable is not set or a file can't be read.
+    """
+    if isinstance(value, list):
+        return [filled_in(flag, option, part) for part in value]
+    if isinstance(value, dict):
+        return {name: filled_in(flag, option, part) for name, part in value.items()}
+    if not isinstance(value, str) or '{"' in value:
+        return value
+
+    def look_up(found: re.Match[str]) -> str:
+        source, name = found.groups()
+        try:
+            secret = os.environ[name] if source == "env" else Path(name).read_text().strip()
+        except KeyError as error:
+            text = f"option {option} needs the environment variable {name}, which is not set"
+            raise ConfigError(flag, text) from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(flag, f"option {option} can't be read: {error}") from error
+        if len(secret) >= LEAST:
+            _known[secret] = found[0]
+        return secret
+
+    return _SECRET.sub(look_up, value)
+
+
+FIRST = "1.0"
+_VERSION = re.compile(r"(\d+)\.(\d+)")
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What of one kind this kvbaton loads, by the version of its contract: ``MAJOR.MINOR``.
+
+    A plug-in's class names the one that it was written to in an attribute ``contract``; one without
+    it was written to 1.0.
+
+    - A minor version adds what a plug-in may have or ignore. One that needs a later minor version
+      than ours is refused: it may rely on being asked.
+    - A major version changes what a plug-in must do. Ours and the one before it are loaded, the
+      latter with a warning, for at least two minor releases of kvbaton and six months; after that,
+      and if it is of a later one, a plug-in is refused. Both texts say what to install.
+
+    Attributes:
+        major: the present version.
+        minor: the present version.
+        oldest: the oldest major version that is still loaded, with a warning if it is not ours.
+    """
+
+    major: int
+    minor: int
+    oldest: int
+
+    def __str__(self) -> str:
+        return f"{self.major}.{self.minor}"
+
+    def check(self, flag: str, target: str, connector: object) -> str:
+        """The version that a plug-in's class, or the plug-in, was written to.
+
+        Args:
+            flag: that named it.
+            target: its name or path.
+            connector: the class or the plug-in.
+
+        Raises:
+            ConfigError: it is none that can be loaded.
+        """
+        written = getattr(connector, "contract", FIRST)
+        version = _VERSION.fullmatch(written) if isinstance(written, str) else None
+        if version is None:
+            raise ConfigError(flag, f"{target}'s contract is {written!r}, not MAJOR.MINOR")
+        major, minor = map(int, version.groups())
+        ours = f"this kvbaton knows {self.oldest}.0 to {self}"
+        if (major, minor) > (self.major, self.minor):
+            raise ConfigError(
+                flag, f"{target} was written to contract {written}; {ours}: install a later one"
+            )
+        if major < self.oldest:
+            raise ConfigError(
+                flag,
+                f"{target} was written to contract {written}; {ours}: install a later {target}",
+            )
+        if major < self.major:
+            told = f"{target} was written to contract {written}, which a later kvbaton refuses"
+            warnings.warn(f"{told}; the present one is {self}", FutureWarning, stacklevel=4)
+        return written
+
 
 Spec = str | Mapping[str, Mapping[str, Any]]
 """Names a connector and its options; see the module's docstring."""

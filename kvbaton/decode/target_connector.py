@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -10,6 +11,7 @@ from typing_extensions import override
 
 from kvbaton.connectors.address import host_of
 from kvbaton.connectors.keys import prompt_key
+from kvbaton.connectors.layout import GroupKind
 from kvbaton.connectors.protocol.events import (
     CancelTarget,
     Deliver,
@@ -28,6 +30,7 @@ from kvbaton.engine.executor import Executor
 from kvbaton.engine.kv_connector import HeldBlocks, KVConnector, Load, transfer_consumed
 from kvbaton.engine.scheduler import Scheduler
 from kvbaton.errors import RequestError
+from kvbaton.messages.control import MAX_KEYS
 from kvbaton.messages.engine import AddRequest, Mark, Output, TransferSpec
 from kvbaton.types import Attempt, Spans
 
@@ -296,3 +299,67 @@ class TargetConnector(KVConnector):
     @override
     def close(self) -> None:
         self.transfers.close()
+
+
+MAX_FETCH_S = 30.0
+"""After so long the rest of a prefix is computed."""
+
+
+class PrefixConnector(KVConnector):
+    """Fetches prefixes of prompts from other nodes' caches, if it is said who has them.
+
+    Their blocks are asked for by key, once for each request, and come as those of a hand-over do,
+    by the same machine. They enter the prefix cache once their digests are verified, and the
+    request goes back to the queue and finds them there. What does not come is computed.
+
+    Args:
+        target: carries loads out, and knows the members.
+    """
+
+    name = "prefix"
+    medium = "peer"
+
+    def __init__(self, target: TargetConnector) -> None:
+        self._target = target
+        self._scheduler = target.scheduler
+        self._asked: dict[requests.Request, Attempt] = {}
+
+    @override
+    def accept(self, request: AddRequest) -> AddRequest:
+        if request.prefix is not None:
+            self._target.check_member(request.prefix.peer, "remote_prefix")
+        return request
+
+    @override
+    def match(self, sequence: requests.Sequence, num_cached: int) -> int:
+        request, blocks = sequence.request, self._scheduler.blocks
+        prefix = request.spec.prefix
+        if prefix is None or request in self._asked or not request.reads_cache:
+            return 0
+        if target_of(request.spec) is not None:  # a hand-over brings all of it
+            return 0
+        size = blocks.alignment
+        if any(group.block_size != size for group in blocks.groups):
+            return 0  # a prefix would end inside a block of some group
+        end = min(prefix.num_tokens, len(sequence.tokens) - 1, num_cached + MAX_KEYS * size)
+        return max(0, end - end % size - num_cached)
+
+    @override
+    def start_load(self, load: Load) -> None:
+        request, clock = load.sequence.request, self._scheduler.clock
+        assert request.spec.prefix is not None, "only what `match` has offered is loaded"
+        attempt = self._asked[request] = Attempt(os.urandom(16), 0)
+        groups, size = self._scheduler.blocks.groups, self._scheduler.blocks.alignment
+        # Behind a window nothing is wanted.
+        wanted = zip(groups, load.spans, strict=True)
+        firsts = [s[0].first for g, s in wanted if s and g.kind is not GroupKind.STATE]
+        first = min(firsts, default=load.start // size)
+        keys = load.sequence.chain(size)[first : load.end // size]
+        left = max(0.001, min(request.deadline - clock(), MAX_FETCH_S))
+        peer, joined = request.spec.prefix.peer, b"".join(keys)
+        self._target.begin(load, Start(attempt, peer, keys[-1], load.end, load.spans, left, joined))
+
+    @override
+    def finished(self, request: requests.Request) -> None:
+        if (attempt := self._asked.pop(request, None)) is not None:
+            self._target.cancel(attempt, request)

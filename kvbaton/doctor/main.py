@@ -11,13 +11,17 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 import msgspec
 from msgspec import Struct
 
 import kvbaton
 from kvbaton.connectors.base import Device
+from kvbaton.connectors.registry import load_store
+from kvbaton.connectors.store import Namespaced
 from kvbaton.doctor.trials import StoreTrial, TransportTrial, copy_rate, try_store, try_transport
+from kvbaton.errors import ConfigError
 
 TRANSPORTS = ("memory", "tcp", "nixl")
 SLOW = 0.2
@@ -228,3 +232,33 @@ def _read(path: Path) -> str:
         return path.read_text(errors="replace")
     except OSError:
         return ""  # not on this kernel, or not for us: nothing to tell
+
+
+CLEAR_S = 600.0
+"""A store may have to look at every object."""
+
+
+def run_namespaces(spec: str, clear: str | None = None) -> int:
+    """List a store's namespaces, and forget one if it is named; the exit status.
+
+    Raises:
+        ConfigError: the store can't be opened, or does not tell namespaces apart.
+        StoreError: it fails.
+    """
+    store = load_store(spec)
+    if not store.capabilities.namespaces:
+        raise ConfigError("SPEC", f"{store.name} does not tell namespaces apart")
+    store.open()
+    try:
+        able = cast(Namespaced, store)
+        if clear is not None:
+            print(f"{clear}: {able.clear(clear).result(CLEAR_S)} objects forgotten")
+        for name, usage in sorted(able.namespaces().result(CLEAR_S).items()):
+            tenants = ", ".join(f"{who} {held}" for who, held in sorted(usage.tenants.items()))
+            print(
+                f"{name or '(none)'}: {usage.objects} objects, {usage.num_bytes} bytes"
+                + (f" ({tenants})" if tenants else "")
+            )
+    finally:
+        store.close()
+    return 0

@@ -27,6 +27,7 @@ from kvbaton.engine.kv_groups import KVGroup
 from kvbaton.engine.models.layers import LatentProjection
 from kvbaton.engine.state_blocks import StateBatch
 from kvbaton.kernels.rope_write import HeadNorms
+from kvbaton.types import first_attended
 
 BUCKET_ELEMENTS = 1 << 26
 """Most elements of K that one bucket of decoding sequences gathers."""
@@ -161,7 +162,8 @@ class _GroupBatch:
     def of(cls, batch: PagedBatch, g: int, group: KVGroup, block_size: int) -> _GroupBatch:
         """That of one group."""
         lens, tables = batch.context_lens, batch.block_tables[:, g]
-        behind = group.first_attended(lens - batch.query_lens) // block_size
+        start = lens - batch.query_lens
+        behind = first_attended(start, group.window, group.chunked) // block_size
         if not group.window:
             return cls(group, batch.query_lens, behind, lens, tables)
         left = -(-lens // block_size) - behind
@@ -331,7 +333,8 @@ class Prompt:
         scale: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        first = self._group.first_attended(self._begin + self._context_len - 1)
+        last, group = self._begin + self._context_len - 1, self._group
+        first = first_attended(last, group.window, group.chunked)
         plain = self._last_keys is None and sinks is None
         if self._context_len == self._count and first <= self._begin and plain:
             return scaled_dot_product_attention(
@@ -363,7 +366,8 @@ class Prompt:
         if self._last_keys is not None:
             last = self._last_keys[start : start + len(at), None]
             end = int(last.max()) + 1
-        begins = self._group.first_attended(at + self._begin) - self._begin
+        window, chunked = self._group.window, self._group.chunked
+        begins = first_attended(at + self._begin, window, chunked) - self._begin
         begin = max(0, int(begins[0]))
         key_at = torch.arange(begin, end, device=query.device)
         seen = (key_at <= last) & (key_at >= begins)
@@ -383,8 +387,8 @@ def _decode_buckets(cache: TokenView, batch: _GroupBatch) -> Iterator[DecodeBuck
     rows = np.cumsum(batch.query_lens) - batch.query_lens
     needed = -(-batch.context_lens[decoding] // cache.block_size)
     magnitude = np.ceil(np.log2(needed)).astype(np.int64)
-    last = batch.begins + batch.context_lens - 1
-    firsts = batch.group.first_attended(last) - batch.begins
+    last, group = batch.begins + batch.context_lens - 1, batch.group
+    firsts = first_attended(last, group.window, group.chunked) - batch.begins
     heads, _, _, size, dim = cache.shape
     for power in np.unique(magnitude):
         chosen = decoding[magnitude == power]

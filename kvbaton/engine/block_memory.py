@@ -106,7 +106,9 @@ class BlockMemory:
     Attributes:
         blocks: [blocks, bytes] uint8.
         views: per KV group, what its blocks hold.
-        layouts: likewise.
+        data: what they hold for the first group and those of its shape.
+        sums: the sums of the first group's blocks; None if none are kept.
+        layouts: per KV group, of its view.
         group_data: per KV group, the data of its view that is its layers', the first ones.
         counted: per block, its first slots that its sums count.
 
@@ -115,6 +117,8 @@ class BlockMemory:
     """
 
     views: list[BlockView]
+    data: Tensor
+    sums: Tensor | None
     layouts: list[KVLayout]
     group_data: list[Tensor]
 
@@ -144,16 +148,6 @@ class BlockMemory:
         self.counted = np.zeros(num_blocks, np.int64)
         where: Device = "cuda" if device.type == "cuda" else "cpu"
         self.memory = Memory(self.blocks.data_ptr(), num_bytes, where, device.index or 0, raw)
-
-    @property
-    def data(self) -> Tensor:
-        """What blocks hold for the first group and those of its shape."""
-        return self.views[0].data
-
-    @property
-    def sums(self) -> Tensor | None:
-        """The sums of the first group's blocks; None if none are kept."""
-        return self.views[0].sums
 
     def num_layers(self, group: int) -> int:
         """Layers of a group: the first ones of its blocks."""

@@ -34,7 +34,7 @@ class BlockPool:
         fences: per block, number of the last step that may touch it.
         keys: per block, its key in the prefix cache, or None.
         by_key: per group, the block of each key.
-        launched: number of the last step planned.
+        launched: number of the last step planned, which may touch blocks given back from now on.
         updated: number of the last step that is over.
         on_forget: called with each group and key that leaves the prefix cache.
     """
@@ -196,10 +196,6 @@ class BlockPool:
             listener(group, key)
 
     # --- steps ---
-
-    def launch(self, number: int) -> None:
-        """A step was planned: blocks given back from now on may be touched by it."""
-        self.launched = number
 
     def settle(self, number: int) -> None:
         """A step is over: blocks that only waited for it become free."""

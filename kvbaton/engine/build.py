@@ -6,6 +6,7 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -216,7 +217,7 @@ def build_encoder(
             debug_forbid_prompt_compute=config.debug_forbid_prompt_compute,
             whole_prompts=True,
         ),
-        root_key=lambda salt: root_key(surroundings.identity, salt),
+        root_key=partial(root_key, surroundings.identity),
     )
     connectors = make_connectors(executor, scheduler, factories, surroundings)
     return Engine(
@@ -389,5 +390,5 @@ def make_scheduler(
             debug_forbid_prompt_compute=config.debug_forbid_prompt_compute,
             whole_items=rows,
         ),
-        root_key=lambda salt: root_key(identity, salt),
+        root_key=partial(root_key, identity),
     )

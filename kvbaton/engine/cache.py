@@ -17,9 +17,8 @@ from kvbaton.engine.collectives import Shard
 from kvbaton.engine.kv_groups import KVGroup, block_bytes
 from kvbaton.engine.state_blocks import StateBlocks
 from kvbaton.engine.upload import fetch, upload, upload_ids
-from kvbaton.kernels.digest import block_sums
+from kvbaton.kernels.digest import add_sums, block_sums, start_sums
 from kvbaton.kernels.rope_write import narrow
-from kvbaton.kernels.running_sums import add_sums, start_sums
 
 LONG_RUN = 4
 """Tokens in a row from which on reading their blocks whole is cheaper than token by token."""
@@ -193,6 +192,7 @@ class KVCache(BlockMemory):
             self.token_views += [view] * len(same)
         self.states = StateBlocks(self.blocks, of_states, shard, track_sums) if of_states else None
         self.views = [*self.token_views, *(self.states for _ in of_states if self.states)]
+        self.data, self.sums = self.views[0].data, self.views[0].sums
         self.layouts = [
             _layout_of(view.layout, g, group)
             for g, (view, group) in enumerate(zip(self.views, groups, strict=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Any, ClassVar, Self
@@ -16,7 +17,6 @@ from typing_extensions import override
 from zmq.utils.monitor import recv_monitor_message
 
 from kvbaton.connectors.curve import secure_client
-from kvbaton.engine.clock_offset import ClockOffset
 from kvbaton.engine.frontends import HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
 from kvbaton.engine.outputs import OutputReceiver, TokenSource, merge_outputs
 from kvbaton.errors import EngineDeadError, RequestError
@@ -43,13 +43,53 @@ from kvbaton.messages.engine import (
 )
 from kvbaton.types import MAX_MESSAGE_BYTES
 
+DRIFT = 2e-4
+"""Two clocks may run apart by so many seconds a second: twice what a bad quartz does."""
+
+
+class ClockOffset:
+    """How far another machine's monotonic clock is from ours, by the messages that cross.
+
+    A message that left here at `sent` and had come there by `received` (their clock) says that
+    their clock is ahead by at most ``received - sent``; one that they sent at `told` and that was
+    here at `heard` says that it is ahead by at least ``told - heard`` (Cristian, 1989). The bounds
+    of all messages hold at once, so the offset is known within the shortest ways there and back;
+    they widen as time goes by. Wall clocks play no part.
+    """
+
+    def __init__(self) -> None:
+        self._low, self._high = -math.inf, math.inf
+        self._at = 0.0
+
+    def observe(self, sent: float, received: float, told: float, heard: float) -> None:
+        """Take in a question and an answer; `sent` and `heard` are on our clock, in seconds.
+
+        Args:
+            sent: when the question left, or before.
+            received: when it had come, or later.
+            told: when the answer left, or before.
+            heard: when it had come, or later.
+        """
+        slack = DRIFT * (heard - self._at)
+        self._at = heard
+        low, high = max(self._low - slack, told - heard), min(self._high + slack, received - sent)
+        if low > high:  # one of the clocks stood still, with its machine
+            low, high = told - heard, received - sent
+        self._low, self._high = low, high
+
+    @property
+    def seconds(self) -> float:
+        """By how much their clock is ahead; 0 if it may be the same one, as on one machine."""
+        if self._low <= 0 <= self._high:
+            return 0.0
+        return (self._low + self._high) / 2
+
+
 logger = logging.getLogger(__name__)
 
 COMMAND_TIMEOUT_S = 30.0
 LONG_COMMANDS = {"stop_profile": 600.0, "reset_store": 60.0}
 """Seconds that others may take."""
-WATCHABLE_VERSION = 2
-"""Cores that speak older messages do not know `WatchBlocks`."""
 _MAX_BATCH = 256
 """Messages taken in before receivers are to act on them."""
 _SEND_AT = 8
@@ -258,7 +298,7 @@ class EngineClient(TokenSource):
         return idle
 
     def watch_blocks(self, on_blocks: Callable[[CachedBlocks], None]) -> None:
-        """Be told what the core's prefix caches hold; an older core tells nothing.
+        """Be told what the core's prefix caches hold.
 
         Args:
             on_blocks: called in the order of the numbers; a gap makes the core begin anew, with 0.
@@ -268,8 +308,7 @@ class EngineClient(TokenSource):
         """
         self._check_alive()
         self._on_blocks, self._next_blocks = on_blocks, 0
-        if self.ready.version >= WATCHABLE_VERSION:
-            self._send(WatchBlocks())
+        self._send(WatchBlocks())
 
     async def _ask(self, number: int, message: ToCore, timeout_s: float) -> Any:
         self._check_alive()

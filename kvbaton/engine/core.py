@@ -21,9 +21,9 @@ from kvbaton.engine.kv_connector import Connectors, KVConnector
 from kvbaton.engine.pending import Pending
 from kvbaton.engine.profiler import TorchProfiler
 from kvbaton.engine.scheduler import Scheduler
+from kvbaton.engine.stats import StepTimes
 from kvbaton.engine.step import StepResult
 from kvbaton.engine.step_costs import Terms, step_costs, terms_of
-from kvbaton.engine.step_times import StepTimes
 from kvbaton.errors import RequestError, StoreError
 from kvbaton.messages.engine import (
     AbortRequest,
@@ -92,10 +92,10 @@ class EngineCore:
         self.profiler = profiler or TorchProfiler(None, "")
         self._waker = select.epoll()
         self.wake_fd = self._waker.fileno()
-        own = [fd for fd in (executor.wake_fd,) if fd is not None]
-        self._must_wait = not own  # for a step: it wakes nobody
-        for fd in (*own, *(fd for connector in connectors for fd in connector.wake_fds)):
-            self._waker.register(fd, select.EPOLLIN)
+        self._must_wait = not executor.wake_fds  # for a step: it wakes nobody
+        for fds in (executor.wake_fds, *(connector.wake_fds for connector in connectors)):
+            for fd in fds:
+                self._waker.register(fd, select.EPOLLIN)
         self.in_flight: deque[Pending[StepResult]] = deque()
         self.draining = False
         self.steps = 0
@@ -214,11 +214,12 @@ class EngineCore:
             if plan is None:
                 return
             self.steps += 1
-            self.step_tokens += plan.num_tokens
+            num_tokens = plan.num_tokens
+            self.step_tokens += num_tokens
             if not self.in_flight:
                 self._busy_since = time.monotonic()
             self._terms.append(terms_of(plan.steps))
-            self.times.launched(plan)
+            self.times.launched(plan, num_tokens)
             self.in_flight.append(self.executor.launch(plan))
             self.times.lap("launch")
 

@@ -130,7 +130,7 @@ class Executor:
         make: makes a rank's worker, in its thread.
 
     Attributes:
-        wake_fd: readable while a step is over whose result was not taken; None if steps are waited
+        wake_fds: readable while a step is over whose result was not taken; none if steps are waited
             for. With a descriptor, steps may be long: who launches them asks `ready`, and does not
             wait.
 
@@ -147,7 +147,8 @@ class Executor:
         except BaseException:
             self.close()
             raise
-        self.wake_fd = self.workers[0].wake_fd
+        own = self.workers[0].wake_fd
+        self.wake_fds = () if own is None else (own,)
 
     @property
     def layouts(self) -> list[list[KVLayout]]:
@@ -183,15 +184,16 @@ class Executor:
         try:
             parts = self.group.gather(steps, self.group.patience_s)
             try:
-                for part in parts:
+                result = parts[0].result()
+                for part in parts[1:]:
                     part.wait()
             except BaseException:
                 self.group.abort()
                 raise
-            return parts[0].result()
+            return result
         finally:
-            if self.wake_fd is not None:
-                os.eventfd_read(self.wake_fd)
+            for fd in self.wake_fds:
+                os.eventfd_read(fd)
 
     def sums(self, group: int, blocks: Sequence[int]) -> Pending[list[Sums]]:
         """Digest sums kept with these blocks since the steps that wrote them.

@@ -24,7 +24,7 @@ import zmq
 from msgspec.structs import replace
 
 from kvbaton.connectors.curve import CurveAuthenticator, drain
-from kvbaton.engine.latencies import RequestLatencies
+from kvbaton.engine.stats import RequestLatencies
 from kvbaton.errors import ConfigError, RequestError
 from kvbaton.messages.engine import (
     ENGINE_VERSION,
@@ -301,8 +301,7 @@ class FrontendServer:
             self._put(peer, Disconnected(reason=reason))
             return
         self._peers[peer.local, peer.identity] = peer
-        version = min(message.version, ENGINE_VERSION)
-        self._put(peer, replace(self._ready, version=version))
+        self._put(peer, self._ready)
 
     def _add(self, peer: _Peer, request: AddRequest) -> Iterator[ToCore]:
         name = request.request_id

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.engine.config_fields import convert_fields
+from kvbaton.engine.attention_config import convert_fields
 from kvbaton.errors import ConfigError
 
 GEMMA4_ARCHITECTURES = ("Gemma4ForCausalLM",)

@@ -29,7 +29,7 @@ from typing_extensions import override
 from kvbaton.engine import request as requests
 from kvbaton.engine.kv_connector import KVConnector
 from kvbaton.errors import RequestError
-from kvbaton.messages.engine import AddRequest, Output
+from kvbaton.messages.engine import Output
 from kvbaton.types import clip_text
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,45 @@ KEPT = 64
 MASK_THREADS = 8
 
 
-class Grammars(KVConnector):
+class NoGrammars:
+    """Of an engine that follows none. `Grammars` is that of one that does."""
+
+    def check(self, grammar: str) -> None:
+        """A request with a grammar comes.
+
+        Raises:
+            RequestError: it can't be followed here.
+        """
+        raise RequestError("this engine follows no grammars", param="grammar")
+
+    def ready(self, sequence: requests.Sequence) -> bool:
+        """Whether masks can be had; if not yet, the sequence is unparked once they can.
+
+        What is wrong with the grammar, or with the tokens so far, is told by `error`.
+        """
+        return True
+
+    def error(self, sequence: requests.Sequence) -> str | None:
+        """Why a sequence can't go on by its grammar; None if it can."""
+        return None
+
+    def cut(self, sequence: requests.Sequence, draft: tuple[int, ...]) -> tuple[int, ...]:
+        """As much of a draft as the grammar allows, and no end of the text."""
+        return draft
+
+    def masks(self, wanted: Sequence[tuple[requests.Sequence, tuple[int, ...]]]) -> dict[int, Bits]:
+        """What may come after all known tokens of sequences, and after each token of their drafts.
+
+        Args:
+            wanted: sequences that are `ready`, with their drafts.
+
+        Returns:
+            By handle, [1 + draft, bytes] uint8: bit i of byte b stands for token 8 b + i.
+        """
+        return {}
+
+
+class Grammars(NoGrammars, KVConnector):
     """The grammars of all live requests.
 
     Args:
@@ -79,15 +117,6 @@ class Grammars(KVConnector):
     # --- as a connector ---
 
     @override
-    def accept(self, request: AddRequest) -> AddRequest:
-        if request.params.grammar:
-            if not len(self._eos):
-                raise RequestError("this model names no end token", param="grammar")
-            llguidance()
-            self._compile(request.params.grammar)
-        return request
-
-    @override
     def poll(self, now: float) -> list[Output]:
         if self._threads is not None:  # who asked for what is compiled may have gone
             with suppress(BlockingIOError):  # nothing new, but something may be late
@@ -116,11 +145,15 @@ class Grammars(KVConnector):
 
     # --- as the scheduler asks it ---
 
-    def ready(self, sequence: requests.Sequence) -> bool:
-        """Whether masks can be had; if not yet, the sequence is unparked once they can.
+    @override
+    def check(self, grammar: str) -> None:
+        if not len(self._eos):
+            raise RequestError("this model names no end token", param="grammar")
+        llguidance()
+        self._compile(grammar)
 
-        What is wrong with the grammar, or with the tokens so far, is told by `error`.
-        """
+    @override
+    def ready(self, sequence: requests.Sequence) -> bool:
         if not self._has_begun(sequence):
             return False
         if sequence in self._errors:
@@ -135,26 +168,19 @@ class Grammars(KVConnector):
                 self._errors[sequence] = f"token {tokens[taken]} at {at} does not fit it"
         return True
 
+    @override
     def error(self, sequence: requests.Sequence) -> str | None:
-        """Why a sequence can't go on by its grammar; None if it can."""
         error = self._errors.get(sequence)
         return None if error is None else clip_text(f"the grammar can't be followed: {error}")
 
+    @override
     def cut(self, sequence: requests.Sequence, draft: tuple[int, ...]) -> tuple[int, ...]:
-        """As much of a draft as the grammar allows, and no end of the text."""
         ends = np.flatnonzero(np.isin(draft, self._eos))
         draft = draft[: int(ends[0])] if len(ends) else draft
         return draft[: self._matchers[sequence][0].validate_tokens(list(draft))] if draft else ()
 
+    @override
     def masks(self, wanted: Sequence[tuple[requests.Sequence, tuple[int, ...]]]) -> dict[int, Bits]:
-        """What may come after all known tokens of sequences, and after each token of their drafts.
-
-        Args:
-            wanted: sequences that are `ready`, with their drafts.
-
-        Returns:
-            By handle, [1 + draft, bytes] uint8: bit i of byte b stands for token 8 b + i.
-        """
         if self._masks is None:
             threads = min(MASK_THREADS, len(os.sched_getaffinity(0)))
             self._masks = llguidance().LLExecutor(threads)

@@ -271,17 +271,14 @@ class KVCacheManager:
 
     def match_sequence(self, sequence: RequestSequence) -> Match:
         """`match` of a sequence's own keys."""
-        return self.match(self.chains(sequence), len(sequence.tokens))
+        chains = [sequence.chain(group.block_size) for group in self.groups]
+        return self.match(chains, len(sequence.tokens))
 
-    def chains(self, sequence: RequestSequence) -> list[list[bytes]]:
-        """Per group, the keys of a sequence's full blocks."""
-        return [sequence.chain(group.block_size) for group in self.groups]
-
-    def shorten(self, chains: Sequence[Sequence[bytes]], match: Match) -> Match:
+    def shorten(self, sequence: RequestSequence, match: Match) -> Match:
         """The next shorter usable prefix: for when a private copy of the last block has no room."""
         end = match.num_tokens - self.alignment
-        cut = [chain[: end // g.block_size] for chain, g in zip(chains, self.groups, strict=True)]
-        return self.match(cut, match.num_tokens)
+        chains = [sequence.chain(g.block_size)[: end // g.block_size] for g in self.groups]
+        return self.match(chains, match.num_tokens)
 
     # --- tables ---
 

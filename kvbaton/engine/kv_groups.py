@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbaton.connectors.layout import ITEM_SIZE, GroupKind
-from kvbaton.types import first_attended
 
 STATE_DTYPE = "float32"
 """Of states: rounded to fewer bits at every token, they would drift."""
@@ -51,10 +50,6 @@ class LayerKV:
     head_dim: int
     value_dim: int = 0
     state_rows: int = 0
-
-    def first_attended(self, position: Any) -> Any:
-        """See `types.first_attended`."""
-        return first_attended(position, self.window, self.chunked)
 
     @property
     def planes(self) -> int:

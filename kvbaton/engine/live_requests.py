@@ -18,11 +18,9 @@ from typing import Any
 
 from kvbaton.connectors.layout import GroupKind
 from kvbaton.engine.config import SchedulerConfig
-from kvbaton.engine.fair_shares import FairShares
-from kvbaton.engine.grammars import Grammars
+from kvbaton.engine.grammars import NoGrammars
 from kvbaton.engine.kv_cache_manager import KVCacheManager, Match
 from kvbaton.engine.kv_connector import Connectors, KVConnector, Load
-from kvbaton.engine.late_requests import LateRequests
 from kvbaton.engine.request import (
     InFlightStep,
     ItemOutputs,
@@ -33,8 +31,9 @@ from kvbaton.engine.request import (
     extras_of,
     finish_of,
 )
+from kvbaton.engine.service_order import FairShares, LateRequests
+from kvbaton.engine.stats import Totals
 from kvbaton.engine.step import BlockCopy
-from kvbaton.engine.totals import Totals
 from kvbaton.engine.validate import validate_request
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest, Mark, Output
@@ -67,7 +66,7 @@ class LiveRequests:
         late: ranks those of the queue last whose first tokens would come too late.
         connectors: what brings KV in or takes it out, in the order in which they are asked.
         items: decides which encoder outputs are asked for and kept.
-        grammars: of requests with one; None refuses them.
+        grammars: of requests with one.
         forked_states: copies for the next step; it refers to their sources and targets.
         pinned: blocks that somebody else than requests and connectors refers to.
     """
@@ -105,7 +104,7 @@ class LiveRequests:
         self._outbox: list[Output] = []  # made while a step was planned
         self.forked_states: list[BlockCopy] = []
         self.items = ItemOutputs()
-        self.grammars: Grammars | None = None
+        self.grammars = NoGrammars()
         self.pinned: Callable[[], Iterable[Tables]] = tuple
 
     # --- requests ---
@@ -119,8 +118,6 @@ class LiveRequests:
         validate_request(request, self.config, self.blocks)
         if request.items and not self.config.whole_prompts:
             self.items.check(request)
-        if request.params.grammar and self.grammars is None:
-            raise RequestError("this engine follows no grammars", param="grammar")
         if request.request_id in self.requests:
             raise RequestError(
                 f"request id {request.request_id!r} is in use", param="request_id", status=409
@@ -129,14 +126,14 @@ class LiveRequests:
             self._check_role(request.transfer.role)
         if request.prefix is not None:
             self._check_role("target", "remote_prefix")
+        if request.params.grammar:
+            self.grammars.check(request.params.grammar)
         for connector in self.connectors.having[KVConnector.accept]:
             request = connector.accept(request)
         known = [*request.token_ids, *request.resume_ids]
         source = request.transfer is not None and request.transfer.role == "source"
         params = request.params
         limit = len(known) + 1 if source else len(request.token_ids) + params.max_tokens
-        if not self.requests:
-            self._shares = FairShares()  # what nobody else wanted is not held against anybody
         entered = Request(
             request_id=request.request_id,
             prompt=request.token_ids,
@@ -149,7 +146,7 @@ class LiveRequests:
             deadline=self.clock() + request.deadline_s,
             due=self.clock() + request.ttft_s if request.ttft_s else None,
             root=self.root_key(request.cache_salt),
-            extras=extras_of(request.items),
+            extras=extras_of(request.items) if request.items else (),
             source=source,
             items=() if self.config.whole_prompts else request.items,
             spec=request,
@@ -159,7 +156,7 @@ class LiveRequests:
         self.requests[entered.request_id] = entered
         heapq.heappush(self._deadlines, (entered.deadline, entered.arrival, entered))
         self.totals.received += 1
-        sequence = self.new_sequence(entered, 0, known)
+        sequence = Sequence(entered, 0, known, len(self.blocks.groups))
         entered.sequences.append(sequence)
         self._wait(sequence, SequenceState.WAITING)
         waits = False
@@ -247,10 +244,6 @@ class LiveRequests:
 
     # --- the queues ---
 
-    def new_sequence(self, request: Request, choice: int, tokens: list[int]) -> Sequence:
-        """A choice without blocks."""
-        return Sequence(request, choice, tokens, self.blocks.empty())
-
     def left_in_flight(self) -> set[Sequence]:
         """Sequences that steps in flight compute though they were preempted or are over."""
         return {
@@ -308,7 +301,7 @@ class LiveRequests:
     def adopt(self, sequence: Sequence, match: Match) -> None:
         """Give a sequence the blocks of a cached prefix."""
         request = sequence.request
-        sequence.tables = [list(table) for table in match.tables]
+        sequence.tables = list(map(list, match.tables))
         self.blocks.ref(sequence.tables)
         sequence.num_computed = sequence.num_scheduled = match.num_tokens
         sequence.committed = [match.num_tokens // group.block_size for group in self.blocks.groups]
@@ -320,7 +313,7 @@ class LiveRequests:
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let a new choice run on the blocks of another whose prompt is scheduled to its end."""
-        child.tables = [list(table) for table in parent.tables]
+        child.tables = list(map(list, parent.tables))
         self.blocks.ref(child.tables)
         child.num_computed = child.num_scheduled = parent.num_scheduled
         child.committed = [child.num_computed // group.block_size for group in self.blocks.groups]
@@ -423,6 +416,8 @@ class LiveRequests:
             del self.requests[request.request_id]
             generated = sum(each.num_generated for each in request.sequences)
             self._shares.charge(request.spec.tenant, generated)
+            if not self.requests:  # what nobody else wanted is not held against anybody
+                self._shares = FairShares()
             self.connectors.call(KVConnector.finished, request)
 
     def end(self, request: Request, reason: str, error: str | None = None) -> list[Output]:
@@ -430,7 +425,7 @@ class LiveRequests:
         while request.sequences[0].unforked > 0:
             known = request.sequences[0].tokens[: request.num_known]
             choice = len(request.sequences)
-            request.sequences.append(self.new_sequence(request, choice, known))
+            request.sequences.append(Sequence(request, choice, known, len(self.blocks.groups)))
         live = [s for s in request.sequences if s.finish_reason is None]
         return [self.end_choice(sequence, reason, error) for sequence in live]
 
@@ -522,7 +517,8 @@ class LiveRequests:
             return []
         self.run(load.sequence)
         for choice in range(1, request.params.n):
-            child = self.new_sequence(request, choice, list(load.sequence.tokens))
+            known = list(load.sequence.tokens)
+            child = Sequence(request, choice, known, len(self.blocks.groups))
             self.fork(load.sequence, child)
             child.parent = None  # The runner does not know it; the child comes with its tokens.
         outputs = []

@@ -21,14 +21,12 @@ from kvbaton.engine.config import LoadFormat
 from kvbaton.engine.gguf import WEIGHTS, GGUFTensors
 from kvbaton.engine.model_config import ModelConfig
 from kvbaton.engine.models.deepseek import DeepseekForCausalLM
-from kvbaton.engine.models.gemma3 import Gemma3ForCausalLM
-from kvbaton.engine.models.gemma4 import Gemma4ForCausalLM
+from kvbaton.engine.models.gemma import Gemma3ForCausalLM, Gemma4ForCausalLM
 from kvbaton.engine.models.layers import Piece, pieces_of
 from kvbaton.engine.models.llama import LlamaForCausalLM
 from kvbaton.engine.models.llama4 import Llama4ForCausalLM
-from kvbaton.engine.models.qwen2_5_vision import Qwen25VisionTower
 from kvbaton.engine.models.qwen3_next import Qwen3NextForCausalLM
-from kvbaton.engine.models.qwen3_vision import Qwen3VisionTower
+from kvbaton.engine.models.qwen_vision import Qwen3VisionTower, Qwen25VisionTower
 from kvbaton.engine.models.siglip_vision import SiglipVisionTower
 from kvbaton.engine.models.vision_layers import VisionTower
 from kvbaton.engine.quantization.tensors import MXFP4Tensor, ScaledTensor, Stored, find_tensor

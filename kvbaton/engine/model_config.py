@@ -12,18 +12,62 @@ from typing import Any, Literal
 
 import msgspec
 
+from kvbaton.engine.attention_config import (
+    MLA_ARCHITECTURES,
+    LinearAttentionConfig,
+    MlaConfig,
+    NopeConfig,
+    read_linear_attention,
+    read_mla,
+    read_nope,
+)
 from kvbaton.engine.gemma4_config import GEMMA4_ARCHITECTURES, Gemma4Config, read_gemma4
 from kvbaton.engine.kv_groups import KVGroup, LayerKV, kv_groups
-from kvbaton.engine.linear_attention_config import LinearAttentionConfig, read_linear_attention
-from kvbaton.engine.mla_config import MLA_ARCHITECTURES, MlaConfig, read_mla
 from kvbaton.engine.moe_config import MoeConfig, read_moe
-from kvbaton.engine.nested_config import TEXT_ARCHITECTURES, language_model
-from kvbaton.engine.nope_config import NopeConfig, read_nope
 from kvbaton.engine.quantization.config import Quantization, read_quantization
 from kvbaton.engine.rope_config import RawRotary, RopeConfig, read_local_rope, read_rope
-from kvbaton.engine.siglip_config import read_siglip
-from kvbaton.engine.vision_config import VISION_FAMILIES, VisionConfig, read_vision
+from kvbaton.engine.vision_config import VISION_FAMILIES, VisionConfig, read_siglip, read_vision
 from kvbaton.errors import ConfigError
+
+TEXT_ARCHITECTURES = {
+    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    "Gemma4ForConditionalGeneration": "Gemma4ForCausalLM",
+    "Llama4ForConditionalGeneration": "Llama4ForCausalLM",
+}
+"""The architecture of the language model, by that of the whole."""
+
+_DEFAULTS: Mapping[str, dict[str, Any]] = {
+    "Gemma3ForCausalLM": {
+        "vocab_size": 262_208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131_072,
+        "sliding_window": 4096,
+    },
+}
+"""What published folders leave out."""
+
+
+def language_model(content: dict[str, Any]) -> dict[str, Any]:
+    """``config.json`` of the language model of a folder; any other folder's as it is."""
+    named = content.get("architectures")
+    architecture = TEXT_ARCHITECTURES.get(named[0]) if isinstance(named, list) and named else None
+    text = content.get("text_config")
+    if architecture is None or not isinstance(text, dict):
+        return content
+    whole = {
+        name: value
+        for name, value in content.items()
+        if not name.endswith("_config") or name == "quantization_config"
+    }
+    own = {name: value for name, value in text.items() if value is not None}
+    ends = {name: whole[name] for name in ("eos_token_id",) if whole.get(name) is not None}
+    return _DEFAULTS.get(architecture, {}) | whole | own | ends | {"architectures": [architecture]}
+
 
 __all__ = [
     "ModelConfig",

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvbaton.engine.config_fields import check_sizes, convert_fields
+from kvbaton.engine.attention_config import check_sizes, convert_fields
 from kvbaton.errors import ConfigError
 
 __all__ = ["MOE_FAMILIES", "MoeConfig", "MoeFamily", "read_moe"]

@@ -6,7 +6,7 @@ import enum
 import struct
 import sys
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,7 @@ class Sequence:
         request: whose.
         choice: its number.
         tokens: all known tokens: prompt, resumed, generated.
+        num_groups: KV groups; it begins without blocks.
         tables: block tables per group.
         rank: order of service: priority, whether it goes last of that (`LateRequests`), start tag,
             arrival, choice.
@@ -70,7 +71,8 @@ class Sequence:
     request: Request
     choice: int
     tokens: list[int]
-    tables: Tables
+    num_groups: InitVar[int]
+    tables: Tables = field(init=False)
     rank: tuple[int, bool, int, int, int] = field(init=False)
     state: SequenceState = SequenceState.WAITING
     handle: int = 0
@@ -87,12 +89,13 @@ class Sequence:
     num_history: int = 0
     finish_reason: str | None = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, num_groups: int) -> None:
         request = self.request
         self.rank = request.priority, False, request.start_tag, request.arrival, self.choice
-        self.sent = [0] * len(self.tables)
-        self.committed = [0] * len(self.tables)
-        self.trimmed = [0] * len(self.tables)
+        self.tables = [[] for _ in range(num_groups)]
+        self.sent = [0] * num_groups
+        self.committed = [0] * num_groups
+        self.trimmed = [0] * num_groups
         self.history = np.zeros(0, np.int32)
 
     @property

@@ -2,7 +2,7 @@
 
 A sampled token is ``argmax(processed logits / temperature + Gumbel noise)``, which is a draw from
 the softmax (Gumbel 1954; Maddison et al., arXiv 1411.0030); the noise comes from a counter (see
-`philox`), so the same logits give the same token on any rank and node, after any retry.
+`sample_tokens`), so the same logits give the same token on any rank and node, after any retry.
 
 Processing, in this order: grammars, `logit_bias`, `min_tokens`, repetition, presence and frequency
 penalty, temperature, top-k, top-p, min-p. Rows without a feature do not pay for it. Log
@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvbaton.kernels.philox import PURPOSE_SAMPLE, gumbel_noise
+from kvbaton.kernels.sample_tokens import PURPOSE_SAMPLE, gumbel_noise
 from kvbaton.messages.engine import SamplingParams
 from kvbaton.types import TokenLogprobs, TopLogprob
 

@@ -63,6 +63,7 @@ class StepDraft:
         new: sequences that the ranks do not know, but for copies of others.
         forks: those.
         copies: private copies of blocks; their sources are referenced until the step is numbered.
+        governed: sequences that are sampled by a grammar, and what is proposed for them.
     """
 
     number: int
@@ -73,6 +74,7 @@ class StepDraft:
     new: list[NewSequence] = field(default_factory=list)
     forks: list[Fork] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
+    governed: list[tuple[Sequence, tuple[int, ...]]] = field(default_factory=list)
 
     def holds(self, sequence: Sequence) -> bool:
         """Whether a sequence is in it."""
@@ -191,7 +193,6 @@ class Scheduler(LiveRequests):
             return ()
         proposed = self.proposer.propose(sequence.token_array(), most)
         if sequence.request.params.grammar:
-            assert self.grammars is not None
             proposed = self.grammars.cut(sequence, proposed)
         end = known + len(proposed)
         if not sequence.shares_tail and self.blocks.covers(sequence.tables, end):
@@ -256,7 +257,9 @@ class Scheduler(LiveRequests):
             targets = (sequence,)
             # All choices yet to be forked get what it samples, too.
             for choice in range(len(request.sequences), request.params.n):
-                targets += (self.new_sequence(request, choice, list(sequence.tokens)),)
+                targets += (Sequence(request, choice, list(sequence.tokens), len(sequence.tables)),)
+        if targets and request.params.grammar:
+            draft.governed.append((sequence, proposed))
         if not sequence.handle:
             self._introduce(draft, sequence)
         handle = sequence.handle
@@ -300,7 +303,7 @@ class Scheduler(LiveRequests):
             if sequence.parent is not None:
                 self._introduce(draft, sequence)  # A parent's copy is made before it moves on.
         self._launched = draft.number
-        self.blocks.pool.launch(draft.number)
+        self.blocks.pool.launched = draft.number
         forked, self.forked_states = self.forked_states, []
         draft.copies += forked
         if draft.copies:
@@ -313,16 +316,7 @@ class Scheduler(LiveRequests):
                 target.pending += 1
             for child in scheduled.targets[1:]:
                 self.fork(scheduled.sequence, child)
-        masks = {}
-        pairs = zip(draft.scheduled, draft.steps, strict=True)
-        governed = [
-            (scheduled.sequence, step.draft)
-            for scheduled, step in pairs
-            if scheduled.targets and scheduled.sequence.request.params.grammar
-        ]
-        if governed:
-            assert self.grammars is not None
-            masks = self.grammars.masks(governed)
+        masks = self.grammars.masks(draft.governed) if draft.governed else {}
         steps = draft.steps
         if len(steps) > 1:
             steps.sort(key=lambda step: not step.decodes)
@@ -344,9 +338,9 @@ class Scheduler(LiveRequests):
         It gets all blocks that its known tokens need, beyond what running requests may claim at
         their next step. Blocks in quarantine are not free, hence count as absent.
         """
-        request, total = sequence.request, len(sequence.tokens)
+        request, total, holders = sequence.request, len(sequence.tokens), self._holders()
         taken = 1 + sequence.unforked
-        for other in self._holders():
+        for other in holders:
             taken += 1 + other.unforked
         if sequence.pending:
             return False
@@ -362,8 +356,8 @@ class Scheduler(LiveRequests):
         outcome = self._load(sequence, match)
         if outcome != "compute":
             return outcome == "done"
-        if self._is_forbidden(sequence, match):
-            missing = len(request.prompt) - match.num_tokens
+        missing = len(request.prompt) - match.num_tokens
+        if self.config.debug_forbid_prompt_compute and missing > 1:
             error = f"debug_forbid_prompt_compute: {missing} prompt tokens are not cached"
             self._reject(sequence, error)
             return True
@@ -371,7 +365,7 @@ class Scheduler(LiveRequests):
             return True
         if request.params.grammar and not self._can_follow(sequence):
             return True
-        fitting = self._fitting(sequence, match)
+        fitting = self._fitting(sequence, match, self._claims(holders))
         if fitting is None:
             return self._is_crowded_out(sequence) and self._step_aside(sequence)
         if fitting is not match and request.items and self._awaits_item(sequence, fitting):
@@ -462,19 +456,14 @@ class Scheduler(LiveRequests):
 
     def _can_follow(self, sequence: Sequence) -> bool:
         """Whether masks of a sequence's grammar can be had; else it waits, or has ended."""
-        assert self.grammars is not None
         if not self.grammars.ready(sequence):
             if sequence.state is not SequenceState.RUNNING:
                 self.park(sequence)
             return False
-        error = self.grammars.error(sequence)
-        if error is not None:
+        if error := self.grammars.error(sequence):
             self._reject(sequence, error)
-        return error is None
-
-    def _is_forbidden(self, sequence: Sequence, match: Match) -> bool:
-        last = len(sequence.request.prompt) - 1
-        return self.config.debug_forbid_prompt_compute and match.num_tokens < last
+            return False
+        return True
 
     def _awaits_item(self, sequence: Sequence, match: Match) -> bool:
         """Whether the first token after a prefix needs an item that was not here; asks for it."""
@@ -484,9 +473,12 @@ class Scheduler(LiveRequests):
         self.items.wait(sequence, start)
         return True
 
-    def _fitting(self, sequence: Sequence, match: Match) -> Match | None:
-        """The longest cached prefix after which there is room for the rest; None if none has."""
-        total, beside = len(sequence.tokens), self._claims()
+    def _fitting(self, sequence: Sequence, match: Match, beside: int) -> Match | None:
+        """The longest cached prefix after which there is room for the rest, and for `beside`.
+
+        None if none has.
+        """
+        total = len(sequence.tokens)
         copy_at = total - 1 if match.num_tokens == total else None
         start = min(match.num_tokens, total - 1)
         need = self.blocks.need(match.tables, total, start=start, copy_at=copy_at)
@@ -495,10 +487,12 @@ class Scheduler(LiveRequests):
         if copy_at is None:
             return None
         # The private copy of the last block has no room: compute that block instead.
-        match = self.blocks.shorten(self.blocks.chains(sequence), match)
+        match = self.blocks.shorten(sequence, match)
         need = self.blocks.need(match.tables, total, start=match.num_tokens)
         fits = self.blocks.fits(need, beside=beside, hits=match.tables)
-        return match if fits and not self._is_forbidden(sequence, match) else None
+        forbidden = self.config.debug_forbid_prompt_compute
+        forbidden = forbidden and match.num_tokens < len(sequence.request.prompt) - 1
+        return match if fits and not forbidden else None
 
     def _has_room_to_load(self, sequence: Sequence, match: Match, start: int) -> bool:
         """Loads that have not come in may not reserve everything, unless one is alone.
@@ -513,15 +507,15 @@ class Scheduler(LiveRequests):
             return False
         if self.both_sides and (self.crowded or self._exceeds(sequence, 0.5)):
             return False
-        return self.blocks.fits(need, beside=self._claims(), hits=match.tables)
+        return self.blocks.fits(need, beside=self._claims(self._holders()), hits=match.tables)
 
-    def _claims(self) -> int:
-        """Blocks that running and loading sequences may want at their next step.
+    def _claims(self, holders: Iterable[Sequence]) -> int:
+        """Blocks that those who have some, or are getting them, may want at their next step.
 
         Behind a window it is all steps of a prompt: what they give back they want again.
         """
         claims = 0
-        for sequence in self._holders():
+        for sequence in holders:
             if sequence.is_ending:
                 continue
             forks, known = sequence.unforked, len(sequence.tokens)
@@ -571,7 +565,7 @@ class Scheduler(LiveRequests):
             )  # after connectors took hold of what they need
         for target in scheduled.targets:
             target.pending -= 1
-        if error is None and self.grammars is not None:
+        if not error and request.params.grammar:
             error = self.grammars.error(sequence)
         if error is not None:
             return self.end(request, "error", error)

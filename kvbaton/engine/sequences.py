@@ -78,7 +78,7 @@ class Sequences:
 
     def rows(self, handles: Sequence[int]) -> npt.NDArray[np.int64]:
         """Rows of sequences, in their order."""
-        return np.array([self._row[handle] for handle in handles], np.int64)
+        return np.fromiter(map(self._row.__getitem__, handles), np.int64, len(handles))
 
     def sampling(self, row: int) -> SamplingParams:
         """Sampling of a row in use."""

@@ -22,7 +22,7 @@ from kvbaton.engine.block_memory import BlockView
 from kvbaton.engine.collectives import Shard
 from kvbaton.engine.kv_groups import STATE_DTYPE, KVGroup
 from kvbaton.engine.upload import upload
-from kvbaton.kernels.running_sums import add_sums
+from kvbaton.kernels.digest import add_sums
 
 
 class StateBlocks(BlockView):

@@ -13,13 +13,14 @@ import re
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from itertools import islice
 from typing import Any, TypeVar, cast
 
-from kvbaton.connectors.secret_options import as_written
+from kvbaton.connectors.registry import as_written
 from kvbaton.connectors.store import (
     AnyPieces,
     Found,
@@ -30,15 +31,150 @@ from kvbaton.connectors.store import (
     StoreCapabilities,
     Usage,
 )
-from kvbaton.engine.circuit_breaker import CircuitBreaker
-from kvbaton.engine.jobs import Job
-from kvbaton.engine.latencies import LatencyHistogram
+from kvbaton.engine.stats import LatencyHistogram
 from kvbaton.errors import ConfigError, StoreError
 from kvbaton.messages.engine import HistogramCounts
 
+T = TypeVar("T")
+Wait = Future[Any] | Callable[[], bool]
+"""What a job waits for: a future, or something to be asked again and again."""
+Job = Generator[Wait, None, T]
+
+LOOK_S = 0.0005
+"""From a first look at what can't wake the thread, sums and copies of a device, to the second."""
+LOOK_GROWTH = 1.25
+"""Each pause is so much longer than the one before: every look disturbs the steps."""
+MOST_LOOK_S = 0.02
+
+
+class JobLoop:
+    """Runs jobs, and what other threads post, in the thread that calls `run`.
+
+    A job is a generator that yields what it waits for, and goes on when that is over.
+    """
+
+    def __init__(self) -> None:
+        self._inbox: deque[Callable[[], object]] = deque()
+        self._jobs: dict[Job[None], Wait] = {}
+        self._wake = threading.Event()
+        self._pause_s = LOOK_S
+        self._stopping = False
+
+    @property
+    def num_jobs(self) -> int:
+        """How many wait for something."""
+        return len(self._jobs)
+
+    def post(self, call: Callable[[], object]) -> None:
+        """Have something called in the loop's thread; any thread may."""
+        self._inbox.append(call)
+        self._wake.set()
+
+    def stop(self) -> None:
+        """Have `run` return soon; any thread may. Jobs that wait then are left as they are."""
+        self._stopping = True
+        self._wake.set()
+
+    def run(self) -> None:
+        """Make calls and go on with jobs until `stop`; what they raise comes through."""
+        while not self._stopping:
+            asked = any(not isinstance(wait, Future) for wait in self._jobs.values())
+            woken = self._wake.wait(self._pause_s if asked else None)
+            self._pause_s = LOOK_S if woken else min(self._pause_s * LOOK_GROWTH, MOST_LOOK_S)
+            self._wake.clear()
+            while self._inbox:
+                self._inbox.popleft()()
+            for job in list(self._jobs):
+                self.go_on(job)
+
+    def go_on(self, job: Job[None]) -> None:
+        """Begin a job or go on with it, up to the next thing that it really has to wait for."""
+        parked = wait = self._jobs.pop(job, None)
+        error: Exception | None = None
+        try:
+            while True:
+                if wait is None:
+                    wait = next(job) if error is None else job.throw(error)
+                    error = None
+                try:
+                    over = wait.done() if isinstance(wait, Future) else wait()
+                except Exception as raised:
+                    over, error = True, raised
+                if not over:
+                    break
+                wait = None
+        except StopIteration:
+            return
+        self._jobs[job] = wait
+        if isinstance(wait, Future) and wait is not parked:
+            wait.add_done_callback(lambda _: self._wake.set())
+
+    def side_by_side(self, jobs: Iterator[Job[None]], most: int) -> Job[None]:
+        """Run jobs, so many at a time, each as far as it gets before the next begins."""
+        lanes, over = [True] * most, Future[None]()
+
+        def lane() -> Job[None]:
+            for job in jobs:
+                yield from job
+            lanes.pop()
+            if not lanes:
+                over.set_result(None)
+
+        for _ in range(most):
+            self.go_on(lane())
+        yield over
+
+
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
+PAUSE_S = 1.0
+"""After the first failure; doubled with each further one in a row."""
+MOST_PAUSE_S = 60.0
+
+
+class CircuitBreaker:
+    """Leaves alone what fails, for longer each time (M. Nygard, "Release It!", 2007).
+
+    Closed while all is well; open from a failure until a trial after the pause has worked.
+
+    Args:
+        what: whose calls these are, for the log.
+
+    Attributes:
+        is_open: whether nobody is to ask.
+        opened: how often it has opened.
+    """
+
+    def __init__(self, what: str) -> None:
+        self.is_open = False
+        self.opened = 0
+        self._what = what
+        self._failures = 0
+        self._until = 0.0
+
+    def due(self, now: float) -> bool:
+        """Whether it is open and it is time for a trial."""
+        return self.is_open and now >= self._until
+
+    def failed(self, now: float, reason: str) -> None:
+        """A call failed. What was on its way when it opened does not lengthen the pause."""
+        if self.is_open and now < self._until:
+            return
+        pause = min(PAUSE_S * 2**self._failures, MOST_PAUSE_S)
+        self.opened += not self.is_open
+        self._failures += 1
+        self.is_open, self._until = True, now + pause
+        logger.warning("%s: left alone for %g s, since %s", self._what, pause, reason)
+
+    def close(self) -> None:
+        """A trial has worked; if the next call fails, the pause is longer still."""
+        self.is_open = False
+
+    def worked(self) -> None:
+        """A call has worked: all is well."""
+        self.is_open, self._failures = False, 0
+
+
 N = TypeVar("N", int, float)
 
 TIMED = ("lookup", "load", "store", "delete", "claim", "clear")

@@ -25,10 +25,10 @@ from typing import Any
 from typing_extensions import override
 
 from kvbaton.connectors.layout import GroupKind
-from kvbaton.engine.circuit_breaker import CircuitBreaker
 from kvbaton.engine.kv_connector import HeldBlocks, KVConnector, Load
 from kvbaton.engine.live_requests import LiveRequests, next_after
 from kvbaton.engine.request import Request, Sequence, SequenceState
+from kvbaton.engine.store_calls import CircuitBreaker
 from kvbaton.engine.store_saves import SavedBatch, StoreSaves, num_bytes
 from kvbaton.engine.store_worker import (
     BlockRun,

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 
 from kvbaton.connectors.objects import HEADER_BYTES, ObjectForm
 from kvbaton.connectors.store import Hints
-from kvbaton.engine.circuit_breaker import CircuitBreaker
 from kvbaton.engine.kv_connector import KVConnector
 from kvbaton.engine.live_requests import LiveRequests
 from kvbaton.engine.request import Request, Sequence
+from kvbaton.engine.store_calls import CircuitBreaker
 from kvbaton.engine.store_worker import BlockSave, SaveBlocks, StoreWorker
 from kvbaton.messages.engine import AddRequest
 from kvbaton.types import BlockSpan, Spans

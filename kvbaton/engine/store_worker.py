@@ -1,8 +1,8 @@
 """The thread that makes all calls on the store, and checks what comes from it.
 
 An order (`LookUp`, `LoadBlocks`, `SaveBlocks`) goes to the thread, which fills in what came of it,
-and comes back. What it takes is a job (`jobs.py`). The thread decides nothing: `store_connector.py`
-and `store_saves.py` do.
+and comes back. What it takes is a job (`store_calls.py`). The thread decides nothing:
+`store_connector.py` and `store_saves.py` do.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from typing import Any, NamedTuple, TypeVar
 
 from kvbaton.connectors.layout import GroupKind
 from kvbaton.connectors.objects import HEADER_BYTES, ObjectForm
-from kvbaton.connectors.secret_options import as_written
+from kvbaton.connectors.registry import as_written
 from kvbaton.connectors.store import Forgetting, Hints, Registering, Store
 from kvbaton.engine.block_staging import BlockStaging, StagedBlocks
 from kvbaton.engine.executor import Executor
-from kvbaton.engine.jobs import Job, JobLoop
-from kvbaton.engine.store_calls import StoreCalls, StoreStatus
+from kvbaton.engine.store_calls import Job, JobLoop, StoreCalls, StoreStatus
 from kvbaton.errors import ConfigError, StoreError
 
 logger = logging.getLogger(__name__)

@@ -13,6 +13,7 @@ import mmap
 import threading
 import weakref
 from collections.abc import Sequence
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,13 +24,15 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
+_size = attrgetter("size")
+
 SEGMENT_WORDS = 8 << 10
 SEGMENTS = 4
 
 
 def upload(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> Sequence[Tensor]:
     """Send arrays as int64, flat, in one transfer that is ordered on the current stream."""
-    sizes = [array.size for array in arrays]
+    sizes = list(map(_size, arrays))
     host, there = _staged(sum(sizes), device)
     start = 0
     for array, size in zip(arrays, sizes, strict=True):

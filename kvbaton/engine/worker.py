@@ -43,7 +43,7 @@ class Worker(ABC):
 
     Attributes:
         cache: its pool, once started.
-        wake_fd: see `Executor.wake_fd`.
+        wake_fd: one of `Executor.wake_fds`; None if its steps are waited for.
     """
 
     cache: BlockMemory

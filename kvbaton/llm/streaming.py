@@ -209,7 +209,7 @@ class AsyncLLM:
             except TypeError:
                 problem = "a prompt must be a text, or token ids"
                 raise RequestError(problem, param="prompt") from None
-        facts = frontend.limits()
+        facts = frontend.facts()
         params = checked(given.for_engine(), frontend.config, facts.vocab_size)
         if params.grammar:
             field = "grammar" if given.structured_outputs is None else "structured_outputs"

@@ -25,16 +25,7 @@ from kvbaton.types import (
     clip_text,
 )
 
-PROTOCOL_VERSION = 4
-"""2: digests of another formula, which travel in the notices of writes."""
-
-MIN_PROTOCOL_VERSION = 2
-
-SHARING_PAIRS_VERSION = 3
-"""From it on D waits for notices of the rank pairs that share bytes, before for those of all."""
-
-BLOCK_KEYS_VERSION = 4
-"""From it on a `Reserve` may name blocks by key that P holds, instead of a prompt to come."""
+PROTOCOL_VERSION = MIN_PROTOCOL_VERSION = 4
 
 MAX_KEYS = 1 << 16
 """Blocks that one `Reserve` may name by key."""
@@ -126,7 +117,6 @@ class Reserve(TransferMessage, frozen=True, tag="reserve", kw_only=True):
         num_tokens: prompt length.
         spans: per group, the target blocks wanted.
         remaining_ms: how long D will wait in all.
-        more: not used, and refused.
         keys: of the blocks from the first token wanted to `num_tokens`, 32 bytes each: P sends
             those that it holds, at once. The last is `prompt_key`. Empty for a prompt to come.
     """
@@ -135,7 +125,6 @@ class Reserve(TransferMessage, frozen=True, tag="reserve", kw_only=True):
     num_tokens: Count
     spans: tuple[tuple[BlockSpan, ...], ...]
     remaining_ms: Count
-    more: bool = False
     keys: Annotated[bytes, Meta(max_length=KEY_BYTES * MAX_KEYS)] = b""
 
 

@@ -30,9 +30,7 @@ from kvbaton.types import (
     clip_text,
 )
 
-ENGINE_VERSION = 2
-
-MIN_ENGINE_VERSION = 1
+ENGINE_VERSION = MIN_ENGINE_VERSION = 2
 
 BLOCK_HASH_BYTES = 8
 """A block is told by the last bytes of its key; see `connectors.keys`."""
@@ -241,7 +239,7 @@ class Shutdown(Struct, frozen=True, tag="shutdown", kw_only=True):
 
 
 class WatchBlocks(Struct, frozen=True, tag="watch_blocks", kw_only=True):
-    """Tell this frontend what the prefix caches hold, from a snapshot on (since version 2).
+    """Tell this frontend what the prefix caches hold, from a snapshot on.
 
     Answered by `CachedBlocks`, for as long as the frontend is connected. To ask again is to get a
     new snapshot.
@@ -393,7 +391,6 @@ class Ready(Struct, frozen=True, tag="ready", kw_only=True):
         identity: digest of the identity record; nodes with different ones never pair.
         encoder_identity: the same of encoder outputs that the node makes or can receive; empty if
             it has nothing to do with any.
-        version: of the messages, as both ends speak it.
         engine_address: where remote frontends connect, ``tcp://host:port`` or ``ipc:///...``; empty
             if there is no such place.
     """
@@ -408,7 +405,6 @@ class Ready(Struct, frozen=True, tag="ready", kw_only=True):
     tp_size: Count = 1
     identity: bytes = b""
     encoder_identity: bytes = b""
-    version: Count = ENGINE_VERSION
     engine_address: Name = ""
 
 
@@ -417,13 +413,9 @@ class Disconnected(Struct, frozen=True, tag="disconnected", kw_only=True):
 
     Attributes:
         reason: no common version, or it did not read what it was sent.
-        min_version: oldest version of these messages that the core speaks.
-        version: newest one.
     """
 
     reason: Text
-    min_version: Count = MIN_ENGINE_VERSION
-    version: Count = ENGINE_VERSION
 
 
 class Pong(Struct, frozen=True, tag="pong", kw_only=True):

@@ -97,7 +97,8 @@ def router_app(
         ready = nodes.membership.ready()
         if not ready.serving:
             raise no_node_ready()
-        return ModelFacts(max_model_len=ready.max_model_len, vocab_size=ready.vocab_size)
+        vocab_size = ready.vocab_size or tokenizer.vocab_size
+        return ModelFacts(max_model_len=ready.max_model_len, vocab_size=vocab_size)
 
     metrics, policy = HttpMetrics(), load_policy(config.dispatch, CostModel())
     counted = RouterMetrics(metrics.registry)

@@ -292,7 +292,6 @@ class _Running:
 
     def perform(self, actions: list[Action]) -> None:
         """Do what the relay wants."""
-        late: NodeRequest | None = None
         for action in actions:
             match action:
                 case Output():
@@ -300,12 +299,16 @@ class _Running:
                     for _ in action.token_ids[: 2 - self._tokens_timed]:
                         self._time_token()
                 case AskNode(asked):
-                    # The target has time until the prompt is computed: asking it is not to hold up
-                    # the source.
-                    if asked.side == "target":
-                        late = asked
-                    else:
-                        self._ask(asked)
+                    metrics = self.dispatcher.metrics
+                    metrics.node_requests.counts[asked.node.node_id, asked.part] += 1
+                    if self.relay.request.timed:
+                        self.take_marks(asked, (Mark("asked", time.monotonic()),))
+                    if asked.num_items:
+                        where = "prefill" if asked.prefills else "encoder"
+                        metrics.items.counts[(where,)] += asked.num_items
+                    if asked.attempt and asked.side == "target":
+                        metrics.retries.inc()
+                    self._calls[asked] = _NodeCall(self, asked)
                 case CancelNode(asked):
                     self._calls[asked].cancel()
                 case MoveEnded(gap_s):
@@ -321,8 +324,6 @@ class _Running:
                     if self.marks:
                         self.receiver.put(self._with_marks(Output(request_id="")))
                     self.receiver.end(action)
-        if late is not None:
-            self._ask(late)
 
     def take_marks(self, asked: NodeRequest, marks: tuple[Mark, ...]) -> None:
         """A node tells when what happened."""
@@ -346,18 +347,6 @@ class _Running:
         else:
             self._second_at = now, min(self.relay.num_generated, 2)
             self.dispatcher.chooser.second_token(request_id, now - self._first_at)
-
-    def _ask(self, asked: NodeRequest) -> None:
-        metrics, side = self.dispatcher.metrics, asked.side
-        metrics.node_requests.counts[asked.node.node_id, asked.part] += 1
-        if self.relay.request.timed:
-            self.take_marks(asked, (Mark("asked", time.monotonic()),))
-        if asked.num_items:
-            where = "prefill" if asked.prefills else "encoder"
-            metrics.items.counts[(where,)] += asked.num_items
-        if asked.attempt and side == "target":
-            metrics.retries.inc()
-        self._calls[asked] = _NodeCall(self, asked)
 
     def tick(self) -> None:
         """Tell the relay the time, and come again when it next wants to know."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from operator import add
 
 from msgspec import Struct
+from msgspec.structs import astuple
 
 
 class NodeLoad(Struct, frozen=True):
@@ -30,22 +32,9 @@ class NodeLoad(Struct, frozen=True):
     prefill_us: int = 0
     cached_tokens: int = 0
 
-    @property
-    def reported_tokens(self) -> int:
-        """Of its prompts as the node counts them: it looks for what is cached when they begin."""
-        return self.prompt_tokens + self.cached_tokens
-
     def plus(self, other: NodeLoad) -> NodeLoad:
         """The sum."""
-        return NodeLoad(
-            self.prompt_tokens + other.prompt_tokens,
-            self.sequences + other.sequences,
-            self.tokens + other.tokens,
-            self.rows + other.rows,
-            self.pending + other.pending,
-            self.prefill_us + other.prefill_us,
-            self.cached_tokens + other.cached_tokens,
-        )
+        return NodeLoad(*map(add, astuple(self), astuple(other)))
 
 
 class RouterTotals(Struct, frozen=True):
@@ -67,13 +56,7 @@ class RouterTotals(Struct, frozen=True):
 
     def plus(self, other: RouterTotals) -> RouterTotals:
         """The sum."""
-        return RouterTotals(
-            self.waiting + other.waiting,
-            self.running + other.running,
-            self.finished + other.finished,
-            self.failed + other.failed,
-            self.tokens + other.tokens,
-        )
+        return RouterTotals(*map(add, astuple(self), astuple(other)))
 
 
 IDLE = NodeLoad()
@@ -117,9 +100,11 @@ class NodeLoads(Mapping[str, NodeLoad]):
             self.prefill_since.pop(node_id, None)
         elif not before.prefill_us or total.prefill_us < before.prefill_us:
             self.prefill_since[node_id] = self._clock()
-        if total.reported_tokens < before.reported_tokens:
+        # As the node counts them: it looks for what is cached when it begins a prompt.
+        reported = before.prompt_tokens + before.cached_tokens
+        if total.prompt_tokens + total.cached_tokens < reported:
             since, most, earlier = self._peak(node_id)
-            self._peaks[node_id] = since, max(most, before.reported_tokens), earlier
+            self._peaks[node_id] = since, max(most, reported), earlier
         if total == IDLE:
             self.own.pop(node_id, None)
         else:
@@ -138,7 +123,8 @@ class NodeLoads(Mapping[str, NodeLoad]):
     def reported_prompt_tokens(self, node_id: str) -> int:
         """The most prompt tokens of ours that a node may have counted in what it last told."""
         _, most, earlier = self._peak(node_id)
-        return max(most, earlier, self.get(node_id, IDLE).reported_tokens)
+        load = self.get(node_id, IDLE)
+        return max(most, earlier, load.prompt_tokens + load.cached_tokens)
 
     def now(self) -> Mapping[str, NodeLoad]:
         """All of it, for one decision: looked up faster, and not to be kept."""

@@ -93,7 +93,9 @@ def node_requests(
     transfer_id: bytes,
     item_ids: Sequence[bytes],
 ) -> list[NodeRequest]:
-    """All that an attempt asks of nodes: target, source if there is one, encoders.
+    """All that an attempt asks of nodes: source if there is one, encoders, target.
+
+    The target has time until the prompt is computed: asking it is not to hold up the others.
 
     Args:
         request: as an attempt goes on with it: its id, resumed tokens and remaining deadline are
@@ -122,7 +124,7 @@ def node_requests(
     if route.source is None:
         load = NodeLoad(new, 1, tokens, rows, 1, work_us, tokens - new)
         asked = NodeRequest(attempt, "target", route.target, prefilled, load, 0, num_items, True)
-        return [asked, *encodings]
+        return [*encodings, asked]
     expected = _received_from(route.source, transfer_id, attempt)
     received = replace(request, transfer=expected, ttft_s=0.0)  # the source hurries
     transfer = TransferSpec(role="source", transfer_id=transfer_id, attempt=attempt)
@@ -130,10 +132,10 @@ def node_requests(
     load = NodeLoad(sequences=1, tokens=tokens, pending=1)
     prefill = NodeLoad(new, rows=rows, prefill_us=work_us, cached_tokens=tokens - new)
     return [
-        # The target is given the items as they came: the prompt's KV comes from the source.
-        NodeRequest(attempt, "target", route.target, received, load),
         NodeRequest(attempt, "source", route.source, pushed, prefill, 0, num_items, True),
         *encodings,
+        # It is given the items as they came: the prompt's KV comes from the source.
+        NodeRequest(attempt, "target", route.target, received, load),
     ]
 
 

@@ -22,8 +22,7 @@ from kvbaton.messages.nodes import Members, NodeInfo
 from kvbaton.router.config import RouterConfig
 from kvbaton.router.membership import Change, Member, Membership, NodeState
 from kvbaton.router.prefix_index import PrefixIndex
-from kvbaton.server.network import bearer, operator_token
-from kvbaton.server.tls import TrustConfig
+from kvbaton.server.network import TrustConfig, bearer, operator_token
 
 logger = logging.getLogger(__name__)
 

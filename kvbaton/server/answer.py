@@ -6,7 +6,7 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
@@ -80,8 +80,9 @@ def run_prompts(
     Raises:
         RequestError, EngineDeadError: from the source, for any of the prompts.
     """
-    streams = [_run(frontend, prompt, take, is_free) for prompt in prompts]
-    return streams[0] if len(streams) == 1 else merge(streams)
+    if len(prompts) == 1:
+        return _run(frontend, prompts[0], take, is_free)
+    return merge([_run(frontend, prompt, take, is_free) for prompt in prompts])
 
 
 async def _run(
@@ -135,7 +136,7 @@ async def _run(
     if timeline is not None:
         timeline.submit()
     with (
-        PromptTimes(frontend.metrics) as times,
+        closing(PromptTimes(frontend.metrics)) as times,
         OutputCollector(frontend.source, request, sink) as outputs,
     ):
         async for output in outputs:
@@ -373,6 +374,7 @@ async def _respond(
             first = new.prompt * prompts[0].request.params.n
             timeline.wrote(len(new.delta.token_ids), new.choice - first)
 
+    timed = prompts[0].timeline is not None
     limit_s = prompts[0].request.deadline_s + frontend.config.deadline_grace_s
     if not formatter.body.stream:
         got: list[Event] = []
@@ -393,7 +395,8 @@ async def _respond(
 
         def write(new: Event) -> None:
             stream.write(formatter.event(new))
-            wrote(new)
+            if timed:
+                wrote(new)
 
         events = run_prompts(frontend, prompts, write, stream.is_free)
         async with aclosing(events):

@@ -217,6 +217,6 @@ async def detokenize(request: web.Request) -> web.Response:
     frontend = request.app[FRONTEND]
     body = await read_body(request, DetokenizeRequest)
     check_model(frontend, body.model)
-    check_ids("tokens", body.tokens, frontend.limits().vocab_size, most=INT32)
+    check_ids("tokens", body.tokens, frontend.facts().vocab_size, most=INT32)
     text = frontend.tokenizer.decode(body.tokens, skip_special_tokens=False)
     return json_response(DetokenizeResponse(prompt=text))

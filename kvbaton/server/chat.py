@@ -43,9 +43,14 @@ from kvbaton.server.validation import (
 from kvbaton.text.chat import ImageUrl, normalize_messages
 from kvbaton.text.harmony import HarmonyFormat
 from kvbaton.text.logprobs import chat_logprobs, prompt_logprobs
-from kvbaton.text.output_grammar import Functions, OutputGrammar, forced_functions
 from kvbaton.text.output_parser import OutputFormat, OutputParser
-from kvbaton.text.structured import checked_grammar, wanted
+from kvbaton.text.structured import (
+    Functions,
+    OutputGrammar,
+    checked_grammar,
+    forced_functions,
+    wanted,
+)
 
 REASONING_EFFORTS = ("low", "medium", "high")
 """Of models that write OpenAI's harmony format; templates of others take what they know."""

@@ -12,7 +12,7 @@ from kvbaton.connectors.address import is_loopback, is_wildcard
 from kvbaton.connectors.transfer.config import HandoverConfig
 from kvbaton.engine.config import EngineConfig
 from kvbaton.errors import ConfigError
-from kvbaton.server.tls import TlsConfig
+from kvbaton.server.network import TlsConfig
 from kvbaton.text.generation import GenerationConfigMode
 from kvbaton.text.output_parser import ReasoningParserName, ToolCallParserName
 

@@ -10,12 +10,11 @@ from typing import Any
 
 from aiohttp import web
 from msgspec import Struct
-from msgspec.structs import replace
 
 from kvbaton.engine.outputs import TokenSource
 from kvbaton.engine.validate import RANGES, Range
 from kvbaton.errors import RequestError
-from kvbaton.messages.engine import TransferSpec
+from kvbaton.messages.engine import PrefixAt, TransferSpec
 from kvbaton.server.config import EndpointConfig, MediaConfig
 from kvbaton.server.metrics import HttpMetrics
 from kvbaton.server.tracing import Tracing, TracingConfig
@@ -30,11 +29,11 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
 
     Attributes:
         max_model_len: longest prompt plus output, in tokens.
-        vocab_size: token ids are below it; 0 takes the tokenizer's.
+        vocab_size: token ids are below it.
     """
 
     max_model_len: int
-    vocab_size: int = 0
+    vocab_size: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,10 +123,10 @@ class FrontendConfig:
         )
 
 
-TransferParser = Callable[[dict[str, Any] | None], TransferSpec | None]
+TransferParser = Callable[[dict[str, Any] | None], tuple[TransferSpec | None, PrefixAt | None]]
 
 
-def refuse_transfer(params: dict[str, Any] | None) -> TransferSpec | None:
+def refuse_transfer(params: dict[str, Any] | None) -> tuple[None, None]:
     """For an endpoint that pairs nodes itself.
 
     Raises:
@@ -138,7 +137,7 @@ def refuse_transfer(params: dict[str, Any] | None) -> TransferSpec | None:
             "kv_transfer_params is for nodes; this endpoint pairs them itself",
             param="kv_transfer_params",
         )
-    return None
+    return None, None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +150,7 @@ class Frontend:
         config: settings.
         facts: bounds of a request now; may raise `RequestError` (503) or `EngineDeadError` while
             nothing can be served.
-        transfer: turns ``kv_transfer_params`` into a part in a hand-over.
+        transfer: turns ``kv_transfer_params`` into a part in a hand-over, and a prefix to fetch.
         transfer_type: shape of ``kv_transfer_params`` for the description; None if it is refused.
         metrics: what is counted.
         created: start of this process, for answers that name it.
@@ -183,13 +182,6 @@ class Frontend:
         """
         config = self.config
         return find_output_format(self.tokenizer, config.tool_call_parser, config.reasoning_parser)
-
-    def limits(self) -> ModelFacts:
-        """The facts now, with the tokenizer's size where the model's is not known."""
-        facts = self.facts()
-        if facts.vocab_size:
-            return facts
-        return replace(facts, vocab_size=self.tokenizer.vocab_size)
 
 
 FRONTEND = web.AppKey("frontend", Frontend)

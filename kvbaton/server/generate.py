@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, closing
 
 import msgspec
 from aiohttp import web
@@ -26,7 +26,7 @@ from kvbaton.server.openapi import contract
 from kvbaton.server.sse import event, event_stream
 from kvbaton.server.timeline import RequestTimeline
 from kvbaton.server.tracing import TimedRequest
-from kvbaton.server.transfer_params import check_item_transfer, parse_prefix
+from kvbaton.server.transfer_params import check_item_transfer
 from kvbaton.server.validation import check_prompt, checked, deadline, unique
 from kvbaton.text.logprobs import floored
 from kvbaton.text.structured import checked_grammar
@@ -105,7 +105,7 @@ def add_request(frontend: Frontend, body: GenerateRequest, request_id: str) -> A
     Raises:
         RequestError: a field is out of range.
     """
-    facts, resume, given = frontend.limits(), body.resume_token_ids, body.sampling_params
+    facts, resume, given = frontend.facts(), body.resume_token_ids, body.sampling_params
     params = checked(given, frontend.config, facts.vocab_size, prefix="sampling_params.")
     check_prompt(facts, body.token_ids, params.max_tokens, "token_ids")
     check_ids("resume_token_ids", resume, facts.vocab_size, most=INT32)
@@ -124,6 +124,7 @@ def add_request(frontend: Frontend, body: GenerateRequest, request_id: str) -> A
         raise RequestError("this model takes text only, no items", param="items")
     for number, item in enumerate(body.items):
         check_item_transfer(item.transfer, f"items[{number}].transfer")
+    transfer, prefix = frontend.transfer(body.kv_transfer_params)
     return AddRequest(
         request_id=unique(request_id),
         token_ids=body.token_ids,
@@ -132,8 +133,8 @@ def add_request(frontend: Frontend, body: GenerateRequest, request_id: str) -> A
         priority=body.priority,
         cache_salt=body.cache_salt or "",
         deadline_s=deadline(frontend, body.deadline_s, "deadline_s"),
-        transfer=frontend.transfer(body.kv_transfer_params),
-        prefix=parse_prefix(body.kv_transfer_params),
+        transfer=transfer,
+        prefix=prefix,
         items=body.items,
     )
 
@@ -144,7 +145,7 @@ async def shown_outputs(
     """The source's outputs as they may be shown: the client's id, numbers that JSON can say."""
     if timeline is not None:
         timeline.submit()
-    with PromptTimes(frontend.metrics) as times:
+    with closing(PromptTimes(frontend.metrics)) as times:
         async with aclosing(frontend.source.generate(add)) as outputs:
             async for output in outputs:
                 times.output(output)

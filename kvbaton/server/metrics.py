@@ -7,7 +7,6 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Self
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Gauge, Metric, generate_latest
@@ -17,7 +16,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
-from kvbaton.engine.latencies import E2E_BUCKETS, ITL_BUCKETS, TTFT_BUCKETS, LatencyHistogram
+from kvbaton.engine.stats import E2E_BUCKETS, ITL_BUCKETS, TTFT_BUCKETS, LatencyHistogram
 from kvbaton.messages.engine import HistogramCounts, Metrics, Output
 
 
@@ -122,7 +121,7 @@ class HttpMetrics:
 
 
 class PromptTimes:
-    """When the outputs of a prompt come that runs within a ``with``.
+    """When the outputs of a prompt come, until it is closed.
 
     Args:
         metrics: where that is counted.
@@ -137,10 +136,8 @@ class PromptTimes:
         self._last: dict[int, float] = {}
         self.ended_s: float | None = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
+    def close(self) -> None:
+        """Nothing more will come."""
         if self.ended_s is not None:
             self._metrics.e2e_request_latency.observe(self.ended_s)
 

@@ -19,7 +19,7 @@ from tokenizers.models import WordLevel
 from kvbaton.engine.client import EngineClient
 from kvbaton.engine.validate import INT32, Range, check_range
 from kvbaton.errors import ConfigError, EngineDeadError, RequestError
-from kvbaton.messages.engine import AddRequest, Item, SamplingParams, TransferSpec
+from kvbaton.messages.engine import AddRequest, Item, PrefixAt, SamplingParams, TransferSpec
 from kvbaton.messages.nodes import GenerateRequest, GenerateResponse
 from kvbaton.server.app import make_app
 from kvbaton.server.auth import require_operator
@@ -114,7 +114,7 @@ def transfer_parser(role: NodeRole) -> TransferParser:
         return parse_transfer
     is_told = False
 
-    def parse(params: dict[str, Any] | None) -> TransferSpec | None:
+    def parse(params: dict[str, Any] | None) -> tuple[TransferSpec | None, PrefixAt | None]:
         nonlocal is_told
         if not params and not is_told:
             is_told = True
@@ -359,6 +359,7 @@ def item_request(
         RequestError: it is no single item, or does not fit.
     """
     check_range("priority", body.priority, Range(-INT32, INT32))
+    transfer, _ = frontend.transfer(body.kv_transfer_params)
     return AddRequest(
         request_id=unique(request_id),
         token_ids=body.token_ids,
@@ -366,7 +367,7 @@ def item_request(
         priority=body.priority,
         cache_salt=body.cache_salt or "",
         deadline_s=deadline(frontend, body.deadline_s, "deadline_s"),
-        transfer=frontend.transfer(body.kv_transfer_params),
+        transfer=transfer,
         items=(_only_item(vision, frontend, body),),
     )
 

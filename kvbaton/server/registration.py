@@ -21,8 +21,7 @@ from typing_extensions import override
 from kvbaton.errors import ConfigError
 from kvbaton.messages.nodes import Members, NodeInfo
 from kvbaton.messages.openai import ErrorBody
-from kvbaton.server.network import bearer, registration_token
-from kvbaton.server.tls import TrustConfig
+from kvbaton.server.network import TrustConfig, bearer, registration_token
 
 logger = logging.getLogger(__name__)
 

@@ -69,50 +69,20 @@ class KvTransferParams(Struct, kw_only=True):
     remote_prefix: RemotePrefix | None = None
 
 
-def parse_transfer(params: dict[str, Any] | None) -> TransferSpec | None:
-    """A request's part in a hand-over; None if it has none.
+def parse_transfer(
+    params: dict[str, Any] | None,
+) -> tuple[TransferSpec | None, PrefixAt | None]:
+    """A request's part in a hand-over, and who has the first tokens of its prompt.
+
+    Each is None if there is none.
 
     Raises:
         RequestError: a field is missing or wrong (400, naming it), or both roles are asked for.
     """
     if not params:
-        return None
-    fields = _fields(params)
-    if fields.do_remote_decode and fields.do_remote_prefill:
-        raise RequestError(
-            "do_remote_decode and do_remote_prefill exclude each other",
-            param=f"{PARAM}.do_remote_prefill",
-        )
-    if fields.do_remote_decode:
-        named = fields.transfer_id
-        return TransferSpec(
-            role="source",
-            transfer_id=secrets.token_bytes(16) if named is None else bytes.fromhex(named),
-            attempt=fields.attempt or 0,
-        )
-    return _target(fields) if fields.do_remote_prefill else None
-
-
-def parse_prefix(params: dict[str, Any] | None) -> PrefixAt | None:
-    """Who has the first tokens of a request's prompt, if they are to be fetched.
-
-    Raises:
-        RequestError: a field is missing or wrong (400, naming it).
-    """
-    named = _fields(params).remote_prefix if params else None
-    if named is None:
-        return None
+        return None, None
     try:
-        peer = address_of(named.remote_host, named.remote_port)
-    except ValueError as error:
-        where = f"{PARAM}.remote_prefix.remote_host"
-        raise RequestError(f"remote_prefix.remote_host: {error}", param=where) from None
-    return PrefixAt(peer=peer, num_tokens=named.num_tokens)
-
-
-def _fields(params: dict[str, Any]) -> KvTransferParams:
-    try:
-        return msgspec.convert(params, KvTransferParams)
+        fields = msgspec.convert(params, KvTransferParams)
     except msgspec.ValidationError as error:
         reason, _, where = str(error).partition(" - at ")
         field = where.strip("`").removeprefix("$.")
@@ -120,6 +90,30 @@ def _fields(params: dict[str, Any]) -> KvTransferParams:
             f"{PARAM}: {reason} at {field or 'the top'}",
             param=f"{PARAM}.{field}" if field else PARAM,
         ) from error
+    prefix = None if fields.remote_prefix is None else _prefix(fields.remote_prefix)
+    if fields.do_remote_decode and fields.do_remote_prefill:
+        raise RequestError(
+            "do_remote_decode and do_remote_prefill exclude each other",
+            param=f"{PARAM}.do_remote_prefill",
+        )
+    if fields.do_remote_decode:
+        named = fields.transfer_id
+        spec = TransferSpec(
+            role="source",
+            transfer_id=secrets.token_bytes(16) if named is None else bytes.fromhex(named),
+            attempt=fields.attempt or 0,
+        )
+        return spec, prefix
+    return _target(fields) if fields.do_remote_prefill else None, prefix
+
+
+def _prefix(named: RemotePrefix) -> PrefixAt:
+    try:
+        peer = address_of(named.remote_host, named.remote_port)
+    except ValueError as error:
+        where = f"{PARAM}.remote_prefix.remote_host"
+        raise RequestError(f"remote_prefix.remote_host: {error}", param=where) from None
+    return PrefixAt(peer=peer, num_tokens=named.num_tokens)
 
 
 def check_item_transfer(transfer: TransferSpec | None, where: str) -> None:

@@ -18,7 +18,6 @@ from kvbaton.messages.openai import SamplingFields
 from kvbaton.server.bodies import HEADER, REQUEST_ID, clean
 from kvbaton.server.frontend import Frontend, FrontendConfig, ModelFacts
 from kvbaton.server.timeline import RequestTimeline
-from kvbaton.server.transfer_params import parse_prefix
 from kvbaton.text.choice import TextOptions
 from kvbaton.text.tokenizer import Tokenizer
 
@@ -230,19 +229,25 @@ def prompt_request(
     Raises:
         RequestError: a field is out of range, or the prompt does not fit the model.
     """
-    facts, defaults = frontend.limits(), frontend.config.sampling_defaults
+    facts, defaults = frontend.facts(), frontend.config.sampling_defaults
     if max_tokens is None:
         room = max(1, facts.max_model_len - len(token_ids))
         max_tokens = min(room, defaults.get("max_tokens", room))
     params = sampling_params(
-        body, defaults, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs
+        body,
+        defaults,
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        grammar=grammar,
     )
-    params = checked(replace(params, grammar=grammar), frontend.config, facts.vocab_size)
+    params = checked(params, frontend.config, facts.vocab_size)
     check_prompt(facts, token_ids, max_tokens, name)
     if body.priority:
         check_range("priority", body.priority, Range(-INT32, INT32))
     if len(body.cache_salt or "") > MAX_SALT:
         raise RequestError(f"cache_salt may have at most {MAX_SALT} characters", param="cache_salt")
+    transfer, prefix = frontend.transfer(body.kv_transfer_params)
     return PromptRequest(
         index=index,
         request=AddRequest(
@@ -252,10 +257,10 @@ def prompt_request(
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
             deadline_s=deadline(frontend, body.timeout),
-            transfer=frontend.transfer(body.kv_transfer_params),
+            transfer=transfer,
             items=items,
             tenant=tenant,
-            prefix=parse_prefix(body.kv_transfer_params),
+            prefix=prefix,
         ),
         options=TextOptions(
             stop=check_stops(body.stop),
@@ -274,6 +279,7 @@ def sampling_params(
     max_tokens: int,
     logprobs: int | None,
     prompt_logprobs: int | None,
+    grammar: str,
 ) -> SamplingParams:
     """The fields that were given, over `defaults`, over those of `SamplingParams`; not checked."""
     named = {}
@@ -290,6 +296,7 @@ def sampling_params(
         stop_token_ids=tuple(body.stop_token_ids or ()),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        grammar=grammar,
     )
 
 

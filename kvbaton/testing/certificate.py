@@ -17,8 +17,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import kvbaton
-from kvbaton.connectors.contract import FIRST
-from kvbaton.connectors.registry import find_connector, split_spec
+from kvbaton.connectors.registry import FIRST, find_connector, split_spec
 from kvbaton.testing.check import Subject, check_all
 from kvbaton.testing.kit import LEVELS, CaseVerdict, Outcome
 

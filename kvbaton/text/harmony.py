@@ -20,7 +20,6 @@ from typing import Any, Literal
 from typing_extensions import override
 
 from kvbaton.text.detokenize import Detokenizer
-from kvbaton.text.output_grammar import TEXT, Functions, OutputGrammar, quoted
 from kvbaton.text.output_parser import (
     Kind,
     MessagePart,
@@ -28,6 +27,7 @@ from kvbaton.text.output_parser import (
     OutputParser,
     split_calls,
 )
+from kvbaton.text.structured import TEXT, Functions, OutputGrammar, quoted
 from kvbaton.text.tokenizer import Tokenizer
 
 START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN = (chr(0xFDD0 + i) for i in range(7))

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from kvbaton.text.output_grammar import Functions, OutputGrammar
+from kvbaton.text.structured import Functions, OutputGrammar
 
 Kind = Literal["content", "reasoning", "call"]
 ToolCallParserName = Literal[

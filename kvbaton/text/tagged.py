@@ -22,20 +22,20 @@ from msgspec import Struct
 from typing_extensions import override
 
 from kvbaton.text.call_syntax import CallSyntax
-from kvbaton.text.output_grammar import (
-    SPACE,
-    TEXT,
-    Functions,
-    OutputGrammar,
-    quoted,
-    repeated,
-)
 from kvbaton.text.output_parser import (
     Kind,
     MessagePart,
     OutputFormat,
     OutputParser,
     split_calls,
+)
+from kvbaton.text.structured import (
+    SPACE,
+    TEXT,
+    Functions,
+    OutputGrammar,
+    quoted,
+    repeated,
 )
 from kvbaton.text.tokenizer import Tokenizer
 

@@ -20,11 +20,9 @@ from kvbaton.connectors.protocol.events import (
     SourceFailed,
     Start,
     StopSource,
-    Unquarantine,
     Verified,
 )
 from kvbaton.messages.control import (
-    BLOCK_KEYS_VERSION,
     Accepted,
     Ack,
     Cancel,
@@ -47,7 +45,7 @@ SPANS = ((BlockSpan(1, (10, 11, 12, 13)),),)
 
 def source(**options: Any) -> of_source.Rig:
     rig = of_source.Rig(**options)
-    rig.hello(ranks=cards(layout(4)), max_version=BLOCK_KEYS_VERSION)
+    rig.hello(ranks=cards(layout(4)))
     return rig
 
 
@@ -132,7 +130,6 @@ def test_a_full_source_refuses_at_once() -> None:
         ({"keys": KEYS[:-1]}, "malformed"),
         ({"prompt_key": KEYS[:32]}, "malformed"),
         ({"num_tokens": 19}, "malformed"),
-        ({"more": True}, "malformed"),
         ({"spans": ((BlockSpan(1, (10, 10, 12, 13)),),)}, "malformed"),
         ({"spans": ((BlockSpan(1, (10, 11, 12)),),)}, "malformed"),
     ],
@@ -175,26 +172,17 @@ def test_keys_are_no_part_of_a_prompts_attempt() -> None:
 # --- the target ---
 
 
-def target(version: int = BLOCK_KEYS_VERSION) -> tuple[of_target.Rig, list[Any]]:
+def target() -> tuple[of_target.Rig, list[Any]]:
     rig = of_target.Rig()
     start = Start(NAME, of_target.ADDRESS, KEYS[64:96], 16, of_target.SPANS, 0.0, KEYS[:96])
     rig.do(start)
-    return rig, rig.welcome(version=version)
+    return rig, rig.welcome()
 
 
 def test_a_target_names_keys() -> None:
     _, actions = target()
     (reserve,) = of_target.sent(actions, Reserve)
     assert (reserve.keys, reserve.num_tokens) == (KEYS[:96], 16)
-
-
-def test_a_source_of_an_earlier_version_is_not_asked() -> None:
-    rig, actions = target(version=BLOCK_KEYS_VERSION - 1)
-    assert not of_target.sent(actions, Reserve)
-    (fail,) = of_target.of(actions, Fail)
-    assert "speaks version 3 of the protocol" in fail.reason
-    assert of_target.of(actions, Unquarantine)
-    assert not rig.machine.live
 
 
 @pytest.mark.parametrize("end", [8, 16])

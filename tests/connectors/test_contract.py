@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvbaton.connectors import registry
-from kvbaton.connectors.contract import Contract
+from kvbaton.connectors.registry import Contract
 from kvbaton.connectors.stores.memory import MemoryStore
 from kvbaton.errors import ConfigError
 

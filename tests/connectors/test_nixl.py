@@ -16,16 +16,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbaton.connectors.base import Memory, Peer, Status
-from kvbaton.connectors.transports import nixl, nixl_lanes
+from kvbaton.connectors.transports import nixl, nixl_parts
 from kvbaton.connectors.transports.nixl import NixlHandle, NixlTransport
-from kvbaton.connectors.transports.nixl_lanes import Place, UcxLane, choose_lane, this_place
 from kvbaton.connectors.transports.nixl_parts import (
     GPU_PART_BYTES,
     GPU_PIECE_BYTES,
     PART_BYTES,
     PART_COPIES,
+    Place,
     RemoteRegion,
+    UcxLane,
+    choose_lane,
     cut,
+    this_place,
 )
 from kvbaton.connectors.transports.regions import Copies
 from kvbaton.errors import TransportError
@@ -343,7 +346,7 @@ def test_another_machine_without_rdma_or_gpus_is_reached_by_sockets(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     devices = tmp_path / "infiniband"
-    monkeypatch.setattr(nixl_lanes, "_RDMA", (devices,))
+    monkeypatch.setattr(nixl_parts, "_RDMA", (devices,))
     assert choose_lane(HERE, ELSEWHERE, "", reaches_gpus=False) is UcxLane.SOCKETS
     devices.mkdir()
     assert choose_lane(HERE, ELSEWHERE, "", reaches_gpus=False) is UcxLane.SOCKETS

@@ -42,9 +42,9 @@ from kvbaton.prefill.source_connector import SourceConnector
 from kvbaton.router.dispatch import Dispatcher
 from kvbaton.router.node_request import NodeRequest
 from kvbaton.router.relay import CancelNode, RequestRelay
-from kvbaton.testing.simulated_world import ViolationError
-from kvbaton.testing.simulator import simulate
 from kvbaton.types import Attempt
+from tests.simulator.run import simulate
+from tests.simulator.world import ViolationError
 
 Patch = tuple[Any, str, Any]
 

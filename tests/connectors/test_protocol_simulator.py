@@ -14,9 +14,9 @@ from kvbaton.connectors.digest import PendingSums, Sums
 from kvbaton.connectors.protocol.source import Source
 from kvbaton.engine.step import BlockCopy, NewSequence, SequenceStep, StepPlan
 from kvbaton.messages.engine import SamplingParams
-from kvbaton.testing.simulated_executor import SimulatedExecutor
-from kvbaton.testing.simulated_world import SimulatedWorld, ViolationError, Weather
-from kvbaton.testing.simulator import REST_S, Simulation, main, simulate
+from tests.simulator.executor import SimulatedExecutor
+from tests.simulator.run import REST_S, Simulation, main, simulate
+from tests.simulator.world import SimulatedWorld, ViolationError, Weather
 
 OFTEN = {
     "delivered": 250,

@@ -58,8 +58,8 @@ from kvbaton.messages.control import (
     SessionDrained,
     Welcome,
 )
-from kvbaton.testing.machine_invariants import check_machine
 from kvbaton.types import Attempt, BlockSpan, ChoiceStart, NodeId, TransferTimers
+from tests.simulator.machine_invariants import check_machine
 
 NAME = Attempt(b"t" * 16, 0)
 LINK = Link(b"link")
@@ -558,7 +558,7 @@ def test_a_source_that_lives_and_never_drains_is_fenced_in_the_end() -> None:
 
 
 def test_a_notice_of_ranks_that_share_nothing_is_not_waited_for() -> None:
-    """Sources of version 2 send it; to them this side listens as they expect."""
+    """No source of ours sends it: who does has a defect, and the prompt is right all the same."""
     rig = Rig(pair=lambda a, b: (SimpleNamespace(shares=((0, 0),)),)).until("engaged")
     assert rig.landed(0, 4, 12, 1) == []
     assert of(rig.landed(0, 4, 12, 0), Verify)
@@ -867,7 +867,6 @@ junk: st.SearchStrategy[Control] = st.one_of(
         num_tokens=small,
         spans=spans,
         remaining_ms=small,
-        more=st.booleans(),
         keys=st.sampled_from([b"", KEY, 2 * KEY, 3 * KEY, bytes(7)]),
     ),
     st.builds(

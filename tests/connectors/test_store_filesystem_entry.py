@@ -1,4 +1,4 @@
-"""Where objects lie in their files, in those of earlier versions too, and how they are moved."""
+"""Where objects lie in their files, and how they are moved."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvbaton.connectors.store import Hints
 from kvbaton.connectors.stores.filesystem import FilesystemStore
 from kvbaton.connectors.stores.filesystem_entry import (
     ALIGNED_FROM,
     HEADER_BYTES,
     NO_LABELS,
+    PAGE,
+    DirectCalls,
     EntryLabels,
     header,
     labels_of,
     start_of,
 )
-from kvbaton.connectors.stores.filesystem_mover import PAGE, DirectCalls
 from tests.support.store_objects import find, wait
 
 KEY = bytes(range(32))
@@ -85,35 +85,16 @@ def test_a_block_behind_its_header_lies_on_a_page(
 
 
 @pytest.mark.parametrize("labels", LABELS)
-@pytest.mark.parametrize("size", [1000, ALIGNED_FROM + 1, 300_000])
-def test_entries_of_earlier_versions_are_read(
-    store: FilesystemStore, tmp_path: Path, size: int, labels: EntryLabels
-) -> None:
-    """They begin right behind `HEADER_BYTES`, whatever their length."""
-    data = random.Random(size).randbytes(size)
-    file_of(tmp_path).write_bytes(header(KEY, size, HEADER_BYTES, labels) + data)
-    assert load(store, size) == data
-    assert load(store, size - 1) is None
-    assert find(store, [KEY]).present == (True,)
-    assert wait(store.namespaces())[labels.namespace].objects == 1
-    hints = Hints(namespace="new")
-    assert wait(store.store([KEY], [[memoryview(data)]], hints=[hints])) == [True]
-    assert load(store, size) == data
-    assert wait(store.namespaces()).keys() == {"new" if size >= ALIGNED_FROM else labels.namespace}
-
-
-@pytest.mark.parametrize("labels", LABELS)
 @pytest.mark.parametrize("size", [0, 1000, ALIGNED_FROM, ALIGNED_FROM + 3585, 2**40 - 1])
 def test_labels_are_in_the_first_bytes_of_every_header(size: int, labels: EntryLabels) -> None:
-    for start in {HEADER_BYTES, start_of(size)}:
-        head = header(KEY, size, start, labels)
-        assert len(head) == start
-        assert labels_of(head) == labels_of(head[:HEADER_BYTES]) == labels
+    start = start_of(size)
+    head = header(KEY, size, start, labels)
+    assert len(head) == start
+    assert labels_of(head) == labels_of(head[:HEADER_BYTES]) == labels
 
 
 @given(
     size=st.sampled_from([1, 1000, ALIGNED_FROM, ALIGNED_FROM + 3585, 80_001]),
-    early=st.booleans(),
     labels=st.sampled_from(LABELS),
     data=st.data(),
 )
@@ -122,12 +103,11 @@ def test_what_is_not_whole_is_never_served(
     store: FilesystemStore,
     tmp_path: Path,
     size: int,
-    early: bool,
     labels: EntryLabels,
     data: st.DataObject,
 ) -> None:
     """Cut, longer, of another key, or with any bit of its header flipped."""
-    start = HEADER_BYTES if early else start_of(size)
+    start = start_of(size)
     body = random.Random(size).randbytes(size)
     whole = bytearray(header(KEY, size, start, labels) + body)
     spoil = data.draw(st.sampled_from(["cut", "longer", "other key", "flip"]))

@@ -12,8 +12,7 @@ import pytest
 
 from kvbaton.connectors.store import CLAIM_S, Hints
 from kvbaton.connectors.stores.filesystem import FilesystemStore
-from kvbaton.connectors.stores.filesystem_claims import EntryClaims
-from kvbaton.connectors.stores.filesystem_entry import HEADER_BYTES, header
+from kvbaton.connectors.stores.filesystem_entry import HEADER_BYTES, EntryClaims, header
 
 TIMEOUT_S = 30.0
 SIZE = 1000
@@ -53,8 +52,7 @@ def present(store: FilesystemStore, *numbers: int) -> list[int]:
     return [n for n, there in zip(numbers, found, strict=True) if there]
 
 
-def test_a_header_without_hints_is_what_it_was() -> None:
-    """Entries of earlier releases are read on."""
+def test_a_header_without_hints_tells_of_none() -> None:
     about = f'{{"format":"kvbaton-object-2","key":"{key(1).hex()}"}}'
     tensor = '{"dtype":"U8","shape":[7],"data_offsets":[0,7]}'
     text = f'{{"__metadata__":{about},"object":{tensor}}}'

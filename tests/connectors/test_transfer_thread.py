@@ -198,7 +198,7 @@ def test_writes_are_split_by_what_the_transport_takes(make: Make, hub: MemoryHub
 
 @pytest.mark.parametrize(
     ("versions", "code", "said"),
-    [((8, 9), "version", "source speaks 2 to 4, target 8 to 9"), ((2, 9), "malformed", "ranks")],
+    [((8, 9), "version", "source speaks 4 to 4, target 8 to 9"), ((2, 9), "malformed", "ranks")],
 )
 def test_a_hello_that_cannot_be_read_is_refused_by_name(
     make: Make, versions: tuple[int, int], code: str, said: str

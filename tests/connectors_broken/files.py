@@ -13,8 +13,7 @@ from typing import Any, ClassVar
 
 from kvbaton.connectors.store import NO_HINTS, Hints, Pieces, StoreCapabilities, Usage
 from kvbaton.connectors.stores.filesystem import Files, FilesystemStore
-from kvbaton.connectors.stores.filesystem_entry import HEADER_BYTES, header
-from kvbaton.connectors.stores.filesystem_mover import SystemCalls
+from kvbaton.connectors.stores.filesystem_entry import HEADER_BYTES, SystemCalls, header
 from kvbaton.connectors.stores.threaded import ThreadedStore
 from kvbaton.errors import StoreError
 from tests.conformance.back_doors import FilesystemBackDoor

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvbaton.engine.clock_offset import ClockOffset
+from kvbaton.engine.client import ClockOffset
 
 
 @pytest.mark.parametrize("ahead", [-86_400.0, 3.5, 1e7])

@@ -15,7 +15,7 @@ from kvbaton.engine.core import EngineCore
 from kvbaton.engine.executor import Executor
 from kvbaton.engine.kv_connector import KVConnector
 from kvbaton.engine.scheduler import Scheduler
-from kvbaton.engine.step_times import PARTS
+from kvbaton.engine.stats import PARTS
 from kvbaton.messages.engine import AddRequest, FromCore, Output
 from kvbaton.server.metrics import families
 from kvbaton.types import NodeId

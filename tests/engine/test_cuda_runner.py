@@ -18,8 +18,7 @@ from kvbaton.engine.encoder.pool import EncoderPool
 from kvbaton.engine.loader import load_model
 from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.step import BlockCopy, StepPlan, StepResult
-from kvbaton.kernels.digest import block_sums
-from kvbaton.kernels.running_sums import add_sums, start_sums
+from kvbaton.kernels.digest import add_sums, block_sums, start_sums
 from kvbaton.kernels.sample_tokens import sample_tokens
 from kvbaton.messages.engine import SamplingParams
 

@@ -279,13 +279,13 @@ def test_a_step_says_honestly_whether_it_is_over(
     plans = [plan_for([item])[0] for item in items[:2]]
     steps = [executor.launch(plan) for plan in plans]
     assert not steps[0].ready()
-    assert not is_readable(executor.wake_fd or -1)
+    assert not is_readable(*executor.wake_fds)
     gate.set()
     until(lambda: all(step.ready() for step in steps), "two steps")
     for step in steps:
-        assert is_readable(executor.wake_fd or -1)
+        assert is_readable(*executor.wake_fds)
         step.result()
-    assert not is_readable(executor.wake_fd or -1)
+    assert not is_readable(*executor.wake_fds)
 
 
 def test_images_are_read_ahead_of_their_step(

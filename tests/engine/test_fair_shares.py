@@ -7,7 +7,7 @@ from collections import Counter
 
 from msgspec.structs import replace
 
-from kvbaton.engine.fair_shares import MAX_TENANTS, FairShares
+from kvbaton.engine.service_order import MAX_TENANTS, FairShares
 from tests.support.toy_engine import Loop, ask
 
 

@@ -200,14 +200,13 @@ async def test_a_request_with_unknown_fields_is_refused_by_name(
     assert "dry_multiplier" in rejected.message
 
 
-@pytest.mark.parametrize("versions", [(3, 4), (0, 0)])
+@pytest.mark.parametrize("versions", [(3, 4), (0, 1)])
 async def test_versions_without_overlap_are_refused(
     core: ScriptedCore, junk: Junk, versions: tuple[int, int]
 ) -> None:
     await junk.say(Connect(min_version=versions[0], version=versions[1]))
     refused = await junk.hear(Disconnected)
-    assert "versions 1 to 2" in refused.reason
-    assert (refused.min_version, refused.version) == (1, 2)
+    assert "versions 2 to 2" in refused.reason
     await junk.say(request())
     async with connected(core) as client:
         await client.ping(PATIENCE_S)

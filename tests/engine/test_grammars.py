@@ -242,7 +242,7 @@ def test_a_grammar_that_nobody_waits_for_keeps_no_core_awake(folder: Path) -> No
     grammars = Grammars(folder, 384, [1, 2], lambda sequence: None)
     try:
         params = SamplingParams(grammar=json_grammar())
-        grammars.accept(AddRequest(request_id="left", token_ids=(5,), params=params))
+        grammars.check(params.grammar)
         until(lambda: select(grammars.wake_fds, [], [], 0.0)[0], "it is compiled")
         grammars.poll(0.0)
         assert select(grammars.wake_fds, [], [], 0.0)[0] == []

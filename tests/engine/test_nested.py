@@ -11,8 +11,7 @@ import pytest
 import torch
 import transformers
 
-from kvbaton.engine.model_config import ARCHITECTURES, load_model_config
-from kvbaton.engine.nested_config import TEXT_ARCHITECTURES
+from kvbaton.engine.model_config import ARCHITECTURES, TEXT_ARCHITECTURES, load_model_config
 from kvbaton.engine.vision_config import VISION_FAMILIES
 from kvbaton.errors import ConfigError
 from kvbaton.image_file import ARCHITECTURES as SEEING

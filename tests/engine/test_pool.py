@@ -90,9 +90,9 @@ def test_a_held_block_is_not_free_until_it_is_released(hold: str):
 def test_a_block_waits_for_the_step_that_may_touch_it():
     pool = BlockPool(3)
     blocks = pool.allocate(2)
-    pool.launch(1)
+    pool.launched = 1
     pool.deref(blocks[:1])
-    pool.launch(2)
+    pool.launched = 2
     pool.hold_outgoing(blocks[1:])
     pool.deref(blocks[1:])
     pool.release_outgoing(blocks[1:])
@@ -107,7 +107,7 @@ def test_a_fenced_hit_can_be_referred_to_again():
     pool = BlockPool(3)
     (block,) = pool.allocate(1)
     pool.commit(block, key(1))
-    pool.launch(1)
+    pool.launched = 1
     pool.deref([block])
     pool.ref(pool.match([key(1)]))
     pool.settle(1)
@@ -216,7 +216,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule()
     def launch(self) -> None:
         self.number += 1
-        self.pool.launch(self.number)
+        self.pool.launched = self.number
 
     @precondition(lambda self: self.pool.updated < self.number)
     @rule()

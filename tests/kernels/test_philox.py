@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvbaton.kernels.philox import MASK, gumbel_noise, philox4x32
+from kvbaton.kernels.sample_tokens import MASK, gumbel_noise, philox4x32
 
 KNOWN = [  # Random123's kat_vectors, philox4x32 10: counter, key, output
     ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
@@ -96,5 +96,5 @@ def test_the_ends_of_the_uniform_are_finite(word: int, monkeypatch: pytest.Monke
     def constant(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return tuple(torch.full((1, len(counter[0])), word) for _ in range(4))
 
-    monkeypatch.setattr("kvbaton.kernels.philox.philox4x32", constant)
+    monkeypatch.setattr("kvbaton.kernels.sample_tokens.philox4x32", constant)
     assert noise().isfinite().all()

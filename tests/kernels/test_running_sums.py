@@ -1,4 +1,4 @@
-"""`running_sums` against sums that are computed from whole blocks."""
+"""Running sums against sums that are computed from whole blocks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvbaton.kernels.digest import block_sums_reference
-from kvbaton.kernels.running_sums import add_sums, start_sums
+from kvbaton.kernels.digest import add_sums, block_sums_reference, start_sums
 
 
 @pytest.mark.parametrize(("heads", "size", "dim"), [(1, 4, 16), (3, 16, 24), (2, 5, 16)])

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from kvbaton.connectors.layout import ITEM_SIZE
 from kvbaton.engine.model_config import load_model_config
 from kvbaton.messages.engine import AddRequest, Item, SamplingParams, TransferSpec
+from kvbaton.types import first_attended
 from tests.matrix.cells import WITH_IMAGES, Cell
 from tests.matrix.conftest import Nodes
 from tests.support.chats import picture
@@ -97,7 +98,7 @@ def needed_bytes(folder: Path, cell: Cell, length: int) -> tuple[int, int]:
             least, most = least + state, most + state
             continue
         per_token = heads * len(group.layers) * group.planes * group.head_dim
-        first = group.first_attended(length)
+        first = first_attended(length, group.window, group.chunked)
         least += (length - first) * per_token * ITEM_SIZE[model.kv_dtype]
         first -= first % cell.d_block_size
         most += (length - first) * per_token * ITEM_SIZE[model.kv_dtype]

@@ -356,10 +356,10 @@ async def test_a_node_that_is_to_do_one_half_says_once_that_it_does_both(
 ) -> None:
     parse = transfer_parser(role)
     handed = {"do_remote_decode": True, "transfer_id": ID}
-    spec = parse(handed)
+    spec, _ = parse(handed)
     assert spec is not None
     assert spec.role == "source"
     assert not caplog.records
-    assert [parse(None), parse({}), parse(None)] == [None] * 3
+    assert [parse(None), parse({}), parse(None)] == [(None, None)] * 3
     assert len(caplog.records) == (0 if role == "any" else 1)
     assert all(f"this {role} node serves it alone" in text for text in caplog.messages)

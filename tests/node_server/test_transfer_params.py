@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import PrefixAt, TransferSpec
-from kvbaton.server.transfer_params import parse_prefix, parse_transfer, source_params
+from kvbaton.server.transfer_params import parse_transfer, source_params
 
 ID = "0123456789abcdef" * 2
 TARGET: dict[str, Any] = {
@@ -35,13 +35,13 @@ TARGET: dict[str, Any] = {
     ],
 )
 def test_no_part_in_a_hand_over(params: Any) -> None:
-    assert parse_transfer(params) is None
+    assert parse_transfer(params) == (None, None)
 
 
 def test_a_source_as_a_vllm_proxy_asks_for_it() -> None:
     nulls = dict.fromkeys(["remote_engine_id", "remote_block_ids", "remote_host", "remote_port"])
     ask = {"do_remote_decode": True, "do_remote_prefill": False, **nulls}
-    first, second = parse_transfer(ask), parse_transfer(ask)
+    (first, _), (second, _) = parse_transfer(ask), parse_transfer(ask)
     assert first is not None
     assert second is not None
     assert (first.role, first.attempt, first.peer) == ("source", 0, None)
@@ -50,7 +50,7 @@ def test_a_source_as_a_vllm_proxy_asks_for_it() -> None:
 
 
 def test_a_source_as_our_router_asks_for_it() -> None:
-    spec = parse_transfer({"do_remote_decode": True, "transfer_id": ID.upper(), "attempt": 3})
+    spec, _ = parse_transfer({"do_remote_decode": True, "transfer_id": ID.upper(), "attempt": 3})
     assert spec == TransferSpec(role="source", transfer_id=bytes.fromhex(ID), attempt=3)
 
 
@@ -66,7 +66,7 @@ def test_a_source_as_our_router_asks_for_it() -> None:
     ],
 )
 def test_a_target(host: str, address: str) -> None:
-    spec = parse_transfer({**TARGET, "remote_host": host, "unknown": {"x": 1}})
+    spec, _ = parse_transfer({**TARGET, "remote_host": host, "unknown": {"x": 1}})
     assert spec == TransferSpec(
         role="target", transfer_id=bytes.fromhex(ID), peer=address, peer_node="p1"
     )
@@ -77,9 +77,11 @@ def test_a_sources_answer_can_be_pasted(address: str) -> None:
     answer = source_params(
         bytes.fromhex(ID), 2, node_id="p1", control_address=address, tp_size=4, num_tokens=99
     )
-    assert parse_transfer(answer) == TransferSpec(
+    spec, prefix = parse_transfer(answer)
+    assert spec == TransferSpec(
         role="target", transfer_id=bytes.fromhex(ID), attempt=2, peer=address, peer_node="p1"
     )
+    assert prefix is None
     assert answer["remote_block_ids"] == [[]]
     assert (answer["tp_size"], answer["remote_num_tokens"]) == (4, 99)
 
@@ -161,7 +163,7 @@ json_values = st.recursive(
 @given(changes=st.dictionaries(st.sampled_from(sorted(TARGET)), json_values, max_size=4))
 def test_anything_is_taken_or_refused(changes: dict[str, Any]) -> None:
     with contextlib.suppress(RequestError):
-        spec = parse_transfer({**TARGET, **changes})
+        spec, _ = parse_transfer({**TARGET, **changes})
         assert spec is None or spec.role in ("source", "target")
         data = msgspec.msgpack.encode(spec)
         assert msgspec.msgpack.decode(data, type=TransferSpec | None) == spec, "a core reads it"
@@ -170,9 +172,10 @@ def test_anything_is_taken_or_refused(changes: dict[str, Any]) -> None:
 def test_a_prefix_that_another_node_holds() -> None:
     named = {"remote_host": "::1", "remote_port": 77, "num_tokens": 48}
     asked = {"do_remote_decode": True, "remote_prefix": named}
-    assert parse_prefix(asked) == PrefixAt(peer="tcp://[::1]:77", num_tokens=48)
-    assert parse_transfer({"remote_prefix": named}) is None
-    assert parse_prefix(None) is parse_prefix({}) is parse_prefix(TARGET) is None
+    spec, prefix = parse_transfer(asked)
+    assert spec is not None
+    assert prefix == PrefixAt(peer="tcp://[::1]:77", num_tokens=48)
+    assert parse_transfer({"remote_prefix": named}) == (None, prefix)
 
 
 @pytest.mark.parametrize(
@@ -182,5 +185,5 @@ def test_a_prefix_that_another_node_holds() -> None:
 def test_a_prefix_that_cannot_be(field: str, value: Any) -> None:
     named = {"remote_host": "h", "remote_port": 77, "num_tokens": 48, field: value}
     with pytest.raises(RequestError) as raised:
-        parse_prefix({"remote_prefix": named})
+        parse_transfer({"remote_prefix": named})
     assert raised.value.param == f"kv_transfer_params.remote_prefix.{field}"

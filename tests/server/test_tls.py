@@ -10,9 +10,8 @@ from cryptography.hazmat.primitives.serialization import BestAvailableEncryption
 
 from kvbaton.errors import ConfigError
 from kvbaton.server.app import make_app, serve_on
-from kvbaton.server.network import bind
+from kvbaton.server.network import TlsConfig, TrustConfig, bind
 from kvbaton.server.registration import OneAddress
-from kvbaton.server.tls import TlsConfig, TrustConfig
 from kvbaton.text.tokenizer import Tokenizer
 from tests.server.conftest import make_frontend
 from tests.support.certificates import NAME, write_certificates

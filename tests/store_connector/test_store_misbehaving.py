@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvbaton.engine import circuit_breaker, store_connector, store_worker
+from kvbaton.engine import store_calls, store_connector, store_worker
 from kvbaton.errors import ConfigError
 from kvbaton.messages.engine import Command
 from tests.store_connector import misbehaving
@@ -125,7 +125,7 @@ def test_a_thousand_requests(nodes: Nodes, store: type[Sound]) -> None:
 def test_what_works_again_is_used_again(
     nodes: Nodes, expected: Expected, spec: str, box: Box, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(circuit_breaker, "PAUSE_S", 0.1)
+    monkeypatch.setattr(store_calls, "PAUSE_S", 0.1)
     monkeypatch.setattr(store_connector, "RETRY_S", 0.1)
     node = nodes.start(spec)
     prompt = prompt_of(24)

@@ -14,6 +14,7 @@ from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.step import NewSequence, SequenceStep, StepPlan
 from kvbaton.messages.engine import SamplingParams
+from kvbaton.types import first_attended
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
 
@@ -120,7 +121,10 @@ class Driver:
         for handle, _, _ in work if self.poisons else ():
             tables = [self.tables[handle], *self.others[handle]]
             for g, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
-                behind = group.first_attended(self.computed[handle]) // self.block_size
+                behind = (
+                    first_attended(self.computed[handle], group.window, group.chunked)
+                    // self.block_size
+                )
                 if group.window:
                     self.executor.poison(g, table[:behind])
         return {sampled.handle: sampled for sampled in result.sampled}

@@ -26,7 +26,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvbaton.messages.engine import SamplingParams
 from kvbaton.messages.nodes import GenerateRequest, GenerateResponse
-from kvbaton.server.tls import TrustConfig
+from kvbaton.server.network import TrustConfig
 from tests.support.forked_command import ForkedCommand
 
 START_S = 120.0

@@ -14,10 +14,9 @@ import pytest
 from kvbaton.errors import RequestError
 from kvbaton.text.call_syntax import CALL_SYNTAXES
 from kvbaton.text.harmony import MARKERS
-from kvbaton.text.output_grammar import MAX_CALLS, OutputGrammar, forced_functions
 from kvbaton.text.output_parser import OutputFormat
 from kvbaton.text.parsers import find_output_format
-from kvbaton.text.structured import StructuredOutputs
+from kvbaton.text.structured import MAX_CALLS, OutputGrammar, StructuredOutputs, forced_functions
 from kvbaton.text.tagged import TaggedFormat
 from kvbaton.text.tokenizer import Tokenizer
 from tests.support.scripted_source import SPECIAL, train_backend

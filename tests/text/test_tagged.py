@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from kvbaton.errors import ConfigError
 from kvbaton.text.call_syntax import CALL_SYNTAXES, REASONING_TAGS
-from kvbaton.text.output_grammar import Functions
 from kvbaton.text.output_parser import OutputFormat
 from kvbaton.text.parsers import find_output_format
+from kvbaton.text.structured import Functions
 from kvbaton.text.tagged import TaggedFormat
 from kvbaton.text.tokenizer import Tokenizer
 from tests.support.scripted_source import SPECIAL, train_backend

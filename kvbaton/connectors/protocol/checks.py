@@ -52,8 +52,6 @@ def check_reserve(reserve: Reserve, groups: Sequence[KVLayout]) -> str | None:
     """Check D's reservation against D's own pools."""
     if len(reserve.spans) != len(groups):
         return f"spans of {len(reserve.spans)} groups, expected {len(groups)}"
-    if reserve.more:
-        return "all blocks must be named at once"
     if reserve.num_tokens < 1 or reserve.remaining_ms < 1:
         return "num_tokens and remaining_ms must be positive"
     if not any(span.blocks for spans in reserve.spans for span in spans):

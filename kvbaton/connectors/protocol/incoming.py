@@ -10,8 +10,7 @@ from enum import Enum
 from kvbaton.connectors.plan import BlockTable
 from kvbaton.connectors.protocol.checks import check_landed
 from kvbaton.connectors.protocol.events import Landed, Start, Verify
-from kvbaton.connectors.protocol.machine import Record
-from kvbaton.connectors.protocol.session import RefusalError, Session, SessionState
+from kvbaton.connectors.protocol.machine import Record, RefusalError, Session, SessionState
 from kvbaton.messages.control import Complete, DigestRun
 from kvbaton.types import Attempt
 

@@ -9,8 +9,7 @@ from enum import Enum
 from kvbaton.connectors.layout import KVLayout
 from kvbaton.connectors.plan import BlockTable, block_tables
 from kvbaton.connectors.protocol.events import BlocksReady, Post
-from kvbaton.connectors.protocol.machine import Record
-from kvbaton.connectors.protocol.session import Session, SessionState
+from kvbaton.connectors.protocol.machine import Record, Session, SessionState
 from kvbaton.messages.control import Reserve
 from kvbaton.types import Attempt, ChoiceStart
 

@@ -27,10 +27,16 @@ from kvbaton.connectors.protocol.checks import (
     first_token,
     is_repetition,
 )
-from kvbaton.connectors.protocol.machine import Machine, Reactions, Table
+from kvbaton.connectors.protocol.machine import (
+    Machine,
+    Pair,
+    Reactions,
+    RefusalError,
+    SessionState,
+    Table,
+)
 from kvbaton.connectors.protocol.outgoing import Outgoing, SourceSession
 from kvbaton.connectors.protocol.outgoing import SourceState as State
-from kvbaton.connectors.protocol.session import Pair, RefusalError, SessionState
 from kvbaton.connectors.protocol.source_sessions import SourceSessions
 from kvbaton.messages import control
 from kvbaton.types import Attempt, TransferTimers, clip_text

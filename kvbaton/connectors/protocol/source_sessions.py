@@ -16,10 +16,9 @@ from collections.abc import Sequence
 
 from kvbaton.connectors.layout import GroupKind
 from kvbaton.connectors.protocol import events
-from kvbaton.connectors.protocol.machine import Machine
+from kvbaton.connectors.protocol.machine import Machine, Pair, RefusalError, SessionState
 from kvbaton.connectors.protocol.notice import units_per_notice
 from kvbaton.connectors.protocol.outgoing import Outgoing, SourceSession
-from kvbaton.connectors.protocol.session import Pair, RefusalError, SessionState
 from kvbaton.messages import control
 from kvbaton.types import Attempt, TransferTimers, clip_text
 
@@ -86,8 +85,7 @@ class SourceSessions(Machine[Outgoing, SourceSession]):
             if len(self.known) >= MAX_SESSIONS:
                 raise RefusalError("too_many", f"{MAX_SESSIONS} sessions are open")
             self.check_hello(hello)
-            version = min(control.PROTOCOL_VERSION, hello.max_version)
-            self.pair_up(session, version, hello.ranks)
+            self.pair_up(session, hello.ranks)
             self._size_writes(session)
         except RefusalError as error:
             self._refuse_session(link, hello.session, error.code, str(error))
@@ -142,7 +140,8 @@ class SourceSessions(Machine[Outgoing, SourceSession]):
 
     def _welcome(self, session: SourceSession, hello: control.Hello) -> None:
         node, ranks = self.identity.node, self.identity.ranks
-        self.send(session, control.Welcome, sender=node, version=session.version, ranks=ranks)
+        version = min(control.PROTOCOL_VERSION, hello.max_version)
+        self.send(session, control.Welcome, sender=node, version=version, ranks=ranks)
         self._tell_drained(session, hello.over)
 
     def _tell_drained(self, session: SourceSession, asked: Sequence[bytes]) -> None:

@@ -27,8 +27,14 @@ from kvbaton.connectors.protocol import events
 from kvbaton.connectors.protocol.checks import check_complete, counted_from, first_token
 from kvbaton.connectors.protocol.incoming import Incoming, TargetSession
 from kvbaton.connectors.protocol.incoming import TargetState as State
-from kvbaton.connectors.protocol.machine import Machine, Reactions, Table
-from kvbaton.connectors.protocol.session import Pair, RefusalError, SessionState
+from kvbaton.connectors.protocol.machine import (
+    Machine,
+    Pair,
+    Reactions,
+    RefusalError,
+    SessionState,
+    Table,
+)
 from kvbaton.connectors.protocol.target_sessions import MAX_LINES, TargetSessions
 from kvbaton.errors import LocalProtocolError
 from kvbaton.messages import control
@@ -208,14 +214,7 @@ class Target(TargetSessions):
     # --- Reserve and its answers ---
 
     def _reserve(self, record: Incoming, session: TargetSession) -> None:
-        """Send `Reserve`; from now on P knows of the blocks. Block keys to a P that knows none: fail."""
-        if record.order.keys and session.version < control.BLOCK_KEYS_VERSION:
-            self._fail(
-                record,
-                f"{session.address} speaks version {session.version} of the protocol, block keys "
-                f"need {control.BLOCK_KEYS_VERSION}",
-            )
-            return
+        """Send `Reserve`; from now on P knows of the blocks."""
         record.session = session
         session.attempts[record.name] = record
         whole = record.start, record.num_tokens

@@ -17,8 +17,7 @@ from collections.abc import Callable
 
 from kvbaton.connectors.protocol import events
 from kvbaton.connectors.protocol.incoming import Incoming, Line, TargetSession
-from kvbaton.connectors.protocol.machine import Machine
-from kvbaton.connectors.protocol.session import Pair, RefusalError, SessionState
+from kvbaton.connectors.protocol.machine import Machine, Pair, RefusalError, SessionState
 from kvbaton.messages import control
 from kvbaton.types import NodeId, TransferTimers
 
@@ -183,7 +182,7 @@ class TargetSessions(Machine[Incoming, TargetSession]):
         try:
             if not control.MIN_PROTOCOL_VERSION <= message.version <= control.PROTOCOL_VERSION:
                 raise RefusalError("version", f"source chose version {message.version}")
-            self.pair_up(session, message.version, message.ranks)
+            self.pair_up(session, message.ranks)
         except RefusalError as error:
             self.count(error.code)
             self._hang_up(line, f"can't pair with {line.address}: {error}")

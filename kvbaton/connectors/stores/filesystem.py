@@ -34,15 +34,17 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 
 from kvbaton.connectors.store import KEY_BYTES, NO_HINTS, Hints, Pieces, StoreCapabilities, Usage
-from kvbaton.connectors.stores.filesystem_claims import EntryClaims
 from kvbaton.connectors.stores.filesystem_entry import (
     HEADER_BYTES,
+    DirectCalls,
     EntryBuffer,
+    EntryClaims,
     EntryLabels,
+    FileMover,
+    SystemCalls,
     labels_of,
     start_of,
 )
-from kvbaton.connectors.stores.filesystem_mover import DirectCalls, FileMover, SystemCalls
 from kvbaton.connectors.stores.filesystem_space import (
     FOLDERS,
     SUFFIX,

@@ -4,24 +4,128 @@ The header is safetensors', padded with spaces as that format allows, and follow
 where the object begins, and what is told of it (`EntryLabels`). An object of `ALIGNED_FROM` bytes
 or more begins so far into the header's last page that all of it but its first bytes, fewer than a
 page, are whole pages of the file: a block's own header is such a beginning, and the block of KV
-behind it lies on a page's border. Shorter objects, and all that were written by earlier versions,
-begin behind `HEADER_BYTES`.
+behind it lies on a page's border. Shorter objects begin behind `HEADER_BYTES`.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import logging
 import mmap
+import os
 import struct
+import threading
 import time
 from binascii import hexlify
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import lru_cache
-from typing import NamedTuple, Self
+from itertools import islice
+from typing import NamedTuple, Protocol, Self
 
 import msgspec
+import numpy as np
 from msgspec import Struct
 
-from kvbaton.connectors.store import KEY_BYTES, Hints, Pieces
-from kvbaton.connectors.stores.filesystem_mover import PAGE, FileMover
+from kvbaton.connectors.store import CLAIM_S, KEY_BYTES, Hints, Pieces
+from kvbaton.connectors.stores.filesystem_space import open_file
+
+logger = logging.getLogger(__name__)
+
+PAGE = 4096
+"""Bytes of what direct I/O moves: where a piece begins, in memory and file, and its length."""
+_MAX_PIECES = 1024
+"""IOV_MAX."""
+
+
+class FileMover(Protocol):
+    """Moves pieces from and to an open file, from its first byte on.
+
+    Both return False if the file ends before, or takes no more, and raise `OSError` otherwise.
+    """
+
+    def read(self, file: int, pieces: Pieces) -> bool:
+        """Fill the pieces."""
+        ...
+
+    def write(self, file: int, pieces: Pieces) -> bool:
+        """Write the pieces."""
+        ...
+
+
+class SystemCalls:
+    """Moves by ``preadv`` and ``pwritev``."""
+
+    def read(self, file: int, pieces: Pieces) -> bool:
+        """See `FileMover.read`."""
+        return _move_all(os.preadv, file, pieces)
+
+    def write(self, file: int, pieces: Pieces) -> bool:
+        """See `FileMover.write`."""
+        return _move_all(os.pwritev, file, pieces)
+
+
+class DirectCalls(SystemCalls):
+    """Moves past the page cache what lies on borders of pages, here and in memory.
+
+    Where the file system refuses that it goes on as `SystemCalls`.
+    """
+
+    def __init__(self) -> None:
+        self.refused = False
+        """Whether a file system has done so."""
+
+    def read(self, file: int, pieces: Pieces) -> bool:
+        """See `FileMover.read`."""
+        return self._move(super().read, file, pieces)
+
+    def write(self, file: int, pieces: Pieces) -> bool:
+        """See `FileMover.write`."""
+        return self._move(super().write, file, pieces)
+
+    def _move(self, move: Callable[[int, Pieces], bool], file: int, pieces: Pieces) -> bool:
+        if self.refused or not all(map(_is_aligned, pieces)):
+            return move(file, pieces)
+        flags = fcntl.fcntl(file, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT)
+            return move(file, pieces)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            logger.warning("no direct I/O: the file system refuses it (%s)", error)
+            self.refused = True
+        finally:
+            fcntl.fcntl(file, fcntl.F_SETFL, flags)
+        return move(file, pieces)
+
+
+def _is_aligned(piece: memoryview) -> bool:
+    address: int = np.frombuffer(piece, np.uint8).ctypes.data if piece else 0
+    return address % PAGE == 0 and len(piece) % PAGE == 0
+
+
+def _move_all(
+    move: Callable[[int, Sequence[memoryview], int], int], file: int, pieces: Pieces
+) -> bool:
+    """Read or write pieces from the start of a file on; False if it ends before."""
+    if len(pieces) <= _MAX_PIECES and move(file, pieces, 0) == sum(map(len, pieces)):
+        return True
+    left, offset = deque(piece for piece in pieces if piece), 0
+    while left:
+        done = move(file, list(islice(left, _MAX_PIECES)), offset)
+        if not done:
+            return False
+        offset += done
+        while done:
+            piece = left.popleft()
+            if done < len(piece):
+                left.appendleft(piece[done:])
+            done -= min(done, len(piece))
+    return True
+
 
 HEADER_BYTES = 512
 """Of the shortest header; what it tells is in its first so many bytes, however long it is."""
@@ -162,7 +266,7 @@ class EntryBuffer:
         """
         num_bytes = sum(map(len, target))
         start = size - num_bytes
-        if start in (HEADER_BYTES, start_of(num_bytes)):
+        if start == start_of(num_bytes):
             first, rest = _cut(target, start, num_bytes)
             end = start + sum(map(len, first))
             if mover.read(file, [self._pages[:end], *rest]):
@@ -176,7 +280,7 @@ class EntryBuffer:
             return None
         start = _LENGTH.size + _LENGTH.unpack(self._pages[: _LENGTH.size])[0]
         num_bytes = size - start
-        if num_bytes < 0 or start not in (HEADER_BYTES, start_of(num_bytes)):
+        if num_bytes < 0 or start != start_of(num_bytes):
             return None
         if not mover.read(file, [self._pages[:start]]):
             return None
@@ -210,3 +314,85 @@ def _cut(pieces: Pieces, start: int, num_bytes: int) -> tuple[Pieces, Pieces]:
     else:
         rest = []
     return first, rest
+
+
+class EntryClaims:
+    """Who is about to store which entry of a directory, as all processes that share it see it.
+
+    A claim is an empty file named by the entry's key, which only one process can make. It is
+    removed with the store of its object; that of a process that died is void after `CLAIM_S`. Two
+    who find one void at the same instant may both get it: then an object is written twice, and kept
+    once.
+
+    Args:
+        folder: where all processes keep theirs, absolute.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._ours: dict[bytes, tuple[int, int]] = {}
+        """Which files they are; inodes are used again at once, so with the time."""
+
+    def open(self) -> None:
+        """Make the folder, and remove what is void."""
+        os.makedirs(self._folder, 0o770, exist_ok=True)
+        with os.scandir(self._folder) as found:
+            for item in found:
+                if self._is_void(item.path):
+                    _unlink(item.path)
+
+    def take(self, key: bytes) -> bool:
+        """Whether it is ours from now on."""
+        path = self._path(key)
+        made = self._make(path)
+        if made is None and self._is_void(path):
+            _unlink(path)
+            made = self._make(path)
+        if made is not None:
+            with self._lock:
+                self._ours[key] = made
+        return made is not None
+
+    def drop(self, keys: Iterable[bytes]) -> None:
+        """Give back those of them that are ours, and were not taken over."""
+        with self._lock:
+            ours = {key: self._ours.pop(key) for key in keys if key in self._ours}
+        for key, made in ours.items():
+            path = self._path(key)
+            with suppress(FileNotFoundError):
+                if _which(os.stat(path)) == made:
+                    os.unlink(path)
+
+    def close(self) -> None:
+        """Give all back."""
+        self.drop(tuple(self._ours))
+
+    def _make(self, path: str) -> tuple[int, int] | None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        try:
+            file = open_file(path, flags)
+        except FileExistsError:
+            return None
+        try:
+            return _which(os.fstat(file))
+        finally:
+            os.close(file)
+
+    def _is_void(self, path: str) -> bool:
+        try:
+            return time.time() - os.stat(path).st_mtime > CLAIM_S
+        except FileNotFoundError:
+            return True
+
+    def _path(self, key: bytes) -> str:
+        return f"{self._folder}/{key.hex()}"
+
+
+def _which(status: os.stat_result) -> tuple[int, int]:
+    return status.st_ino, status.st_mtime_ns
+
+
+def _unlink(path: str) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(path)

@@ -264,7 +264,7 @@ class RedisValues(LastCall):
                     pipeline.strlen(name)
                 answers = pipeline.execute()
             for name, labels, held in zip(new, answers[::2], answers[1::2], strict=True):
-                if len(labels) == LABELS.size:  # else gone meanwhile, or of an earlier release
+                if len(labels) == LABELS.size:  # else gone meanwhile
                     told = [_LABEL.fullmatch(label) for label in LABELS.unpack(labels)]
                     if told[0] and told[1]:
                         yield name, told[0][1].decode(), told[1][1].decode(), held - HEAD_BYTES

@@ -14,7 +14,7 @@ CPU, 0.15 ms for 128 ranges and 0.57 ms for 4,096 (two prepared lists per write:
 one list prepared per region, picked by index: 0.04 and 0.32 ms, but only for equal blocks). Posting
 takes 2.1 ms for 128 x 64 KiB and 14.4 ms for 4,096 x 4 KiB, whichever was used.
 
-A fence depends on the *lane* that UCX may take from the peer to here (`nixl_lanes`). Measured in
+A fence depends on the *lane* that UCX may take from the peer to here (`nixl_parts`). Measured in
 1.5.1 with a writer that was stopped at a tenth and continued: nothing that a target does to its
 registrations stops the rest; destroying the target's agent stops it wholly over TCP, and not over
 shared memory. So:
@@ -55,8 +55,15 @@ from kvbaton.connectors.base import (
 )
 from kvbaton.connectors.guard import GuardCard, guard_card, watch
 from kvbaton.connectors.nixl_library import load_nixl
-from kvbaton.connectors.transports.nixl_lanes import Place, UcxLane, choose_lane, this_place
-from kvbaton.connectors.transports.nixl_parts import RemoteRegion, WritePart, cut
+from kvbaton.connectors.transports.nixl_parts import (
+    Place,
+    RemoteRegion,
+    UcxLane,
+    WritePart,
+    choose_lane,
+    cut,
+    this_place,
+)
 from kvbaton.connectors.transports.regions import RegionTable, expand
 from kvbaton.errors import ConfigError, TransportError
 

@@ -1,8 +1,15 @@
-"""Cut a write into parts that NIXL takes in one post: one kind of memory, a bound on work."""
+"""What NIXL takes in one post, one kind of memory and a bound on work, and which lane it may use.
+
+UCX decides by itself what it takes from a peer to here, and does not tell: so be careful.
+"""
 
 from __future__ import annotations
 
+import enum
+import os
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -95,3 +102,56 @@ def _describe(
     device = np.array([m.device_index if m else 0 for m in memories], dtype=np.uint64)
     columns = (address[region] + offset.astype(np.uint64), length, device[region])
     return np.ascontiguousarray(np.stack([c.astype(np.uint64) for c in columns], axis=1))
+
+
+_SOCKETS = {"tcp", "self", "cuda_copy", "gdr_copy"}
+"""Values of ``UCX_TLS`` by which bytes of another process come through sockets only."""
+_RDMA = (Path("/sys/class/infiniband"), Path("/dev/infiniband"))
+
+
+class UcxLane(enum.Enum):
+    """The strongest way by which a peer may write here."""
+
+    SOCKETS = enum.auto()
+    """Through sockets, and nothing else."""
+    SHARED = enum.auto()
+    """Maybe through shared memory or CUDA IPC: the peer's own threads and GPU write."""
+    HARDWARE = enum.auto()
+    """From another machine, maybe through RDMA or CUDA IPC between machines."""
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a process runs.
+
+    Attributes:
+        kernel: boot id: equal in all containers of a machine.
+        network: network namespace: containers have their own.
+    """
+
+    kernel: str
+    network: str
+
+
+@cache
+def this_place() -> Place:
+    """Where this process runs: it can't change while we live."""
+    kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return Place(kernel, os.readlink("/proc/self/ns/net"))
+
+
+def choose_lane(ours: Place, theirs: Place, tls: str, *, reaches_gpus: bool) -> UcxLane:
+    """The strongest lane that UCX may take from there to here; what is not known is not excluded.
+
+    Args:
+        ours: where we run. A peer can take no lane that we do not offer.
+        theirs: where the peer says it runs.
+        tls: our ``UCX_TLS``, empty if not set.
+        reaches_gpus: whether memory of a GPU is registered here.
+    """
+    named = {word.strip().removeprefix("\\").partition(":")[0] for word in tls.split(",")}
+    if named <= _SOCKETS:
+        return UcxLane.SOCKETS
+    if ours.kernel == theirs.kernel:
+        return UcxLane.SHARED
+    rdma = any(path.is_dir() and any(path.iterdir()) for path in _RDMA)
+    return UcxLane.HARDWARE if rdma or reaches_gpus else UcxLane.SOCKETS

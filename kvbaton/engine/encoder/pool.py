@@ -37,8 +37,9 @@ class EncoderPool(BlockMemory):
         shape = (1, levels, 1, ENCODER_BLOCK_ROWS, hidden)
         block_bytes = math.prod(shape) * ITEM_SIZE[dtype]
         super().__init__(num_blocks, block_bytes, ENCODER_BLOCK_ROWS, device)
-        self.views = [BlockView(self.blocks, shape, dtype)]
-        self.layouts, self.group_data = [self.views[0].layout], [self.views[0].data]
+        view = BlockView(self.blocks, shape, dtype)
+        self.views, self.data, self.sums = [view], view.data, view.sums
+        self.layouts, self.group_data = [view.layout], [view.data]
 
     def gather(self, blocks: Tensor, offsets: Tensor) -> Tensor:
         """Rows by block and row in it, each [n] integers: [n, levels, hidden]."""

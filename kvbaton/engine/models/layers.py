@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kvbaton.engine.attention_config import MlaConfig
 from kvbaton.engine.collectives import Shard
-from kvbaton.engine.mla_config import MlaConfig
 from kvbaton.engine.model_config import ModelConfig
 from kvbaton.engine.models.linear import linear_method, product
 from kvbaton.engine.quantization.config import Quantization

@@ -19,10 +19,10 @@ from kvbaton.connectors.layout import KVLayout
 from kvbaton.connectors.protocol import events
 from kvbaton.connectors.protocol.checks import first_token
 from kvbaton.messages import control
-from kvbaton.testing.simulated_executor import kv_of
-from kvbaton.testing.simulated_node import SimulatedNode
-from kvbaton.testing.simulated_world import ByteRun, NodeWatcher, SimulatedWrite
 from kvbaton.types import Attempt, NodeId
+from tests.simulator.executor import kv_of
+from tests.simulator.node import SimulatedNode
+from tests.simulator.world import ByteRun, NodeWatcher, SimulatedWrite
 
 Block = tuple[int, int]
 """Group and physical number."""

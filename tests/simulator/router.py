@@ -15,15 +15,15 @@ from msgspec.structs import replace
 from kvbaton.connectors.keys import block_keys, prompt_key, root_key
 from kvbaton.engine.request import extras_of
 from kvbaton.messages.engine import Item, TransferSpec
-from kvbaton.testing.simulated_executor import BROKEN, with_marks
-from kvbaton.testing.simulated_node import (
+from kvbaton.types import Attempt
+from tests.simulator.executor import BROKEN, with_marks
+from tests.simulator.node import (
     CALM_TIMERS,
     SimulatedNode,
     SimulatedPrompt,
     identity_of,
 )
-from kvbaton.testing.simulated_world import SimulatedWorld
-from kvbaton.types import Attempt
+from tests.simulator.world import SimulatedWorld
 
 LATEST_S = CALM_TIMERS.lease - 2.0
 """In calm weather the router has sent a prompt to both sides by then: a `Reserve` waits for its

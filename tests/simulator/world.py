@@ -84,7 +84,7 @@ class Weather:
 
 
 class NodeWatcher(Protocol):
-    """Is told of all that a node decides, and what happens to its memory; see `simulated_laws`."""
+    """Is told of all that a node decides, and what happens to its memory; see `laws`."""
 
     def saw(self, side: str, event: Any, actions: Sequence[Any]) -> None:
         """Its machine of a side has answered an event."""

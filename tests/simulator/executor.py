@@ -25,8 +25,8 @@ from kvbaton.connectors.digest import PendingSums
 from kvbaton.connectors.layout import GroupKind, KVLayout, contiguous_plane
 from kvbaton.engine.step import Sampled, SequenceStep, StepPlan, StepResult
 from kvbaton.messages.engine import AddRequest, Item, SamplingParams
-from kvbaton.testing.simulated_world import SimulatedWorld
 from kvbaton.types import TokenLogprobs
+from tests.simulator.world import SimulatedWorld
 
 HEADS = 4
 VOCABULARY = 97
@@ -251,9 +251,9 @@ class SimulatedExecutor:
         self._sequences: dict[int, _Sequence] = {}
 
     @property
-    def wake_fd(self) -> int:
+    def wake_fds(self) -> tuple[int, ...]:
         """Never readable: the world wakes the core."""
-        return _wake_fd()
+        return (_wake_fd(),)
 
     # --- steps ---
 

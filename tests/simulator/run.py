@@ -12,12 +12,12 @@ items, encoder nodes encode them, and the other nodes have encoders beside their
 in real life. In every 32nd the weather is calm, all nodes are both, and more is asked of them than
 there is room for: they must not wait for each other for ever.
 
-After every event the laws of `simulated_laws` hold, and so do the machines' own. At the end every
+After every event the laws of `laws` hold, and so do the machines' own. At the end every
 request has its answer, and nothing is left in any dict but what a peer keeps that is dead and can't
 be fenced. In a schedule without any fault every hand-over must end well. A `ViolationError` tells
 the story.
 
-    python -m kvbaton.testing.simulator 1000 --first 5000 --processes 8   # seeds 5000 to 5999
+    python -m tests.simulator.run 1000 --first 5000 --processes 8   # seeds 5000 to 5999
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from multiprocessing import get_context
 from typing import Any
 
 from kvbaton.connectors.base import FenceScope
-from kvbaton.testing.machine_invariants import check_machine
-from kvbaton.testing.simulated_dispatch import SimulatedDispatch
-from kvbaton.testing.simulated_laws import NodeLaws
-from kvbaton.testing.simulated_node import NodeShape, SimulatedNode
-from kvbaton.testing.simulated_router import CALM_DEADLINE_S, ENCODER_OF, MODELS, SimulatedRouter
-from kvbaton.testing.simulated_world import SimulatedWorld, ViolationError, Weather
 from kvbaton.types import ENCODER_BLOCK_ROWS
+from tests.simulator.dispatch import SimulatedDispatch
+from tests.simulator.laws import NodeLaws
+from tests.simulator.machine_invariants import check_machine
+from tests.simulator.node import NodeShape, SimulatedNode
+from tests.simulator.router import CALM_DEADLINE_S, ENCODER_OF, MODELS, SimulatedRouter
+from tests.simulator.world import SimulatedWorld, ViolationError, Weather
 
 REST_S = 40.0
 """Virtual seconds after the weather has healed, and the last step of a node is over, in which
@@ -491,7 +491,7 @@ def simulate_or_tell(seed: int) -> ScheduleReport | str:
     try:
         return simulate(seed)
     except ViolationError as error:
-        return f"{error}\nviolated by: python -m kvbaton.testing.simulator 1 --first {seed}"
+        return f"{error}\nviolated by: python -m tests.simulator.run 1 --first {seed}"
 
 
 def main(arguments: Sequence[str]) -> int:

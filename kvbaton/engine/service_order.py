@@ -1,10 +1,16 @@
-"""Which of the requests that wait can still have their first tokens in time; the others go last.
+"""In which order requests are served: fair shares among tenants, and who of a queue goes last.
 
-Moore, "An n job, one machine sequencing algorithm for minimizing the number of late jobs",
-Management Science 15 (1968): in order of their due times, whenever one would be late, the longest
-so far steps back. So as few as possible are late, where first come, first served makes all of a
-queue late that has become longer than the objective. Here the order is that of service, and one
-steps back only for others of its own tenant and priority: neither's share changes.
+Shares are start-time fair queueing: Goyal, Vin and Cheng, "Start-time Fair Queueing", SIGCOMM 1996.
+Service is counted in tokens, those of a prompt once and generated ones twice, as Sheng et al.,
+"Fairness in Serving Large Language Models", OSDI 2024, weigh them; what is generated is charged
+when it is known, so that tags of one tenant never go back and its requests keep their order.
+
+Last go those that can't have their first tokens in time. Moore, "An n job, one machine sequencing
+algorithm for minimizing the number of late jobs", Management Science 15 (1968): in order of their
+due times, whenever one would be late, the longest so far steps back. So as few as possible are
+late, where first come, first served makes all of a queue late that has become longer than the
+objective. Here the order is that of service, and one steps back only for others of its own tenant
+and priority: neither's share changes.
 """
 
 from __future__ import annotations
@@ -13,6 +19,42 @@ import heapq
 from collections.abc import Iterable
 
 from kvbaton.engine.request import Sequence
+
+GENERATED_WEIGHT = 2
+
+MAX_TENANTS = 4096
+"""Beyond them, what all have had is forgotten: they are equal again, and none goes back."""
+
+
+class FairShares:
+    """Start tags of requests; who has the least goes first."""
+
+    def __init__(self) -> None:
+        self._now = 0
+        self._finish: dict[str, int] = {}
+
+    def enter(self, tenant: str, prompt_tokens: int) -> int:
+        """A request joins the queue.
+
+        Returns:
+            Its start tag: among requests of equal priority the smallest goes first.
+        """
+        if len(self._finish) >= MAX_TENANTS:
+            self._now = max(self._now, *self._finish.values())
+            self._finish.clear()
+        start = max(self._now, self._finish.get(tenant, 0))
+        self._finish[tenant] = start + prompt_tokens
+        return start
+
+    def serve(self, start: int) -> None:
+        """A request with this tag runs: nobody who comes now is to go before it."""
+        self._now = max(self._now, start)
+
+    def charge(self, tenant: str, generated_tokens: int) -> None:
+        """A request has ended."""
+        before = max(self._now, self._finish.get(tenant, 0))
+        self._finish[tenant] = before + GENERATED_WEIGHT * generated_tokens
+
 
 LATE_SHARE = 0.05
 """What steps back gets so much of the time that those take who go before it, lest it starve."""
@@ -57,7 +99,9 @@ class LateRequests:
             running: whose prompts are computed first.
             now: on the scheduler's clock.
         """
-        timed = [s for s in waiting if s.request.due is not None and not s.num_generated]
+        timed = list[Sequence]()
+        if len(waiting) > 1:  # alone, one can only be late itself
+            timed = [s for s in waiting if s.request.due is not None and not s.num_generated]
         if len(timed) < 2:
             self._planned = None
             return

@@ -47,10 +47,10 @@ from kvbaton.router.nodes import EngineClients, Nodes
 from kvbaton.router.policies import Policy
 from kvbaton.router.retry_budget import RetryBudget
 from kvbaton.router.route import Options, Route
-from kvbaton.testing.simulated_executor import logprobs_of, next_token
-from kvbaton.testing.simulated_links import EngineLink, SimulatedLoop
-from kvbaton.testing.simulated_node import SimulatedNode
-from kvbaton.testing.simulated_world import SimulatedWorld
+from tests.simulator.executor import logprobs_of, next_token
+from tests.simulator.links import EngineLink, SimulatedLoop
+from tests.simulator.node import SimulatedNode
+from tests.simulator.world import SimulatedWorld
 
 HOST = "router"
 CALM_DEADLINE_S = 120.0

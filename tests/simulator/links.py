@@ -18,7 +18,7 @@ from typing_extensions import TypeVarTuple, Unpack, override
 
 from kvbaton.engine.client import EngineClient
 from kvbaton.messages.engine import FromCore, ToCore, Undecodable, decode_to_core
-from kvbaton.testing.simulated_world import SimulatedWorld
+from tests.simulator.world import SimulatedWorld
 
 HEARTBEATS_S = 1.0
 """A connection that carries nothing for so long is broken, as ZMQ's heartbeats find out."""

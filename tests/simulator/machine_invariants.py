@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvbaton.connectors.protocol.incoming import Incoming, TargetState
+from kvbaton.connectors.protocol.machine import SessionState
 from kvbaton.connectors.protocol.outgoing import Outgoing, SourceState
-from kvbaton.connectors.protocol.session import SessionState
 from kvbaton.connectors.protocol.source import Source
 from kvbaton.connectors.protocol.target import Target
 

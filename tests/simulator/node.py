@@ -26,8 +26,7 @@ from kvbaton.connectors.protocol.target import Target
 from kvbaton.connectors.transfer.source_worker import SourceWorker
 from kvbaton.connectors.transfer.target_worker import TargetWorker
 from kvbaton.connectors.transfer.thread import TransferThread
-from kvbaton.decode.prefix_connector import PrefixConnector
-from kvbaton.decode.target_connector import TargetConnector
+from kvbaton.decode.target_connector import PrefixConnector, TargetConnector
 from kvbaton.engine.block_pool import BlockPool
 from kvbaton.engine.config import SchedulerConfig
 from kvbaton.engine.core import EngineCore
@@ -56,8 +55,8 @@ from kvbaton.messages.engine import (
     TransferSpec,
 )
 from kvbaton.prefill.source_connector import SourceConnector
-from kvbaton.testing.machine_invariants import check_machine
-from kvbaton.testing.simulated_executor import (
+from kvbaton.types import Attempt, TransferTimers
+from tests.simulator.executor import (
     BROKEN,
     MARKS,
     PLAIN,
@@ -65,15 +64,15 @@ from kvbaton.testing.simulated_executor import (
     SimulatedExecutor,
     next_token,
 )
-from kvbaton.testing.simulated_links import HEARTBEATS_S, EngineLink
-from kvbaton.testing.simulated_world import (
+from tests.simulator.links import HEARTBEATS_S, EngineLink
+from tests.simulator.machine_invariants import check_machine
+from tests.simulator.world import (
     SimulatedChannel,
     SimulatedProcess,
     SimulatedTransport,
     SimulatedWorld,
     ViolationError,
 )
-from kvbaton.types import Attempt, TransferTimers
 
 MAX_MODEL_LEN = 48
 IDLE_S = 15.0

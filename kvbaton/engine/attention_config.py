@@ -1,0 +1,319 @@
+"""What ``config.json`` says about attention that is not Llama's. Needs no torch.
+
+- Layers without a rotation of heads (NoPE): Kazemnejad et al., "The Impact of Positional Encoding
+  on Length Generalization", arXiv 2305.19466; their temperature: Nakanishi, "Scalable-Softmax",
+  arXiv 2501.19399.
+- Multi-head latent attention: DeepSeek-AI, "DeepSeek-V2", arXiv 2405.04434, section 2.1.
+- Layers with linear attention, a gated delta rule.
+
+Each part is read by the fields that it has, with their defaults.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from kvbaton.engine.kv_groups import LayerKV
+from kvbaton.errors import ConfigError
+
+FieldsT = TypeVar("FieldsT")
+
+
+def convert_fields(content: Mapping[str, Any], form: type[FieldsT], architecture: str) -> FieldsT:
+    """Those that a `msgspec.Struct` names.
+
+    Args:
+        content: of ``config.json``.
+        form: the struct.
+        architecture: which the file names.
+
+    Raises:
+        ConfigError: a field is missing or of the wrong type.
+    """
+    try:
+        return msgspec.convert(content, form)
+    except msgspec.ValidationError as error:
+        raise ConfigError("--model", f"config.json of {architecture}: {error}") from error
+
+
+def check_sizes(sizes: Iterable[tuple[str, int, int]]) -> None:
+    """Raise `ConfigError` unless each field's value is within 1 and its bound."""
+    for name, value, most in sizes:
+        if not 1 <= value <= most:
+            raise ConfigError("--model", f"config.json: {name} {value} is not within 1 and {most}")
+
+
+NOPE_ARCHITECTURES = ("Llama4ForCausalLM",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NopeConfig:
+    """The layers of a model whose heads are not turned.
+
+    Attributes:
+        layers: of each layer, whether it is one.
+        normed: heads of the others have a norm without a scale after they are turned.
+        attn_scale: queries of a position p are multiplied by
+            ``1 + attn_scale * log(1 + floor((p + 1) / floor_scale))``; 0 for none.
+        floor_scale: see there.
+    """
+
+    layers: tuple[bool, ...]
+    normed: bool
+    attn_scale: float
+    floor_scale: int
+
+
+class _RawNope(msgspec.Struct):
+    """The fields of ``config.json`` that we read, under their own names, with their defaults."""
+
+    num_hidden_layers: int
+    no_rope_layers: list[int] | None = None
+    no_rope_layer_interval: int = 4
+    use_qk_norm: bool = True
+    attn_temperature_tuning: bool | int = True
+    attn_scale: float = 0.1
+    floor_scale: int = 8192
+
+
+def read_nope(content: Mapping[str, Any], architecture: str) -> NopeConfig | None:
+    """The layers of a model that are not turned; None for an architecture without.
+
+    Args:
+        content: of ``config.json``.
+        architecture: which it names.
+
+    Raises:
+        ConfigError: a field is of the wrong type or out of range.
+    """
+    if architecture not in NOPE_ARCHITECTURES:
+        return None
+    raw = convert_fields(content, _RawNope, architecture)
+    count, interval = raw.num_hidden_layers, raw.no_rope_layer_interval
+    for name in ("no_rope_layer_interval", "floor_scale"):
+        if getattr(raw, name) < 1:
+            raise ConfigError("--model", f"config.json: {name} must be positive")
+    turned = raw.no_rope_layers or [(layer + 1) % interval for layer in range(count)]
+    if len(turned) != count:
+        raise ConfigError("--model", "no_rope_layers and num_hidden_layers differ in length")
+    return NopeConfig(
+        layers=tuple(not turns for turns in turned),
+        normed=raw.use_qk_norm,
+        attn_scale=raw.attn_scale if raw.attn_temperature_tuning else 0.0,
+        floor_scale=raw.floor_scale,
+    )
+
+
+MLA_ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlaConfig:
+    """Attention whose keys and values are projections of one latent row a token.
+
+    Attributes:
+        q_rank: features of the latent that queries are projected from; 0 for none.
+        kv_rank: of the latent of keys and values.
+        nope_dim: features of a head's queries and keys that are not turned.
+        rope_dim: those that are, of keys one for all heads.
+        value_dim: features of a head's values.
+        interleaved: features 2i and 2i + 1 turn together, as projected; else i and
+            i + rope_dim / 2.
+        scale: of the logits, YaRN's part included.
+    """
+
+    q_rank: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    interleaved: bool
+    scale: float
+
+    @property
+    def head_dim(self) -> int:
+        """Features of a head's queries and keys."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def row_dim(self) -> int:
+        """Features that are kept of a token: its latent, and what is turned of its keys."""
+        return self.kv_rank + self.rope_dim
+
+
+class _RawRope(msgspec.Struct):
+    rope_type: str | None = None
+    type: str | None = None
+    factor: float = 1.0
+    mscale_all_dim: float | None = None
+
+
+class _RawMla(msgspec.Struct):
+    """The fields of ``config.json`` that we read, under their own names."""
+
+    kv_lora_rank: int = 512
+    q_lora_rank: int | None = 1536
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
+    rope_interleave: bool | None = None
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    rope_scaling: _RawRope | None = None
+    rope_parameters: _RawRope | None = None
+
+
+def read_mla(content: Mapping[str, Any], architecture: str) -> MlaConfig | None:
+    """The latent attention of a model; None for an architecture without.
+
+    Args:
+        content: of ``config.json``.
+        architecture: which it names.
+
+    Raises:
+        ConfigError: a field is of the wrong type or out of range, or not supported.
+    """
+    if architecture not in MLA_ARCHITECTURES:
+        return None
+    raw = convert_fields(content, _RawMla, architecture)
+    for name in ("attention_bias", "mlp_bias"):
+        if getattr(raw, name):
+            raise ConfigError("--model", f"{name} of {architecture} is unsupported")
+    head_dim = raw.qk_nope_head_dim + raw.qk_rope_head_dim
+    sizes = (
+        ("kv_lora_rank", raw.kv_lora_rank, 1 << 31),
+        ("q_lora_rank", raw.q_lora_rank or 1, 1 << 31),
+        ("qk_nope_head_dim", raw.qk_nope_head_dim, 1 << 31),
+        ("qk_rope_head_dim", raw.qk_rope_head_dim, 1 << 31),
+        ("v_head_dim", raw.v_head_dim, head_dim),  # attention kernels take one width for both
+    )
+    check_sizes(sizes)
+    if raw.qk_rope_head_dim % 2:
+        raise ConfigError("--model", f"qk_rope_head_dim {raw.qk_rope_head_dim} must be even")
+    rope = raw.rope_parameters or raw.rope_scaling or _RawRope()
+    stretch = 1.0
+    if (rope.rope_type or rope.type or "default") != "default" and rope.factor > 1:
+        stretch += 0.1 * (rope.mscale_all_dim or 0.0) * math.log(rope.factor)
+    interleaved = architecture == "DeepseekV2ForCausalLM" or raw.rope_interleave is not False
+    return MlaConfig(
+        q_rank=raw.q_lora_rank or 0,
+        kv_rank=raw.kv_lora_rank,
+        nope_dim=raw.qk_nope_head_dim,
+        rope_dim=raw.qk_rope_head_dim,
+        value_dim=raw.v_head_dim,
+        interleaved=interleaved,
+        scale=head_dim**-0.5 * stretch**2,
+    )
+
+
+LINEAR_ATTENTION_ARCHITECTURES = ("Qwen3NextForCausalLM",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearAttentionConfig:
+    """The layers of a model that have a gated delta rule in the place of attention.
+
+    Attributes:
+        layers: of each layer, whether it is one.
+        num_key_heads: heads of queries and keys.
+        num_value_heads: a multiple; each key head serves as many that follow one another.
+        key_head_dim: features of a query or key head.
+        value_head_dim: features of a value head.
+        conv_kernel: tokens that the convolution before sees, the token itself included.
+    """
+
+    layers: tuple[bool, ...]
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel: int
+
+    @property
+    def values_per_key(self) -> int:
+        """Value heads of a key head."""
+        return self.num_value_heads // self.num_key_heads
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution, for one key head: its query, its key, and its values."""
+        return 2 * self.key_head_dim + self.values_per_key * self.value_head_dim
+
+    @property
+    def conv_rows(self) -> int:
+        """Rows of a state for what the convolution has yet to see again; the last is padded."""
+        return -(-self.channels * (self.conv_kernel - 1) // self.value_head_dim)
+
+    @property
+    def state(self) -> LayerKV:
+        """A layer's state: per key head the rows of the convolution, then keys x values."""
+        rows = self.conv_rows + self.values_per_key * self.key_head_dim
+        return LayerKV(heads=self.num_key_heads, head_dim=self.value_head_dim, state_rows=rows)
+
+
+class _RawLinearAttention(msgspec.Struct):
+    """The fields of ``config.json`` that we read, under their own names, with their defaults."""
+
+    num_hidden_layers: int
+    layer_types: list[str] | None = None
+    full_attention_interval: int = 4
+    linear_conv_kernel_dim: int = 4
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 32
+
+
+def read_linear_attention(
+    content: Mapping[str, Any], architecture: str
+) -> LinearAttentionConfig | None:
+    """The linear attention of a model; None for an architecture without.
+
+    Args:
+        content: of ``config.json``.
+        architecture: which it names.
+
+    Raises:
+        ConfigError: a field is of the wrong type or out of range.
+    """
+    if architecture not in LINEAR_ATTENTION_ARCHITECTURES:
+        return None
+    raw = convert_fields(content, _RawLinearAttention, architecture)
+    for name, least in [
+        ("full_attention_interval", 1),
+        ("linear_conv_kernel_dim", 2),
+        ("linear_key_head_dim", 1),
+        ("linear_value_head_dim", 1),
+        ("linear_num_key_heads", 1),
+    ]:
+        if getattr(raw, name) < least:
+            raise ConfigError("--model", f"config.json: {name} must be at least {least}")
+    if raw.linear_num_value_heads < 1 or raw.linear_num_value_heads % raw.linear_num_key_heads:
+        raise ConfigError(
+            "--model",
+            f"config.json: linear_num_value_heads {raw.linear_num_value_heads} is no multiple of "
+            f"linear_num_key_heads {raw.linear_num_key_heads}",
+        )
+    kinds = raw.layer_types or [
+        "linear_attention" if (layer + 1) % raw.full_attention_interval else "full_attention"
+        for layer in range(raw.num_hidden_layers)
+    ]
+    if len(kinds) != raw.num_hidden_layers:
+        raise ConfigError("--model", "layer_types and num_hidden_layers differ in length")
+    if unknown := set(kinds) - {"linear_attention", "full_attention"}:
+        raise ConfigError("--model", f"layer_types has {sorted(unknown)}, which are unsupported")
+    if "full_attention" not in kinds:
+        raise ConfigError("--model", "layer_types needs a layer of 'full_attention'")
+    return LinearAttentionConfig(
+        layers=tuple(kind == "linear_attention" for kind in kinds),
+        num_key_heads=raw.linear_num_key_heads,
+        num_value_heads=raw.linear_num_value_heads,
+        key_head_dim=raw.linear_key_head_dim,
+        value_head_dim=raw.linear_value_head_dim,
+        conv_kernel=raw.linear_conv_kernel_dim,
+    )

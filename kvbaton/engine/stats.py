@@ -1,0 +1,209 @@
+"""What an engine core counts and times: its requests, its steps, and what a scheduler has done."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kvbaton.messages.engine import HistogramCounts, Output
+
+if TYPE_CHECKING:
+    from kvbaton.engine.speculative import SpeculativeConfig
+    from kvbaton.engine.step import StepPlan, StepResult
+
+TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10, 20, 40, 80, 160)
+ITL_BUCKETS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5)
+E2E_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 40, 80, 160, 320, 640)
+
+
+class LatencyHistogram:
+    """Counts observations, in seconds, by bucket."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._total = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Count one."""
+        self._counts[bisect_left(self._bounds, seconds)] += 1
+        self._total += seconds
+
+    def counts(self) -> HistogramCounts:
+        """All of them."""
+        return HistogramCounts(bounds=self._bounds, counts=tuple(self._counts), total=self._total)
+
+
+@dataclass(slots=True)
+class _Timed:
+    """A live request: when it came, and when what was last sent, by choice."""
+
+    start: float
+    last: dict[int, float] = field(default_factory=dict)
+    done: float | None = None
+
+
+class RequestLatencies:
+    """Times live requests, by any frontend. Every clock is monotonic, in seconds."""
+
+    def __init__(self) -> None:
+        self._live: dict[str, _Timed] = {}
+        self._first_token = LatencyHistogram(TTFT_BUCKETS)
+        self._inter_token = LatencyHistogram(ITL_BUCKETS)
+        self._whole = LatencyHistogram(E2E_BUCKETS)
+
+    def added(self, request_id: str, now: float) -> None:
+        """A request has come."""
+        self._live[request_id] = _Timed(now)
+
+    def output(self, request_id: str, output: Output, now: float) -> None:
+        """Part of its answer leaves. Requests that are not known are ignored."""
+        timed = self._live.get(request_id)
+        if timed is None:
+            return
+        if output.token_ids:
+            last = timed.last.get(output.choice)
+            if last is not None:
+                self._inter_token.observe(now - last)
+            elif not timed.last:
+                self._first_token.observe(now - timed.start)
+            timed.last[output.choice] = now
+        if output.finish_reason is not None and output.finish_reason != "abort":
+            timed.done = now
+
+    def ended(self, request_id: str) -> None:
+        """A request is over."""
+        timed = self._live.pop(request_id, None)
+        if timed is not None and timed.done is not None:
+            self._whole.observe(timed.done - timed.start)
+
+    def histograms(self) -> dict[str, HistogramCounts]:
+        """By Prometheus name."""
+        return {
+            "kvbaton_time_to_first_token_seconds": self._first_token.counts(),
+            "kvbaton_inter_token_latency_seconds": self._inter_token.counts(),
+            "kvbaton_e2e_request_latency_seconds": self._whole.counts(),
+        }
+
+
+KEPT = 2048
+"""Steps; 20 s of those of 10 ms."""
+
+PARTS = ("wait", "receive", "poll", "schedule", "launch", "update", "send", "report")
+"""Of the core's thread: waiting for steps and messages; taking messages in; connectors (loads that
+have come, hand-overs); planning; enqueueing; applying what was sampled; sending it; metrics."""
+
+COLUMNS = (
+    "number", "at", "tokens", "sequences", "new", "received", "ended", "step", "device",
+    "threads", *PARTS,
+)  # fmt: skip
+"""Of a row. ``at``: when the result had been sent, monotonic. ``new``: sequences that begin in it;
+``received`` and ``ended``: messages taken in and sequences that ended since the step before. Then
+seconds: ``step``, as the core counts steps; ``device``, between its first and last kernel;
+``threads``: CPU time of all other threads of this process (transfers and their verification, ZMQ),
+which share the interpreter with the core's; and `PARTS`."""
+
+
+class StepTimes:
+    """Where an engine core's time went, step by step: for who looks for slow steps.
+
+    The core's thread is split without gaps, at a cost of some microseconds a step: what lies
+    between the results of two steps adds up to the second one's row.
+    """
+
+    def __init__(self) -> None:
+        self.rows: deque[tuple[float, ...]] = deque(maxlen=KEPT)
+        self.received = 0
+        self._plans: deque[tuple[int, int, int]] = deque()
+        self._spent = dict.fromkeys(PARTS, 0.0)
+        self._last = time.perf_counter()
+        self._others = time.process_time() - time.thread_time()
+
+    def lap(self, part: str) -> None:
+        """What has passed since the last lap was spent on this."""
+        now = time.perf_counter()
+        self._spent[part] += now - self._last
+        self._last = now
+
+    def launched(self, plan: StepPlan, num_tokens: int) -> None:
+        """A step of so many tokens is on its way; results come in the order of steps."""
+        self._plans.append((num_tokens, len(plan.steps), len(plan.new)))
+
+    def over(self, result: StepResult, outputs: Sequence[Output], step_s: float) -> None:
+        """A step's result was applied and sent."""
+        tokens, sequences, new = self._plans.popleft()
+        others = time.process_time() - time.thread_time()
+        ended = sum(output.finish_reason is not None for output in outputs)
+        self.rows.append(
+            (
+                result.number, self._last, tokens, sequences, new, self.received, ended,
+                step_s, result.device_s, others - self._others, *self._spent.values(),
+            )
+        )  # fmt: skip
+        self.received, self._others = 0, others
+        for part in PARTS:
+            self._spent[part] = 0.0
+
+    def dump(self) -> dict[str, Any]:
+        """All rows, oldest first."""
+        return {"columns": COLUMNS, "rows": list(self.rows)}
+
+
+@dataclass
+class Totals:
+    """Monotonic totals.
+
+    Attributes:
+        received: requests taken.
+        finished: requests that are over, by finish reason of their last choice.
+        prompt_tokens: prompt tokens by source: ``computed``, ``local_cache``, ``transferred``,
+            ``store``.
+        cached_at_source: of the transferred ones, those that the source had in its cache.
+        generated: tokens put out.
+        preemptions: sequences whose blocks went to others.
+        load_failures: hand-overs and loads from a store that failed.
+        drafts: steps of a sequence with a draft.
+        draft_tokens: tokens of those.
+        accepted: how many were accepted, by place in the draft.
+    """
+
+    received: int = 0
+    finished: Counter[str] = field(default_factory=Counter)
+    prompt_tokens: Counter[str] = field(default_factory=Counter)
+    cached_at_source: int = 0
+    generated: int = 0
+    preemptions: int = 0
+    load_failures: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted: Counter[int] = field(default_factory=Counter)
+
+    def counters(self, speculative: SpeculativeConfig | None) -> dict[str, float]:
+        """By Prometheus name; what concerns drafts for an engine that makes some."""
+        values = {
+            "kvbaton_requests_received_total": float(self.received),
+            **_labelled("kvbaton_requests_finished_total", "reason", self.finished.items()),
+            **_labelled("kvbaton_prompt_tokens_total", "source", self.prompt_tokens.items()),
+            "kvbaton_prompt_tokens_cached_at_source_total": float(self.cached_at_source),
+            "kvbaton_generation_tokens_total": float(self.generated),
+            "kvbaton_preemptions_total": float(self.preemptions),
+            "kvbaton_load_failures_total": float(self.load_failures),
+        }
+        if speculative is not None:  # under vLLM's names
+            head, places = "kvbaton_spec_decode_num", speculative.num_speculative_tokens
+            accepted = [(str(place), self.accepted[place]) for place in range(places)]
+            values |= {
+                f"{head}_drafts_total": float(self.drafts),
+                f"{head}_draft_tokens_total": float(self.draft_tokens),
+                f"{head}_accepted_tokens_total": float(self.accepted.total()),
+                **_labelled(f"{head}_accepted_tokens_per_pos_total", "position", accepted),
+            }
+        return values
+
+
+def _labelled(name: str, label: str, counts: Iterable[tuple[str, int]]) -> dict[str, float]:
+    return {f'{name}{{{label}="{value}"}}': float(count) for value, count in counts}
