@@ -247,6 +247,10 @@ class TargetConnector(KVConnector):
     # --- accounts ---
 
     @override
+    def awaits(self) -> bool:
+        return bool(self._live)
+
+    @override
     def busy(self) -> bool:
         return bool(self._reserved)
 

@@ -96,7 +96,12 @@ class SourceWorker(TransferWorker):
 
     def state(self) -> dict[str, Any]:
         """What the machine and this thread know, for diagnosis."""
-        return {**super().state(), "writes_in_flight": len(self._writes)}
+        waiting = sum(isinstance(r, events.BlocksReady) for q in self._reports.values() for r in q)
+        return {
+            **super().state(),
+            "writes_in_flight": len(self._writes),
+            "reports_waiting": waiting,
+        }
 
     def _are_final(self, event: events.BlocksReady) -> bool:
         """Whether the blocks of a report are; their sums are kept until they are posted."""
