@@ -52,8 +52,11 @@ def test_blocks_are_reported_before_their_step_is_over(brisk: Pair, expected: Ex
         until(lambda: brisk.p.leases() == 1, "P has the reservation")
         held.let_one_pass()
         until(held.waited_for, "P in its second step")
-        reported = lambda: brisk.p.transfers.inspect(sender.state)["reports_waiting"]  # noqa: E731
-        until(lambda: reported() == 2, "the reports of both")
+
+        def reported() -> bool:
+            return bool(brisk.p.transfers.inspect(sender.state)["reports_waiting"] == 2)
+
+        until(reported, "the reports of both")
         assert not sender.published["posted_bytes"], "its rank has not come to the sums"
     assert at_d.result() == expected(PROMPT)
     brisk.settle()
