@@ -271,6 +271,7 @@ class EngineCore:
             result = self.in_flight.popleft().result()
             self.times.lap("wait")
             since, self._busy_since = self._busy_since, time.monotonic()
+            self.scheduler.result_at = self._busy_since
             self.step_seconds += self._busy_since - since
             terms = self._terms.popleft()
             self.step_costs.observe(terms, self._busy_since - since)

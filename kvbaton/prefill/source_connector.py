@@ -206,7 +206,9 @@ class SourceConnector(KVConnector):
                     source.cached_tokens = output.cached_tokens
                 if len(source.first) == source.request.params.n:
                     choices = tuple(source.first[i] for i in range(source.request.params.n))
-                    first = FirstTokens(source.attempt, choices, source.cached_tokens)
+                    first = FirstTokens(
+                        source.attempt, choices, source.cached_tokens, self.scheduler.result_at
+                    )
                     last, source.last = source.last, None
                     self.transfers.submit(*(first,) if last is None else (last, first))
             if asked_for:

@@ -100,6 +100,8 @@ class SourceWorker(TransferWorker):
 
     def submit(self, event: events.SourceEvent, now: float) -> None:
         """Take in what the engine reports; reports of one attempt keep their order."""
+        if isinstance(event, events.FirstTokens) and event.result_at is not None:
+            self.mark(event.attempt, "result", at=event.result_at)
         if isinstance(event, events.BlocksReady | events.FirstTokens):
             self._reports.setdefault(event.attempt, deque()).append(event)
         else:
