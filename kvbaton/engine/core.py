@@ -115,6 +115,7 @@ class EngineCore:
         self._await_until = 0.0
         self.times = StepTimes()
         self._busy_since = 0.0
+        self._unsent: list[Output] = []
         self._applied = False  # a result since the last plan, so that there may be another one
         self._stop_at = math.inf
         self._metrics_at = 0.0
@@ -144,8 +145,10 @@ class EngineCore:
     def turn(self) -> None:
         """Go round the loop once."""
         self.receive()
-        self.poll()
-        self.launch()
+        self._hear()
+        self.launch()  # what connectors have brought is computed first, then told
+        self.send(())
+        self.times.lap("send")
         self.update()
         self.connectors.call(KVConnector.flush)
         self.times.lap("poll")
@@ -182,6 +185,11 @@ class EngineCore:
 
     def poll(self) -> None:
         """Hear the connectors, and end what has waited too long."""
+        self._hear()
+        self.send(())
+
+    def _hear(self) -> None:
+        """As `poll`, but what is to be sent waits for the next `send`."""
         now, failing = time.monotonic(), self.connectors.failing
         heard = self.connectors.all if failing else self.connectors.having[KVConnector.poll]
         for connector in heard:
@@ -198,8 +206,7 @@ class EngineCore:
                 self.connectors.contain(connector, error)
             else:
                 failing.pop(connector, None)
-                if outputs:
-                    self.send(outputs)
+                self._unsent += outputs
         for number, future in tuple(self._replies):
             if not future.done():
                 continue
@@ -210,9 +217,8 @@ class EngineCore:
                 self.mailbox.send(Reply(command_id=number, error=clip_text(str(error))))
         raised, self.connectors.raised = self.connectors.raised, []
         for failure in raised:
-            self.send(self.scheduler.fail_connector(*failure))
-        if outputs := self.scheduler.expire(now):
-            self.send(outputs)
+            self._unsent += self.scheduler.fail_connector(*failure)
+        self._unsent += self.scheduler.expire(now)
         self.times.lap("poll")
 
     def launch(self) -> None:
@@ -280,7 +286,7 @@ class EngineCore:
             if self.in_flight:
                 self._expect()
             # What peers asked for during the step comes first: it may want what the step computed.
-            self.poll()
+            self._hear()
             outputs = self.scheduler.update(result)
             self.times.lap("update")
             self.send(outputs)
@@ -391,8 +397,8 @@ class EngineCore:
     # --- what goes out ---
 
     def send(self, outputs: Iterable[Output]) -> None:
-        """Send outputs to their clients."""
-        outgoing = list(outputs)
+        """Send outputs to their clients, after those that connectors had before."""
+        outgoing, self._unsent = [*self._unsent, *outputs], []
         if not outgoing:
             return
         for connector in self.connectors.having[KVConnector.emitted]:

@@ -172,6 +172,8 @@ class CudaWorker(ModelWorker):
         counted: npt.NDArray[np.int64],
     ) -> None:
         """See `Worker.adopt`; steps and sums that are launched later see them."""
+        if self.cache.sums is None:  # nor need a step wait
+            return
         with torch.cuda.stream(self._digest_stream), torch.inference_mode():
             super().adopt(group, blocks, sums, counted)
         for stream in (torch.cuda.default_stream(self.settings.device), self._sums_stream):
