@@ -283,8 +283,6 @@ class EngineCore:
             self.step_costs.observe(terms, self._busy_since - since)
             if not terms[1]:  # a slow one says little of the next
                 self._decode_s = min(self._busy_since - since, 1.1 * self._decode_s)
-            if self.in_flight:
-                self._expect()
             # What peers asked for during the step comes first: it may want what the step computed.
             self._hear()
             outputs = self.scheduler.update(result)
@@ -293,6 +291,8 @@ class EngineCore:
             self.times.lap("send")
             self.times.over(result, outputs, self._busy_since - since)
             self._applied = True
+            if self.in_flight:
+                self._expect()
 
     def patience(self) -> float:
         """Seconds until there is something to do that nothing wakes us for."""

@@ -42,7 +42,8 @@ class SourceSession(Session):
 
     Attributes:
         unit: tokens between two borders at which blocks of both sides begin.
-        max_tokens: most tokens of a write, a multiple of `unit`: its digests fit into a notice.
+        max_tokens: most tokens of a write, a multiple of `unit`: its digests fit into a notice, and
+            what follows it can be posted while it crosses.
         flying: writes that are not terminal, by attempt; they may outlive both.
         pinned: blocks that its attempts hold because they were named by key.
         asked: it is over, and D has asked after it in the last `tombstone`.

@@ -187,6 +187,7 @@ class NixlHandle:
         """Post it, or as much of it as a call may."""
         self._notice = _MARK + notice
         self.status()
+        self.status()  # UCX begins to copy when it is asked how far it is
 
     def status(self) -> Status:
         """State now; posts and polls what is left of the write."""
