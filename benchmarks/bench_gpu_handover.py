@@ -8,7 +8,8 @@ A request goes to the prefill node alone, then through the router to P and D; th
 the latter comes from P, the second one needs the hand-over. Then closed loops of clients. Workload
 as in `workload`; over HTTP. Other shapes than the 8B one, of `bench_gpu_shapes`, have no loops;
 instead what crossed for a prompt, by the metrics, stands beside what each group of layers holds of
-it: a latent once, of a window its tokens. With ``--one-gpu`` both nodes share the first GPU, their
+it: a latent once, of a window its tokens. For each length a table says what lay between P's last
+step and D's first one (`handover_parts`). With ``--one-gpu`` both nodes share the first GPU, their
 bytes cross by CUDA IPC, and there are no loops either: what crosses is the same as between two, the
 times are not, which every row says.
 """
@@ -29,6 +30,7 @@ from typing import Any, NamedTuple
 import aiohttp
 
 from benchmarks.bench_gpu_shapes import SHAPES
+from benchmarks.handover_parts import print_parts, timelines
 from benchmarks.workload import MAX_MODEL_LEN, cluster_of, compared, dummy_folder, random_prompts
 from kvbaton.bench.report import percentile, publish
 from kvbaton.bench.serve import Shot, served_model, shoot
@@ -199,13 +201,16 @@ async def measure(
             theirs = ADDED[length] if loops else None
             ways = {"alone": urls["prefill"], "through P and D": router}
             pairs = PAIRS if loops else PAIRS // 2
+            known = await timelines(session, urls["prefill"], urls["decode"])
             first, second = await compare(session, ways, model, length, pairs)
+            parts = await timelines(session, urls["prefill"], urls["decode"])
             for name in ways:
                 add(f"TTFT of {length}, {name}, ms", first[name])
                 add(f"second token of {length}, {name}, ms", second[name])
             add(f"added TTFT at {length}, ms", first["through P and D"] - first["alone"], theirs)
             gap = second["through P and D"] - second["alone"]
             add(f"added time to second token at {length}, ms", gap, theirs)
+            print_parts({name: marks for name, marks in parts.items() if name not in known})
             groups = in_groups(folder, length, args.tensor_parallel_size)
             planned &= await crossed(session, urls, router, model, groups, length)
         if dump is not None:

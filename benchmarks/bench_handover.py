@@ -23,6 +23,7 @@ from typing import Any
 
 import aiohttp
 
+from benchmarks.handover_parts import print_parts, timelines
 from benchmarks.workload import cluster_of
 from kvbaton.bench.report import median, percentile, publish
 from kvbaton.bench.serve import Shot, served_model, shoot
@@ -74,15 +75,19 @@ async def measure(router: str, lengths: list[int], pairs: int) -> list[dict[str,
     async with aiohttp.ClientSession(timeout=timeout) as session:
         async with session.get(f"{router}/nodes") as response:
             nodes = json.loads(await response.read())["nodes"]
-        alone = next(node["url"] for node in nodes if node["role"] == "prefill")
+        urls_of = {node["role"]: node["url"] for node in nodes}
+        alone = urls_of["prefill"]
         model = await served_model(session, router)
         rows = []
         for length in lengths:
             urls = {"one node": alone, "handed over": router}
             await one_pair(session, urls, model, length, -1)
+            known = await timelines(session, alone, urls_of["decode"])
             taken = [await one_pair(session, urls, model, length, i) for i in range(pairs)]
             rows.append(row_of(length, taken))
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)  # long prompts take minutes
+            parts = await timelines(session, alone, urls_of["decode"])
+            print_parts({name: marks for name, marks in parts.items() if name not in known})
         return rows
 
 

@@ -16,7 +16,7 @@ import ctypes
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -233,4 +233,21 @@ class Transport(Protocol):
 
     def shutdown(self) -> None:
         """Close every peer and give everything back. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class PreparesWrites(Protocol):
+    """A `Transport` that can make a write ready before the bytes are there; no other need."""
+
+    def prepare(self, peer: Peer, ranges: Ranges) -> object:
+        """Make a write ready: what `post` or `discard` takes. As `write` it raises `ValueError`."""
+        ...
+
+    def post(self, prepared: Any, notice: bytes) -> Handle:
+        """Start a write that was made ready, once; as `write` does."""
+        ...
+
+    def discard(self, prepared: Any) -> None:
+        """Give back what was made ready and will not be posted. Idempotent."""
         ...

@@ -12,6 +12,7 @@ of block-major KV; head-first is ours, for re-sharding). Everything else uses st
 from __future__ import annotations
 
 import enum
+import math
 from typing import Literal
 
 import msgspec
@@ -101,6 +102,14 @@ class KVLayout(msgspec.Struct, frozen=True):
     num_blocks: int
     planes: tuple[Plane, ...]
     window: int = 0
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in all planes; of a state all of it."""
+        return sum(
+            math.prod(plane.shape[HEAD : KV + 1]) * plane.shape[FEATURE] * plane.item_size
+            for plane in self.planes
+        )
 
 
 def contiguous_plane(

@@ -16,7 +16,6 @@ moves with the range that holds token n - 1, if both sides list it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -165,12 +164,7 @@ def needed_bytes(
     size = layout.block_size
     wanted = np.flatnonzero(target_table[start // size : -(-end // size)] >= 0) + start // size
     tokens = np.minimum((wanted + 1) * size, end) - np.maximum(wanted * size, start)
-    per_token = sum(
-        math.prod(plane.shape[HEAD : KV + 1]) * plane.shape[FEATURE] * plane.item_size
-        for target in pairing.targets
-        for plane in target.planes
-    )
-    return int(tokens.sum()) * per_token
+    return int(tokens.sum()) * sum(target.token_bytes for target in pairing.targets)
 
 
 def swap(ranges: Ranges) -> Ranges:

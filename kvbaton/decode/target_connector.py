@@ -23,7 +23,7 @@ from kvbaton.connectors.protocol.events import (
 )
 from kvbaton.connectors.transfer.target_worker import TargetWorker
 from kvbaton.connectors.transfer.thread import TransferThread
-from kvbaton.connectors.transfer.worker import attempt_name
+from kvbaton.connectors.transfer.worker import Timelines, attempt_name
 from kvbaton.decode.wire_costs import WireCosts
 from kvbaton.engine import request as requests
 from kvbaton.engine.executor import Executor
@@ -90,6 +90,8 @@ class TargetConnector(KVConnector):
         self._awaited: dict[str, TransferSpec] = {}  # by request
         self._attempts: set[Attempt] = set()  # of those
         self._live: dict[Attempt, Load] = {}
+        self._delivered: dict[requests.Sequence, Attempt] = {}  # that no step computes yet
+        self._timelines = Timelines()
         self._reserved: dict[Attempt, Spans] = {}
         self.set_members(())
 
@@ -160,6 +162,15 @@ class TargetConnector(KVConnector):
             self.decline(self._admit(sequence.request))
 
     @override
+    def launched(self, step: requests.InFlightStep) -> None:
+        if not self._delivered:
+            return
+        for scheduled in step.scheduled:
+            attempt = self._delivered.pop(scheduled.sequence, None)
+            if attempt is not None:
+                self._timelines.mark(attempt, "launched")
+
+    @override
     def decline(self, transfer: TransferSpec) -> None:
         if transfer.peer is not None and self._is_member(transfer.peer):
             self.transfers.submit(Unneeded(transfer.name, transfer.peer))
@@ -199,6 +210,7 @@ class TargetConnector(KVConnector):
         transfer = target_of(request.spec)
         if transfer is None:
             return
+        self._delivered.pop(request.sequences[0], None)
         if request.request_id in self._awaited:
             self.decline(self._admit(request))
         self.cancel(transfer.name, request)
@@ -217,6 +229,8 @@ class TargetConnector(KVConnector):
                         marks += (Mark(name, at) for name, at in action.times)
                     if load.connector is self:
                         self.outcomes["delivered"] += 1
+                        self._timelines.mark(action.attempt, "delivered")
+                        self._delivered[load.sequence] = action.attempt
                         outputs += self.scheduler.finish_load(
                             load, action.choices, cached_at_source=action.cached_tokens
                         )
@@ -248,6 +262,10 @@ class TargetConnector(KVConnector):
         return self.scheduler.fail_load(load, action.valid_through, action.reason)
 
     # --- accounts ---
+
+    @override
+    def awaits(self) -> bool:
+        return bool(self._live)
 
     @override
     def busy(self) -> bool:
@@ -293,6 +311,7 @@ class TargetConnector(KVConnector):
                 for attempt, load in self._live.items()
             },
             "quarantined": [attempt_name(a) for a in self._reserved if a not in self._live],
+            "loads": self._timelines.by_name(),
             **self.transfers.inspect(self.receiver.state),
         }
 

@@ -38,9 +38,16 @@ from kvbaton.messages.engine import (
     Shutdown,
     ToCore,
 )
+from kvbaton.messages.nodes import STEP_COSTS
 from kvbaton.types import clip_text
 
 logger = logging.getLogger(__name__)
+
+AWAIT_SHARE, AWAIT_MARGIN_S = 0.75, 0.0015
+"""Connectors are heard during a step for at most this share of what it is expected to take, and end
+so long, and twice what a launch takes, before its end: then the next one is launched behind it."""
+AWAIT_LOOK_S = 0.002
+"""A step that is over earlier than expected is noticed so late at most."""
 
 METRICS_PERIOD_S = 2.0
 """The ledger's audit in it takes ten milliseconds on a large pool; a scrape asks for its own."""
@@ -103,8 +110,12 @@ class EngineCore:
         self.step_seconds = 0.0
         self.step_costs = step_costs()
         self._terms: deque[Terms] = deque()
+        self._decode_s = math.inf
+        self._launch_s = 0.0
+        self._await_until = 0.0
         self.times = StepTimes()
         self._busy_since = 0.0
+        self._unsent: list[Output] = []
         self._applied = False  # a result since the last plan, so that there may be another one
         self._stop_at = math.inf
         self._metrics_at = 0.0
@@ -134,8 +145,10 @@ class EngineCore:
     def turn(self) -> None:
         """Go round the loop once."""
         self.receive()
-        self.poll()
-        self.launch()
+        self._hear()
+        self.launch()  # what connectors have brought is computed first, then told
+        self.send(())
+        self.times.lap("send")
         self.update()
         self.connectors.call(KVConnector.flush)
         self.times.lap("poll")
@@ -172,6 +185,11 @@ class EngineCore:
 
     def poll(self) -> None:
         """Hear the connectors, and end what has waited too long."""
+        self._hear()
+        self.send(())
+
+    def _hear(self) -> None:
+        """As `poll`, but what is to be sent waits for the next `send`."""
         now, failing = time.monotonic(), self.connectors.failing
         heard = self.connectors.all if failing else self.connectors.having[KVConnector.poll]
         for connector in heard:
@@ -188,8 +206,7 @@ class EngineCore:
                 self.connectors.contain(connector, error)
             else:
                 failing.pop(connector, None)
-                if outputs:
-                    self.send(outputs)
+                self._unsent += outputs
         for number, future in tuple(self._replies):
             if not future.done():
                 continue
@@ -200,15 +217,15 @@ class EngineCore:
                 self.mailbox.send(Reply(command_id=number, error=clip_text(str(error))))
         raised, self.connectors.raised = self.connectors.raised, []
         for failure in raised:
-            self.send(self.scheduler.fail_connector(*failure))
-        if outputs := self.scheduler.expire(now):
-            self.send(outputs)
+            self._unsent += self.scheduler.fail_connector(*failure)
+        self._unsent += self.scheduler.expire(now)
         self.times.lap("poll")
 
     def launch(self) -> None:
         """Start the next step, if there is one and room for it."""
         self._applied = False
-        while len(self.in_flight) < self.depth:
+        while len(self.in_flight) < self.depth and not self._awaits():
+            began = time.monotonic()
             plan = self.scheduler.plan()
             self.times.lap("schedule")
             if plan is None:
@@ -221,30 +238,69 @@ class EngineCore:
             self._terms.append(terms_of(plan.steps))
             self.times.launched(plan, num_tokens)
             self.in_flight.append(self.executor.launch(plan))
+            self._launch_s = time.monotonic() - began
             self.times.lap("launch")
+            self.connectors.call(KVConnector.launched, self.scheduler.in_flight[-1])
+            if len(self.in_flight) == 1:
+                self._expect()
+            self.times.lap("poll")
+
+    def _expect(self) -> None:
+        """Say until when connectors are heard while the oldest step runs."""
+        terms = self._terms[0]
+        if not terms[1]:  # all decode
+            expected = self._decode_s if self._decode_s < math.inf else 0.0
+        elif self._must_wait and any(self.connectors.call(KVConnector.awaits)):
+            costs = self.step_costs.costs()
+            expected = sum(costs.get(n, 0.0) * t for n, t in zip(STEP_COSTS, terms, strict=True))
+        else:
+            expected = 0.0
+        margin = AWAIT_MARGIN_S + 2 * self._launch_s
+        self._await_until = self._busy_since + min(AWAIT_SHARE * expected, expected - margin)
+
+    def _awaits(self) -> bool:
+        """Whether connectors are heard before the next step is launched, or the oldest waited for.
+
+        Only where steps wake nobody, since else all is heard at any time.
+        """
+        return bool(
+            self._must_wait
+            and self.in_flight
+            and time.monotonic() < self._await_until
+            and any(self.connectors.call(KVConnector.awaits))
+            and not self.in_flight[0].ready()
+        )
 
     def update(self) -> None:
-        """Apply what the oldest step sampled; wait for it unless it wakes us."""
-        if self.in_flight and (self._must_wait or self.in_flight[0].ready()):
+        """Apply what the oldest step sampled; wait for it unless it wakes us, or we listen."""
+        waits = self._must_wait and not self._awaits()
+        if self.in_flight and (waits or self.in_flight[0].ready()):
             result = self.in_flight.popleft().result()
             self.times.lap("wait")
             since, self._busy_since = self._busy_since, time.monotonic()
+            self.scheduler.result_at = self._busy_since
             self.step_seconds += self._busy_since - since
-            self.step_costs.observe(self._terms.popleft(), self._busy_since - since)
+            terms = self._terms.popleft()
+            self.step_costs.observe(terms, self._busy_since - since)
+            if not terms[1]:  # a slow one says little of the next
+                self._decode_s = min(self._busy_since - since, 1.1 * self._decode_s)
             # What peers asked for during the step comes first: it may want what the step computed.
-            self.poll()
+            self._hear()
             outputs = self.scheduler.update(result)
             self.times.lap("update")
             self.send(outputs)
             self.times.lap("send")
             self.times.over(result, outputs, self._busy_since - since)
             self._applied = True
+            if self.in_flight:
+                self._expect()
 
     def patience(self) -> float:
         """Seconds until there is something to do that nothing wakes us for."""
-        waits = self.in_flight and self._must_wait
-        if self._applied or waits or self.connectors.raised:
+        if self._applied or self.connectors.raised:
             return 0.0
+        if self.in_flight and self._must_wait:
+            return AWAIT_LOOK_S if self._awaits() else 0.0
         heard = self.connectors.call(KVConnector.next_deadline)
         heard += [self.scheduler.next_deadline(), *self.connectors.failing.values()]
         deadlines = [deadline for deadline in heard if deadline is not None]
@@ -342,8 +398,8 @@ class EngineCore:
     # --- what goes out ---
 
     def send(self, outputs: Iterable[Output]) -> None:
-        """Send outputs to their clients."""
-        outgoing = list(outputs)
+        """Send outputs to their clients, after those that connectors had before."""
+        outgoing, self._unsent = [*self._unsent, *outputs], []
         if not outgoing:
             return
         for connector in self.connectors.having[KVConnector.emitted]:

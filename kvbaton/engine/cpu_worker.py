@@ -84,8 +84,8 @@ class CpuWorker(ModelWorker):
         result = self.runner.run(plan).result()
         return Pending.of(replace(result, device_s=time.perf_counter() - began))
 
-    def sums(self, group: int, blocks: Sequence[int]) -> Pending[Sums]:
-        """See `Worker.sums`."""
+    def sums(self, group: int, blocks: Sequence[int], *, in_flight: bool = False) -> Pending[Sums]:
+        """See `Worker.sums`; the rank's thread comes to it after its steps in any case."""
         summed = self.steps.submit(self.cache.kept_sums, group, blocks)
         return Pending(summed.done, summed.result)
 

@@ -151,6 +151,11 @@ class Executor:
         self.wake_fds = () if own is None else (own,)
 
     @property
+    def in_order(self) -> bool:
+        """Whether what a rank is asked for comes after the steps that were launched before."""
+        return self.wake_fd is None
+
+    @property
     def layouts(self) -> list[list[KVLayout]]:
         """Per rank, one layout per group; `Plane.region` indexes the rank's `memories`."""
         return [worker.cache.layouts for worker in self.workers]
@@ -195,16 +200,32 @@ class Executor:
             for fd in self.wake_fds:
                 os.eventfd_read(fd)
 
-    def sums(self, group: int, blocks: Sequence[int]) -> Pending[list[Sums]]:
+    def sums(
+        self, group: int, blocks: Sequence[int], *, in_flight: bool = False
+    ) -> Pending[list[Sums]]:
         """Digest sums kept with these blocks since the steps that wrote them.
 
-        Ask only for blocks of steps whose results have been taken. Once the sums are there, those
-        steps are over on the device too: so this is the ready event of the blocks.
+        Once the sums are there, those steps are over on the device too: so this is the ready event
+        of the blocks.
+
+        Args:
+            group: KV group.
+            blocks: of it; of steps whose results have been taken, unless `in_flight`.
+            in_flight: read them when all steps are over that are launched by now; only if steps are
+                `in_order`.
 
         Returns:
             Per rank, what `connectors.digest.Sums` says.
         """
-        return join([worker.sums(group, blocks) for worker in self.workers])
+        if not in_flight:
+            return join([worker.sums(group, blocks) for worker in self.workers])
+        asked = self.group.start(
+            lambda rank: self.workers[rank].sums(group, blocks, in_flight=True)
+        )
+        return Pending(
+            lambda: all(f.done() and f.result().ready() for f in asked),
+            lambda: [f.result().result() for f in asked],
+        )
 
     def digest(
         self, group: int, blocks: Sequence[int], first_position: int, start: int, end: int

@@ -127,6 +127,9 @@ class KVConnector:
     def started(self, sequence: requests.Sequence) -> None:
         """A sequence takes part in steps from now on."""
 
+    def launched(self, step: requests.InFlightStep) -> None:
+        """A step is on its way. No later one was launched yet."""
+
     def progressed(self, request: requests.Request) -> None:
         """A step computed tokens of a source request; its blocks are still referenced."""
 
@@ -151,6 +154,14 @@ class KVConnector:
 
     def flush(self) -> None:
         """A turn is over: publish what happened in it."""
+
+    def awaits(self) -> bool:
+        """Whether something may come while a step runs that the next one had better take in.
+
+        Also what is to be known before the step is over. A core that would wait for the step then
+        hears it for a while, and launches the next one later.
+        """
+        return False
 
     def next_deadline(self) -> float | None:
         """When `poll` has something to do that makes no descriptor readable."""

@@ -90,6 +90,7 @@ class Scheduler(LiveRequests):
         clock: monotonic seconds.
 
     Attributes:
+        result_at: when the core had the result of the latest step, on the monotonic clock.
         both_sides: the node prefills for others and is prefilled for. Two such nodes, each full of
             loads that wait for the other's prompts, would wait for ever: so loads leave half of the
             node to prompts, and who has no room before a load ends waits beside the queue.
@@ -107,6 +108,7 @@ class Scheduler(LiveRequests):
         self.proposer: Proposer = NgramProposer(*drafts.lookup)
         self._longest_draft = drafts.num_speculative_tokens
         self.both_sides = False
+        self.result_at: float | None = None
         self._handles = itertools.count(1)
         self._launched = 0
 

@@ -68,8 +68,8 @@ class Worker(ABC):
         """Run a step, or enqueue it."""
 
     @abstractmethod
-    def sums(self, group: int, blocks: Sequence[int]) -> Pending[Sums]:
-        """See `Executor.sums`."""
+    def sums(self, group: int, blocks: Sequence[int], *, in_flight: bool = False) -> Pending[Sums]:
+        """See `Executor.sums`; with `in_flight` in the rank's thread."""
 
     @abstractmethod
     def digest(

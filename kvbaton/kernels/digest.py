@@ -81,11 +81,10 @@ def block_sums(cache: Tensor, blocks: Tensor, first_position: int, start: int, e
     _, heads, layers, planes, block_size, num_words = words.shape
     sums = torch.empty((len(blocks), layers, planes, heads), dtype=torch.int64, device=cache.device)
     if len(blocks):
-        weights = [word_weights(num_words, kv, cache.device) for kv in range(planes)]
         _block_kernel[(len(blocks) * heads * layers * planes,)](
             words,
             blocks,
-            torch.stack(weights),
+            plane_weights(num_words, planes, cache.device),
             sums,
             first_position,
             start,
@@ -118,8 +117,7 @@ def block_sums_reference(
     counted = (positions >= start) & (positions < end)
     of_tokens = _unsigned(_position_weights(positions) * counted).reshape(-1, block_size, 1)
     device = torch.device("cpu")
-    by_plane = [word_weights(num_words, kv, device) for kv in range(planes)]
-    of_words = _unsigned(torch.stack(by_plane))[:, None]  # b(kv, j)
+    of_words = _unsigned(plane_weights(num_words, planes, device))[:, None]  # b(kv, j)
     weights = np.empty((planes, block_size, num_words), np.uint64)
     sums = np.empty((len(blocks), heads * layers, planes), np.uint64)
     for n, block in enumerate(blocks.tolist()):
@@ -141,6 +139,12 @@ def word_weights(num_words: int, kv: int, device: torch.device) -> Tensor:
     """b(kv, j) of all words of a row: [num_words] int64."""
     words = torch.arange(num_words, dtype=torch.int64, device=device)
     return _mix(~(words + (kv << 32))) | 1
+
+
+@cache
+def plane_weights(num_words: int, planes: int, device: torch.device) -> Tensor:
+    """b(kv, j) of K and V: [planes, num_words] int64; not for use in the capture of a graph."""
+    return torch.stack([word_weights(num_words, kv, device) for kv in range(planes)])
 
 
 def _position_weights(positions: Tensor) -> Tensor:

@@ -131,6 +131,8 @@ class SourceConnector(KVConnector):
         self.node = node
         self.unclaimed_s = unclaimed_s
         self.control_address = transfers.channel.address
+        states = any(group.kind is GroupKind.STATE for group in scheduler.blocks.groups)
+        self._sums_come_in_order = executor.in_order and not states
         self.wake_fds = (self.sender.outbox_fd,)
         self.revived = 0
         self.outcomes: dict[str, int] = {}
@@ -138,6 +140,7 @@ class SourceConnector(KVConnector):
         self._by_request: dict[str, _Source] = {}
         self._unclaimed: dict[Attempt, _Source] = {}
         self._unclaimed_tokens = 0
+        self._ahead: set[Attempt] = set()  # of whom blocks are reported that a step still computes
         self._pinned: dict[Attempt, Spans] = {}
         self._outputs: list[Output] = []
 
@@ -203,7 +206,9 @@ class SourceConnector(KVConnector):
                     source.cached_tokens = output.cached_tokens
                 if len(source.first) == source.request.params.n:
                     choices = tuple(source.first[i] for i in range(source.request.params.n))
-                    first = FirstTokens(source.attempt, choices, source.cached_tokens)
+                    first = FirstTokens(
+                        source.attempt, choices, source.cached_tokens, self.scheduler.result_at
+                    )
                     last, source.last = source.last, None
                     self.transfers.submit(*(first,) if last is None else (last, first))
             if asked_for:
@@ -254,22 +259,75 @@ class SourceConnector(KVConnector):
         source = self._by_request.get(request.request_id)
         if source is None or source.start is None:
             return
-        computed = request.final_tokens()
+        self._ahead.discard(source.attempt)
+        computed = self._reportable(source, request.final_tokens())
+        if computed > source.reported:
+            report = self._report(source, request, computed)
+            if computed < source.num_tokens or len(source.first) == source.request.params.n:
+                self.transfers.submit(report)
+            else:
+                source.last = report
+        self._report_ahead(source, request)
+
+    @override
+    def launched(self, step: requests.InFlightStep) -> None:
+        for scheduled in step.scheduled:
+            request = scheduled.sequence.request
+            source = self._by_request.get(request.request_id)
+            if source is not None and source.start is not None:
+                self._report_ahead(source, request)
+
+    def _report_ahead(self, source: _Source, request: requests.Request) -> None:
+        """Report what the newest step computes before it is over, so that its write is prepared.
+
+        Not if an earlier step in flight computes what was not reported: that need not wait for it.
+        """
+        if not self._sums_come_in_order:
+            return
+        sequence, until = request.sequences[0], source.reported
+        for step in self.scheduler.in_flight:
+            if until > source.reported:
+                return
+            for item in step.scheduled:
+                if item.sequence is sequence and item.handle == sequence.handle:
+                    until = self._reportable(source, min(item.end, request.num_known))
+        newest = self.scheduler.in_flight[-1].scheduled if self.scheduler.in_flight else ()
+        if until <= source.reported or not any(item.sequence is sequence for item in newest):
+            return
+        sizes = (group.span_tokens for group in self.scheduler.blocks.groups)
+        cuts = zip(source.counted, sizes, strict=True)
+        if any(max(source.reported, counted) % size for counted, size in cuts):
+            return  # the part of a block can't be summed before it is there
+        self._ahead.add(source.attempt)
+        self.transfers.submit(self._report(source, request, until, in_flight=True))
+
+    def _reportable(self, source: _Source, computed: int) -> int:
+        """How many of the tokens computed can be: whole blocks, but at the prompt's end."""
         if computed < source.num_tokens:
             computed -= computed % self.scheduler.blocks.alignment
-        if computed <= source.reported:
-            return
-        start, source.reported = source.reported, computed
-        tables = request.sequences[0].tables
-        report = self._report(source.attempt, tables, start, computed, source.counted)
-        source.held.append(report.spans)
-        if computed < source.num_tokens or len(source.first) == source.request.params.n:
-            self.transfers.submit(report)
-        else:
-            source.last = report
+        return computed
 
     def _report(
-        self, attempt: Attempt, tables: Tables, start: int, end: int, counted: tuple[int, ...]
+        self, source: _Source, request: requests.Request, end: int, *, in_flight: bool = False
+    ) -> BlocksReady:
+        """Hold the blocks of what was not reported up to `end`; returns the report of them."""
+        start, source.reported = source.reported, end
+        tables = request.sequences[0].tables
+        report = self._report_blocks(
+            source.attempt, tables, start, end, source.counted, in_flight=in_flight
+        )
+        source.held.append(report.spans)
+        return report
+
+    def _report_blocks(
+        self,
+        attempt: Attempt,
+        tables: Tables,
+        start: int,
+        end: int,
+        counted: tuple[int, ...],
+        *,
+        in_flight: bool = False,
     ) -> BlocksReady:
         """Hold the blocks of tokens [start, end); returns the report that they are ready."""
         manager = self.scheduler.blocks
@@ -286,7 +344,7 @@ class SourceConnector(KVConnector):
         for group, held in enumerate(spans):
             begin, size = max(start, counted[group]), sizes[group]
             blocks = [block for span in held for block in span.blocks]
-            pending: PendingSums = self.executor.sums(group, blocks)
+            pending: PendingSums = self.executor.sums(group, blocks, in_flight=in_flight)
             if begin % size and blocks:  # the first block counts in part
                 first = begin - begin % size
                 past = min(first + size, end)  # the prompt may end in this very block
@@ -320,7 +378,7 @@ class SourceConnector(KVConnector):
         for group, hit in zip(manager.groups, hits, strict=True):
             first = min(max(start // size, group.first_needed(held)), held // size)
             tables.append([NULL_BLOCK] * first + hit[first : held // size])
-        report = self._report(action.attempt, tables, start, held, action.counted)
+        report = self._report_blocks(action.attempt, tables, start, held, action.counted)
         self._pinned[action.attempt] = report.spans
         self.transfers.submit(report, FirstTokens(action.attempt, ()))
 
@@ -328,6 +386,8 @@ class SourceConnector(KVConnector):
 
     @override
     def poll(self, now: float) -> list[Output]:
+        if self._ahead:  # a step may just be over: let the transfer thread see
+            self.transfers.submit()
         for action in cast("list[ToSource]", self.sender.take()):
             source = self._sources.get(action.attempt)
             match action:
@@ -337,6 +397,7 @@ class SourceConnector(KVConnector):
                     self._engage(source, action)
                 case Release():
                     self.outcomes[action.outcome] = self.outcomes.get(action.outcome, 0) + 1
+                    self._ahead.discard(action.attempt)
                     if (pinned := self._pinned.pop(action.attempt, None)) is not None:
                         self.scheduler.blocks.release_outgoing(pinned)
                     if source is not None:
@@ -405,6 +466,10 @@ class SourceConnector(KVConnector):
             self._outputs += outputs
 
     # --- accounts ---
+
+    @override
+    def awaits(self) -> bool:
+        return any(source.start is None for source in self._by_request.values())
 
     @override
     def busy(self) -> bool:

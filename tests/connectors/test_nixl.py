@@ -122,6 +122,45 @@ def test_a_notice_waits_for_the_last_of_many_parts() -> None:
     pair.close()
 
 
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_prepared_write_sends_what_is_there_when_it_is_posted(parts: int) -> None:
+    pair = Pair(make_pair)
+    size = parts * PART_BYTES
+    memory = [np.full(size, 3, np.uint8), np.zeros(size, np.uint8)]
+    source = pair.source.register(memory_of(memory[0])).index
+    target = pair.target.register(memory_of(memory[1])).index
+    assert isinstance(pair.source, NixlTransport)
+    peer = pair.source.connect(pair.target.card())
+    rows = pack([(source, 0, target, 0, size, 1, 0, 0)])
+    unwanted, prepared = (pair.source.prepare(peer, rows) for _ in range(2))
+    pair.source.discard(unwanted)
+    pair.source.discard(unwanted)
+    memory[0][:] = 4
+    handle = pair.source.post(prepared, b"now")
+    pair.wait(lambda: handle.status() is Status.DONE and bool(pair.notices), "the notice")
+    assert pair.notices == [b"now"]
+    assert (memory[1] == 4).all()
+    pair.close()
+
+
+@pytest.mark.parametrize("loses", ["its peer", "its agent"])
+def test_what_was_prepared_before_the_end_is_not_posted(loses: str) -> None:
+    pair = Pair(make_pair)
+    assert isinstance(pair.source, NixlTransport)
+    rows = pack([(0, 0, 0, 0, 64, 1, 0, 0)])
+    before = pair.target_memory[0].copy()
+    prepared = pair.source.prepare(pair.peer, rows)
+    if loses == "its peer":
+        assert pair.source.close(pair.peer)
+    else:
+        pair.source.shutdown()
+    handle = pair.source.post(prepared, b"late")
+    assert handle.status() is Status.DRAINED
+    pair.target.notices()
+    assert np.array_equal(pair.target_memory[0], before)
+    pair.close()
+
+
 def test_a_card_of_somebody_else_is_refused() -> None:
     left, right = make_pair()
     fields = msgspec.msgpack.decode(right.card())

@@ -29,13 +29,13 @@ from kvbaton.connectors.protocol.source_sessions import SourceSessions
 from kvbaton.connectors.protocol.target import Target
 from kvbaton.connectors.protocol.target_sessions import TargetSessions
 from kvbaton.connectors.transfer import target_worker
+from kvbaton.connectors.transfer.source_worker import SourceWorker
 from kvbaton.connectors.transfer.target_worker import TargetWorker
 from kvbaton.decode.target_connector import TargetConnector
 from kvbaton.engine.block_pool import BlockPool
 from kvbaton.engine.client import EngineClient
 from kvbaton.engine.encoder.cache_manager import EncoderCacheManager
 from kvbaton.engine.kv_cache_manager import KVCacheManager
-from kvbaton.engine.request import Request
 from kvbaton.errors import RequestError
 from kvbaton.messages.control import Accepted, Ack, Drained, SessionDrained
 from kvbaton.prefill.source_connector import SourceConnector
@@ -357,9 +357,15 @@ MUTANTS.append(
 )
 
 
-@breaks((Request, "final_tokens"))
-def reports_blocks_of_a_step_in_flight(self: Any) -> Any:
-    return min(self.sequences[0].num_scheduled, self.num_known)
+real_report_blocks = SourceConnector._report_blocks
+
+
+@breaks((SourceConnector, "_report_blocks"))
+def reports_blocks_of_a_step_in_flight(self: Any, *args: Any, in_flight: bool = False) -> Any:
+    return real_report_blocks(self, *args)
+
+
+off("gives_no_prepared_write_back", (SourceWorker, "_drop_plans"))
 
 
 # --- P: what it posts ---
@@ -375,21 +381,27 @@ def posts_again(self: Any, record: Any, event: Any) -> None:
         self._settle(record)
 
 
-real_progressed = SourceConnector.progressed
-
-
-@breaks((SourceConnector, "progressed"))
-def signs_at_push(self: Any, request: Any) -> None:
-    source = self._by_request.get(request.request_id)
-    start = source.reported if source is not None else 0
-
-    def sums(group: int, blocks: Any) -> Any:
-        begin = max(start, source.counted[group])
+def signs_at_push(
+    self: Any, attempt: Any, tables: Any, start: int, end: int, counted: Any, **options: Any
+) -> Any:
+    def sums(group: int, blocks: Any, **options: Any) -> Any:
+        begin = max(start, counted[group])
         first = begin - begin % self.executor.layouts[0][group].block_size
-        return self.executor.digest(group, blocks, first, first, source.reported)
+        return self.executor.digest(group, blocks, first, first, end)
 
     with mock.patch.object(self.executor, "sums", sums):
-        real_progressed(self, request)
+        return real_report_blocks(self, attempt, tables, start, end, counted)
+
+
+MUTANTS.append(
+    Mutant(
+        "signs_at_push",
+        (
+            (SourceConnector, "_report_blocks", signs_at_push),
+            (SourceConnector, "_report_ahead", nothing),
+        ),
+    )
+)
 
 
 real_push = Source._push

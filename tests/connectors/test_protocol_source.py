@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
-from kvbaton.connectors.layout import GroupKind, KVLayout
+from kvbaton.connectors.layout import GroupKind, KVLayout, contiguous_plane
 from kvbaton.connectors.pairing import pair_groups
-from kvbaton.connectors.protocol import source
+from kvbaton.connectors.protocol import source, source_sessions
 from kvbaton.connectors.protocol.events import (
     Abandon,
     Announce,
@@ -590,6 +591,25 @@ def test_a_write_covers_no_more_tokens_than_its_notice_holds_digests_of() -> Non
     rig.reserve(first=1, num_tokens=60)
     posts = of(rig.ready(6, 60), Post)
     assert [(post.start, post.end) for post in posts] == [(6, 24), (24, 48), (48, 60)]
+
+
+def test_a_write_covers_no_more_bytes_than_what_follows_it_should_wait_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two units of 12 tokens; where not even one fits, one."""
+    plane = contiguous_plane(
+        num_blocks=100, block_size=4, num_heads=1, head_dim=8, layers=(0, 1), dtype="bfloat16"
+    )
+    group = msgspec.structs.replace(layout(4), planes=(plane,))
+    assert group.token_bytes == 2 * 2 * 8 * 2, "K and V of 8 elements in two layers"
+    for units, borders in ((2.5, [6, 24, 48, 60]), (0.5, [6, 12, 24, 36, 48, 60])):
+        monkeypatch.setattr(source_sessions, "WRITE_BYTES", int(units * 12 * 64))
+        rig = Rig(groups=(group,))
+        rig.hello()
+        rig.announce(num_tokens=60)
+        rig.reserve(first=1, num_tokens=60)
+        posts = of(rig.ready(6, 60), Post)
+        assert [(post.start, post.end) for post in posts] == list(pairwise(borders))
 
 
 def test_notices_that_hold_no_digest_are_refused_in_the_beginning() -> None:

@@ -12,14 +12,18 @@ import pytest
 from kvbaton.engine.build import ConnectorContext, build_engine
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.core import EngineCore
+from kvbaton.engine.cpu_worker import CpuWorker
 from kvbaton.engine.executor import Executor
 from kvbaton.engine.kv_connector import KVConnector
 from kvbaton.engine.scheduler import Scheduler
 from kvbaton.engine.stats import PARTS
+from kvbaton.engine.step import SequenceStep
+from kvbaton.engine.step_costs import MIN_STEPS, terms_of
 from kvbaton.messages.engine import AddRequest, FromCore, Output
 from kvbaton.server.metrics import families
 from kvbaton.types import NodeId
-from tests.support.engine_node import ENGINE, QueueMailbox, greedy
+from tests.support.engine_node import ENGINE, Hold, QueueMailbox, greedy
+from tests.support.waiting import until
 
 PROMPT = tuple(range(4, 14))
 
@@ -30,6 +34,10 @@ class Listener(KVConnector):
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.heard: list[int] = []
+        self.expects = False
+
+    def awaits(self) -> bool:
+        return self.expects
 
     def poll(self, now: float) -> list[Output]:
         (sequence,) = self.scheduler.requests["r"].sequences
@@ -79,6 +87,28 @@ def test_peers_are_heard_before_a_step_counts(core: EngineCore) -> None:
     core.update()
     assert listener.heard == [0, len(PROMPT)]
     assert "r" not in core.scheduler.requests, "it has ended"
+
+
+def test_connectors_are_heard_while_a_step_runs(core: EngineCore) -> None:
+    """One that awaits something is, until the next step is due; then the core waits."""
+    (listener,) = (each for each in core.connectors if isinstance(each, Listener))
+    terms = terms_of((SequenceStep(1, 0, len(PROMPT), ((),), 1),))
+    for _ in range(MIN_STEPS):
+        core.step_costs.observe(terms, 100.0)
+    listener.expects = True
+    worker = core.executor.workers[0]
+    assert isinstance(worker, CpuWorker)
+    with Hold(worker.steps):
+        core.turn()
+        assert len(core.in_flight) == 1, "it went on without the step's result"
+        assert 0 < core.patience() < 1
+        core.turn()
+        assert listener.heard == [0, 0]
+    until(core.in_flight[0].ready, "the step's end")
+    core.turn()
+    assert not core.in_flight, "it is over before it was expected"
+    core.turn()
+    assert "r" not in core.scheduler.requests, "a step of which nothing is known is waited for"
 
 
 def test_a_steps_parts_add_up(core: EngineCore) -> None:

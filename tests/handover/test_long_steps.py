@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from kvbaton.connectors.transfer import thread
+from kvbaton.engine import core
 from kvbaton.types import TransferTimers
 from tests.support.engine_node import HUB
 from tests.support.engine_pair import Expected, Pair
@@ -41,8 +42,31 @@ def test_on_p_while_it_prefills(brisk: Pair, expected: Expected) -> None:
     brisk.settle()
 
 
-def test_on_d_while_it_decodes(brisk: Pair, expected: Expected) -> None:
+def test_blocks_are_reported_before_their_step_is_over(brisk: Pair, expected: Expected) -> None:
+    """So that all is prepared when it is; nothing is posted before."""
+    sender = brisk.p.transfers.sender
+    assert sender is not None
+    with brisk.p.held_step() as held:
+        _, at_d = brisk.hand_over(PROMPT)
+        until(held.waited_for, "P in its first step")
+        until(lambda: brisk.p.leases() == 1, "P has the reservation")
+        held.let_one_pass()
+        until(held.waited_for, "P in its second step")
+
+        def reported() -> bool:
+            return bool(brisk.p.transfers.inspect(sender.state)["reports_waiting"] == 2)
+
+        until(reported, "the reports of both")
+        assert not sender.published["posted_bytes"], "its rank has not come to the sums"
+    assert at_d.result() == expected(PROMPT)
+    brisk.settle()
+
+
+def test_on_d_while_it_decodes(
+    brisk: Pair, expected: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All lands, is verified and acknowledged while D's engine stands still."""
+    monkeypatch.setattr(core, "AWAIT_SHARE", 0.0)  # else it hears of it during its step
     other = brisk.d.generate(prompt_of(5), max_tokens=200)
     other.wait_tokens(1)
     HUB.hold()

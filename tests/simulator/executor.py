@@ -167,6 +167,19 @@ class SimulatedSums:
         return self._found
 
 
+@dataclass
+class _SumsOfSteps:
+    """Sums that are read when so many more steps are over."""
+
+    steps: int
+    ask: Callable[[], list[Words]]
+    found: list[Words] | None = None
+
+    def poll(self) -> list[Words] | None:
+        """As `PendingSums.poll`."""
+        return self.found
+
+
 class SimulatedExecutor:
     """The ranks of one node, as `engine.executor.Executor` has them.
 
@@ -246,9 +259,12 @@ class SimulatedExecutor:
         ]
         self.rotten: set[tuple[int, int]] = set()
         self.steps_in_flight = 0
+        self._asked: list[_SumsOfSteps] = []
         self.busy_until = 0.0
         self._slots = [_slots(size) for size, _, _ in groups]
         self._sequences: dict[int, _Sequence] = {}
+
+    in_order = True
 
     @property
     def wake_fds(self) -> tuple[int, ...]:
@@ -267,6 +283,7 @@ class SimulatedExecutor:
         def end() -> None:
             step.outcome = self._run(plan)
             self.steps_in_flight -= 1
+            self._read_sums(1)
             self.wake_core()
 
         self.world.after(self.busy_until - self.world.now, end)
@@ -434,10 +451,20 @@ class SimulatedExecutor:
 
     # --- sums ---
 
-    def sums(self, group: int, blocks: Sequence[int]) -> PendingSums:
+    def sums(self, group: int, blocks: Sequence[int], *, in_flight: bool = False) -> PendingSums:
         """As `Executor.sums`: per rank [blocks, 1 layer, kv, heads]."""
-        found = self.kept[group][list(blocks)].transpose(1, 0, 3, 2)[:, :, None].copy()
-        return self._soon(lambda: list(found))
+
+        def ask() -> list[Words]:
+            found = self.kept[group][list(blocks)].transpose(1, 0, 3, 2)[:, :, None].copy()
+            return list(found)
+
+        if not in_flight:
+            now = ask()
+            return self._soon(lambda: now)
+        waits = _SumsOfSteps(self.steps_in_flight, ask)
+        self._asked.append(waits)
+        self._read_sums()
+        return waits
 
     def digest(
         self, group: int, blocks: Sequence[int], first_position: int, start: int, end: int
@@ -463,6 +490,15 @@ class SimulatedExecutor:
         size, ids = self.layouts[0][group].block_size, list(blocks)
         self.kept[group][ids] = np.stack(list(sums))[:, :, 0].transpose(1, 0, 3, 2)
         self.counted[group][ids] = np.clip(num_tokens - size * np.arange(len(ids)), 0, size)
+
+    def _read_sums(self, steps: int = 0) -> None:
+        """Read the sums that were asked for while steps were in flight that are over now."""
+        for waits in tuple(self._asked):
+            waits.steps -= steps
+            if not waits.steps:
+                waits.found = waits.ask()
+                self._asked.remove(waits)
+                self.world.after(self.world.rng.choice([0.0, 0.005]), self.wake_transfers)
 
     def _soon(self, ask: Callable[[], list[Words]]) -> SimulatedSums:
         delay = self.world.rng.choice([0.0, 0.0, 0.005])

@@ -375,6 +375,8 @@ class Simulation:
         live = [laws_of.live for laws_of in laws.sides.values()]
         if sum(map(len, live)) > excused:
             yield f"attempts that are not over: {live}"
+        if any(transport.prepared for transport in node.transports):
+            yield "writes that were prepared, and neither posted nor discarded"
         for place, size in leftovers(node):
             most = len(self._shapes) if place in PER_PEER else 0
             if size > most and not excused:
@@ -409,7 +411,7 @@ def leftovers(node: SimulatedNode) -> Iterator[tuple[str, int]]:
 
 
 SETTINGS = set(
-    "transports layouts counters published outcomes groups prompt_tokens workers _timelines "
+    "transports layouts counters published outcomes groups prompt_tokens workers Timelines._marks "
     "finished record ranks connectors by_code ended Connectors.failures having _do _on _rules "
     "_reactions _handlers actions stories _at _heap Scheduler._ended Source._over Totals.accepted "
     "EncoderCacheManager._counts".split()

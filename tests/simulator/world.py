@@ -401,6 +401,7 @@ class SimulatedTransport:
         )
         self.regions: list[np.ndarray[tuple[int], np.dtype[np.uint8]]] = []
         self.alive = True
+        self.prepared: dict[int, tuple[SimulatedPeer, Ranges]] = {}
         self._peers: list[SimulatedPeer] = []
         self._notices: list[Notice] = []
         self._lost: list[SimulatedPeer] = []
@@ -458,6 +459,21 @@ class SimulatedTransport:
                 if rng.random() < 0.7:
                     peer.far.lose(back)
         return True
+
+    def prepare(self, peer: SimulatedPeer, ranges: Ranges) -> tuple[SimulatedPeer, Ranges]:
+        """As `PreparesWrites.prepare`."""
+        prepared = peer, ranges.copy()
+        self.prepared[id(prepared)] = prepared
+        return prepared
+
+    def post(self, prepared: tuple[SimulatedPeer, Ranges], notice: bytes) -> SimulatedWrite:
+        """As `PreparesWrites.post`."""
+        del self.prepared[id(prepared)]
+        return self.write(*prepared, notice)
+
+    def discard(self, prepared: tuple[SimulatedPeer, Ranges]) -> None:
+        """As `PreparesWrites.discard`."""
+        del self.prepared[id(prepared)]
 
     def write(self, peer: SimulatedPeer, ranges: Ranges, notice: bytes) -> SimulatedWrite:
         """As `Transport.write`."""

@@ -136,6 +136,8 @@ class FirstTokens(AboutAttempt, SourceEvent, frozen=True):
 
     choices: tuple[ChoiceStart, ...]
     cached_tokens: int = 0
+    result_at: float | None = None
+    """When the engine had the result of the step that sampled them, for the timeline."""
 
 
 class SourceFailed(AboutAttempt, SourceEvent, frozen=True):

@@ -41,7 +41,8 @@ class SourceSession(Session):
 
     Attributes:
         unit: tokens between two borders at which blocks of both sides begin.
-        max_tokens: most tokens of a write, a multiple of `unit`: its digests fit into a notice.
+        max_tokens: most tokens of a write, a multiple of `unit`: its digests fit into a notice, and
+            what follows it can be posted while it crosses.
         flying: writes that are not terminal, by attempt; they may outlive both.
         pinned: blocks that its attempts hold because they were named by key.
         asked: it is over, and D has asked after it in the last `tombstone`.
@@ -113,22 +114,37 @@ class Outgoing(Record[SourceSession]):
         """
         if report.start != self.ready:
             raise ValueError(f"tokens from {report.start} are reported, expected {self.ready}")
+        self._note(report)
+        self.ready = report.end
+
+    def _note(self, report: BlocksReady) -> None:
         for known, spans in zip(self.blocks, report.spans, strict=True):
             for span in spans:
                 known[span.first : span.first + len(span.blocks)] = span.blocks
-        self.ready = report.end
 
     def posts(self) -> Iterator[Post]:
         """Writes of what is ready, up to a border where blocks of both sides begin."""
-        session, end = self.bound_to, self.ready
+        session = self.bound_to
+        for post in self._writes_until(self.ready):
+            self.posted = post.end
+            self.writes.append((post.start, post.end))
+            self.flying.update((post.write, *pair) for pair in session.pairs)
+            session.flying[self.name] = self.flying
+            yield post
+
+    def coming(self, report: BlocksReady) -> list[Post]:
+        """Writes to be posted once the next report counts; none before the engine is asked."""
+        if not self.engaged or report.start != self.ready:
+            return []
+        self._note(report)
+        return list(self._writes_until(report.end))
+
+    def _writes_until(self, end: int) -> Iterator[Post]:
+        session, posted, number = self.bound_to, self.posted, len(self.writes)
         if end < self.end:
             end -= end % session.unit
-        while self.posted < end:
-            start = self.posted
-            self.posted = min(end, start - start % session.unit + session.max_tokens)
-            number = len(self.writes)
-            self.writes.append((start, self.posted))
-            self.flying.update((number, *pair) for pair in session.pairs)
-            session.flying[self.name] = self.flying
+        while posted < end:
+            start, posted = posted, min(end, posted - posted % session.unit + session.max_tokens)
             tables = self.blocks, self.targets
-            yield Post(self.name, session.id, number, start, self.posted, session.pairings, *tables)
+            yield Post(self.name, session.id, number, start, posted, session.pairings, *tables)
+            number += 1

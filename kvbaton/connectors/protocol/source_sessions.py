@@ -25,6 +25,10 @@ from kvbaton.types import Attempt, TransferTimers, clip_text
 MAX_OVER = 4096
 """Sessions that are remembered after their end; of a forgotten one nothing is ever promised."""
 
+WRITE_BYTES = 128 << 20
+"""About as much of a rank's blocks goes into one write: the first ones cross while others are
+posted, and are verified while others cross."""
+
 MAX_SESSIONS = 4096
 
 IDLE_LEASES = 2
@@ -121,7 +125,7 @@ class SourceSessions(Machine[Outgoing, SourceSession]):
             raise RefusalError("transport", why)
 
     def _size_writes(self, session: SourceSession) -> None:
-        """Set where writes may end, and how long they may be.
+        """Set where writes may end, and how long they may be; one unit may be more than that.
 
         Raises:
             RefusalError: the digests between two such borders do not fit into a notice.
@@ -133,8 +137,11 @@ class SourceSessions(Machine[Outgoing, SourceSession]):
             for a, b in zip(self.groups, session.groups, strict=True)
         ]
         room = self.max_notice_bytes
-        session.unit, session.max_tokens = unit, unit * units_per_notice(room, values)
-        if not session.max_tokens:
+        units = units_per_notice(room, values)
+        per_unit = unit * sum(g.token_bytes for g in self.groups if g.kind is not GroupKind.STATE)
+        most = max(1, WRITE_BYTES // max(1, per_unit))
+        session.unit, session.max_tokens = unit, unit * min(units, most)
+        if not units:
             why = f"notices of {room} bytes don't hold the {sum(values)} digests of {unit} tokens"
             raise RefusalError("layout", why)
 

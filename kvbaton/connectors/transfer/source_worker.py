@@ -1,16 +1,21 @@
-"""What P does to hand over: waits for blocks to be ready, plans, posts, watches the writes."""
+"""What P does to hand over: plans, waits for blocks to be ready, posts, watches the writes.
+
+Writes are planned, and prepared where the transport can, while the step that computes their blocks
+still runs: once it is over, only the digests are folded.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from kvbaton.connectors.base import Handle, Peer, Ranges, Status, Transport
+from kvbaton.connectors.base import Handle, Peer, PreparesWrites, Ranges, Status, Transport
 from kvbaton.connectors.digest import Sums, claims, poll_all
 from kvbaton.connectors.pairing import GroupPairing
 from kvbaton.connectors.plan import needed_bytes, plan, total_bytes
@@ -20,6 +25,8 @@ from kvbaton.connectors.protocol.source import Source
 from kvbaton.connectors.transfer.worker import Links, TransferWorker
 from kvbaton.messages.control import DigestRun
 from kvbaton.types import Attempt
+
+logger = logging.getLogger(__name__)
 
 
 class GroupSums(NamedTuple):
@@ -48,6 +55,22 @@ class _Write:
     failed: bool = False
 
 
+@dataclass
+class _PlannedWrite:
+    """What a write moves.
+
+    Attributes:
+        rows: per rank pair.
+        prepared: of those pairs whose transport has made it ready.
+        needed_bytes: the least that could cross.
+    """
+
+    order: events.Post
+    rows: dict[tuple[int, int], Ranges]
+    prepared: dict[tuple[int, int], object]
+    needed_bytes: int
+
+
 class SourceWorker(TransferWorker):
     """Carries out a `Source`'s actions on transports; only the transfer thread calls it.
 
@@ -66,6 +89,7 @@ class SourceWorker(TransferWorker):
         self._writes: dict[_Write, None] = {}
         self._reports: dict[Attempt, deque[events.BlocksReady | events.FirstTokens]] = {}
         self._sums: dict[Attempt, list[GroupSums]] = {}
+        self._planned: dict[Attempt, dict[int, _PlannedWrite]] = {}
         self._do |= {
             events.OpenPeer: self._open_peer,
             events.ClosePeer: self._close_peer,
@@ -76,6 +100,8 @@ class SourceWorker(TransferWorker):
 
     def submit(self, event: events.SourceEvent, now: float) -> None:
         """Take in what the engine reports; reports of one attempt keep their order."""
+        if isinstance(event, events.FirstTokens) and event.result_at is not None:
+            self.mark(event.attempt, "result", at=event.result_at)
         if isinstance(event, events.BlocksReady | events.FirstTokens):
             self._reports.setdefault(event.attempt, deque()).append(event)
         else:
@@ -85,8 +111,11 @@ class SourceWorker(TransferWorker):
         for attempt, queue in list(self._reports.items()):
             while queue and (isinstance(queue[0], events.FirstTokens) or self._are_final(queue[0])):
                 self.handle(queue.popleft(), now)
+                self._drop_plans(attempt)
             if not queue:
                 self._reports.pop(attempt, None)
+            elif attempt not in self._planned and isinstance(queue[0], events.BlocksReady):
+                self._plan_ahead(queue[0])
         for write in list(self._writes):
             self._look_at_write(write, now)
         for session in list(self._closing):
@@ -96,7 +125,12 @@ class SourceWorker(TransferWorker):
 
     def state(self) -> dict[str, Any]:
         """What the machine and this thread know, for diagnosis."""
-        return {**super().state(), "writes_in_flight": len(self._writes)}
+        waiting = sum(isinstance(r, events.BlocksReady) for q in self._reports.values() for r in q)
+        return {
+            **super().state(),
+            "writes_in_flight": len(self._writes),
+            "reports_waiting": waiting,
+        }
 
     def _are_final(self, event: events.BlocksReady) -> bool:
         """Whether the blocks of a report are; their sums are kept until they are posted."""
@@ -157,24 +191,63 @@ class SourceWorker(TransferWorker):
     def _release(self, action: events.Release, now: float) -> None:
         self._reports.pop(action.attempt, None)
         self._sums.pop(action.attempt, None)
+        self._drop_plans(action.attempt)
         self.to_engine(action)
 
     # --- writes ---
 
-    def _post(self, action: events.Post, now: float) -> None:
+    def _plan_ahead(self, report: events.BlocksReady) -> None:
+        """Plan the writes of blocks that a step still computes."""
+        record = self.source.live.get(report.attempt)
+        if record is None:
+            return
+        planned = self._planned[report.attempt] = dict[int, _PlannedWrite]()
+        try:
+            for order in record.coming(report):
+                links = self.linked[order.session][1]
+                found = planned[order.write] = self._plan(order, links)
+                for pair, rows in found.rows.items():
+                    transport = self.transports[pair[0]]
+                    if (
+                        isinstance(transport, PreparesWrites)
+                        and len(rows) <= self._max_ranges[pair[0]]
+                    ):
+                        found.prepared[pair] = transport.prepare(links[pair], rows)
+        except Exception:  # `_post` finds it, too, and can say to whom
+            logger.debug("writes of %s can't be planned ahead", report.attempt, exc_info=True)
+        self.mark(report.attempt, "prepared", start=report.start, end=report.end)
+
+    def _plan(self, order: events.Post, links: Links) -> _PlannedWrite:
         began = time.monotonic()
+        ranges: dict[tuple[int, int], list[Ranges]] = {pair: [] for pair in links}
+        needed, length = 0, self.source.live[order.attempt].num_tokens
+        for group, pairing in enumerate(order.pairings):
+            tables = order.source[group], order.target[group]
+            for pair, rows in plan(pairing, *tables, order.start, order.end).items():
+                ranges[pair].append(rows)
+            needed += needed_bytes(pairing, tables[1], order.start, order.end, length)
+        empty = [np.empty((0, 8), np.int64)]
+        rows_of = {pair: np.concatenate(parts or empty) for pair, parts in ranges.items()}
+        self.counters["plan_seconds"] += time.monotonic() - began
+        return _PlannedWrite(order, rows_of, {}, needed)
+
+    def _drop_plans(self, attempt: Attempt) -> None:
+        """Give back what was prepared for an attempt and not posted."""
+        for planned in self._planned.pop(attempt, {}).values():
+            for (own, _), prepared in planned.prepared.items():
+                cast(PreparesWrites, self.transports[own]).discard(prepared)
+
+    def _post(self, action: events.Post, now: float) -> None:
         _, links = self.linked[action.session]
         writes = {pair: _Write(action, pair) for pair in links}
         self._writes |= dict.fromkeys(writes.values())
-        ranges: dict[tuple[int, int], list[Ranges]] = {pair: [] for pair in links}
         digests: dict[tuple[int, int], list[DigestRun]] = {pair: [] for pair in links}
-        needed, length = 0, self.source.live[action.attempt].num_tokens
+        planned = self._planned.get(action.attempt, {}).pop(action.write, None)
         try:
+            planned = planned or self._plan(action, links)
+            foreseen = planned.order.start, planned.order.end
+            assert foreseen == (action.start, action.end), "it was planned as another write"
             for group, pairing in enumerate(action.pairings):
-                tables = action.source[group], action.target[group]
-                for pair, rows in plan(pairing, *tables, action.start, action.end).items():
-                    ranges[pair].append(rows)
-                needed += needed_bytes(pairing, tables[1], action.start, action.end, length)
                 for run in self._claims(action, group, pairing):
                     digests[run.source_rank, run.target_rank].append(run)
         except Exception as error:
@@ -183,11 +256,9 @@ class SourceWorker(TransferWorker):
             for write in writes.values():
                 write.broken = f"{type(error).__name__}: {error}"
             return
-        self.counters["plan_seconds"] += time.monotonic() - began
-        self.counters["needed_bytes"] += needed
+        self.counters["needed_bytes"] += planned.needed_bytes
         for pair, link in links.items():
-            rows = np.concatenate(ranges[pair] or [np.empty((0, 8), np.int64)])
-            self._post_pair(writes[pair], link, rows, tuple(digests[pair]))
+            self._post_pair(writes[pair], link, planned, tuple(digests[pair]))
         self.mark(action.attempt, "posted", write=action.write, start=action.start, end=action.end)
 
     def _claims(self, action: events.Post, group: int, pairing: GroupPairing) -> list[DigestRun]:
@@ -212,10 +283,11 @@ class SourceWorker(TransferWorker):
         )
 
     def _post_pair(
-        self, write: _Write, link: Peer, rows: Ranges, digests: tuple[DigestRun, ...]
+        self, write: _Write, link: Peer, planned: _PlannedWrite, digests: tuple[DigestRun, ...]
     ) -> None:
         """Post a rank pair's share, in parts if the transport takes fewer ranges at once."""
         action, pair = write.order, write.pair
+        rows, prepared = planned.rows[pair], planned.prepared.get(pair)
         write.num_bytes, write.posted_at = total_bytes(rows), time.monotonic()
         transport, size = self.transports[pair[0]], self._max_ranges[pair[0]]
         parts = max(1, -(-len(rows) // size))
@@ -223,8 +295,12 @@ class SourceWorker(TransferWorker):
         try:
             for part in range(parts):
                 landed = events.Landed(*name, *pair, part, parts, () if part else digests)
-                cut = rows[part * size : (part + 1) * size]
-                write.handles.append(transport.write(link, cut, pack_notice(landed)))
+                if prepared is not None:
+                    ahead = cast(PreparesWrites, transport)
+                    write.handles.append(ahead.post(prepared, pack_notice(landed)))
+                else:
+                    cut = rows[part * size : (part + 1) * size]
+                    write.handles.append(transport.write(link, cut, pack_notice(landed)))
         except Exception as error:
             self.error("write %d of %s can't be posted", action.write, action.attempt)
             write.broken = f"{type(error).__name__}: {error}"

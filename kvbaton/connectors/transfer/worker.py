@@ -34,6 +34,24 @@ Links = dict[tuple[int, int], Peer]
 """Connections of one peer, by our rank and its rank."""
 
 
+class Timelines:
+    """What happened to the latest attempts and when; of more than `MAX_TIMELINES` no more."""
+
+    def __init__(self) -> None:
+        self._marks: dict[Attempt, list[dict[str, Any]]] = {}
+
+    def mark(self, attempt: Attempt, what: str, at: float | None = None, **detail: int) -> None:
+        """Note something, now or at a time of the machine-wide clock."""
+        marks = self._marks.setdefault(attempt, [])
+        marks.append({"what": what, "time": time.monotonic() if at is None else at, **detail})
+        if len(self._marks) > MAX_TIMELINES:
+            del self._marks[next(iter(self._marks))]
+
+    def by_name(self) -> dict[str, list[dict[str, Any]]]:
+        """All of them, by `attempt_name`."""
+        return {attempt_name(attempt): list(marks) for attempt, marks in self._marks.items()}
+
+
 class TransferWorker:
     """Carries out a machine's actions on transports; only the transfer thread calls it.
 
@@ -67,7 +85,7 @@ class TransferWorker:
         self._machine = machine
         self._events: deque[events.Event] = deque()
         self._do: dict[type, Callable[[Any, float], None]] = {events.SendMessage: self._send}
-        self._timelines: dict[Attempt, list[dict[str, Any]]] = {}
+        self._timelines = Timelines()
         self._deadline: float | None = None
         self._period_ends = 0.0
 
@@ -211,12 +229,9 @@ class TransferWorker:
             link = self.channel.dial(action.address)
         self.channel.send(link, encode_control(message))
 
-    def mark(self, attempt: Attempt, what: str, **detail: int) -> None:
-        """Note what happens to an attempt, on the machine-wide clock; the oldest is forgotten."""
-        marks = self._timelines.setdefault(attempt, [])
-        marks.append({"what": what, "time": time.monotonic(), **detail})
-        if len(self._timelines) > MAX_TIMELINES:
-            del self._timelines[next(iter(self._timelines))]
+    def mark(self, attempt: Attempt, what: str, at: float | None = None, **detail: int) -> None:
+        """Note what happens to an attempt, now or at a time of the machine-wide clock."""
+        self._timelines.mark(attempt, what, at, **detail)
 
     def close(self) -> None:
         """Close all peers and shut the transports down."""
@@ -233,7 +248,7 @@ class TransferWorker:
                 attempt_name(attempt): [f"{at:.3f} {line}" for at, line in story]
                 for attempt, story in stories.items()
             },
-            "timelines": {attempt_name(a): list(marks) for a, marks in self._timelines.items()},
+            "timelines": self._timelines.by_name(),
         }
 
 

@@ -1,7 +1,8 @@
 """A worker on a CUDA device of this process.
 
 Steps run in order on a device's default stream. Sums are read and digests computed on streams of
-their own, beside the steps: the blocks they are about are final when they are asked for.
+their own, beside the steps: the blocks they are about are final when they are asked for, or, of
+sums of steps in flight, once an event of the default stream has passed that those streams wait for.
 """
 
 from __future__ import annotations
@@ -148,8 +149,10 @@ class CudaWorker(ModelWorker):
         alone = self.settings.shard.size == 1
         return enqueued(take, patience_s=None if alone else PATIENCE_S, over=over)
 
-    def sums(self, group: int, blocks: Sequence[int]) -> Pending[Sums]:
+    def sums(self, group: int, blocks: Sequence[int], *, in_flight: bool = False) -> Pending[Sums]:
         """See `Worker.sums`."""
+        if in_flight:
+            self._sums_stream.wait_stream(torch.cuda.default_stream(self.settings.device))
         with torch.cuda.stream(self._sums_stream), torch.inference_mode():
             sums = self.cache.fetch_kept_sums(group, blocks)
             return enqueued(lambda: sums.numpy().view(np.uint64))
@@ -170,6 +173,8 @@ class CudaWorker(ModelWorker):
         counted: npt.NDArray[np.int64],
     ) -> None:
         """See `Worker.adopt`; steps and sums that are launched later see them."""
+        if self.cache.sums is None:  # nor need a step wait
+            return
         with torch.cuda.stream(self._digest_stream), torch.inference_mode():
             super().adopt(group, blocks, sums, counted)
         for stream in (torch.cuda.default_stream(self.settings.device), self._sums_stream):

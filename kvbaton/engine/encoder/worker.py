@@ -238,8 +238,9 @@ class EncoderWorker(Worker):
             for step in plan.steps
         )
 
-    def sums(self, group: int, blocks: Sequence[int]) -> Pending[Sums]:
-        """See `Worker.sums`."""
+    def sums(self, group: int, blocks: Sequence[int], *, in_flight: bool = False) -> Pending[Sums]:
+        """See `Worker.sums`; its steps are not in order."""
+        assert not in_flight, "steps of an encoder end in any order"
         return self._beside(lambda: self.cache.kept_sums(group, blocks))
 
     def digest(

@@ -1,0 +1,65 @@
+"""What lies between P's last step and D's first one, by the nodes' timelines in ``/state``.
+
+All times are of the machine's monotonic clock, so both nodes must be on one machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+import aiohttp
+
+Marks = list[dict[str, Any]]
+
+SEGMENTS = (
+    ("result", "computed"),  # the transfer thread has the sums; less than 0: before the core
+    ("computed", "posted"),
+    ("posted", "landed"),
+    ("landed", "verified"),
+    ("verified", "delivered"),
+    ("delivered", "launched"),
+)
+SUMMED = (
+    ("result", "posted"),
+    ("posted", "landed"),
+    ("landed", "delivered"),
+    ("delivered", "launched"),
+    ("result", "launched"),
+)
+
+
+async def timelines(
+    session: aiohttp.ClientSession, prefill: str, decode: str
+) -> dict[str, dict[str, float]]:
+    """When what happened to each hand-over that both nodes remember; of its writes to the last."""
+    states = []
+    for url in (prefill, decode):
+        async with session.get(f"{url}/state") as response:
+            states.append(await response.json())
+    at_p, at_d = states[0]["source"]["timelines"], states[1]["target"]["timelines"]
+    loads: Mapping[str, Marks] = states[1]["target"]["loads"]
+    return {
+        name: {mark["what"]: mark["time"] for mark in (*at_p[name], *at_d[name], *loads[name])}
+        for name in at_p
+        if name in at_d and name in loads
+    }
+
+
+def print_parts(found: Mapping[str, Mapping[str, float]]) -> None:
+    """Print medians, and the least and most, of each segment in milliseconds."""
+    print(f"  of {len(found)} hand-overs, ms: median (least, most)")
+    for title, segments in (("parts", SEGMENTS), ("in all", SUMMED)):
+        for since, until in segments:
+            taken = [
+                1e3 * (marks[until] - marks[since])
+                for marks in found.values()
+                if since in marks and until in marks
+            ]
+            if taken:
+                name = f"{since} to {until}"
+                print(f"  {title:>6}: {name:24} {median(taken):7.2f} "
+                      f"({min(taken):.2f}, {max(taken):.2f})")  # fmt: skip
+    ahead = sum("prepared" in marks for marks in found.values())
+    print(f"  {ahead} of them had a write planned ahead", flush=True)
