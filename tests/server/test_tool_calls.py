@@ -332,3 +332,14 @@ async def test_what_is_refused_is_named(start: Any, extra: Any, param: str) -> N
     status, answer = await endpoint.post(CHAT, {"messages": ASK, "tools": TOOLS, **extra})
     assert (status, answer["error"]["param"]) == (400, param), answer
     assert endpoint.source.requests == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("wrong", [{"properties": None}, {"required": 5}, {"properties": [1]}])
+async def test_a_wrong_schema_is_refused(start: Any, family: str, wrong: Any) -> None:
+    endpoint = await start(family, "x")
+    tools = [{"type": "function", "function": {"name": "f", "parameters": wrong}}]
+    body = {"messages": ASK, "tools": tools, "tool_choice": "required"}
+    status, answer = await endpoint.post(CHAT, body)
+    assert (status, answer["error"]["param"]) == (400, "tools"), answer
+    assert endpoint.source.requests == []
