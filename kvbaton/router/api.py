@@ -136,8 +136,13 @@ async def explain_route(request: web.Request, response: web.StreamResponse) -> N
 async def close_if_draining(request: web.Request, response: web.StreamResponse) -> None:
     """Clients that keep connections open find another router for their next request."""
     if request.app[ROUTER].nodes.draining:
-        response.headers["Connection"] = "close"
-        response.force_close()
+        await close_connection(request, response)
+
+
+async def close_connection(request: web.Request, response: web.StreamResponse) -> None:
+    """Signal ``on_response_prepare``: this is the connection's last answer."""
+    response.headers["Connection"] = "close"
+    response.force_close()
 
 
 class RoutesView(Struct, kw_only=True):

@@ -23,6 +23,7 @@ from kvbaton.router.api import (
     ROUTER,
     app_without_text,
     check_member,
+    close_connection,
     live,
     no_node_yet,
     prefix_index,
@@ -197,9 +198,10 @@ async def first_to_register(config: RouterConfig, listener: socket.socket) -> No
     edge = FrontendConfig(model_name="", api_keys=config.api_keys)
     anything = web.route("*", "/{path:.*}", starting)
     own = [web.post("/nodes", introduce), web.get("/live", live), anything]
-    runner = await serve_on(
-        listener.dup(), app_without_text(edge, own), grace_s=1.0, tls=config.tls.server()
-    )
+    app = app_without_text(edge, own)
+    # A connection whose handshake ends later than we do is not closed with the others.
+    app.on_response_prepare.append(close_connection)
+    runner = await serve_on(listener.dup(), app, grace_s=1.0, tls=config.tls.server())
     try:
         url = url_of(listener, config.tls.scheme)
         logger.info("waiting at %s for the first node, which says what is served", url)
