@@ -23,7 +23,6 @@ from kvbaton.router.api import (
     ROUTER,
     app_without_text,
     check_member,
-    close_connection,
     live,
     no_node_yet,
     prefix_index,
@@ -41,7 +40,7 @@ from kvbaton.router.policies import load_policy
 from kvbaton.router.status import ClusterStatus
 from kvbaton.router.workers import workers
 from kvbaton.server.app import freeze_startup, serve_on
-from kvbaton.server.bodies import read_body
+from kvbaton.server.bodies import close_connection, read_body
 from kvbaton.server.frontend import FRONTEND, FrontendConfig
 from kvbaton.server.network import (
     allow_connections,
@@ -199,7 +198,6 @@ async def first_to_register(config: RouterConfig, listener: socket.socket) -> No
     anything = web.route("*", "/{path:.*}", starting)
     own = [web.post("/nodes", introduce), web.get("/live", live), anything]
     app = app_without_text(edge, own)
-    # A connection whose handshake ends later than we do is not closed with the others.
     app.on_response_prepare.append(close_connection)
     runner = await serve_on(listener.dup(), app, grace_s=1.0, tls=config.tls.server())
     try:
