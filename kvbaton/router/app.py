@@ -153,14 +153,14 @@ async def find_model(config: RouterConfig, listener: socket.socket) -> tuple[str
         ConfigError: a static node could not be asked, or its model is not here.
     """
     if config.model is not None:
-        return config.model, config.served_model_name or config.model
+        return config.model, next(iter(config.served_model_name), config.model)
     if not config.static_nodes:
         info = await first_to_register(config, listener)
     else:
         info = await _ask_static_nodes(config)
         if not _is_here(info):
             raise ConfigError("--model", _elsewhere(info))
-    return info.model_path, config.served_model_name or info.model
+    return info.model_path, next(iter(config.served_model_name), info.model)
 
 
 def _is_here(info: NodeInfo) -> bool:

@@ -53,8 +53,8 @@ class EndpointConfig:
     Attributes:
         host: address to listen on.
         port: 0 takes a free one.
-        served_model_name: as clients name the model; None takes its folder as given, or at the
-            router the nodes' own name.
+        served_model_name: as clients may name the model, of which answers and nodes say the first;
+            without any its folder as given, or at the router the nodes' own name.
         chat_template: file with another chat template than the model's.
         tool_call_parser: which calls are told apart in chats; see `text.output_parser`.
         reasoning_parser: the same for reasoning.
@@ -80,7 +80,9 @@ class EndpointConfig:
 
     host: str = flag("127.0.0.1", "address to listen on", metavar=None)
     port: Port = flag(0, "0 takes a free one", metavar=None)
-    served_model_name: str | None = flag(None, "as clients name the model", metavar="NAME")
+    served_model_name: tuple[str, ...] = flag(
+        (), "as clients may name the model; answers say the first", nargs="+", metavar="NAME"
+    )
     chat_template: str | None = flag(
         None, "jinja template to use instead of the model's", metavar="FILE"
     )
@@ -262,7 +264,7 @@ class NodeConfig(EndpointConfig):
     @property
     def model_name(self) -> str:
         """As clients name the model."""
-        return self.served_model_name or self.engine.model
+        return next(iter(self.served_model_name), self.engine.model)
 
     @cached_property
     def handover(self) -> HandoverConfig:

@@ -42,7 +42,8 @@ class FrontendConfig:
     """Settings of the endpoint; command-line defaults are read from here.
 
     Attributes:
-        model_name: as clients name it.
+        model_name: as clients name it, and answers.
+        aliases: other names that clients may use.
         api_keys: any of them opens the endpoint as ``Authorization: Bearer KEY``; none leaves it
             open.
         operator_token: opens what only operators may ask, as an API key does; empty for none.
@@ -65,6 +66,7 @@ class FrontendConfig:
     """
 
     model_name: str
+    aliases: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
     operator_token: str = field(default="", repr=False)
     timeout_s: float = 600.0
@@ -114,6 +116,7 @@ class FrontendConfig:
         """
         return cls(
             model_name=name,
+            aliases=config.served_model_name[1:],
             api_keys=config.api_keys,
             operator_token=operator_token,
             tool_call_parser=config.tool_call_parser,
