@@ -132,7 +132,8 @@ class Grammars(KVConnector):
             self._matchers[sequence] = matcher, read + taken
             if taken < len(tokens):
                 at = read + taken
-                self._errors[sequence] = f"token {tokens[taken]} at {at} does not fit it"
+                unfit = f"token {tokens[taken]} at {at} does not fit it"
+                self._errors[sequence] = matcher.get_error() or unfit
         return True
 
     def error(self, sequence: requests.Sequence) -> str | None:
