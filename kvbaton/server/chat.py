@@ -354,10 +354,12 @@ class ParsedFormatter(ChatFormatter):
                 call.function.name = part.function
             call.function.arguments += part.text
         nothing = UNSET if streams else None if texts or calls else ""
+        reasoning = texts.get("reasoning", UNSET)
         return ChatMessage(
             role="assistant" if new.first else UNSET,
             content=texts.get("content", nothing),
-            reasoning_content=texts.get("reasoning", UNSET),
+            reasoning_content=reasoning,
+            reasoning=reasoning,
             tool_calls=list(calls.values()) or UNSET,
         )
 
