@@ -123,7 +123,7 @@ class ClusterConfig(EndpointConfig):
             "router",
             f"--fd={fd}",
             f"--model={self.engine.model}",
-            *words_of(self, ("served_model_name",)),
+            *words_of(self, ("served_model_name", "allowed_origins")),
             *words_of(self.routing),
             *words_of(self.tls),
             *self._text_words(),

@@ -37,6 +37,7 @@ from kvbaton.server.bodies import (
 from kvbaton.server.chat import chat_completions, encode_chat
 from kvbaton.server.completions import completions
 from kvbaton.server.config import EndpointConfig
+from kvbaton.server.cors import let_origins_in
 from kvbaton.server.frontend import FRONTEND, Frontend
 from kvbaton.server.openapi import contract, openapi
 from kvbaton.server.tracing import ARRIVED, CLIENT_CLOSED_REQUEST
@@ -66,6 +67,8 @@ def make_app(
     )
     app[FRONTEND] = frontend
     app.on_response_prepare.append(echo_request_id)
+    if frontend.config.allowed_origins:
+        let_origins_in(app)
     if frontend.tracing is not None:
         app.on_cleanup.append(frontend.tracing.close)
     if text:

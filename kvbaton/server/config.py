@@ -64,6 +64,7 @@ class EndpointConfig:
         api_keys: any of them opens the endpoint; none leaves it open.
         cluster_key: secret shared by all nodes and the router; None restricts the cluster to this
             machine.
+        allowed_origins: of web pages that may ask from a browser; * for any.
         timeout_keep_alive_s: a connection is closed that has brought no whole head of a request
             for so long: because it is idle, or because somebody sends it by drops.
         shutdown_timeout_s: how long requests and hand-overs may go on after SIGTERM.
@@ -111,6 +112,12 @@ class EndpointConfig:
         secret=True,
         metavar="SECRET",
     )
+    allowed_origins: tuple[str, ...] = flag(
+        (),
+        "web pages from there may ask from a browser, as https://chat.example; * for all (none)",
+        nargs="+",
+        metavar="ORIGIN",
+    )
     timeout_keep_alive_s: Seconds = flag(
         120.0,
         "seconds that a connection may be without a whole head of a request; longer than proxies "
@@ -136,6 +143,11 @@ class EndpointConfig:
         for key in self.api_keys:
             check_secret("--api-key", key)
         check_secret("--cluster-key", self.cluster_key)
+        for origin in self.allowed_origins:
+            if origin != "*":
+                check_url("--allowed-origins", origin)
+                if urlsplit(origin).path:
+                    raise ConfigError("--allowed-origins", f"{origin!r} is none: it has a path")
         if not self.timeout_keep_alive_s:  # aiohttp would wait for ever
             raise ConfigError("--timeout-keep-alive", "must be above 0")
 

@@ -46,6 +46,7 @@ class FrontendConfig:
         aliases: other names that clients may use.
         api_keys: any of them opens the endpoint as ``Authorization: Bearer KEY``; none leaves it
             open.
+        allowed_origins: see `EndpointConfig`.
         operator_token: opens what only operators may ask, as an API key does; empty for none.
         timeout_s: after which a request is ended, if it names no `timeout`.
         max_timeout_s: longest `timeout` that a request may name.
@@ -68,6 +69,7 @@ class FrontendConfig:
     model_name: str
     aliases: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
     operator_token: str = field(default="", repr=False)
     timeout_s: float = 600.0
     max_timeout_s: float = 3600.0
@@ -118,6 +120,7 @@ class FrontendConfig:
             model_name=name,
             aliases=config.served_model_name[1:],
             api_keys=config.api_keys,
+            allowed_origins=config.allowed_origins,
             operator_token=operator_token,
             tool_call_parser=config.tool_call_parser,
             reasoning_parser=config.reasoning_parser,
