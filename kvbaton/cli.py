@@ -298,8 +298,7 @@ def find_model(args: argparse.Namespace) -> None:
     args.model = vars(args).pop("model_tag", None) or args.model  # a file may name another
     if args.model is None:
         raise ConfigError("--model", "is missing: the folder of the model, or a GGUF file")
-    if args.served_model_name is None:
-        args.served_model_name = args.model
+    args.served_model_name = args.served_model_name or [args.model]
     if args.model.endswith(".gguf"):
         from kvbaton.engine.gguf import model_folder
 

@@ -90,7 +90,7 @@ class ClusterConfig(EndpointConfig):
     @property
     def model_name(self) -> str:
         """As clients name the model."""
-        return self.served_model_name or self.engine.model
+        return next(iter(self.served_model_name), self.engine.model)
 
     @property
     def stop_timeout_s(self) -> float:
@@ -123,7 +123,7 @@ class ClusterConfig(EndpointConfig):
             "router",
             f"--fd={fd}",
             f"--model={self.engine.model}",
-            f"--served-model-name={self.model_name}",
+            *words_of(self, ("served_model_name", "allowed_origins")),
             *words_of(self.routing),
             *words_of(self.tls),
             *self._text_words(),
@@ -144,7 +144,7 @@ class ClusterConfig(EndpointConfig):
             "--port=0",
             f"--router={router_url}",
             f"--node-id={name}",
-            f"--served-model-name={self.model_name}",
+            *words_of(self, ("served_model_name",)),
             f"--transport={self.transport}",
             *words_of(self.tls, ("ssl_ca_certs",)),
             *(self._common_words() if encodes else self._text_words()),

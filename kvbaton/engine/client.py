@@ -161,12 +161,16 @@ class EngineClient(TokenSource):
             timeout_s: until the core must have answered.
 
         Raises:
-            EngineDeadError: it did not, or speaks no version of our messages.
+            EngineDeadError: it did not, or speaks no version of our messages; or this process has
+                no room for a connection.
             ValueError: the address is none.
         """
         client = cls()
         try:
             await client._open(address, cluster_key, local, timeout_s)
+        except zmq.ZMQError as error:  # too many files are open, say
+            await client.close()
+            raise EngineDeadError(f"can't connect to {address}: {error}") from error
         except BaseException:
             await client.close()
             raise
@@ -197,7 +201,9 @@ class EngineClient(TokenSource):
         self._send(Connect())
         self._read_monitor()  # the descriptor speaks of what comes after a look at the socket
         try:
-            self.ready = await asyncio.wait_for(self._connected, timeout_s)
+            # `asyncio.wait_for` of Python 3.11 forgets a cancellation that comes with the answer.
+            async with asyncio.timeout(timeout_s):
+                self.ready = await self._connected
         except TimeoutError:
             raise EngineDeadError(
                 f"no engine answered at {address} within {timeout_s:g} s; are the cluster "
@@ -210,13 +216,13 @@ class EngineClient(TokenSource):
         self._fail("the connection to the engine was closed")
         socket, monitor = self._socket, self._monitor
         self._socket = self._monitor = None
-        if socket is None or monitor is None:
-            return
-        self._loop.remove_reader(monitor.fileno())
-        self._loop.remove_reader(socket.fileno())
-        socket.disable_monitor()
-        monitor.close()
-        socket.close()
+        if socket is not None and monitor is not None:
+            self._loop.remove_reader(monitor.fileno())
+            self._loop.remove_reader(socket.fileno())
+            socket.disable_monitor()
+            monitor.close()
+        if socket is not None:
+            socket.close()
 
     def _fail(self, reason: str) -> None:
         if self.dead is not None:

@@ -165,7 +165,8 @@ class Grammars(NoGrammars, KVConnector):
             self._matchers[sequence] = matcher, read + taken
             if taken < len(tokens):
                 at = read + taken
-                self._errors[sequence] = f"token {tokens[taken]} at {at} does not fit it"
+                unfit = f"token {tokens[taken]} at {at} does not fit it"
+                self._errors[sequence] = matcher.get_error() or unfit
         return True
 
     @override

@@ -418,6 +418,8 @@ class Scheduler(LiveRequests):
                 self.begin_load(connector, sequence, match, end)
                 return "done"
             if self.both_sides:
+                if sequence.request.source:
+                    continue  # the node that waits for it may be who these loads wait for
                 if self.loading and self._step_aside(sequence):
                     return "done"
                 if self._exceeds(sequence, 0.5):

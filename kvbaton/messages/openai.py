@@ -282,11 +282,13 @@ class ChatMessage(Struct, kw_only=True):
     Attributes:
         content: null where there are calls only.
         reasoning_content: what came before the answer (extension).
+        reasoning: the same, as vLLM has called it since 0.11 (extension).
     """
 
     role: str | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
     reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 

@@ -32,7 +32,7 @@ from kvbaton.router.retry_budget import RetryBudget
 from kvbaton.router.route import no_node_ready
 from kvbaton.server.app import make_app
 from kvbaton.server.auth import from_loopback, has_password, require_operator
-from kvbaton.server.bodies import REQUEST_ID, json_response, read_body
+from kvbaton.server.bodies import REQUEST_ID, close_connection, json_response, read_body
 from kvbaton.server.frontend import FRONTEND, Frontend, FrontendConfig, ModelFacts
 from kvbaton.server.metrics import HttpMetrics, exposition
 from kvbaton.server.network import carries_token, registration_token
@@ -137,8 +137,7 @@ async def explain_route(request: web.Request, response: web.StreamResponse) -> N
 async def close_if_draining(request: web.Request, response: web.StreamResponse) -> None:
     """Clients that keep connections open find another router for their next request."""
     if request.app[ROUTER].nodes.draining:
-        response.headers["Connection"] = "close"
-        response.force_close()
+        await close_connection(request, response)
 
 
 class RoutesView(Struct, kw_only=True):

@@ -40,7 +40,7 @@ from kvbaton.router.policies import load_policy
 from kvbaton.router.status import ClusterStatus
 from kvbaton.router.workers import workers
 from kvbaton.server.app import freeze_startup, serve_on
-from kvbaton.server.bodies import read_body
+from kvbaton.server.bodies import close_connection, read_body
 from kvbaton.server.frontend import FRONTEND, FrontendConfig
 from kvbaton.server.network import (
     allow_connections,
@@ -153,14 +153,14 @@ async def find_model(config: RouterConfig, listener: socket.socket) -> tuple[str
         ConfigError: a static node could not be asked, or its model is not here.
     """
     if config.model is not None:
-        return config.model, config.served_model_name or config.model
+        return config.model, next(iter(config.served_model_name), config.model)
     if not config.static_nodes:
         info = await first_to_register(config, listener)
     else:
         info = await _ask_static_nodes(config)
         if not _is_here(info):
             raise ConfigError("--model", _elsewhere(info))
-    return info.model_path, config.served_model_name or info.model
+    return info.model_path, next(iter(config.served_model_name), info.model)
 
 
 def _is_here(info: NodeInfo) -> bool:
@@ -197,9 +197,9 @@ async def first_to_register(config: RouterConfig, listener: socket.socket) -> No
     edge = FrontendConfig(model_name="", api_keys=config.api_keys)
     anything = web.route("*", "/{path:.*}", starting)
     own = [web.post("/nodes", introduce), web.get("/live", live), anything]
-    runner = await serve_on(
-        listener.dup(), app_without_text(edge, own), grace_s=1.0, tls=config.tls.server()
-    )
+    app = app_without_text(edge, own)
+    app.on_response_prepare.append(close_connection)
+    runner = await serve_on(listener.dup(), app, grace_s=1.0, tls=config.tls.server())
     try:
         url = url_of(listener, config.tls.scheme)
         logger.info("waiting at %s for the first node, which says what is served", url)

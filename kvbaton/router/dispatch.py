@@ -8,7 +8,7 @@ import os
 import secrets
 import time
 from collections import Counter
-from functools import partial
+from collections.abc import Sequence
 
 from msgspec.structs import replace
 from typing_extensions import override
@@ -16,7 +16,7 @@ from typing_extensions import override
 from kvbaton.engine.client import EngineClient
 from kvbaton.engine.outputs import OutputReceiver, TokenSource
 from kvbaton.errors import EngineDeadError, RequestError
-from kvbaton.messages.engine import AddRequest, Mark, Output
+from kvbaton.messages.engine import AddRequest, Item, Mark, Output
 from kvbaton.router.chooser import RouteChooser
 from kvbaton.router.config import RelayTimers
 from kvbaton.router.loads import IDLE, NodeLoad, NodeLoads, RouterTotals
@@ -32,6 +32,7 @@ from kvbaton.router.relay import (
     RequestRelay,
 )
 from kvbaton.router.retry_budget import RetryBudget
+from kvbaton.router.route import Route
 
 logger = logging.getLogger(__name__)
 
@@ -214,7 +215,7 @@ class _Running:
         self.started_at = self.loop.time()
         self.relay = RequestRelay(
             request,
-            partial(dispatcher.chooser.route, request),
+            self._route,
             transfer_id=os.urandom(16),
             item_ids=list(map(os.urandom, [16] * len(request.items))),
             timers=dispatcher.timers,
@@ -246,6 +247,17 @@ class _Running:
         self.dispatcher.count_end(outcome, self.relay.num_tokens)
         for line in self.relay.story:
             logger.warning("request %s: %s", request_id, line)
+
+    def _route(self, num_tokens: int, items: Sequence[Item], avoid: frozenset[str]) -> Route | None:
+        """Nodes for an attempt; see `RouteChooser.route`."""
+        request = self.relay.request
+        try:
+            return self.dispatcher.chooser.route(request, num_tokens, items, avoid)
+        except RequestError:
+            raise
+        except Exception:  # a policy may be anybody's, and others go on
+            logger.exception("no node could be chosen for request %s", request.request_id)
+            return None
 
     # --- moving ---
 

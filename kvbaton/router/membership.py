@@ -23,10 +23,11 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvbaton.connectors.address import is_loopback
-from kvbaton.errors import RequestError
+from kvbaton.errors import ConfigError, RequestError
 from kvbaton.messages.nodes import Members, NodeInfo
 from kvbaton.router.config import MembershipTimers
 from kvbaton.router.route import Pair, Pairs
+from kvbaton.server.config import check_url
 from kvbaton.server.transfer_params import tcp_host
 
 ROLES = ("any", "prefill", "decode", "encode")
@@ -410,10 +411,11 @@ class Membership:
             raise RequestError(f"role {info.role!r} is none of {ROLES}", param="role")
         if not info.node_id or "/" in info.node_id:
             raise RequestError("node_id is empty or contains a slash", param="node_id")
-        url = urlsplit(info.url)
-        if url.scheme not in ("http", "https") or not url.hostname:
-            raise RequestError(f"{info.url!r} is no http URL", param="url")
-        self._check_host(url.hostname, info.url, "url")
+        try:
+            check_url("url", info.url)
+        except ConfigError as error:
+            raise RequestError(f"{info.url!r} is no http URL", param="url") from error
+        self._check_host(urlsplit(info.url).hostname or "", info.url, "url")
         # Members are told the one and dial it, routers dial the other.
         for name in ("control_address", "engine_address"):
             address: str | None = getattr(info, name)

@@ -37,6 +37,7 @@ from kvbaton.server.bodies import (
 from kvbaton.server.chat import chat_completions, encode_chat
 from kvbaton.server.completions import completions
 from kvbaton.server.config import EndpointConfig
+from kvbaton.server.cors import let_origins_in
 from kvbaton.server.frontend import FRONTEND, Frontend
 from kvbaton.server.openapi import contract, openapi
 from kvbaton.server.tracing import ARRIVED, CLIENT_CLOSED_REQUEST
@@ -66,6 +67,8 @@ def make_app(
     )
     app[FRONTEND] = frontend
     app.on_response_prepare.append(echo_request_id)
+    if frontend.config.allowed_origins:
+        let_origins_in(app)
     if frontend.tracing is not None:
         app.on_cleanup.append(frontend.tracing.close)
     if text:
@@ -163,20 +166,23 @@ async def endpoint_middleware(request: web.Request, handler: Handler) -> web.Str
 @contract(answer=ModelList)
 async def models(request: web.Request) -> web.Response:
     """``GET /v1/models``."""
-    return json_response(ModelList(data=[_card(request.app[FRONTEND])]))
+    frontend = request.app[FRONTEND]
+    names = (frontend.config.model_name, *frontend.config.aliases)
+    return json_response(ModelList(data=[_card(frontend, name) for name in names]))
 
 
 @contract(answer=ModelCard)
 async def model(request: web.Request) -> web.Response:
     """``GET /v1/models/{model}``."""
     frontend = request.app[FRONTEND]
-    check_model(frontend, request.match_info["model"])
-    return json_response(_card(frontend))
+    name = request.match_info["model"]
+    check_model(frontend, name)
+    return json_response(_card(frontend, name))
 
 
-def _card(frontend: Frontend) -> ModelCard:
+def _card(frontend: Frontend, name: str) -> ModelCard:
     return ModelCard(
-        id=frontend.config.model_name,
+        id=name,
         created=frontend.created,
         max_model_len=frontend.facts().max_model_len,
     )

@@ -50,7 +50,12 @@ def tenant(request: web.Request) -> str:
 
 
 def from_loopback(request: web.Request) -> bool:
-    """Whether the peer is this machine."""
+    """Whether the peer is this machine, and no web page there that wants to change something.
+
+    Any site can have browsers post here, which then say what site that is.
+    """
+    if request.method not in ("GET", "HEAD") and "Origin" in request.headers:
+        return False
     return is_loopback(request.get(PEER, request.remote))
 
 

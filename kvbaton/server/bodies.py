@@ -41,6 +41,16 @@ async def echo_request_id(request: web.Request, response: web.StreamResponse) ->
     response.headers[HEADER] = request.get(REQUEST_ID) or request_id_of(request)
 
 
+async def close_connection(request: web.Request, response: web.StreamResponse) -> None:
+    """Signal ``on_response_prepare``: this is the connection's last answer.
+
+    An application that another one replaces needs it: a connection whose handshake ends after those
+    of the first one were closed would stay with it.
+    """
+    response.headers["Connection"] = "close"
+    response.force_close()
+
+
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1.0

@@ -11,6 +11,7 @@ from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 from typing_extensions import override
 
+from kvbaton.engine.validate import check_range
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import Item
 from kvbaton.messages.openai import (
@@ -197,6 +198,11 @@ def check_chat(frontend: Frontend, body: ChatRequest) -> None:
         raise RequestError("echo is for /v1/completions", param="echo", code="unsupported")
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs=true", param="top_logprobs")
+    ranges = frontend.config.ranges
+    if body.max_completion_tokens is not None:
+        check_range("max_completion_tokens", body.max_completion_tokens, ranges["max_tokens"])
+    if body.top_logprobs is not None:
+        check_range("top_logprobs", body.top_logprobs, ranges["logprobs"])
 
 
 async def encode_chat(
@@ -353,10 +359,12 @@ class ParsedFormatter(ChatFormatter):
                 call.function.name = part.function
             call.function.arguments += part.text
         nothing = UNSET if streams else None if texts or calls else ""
+        reasoning = texts.get("reasoning", UNSET)
         return ChatMessage(
             role="assistant" if new.first else UNSET,
             content=texts.get("content", nothing),
-            reasoning_content=texts.get("reasoning", UNSET),
+            reasoning_content=reasoning,
+            reasoning=reasoning,
             tool_calls=list(calls.values()) or UNSET,
         )
 

@@ -53,8 +53,8 @@ class EndpointConfig:
     Attributes:
         host: address to listen on.
         port: 0 takes a free one.
-        served_model_name: as clients name the model; None takes its folder as given, or at the
-            router the nodes' own name.
+        served_model_name: as clients may name the model, of which answers and nodes say the first;
+            without any its folder as given, or at the router the nodes' own name.
         chat_template: file with another chat template than the model's.
         tool_call_parser: which calls are told apart in chats; see `text.output_parser`.
         reasoning_parser: the same for reasoning.
@@ -64,6 +64,7 @@ class EndpointConfig:
         api_keys: any of them opens the endpoint; none leaves it open.
         cluster_key: secret shared by all nodes and the router; None restricts the cluster to this
             machine.
+        allowed_origins: of web pages that may ask from a browser; * for any.
         timeout_keep_alive_s: a connection is closed that has brought no whole head of a request
             for so long: because it is idle, or because somebody sends it by drops.
         shutdown_timeout_s: how long requests and hand-overs may go on after SIGTERM.
@@ -80,7 +81,9 @@ class EndpointConfig:
 
     host: str = flag("127.0.0.1", "address to listen on", metavar=None)
     port: Port = flag(0, "0 takes a free one", metavar=None)
-    served_model_name: str | None = flag(None, "as clients name the model", metavar="NAME")
+    served_model_name: tuple[str, ...] = flag(
+        (), "as clients may name the model; answers say the first", nargs="+", metavar="NAME"
+    )
     chat_template: str | None = flag(
         None, "jinja template to use instead of the model's", metavar="FILE"
     )
@@ -109,6 +112,12 @@ class EndpointConfig:
         secret=True,
         metavar="SECRET",
     )
+    allowed_origins: tuple[str, ...] = flag(
+        (),
+        "web pages from there may ask from a browser, as https://chat.example; * for all (none)",
+        nargs="+",
+        metavar="ORIGIN",
+    )
     timeout_keep_alive_s: Seconds = flag(
         120.0,
         "seconds that a connection may be without a whole head of a request; longer than proxies "
@@ -134,6 +143,11 @@ class EndpointConfig:
         for key in self.api_keys:
             check_secret("--api-key", key)
         check_secret("--cluster-key", self.cluster_key)
+        for origin in self.allowed_origins:
+            if origin != "*":
+                check_url("--allowed-origins", origin)
+                if urlsplit(origin).path:
+                    raise ConfigError("--allowed-origins", f"{origin!r} is none: it has a path")
         if not self.timeout_keep_alive_s:  # aiohttp would wait for ever
             raise ConfigError("--timeout-keep-alive", "must be above 0")
 
@@ -262,7 +276,7 @@ class NodeConfig(EndpointConfig):
     @property
     def model_name(self) -> str:
         """As clients name the model."""
-        return self.served_model_name or self.engine.model
+        return next(iter(self.served_model_name), self.engine.model)
 
     @cached_property
     def handover(self) -> HandoverConfig:

@@ -41,9 +41,11 @@ class FrontendConfig:
     """Settings of the endpoint; command-line defaults are read from here.
 
     Attributes:
-        model_name: as clients name it.
+        model_name: as clients name it, and answers.
+        aliases: other names that clients may use.
         api_keys: any of them opens the endpoint as ``Authorization: Bearer KEY``; none leaves it
             open.
+        allowed_origins: see `EndpointConfig`.
         operator_token: opens what only operators may ask, as an API key does; empty for none.
         timeout_s: after which a request is ended, if it names no `timeout`.
         max_timeout_s: longest `timeout` that a request may name.
@@ -64,7 +66,9 @@ class FrontendConfig:
     """
 
     model_name: str
+    aliases: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
     operator_token: str = field(default="", repr=False)
     timeout_s: float = 600.0
     max_timeout_s: float = 3600.0
@@ -113,7 +117,9 @@ class FrontendConfig:
         """
         return cls(
             model_name=name,
+            aliases=config.served_model_name[1:],
             api_keys=config.api_keys,
+            allowed_origins=config.allowed_origins,
             operator_token=operator_token,
             tool_call_parser=config.tool_call_parser,
             reasoning_parser=config.reasoning_parser,

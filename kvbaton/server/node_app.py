@@ -23,7 +23,7 @@ from kvbaton.messages.engine import AddRequest, Item, PrefixAt, SamplingParams, 
 from kvbaton.messages.nodes import GenerateRequest, GenerateResponse
 from kvbaton.server.app import make_app
 from kvbaton.server.auth import require_operator
-from kvbaton.server.bodies import error_response, json_response
+from kvbaton.server.bodies import close_connection, error_response, json_response
 from kvbaton.server.config import NodeConfig, NodeRole
 from kvbaton.server.frontend import (
     FRONTEND,
@@ -169,6 +169,7 @@ def make_starting_app() -> web.Application:
         return json_response({"status": "starting"})
 
     app = web.Application()
+    app.on_response_prepare.append(close_connection)
     app.router.add_get("/live", lives)
     app.router.add_route("*", "/{path:.*}", starting)
     return app

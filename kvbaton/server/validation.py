@@ -109,8 +109,8 @@ def check_common(frontend: Frontend, body: SamplingFields) -> None:
 
 def check_model(frontend: Frontend, model: str | None) -> None:
     """Raise `RequestError` (404) for any model but the one that is served."""
-    served = frontend.config.model_name
-    if model is not None and model != served:
+    served, aliases = frontend.config.model_name, frontend.config.aliases
+    if model is not None and model != served and model not in aliases:
         raise RequestError(
             f"the model {model[:256]!r} does not exist; this endpoint serves {served!r}",
             param="model",

@@ -194,7 +194,9 @@ def _normalize(message: Message, where: str, images: list[ImageUrl] | None) -> M
         raise RequestError("role must be a non-empty string", param=f"{where}.role")
     content = _content(message.get("content"), f"{where}.content", images)
     result = {**message, "content": content}
-    reasoning = message.get("reasoning_content", message.get("reasoning"))
+    reasoning = message.get("reasoning_content")
+    if reasoning is None:
+        reasoning = message.get("reasoning")
     if reasoning is not None:
         result["reasoning_content"] = reasoning
     if (calls := message.get("tool_calls")) is not None:

@@ -145,7 +145,8 @@ def split_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             results.append(dict(rest.popleft()))
         for call in calls:
             found.append({**message, "tool_calls": [call]})
-            message = {k: message[k] for k in message if k not in ("content", "reasoning_content")}
+            said = ("content", "reasoning_content", "reasoning")
+            message = {k: message[k] for k in message if k not in said}
             name = call.get("id") if isinstance(call, Mapping) else ...  # which nothing equals
             mine = [result for result in results if result.get("tool_call_id") == name]
             found += mine

@@ -16,7 +16,7 @@ import json
 import re
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
@@ -221,6 +221,14 @@ Functions = Mapping[str, Mapping[str, Any]]
 """The JSON schema of the parameters of each function that may be called, by its name."""
 
 
+class ParametersSchema(Struct):
+    """What is read of the JSON schema of a function's parameters; `llguidance` reads the rest."""
+
+    type: Literal["object"] = "object"
+    properties: dict[str, Any] = {}
+    required: list[str] = []
+
+
 class OutputGrammar:
     """Such a grammar in the making: rules, and the grammars that they refer to."""
 
@@ -290,8 +298,9 @@ def forced_functions(functions: Functions, choice: Any) -> Functions:
         if not _NAME.fullmatch(name):
             allowed = "is not of letters, digits, _, . and -, 256 at most, and can't be forced"
             raise RequestError(f"the name {name[:300]!r} {allowed}", param="tools")
-        if schema.get("type", "object") != "object":
-            raise RequestError(
-                f"the parameters of {name} must be an object's schema", param="tools"
-            )
+        try:
+            msgspec.convert(schema, ParametersSchema)
+        except msgspec.ValidationError as error:
+            problem = f"the parameters of {name} must be an object's schema: {error}"
+            raise RequestError(problem, param="tools") from error
     return {name: {"type": "object", **schema} for name, schema in functions.items()}

@@ -21,6 +21,7 @@ import regex
 from msgspec import Struct
 from typing_extensions import override
 
+from kvbaton.errors import RequestError
 from kvbaton.text.call_syntax import CallSyntax
 from kvbaton.text.output_parser import (
     Kind,
@@ -165,7 +166,11 @@ class TaggedFormat(OutputFormat):
                 shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
                 value = f"{grammar.arguments({**kind, **shared})} {quoted(end)}"
             elif "enum" in kind:
-                value = f"({' | '.join(map(quoted, kind['enum']))}) {quoted(end)}"
+                allowed = kind["enum"] if isinstance(kind["enum"], list) else ()
+                texts = [quoted(text) for text in allowed if isinstance(text, str)]
+                if not texts:
+                    raise RequestError(f"the enum of {key} has no text", param="tools")
+                value = f"({' | '.join(texts)}) {quoted(end)}"
             else:
                 value = grammar.until(end)
             optional = "" if key in required else "?"

@@ -61,6 +61,7 @@ def test_slow_nodes_compute_for_as_long_as_clients_wait() -> None:
 
 def test_nodes_of_both_sides_never_wait_for_each_other() -> None:
     simulate(863885)  # a prefix without room stood before a prompt that the room's owner waited for
+    simulate(320007)  # a prompt for another node waited for room for a prefix of its own
 
 
 def test_a_source_may_tell_its_target_that_a_client_left() -> None:

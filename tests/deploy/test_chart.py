@@ -209,7 +209,7 @@ def test_what_the_page_tells_to_type(render: Render, tmp_path: Path) -> None:
     objects = typed(install.replace("helm install", "helm template"))
     for workload in workloads(objects):
         args = make_parser().parse_args(words_of(workload))
-        assert (args.model, args.served_model_name) == ("/models/llama", "llama")
+        assert (args.model, args.served_model_name) == ("/models/llama", ["llama"])
         wanted = [one["valueFrom"] for one in container(workload)["env"] if "KEY" in one["name"]]
         for source in wanted:
             key = source["secretKeyRef"]

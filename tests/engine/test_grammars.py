@@ -213,6 +213,10 @@ def test_what_can_not_be_followed_is_told(nodes: Callable[..., Node]) -> None:
     unfit = node.add(request)
     assert unfit.result() == []
     assert "does not fit" in str(unfit.error)
+    many = " | ".join(f'"w{i}"' for i in range(3000))  # which a parser's row does not hold
+    large = node.generate(prompt_of(5), **FREE, grammar=grammar(grammar=f"start: {many}"))
+    assert len(large.result()) < 3
+    assert "items; max is" in str(large.error)
     for field, value in (("ignore_eos", True), ("min_tokens", 3), ("grammar", "x" * (1 << 19))):
         refused = node.generate(prompt_of(5), **(FREE | {"grammar": json_grammar(), field: value}))
         with pytest.raises(AssertionError, match=field):

@@ -308,11 +308,13 @@ SIXTEEN = (GroupSpec(block_size=4, num_blocks=17),)
 class Prefixes(KVConnector):
     """Says that it has 16 tokens of the prompt that comes, and has nothing."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler, self.loads = scheduler, list[Load]()
+    def __init__(self, scheduler: Scheduler, *, of_sources: bool = False) -> None:
+        self.scheduler, self.loads, self.of_sources = scheduler, list[Load](), of_sources
 
     def match(self, sequence: Sequence, num_cached: int) -> int:
-        return 0 if self.loads or sequence.request.spec.transfer is not None else 16 - num_cached
+        request = sequence.request
+        wanted = request.source if self.of_sources else request.spec.transfer is None
+        return 16 - num_cached if wanted and not self.loads else 0
 
     def start_load(self, load: Load) -> None:
         self.loads.append(load)
@@ -344,6 +346,21 @@ def test_prompts_for_others_do_not_wait_behind_who_waits_for_room_for_a_prefix()
     assert len(prefixes.loads) == 1
     for name in "ab":
         loop.check_stream(name)
+
+
+def test_prompts_for_others_do_not_wait_for_room_for_a_prefix_of_their_own():
+    loop = both_sides(groups=SIXTEEN)
+    prefixes = Prefixes(loop.scheduler, of_sources=True)
+    loop.scheduler.connectors = Connectors((loop.target, prefixes, ToySource()))
+    first = load(loop, ask("a", prompt(24), transfer=target(1)))
+    compute_for_another(loop)
+    assert not prefixes.loads, "it is computed"
+    end_load(loop, first)
+    loop.run()
+    loop.check_stream("a")
+    loop.add(ask("t", prompt(24, 5), max_tokens=1, transfer=source(5)))
+    loop.run()
+    assert len(prefixes.loads) == 1, "there is room"
 
 
 def test_prompts_for_others_do_not_wait_behind_who_has_no_room_beside_loads():

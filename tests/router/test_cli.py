@@ -395,7 +395,21 @@ def test_the_model_needs_no_flag(broken_model: str, tmp_path: Path) -> None:
         ["--config", str(file), broken_model],
     ):
         config = node_config(make_parser().parse_args(["serve", *words]))
-        assert (config.engine.model, config.served_model_name) == (broken_model, broken_model)
+        assert (config.engine.model, config.served_model_name) == (broken_model, (broken_model,))
+
+
+def test_a_model_may_have_several_names(broken_model: str, tmp_path: Path) -> None:
+    file = tmp_path / "node.yaml"
+    file.write_text("served-model-name: [one, two]")
+    for words in (["--served-model-name", "one", "two"], ["--config", str(file)]):
+        config = node_config(make_parser().parse_args(["serve", broken_model, *words]))
+        assert (config.model_name, config.served_model_name) == ("one", ("one", "two"))
+    engine = EngineConfig(model=broken_model)
+    up = ClusterConfig(engine=engine, served_model_name=("one", "two"))
+    for line in (up.router_words(3), up.node_words("any", "any-0", "http://127.0.0.1:1", ())):
+        at = line.index("--served-model-name")
+        assert line[at + 1 : at + 3] == ["one", "two"]
+        assert line[at + 3].startswith("--")
 
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,9 @@ from kvbaton.messages.engine import AddRequest, Item, Output, SamplingParams
 from kvbaton.messages.nodes import Members, NodeInfo
 from kvbaton.router.config import DispatchConfig, MembershipTimers, RelayTimers
 from kvbaton.router.loads import NodeLoad
+from kvbaton.router.policies import LeastLoaded
 from kvbaton.router.relay import RequestRelay
+from kvbaton.router.route import Options, Route
 from kvbaton.server.network import registration_token
 from tests.support.stand_in import stand_in
 from tests.support.waiting import eventually
@@ -286,6 +288,55 @@ async def test_a_move_that_breaks_ends_nothing_and_may_be_asked_again(
         assert caplog.text.count("could not be moved from d0") == times
     d.gate.set()
     assert tokens(await running) == expected(4)
+
+
+class Breaking(LeastLoaded):
+    """A policy of somebody else's, with a bug."""
+
+    breaks = False
+
+    def choose(self, options: Options) -> Route:
+        if self.breaks:
+            raise ZeroDivisionError("a bug")
+        return super().choose(options)
+
+
+BREAKING = DispatchConfig(policy=f"{__name__}:Breaking")
+
+
+async def test_a_policy_that_breaks_leaves_nothing_behind(
+    make_rig: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = await make_rig(dispatch=BREAKING)
+    monkeypatch.setattr(Breaking, "breaks", True)
+    with pytest.raises(RequestError) as caught:
+        await collect(rig, request())
+    assert (caught.value.status, caught.value.code) == (503, "no_node_ready")
+    assert (rig.dispatcher.running, rig.dispatcher.totals().failed) == ({}, 1)
+    monkeypatch.setattr(Breaking, "breaks", False)
+    assert tokens(await collect(rig, request())) == expected(4)
+
+
+async def test_a_policy_that_breaks_costs_no_other_request(
+    make_rig: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = await make_rig(dispatch=BREAKING)
+    d = rig.nodes["d0"]
+    d.pause = 0.01
+    running = asyncio.create_task(collect(rig, request(40)))
+    await asyncio.wait_for(d.arrived.wait(), 5)
+    d.gate.clear()
+    refused = asyncio.create_task(collect(rig, request()))
+    await eventually(lambda: len(d.received) == 2)
+    monkeypatch.setattr(Breaking, "breaks", True)
+    d.status = 500
+    d.gate.set()
+    with pytest.raises(RequestError) as caught:
+        await refused
+    assert (caught.value.status, caught.value.code) == (502, "node_failed")
+    assert not running.done(), "else nothing was seen"
+    assert tokens(await running) == expected(40)
+    assert (d.cancelled, len(d.received)) == (0, 2)
 
 
 async def test_an_engine_that_dies_is_noticed_at_once_and_found_again(make_rig: Any) -> None:

@@ -184,6 +184,9 @@ def test_what_a_node_announces_of_itself_counts(membership: Membership) -> None:
     [
         ({"role": "chef"}, 400, "chef"),
         ({"url": "ftp://127.0.0.1"}, 400, "http"),
+        ({"url": "http://[::1"}, 400, "http"),
+        ({"url": "http://127.0.0.1:x"}, 400, "http"),
+        ({"url": "http://127.0.0.1:70000"}, 400, "http"),
         ({"url": "http://10.0.0.1:80"}, 403, "--cluster-key"),
         ({"node_id": "a/b"}, 400, "slash"),
         ({"control_address": "tcp://127.0.0.1"}, 400, "control_address"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import aiohttp
 import msgspec
 
 from kvbaton.messages.nodes import NodeInfo
+from tests.support.certificates import NAME, write_certificates
 from tests.support.scripted_source import write_tokenizer
 
 
@@ -50,6 +52,43 @@ async def test_it_waits_for_the_first_node_whose_model_is_here(tmp_path: Path) -
                 async with session.get("/nodes") as response:
                     (node,) = (await response.json())["nodes"]
                 assert (node["node_id"], node["model"]) == ("d0", "fine")
+    finally:
+        router.terminate()
+        await router.wait()
+
+
+async def test_a_node_whose_handshake_outlasts_the_wait_comes_again(tmp_path: Path) -> None:
+    """Such a connection is opened after all others were closed; a node would keep it for ever."""
+    folder = write_tokenizer(tmp_path)
+    ca, certificate, key = map(str, write_certificates(tmp_path))
+    info = NodeInfo(
+        node_id="d0", generation="1", role="decode", url="http://127.0.0.1:9", model="fine",
+        model_path=str(folder),
+    )  # fmt: skip
+    router = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvbaton", "router", "--port", "0"),
+        *("--ssl-certfile", certificate, "--ssl-keyfile", key),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert router.stderr is not None
+    try:
+        async with asyncio.timeout(60):
+            line = (await router.stderr.readline()).decode()
+            url = line.partition(" at ")[2].split()[0]
+            late, to_router = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":")[-1]))
+            connector = aiohttp.TCPConnector(ssl=False)
+            async with aiohttp.ClientSession(url, connector=connector) as session:
+                assert (await post(session, info))[0] == 503
+                while (await router.stderr.readline()).decode().find("listening on") < 0:
+                    pass
+            await to_router.start_tls(ssl.create_default_context(cafile=ca), server_hostname=NAME)
+            body = msgspec.json.encode(info)
+            to_router.write(b"POST /nodes HTTP/1.1\r\nHost: router\r\nContent-Length: %d\r\n\r\n"
+                            % len(body) + body)  # fmt: skip
+            answer = await late.read()  # to its end: the connection was closed
+            assert answer.startswith(b"HTTP/1.1 503"), "else it was not late enough"
+            assert b"Connection: close" in answer
+            to_router.close()
     finally:
         router.terminate()
         await router.wait()

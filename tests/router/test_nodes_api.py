@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvbaton.server.network import operator_token
@@ -103,3 +104,18 @@ async def test_the_description_names_every_endpoint(make_rig: Any) -> None:
     assert {"/v1/completions", "/nodes/{node_id}/drain", "/reset_prefix_cache"} <= set(
         served["paths"]
     )
+
+
+async def test_a_page_in_a_browser_on_this_machine_is_no_operator(make_rig: Any) -> None:
+    """Any site can have it post to loopback addresses; then it says which site that is."""
+    rig = await make_rig()
+    site, node = {"Origin": "https://site.example"}, rig.nodes["d0"].info
+    for path in ("/nodes/d0/drain", "/nodes/d0/pause", "/drain", "/reset_prefix_cache", "/nodes"):
+        data = msgspec.json.encode(node) if path == "/nodes" else None
+        async with rig.session.post(path, data=data, headers=site) as response:
+            assert response.status == 403, path
+    assert rig.states()["d0"] == "ready"
+    async with rig.session.get("/nodes", headers=site) as response:
+        assert response.status == 200, "which changes nothing, and the site can't read it"
+    async with rig.session.post("/nodes/d0/pause") as response:
+        assert response.status == 200

@@ -438,3 +438,18 @@ async def test_the_last_token_leaves_with_the_end(serve: Any) -> None:
     assert b'"finish_reason":"' in token
     assert b'"completion_tokens":' in usage
     assert end == b"data: [DONE]"
+
+
+async def test_a_model_may_have_several_names(serve: Any) -> None:
+    endpoint = await serve(aliases=("other", "org/name"))
+    for name in ("tiny", "other", "org/name"):
+        body = {"model": name, "prompt": "Hi", "max_tokens": 1}
+        status, answer = await endpoint.post("/v1/completions", body)
+        assert (status, answer["model"]) == (200, "tiny")
+        async with endpoint.session.get(f"/v1/models/{name}") as response:
+            assert (await response.json())["id"] == name
+    async with endpoint.session.get("/v1/models") as response:
+        cards = (await response.json())["data"]
+    assert [card["id"] for card in cards] == ["tiny", "other", "org/name"]
+    status, answer = await endpoint.post("/v1/completions", {**body, "model": "fourth"})
+    assert (status, answer["error"]["code"]) == (404, "model_not_found")

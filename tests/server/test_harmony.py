@@ -60,6 +60,7 @@ async def test_reasoning_and_answer(start: Any) -> None:
     for choice in whole["choices"]:
         assert choice["message"] == {
             "role": "assistant", "content": "It is 🎉.", "reasoning_content": "Größe of 東京?",
+            "reasoning": "Größe of 東京?",
         }  # fmt: skip
         assert choice["finish_reason"] == "stop"
     ids = list(endpoint.source.requests[0].token_ids)
@@ -75,6 +76,7 @@ async def test_a_call(start: Any) -> None:
     (call,) = choice["message"].pop("tool_calls")
     assert choice["message"] == {
         "role": "assistant", "content": None, "reasoning_content": "Größe of 東京?",
+        "reasoning": "Größe of 東京?",
     }  # fmt: skip
     assert choice["finish_reason"] == "tool_calls"
     stops = endpoint.source.requests[0].params.stop_token_ids

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import ssl
 from pathlib import Path
 
 import aiohttp
@@ -11,6 +13,7 @@ from cryptography.hazmat.primitives.serialization import BestAvailableEncryption
 from kvbaton.errors import ConfigError
 from kvbaton.server.app import make_app, serve_on
 from kvbaton.server.network import TlsConfig, TrustConfig, bind
+from kvbaton.server.node_app import make_starting_app
 from kvbaton.server.registration import OneAddress
 from kvbaton.text.tokenizer import Tokenizer
 from tests.server.conftest import make_frontend
@@ -45,6 +48,25 @@ async def test_a_certificate_is_shown_and_checked(tmp_path: Path, tokenizer: Tok
             await ask(f"http://{NAME}:{port}", tls)
     finally:
         await runner.cleanup()
+
+
+async def test_a_connection_does_not_outlive_the_start_of_a_node(tmp_path: Path) -> None:
+    """Its handshake ends when others were closed: a router would hear of the start for ever."""
+    ca, certificate, key = map(str, write_certificates(tmp_path))
+    tls = TlsConfig(ssl_certfile=certificate, ssl_keyfile=key, ssl_ca_certs=ca)
+    app = make_starting_app()
+    runner = await serve_on(bind("127.0.0.1", 0), app, grace_s=1.0, tls=tls.server())
+    port = runner.addresses[0][1]
+    try:
+        late, writer = await asyncio.open_connection("127.0.0.1", port)
+        assert await ask(f"https://{NAME}:{port}", tls) == 503, "both were accepted"
+    finally:
+        await runner.cleanup()
+    await writer.start_tls(ssl.create_default_context(cafile=ca), server_hostname=NAME)
+    writer.write(b"GET /health HTTP/1.1\r\nHost: node\r\n\r\n")
+    async with asyncio.timeout(10):
+        assert (await late.read()).startswith(b"HTTP/1.1 503"), "to the connection's end"
+    writer.close()
 
 
 def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:

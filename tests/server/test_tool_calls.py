@@ -189,6 +189,7 @@ async def test_a_call_and_its_result(start: Any, models: dict[str, Tokenizer], f
         message = choice["message"]
         reasoning = THINKING if family in ("hermes", "deepseek_v3") else None
         assert (message["content"], message.get("reasoning_content")) == (None, reasoning)
+        assert message.get("reasoning") == reasoning, "as vLLM calls it by now"
         assert choice["finish_reason"] == "tool_calls"
         (call,) = message["tool_calls"]
         assert (call["type"], call["function"]["name"]) == ("function", "f")
@@ -228,6 +229,7 @@ async def test_streams_say_the_same(start: Any, models: dict[str, Tokenizer], fa
             for choice in chunk.choices:
                 mine, new = told[choice.index], choice.delta
                 mine[0] += getattr(new, "reasoning_content", None) or ""
+                assert getattr(new, "reasoning", "") == getattr(new, "reasoning_content", "")
                 mine[1] += new.content or ""
                 mine[4] += [choice.finish_reason] * (choice.finish_reason is not None)
                 mine[5] += len((choice.logprobs and choice.logprobs.content) or [])
@@ -331,4 +333,15 @@ async def test_what_is_refused_is_named(start: Any, extra: Any, param: str) -> N
     endpoint = await start("hermes", "x")
     status, answer = await endpoint.post(CHAT, {"messages": ASK, "tools": TOOLS, **extra})
     assert (status, answer["error"]["param"]) == (400, param), answer
+    assert endpoint.source.requests == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("wrong", [{"properties": None}, {"required": 5}, {"properties": [1]}])
+async def test_a_wrong_schema_is_refused(start: Any, family: str, wrong: Any) -> None:
+    endpoint = await start(family, "x")
+    tools = [{"type": "function", "function": {"name": "f", "parameters": wrong}}]
+    body = {"messages": ASK, "tools": tools, "tool_choice": "required"}
+    status, answer = await endpoint.post(CHAT, body)
+    assert (status, answer["error"]["param"]) == (400, "tools"), answer
     assert endpoint.source.requests == []

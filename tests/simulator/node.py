@@ -535,6 +535,8 @@ class SimulatedNode(SimulatedProcess):
             assert peer is not None, "somebody is said to have it"
             prefix = PrefixAt(peer=peer, num_tokens=job.fetched)
         elif role != "alone":
+            if role == "source" and peer is not None:  # from whom it fetches what that one has
+                prefix, peer = PrefixAt(peer=peer, num_tokens=len(job.token_ids)), None
             name_of = job.attempt
             transfer = TransferSpec(
                 role=role, transfer_id=name_of.transfer_id, attempt=name_of.number, peer=peer

@@ -129,11 +129,14 @@ class SimulatedRouter:
             other_tokens = self._draw_tokens(len(job.tokens))
             to_source = SimulatedPrompt(job.attempt, other_tokens, 2, job.choices)
         for prompt in (job, to_source):
-            self._tell_world(prompt, MODELS)
+            every = {group[0] for node in nodes.values() for group in node.shape.groups}
+            self._tell_world(prompt, MODELS, every if self._crowded else ())
         to_source = self._with_encoded(to_source)
 
         def to(name: str, role: str, mean: float | None = None) -> None:
             prompt, where = (to_source, None) if role == "source" else (job, peer)
+            if role == "source" and self._crowded:
+                where = nodes[target].address  # where its prefix may be
             at = self._draw_delay(mean or rng.choice([0.01, 0.01, 0.3, 1.0]))
             self.later(at, lambda: nodes[name].add(prompt, role, where))
 

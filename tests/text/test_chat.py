@@ -126,3 +126,9 @@ def test_wrong_messages_are_named(message: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
         normalize_messages([message])
     assert caught.value.param == param
+
+
+def test_reasoning_has_two_names() -> None:
+    for names in ({"reasoning": "Hm."}, {"reasoning_content": None, "reasoning": "Hm."}):
+        (message,) = normalize_messages([{"role": "assistant", "content": "Yes.", **names}])
+        assert message["reasoning_content"] == "Hm."

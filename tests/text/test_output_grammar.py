@@ -102,6 +102,28 @@ def test_forced_calls_are_calls(family: str, one: bool, tokenizer: Tokenizer) ->
                 assert (name, given) == ("get.x-y_2", {})
 
 
+@pytest.mark.parametrize("enum", [None, "x", 5, [], [["x"]], [None, 1]])
+def test_a_wrong_enum_is_refused(enum: Any) -> None:
+    """Of arguments in tags of their own, of which we write the rules."""
+    form = TaggedFormat(WITH_TAGS, CALL_SYNTAXES["qwen3_coder"], ())
+    functions = {"f": {"type": "object", "properties": {"a": {"type": "string", "enum": enum}}}}
+    with pytest.raises(RequestError) as refused:
+        form.calls_rule(functions, OutputGrammar(), one=True)
+    assert refused.value.param == "tools"
+
+
+def test_an_enum_may_hold_what_is_no_text() -> None:
+    form, grammar = TaggedFormat(WITH_TAGS, CALL_SYNTAXES["qwen3_coder"], ()), OutputGrammar()
+    schema = {
+        "type": "object", "required": ["a"],
+        "properties": {"a": {"type": "string", "enum": ["x", None, 5]}},
+    }  # fmt: skip
+    whole = grammar.whole(form.calls_rule({"f": schema}, grammar, one=True))
+    (written,) = write("qwen3_coder", [("f", {"a": "x"})], spaced=True)
+    assert takes(WITH_TAGS, whole, written)
+    assert not takes(WITH_TAGS, whole, written.replace("x\n", "5\n"))
+
+
 @pytest.mark.parametrize("family", CALL_SYNTAXES)
 def test_what_templates_write_is_allowed(family: str) -> None:
     form = TaggedFormat(WITH_TAGS, CALL_SYNTAXES[family], ())
@@ -167,6 +189,10 @@ def test_harmony() -> None:
         (FUNCTIONS, "any", "tool_choice"),
         ({"a b": {}}, "required", "tools"),
         ({"f": {"type": "array"}}, "required", "tools"),
+        ({"f": {"properties": None}}, "required", "tools"),
+        ({"f": {"properties": ["a"]}}, "required", "tools"),
+        ({"f": {"properties": {}, "required": None}}, "required", "tools"),
+        ({"f": {"properties": {}, "required": [1]}}, "required", "tools"),
     ],
 )
 def test_what_can_not_be_forced(functions: Any, choice: Any, param: str) -> None:

@@ -219,6 +219,9 @@ class S3Objects(LastCall):
                     await obstore.delete_async(self._bucket, path)  # of one who died
             return False
 
+        with self._lock:  # what was not stored after all is nobody's to give back
+            now = time.monotonic()
+            self._claimed = {key: end for key, end in self._claimed.items() if end > now}
         with self._asking("claim in"):
             claimed = self._at_once(take, keys)
         taken = [key for key, ours in zip(keys, claimed, strict=True) if ours]
