@@ -419,10 +419,8 @@ class CostModel:
 
     def prefill_share(self, node: NodeInfo) -> float:
         """Share of a node's time that prompts of ours take, of late."""
-        at, seconds = self._prefilled.get(node.node_id, (0.0, 0.0))
-        if not seconds:
-            return 0.0
-        return min(MOST_SHARE, self._mean(seconds, at))
+        at, share = self._prefilled.get(node.node_id, (0.0, 0.0))
+        return min(MOST_SHARE, share * self._kept(at)) if share else 0.0
 
     def _generating(self, node: NodeInfo, seconds: float) -> float:
         """Share of its time at a node that a sequence generates, which takes so many seconds.
@@ -430,27 +428,28 @@ class CostModel:
         Of the sequences that are there so many generate at a time (Little's law); the others wait
         for their first tokens as long as those did that the node was given of late.
         """
-        _, count, waits_s = self._targeted.get(node.node_id, (0.0, 0.0, 0.0))
-        return seconds / (seconds + waits_s / count) if count and seconds else 1.0
+        _, per_s, waits = self._targeted.get(node.node_id, (0.0, 0.0, 0.0))
+        return seconds / (seconds + waits / per_s) if per_s and seconds else 1.0
 
     def targets_per_s(self, node: NodeInfo) -> float:
         """Sequences per second that a node was given to generate, of late."""
-        at, count, _ = self._targeted.get(node.node_id, (0.0, 0.0, 0.0))
-        return self._mean(count, at) if count else 0.0
+        at, per_s, _ = self._targeted.get(node.node_id, (0.0, 0.0, 0.0))
+        return per_s * self._kept(at) if per_s else 0.0
 
-    def _mean(self, faded: float, at: float) -> float:
-        """Per second, of a sum that has faded since `at`."""
-        return faded / self._share_s * math.exp((at - self._clock()) / self._share_s)
+    def _kept(self, at: float) -> float:
+        """What is left of a mean per second that was such then."""
+        return math.exp((at - self._clock()) / self._share_s)
 
     def assigned(self, prefills: NodeInfo, target: NodeInfo, predicted: Prediction) -> None:
         """A prompt was given to a node, and what it generates to the same or another one."""
-        now = self._clock()
-        at, seconds = self._prefilled.get(prefills.node_id, (now, 0.0))
-        fresh = seconds * math.exp((at - now) / self._share_s) + predicted.work_s
+        # Means, not sums: how long they reach back changes with how long texts take.
+        now, share_s = self._clock(), self._share_s
+        at, share = self._prefilled.get(prefills.node_id, (now, 0.0))
+        fresh = share * self._kept(at) + predicted.work_s / share_s
         self._prefilled[prefills.node_id] = now, fresh
-        at, count, waits_s = self._targeted.get(target.node_id, (now, 0.0, 0.0))
-        kept = math.exp((at - now) / self._share_s)
-        given = now, kept * count + 1.0, kept * waits_s + predicted.ttft_s
+        at, per_s, waits = self._targeted.get(target.node_id, (now, 0.0, 0.0))
+        kept = self._kept(at)
+        given = now, kept * per_s + 1.0 / share_s, kept * waits + predicted.ttft_s / share_s
         self._targeted[target.node_id] = given
 
     def handover(self, source: NodeInfo, target: NodeInfo) -> float:
