@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from kvbaton.messages.nodes import STEP_COSTS, NodeInfo
 from kvbaton.router.loads import NodeLoad, NodeLoads
@@ -50,6 +51,7 @@ class StepSpeed(Struct, frozen=True):
 
     Attributes:
         step_tokens: most tokens of one step.
+        full_s: what so many tokens of a prompt add to a step.
     """
 
     step_s: float = 0.0
@@ -58,6 +60,7 @@ class StepSpeed(Struct, frozen=True):
     decode_sequence_s: float = 0.0
     decode_context_s: float = 0.0
     step_tokens: int = DEFAULT_STEP_TOKENS
+    full_s: float = 0.0
 
     def prefill_s(self, new: int, cached: int) -> float:
         """To compute the last `new` tokens of a prompt, without the steps themselves."""
@@ -290,8 +293,11 @@ class CostModel:
                 others = max(0, waiting - loads.reported_prompt_tokens(node.node_id))
                 self._elsewhere[node.node_id] = now, others
             terms = {term: node.load.get(term, mean.get(term, 0.0)) for term in STEP_COSTS}
-            budget = int(node.load.get("step_tokens", DEFAULT_STEP_TOKENS))
-            speed = StepSpeed(**terms, step_tokens=max(1, budget)) if measured else None
+            budget = max(1, int(node.load.get("step_tokens", DEFAULT_STEP_TOKENS)))
+            speed: StepSpeed | None = None
+            if measured:
+                speed = StepSpeed(**terms, step_tokens=budget)
+                speed = replace(speed, full_s=speed.prefill_s(budget, 0))
             self._speeds[node.node_id] = node.load, speed
         for node_id in self._overheads.keys() - self._speeds.keys():
             del self._overheads[node_id]
@@ -411,7 +417,7 @@ class CostModel:
             queued_s=queued_s,
             backlog_s=backlog_s,
             prefill_share=share,
-            chunk_s=step_s + speed.prefill_s(speed.step_tokens, 0),
+            chunk_s=step_s + speed.full_s,
             slower_s=after - before,
             sequences=sequences,
             room=room,
@@ -492,7 +498,7 @@ class CostModel:
         if since is None or speed is None:
             return 0.0
         left = self._left_s(load, since)
-        return min(left, speed.step_s + speed.prefill_s(speed.step_tokens, 0))
+        return min(left, speed.step_s + speed.full_s)
 
     # --- what comes of them ---
 
