@@ -132,6 +132,7 @@ def build_engine(
     executor = make_executor(config, model, track_sums=track_sums)
     try:
         scheduler = make_scheduler(config, model, executor.layouts[0], identity.digest())
+        tried = executor.try_steps(scheduler.config)
         connectors = make_connectors(executor, scheduler, factories, surroundings)
     except BaseException:
         executor.close()
@@ -150,15 +151,13 @@ def build_engine(
         executor.attach_encoder(worker.cache)
         scheduler.items = items = EncoderCacheManager(encoder, answers, scheduler)
         connectors.append(items)
+    depth = steps_in_flight(config)
+    core = EngineCore(
+        executor, scheduler, mailbox, connectors=connectors, depth=depth, profiler=profiler
+    )
+    core.step_costs.start(tried)
     return Engine(
-        core=EngineCore(
-            executor,
-            scheduler,
-            mailbox,
-            connectors=connectors,
-            depth=steps_in_flight(config),
-            profiler=profiler,
-        ),
+        core=core,
         num_blocks=executor.layouts[0][0].num_blocks - 1,
         block_size=config.block_size,
         max_model_len=scheduler.config.max_model_len,

@@ -10,6 +10,7 @@ them. What the executor says to a worker and hears from it is plain data (see `w
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from concurrent.futures import Executor as Thread
@@ -28,9 +29,12 @@ from kvbaton.engine.block_staging import (
     PinnedBlockStaging,
 )
 from kvbaton.engine.collectives import AbortedError
+from kvbaton.engine.config import SchedulerConfig
 from kvbaton.engine.encoder.pool import EncoderPool
 from kvbaton.engine.pending import Pending, join
 from kvbaton.engine.step import StepPlan, StepResult
+from kvbaton.engine.step_costs import Terms
+from kvbaton.engine.trial_steps import try_steps
 from kvbaton.engine.worker import Sums, Worker
 from kvbaton.messages.engine import AddRequest
 
@@ -176,6 +180,19 @@ class Executor:
         """A request with items has come that lacks some blocks: begin what needs no step."""
         for worker in self.workers:
             worker.expect(request)
+
+    def try_steps(self, limits: SchedulerConfig) -> list[tuple[Terms, float]]:
+        """What steps take by what is in them, see `trial_steps`; before any request."""
+
+        def run(plan: StepPlan) -> float:
+            began = time.perf_counter()
+            self.launch(plan).result()
+            return time.perf_counter() - began
+
+        tried = try_steps(run, limits)
+        for worker in self.workers:
+            worker.cache.counted[:] = 0
+        return tried
 
     def launch(self, plan: StepPlan) -> Pending[StepResult]:
         """Start a step. At most two are in flight. Its result raises what a rank raised."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from kvbaton.messages.nodes import STEP_COSTS, NodeInfo
 from kvbaton.router.loads import NodeLoad, NodeLoads
@@ -53,6 +54,7 @@ class StepSpeed(Struct, frozen=True):
 
     Attributes:
         step_tokens: most tokens of one step.
+        full_s: what so many tokens of a prompt add to a step.
     """
 
     step_s: float = 0.0
@@ -61,6 +63,7 @@ class StepSpeed(Struct, frozen=True):
     decode_sequence_s: float = 0.0
     decode_context_s: float = 0.0
     step_tokens: int = DEFAULT_STEP_TOKENS
+    full_s: float = 0.0
 
     def prefill_s(self, new: int, cached: int) -> float:
         """To compute the last `new` tokens of a prompt, without the steps themselves."""
@@ -293,8 +296,11 @@ class CostModel:
                 others = max(0, waiting - loads.reported_prompt_tokens(node.node_id))
                 self._elsewhere[node.node_id] = now, others
             terms = {term: node.load.get(term, mean.get(term, 0.0)) for term in STEP_COSTS}
-            budget = int(node.load.get("step_tokens", DEFAULT_STEP_TOKENS))
-            speed = StepSpeed(**terms, step_tokens=max(1, budget)) if measured else None
+            budget = max(1, int(node.load.get("step_tokens", DEFAULT_STEP_TOKENS)))
+            speed: StepSpeed | None = None
+            if measured:
+                speed = StepSpeed(**terms, step_tokens=budget)
+                speed = replace(speed, full_s=speed.prefill_s(budget, 0))
             self._speeds[node.node_id] = node.load, speed
         for node_id in self._overheads.keys() - self._speeds.keys():
             del self._overheads[node_id]
@@ -416,7 +422,7 @@ class CostModel:
             queued_s=queued_s,
             backlog_s=backlog_s,
             prefill_share=share,
-            chunk_s=step_s + speed.prefill_s(speed.step_tokens, 0),
+            chunk_s=step_s + speed.full_s,
             slower_s=after - before,
             sequences=sequences,
             room=room,
@@ -424,10 +430,8 @@ class CostModel:
 
     def prefill_share(self, node: NodeInfo) -> float:
         """Share of a node's time that prompts of ours take, of late."""
-        at, seconds = self._prefilled.get(node.node_id, (0.0, 0.0))
-        if not seconds:
-            return 0.0
-        return min(MOST_SHARE, self._mean(seconds, at))
+        at, share = self._prefilled.get(node.node_id, (0.0, 0.0))
+        return min(MOST_SHARE, share * self._kept(at)) if share else 0.0
 
     def _generating(self, node: NodeInfo, seconds: float) -> float:
         """Share of its time at a node that a sequence generates, which takes so many seconds.
@@ -435,27 +439,28 @@ class CostModel:
         Of the sequences that are there so many generate at a time (Little's law); the others wait
         for their first tokens as long as those did that the node was given of late.
         """
-        _, count, waits_s = self._targeted.get(node.node_id, (0.0, 0.0, 0.0))
-        return seconds / (seconds + waits_s / count) if count and seconds else 1.0
+        _, per_s, waits = self._targeted.get(node.node_id, (0.0, 0.0, 0.0))
+        return seconds / (seconds + waits / per_s) if per_s and seconds else 1.0
 
     def targets_per_s(self, node: NodeInfo) -> float:
         """Sequences per second that a node was given to generate, of late."""
-        at, count, _ = self._targeted.get(node.node_id, (0.0, 0.0, 0.0))
-        return self._mean(count, at) if count else 0.0
+        at, per_s, _ = self._targeted.get(node.node_id, (0.0, 0.0, 0.0))
+        return per_s * self._kept(at) if per_s else 0.0
 
-    def _mean(self, faded: float, at: float) -> float:
-        """Per second, of a sum that has faded since `at`."""
-        return faded / self._share_s * math.exp((at - self._clock()) / self._share_s)
+    def _kept(self, at: float) -> float:
+        """What is left of a mean per second that was such then."""
+        return math.exp((at - self._clock()) / self._share_s)
 
     def assigned(self, prefills: NodeInfo, target: NodeInfo, predicted: Prediction) -> None:
         """A prompt was given to a node, and what it generates to the same or another one."""
-        now = self._clock()
-        at, seconds = self._prefilled.get(prefills.node_id, (now, 0.0))
-        fresh = seconds * math.exp((at - now) / self._share_s) + predicted.work_s
+        # Means, not sums: how long they reach back changes with how long texts take.
+        now, share_s = self._clock(), self._share_s
+        at, share = self._prefilled.get(prefills.node_id, (now, 0.0))
+        fresh = share * self._kept(at) + predicted.work_s / share_s
         self._prefilled[prefills.node_id] = now, fresh
-        at, count, waits_s = self._targeted.get(target.node_id, (now, 0.0, 0.0))
-        kept = math.exp((at - now) / self._share_s)
-        given = now, kept * count + 1.0, kept * waits_s + predicted.ttft_s
+        at, per_s, waits = self._targeted.get(target.node_id, (now, 0.0, 0.0))
+        kept = self._kept(at)
+        given = now, kept * per_s + 1.0 / share_s, kept * waits + predicted.ttft_s / share_s
         self._targeted[target.node_id] = given
 
     def handover(self, source: NodeInfo, target: NodeInfo) -> float:
@@ -498,7 +503,7 @@ class CostModel:
         if since is None or speed is None:
             return 0.0
         left = self._left_s(load, since)
-        return min(left, speed.step_s + speed.prefill_s(speed.step_tokens, 0))
+        return min(left, speed.step_s + speed.full_s)
 
     # --- what comes of them ---
 

@@ -289,63 +289,73 @@ class _Prices:
         self._short_share = self._short / (2 * costs.output_tokens)
         self._prefills: dict[str, tuple[Prefill, float]] = {}
         self._decodes: dict[str, tuple[Decode, float, float]] = {}
+        self._targets: dict[str, tuple[float, float]] = {}
 
     def cheapest_pair(self) -> tuple[float, Pair | None]:
         """The cheapest pair and its seconds; of several the first.
 
-        A pair costs at least what its source does, and what its target does if neither a hand-over
-        nor prompts there delay anything. Cheap sources and targets come first, so that most pairs
-        are left out by that bound.
+        A pair costs at least what its source does without delaying others, and what its target
+        does if neither a hand-over nor prompts there delay anything. Cheap sources and targets come
+        first, so that most sources and pairs are left out by that bound.
         """
         options, costs = self._options, self._costs
-        targets = []
-        for place, node in enumerate(options.pairs.targets):
-            decode, own, _ = self._decode(node)
-            delay = self._delay(node, decode.sequences, decode.slower_s, 0.0)
-            held_s = options.held_s(costs, node)
-            targets.append((own + delay, place, node, decode, delay, held_s, options.new(node)))
+        targets = [
+            (*self._target(node), place, node) for place, node in enumerate(options.pairs.targets)
+        ]
         targets.sort(key=_bound_and_place)
         sources = []
         for place, (node, able) in enumerate(options.pairs.sources):
             expected, cost = self._prefill(node)
-            delay = self._delay(node, expected.decoding, 0.0, expected.work_s)
-            sources.append((cost + delay, place, node, able, expected, cost, delay))
+            sources.append((cost, 0.0, place, node, able, expected))
         sources.sort(key=_bound_and_place)
         cheapest, place_of = math.inf, (0, 0)
         pair: Pair | None = None
-        for before, place, source, able, expected, cost, delay in sources:
-            if before + targets[0][0] > cheapest:
+        for cost, _, place, source, able, expected in sources:
+            if cost + targets[0][0] > cheapest:
                 break
-            ttft_s = expected.ttft_s
-            for after, spot, target, decode, others, held_s, new in targets:
+            delay = self._delay(source, expected.decoding, 0.0, expected.work_s)
+            before, ttft_s = cost + delay, expected.ttft_s
+            for after, others, spot, target in targets:
                 bound = before + after
                 if bound > cheapest:
                     break
                 if target.node_id not in able or (bound == cheapest and (place, spot) > place_of):
                     continue
                 total = cost + (delay + costs.handover(source, target))
+                decode, _, _ = self._decode(target)
                 if decode.queued_s > ttft_s:  # what is left of it then comes in between
                     after = self._own(options.decode(costs, target, ttft_s)) + others
                 total += after
                 # Its last blocks come while the target is in a step, and then wait for the next.
-                total += max(costs.wire_s(source, target, new, expected), held_s - ttft_s)
+                wire_s = costs.wire_s(source, target, options.new(target), expected)
+                total += max(wire_s, options.held_s(costs, target) - ttft_s)
                 if total < cheapest or (total == cheapest and (place, spot) < place_of):
                     cheapest, pair, place_of = total, (source, target), (place, spot)
         return cheapest, pair
 
     def cheapest_single(self) -> tuple[float, NodeInfo | None]:
-        """The cheapest node that serves alone and its seconds; of several the first."""
-        singles, cheapest = self._options.singles, math.inf
+        """The cheapest node that serves alone and its seconds; of several the first.
+
+        It costs at least what it does as a target, so that most need not be asked for the prompt.
+        """
+        singles, cheapest, place_of = self._options.singles, math.inf, 0
         single: NodeInfo | None = None
         others = [node for node in singles if node.role != "prefill"]
-        for node in others or singles:  # a prefill node generates if nobody else can
+        # A prefill node generates if nobody else can.
+        ordered = [
+            (*self._target(node), place, node) for place, node in enumerate(others or singles)
+        ]
+        ordered.sort(key=_bound_and_place)
+        for bound, _, place, node in ordered:
+            if bound > cheapest:
+                break
             expected, cost = self._prefill(node)
             decode, own, _ = self._decode(node)
             if decode.queued_s > expected.ttft_s:  # late ones, which come after it
                 own = self._own(self._options.decode(self._costs, node, expected.ttft_s))
             cost += own + self._delay(node, decode.sequences, decode.slower_s, expected.work_s)
-            if cost < cheapest:
-                cheapest, single = cost, node
+            if cost < cheapest or (cost == cheapest and place < place_of):
+                cheapest, single, place_of = cost, node, place
         return cheapest, single
 
     def route(
@@ -396,6 +406,15 @@ class _Prices:
             found = self._decodes[node.node_id] = decode, self._own(decode), anyway
         return found
 
+    def _target(self, node: NodeInfo) -> tuple[float, float]:
+        """What generating on a node costs at least; of that, others, whose steps it slows."""
+        found = self._targets.get(node.node_id)
+        if found is None:
+            decode, own, _ = self._decode(node)
+            others = self._delay(node, decode.sequences, decode.slower_s, 0.0)
+            found = self._targets[node.node_id] = own + others, others
+        return found
+
     def _own(self, decode: Decode) -> float:
         """What it costs a request to be generated for on a node."""
         cost, missed, slo = self._output_tokens * decode.itl_s, 0.0, self._itl_slo
@@ -438,7 +457,7 @@ class _Prices:
         return sequences * each + coming * late
 
 
-_bound_and_place = itemgetter(0, 1)
+_bound_and_place = itemgetter(0, 2)
 
 
 def _seconds(objective_ms: float | None) -> float | None:

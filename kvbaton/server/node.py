@@ -181,6 +181,7 @@ class Node:
             await self._listen(app)
         else:
             await self._start_workers(app, edge_config)
+        await self.client.command("metrics")  # who is ready says how fast it is
         self.state = "ready"
         await self._on_members(self._members)
         if self._registrar is not None:

@@ -29,6 +29,7 @@ from kvbaton.engine.request import Sequence, SequenceState
 from kvbaton.engine.scheduler import Scheduler
 from kvbaton.engine.step import Sampled, StepPlan, StepResult
 from kvbaton.engine.step_costs import Terms, step_costs, terms_of
+from kvbaton.engine.trial_steps import try_steps
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest, BlockChange, CachedBlocks, Metrics, Output
 from kvbaton.messages.nodes import NodeInfo
@@ -181,7 +182,6 @@ class ModeledEngine:
         self._rng = np.random.default_rng(seed)
         self._costs, self._meter = step_costs(), LoadMeter()
         self._steps = self._step_tokens = 0
-        self._report = Metrics(counters={}, gauges={})
         self._report_at = 0.0
         blocks = model.kv_tokens // model.block_size + 1
         self.scheduler = Scheduler(
@@ -199,6 +199,8 @@ class ModeledEngine:
         self.address = f"tcp://{name}:1"
         self.wire_costs = WireCosts()
         wires.engines[self.address] = self
+        self._costs.start(try_steps(self._try_step, self.scheduler.config))
+        self._report = self._measure()
         self.info = self._describe()
         self.block_watchers = {self: None}
         feed = BlockFeed(self.scheduler.blocks, cast(FrontendServer, self))
@@ -230,7 +232,7 @@ class ModeledEngine:
             max_model_len=self.model.max_model_len,
             vocab_size=VOCABULARY,
             num_blocks=self.model.kv_tokens // self.model.block_size,
-            load=self._meter.measure(self._report) if self.loop.time() else {},
+            load=self._meter.measure(self._report),
             wires=wires_of(self._report),
         )
 
@@ -238,23 +240,33 @@ class ModeledEngine:
         """What the node says of itself now; its engine reports less often."""
         if self.loop.time() >= self._report_at:
             self._report_at = self.loop.time() + REPORT_S
-            lacking = self.scheduler.lacking_tokens()
-            costs = self._costs.costs().items()
-            self._report = Metrics(
-                counters={
-                    "kvbaton_step_seconds_total": self.busy_s,
-                    "kvbaton_step_tokens_total": float(self._step_tokens),
-                },
-                gauges={
-                    "kvbaton_prompt_tokens_waiting": float(lacking),
-                    "kvbaton_step_token_budget": float(self.model.step_tokens),
-                    "kvbaton_blocks_available": float(self.scheduler.blocks.pool.num_free),
-                    **{f'kvbaton_step_cost_seconds{{term="{t}"}}': cost for t, cost in costs},
-                    **self.wire_costs.gauges(self.loop.time()),
-                },
-            )
+            self._report = self._measure()
         self.info = self._describe()
         return self.info
+
+    def _measure(self) -> Metrics:
+        """As `EngineCore.metrics`, what a node passes on of it."""
+        costs = self._costs.costs().items()
+        return Metrics(
+            counters={
+                "kvbaton_step_seconds_total": self.busy_s,
+                "kvbaton_step_tokens_total": float(self._step_tokens),
+            },
+            gauges={
+                "kvbaton_prompt_tokens_waiting": float(self.scheduler.lacking_tokens()),
+                "kvbaton_step_token_budget": float(self.model.step_tokens),
+                "kvbaton_blocks_available": float(self.scheduler.blocks.pool.num_free),
+                **{f'kvbaton_step_cost_seconds{{term="{t}"}}': cost for t, cost in costs},
+                **self.wire_costs.gauges(self.loop.time()),
+            },
+        )
+
+    def _try_step(self, plan: StepPlan) -> float:
+        return float(self.model.step_s(terms_of(plan.steps)) * self._jitter(1)[0])
+
+    def _jitter(self, count: int) -> npt.NDArray[np.float64]:
+        """Of so many steps."""
+        return np.exp(self.model.jitter * self._rng.standard_normal(count))
 
     # --- what a router sees of it: an `EngineClient` ---
 
@@ -352,7 +364,7 @@ class ModeledEngine:
         # Each further step has one token more of context for each sequence.
         each = self.model.costs[4] * terms[3] / 1000
         seconds = first + each * np.arange(1 + more)
-        seconds *= np.exp(self.model.jitter * self._rng.standard_normal(1 + more))
+        seconds *= self._jitter(1 + more)
         ends = now + np.cumsum(seconds)
         self._run = Run(plan, terms, now, ends, sequences, 1 + more)
         self._run.timer = self.loop.call_at(float(ends[-1]), self._turn)

@@ -88,3 +88,38 @@ def test_work_that_a_node_never_had_is_no_outlier(first: int) -> None:
     terms = terms_of([SequenceStep(99, 0, 1024, (), 0)])
     said = sum(c * t for c, t in zip(found.values(), terms, strict=True))
     assert said == pytest.approx(0.02 + 1024 * 8e-4, rel=0.15)
+
+
+@pytest.mark.parametrize("tried", [False, True], ids=["seen", "tried"])
+def test_a_kind_of_step_is_remembered_however_long_ago_it_was(tried: bool) -> None:
+    """A node that decodes for ten minutes told of prompts that they take next to nothing."""
+    chance, costs = random.Random(3), step_costs()
+    prompts = [step(chance, prefill=True, decode=False) for _ in range(20)]
+    seen = [(terms_of(steps), seconds_of(steps)) for steps in prompts]
+    if tried:
+        costs.start(seen)
+    else:
+        for row in seen:
+            costs.observe(*row)
+    decodes = [step(chance, prefill=False, decode=True) for _ in range(256)]
+    rows = [(terms_of(steps), seconds_of(steps)) for steps in decodes]
+    for _ in range(300):
+        for row in rows:
+            costs.observe(*row)
+        found = costs.costs()
+        for name in ("prefill_token_s", "prefill_context_s"):
+            assert found[name] == pytest.approx(TRUE[name], rel=0.02)
+
+
+def test_trials_tell_at_once_and_weigh_less_than_steps() -> None:
+    chance, costs = random.Random(4), step_costs()
+    kinds = [(True, False), (False, True), (True, True)] * 4
+    trials = [step(chance, prefill=prefill, decode=decode) for prefill, decode in kinds]
+    costs.start([(terms_of(steps), 2 * seconds_of(steps)) for steps in trials])
+    assert costs.costs() == pytest.approx({name: 2 * cost for name, cost in TRUE.items()})
+    for _ in range(20):
+        steps = step(chance, prefill=True, decode=True)
+        costs.observe(terms_of(steps), seconds_of(steps))
+    steps = step(chance, prefill=True, decode=True)
+    said = sum(c * t for c, t in zip(costs.costs().values(), terms_of(steps), strict=True))
+    assert said == pytest.approx(seconds_of(steps), rel=0.1)

@@ -95,11 +95,12 @@ def work(chance: Random, members: list[Member]) -> NodeLoads:
     for one in members:
         if chance.random() < busy:
             queued = chance.choice([0, 0, 512, 2048, 8192])
+            sequences = chance.choice([0, 1, 1, 2, 32])
             load = NodeLoad(
                 prompt_tokens=queued,
-                sequences=chance.choice([0, 1, 1, 2, 32]),
+                sequences=sequences,
                 tokens=chance.choice([1024, 1024, 4096]),
-                pending=chance.choice([0, 1]),
+                pending=min(sequences, chance.choice([0, 1])),
                 prefill_us=queued * chance.choice([0, 31, 125]),
             )
             loads.own[one.info.node_id] = load

@@ -240,6 +240,23 @@ def test_a_prompt_is_not_computed_where_sequences_come_fast_though_none_is_there
     assert route("cost", both, 8000, loads, costs=costs, **slos).prefills.node_id == "a0"
 
 
+def test_what_a_node_was_given_is_no_more_once_texts_are_known_to_be_short() -> None:
+    """Sums over four seconds were taken for sums over one, and nodes for four times as busy."""
+    clock = Clock()
+    costs, (p, d) = CostModel(clock), nodes(1, load=H200)
+    costs.learn([p.info, d.info], NodeLoads())
+    predicted = Prediction(0.1, 0.006, 0.006, 0.0, 0.1, 0.0, work_s=0.02)
+    for _ in range(400):
+        clock.now += 0.1
+        costs.assigned(p.info, d.info, predicted)
+    before = costs.prefill_share(p.info), costs.targets_per_s(d.info)
+    assert before == (pytest.approx(0.2, rel=0.1), pytest.approx(10, rel=0.1))
+    for _ in range(300):
+        costs.finished(18)
+    costs.learn([p.info, d.info], NodeLoads())
+    assert (costs.prefill_share(p.info), costs.targets_per_s(d.info)) == pytest.approx(before)
+
+
 def test_unmeasured_nodes_that_generate_compute_prompts_last() -> None:
     several = [member(f"a{i}", "any") for i in range(3)]
     begun = {"a1": NodeLoad(sequences=3, tokens=3000)}

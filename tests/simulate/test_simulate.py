@@ -95,7 +95,7 @@ def test_with_an_objective_overload_makes_some_late_and_not_all(nodes: str) -> N
 def test_the_highest_rate_of_which_a_share_is_good() -> None:
     """Prompts take 0.1 s on average: nobody serves more than 10 per second for long."""
     config = SimulateConfig(
-        trace="conversation", rate=8.0, seconds=8.0, ttft_slo=2000.0, goodput=0.9
+        trace="conversation", rate=8.0, seconds=20.0, ttft_slo=2000.0, goodput=0.9
     )
     slow = replace(EVEN, costs=tuple(4 * cost for cost in EVEN.costs))
     one, two = (highest_rate(config, f"least-loaded@{nodes}", slow) for nodes in ("1D", "2D"))
@@ -150,6 +150,15 @@ def test_an_h200s_closed_loop_is_as_measured() -> None:
     assert gaps[len(gaps) // 2] == pytest.approx(0.00584, rel=0.1)
     firsts = sorted(o.ttft_s or 0.0 for o in done.outcomes)
     assert firsts[128] == pytest.approx(2.37, rel=0.1)
+
+
+@pytest.mark.parametrize("policy", ["cost", "prefix-aware"])
+def test_nodes_say_what_they_take_before_the_first_request(policy: str) -> None:
+    """As real ones, which try some steps while they start."""
+    done = serve([TraceRequest(0.0, ((10, 4000),), 200, 1000)], "3A", policy, load_engine())
+    (decision,) = done.decisions
+    assert decision.ttft_s == pytest.approx(done.outcomes[0].ttft_s, rel=0.1)
+    assert decision.itl_s == pytest.approx(done.outcomes[0].itl_s, rel=0.1)
 
 
 def test_equal_seeds_give_equal_runs_and_others_do_not() -> None:
