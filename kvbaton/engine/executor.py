@@ -157,7 +157,7 @@ class Executor:
     @property
     def in_order(self) -> bool:
         """Whether what a rank is asked for comes after the steps that were launched before."""
-        return self.wake_fd is None
+        return not self.wake_fds
 
     @property
     def layouts(self) -> list[list[KVLayout]]:

@@ -61,7 +61,7 @@ def borrowed(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Piece:
+class GraphPiece:
     """What one graph computes, and the attention that follows it, but for the last one."""
 
     graph: torch.cuda.CUDAGraph
@@ -69,7 +69,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Captured:
+class CapturedStep:
     """A step of one number of tokens.
 
     Attributes:
@@ -78,7 +78,7 @@ class Captured:
         attention: holds what the graphs read.
     """
 
-    pieces: list[Piece]
+    pieces: list[GraphPiece]
     hidden: Tensor
     attention: KernelAttention
 
@@ -97,7 +97,7 @@ class Recorder:
     def __init__(self, pool: Any, attention: KernelAttention) -> None:
         self._pool, self._attention = pool, attention
         self._graph: torch.cuda.CUDAGraph | None = None
-        self.pieces: list[Piece] = []
+        self.pieces: list[GraphPiece] = []
 
     def begin(self) -> None:
         """Begin a graph."""
@@ -108,7 +108,7 @@ class Recorder:
         """End it, before an attention or as the last one."""
         assert self._graph is not None
         self._graph.capture_end()
-        self.pieces.append(Piece(self._graph, attend))
+        self.pieces.append(GraphPiece(self._graph, attend))
 
     def attend(
         self,
@@ -188,8 +188,8 @@ class PromptGraphs:
         device, groups = cache.data.device, cache.num_kv_groups
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._whole: dict[int, Captured] = {}
-        self._by_piece: dict[int, Captured] = {}
+        self._whole: dict[int, CapturedStep] = {}
+        self._by_piece: dict[int, CapturedStep] = {}
         tokens = max(self.sizes, default=0)
         self._token_ids, self._positions = torch.zeros((2, tokens), dtype=torch.long, device=device)
         self._slots = torch.full((groups, tokens), -1, device=device)
@@ -227,7 +227,7 @@ class PromptGraphs:
                 piece.attend(attention, n)
         return captured.hidden[:n]
 
-    def _found(self, captured: dict[int, Captured], n: int) -> Captured | None:
+    def _found(self, captured: dict[int, CapturedStep], n: int) -> CapturedStep | None:
         return captured.get(min((size for size in captured if size >= n), default=-1))
 
     def _fill(self, prefill: Sequence[PrefillBatch], n: int) -> None:
@@ -258,7 +258,7 @@ class PromptGraphs:
             ]
             self._whole[size] = self._record(size, batches)
 
-    def _record(self, size: int, prefill: Sequence[PrefillBatch]) -> Captured:
+    def _record(self, size: int, prefill: Sequence[PrefillBatch]) -> CapturedStep:
         attention = KernelAttention(self._cache, self._slots[:, :size], None, prefill)
         inputs = self._token_ids[:size], self._positions[:size]
         recorder = Recorder(self._pool, attention)
@@ -270,4 +270,4 @@ class PromptGraphs:
                 hidden: Tensor = self._model(*inputs, recorder)
             finally:
                 recorder.end()
-        return Captured(recorder.pieces, borrowed(hidden), attention)
+        return CapturedStep(recorder.pieces, borrowed(hidden), attention)
