@@ -8,10 +8,10 @@ A request goes to the prefill node alone, then through the router to P and D; th
 the latter comes from P, the second one needs the hand-over. Then closed loops of clients. Workload
 as in `workload`; over HTTP. Other shapes than the 8B one, of `bench_gpu_shapes`, have no loops;
 instead what crossed for a prompt, by the metrics, stands beside what each group of layers holds of
-it: a latent once, of a window its tokens. For each length a table says what lay between P's last
-step and D's first one (`handover_parts`). With ``--one-gpu`` both nodes share the first GPU, their
-bytes cross by CUDA IPC, and there are no loops either: what crosses is the same as between two, the
-times are not, which every row says.
+it: a latent once, of a window its tokens. For each length and load a table says what lay between
+P's last step and D's first one (`handover_parts`). With ``--one-gpu`` both nodes share the first
+GPU, their bytes cross by CUDA IPC, and there are no loops either: what crosses is the same as
+between two, the times are not, which every row says.
 """
 
 from __future__ import annotations
@@ -217,7 +217,9 @@ async def measure(
             states = {role: await get_json(session, f"{url}/state") for role, url in urls.items()}
             dump.write_text(json.dumps(states))
         for requests, length, clients, vllm in LOADS[: 3 - args.quick] if loops else ():
+            known = await timelines(session, urls["prefill"], urls["decode"])
             shots, took = await load(session, router, model, requests, length, clients)
+            parts = await timelines(session, urls["prefill"], urls["decode"])
             good = [shot for shot in shots if shot.error is None]
             if len(good) < len(shots):
                 print("FAILED:", {shot.error for shot in shots if shot.error}, flush=True)
@@ -232,6 +234,7 @@ async def measure(
             add(f"{name} ITL p99, ms", percentile(itl, 99), vllm[4])
             add(f"{name} first to second token p50, ms", percentile(first_gap, 50))
             add(f"{name} first to second token p99, ms", percentile(first_gap, 99))
+            print_parts({name: marks for name, marks in parts.items() if name not in known})
         for role, url in urls.items():
             print(f"--- {role}")
             async with session.get(f"{url}/metrics") as response:

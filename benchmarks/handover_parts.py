@@ -33,18 +33,26 @@ SUMMED = (
 async def timelines(
     session: aiohttp.ClientSession, prefill: str, decode: str
 ) -> dict[str, dict[str, float]]:
-    """When what happened to each hand-over that both nodes remember; of its writes to the last."""
+    """When what happened to each hand-over that both nodes remember; of its writes to the last.
+
+    ``rate`` is no time: GB/s of the last chunk.
+    """
     states = []
     for url in (prefill, decode):
         async with session.get(f"{url}/state") as response:
             states.append(await response.json())
     at_p, at_d = states[0]["source"]["timelines"], states[1]["target"]["timelines"]
     loads: Mapping[str, Marks] = states[1]["target"]["loads"]
-    return {
-        name: {mark["what"]: mark["time"] for mark in (*at_p[name], *at_d[name], *loads[name])}
-        for name in at_p
-        if name in at_d and name in loads
-    }
+    found = {}
+    for name in at_p.keys() & at_d.keys() & loads.keys():
+        marks = (*at_p[name], *at_d[name], *loads[name])
+        found[name] = {mark["what"]: mark["time"] for mark in marks}
+        ready = found[name].get("computed", 0.0)  # the last report: of the prompt's end
+        last = [m for m in at_p[name] if m["what"] == "posted" and m["time"] >= ready]
+        if last and "landed" in found[name]:
+            seconds = found[name]["landed"] - min(mark["began"] for mark in last)
+            found[name]["rate"] = sum(mark["num_bytes"] for mark in last) / seconds / 1e9
+    return found
 
 
 def print_parts(found: Mapping[str, Mapping[str, float]]) -> None:
@@ -61,5 +69,9 @@ def print_parts(found: Mapping[str, Mapping[str, float]]) -> None:
                 name = f"{since} to {until}"
                 print(f"  {title:>6}: {name:24} {median(taken):7.2f} "
                       f"({min(taken):.2f}, {max(taken):.2f})")  # fmt: skip
+    rates = [marks["rate"] for marks in found.values() if "rate" in marks]
+    if rates:
+        print(f"  wire of the last chunk, from before its first post to its last notice: "
+              f"{median(rates):.1f} GB/s ({min(rates):.1f}, {max(rates):.1f})")  # fmt: skip
     ahead = sum("prepared" in marks for marks in found.values())
     print(f"  {ahead} of them had a write planned ahead", flush=True)

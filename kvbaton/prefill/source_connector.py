@@ -141,6 +141,7 @@ class SourceConnector(KVConnector):
         self._unclaimed: dict[Attempt, _Source] = {}
         self._unclaimed_tokens = 0
         self._ahead: set[Attempt] = set()  # of whom blocks are reported that a step still computes
+        self._woken_at: float | None = None
         self._pinned: dict[Attempt, Spans] = {}
         self._outputs: list[Output] = []
 
@@ -271,6 +272,8 @@ class SourceConnector(KVConnector):
 
     @override
     def launched(self, step: requests.InFlightStep) -> None:
+        if not self._by_request:
+            return
         for scheduled in step.scheduled:
             request = scheduled.sequence.request
             source = self._by_request.get(request.request_id)
@@ -282,18 +285,19 @@ class SourceConnector(KVConnector):
 
         Not if an earlier step in flight computes what was not reported: that need not wait for it.
         """
-        if not self._sums_come_in_order:
+        sequence, steps = request.sequences[0], self.scheduler.in_flight
+        if not self._sums_come_in_order or not steps:
             return
-        sequence, until = request.sequences[0], source.reported
-        for step in self.scheduler.in_flight:
-            if until > source.reported:
-                return
-            for item in step.scheduled:
-                if item.sequence is sequence and item.handle == sequence.handle:
-                    until = self._reportable(source, min(item.end, request.num_known))
-        newest = self.scheduler.in_flight[-1].scheduled if self.scheduler.in_flight else ()
-        if until <= source.reported or not any(item.sequence is sequence for item in newest):
+        ends = [
+            (step, self._reportable(source, min(item.end, request.num_known)))
+            for step in steps
+            for item in step.scheduled
+            if item.sequence is sequence and item.handle == sequence.handle
+        ]
+        news = [(step, end) for step, end in ends if end > source.reported]
+        if len(news) != 1 or news[0][0] is not steps[-1]:
             return
+        until = news[0][1]
         sizes = (group.span_tokens for group in self.scheduler.blocks.groups)
         cuts = zip(source.counted, sizes, strict=True)
         if any(max(source.reported, counted) % size for counted, size in cuts):
@@ -386,8 +390,9 @@ class SourceConnector(KVConnector):
 
     @override
     def poll(self, now: float) -> list[Output]:
-        if self._ahead:  # a step may just be over: let the transfer thread see
-            self.transfers.submit()
+        if self._ahead and self.scheduler.result_at != self._woken_at:
+            self._woken_at = self.scheduler.result_at
+            self.transfers.submit()  # nothing but that a step is over
         for action in cast("list[ToSource]", self.sender.take()):
             source = self._sources.get(action.attempt)
             match action:

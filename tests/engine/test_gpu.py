@@ -265,6 +265,30 @@ def test_whole_steps_of_prompts_give_what_eager_ones_do(
     assert found[0] == found[1]
 
 
+def test_sums_asked_for_during_a_step_are_those_after_it(
+    checkpoint: Callable[..., Path], drive: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are read on a stream of their own, which waits for the step."""
+    driver = drive(checkpoint(**MODELS["llama"]), dtype="bfloat16", **GPU)
+    handle = driver.add(random_tokens(np.random.default_rng(6), 200))
+    asked, launch = [], driver.executor.launch
+
+    def launch_and_ask(plan: Any) -> Any:
+        torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]  # cycles: 10 ms
+        step = launch(plan)
+        asked.append(driver.executor.sums(0, driver.tables[handle], in_flight=True))
+        assert asked[-1].poll() is None, "the step has not even begun"
+        return step
+
+    monkeypatch.setattr(driver.executor, "launch", launch_and_ask)
+    for count, samples in ((96, 0), (104, 1)):
+        driver.step((handle, count, samples))
+        kept = driver.wait(asked.pop())
+        blocks, length = driver.tables[handle], driver.computed[handle]
+        again = driver.wait(driver.executor.digest(0, blocks, 0, 0, length))
+        assert (kept == again).all()
+
+
 def test_two_steps_in_flight(checkpoint: Callable[..., Path], reference: Any, drive: Any) -> None:
     from kvbaton.engine.step import NewSequence, SequenceStep, StepPlan
 

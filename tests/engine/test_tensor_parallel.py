@@ -183,6 +183,31 @@ def test_logits_of_narrow_dtypes_are_close_to_those_of_one_rank(
     assert 0 < np.abs(found[0] - found[1]).max() < most
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_sums_asked_for_during_a_step_are_those_after_it(
+    size: int, checkpoint: Checkpoint, drive: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = drive(checkpoint(), tensor_parallel_size=size)
+    handle, asked, launch = driver.add(PROMPTS[3]), [], driver.executor.launch
+
+    def launch_and_ask(plan: Any) -> Any:
+        step = launch(plan)
+        asked.append(driver.executor.sums(0, driver.tables[handle], in_flight=True))
+        return step
+
+    monkeypatch.setattr(driver.executor, "launch", launch_and_ask)
+    driver.step((handle, 33, 0))
+    driver.step((handle, 37, 1))
+    blocks = driver.tables[handle]
+    for pending, end in zip(asked, (33, 70), strict=True):
+        driver.wait(pending)
+        held = blocks[: -(-end // driver.block_size)]
+        again = driver.executor.digest(0, held, 0, 0, end)
+        driver.wait(again)
+        for mine, theirs in zip(pending.poll(), again.poll(), strict=True):
+            assert (mine == theirs).all()
+
+
 def test_kept_sums_are_those_of_the_bytes(checkpoint: Checkpoint, drive: Any) -> None:
     driver = drive(checkpoint(), tensor_parallel_size=2)
     handle = driver.add(PROMPTS[3])

@@ -257,9 +257,12 @@ class SourceWorker(TransferWorker):
                 write.broken = f"{type(error).__name__}: {error}"
             return
         self.counters["needed_bytes"] += planned.needed_bytes
+        began = time.monotonic()
         for pair, link in links.items():
             self._post_pair(writes[pair], link, planned, tuple(digests[pair]))
-        self.mark(action.attempt, "posted", write=action.write, start=action.start, end=action.end)
+        what = {"write": action.write, "start": action.start, "end": action.end}
+        num_bytes = sum(write.num_bytes for write in writes.values())
+        self.mark(action.attempt, "posted", **what, num_bytes=num_bytes, began=began)
 
     def _claims(self, action: events.Post, group: int, pairing: GroupPairing) -> list[DigestRun]:
         """Digests of a write in one group, made of the sums that came with the blocks."""

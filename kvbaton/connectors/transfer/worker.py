@@ -40,7 +40,7 @@ class Timelines:
     def __init__(self) -> None:
         self._marks: dict[Attempt, list[dict[str, Any]]] = {}
 
-    def mark(self, attempt: Attempt, what: str, at: float | None = None, **detail: int) -> None:
+    def mark(self, attempt: Attempt, what: str, at: float | None = None, **detail: float) -> None:
         """Note something, now or at a time of the machine-wide clock."""
         marks = self._marks.setdefault(attempt, [])
         marks.append({"what": what, "time": time.monotonic() if at is None else at, **detail})
@@ -229,7 +229,7 @@ class TransferWorker:
             link = self.channel.dial(action.address)
         self.channel.send(link, encode_control(message))
 
-    def mark(self, attempt: Attempt, what: str, at: float | None = None, **detail: int) -> None:
+    def mark(self, attempt: Attempt, what: str, at: float | None = None, **detail: float) -> None:
         """Note what happens to an attempt, now or at a time of the machine-wide clock."""
         self._timelines.mark(attempt, what, at, **detail)
 
