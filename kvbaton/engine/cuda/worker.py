@@ -107,6 +107,7 @@ class CudaWorker(ModelWorker):
         super().__init__(settings)
         log.info("weights: loaded in %.1f s", time.monotonic() - began)
         self._sums_stream = _urgent_stream(settings.device)
+        self._later_sums_stream = _urgent_stream(settings.device)
         self._digest_stream = _urgent_stream(settings.device)
 
     def fit(self) -> int:
@@ -131,7 +132,8 @@ class CudaWorker(ModelWorker):
 
     def warm_up(self) -> None:
         """See `ModelWorker.warm_up`."""
-        fill_allocators(self._activations, (self._sums_stream, self._digest_stream))
+        streams = self._sums_stream, self._later_sums_stream, self._digest_stream
+        fill_allocators(self._activations, streams)
         warm_up(self.runner, self.settings.config)
         self.cache.fetch_digest(0, [1], 0, 0, self.settings.config.block_size)
         torch.cuda.synchronize(self.settings.device)
@@ -151,9 +153,11 @@ class CudaWorker(ModelWorker):
 
     def sums(self, group: int, blocks: Sequence[int], *, in_flight: bool = False) -> Pending[Sums]:
         """See `Worker.sums`."""
-        if in_flight:
-            self._sums_stream.wait_stream(torch.cuda.default_stream(self.settings.device))
-        with torch.cuda.stream(self._sums_stream), torch.inference_mode():
+        stream = self._sums_stream
+        if in_flight:  # on another one: those of blocks that are final wait for no step
+            stream = self._later_sums_stream
+            stream.wait_stream(torch.cuda.default_stream(self.settings.device))
+        with torch.cuda.stream(stream), torch.inference_mode():
             sums = self.cache.fetch_kept_sums(group, blocks)
             return enqueued(lambda: sums.numpy().view(np.uint64))
 
@@ -177,7 +181,8 @@ class CudaWorker(ModelWorker):
             return
         with torch.cuda.stream(self._digest_stream), torch.inference_mode():
             super().adopt(group, blocks, sums, counted)
-        for stream in (torch.cuda.default_stream(self.settings.device), self._sums_stream):
+        default = torch.cuda.default_stream(self.settings.device)
+        for stream in (default, self._sums_stream, self._later_sums_stream):
             stream.wait_stream(self._digest_stream)
 
     def close(self) -> None:
