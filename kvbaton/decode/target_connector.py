@@ -264,10 +264,6 @@ class TargetConnector(KVConnector):
     # --- accounts ---
 
     @override
-    def awaits(self) -> bool:
-        return bool(self._live)
-
-    @override
     def busy(self) -> bool:
         return bool(self._reserved)
 

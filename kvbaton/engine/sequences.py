@@ -92,7 +92,8 @@ class Sequences:
             return
         ids = [np.fromiter(new.token_ids, np.int64, len(new.token_ids)) for new in sequences]
         for new, tokens in zip(sequences, upload(ids, self.tokens.device), strict=True):
-            self.end(new.handle)
+            if new.handle in self._row:
+                self.end(new.handle)
             row = self._take(new.handle, len(tokens), new.num_prompt, new.choice, new.params)
             self.tokens[row, : len(tokens)] = tokens
             if new.items:

@@ -69,7 +69,7 @@ class ToyEncoder:
     bad: frozenset[bytes] = frozenset()
     needs_data: bool = False
     delays: tuple[int, ...] = (0,)
-    wake_fd: int = field(default_factory=lambda: os.eventfd(0))
+    wake_fds: tuple[int, ...] = field(default_factory=lambda: (os.eventfd(0),))
     memory: dict[int, tuple[bytes, int]] = field(default_factory=dict)
     encoded: Counter[bytes] = field(default_factory=Counter)
     steps: int = 0
@@ -101,7 +101,7 @@ class ToyEncoder:
         return {}
 
     def close(self) -> None:
-        os.close(self.wake_fd)
+        os.close(*self.wake_fds)
 
 
 class ItemTransfers(ToyTransfers):

@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 
 from kvbaton.connectors.transfer import thread
-from kvbaton.engine import core
 from kvbaton.types import TransferTimers
 from tests.support.engine_node import HUB
 from tests.support.engine_pair import Expected, Pair
@@ -62,11 +61,8 @@ def test_blocks_are_reported_before_their_step_is_over(brisk: Pair, expected: Ex
     brisk.settle()
 
 
-def test_on_d_while_it_decodes(
-    brisk: Pair, expected: Expected, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_d_while_it_decodes(brisk: Pair, expected: Expected) -> None:
     """All lands, is verified and acknowledged while D's engine stands still."""
-    monkeypatch.setattr(core, "AWAIT_SHARE", 0.0)  # else it hears of it during its step
     other = brisk.d.generate(prompt_of(5), max_tokens=200)
     other.wait_tokens(1)
     HUB.hold()

@@ -25,12 +25,13 @@ from kvbaton.engine.models.llama import Encoded, LlamaForCausalLM
 from kvbaton.kernels.prefill_attention import PrefillBatch
 from kvbaton.kernels.rope_write import HeadNorms
 
-ALONE_TOKENS = 512
-"""With more tokens the device of a single rank is slower than the host is without graphs. Of n
-ranks each computes an n-th, and launching takes them more than n times as long."""
-
 WHOLE_TOKENS = 1024
-"""Most tokens of a step in one graph; the attention of longer prompts has a faster kernel."""
+"""Most tokens of a step in one graph; the attention of longer prompts has a faster kernel. The
+device of a single rank takes twice as long for them as the host does without graphs."""
+
+RANKS_TOKENS = 512
+"""With more tokens a device is slower than the host, times the square of the ranks: each of n
+computes an n-th, and launching takes them more than n times as long."""
 
 WHOLE_PROMPTS = 4
 """Most prompts of one: the attention's launch is as if each had all the tokens."""
@@ -184,7 +185,8 @@ class PromptGraphs:
         self, model: LlamaForCausalLM, cache: KVCache, *, most_tokens: int, most_blocks: int
     ) -> None:
         self._model, self._cache, self._collectives = model, cache, model.shard.collectives
-        self.sizes = padded_sizes(min(most_tokens, ALONE_TOKENS * model.shard.size**2))
+        most = max(WHOLE_TOKENS, RANKS_TOKENS * model.shard.size**2)
+        self.sizes = padded_sizes(min(most_tokens, most))
         device, groups = cache.data.device, cache.num_kv_groups
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

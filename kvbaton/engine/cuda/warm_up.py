@@ -249,7 +249,7 @@ def warm_up(runner: CudaRunner, config: EngineConfig) -> None:
 
 def _products(trial: TrialSteps, config: EngineConfig) -> None:
     """Steps of many sizes: libraries choose a kernel by it, and CUDA loads it when first called."""
-    for tokens in (*range(48, 1024, 32), *range(1024, config.max_num_batched_tokens + 1, 512)):
+    for tokens in (*range(48, 1024, 32), *range(1024, config.max_num_batched_tokens + 1, 128)):
         counts = trial.split(tokens)
         if 0 < len(counts) <= config.max_num_seqs and tokens <= config.max_num_batched_tokens:
             trial.run(counts)
