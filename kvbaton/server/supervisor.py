@@ -136,7 +136,7 @@ class Supervisor:
         self._folder = tempfile.mkdtemp(prefix="kvbaton-")
         self._control_path = f"{self._folder}/control"
         control.middlewares.insert(0, _restore_peer)
-        self._runner = web.AppRunner(control, access_log=None)
+        self._runner = web.AppRunner(control, access_log=None, auto_decompress=False)
         self._state: PublishedState | None = None
         self._workers: dict[int, _Worker] = {}
         self._metrics = MergedMetrics()
@@ -421,6 +421,7 @@ class WorkerLink:
             shutdown_timeout=grace_s,
             keepalive_timeout=keep_alive_s,
             access_log=None,
+            auto_decompress=False,
         )
         await runner.setup()
         listening = asyncio.create_task(self._listen(registry))
