@@ -296,9 +296,12 @@ def find_model(args: argparse.Namespace) -> None:
     from kvbaton.engine.config import check_model_folder
 
     args.model = vars(args).pop("model_tag", None) or args.model  # a file may name another
+    names = args.served_model_name
+    if args.model is None and len(names) > 1 and os.path.exists(names[-1]):
+        args.model = names.pop()  # a flag that takes several words took it
     if args.model is None:
         raise ConfigError("--model", "is missing: the folder of the model, or a GGUF file")
-    args.served_model_name = args.served_model_name or [args.model]
+    args.served_model_name = names or [args.model]
     if args.model.endswith(".gguf"):
         from kvbaton.engine.gguf import model_folder
 

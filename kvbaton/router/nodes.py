@@ -312,10 +312,13 @@ class Nodes(KnownNodes):
     async def _watch(self) -> None:
         """Probe all nodes for ever."""
         while True:
-            self._announce(self.membership.tick(time.monotonic()))
-            for member in self.membership.probe_targets():
-                self._probe_soon(member)
-            await self.engines.sweep()
+            try:
+                self._announce(self.membership.tick(time.monotonic()))
+                for member in self.membership.probe_targets():
+                    self._probe_soon(member)
+                await self.engines.sweep()
+            except Exception:  # of whoever is told, perhaps: without probes nothing would be right
+                logger.exception("a look at the nodes failed")
             await asyncio.sleep(self.membership.timers.probe_period_s)
 
     def _probe_soon(self, member: Member) -> None:

@@ -242,13 +242,15 @@ async def workers(
 
 @asynccontextmanager
 async def _running(*work: Coroutine[None, None, None]) -> AsyncIterator[None]:
-    tasks = [asyncio.create_task(one) for one in work]
+    """Have work done for as long as the context lasts; if any of it fails, so does the context."""
     try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one) for one in work]
+            yield
+            for task in tasks:
+                task.cancel()
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
 
 
 class _Cluster:

@@ -118,6 +118,7 @@ async def serve_on(
         shutdown_timeout=grace_s,
         keepalive_timeout=keep_alive_s,
         access_log=None,
+        auto_decompress=False,  # `read_body` does
         logger=ServerLog(logger),
     )
     await runner.setup()

@@ -7,6 +7,7 @@ import logging
 import math
 import random
 import re
+import zlib
 from http import HTTPStatus
 from typing import TypeVar
 
@@ -54,6 +55,8 @@ async def close_connection(request: web.Request, response: web.StreamResponse) -
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1.0
+WINDOW_BITS = {"gzip": 31, "deflate": 15}
+"""For `zlib`, by Content-Encoding."""
 TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -143,13 +146,42 @@ async def read_body(request: web.Request, kind: type[T]) -> T:
 
     Raises:
         RequestError: it is no JSON, has a field of a wrong type (named), or does not arrive.
-        web.HTTPRequestEntityTooLarge: it is longer than the limit.
+        web.HTTPRequestEntityTooLarge: it is longer than the limit, perhaps unpacked.
     """
-    data = await _read(request, request.app[FRONTEND].config)
+    config = request.app[FRONTEND].config
+    data = await _read(request, config)
+    if encoding := request.headers.get("Content-Encoding"):
+        data = await asyncio.to_thread(unpacked, data, encoding, config.max_body_bytes)
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise malformed(error) from error
+
+
+def unpacked(data: bytes, encoding: str, limit: int) -> bytes:
+    """A body as it was before it was compressed.
+
+    aiohttp would do so as it comes, however long it gets, and also for who has no key.
+
+    Raises:
+        RequestError: it is not compressed so, or that is not known.
+        web.HTTPRequestEntityTooLarge: it is longer than the limit.
+    """
+    if encoding.lower() == "identity":
+        return data
+    if encoding.lower() not in WINDOW_BITS:
+        problem = f"Content-Encoding must be {' or '.join(WINDOW_BITS)}, not {encoding[:64]!r}"
+        raise RequestError(problem, status=415)
+    packer = zlib.decompressobj(WINDOW_BITS[encoding.lower()])
+    try:
+        found = packer.decompress(data, limit + 1)
+    except zlib.error as error:
+        raise RequestError(f"the body is not encoded as its headers say: {error}") from error
+    if len(found) > limit:
+        raise web.HTTPRequestEntityTooLarge(limit, len(found))
+    if not packer.eof:
+        raise RequestError("the body is not encoded as its headers say: its end is missing")
+    return found
 
 
 async def _read(request: web.Request, config: FrontendConfig) -> bytes:

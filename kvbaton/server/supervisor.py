@@ -45,7 +45,9 @@ START_TIMEOUT_S = 120.0
 METRICS_TIMEOUT_S = 1.0
 RESTART_PAUSE_S = 0.5
 STOP_MARGIN_S = 5.0
-FORWARD_TIMEOUT_S = 60.0
+CONNECT_TIMEOUT_S = 60.0
+FORWARD_TIMEOUT_S = 660.0
+"""A supervisor waits 600 s for the end of a profile."""
 BACKLOG = 1024
 _HOP_BY_HOP = frozenset(("connection", "keep-alive", "transfer-encoding", "content-length", "te"))
 _PEER = "X-Kvbaton-Peer"
@@ -134,7 +136,7 @@ class Supervisor:
         self._folder = tempfile.mkdtemp(prefix="kvbaton-")
         self._control_path = f"{self._folder}/control"
         control.middlewares.insert(0, _restore_peer)
-        self._runner = web.AppRunner(control, access_log=None)
+        self._runner = web.AppRunner(control, access_log=None, auto_decompress=False)
         self._state: PublishedState | None = None
         self._workers: dict[int, _Worker] = {}
         self._metrics = MergedMetrics()
@@ -160,7 +162,15 @@ class Supervisor:
     async def _keep(self, index: int, first: asyncio.Future[None]) -> None:
         """Have a worker run, again and again."""
         while True:
-            worker = await _Worker.start(self, index)
+            try:
+                worker = await _Worker.start(self, index)
+            except OSError as error:  # no room for a process or a file
+                if not first.done():
+                    first.set_exception(ConfigError("--workers", f"can't start one: {error}"))
+                    return
+                logger.error("can't start worker %d, trying on: %s", index, error)
+                await asyncio.sleep(RESTART_PAUSE_S)
+                continue
             self._workers[index] = worker
             if self._state is not None:
                 worker.send(self._state)
@@ -256,9 +266,14 @@ class _Worker:
     async def start(cls, supervisor: Supervisor, index: int) -> _Worker:
         """Start its process."""
         ours, theirs = socket.socketpair()
-        with theirs:
-            process = supervisor.spawn(index, theirs)
-        return cls(supervisor, index, process, await _Channel.open(ours))
+        try:
+            with theirs:
+                process = supervisor.spawn(index, theirs)
+            channel = await _Channel.open(ours)
+        except BaseException:
+            ours.close()
+            raise
+        return cls(supervisor, index, process, channel)
 
     async def listen(self, started: asyncio.Future[None]) -> None:
         """Take in what it says, until it ends."""
@@ -356,7 +371,7 @@ def worker_main(
         async with aiohttp.ClientSession(
             connector=aiohttp.UnixConnector(control_path),
             timeout=aiohttp.ClientTimeout(
-                total=None, sock_connect=FORWARD_TIMEOUT_S, sock_read=FORWARD_TIMEOUT_S
+                total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=FORWARD_TIMEOUT_S
             ),
         ) as session:
             await main(WorkerLink(listener, await _Channel.open(link), session), payload)
@@ -406,6 +421,7 @@ class WorkerLink:
             shutdown_timeout=grace_s,
             keepalive_timeout=keep_alive_s,
             access_log=None,
+            auto_decompress=False,
         )
         await runner.setup()
         listening = asyncio.create_task(self._listen(registry))

@@ -398,6 +398,12 @@ def test_the_model_needs_no_flag(broken_model: str, tmp_path: Path) -> None:
         assert (config.engine.model, config.served_model_name) == (broken_model, (broken_model,))
 
 
+def test_a_model_behind_its_name_is_not_another_name(broken_model: str) -> None:
+    words = ["serve", "--served-model-name", "one", broken_model]
+    config = node_config(make_parser().parse_args(words))
+    assert (config.engine.model, config.served_model_name) == (broken_model, ("one",))
+
+
 def test_a_model_may_have_several_names(broken_model: str, tmp_path: Path) -> None:
     file = tmp_path / "node.yaml"
     file.write_text("served-model-name: [one, two]")

@@ -19,6 +19,7 @@ from kvbaton.messages.engine import AddRequest, Item, Output, SamplingParams
 from kvbaton.messages.nodes import Members, NodeInfo
 from kvbaton.router.config import DispatchConfig, MembershipTimers, RelayTimers
 from kvbaton.router.loads import NodeLoad
+from kvbaton.router.membership import Change
 from kvbaton.router.policies import LeastLoaded
 from kvbaton.router.relay import RequestRelay
 from kvbaton.router.route import Options, Route
@@ -337,6 +338,24 @@ async def test_a_policy_that_breaks_costs_no_other_request(
     assert not running.done(), "else nothing was seen"
     assert tokens(await running) == expected(40)
     assert (d.cancelled, len(d.received)) == (0, 2)
+
+
+async def test_nodes_are_looked_after_also_when_that_failed_once(
+    make_rig: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = await make_rig()
+    membership = rig.directory.membership
+    tick, fails = membership.tick, iter([True])
+
+    def fails_once(now: float) -> list[Change]:
+        if next(fails, False):
+            raise RuntimeError("a bug")
+        return tick(now)
+
+    monkeypatch.setattr(membership, "tick", fails_once)
+    await eventually(lambda: "a bug" in caplog.text)
+    rig.nodes["d0"].healthy = False
+    await eventually(lambda: rig.states()["d0"] == "unhealthy")
 
 
 async def test_an_engine_that_dies_is_noticed_at_once_and_found_again(make_rig: Any) -> None:

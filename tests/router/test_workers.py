@@ -14,7 +14,9 @@ import aiohttp
 import msgspec
 import pytest
 
+from kvbaton.errors import ConfigError
 from kvbaton.messages.nodes import NodeInfo
+from kvbaton.router.workers import _running
 from kvbaton.server.sse import read_events
 from tests.support.scripted_source import write_tokenizer
 from tests.support.stand_in import MODEL, StandIn, stand_in
@@ -163,3 +165,38 @@ async def healthy(url: str) -> bool:
                 return response.status == 200 and (await response.json())["ready"] == 2
     except aiohttp.ClientError:
         return False
+
+
+async def test_what_runs_beside_a_worker_ends_it_with_itself() -> None:
+    """Else it would serve on without, and nobody would know."""
+
+    async def breaks() -> None:
+        raise ValueError("a bug")
+
+    with pytest.raises(ValueError, match="a bug"):
+        async with asyncio.timeout(10), _running(breaks()):
+            await asyncio.Event().wait()
+
+
+async def test_what_runs_beside_a_worker_ends_with_it() -> None:
+    ended = asyncio.Event()
+
+    async def runs() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    async with _running(runs()):
+        await asyncio.sleep(0)
+    assert ended.is_set()
+    ended.clear()
+
+    async def fails() -> None:
+        async with _running(runs()):
+            await asyncio.sleep(0)
+            raise ConfigError("--workers", "of the worker itself")
+
+    with pytest.raises(ConfigError, match="of the worker itself"):
+        await fails()
+    assert ended.is_set()

@@ -1,5 +1,8 @@
 import asyncio
+import gzip
 import json
+import time
+import zlib
 from typing import Any
 
 import pytest
@@ -176,6 +179,37 @@ async def test_what_http_does_not_allow_is_no_failure_of_ours(
     status_after, _ = await endpoint.post("/v1/completions", {"prompt": "x"})
     assert status_after == 200
     assert [r.getMessage() for r in caplog.records if r.levelname == "ERROR"] == []
+
+
+@pytest.mark.parametrize(
+    ("encoding", "pack"),
+    [("gzip", gzip.compress), ("deflate", zlib.compress), ("identity", bytes)],
+)
+async def test_a_body_may_be_compressed(serve: Any, encoding: str, pack: Any) -> None:
+    endpoint = await serve(max_body_bytes=1000)
+    headers = {"Content-Encoding": encoding}
+    for blanks, wanted in ((900, 200), (1000, 413)):
+        data = pack(b'{"prompt": "Hi", "max_tokens": 1' + b" " * blanks + b"}")
+        async with endpoint.session.post("/v1/completions", data=data, headers=headers) as response:
+            assert response.status == wanted
+    headers = {"Content-Encoding": "br"}
+    async with endpoint.session.post("/v1/completions", data=b"{}", headers=headers) as response:
+        assert response.status == 415
+        assert "gzip" in (await response.json())["error"]["message"]
+
+
+@pytest.mark.parametrize("key", ["right", "wrong"])
+async def test_a_small_body_does_not_unpack_to_a_large_one(serve: Any, key: str) -> None:
+    """Whoever sent it had a megabyte cost seconds, in which nobody else was answered."""
+    endpoint = await serve(api_keys=("right",))
+    packer, blanks = zlib.compressobj(9, wbits=31), b" " * (1 << 20)
+    bomb = b"".join([*(packer.compress(blanks) for _ in range(1024)), packer.flush()])
+    headers = {"Content-Encoding": "gzip", "Authorization": f"Bearer {key}"}
+    began = time.process_time()
+    async with endpoint.session.post("/v1/completions", data=bomb, headers=headers) as response:
+        assert response.status == (413 if key == "right" else 401)
+    await endpoint.post("/v1/completions", {"prompt": "x"})  # once it was thrown away
+    assert time.process_time() - began < 0.5
 
 
 async def test_messages_show_numbers_as_they_were_sent(serve: Any) -> None:

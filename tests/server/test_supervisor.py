@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import os
 import signal
@@ -14,12 +15,14 @@ import pytest
 from aiohttp import ClientSession, ClientTimeout, TCPConnector, web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from kvbaton.engine.client import LONG_COMMANDS
 from kvbaton.errors import ConfigError
+from kvbaton.router.nodes import RESET_STORE_TIMEOUT_S
 from kvbaton.server.auth import PEER
 from kvbaton.server.metrics import MergedMetrics, merged
 from kvbaton.server.network import bind, url_of
 from kvbaton.server.sse import read_events, send_events
-from kvbaton.server.supervisor import Supervisor, WorkerLink
+from kvbaton.server.supervisor import FORWARD_TIMEOUT_S, Supervisor, WorkerLink
 from tests.support.waiting import eventually
 
 PATIENCE_S = 60.0
@@ -211,3 +214,24 @@ def test_counts_add_up_and_gauges_of_the_dead_do_not() -> None:
     assert value_of(found, "g") == 19
     assert merged([found.decode()]) == found.decode()
     assert merged(["# HELP x X.\n# TYPE x gauge\nx +Inf\n"]).endswith("x +Inf\n")
+
+
+async def test_a_worker_that_can_not_be_replaced_now_is_replaced_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with supervised(count=1) as (supervisor, url), fresh_session(url) as session:
+        before = (await who(session))["pid"]
+        spawn, tries = supervisor.spawn, itertools.count()
+
+        def out_of_files(index: int, link: Any) -> Any:
+            if next(tries) < 2:
+                raise OSError(errno.EMFILE, "Too many open files")
+            return spawn(index, link)
+
+        monkeypatch.setattr(supervisor, "spawn", out_of_files)
+        os.kill(before, signal.SIGKILL)
+        assert (await who(session))["pid"] != before
+
+
+def test_a_worker_waits_longer_than_its_supervisor_for_an_engine() -> None:
+    assert max(RESET_STORE_TIMEOUT_S, *LONG_COMMANDS.values()) < FORWARD_TIMEOUT_S
