@@ -110,7 +110,6 @@ class EngineCore:
         self.step_seconds = 0.0
         self.step_costs = step_costs()
         self._terms: deque[Terms] = deque()
-        self._decode_s = math.inf
         self._launch_s = 0.0
         self._await_until = 0.0
         self.times = StepTimes()
@@ -247,14 +246,11 @@ class EngineCore:
 
     def _expect(self) -> None:
         """Say until when connectors are heard while the oldest step runs."""
-        terms = self._terms[0]
-        if not terms[1]:  # all decode
-            expected = self._decode_s if self._decode_s < math.inf else 0.0
-        elif self._must_wait and any(self.connectors.call(KVConnector.awaits)):
+        terms, expected = self._terms[0], 0.0
+        # Not where all decode: tokens would come late by what is heard.
+        if terms[1] and self._must_wait and any(self.connectors.call(KVConnector.awaits)):
             costs = self.step_costs.costs()
             expected = sum(costs.get(n, 0.0) * t for n, t in zip(STEP_COSTS, terms, strict=True))
-        else:
-            expected = 0.0
         margin = AWAIT_MARGIN_S + 2 * self._launch_s
         self._await_until = self._busy_since + min(AWAIT_SHARE * expected, expected - margin)
 
@@ -282,8 +278,6 @@ class EngineCore:
             self.step_seconds += self._busy_since - since
             terms = self._terms.popleft()
             self.step_costs.observe(terms, self._busy_since - since)
-            if not terms[1]:  # a slow one says little of the next
-                self._decode_s = min(self._busy_since - since, 1.1 * self._decode_s)
             # What peers asked for during the step comes first: it may want what the step computed.
             self._hear()
             outputs = self.scheduler.update(result)

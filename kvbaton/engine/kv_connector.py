@@ -156,10 +156,10 @@ class KVConnector:
         """A turn is over: publish what happened in it."""
 
     def awaits(self) -> bool:
-        """Whether something may come while a step runs that the next one had better take in.
+        """Whether something may come while a step runs that had better be known before it is over.
 
-        Also what is to be known before the step is over. A core that would wait for the step then
-        hears it for a while, and launches the next one later.
+        A core that would wait for a step with prompts then hears it for a while, and launches the
+        next one later.
         """
         return False
 

@@ -90,7 +90,7 @@ def test_peers_are_heard_before_a_step_counts(core: EngineCore) -> None:
 
 
 def test_connectors_are_heard_while_a_step_runs(core: EngineCore) -> None:
-    """One that awaits something is, until the next step is due; then the core waits."""
+    """One that awaits something is, during a prompt, until the next step is due."""
     (listener,) = (each for each in core.connectors if isinstance(each, Listener))
     terms = terms_of((SequenceStep(1, 0, len(PROMPT), ((),), 1),))
     for _ in range(MIN_STEPS):
@@ -108,7 +108,7 @@ def test_connectors_are_heard_while_a_step_runs(core: EngineCore) -> None:
     core.turn()
     assert not core.in_flight, "it is over before it was expected"
     core.turn()
-    assert "r" not in core.scheduler.requests, "a step of which nothing is known is waited for"
+    assert "r" not in core.scheduler.requests, "a step in which all decode is waited for"
 
 
 def test_a_steps_parts_add_up(core: EngineCore) -> None:
