@@ -96,7 +96,7 @@ class Dispatcher(TokenSource):
         try:
             running.perform(running.relay.start(running.started_at))
             running.arm()
-        except RequestError:  # nobody was asked
+        except Exception:  # nobody was asked
             running.close("refused")
             raise
 
@@ -249,13 +249,17 @@ class _Running:
             logger.warning("request %s: %s", request_id, line)
 
     def _route(self, num_tokens: int, items: Sequence[Item], avoid: frozenset[str]) -> Route | None:
-        """Nodes for an attempt; see `RouteChooser.route`."""
+        """Nodes for an attempt; see `RouteChooser.route`.
+
+        Raises:
+            Exception: of the policy, for the first attempt: whoever asks is told.
+        """
         request = self.relay.request
         try:
             return self.dispatcher.chooser.route(request, num_tokens, items, avoid)
-        except RequestError:
-            raise
         except Exception:  # a policy may be anybody's, and others go on
+            if self.relay.attempt < 0:
+                raise
             logger.exception("no node could be chosen for request %s", request.request_id)
             return None
 

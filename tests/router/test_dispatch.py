@@ -19,7 +19,6 @@ from kvbaton.messages.engine import AddRequest, Item, Output, SamplingParams
 from kvbaton.messages.nodes import Members, NodeInfo
 from kvbaton.router.config import DispatchConfig, MembershipTimers, RelayTimers
 from kvbaton.router.loads import NodeLoad
-from kvbaton.router.membership import Change
 from kvbaton.router.policies import LeastLoaded
 from kvbaton.router.relay import RequestRelay
 from kvbaton.router.route import Options, Route
@@ -310,9 +309,8 @@ async def test_a_policy_that_breaks_leaves_nothing_behind(
 ) -> None:
     rig = await make_rig(dispatch=BREAKING)
     monkeypatch.setattr(Breaking, "breaks", True)
-    with pytest.raises(RequestError) as caught:
+    with pytest.raises(ZeroDivisionError):
         await collect(rig, request())
-    assert (caught.value.status, caught.value.code) == (503, "no_node_ready")
     assert (rig.dispatcher.running, rig.dispatcher.totals().failed) == ({}, 1)
     monkeypatch.setattr(Breaking, "breaks", False)
     assert tokens(await collect(rig, request())) == expected(4)
@@ -347,7 +345,7 @@ async def test_nodes_are_looked_after_also_when_that_failed_once(
     membership = rig.directory.membership
     tick, fails = membership.tick, iter([True])
 
-    def fails_once(now: float) -> list[Change]:
+    def fails_once(now: float) -> Any:
         if next(fails, False):
             raise RuntimeError("a bug")
         return tick(now)
