@@ -241,11 +241,14 @@ class PreparesWrites(Protocol):
     """A `Transport` that can make a write ready before the bytes are there; no other need."""
 
     def prepare(self, peer: Peer, ranges: Ranges) -> object:
-        """Make a write ready: what `post` or `discard` takes. As `write` it raises `ValueError`."""
+        """Make a write ready: what `post` or `discard` takes. As `write` it raises `ValueError`.
+
+        `ranges` may change as soon as it returns.
+        """
         ...
 
     def post(self, prepared: Any, notice: bytes) -> Handle:
-        """Start a write that was made ready, once; as `write` does."""
+        """Start a write that was made ready, once, as `write` does: with the bytes of now."""
         ...
 
     def discard(self, prepared: Any) -> None:

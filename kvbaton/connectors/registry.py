@@ -185,7 +185,7 @@ TRANSPORTS = Kind(
         "nixl": "kvbaton.connectors.transports.nixl:NixlTransport",
         "tcp": "kvbaton.connectors.transports.tcp:TcpTransport",
     },
-    Contract(major=1, minor=0, oldest=1),
+    Contract(major=1, minor=1, oldest=1),
 )
 STORES = Kind(
     "store",

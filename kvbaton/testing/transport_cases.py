@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvbaton.connectors.base import FenceScope, Peer, Status, Transport
+from kvbaton.connectors.base import FenceScope, Peer, PreparesWrites, Status, Transport
 from kvbaton.connectors.layout import GroupKind, KVLayout, contiguous_plane
 from kvbaton.connectors.pairing import GroupPairing
 from kvbaton.connectors.plan import plan
@@ -462,6 +462,54 @@ def _watch(pair: Pair) -> None:
     limit = time.monotonic() + WATCH_S
     while time.monotonic() < limit:
         pair.poll()
+
+
+@case(2)
+def prepared_writes(pair: Pair) -> None:
+    """What was prepared moves the bytes that are there when it is posted, and only then, and once.
+
+    Of a transport with `PreparesWrites`.
+    """
+    source = pair.source
+    if not isinstance(source, PreparesWrites):
+        return
+    rows = random_rows(pair.random, min(9, 3 * pair.most_ranges))
+    parts = [rows[start::3] for start in range(3)]
+    ready = []
+    for part in [*parts, parts[0]]:
+        ranges = pack(part)
+        ready.append(source.prepare(pair.peer, ranges))
+        ranges[:] = -1  # they are ours again
+    _watch(pair)
+    require(not pair.notices, "what was only prepared was notified")
+    pair.compare("what was only prepared")
+    for memory in pair.source_memory:
+        memory += 1
+    unwanted = ready.pop()
+    handles = []
+    for number in (2, 0, 1):
+        handles.append(source.post(ready[number], bytes([number])))
+        pair.expect(parts[number])
+    source.discard(unwanted)
+    source.discard(unwanted)
+    for handle in handles:
+        pair.complete(handle)
+    pair.wait(lambda: len(pair.notices) >= len(parts), "the notices of prepared writes")
+    _watch(pair)
+    require(sorted(pair.notices) == [b"\0", b"\1", b"\2"], f"notices are {pair.notices}")
+    pair.compare("after prepared writes")
+    for what, row in BAD_ROWS.items():
+        with _refused(pair, f"a prepared row {what}"):
+            pair.complete(source.post(source.prepare(pair.peer, pack([row])), b"bad"))
+        pair.compare(f"after a prepared row {what}")
+    late, unposted = (source.prepare(pair.peer, pack(parts[0])) for _ in range(2))
+    pair.wait(lambda: source.close(pair.peer), "a peer with prepared writes is closed")
+    handle = source.post(late, b"late")
+    require(pair.finish(handle) is not Status.DONE, "a prepared write to a closed peer must fail")
+    require(bool(handle.error()), "a failed write must say why")
+    handle.release()
+    source.discard(unposted)
+    pair.compare("after a closed peer")
 
 
 @case(3)

@@ -100,12 +100,16 @@ class Pair:
         ranges = pack(rows)
         handle = self.source.write(self.peer, ranges, notice)
         ranges[:] = -1  # they are ours again
+        self.expect(rows)
+        return handle
+
+    def expect(self, rows: Sequence[Row]) -> None:
+        """Note what rows should do to the target, posted now."""
         for source, start, target, end, length, count, step, stride in rows:
             for piece in range(count):
                 low, high = start + piece * step, end + piece * stride
                 data = self.source_memory[source][low : low + length]
                 self.expected[target][high : high + length] = data
-        return handle
 
     def poll(self) -> None:
         """Let both sides make progress and collect notices."""

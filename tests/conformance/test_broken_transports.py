@@ -9,7 +9,7 @@ from kvbaton.connectors.transports.memory import MemoryHandle, MemoryHub, Memory
 from kvbaton.testing.check import Subject
 from kvbaton.testing.kit import CaseVerdict, Outcome, run_case
 from kvbaton.testing.transport_rig import Pair, fresh_name
-from tests.connectors_broken.transports import BROKEN
+from tests.connectors_broken.transports import BROKEN, Prepares
 
 
 def first_failure(broken: type[MemoryTransport]) -> Outcome | None:
@@ -55,8 +55,9 @@ def test_its_case_catches_what_breaks_between_processes(broken: str) -> None:
     assert BETWEEN_PROCESSES[broken][1] in outcome.text
 
 
-def test_the_transport_that_they_mutate_passes() -> None:
-    assert first_failure(MemoryTransport) is None
+@pytest.mark.parametrize("sound", [MemoryTransport, Prepares])
+def test_the_transports_that_they_mutate_pass(sound: type[MemoryTransport]) -> None:
+    assert first_failure(sound) is None
 
 
 @pytest.mark.parametrize("most", [1, 7])

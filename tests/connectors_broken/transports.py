@@ -9,7 +9,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -488,6 +488,109 @@ def num_bytes(ranges: Ranges) -> int:
     return int((ranges[:, RangeColumn.LENGTH] * ranges[:, RangeColumn.COUNT]).sum())
 
 
+class Prepares(MemoryTransport):
+    """No defect: it keeps the rows of a write that is prepared."""
+
+    def prepare(self, peer: Peer, ranges: Ranges) -> list[Any]:
+        """Keep them."""
+        return [peer, ranges.copy()]
+
+    def post(self, prepared: list[Any], notice: bytes) -> MemoryHandle:
+        """Write them."""
+        return self.write(*prepared, notice)
+
+    def discard(self, prepared: list[Any]) -> None:
+        """Nothing to give back."""
+
+
+class CopiesWhenPrepared(Prepares):
+    """Writes the bytes that were there when the write was prepared."""
+
+    def prepare(self, peer: Peer, ranges: Ranges) -> list[Any]:
+        """Keep a copy of all memory, too."""
+        held = [region.memory.owner.copy() for region in self.registered]
+        return [*super().prepare(peer, ranges), held]
+
+    def post(self, prepared: list[Any], notice: bytes) -> MemoryHandle:
+        """Write from the copy."""
+        peer, ranges, held = prepared
+        owners = [region.memory.owner for region in self.registered]
+        now = [owner.copy() for owner in owners]
+        for owner, before in zip(owners, held, strict=True):
+            owner[:] = before
+        try:
+            return self.write(peer, ranges, notice)
+        finally:
+            for owner, after in zip(owners, now, strict=True):
+                owner[:] = after
+
+    def register(self, memory: Memory) -> Region:
+        """Remember it."""
+        region = super().register(memory)
+        self.registered.append(region)
+        return region
+
+    def __init__(self, name: str, *, host: str = "", hub: MemoryHub | None = None) -> None:
+        super().__init__(name, host=host, hub=hub)
+        self.registered: list[Region] = []
+
+
+class WritesWhenPrepared(Prepares):
+    """Lets the bytes go at once, and the notice when it is posted."""
+
+    def prepare(self, peer: Peer, ranges: Ranges) -> list[Any]:
+        """Write without a word."""
+        if ranges.min() >= 0:
+            target = self.hub.find(peer.name)
+            super().write(peer, ranges, b"")
+            assert target is not None
+            target.notices()
+        return super().prepare(peer, ranges)
+
+
+class KeepsRowsOfOthers(Prepares):
+    """Keeps the caller's array instead of a copy."""
+
+    def prepare(self, peer: Peer, ranges: Ranges) -> list[Any]:
+        """Keep it."""
+        return [peer, ranges]
+
+
+class PostsTheOldest(Prepares):
+    """Posts in the order in which writes were prepared, whichever it is told."""
+
+    def __init__(self, name: str, *, host: str = "", hub: MemoryHub | None = None) -> None:
+        super().__init__(name, host=host, hub=hub)
+        self.queue: list[list[Any]] = []
+
+    def prepare(self, peer: Peer, ranges: Ranges) -> list[Any]:
+        """Queue it."""
+        self.queue.append(super().prepare(peer, ranges))
+        return self.queue[-1]
+
+    def post(self, prepared: list[Any], notice: bytes) -> MemoryHandle:
+        """Take the first one."""
+        return super().post(self.queue.pop(0), notice)
+
+
+class PostsWhatIsDiscarded(Prepares):
+    """Takes what is given back for what is to be posted."""
+
+    def discard(self, prepared: list[Any]) -> None:
+        """Write it."""
+        self.post(prepared, b"")
+
+
+class DiscardsOnce(Prepares):
+    """Falls over what was given back already."""
+
+    def discard(self, prepared: list[Any]) -> None:
+        """Empty it."""
+        if not prepared:
+            raise RuntimeError("it was given back before")
+        prepared.clear()
+
+
 BROKEN: dict[type[MemoryTransport], str] = {
     ReadsRangesLate: "L0.bad-cards",
     TakesNoStrideForNext: "L1.exact-bytes",
@@ -515,6 +618,12 @@ BROKEN: dict[type[MemoryTransport], str] = {
     LetsTheFencedDialAgain: "L2.fence",
     DrainedBeforeItLands: "L2.closed-peer",
     FencesWhatBegins: "L2.fence-amid-writes",
+    CopiesWhenPrepared: "L2.prepared-writes",
+    WritesWhenPrepared: "L2.prepared-writes",
+    KeepsRowsOfOthers: "L2.prepared-writes",
+    PostsTheOldest: "L2.prepared-writes",
+    PostsWhatIsDiscarded: "L2.prepared-writes",
+    DiscardsOnce: "L2.prepared-writes",
     MixesWritersUp: "L2.many-writes",
     OutlivesShutdown: "L3.dead-peer",
     LosesSilently: "L3.dead-peer",

@@ -323,6 +323,8 @@ class NixlAgent:
 class NixlTransport:
     """Writes into registered memory of other processes through NIXL."""
 
+    contract = "1.1"
+
     def __init__(self, name: str, *, host: str = "127.0.0.1") -> None:
         """Start an agent.
 
