@@ -506,33 +506,30 @@ class Prepares(MemoryTransport):
 class CopiesWhenPrepared(Prepares):
     """Writes the bytes that were there when the write was prepared."""
 
+    def __init__(self, name: str, *, host: str = "", hub: MemoryHub | None = None) -> None:
+        super().__init__(name, host=host, hub=hub)
+        self.arrays: list[Any] = []
+
+    def register(self, memory: Memory) -> Region:
+        """Remember it."""
+        self.arrays.append(memory.owner)
+        return super().register(memory)
+
     def prepare(self, peer: Peer, ranges: Ranges) -> list[Any]:
         """Keep a copy of all memory, too."""
-        held = [region.memory.owner.copy() for region in self.registered]
-        return [*super().prepare(peer, ranges), held]
+        return [*super().prepare(peer, ranges), [array.copy() for array in self.arrays]]
 
     def post(self, prepared: list[Any], notice: bytes) -> MemoryHandle:
         """Write from the copy."""
         peer, ranges, held = prepared
-        owners = [region.memory.owner for region in self.registered]
-        now = [owner.copy() for owner in owners]
-        for owner, before in zip(owners, held, strict=True):
-            owner[:] = before
+        now = [array.copy() for array in self.arrays]
+        for array, before in zip(self.arrays, held, strict=True):
+            array[:] = before
         try:
             return self.write(peer, ranges, notice)
         finally:
-            for owner, after in zip(owners, now, strict=True):
-                owner[:] = after
-
-    def register(self, memory: Memory) -> Region:
-        """Remember it."""
-        region = super().register(memory)
-        self.registered.append(region)
-        return region
-
-    def __init__(self, name: str, *, host: str = "", hub: MemoryHub | None = None) -> None:
-        super().__init__(name, host=host, hub=hub)
-        self.registered: list[Region] = []
+            for array, after in zip(self.arrays, now, strict=True):
+                array[:] = after
 
 
 class WritesWhenPrepared(Prepares):
