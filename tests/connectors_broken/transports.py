@@ -497,7 +497,8 @@ class Prepares(MemoryTransport):
 
     def post(self, prepared: list[Any], notice: bytes) -> MemoryHandle:
         """Write them."""
-        return self.write(*prepared, notice)
+        peer, ranges = prepared[:2]
+        return self.write(peer, ranges, notice)
 
     def discard(self, prepared: list[Any]) -> None:
         """Nothing to give back."""
