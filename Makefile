@@ -37,7 +37,7 @@ demo: $(VENV)/.runtime  ## 1 prefill + 1 decode + router on this machine, answer
 	  { echo "$(SMOLLM2) can't be had: serving a model with random weights, so the answer is noise"; \
 	    $(BIN)/python -m kvbaton.testing.checkpoints $(DEMO)/random; }
 	$(BIN)/kvbaton up --model $$(test -f $(GGUF) && echo $(GGUF) || echo $(DEMO)/random) \
-	  --prefill 1 --decode 1 --port 0 --max-num-batched-tokens 64 --max-model-len 2048 \
+	  --prefill 1 --decode 1 --policy least-loaded --port 0 --max-num-batched-tokens 64 --max-model-len 2048 \
 	  --max-tokens 120 --chat "$(PROMPT)"
 
 helm: $(VENV)/.runtime  ## Helm and kubectl: the tests of deploy/ and `make manifests` use them

@@ -164,6 +164,7 @@ def test_up_answers_a_chat_with_a_gguf_file(
     write_gguf(checkpoint(), tmp_path / "tiny.gguf")
     log = tmp_path / "log"
     words = ["up", f"--model={tmp_path / 'tiny.gguf'}", "--transport=tcp", "--max-tokens=8", *UP]
+    words.append("--policy=least-loaded")
     process = start([*words, "--chat=Who hands over the baton?"], log)
     try:
         status = process.wait(120.0)

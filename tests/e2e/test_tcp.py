@@ -28,7 +28,7 @@ TCP = {"transport": "tcp"}
 def tcp_nodes(cluster: Cluster) -> Iterator[tuple[Node, Node, Router]]:
     """P and D over TCP, with the key ``back``, behind a router with the key ``front``."""
     flags = [f"--model={cluster.model}", "--served-model-name=tiny", "--api-key=front"]
-    words = ["router", "--port=0", *flags, "--node-api-key=back"]
+    words = ["router", "--port=0", *flags, "--node-api-key=back", "--policy=least-loaded"]
     router = Router("router-tcp", words, cluster.folder)
     cluster.servers.append(router)
     locked = {**TCP, "api-key": "back"}

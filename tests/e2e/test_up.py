@@ -28,6 +28,7 @@ def test_up_shows_what_happens_and_starts_again_what_was_killed(
 ) -> None:
     words = ["up", f"--model={checkpoint()}", "--served-model-name=tiny", *UP]
     nodes = ["--prefill=1", "--decode=2", "--transport=tcp", "--log-level=info"]
+    nodes.append("--policy=least-loaded")  # by cost so short a prompt is not worth a hand-over
     terminal = Terminal([*words, *nodes], tmp_path, forked=True)
     up = terminal.process.pid
     try:
