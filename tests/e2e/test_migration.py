@@ -200,7 +200,6 @@ def test_sequences_move_to_and_fro_behind_several_workers(
     settle(*nodes)
     for node in nodes:
         node.forget()  # else what moves may be there before it
-    before = {node: node.metrics() for node in nodes}
     streams = [Stream(router, body) for body in bodies]
     for turn in range(4):
         for stream in streams:
@@ -209,8 +208,6 @@ def test_sequences_move_to_and_fro_behind_several_workers(
     assert [stream.result() for stream in streams] == expected
     settle(*nodes)
     assert outcomes(router, "moved") >= 3
-    moved = sum((n.metrics() - before[n])("kvbaton_transfer_sent_bytes_total") for n in nodes)
-    assert moved > 0
 
 
 @pytest.mark.parametrize("end", ["told to stop", "killed"])
