@@ -156,7 +156,11 @@ class Executor:
 
     @property
     def in_order(self) -> bool:
-        """Whether what a rank is asked for comes after the steps that were launched before."""
+        """Whether what a rank is asked for comes after the steps that were launched before.
+
+        And no step fails for some of its sequences, as an encoder's may for an image: then what is
+        asked for behind a step is of blocks that it has computed.
+        """
         return not self.wake_fds
 
     @property

@@ -193,6 +193,8 @@ class SimulatedExecutor:
         step_s: how long a step takes about.
         wake_core: called when a step is over.
         wake_transfers: called when sums are there.
+        in_order: see `Executor.in_order`; not of encoders, as real ones, whose steps may fail for
+            an item.
         encoder: the ranks whose memory has the rows of a prompt's items; None where prompts are
             items themselves, or have none.
 
@@ -213,8 +215,10 @@ class SimulatedExecutor:
         step_s: float,
         wake_core: Callable[[], None],
         wake_transfers: Callable[[], None],
+        in_order: bool = True,
         encoder: SimulatedExecutor | None = None,
     ) -> None:
+        self.in_order = in_order
         self.world, self.model, self.step_s = world, model, step_s
         self.encoder = encoder
         self.rots = rots
@@ -263,8 +267,6 @@ class SimulatedExecutor:
         self.busy_until = 0.0
         self._slots = [_slots(size) for size, _, _ in groups]
         self._sequences: dict[int, _Sequence] = {}
-
-    in_order = True
 
     @property
     def wake_fds(self) -> tuple[int, ...]:

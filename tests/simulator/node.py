@@ -299,6 +299,7 @@ class SimulatedNode(SimulatedProcess):
             step_s=shape.step_s,
             wake_core=self.wake_core,
             wake_transfers=self.wake_transfers,
+            in_order=not shape.items,
             encoder=self.encoder.executor if self.encoder else None,
         )
         self.transports: list[SimulatedTransport] = []
