@@ -3,7 +3,8 @@
 # model's folder at the same place, and the same KVBATON_CLUSTER_KEY.
 #   on the first:   examples/two_machines.sh first MODEL_FOLDER ITS_ADDRESS [more flags of the node]
 #   on the second:  examples/two_machines.sh second MODEL_FOLDER ITS_ADDRESS ADDRESS_OF_THE_FIRST [flags]
-# Clients ask http://ADDRESS_OF_THE_FIRST:8000/v1.
+# Clients ask http://ADDRESS_OF_THE_FIRST:8000/v1. POLICY=least-loaded hands every prompt over, also where that
+# does not pay.
 set -euo pipefail
 which=${1:?usage: $0 first|second MODEL_FOLDER ADDRESS ...}
 model=${2:?usage: $0 $which MODEL_FOLDER ADDRESS ...}
@@ -17,6 +18,6 @@ fi
 
 trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT
 trap exit INT TERM
-kvbaton router --model "$model" --host "$here" --port 8000 &
+kvbaton router --model "$model" --host "$here" --port 8000 --policy "${POLICY:-cost}" &
 kvbaton prefill --model "$model" --host "$here" --port 8100 --router "http://$here:8000" "${@:4}" &
 wait -n  # if one ends, so does the other

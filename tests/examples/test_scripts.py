@@ -101,7 +101,7 @@ def test_two_machines(make_machine: MakeMachine, checkpoint: Callable[..., Path]
     first.connect(second, FIRST, SECOND)
     model, router = str(checkpoint()), f"http://{FIRST}:8000"
     script = str(EXAMPLES / "two_machines.sh")
-    first.start([script, "first", model, FIRST, *SMALL], KEY)
+    first.start([script, "first", model, FIRST, *SMALL], KEY | {"POLICY": "least-loaded"})
     second.start([script, "second", model, SECOND, FIRST, *SMALL], KEY)
     token = _member_token()
     nodes = second.until_pairs(router, 1, "-H", f"Authorization: Bearer {token}")
