@@ -27,8 +27,8 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.bench_gpu_handover import LOADS, OUTPUT, get_json, load
-from benchmarks.workload import SMALL, cluster_of, llama_8b, random_prompts
+from benchmarks.bench_gpu_handover import LOADS, get_json, load
+from benchmarks.workload import SMALL, cluster_of, counters, llama_8b, random_prompts
 from kvbaton.bench.report import percentile, publish
 from kvbaton.bench.serve import Shot, served_model, shoot
 from kvbaton.testing.checkpoints import make_checkpoint
@@ -100,7 +100,7 @@ async def loop(cluster: Cluster, name: str) -> list[Row]:
         "ITL p50, ms": percentile(gaps, 50),
         "ITL p99, ms": percentile(gaps, 99),
         "ITL p99 / p50": percentile(gaps, 99) / percentile(gaps, 50),
-        f"of {OUTPUT} tokens each, predicted TTFT off by (median), %": 100 * median(off or [0.0]),
+        "predicted TTFT off by (median), %": 100 * median(off or [0.0]),
     }
     return [{"what": f"load, {name}: {what}", "value": value} for what, value in figures.items()]
 
@@ -150,13 +150,9 @@ async def fetch(cluster: Cluster) -> list[Row]:
 
 async def from_peers(cluster: Cluster) -> float:
     """Prompt tokens that nodes have fetched."""
-    total = 0.0
-    for url in cluster.urls:
-        async with cluster.session.get(f"{url}/metrics") as response:
-            for line in (await response.text()).splitlines():
-                if line.startswith("kvbaton_prompt_tokens_total") and 'source="peer"' in line:
-                    total += float(line.rpartition(" ")[2])
-    return total
+    name = 'kvbaton_prompt_tokens_total{source="peer"}'
+    found = [await counters(cluster.session, url) for url in cluster.urls]
+    return sum(metrics.get(name, 0.0) for metrics in found)
 
 
 async def cached(cluster: Cluster) -> list[Row]:

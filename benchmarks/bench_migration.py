@@ -21,7 +21,14 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.workload import MAX_MODEL_LEN, SMALL, cluster_of, llama_8b, random_prompts
+from benchmarks.workload import (
+    MAX_MODEL_LEN,
+    SMALL,
+    cluster_of,
+    counters,
+    llama_8b,
+    random_prompts,
+)
 from kvbaton.bench.report import percentile, publish
 from kvbaton.bench.serve import Shot, served_model, shoot
 from kvbaton.testing.checkpoints import make_checkpoint
@@ -66,12 +73,6 @@ async def measure(router: str, args: argparse.Namespace) -> list[dict[str, Any]]
             async with session.post(f"{router}{path}") as response:
                 response.raise_for_status()
 
-        async def counters() -> dict[str, float]:
-            async with session.get(f"{router}/metrics") as response:
-                lines = (await response.text()).splitlines()
-            pairs = (line.rpartition(" ") for line in lines if not line.startswith("#"))
-            return {name: float(value) for name, _, value in pairs}
-
         model = await served_model(session, router)
         async with session.get(f"{router}/nodes") as response:
             source, target = (n["node_id"] for n in (await response.json())["nodes"])
@@ -86,7 +87,7 @@ async def measure(router: str, args: argparse.Namespace) -> list[dict[str, Any]]
         ]
 
         async def generating() -> int:
-            found = await counters()
+            found = await counters(session, router)
             return int(found.get("kvbaton_router_first_token_seconds_count", 0.0)) - 4
 
         while await generating() < args.streams:
@@ -96,7 +97,7 @@ async def measure(router: str, args: argparse.Namespace) -> list[dict[str, Any]]
         began = time.monotonic()
         await post(f"/nodes/{source}/migrate")
         shots = await asyncio.gather(*running)
-        done = await counters()
+        done = await counters(session, router)
     for shot in shots:
         if shot.error or len(shot.times) != args.output_len:
             raise SystemExit(f"a stream failed: {shot.error or len(shot.times)}")

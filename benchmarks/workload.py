@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 
 from kvbaton.testing.checkpoints import CheckpointSpec, make_checkpoint
@@ -83,6 +84,14 @@ def compared(rows: Sequence[tuple[str, float, float | None]]) -> list[dict[str, 
         }
         for name, ours, theirs in rows
     ]
+
+
+async def counters(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
+    """The metrics of a node or router, by name with labels."""
+    async with session.get(f"{url}/metrics") as response:
+        lines = (await response.text()).splitlines()
+    pairs = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, _, value in pairs}
 
 
 @contextmanager
