@@ -23,11 +23,12 @@ from torch.nn.functional import linear
 
 from kvbaton.engine.models.linear import FP8Method
 from kvbaton.kernels.copy_tokens import copy_tokens
-from kvbaton.kernels.decode_attention import decode_attention
+from kvbaton.kernels.decode_attention import decode_attention, decode_parts
 from kvbaton.kernels.digest import add_sums, block_sums
 from kvbaton.kernels.fused_moe import fused_moe, fused_moe_reference
 from kvbaton.kernels.fused_topk import fused_topk
-from kvbaton.kernels.latent_decode_attention import latent_decode_attention
+from kvbaton.kernels.jit import cdiv
+from kvbaton.kernels.latent_decode_attention import latent_decode_attention, latent_decode_parts
 from kvbaton.kernels.merge_attention_states import merge_attention_states
 from kvbaton.kernels.paged_prefill_attention import paged_prefill_attention
 from kvbaton.kernels.prefill_attention import PrefillBatch, planning, prefill_attention
@@ -223,30 +224,31 @@ def bench_rope_write() -> Iterator[Row]:
 
 
 def bench_decode_attention() -> Iterator[Row]:
-    """Decode attention, by batch and context."""
+    """Decode attention, by batch and context; one sequence may be far longer than the others."""
     cases = [
-        (1, 512),
-        (1, 16384),
-        (1, 131072),
-        (8, 2048),
-        (32, 512),
-        (32, 8192),
-        (128, 512),
-        (256, 512),
-    ]
-    for batch, context in cases:
-        tables, lengths, blocks = make_tables(batch, context)
+        (1, 512), (1, 16384), (1, 131072), (8, 2048), (32, 512), (32, 8192),
+        *((batch, 2500) for batch in (16, 24, 32, 36, 40, 48, 64, 72, 80, 96, 128, 192)),
+        *((batch, 512) for batch in (64, 128, 256)), (40, 8500), (64, 8500),
+    ]  # fmt: skip
+    long = [(batch, 512, 100_000) for batch in (8, 32, 64, 128, 256)]
+    for batch, context, longest in (*((*case, case[1]) for case in cases), *long):
+        tables, lengths, _ = make_tables(batch, longest)
+        lengths[1:] = context
+        tokens = int(lengths.sum())
+        blocks = cdiv(tokens, BLOCK_SIZE) + batch
+        tables = tables % blocks
         cache, query = make_cache(blocks, COPIES), randn(batch, HEADS, HEAD_DIM)
-        attend = partial(decode_attention, query, scale=SCALE)
+        parts = decode_parts(query, cache[:, :, 0, 0], lengths)  # once a step
+        attend = partial(decode_attention, query, scale=SCALE, parts=parts)
         calls = [
             partial(attend, cache[:, :, layer, 0], cache[:, :, layer, 1], tables, lengths)
             for layer in range(COPIES)
         ]
         us = time_calls(calls)
-        moved = batch * context * KV_HEADS * HEAD_DIM * 4
-        yield Row(
-            "decode_attention", f"batch {batch} context {context}", us, moved / us / 1e6, "TB/s"
-        )
+        moved = tokens * KV_HEADS * HEAD_DIM * 4
+        case = f"batch {batch} context {context}"
+        case += f", one of {longest}" if longest > context else ""
+        yield Row("decode_attention", case, us, moved / us / 1e6, "TB/s")
         del cache
 
 
@@ -257,7 +259,8 @@ def bench_latent_attention() -> Iterator[Row]:
         tables, lengths, blocks = make_tables(batch, context)
         cache = randn(blocks, COPIES, BLOCK_SIZE, RANK + ROPE)
         queries = randn(heads, batch, RANK).transpose(0, 1), randn(batch, heads, ROPE)
-        attend = partial(latent_decode_attention, *queries, scale=SCALE)
+        parts = latent_decode_parts(queries[0], lengths)  # once a step
+        attend = partial(latent_decode_attention, *queries, scale=SCALE, parts=parts)
         us = time_calls([partial(attend, x, tables, lengths) for x in cache.unbind(1)])
         moved = batch * context * (RANK + ROPE) * 2
         rate = 2 * batch * heads * context * (2 * RANK + ROPE) / us / 1e6

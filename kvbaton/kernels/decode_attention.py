@@ -1,13 +1,20 @@
-"""Attention of one query per sequence over its pages, split over the keys.
+"""Attention of one query per sequence over its pages, split over the keys (see `decode_parts`).
 
-Source: Dao et al., "Flash-Decoding for long-context inference" (2023); the query heads of one KV
-head share a tile, so that keys and values are read once (Ainslie et al., "GQA", arXiv 2305.13245).
+The query heads of one KV head share a tile, so that keys and values are read once (Ainslie et al.,
+"GQA", arXiv 2305.13245).
 """
 
 from __future__ import annotations
 
 import torch
 
+from kvbaton.kernels.decode_parts import (
+    MERGED_PARTS,
+    Parts,
+    merge_kernel,
+    part_of,
+    share_keys,
+)
 from kvbaton.kernels.jit import (
     jit,
     launch_next,
@@ -17,27 +24,13 @@ from kvbaton.kernels.jit import (
 )
 from kvbaton.kernels.paged_attention import (
     cap_logits,
-    first_key,
     load_pages,
     paged_attention_reference,
 )
 from kvbaton.kernels.quantize_fp8 import widen
 
-MAX_SPLITS = 64
-
-MIN_PART = 64
-"""Tokens: no part is shorter, unless its sequence is."""
-
-
-def decode_splits(batch: int, kv_heads: int, max_context: int) -> int:
-    """Into how many parts at most to split a sequence's keys: a power of two.
-
-    Few sequences need parts to fill the GPU; many need them only where one is far longer than the
-    others. Depends on nothing that changes between replays of a CUDA graph: `max_context` is a
-    bound.
-    """
-    splits = min(2048 // (batch * kv_heads), max_context // MIN_PART, MAX_SPLITS)
-    return next_power_of_2(splits + 1) // 2 if splits > 1 else 1
+PLACES = 528
+"""Programs that an H100 or H200 runs at a time: four on each of 132 multiprocessors."""
 
 
 def decode_attention(
@@ -52,13 +45,13 @@ def decode_attention(
     chunked: bool = False,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
-    num_splits: int | None = None,
+    parts: Parts | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute out = softmax(scale * q k^T) v over each sequence's keys; q is its last token.
 
-    Nothing is read on the host, and the grid depends on shapes and `num_splits` only, so a CUDA
-    graph may capture it and replay it with other lengths.
+    Nothing is read on the host, and the grid depends on shapes only, so a CUDA graph may capture it
+    and replay it with other lengths.
 
     Args:
         query: [B, heads, D]; last axis contiguous, D at least 16.
@@ -72,7 +65,7 @@ def decode_attention(
         chunked: instead those of the own chunk of `window` tokens.
         softcap: bound of the logits; 0: none.
         sinks: [heads], fp32, or None.
-        num_splits: most parts of a sequence, a power of two; None takes `decode_splits`.
+        parts: by `decode_parts` for these lengths; None decides anew.
         out: [B, heads, D], contiguous, to fill; None makes one.
 
     Returns:
@@ -98,32 +91,25 @@ def decode_attention(
         out = torch.empty(batch, heads, head_dim, dtype=query.dtype, device=query.device)
     if not batch:
         return out
-    splits = num_splits or decode_splits(batch, kv_heads, block_tables.shape[1] * block_size)
-    parts, lse = out, out
-    if splits > 1:
-        parts = torch.empty(batch, heads, splits, head_dim, dtype=torch.float32, device=out.device)
-        lse = torch.empty(batch, heads, splits, dtype=torch.float32, device=out.device)
+    if parts is None:
+        parts = decode_parts(query, key_cache, context_lens, window=window, chunked=chunked)
     block_n, options = _tile(next_power_of_2(head_dim), query.element_size())
-    shape = {
-        "HEAD_DIM": head_dim,
-        "BLOCK_D": next_power_of_2(head_dim),
-        "SPLITS": splits,
-        "BLOCK_N": block_n,
-        "MIN_TILES": min_tiles(batch * kv_heads, block_n),
-        "WINDOW": window,
-        "CHUNKED": chunked,
-    }
-    _kernel[(kv_heads, batch, splits)](
+    states = torch.empty(parts.items, heads, head_dim, dtype=torch.float32, device=out.device)
+    lse = torch.empty(parts.items, heads, dtype=torch.float32, device=out.device)
+    block_d = next_power_of_2(head_dim)
+    _kernel[(kv_heads, parts.items)](
         query,
         key_cache,
         value_cache,
         block_tables,
         context_lens,
+        parts.plan,
         sinks,
         out,
-        parts,
+        states,
         lse,
         scale,
+        batch,
         query.stride(0),
         query.stride(1),
         key_cache.stride(0),
@@ -132,15 +118,41 @@ def decode_attention(
         block_tables.stride(0),
         GROUP=heads // kv_heads,
         BLOCK_G=max(16, next_power_of_2(heads // kv_heads)),
+        HEAD_DIM=head_dim,
+        BLOCK_D=block_d,
         BLOCK_SIZE=block_size,
+        BLOCK_N=block_n,
+        WINDOW=window,
+        CHUNKED=chunked,
         SOFTCAP=softcap,
         HAS_SINKS=sinks is not None,
-        **shape,
         **options,
     )
-    if splits > 1:
-        merge_kernel[(batch, heads, 1)](parts, lse, out, context_lens, **shape, num_warps=4)
+    merge_kernel[(batch, heads, 1)](
+        states, lse, out, parts.plan,
+        HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_P=MERGED_PARTS, num_warps=4,
+    )  # fmt: skip
     return out
+
+
+def decode_parts(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    context_lens: torch.Tensor,
+    *,
+    window: int = 0,
+    chunked: bool = False,
+    spare: int | None = None,
+) -> Parts:
+    """Share keys among programs, for all layers with these shapes.
+
+    The arguments are those of `decode_attention` and `share_keys`.
+    """
+    tile, _ = _tile(next_power_of_2(query.shape[2]), query.element_size())
+    heads = key_cache.shape[1]
+    return share_keys(
+        context_lens, heads, tile, places=PLACES, window=window, chunked=chunked, spare=spare
+    )
 
 
 def decode_attention_reference(
@@ -176,11 +188,6 @@ def decode_attention_reference(
     return out
 
 
-def min_tiles(programs: int, block_n: int) -> int:
-    """Least tiles of a part: the more (sequence, head) pairs there are, the less parts pay."""
-    return max(min(max(next_power_of_2(2 * programs), MIN_PART), 4096) // block_n, 1)
-
-
 def _tile(block_d: int, element_size: int) -> tuple[int, dict[str, int]]:
     """Keys per tile, and launch options, as measured best on an H200 for 128 features of bf16."""
     if block_d * element_size > 1024:  # two stages of more keys don't fit into shared memory
@@ -190,18 +197,20 @@ def _tile(block_d: int, element_size: int) -> tuple[int, dict[str, int]]:
     return 64, {"num_stages": 3, "num_warps": 4, "maxnreg": 128}
 
 
-@jit()
+@jit("batch")
 def _kernel(
     query: tl.tensor,
     key_cache: tl.tensor,
     value_cache: tl.tensor,
     block_tables: tl.tensor,
     context_lens: tl.tensor,
+    plan: tl.tensor,
     sinks: tl.tensor,
     out: tl.tensor,
-    parts: tl.tensor,
+    states: tl.tensor,
     lse: tl.tensor,
     scale: tl.tensor,
+    batch: tl.tensor,
     stride_q_token: tl.tensor,
     stride_q_head: tl.tensor,
     stride_block: tl.tensor,
@@ -214,26 +223,20 @@ def _kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
-    MIN_TILES: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ) -> None:
-    """One program: one split of one sequence for the query heads of one KV head."""
+    """One program: one part of one sequence for the query heads of one KV head."""
     launch_next()
     head = tl.program_id(0)
-    sequence = tl.program_id(1).to(tl.int64)
-    split = tl.program_id(2)
-    length = tl.load(context_lens + sequence)
-    first, tile_first, tiles, share, used = share_keys(
-        length, SPLITS, MIN_TILES, BLOCK_N, WINDOW, CHUNKED
+    of, length, first, begin, end, part, used = part_of(
+        plan, batch, context_lens, BLOCK_N, WINDOW, CHUNKED
     )
-    if split >= used:
+    if of < 0:
         return
-    begin = tile_first + split * share
-    end = tl.minimum(begin + share, tile_first + tiles)
+    sequence = of.to(tl.int64)
 
     row = tl.arange(0, BLOCK_G)
     column = tl.arange(0, BLOCK_D)
@@ -244,7 +247,7 @@ def _kernel(
     top = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
     if HAS_SINKS:
-        if split == 0:
+        if part == 0:
             sink = tl.load(sinks + query_head, mask=row < GROUP, other=0.0).to(tl.float32)
             top = sink * 1.4426950408889634
             total += 1.0
@@ -277,66 +280,11 @@ def _kernel(
         top = higher
 
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-    place = sequence * tl.num_programs(0) * GROUP + query_head
-    if SPLITS == 1 or used == 1:
-        target = out + place[:, None] * HEAD_DIM + column[None, :]
+    heads = tl.num_programs(0) * GROUP
+    if used == 1:
+        target = out + (sequence * heads + query_head)[:, None] * HEAD_DIM + column[None, :]
         tl.store(target, acc.to(out.dtype.element_ty), mask=inside)
     else:
-        place = place * SPLITS + split
-        tl.store(lse + place, top + tl.log2(total), mask=row < GROUP)
-        tl.store(parts + place[:, None] * HEAD_DIM + column[None, :], acc, mask=inside)
-
-
-@jit()
-def share_keys(
-    length: tl.tensor,
-    SPLITS: tl.constexpr,
-    MIN_TILES: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNKED: tl.constexpr,
-) -> tl.tensor:
-    """First key, first tile and number of tiles in sight; tiles per part; parts in use."""
-    first = 0
-    if WINDOW > 0:
-        first = first_key(tl.maximum(length - 1, 0), WINDOW, CHUNKED)
-    tile_first = first // BLOCK_N
-    tiles = tl.cdiv(length, BLOCK_N) - tile_first
-    share = tl.cdiv(tiles, tl.minimum(tl.maximum(tiles // MIN_TILES, 1), SPLITS))
-    used = tl.maximum(tl.cdiv(tiles, tl.maximum(share, 1)), 1)
-    return first, tile_first, tiles, share, used
-
-
-@jit()
-def merge_kernel(
-    parts: tl.tensor,
-    lse: tl.tensor,
-    out: tl.tensor,
-    context_lens: tl.tensor,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MIN_TILES: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNKED: tl.constexpr,
-) -> None:
-    """One program merges the parts of BLOCK_D features of a sequence's head; lse is to base 2."""
-    launch_next()
-    length = tl.load(context_lens + tl.program_id(0))
-    _first, _tile_first, _tiles, _part, used = share_keys(
-        length, SPLITS, MIN_TILES, BLOCK_N, WINDOW, CHUNKED
-    )
-    if used == 1:
-        return
-    place = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    split = tl.arange(0, SPLITS)
-    column = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
-    part = tl.load(lse + place * SPLITS + split, mask=split < used, other=float("-inf"))
-    weight = tl.exp2(part - tl.max(part, 0))
-    mask = (split < used)[:, None] & (column < HEAD_DIM)[None, :]
-    source = parts + (place * SPLITS + split)[:, None] * HEAD_DIM + column[None, :]
-    state = tl.load(source, mask=mask, other=0.0)
-    merged = tl.sum(state * weight[:, None], 0) / tl.sum(weight, 0)
-    target = out + place * HEAD_DIM + column
-    tl.store(target, merged.to(out.dtype.element_ty), mask=column < HEAD_DIM)
+        item = tl.program_id(1).to(tl.int64) * heads + query_head
+        tl.store(lse + item, top + tl.log2(total), mask=row < GROUP)
+        tl.store(states + item[:, None] * HEAD_DIM + column[None, :], acc, mask=inside)

@@ -2,7 +2,7 @@
 
 A row is a latent, which is the value of all heads and most of their key, and then what is turned of
 that key; heads share rows as those of one KV head do (DeepSeek-AI, "DeepSeek-V2", arXiv 2405.04434,
-section 2.1; `decode_attention` for the split). Each tile of rows is loaded once, for both products.
+section 2.1; `decode_parts` for the split). Each tile of rows is loaded once, for both products.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from kvbaton.kernels.decode_attention import (
-    decode_attention_reference,
-    decode_splits,
+from kvbaton.kernels.decode_attention import decode_attention_reference
+from kvbaton.kernels.decode_parts import (
+    MERGED_PARTS,
+    Parts,
     merge_kernel,
-    min_tiles,
+    part_of,
     share_keys,
 )
 from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, tl, use_triton, wait_for_inputs
@@ -23,6 +24,9 @@ from kvbaton.kernels.quantize_fp8 import widen
 
 BLOCK_H = 16
 """Heads of a program."""
+
+PLACES = 264
+"""Programs that an H100 or H200 runs at a time: two on each of 132 multiprocessors."""
 
 MERGED = 128
 """Features that a program merges the parts of."""
@@ -36,12 +40,12 @@ def latent_decode_attention(
     context_lens: torch.Tensor,
     *,
     scale: float,
-    num_splits: int | None = None,
+    parts: Parts | None = None,
 ) -> torch.Tensor:
     """Compute softmax(scale * q k^T) v; k are a sequence's rows, v their first `rank` features.
 
-    Nothing is read on the host, and the grid depends on shapes and `num_splits` only, so a CUDA
-    graph may capture it and replay it with other lengths.
+    Nothing is read on the host, and the grid depends on shapes only, so a CUDA graph may capture it
+    and replay it with other lengths.
 
     Args:
         query: [B, heads, rank], what meets latents; any strides before the last axis.
@@ -51,7 +55,7 @@ def latent_decode_attention(
         block_tables: [B, max_blocks], int32; any stride between rows.
         context_lens: [B], int32: tokens of each sequence, the query's own included; 0 is padding.
         scale: of the logits.
-        num_splits: most parts of a sequence, a power of two; None takes `decode_splits`.
+        parts: by `latent_decode_parts` for these lengths; None decides anew.
 
     Returns:
         [B, heads, rank], contiguous; 0 in padding.
@@ -64,29 +68,23 @@ def latent_decode_attention(
     out = torch.empty(batch, heads, rank, dtype=query.dtype, device=query.device)
     if not batch:
         return out
-    programs = cdiv(heads, BLOCK_H)
-    max_context = block_tables.shape[1] * cache.shape[1]
-    splits = num_splits or decode_splits(batch * programs, 1, max_context)
-    parts, lse = out, out
-    if splits > 1:
-        parts = torch.empty(batch, heads, splits, rank, dtype=torch.float32, device=out.device)
-        lse = torch.empty(batch, heads, splits, dtype=torch.float32, device=out.device)
+    if parts is None:
+        parts = latent_decode_parts(query, context_lens)
     block_n, options = tile(query.element_size())
-    shape = {
-        "SPLITS": splits,
-        "BLOCK_N": block_n,
-        "MIN_TILES": min_tiles(batch * programs, block_n),
-    }
-    _kernel[(programs, batch, splits)](
+    states = torch.empty(parts.items, heads, rank, dtype=torch.float32, device=out.device)
+    lse = torch.empty(parts.items, heads, dtype=torch.float32, device=out.device)
+    _kernel[(cdiv(heads, BLOCK_H), parts.items)](
         query,
         query_rope,
         cache,
         block_tables,
         context_lens,
+        parts.plan,
         out,
-        parts,
+        states,
         lse,
         scale,
+        batch,
         heads,
         query.stride(0),
         query.stride(1),
@@ -101,15 +99,26 @@ def latent_decode_attention(
         BLOCK_P=max(16, next_power_of_2(rope)),
         BLOCK_H=BLOCK_H,
         BLOCK_SIZE=cache.shape[1],
-        **shape,
+        BLOCK_N=block_n,
         **options,
     )
-    if splits > 1:
-        merge_kernel[(batch, heads, cdiv(rank, MERGED))](
-            parts, lse, out, context_lens,
-            HEAD_DIM=rank, BLOCK_D=MERGED, WINDOW=0, CHUNKED=False, **shape, num_warps=4,
-        )  # fmt: skip
+    merge_kernel[(batch, heads, cdiv(rank, MERGED))](
+        states, lse, out, parts.plan,
+        HEAD_DIM=rank, BLOCK_D=MERGED, BLOCK_P=MERGED_PARTS, num_warps=4,
+    )  # fmt: skip
     return out
+
+
+def latent_decode_parts(
+    query: torch.Tensor, context_lens: torch.Tensor, *, spare: int | None = None
+) -> Parts:
+    """Share rows among programs, for all layers with these shapes.
+
+    The arguments are those of `latent_decode_attention` and `share_keys`.
+    """
+    rows, _ = tile(query.element_size())
+    programs = cdiv(query.shape[1], BLOCK_H)
+    return share_keys(context_lens, programs, rows, places=PLACES, spare=spare)
 
 
 def latent_decode_attention_reference(
@@ -135,17 +144,19 @@ def tile(element_size: int) -> tuple[int, dict[str, int]]:
     return 32, {"num_stages": 3, "num_warps": 4}
 
 
-@jit(early=True)
+@jit("batch", early=True)
 def _kernel(
     query: tl.tensor,
     query_rope: tl.tensor,
     cache: tl.tensor,
     block_tables: tl.tensor,
     context_lens: tl.tensor,
+    plan: tl.tensor,
     out: tl.tensor,
-    parts: tl.tensor,
+    states: tl.tensor,
     lse: tl.tensor,
     scale: tl.tensor,
+    batch: tl.tensor,
     heads: tl.tensor,
     stride_q_token: tl.tensor,
     stride_q_head: tl.tensor,
@@ -161,21 +172,15 @@ def _kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
-    MIN_TILES: tl.constexpr,
 ) -> None:
-    """One program: one split of one sequence for BLOCK_H heads."""
+    """One program: one part of one sequence for BLOCK_H heads."""
     wait_for_inputs()
-    sequence = tl.program_id(1).to(tl.int64)
-    split = tl.program_id(2)
-    length = tl.load(context_lens + sequence)
-    _first, _tile_first, tiles, share, used = share_keys(
-        length, SPLITS, MIN_TILES, BLOCK_N, 0, False
+    of, length, _first, begin, end, _part, used = part_of(
+        plan, batch, context_lens, BLOCK_N, 0, False
     )
-    if split >= used:
+    if of < 0:
         return
-    begin = split * share
-    end = tl.minimum(begin + share, tiles)
+    sequence = of.to(tl.int64)
 
     head = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     inside = head < heads
@@ -210,14 +215,13 @@ def _kernel(
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     column = tl.arange(0, BLOCK_R)
     mask = inside[:, None] & (column < RANK)[None, :]
-    place = sequence * heads + head
-    if SPLITS == 1 or used == 1:
-        target = out + place[:, None] * RANK + column[None, :]
+    if used == 1:
+        target = out + (sequence * heads + head)[:, None] * RANK + column[None, :]
         tl.store(target, acc.to(out.dtype.element_ty), mask=mask)
     else:
-        place = place * SPLITS + split
-        tl.store(lse + place, top + tl.log2(total), mask=inside)
-        tl.store(parts + place[:, None] * RANK + column[None, :], acc, mask=mask)
+        item = tl.program_id(1).to(tl.int64) * heads + head
+        tl.store(lse + item, top + tl.log2(total), mask=inside)
+        tl.store(states + item[:, None] * RANK + column[None, :], acc, mask=mask)
 
 
 @jit()

@@ -6,7 +6,9 @@ import gc
 import pkgutil
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import kvbaton.kernels
 from kvbaton.engine.cuda.graphs import DecodeGraphs
 from kvbaton.messages.engine import SamplingParams
 from tests.engine.test_gpu import MODELS, random_tokens
+from tests.support.driver import Driver
 
 pytestmark = [
     pytest.mark.gpu,
@@ -74,7 +77,7 @@ class Mix:
         budget, work = SETTINGS["max_num_batched_tokens"], []
         for handle in self.live:
             left = self.driver.left(handle)
-            count = left if left == 1 else min(left, int(self.rng.integers(2, 2048)), budget)
+            count = min(left, int(self.rng.integers(2, 2048)), budget)
             if count and (count > 1 or left == 1):
                 work.append((handle, count, int(count == left)))
                 budget -= count
@@ -117,13 +120,39 @@ def driver_calls() -> tuple[int, int, int]:
     return device["num_device_alloc"], host["num_host_alloc"], host["allocated_bytes.allocated"]
 
 
+def slow_steps(driver: Any, look: Callable[[int, list[int]], None]) -> dict[int, str]:
+    """Steps of a mix that take far longer than when all is played again; `look` after each."""
+    mix, again = Mix(driver, seed=0), Mix(driver, seed=0)
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(ROUNDS):
+            mix.round()
+            look(number, mix.counts[-1])
+        for _ in range(ROUNDS):
+            again.round()
+    finally:
+        gc.enable()
+    return {
+        number: f"of {mix.counts[number]}: {1e3 * first:.1f} ms, then {1e3 * second:.1f}"
+        for number, (first, second) in enumerate(zip(mix.seconds, again.seconds, strict=True))
+        if first > SLOWER * second + SLACK_S
+    }
+
+
+def slow_steps_of(folder: Path, settings: dict[str, Any]) -> dict[int, str]:
+    """Of an engine that starts for it, in a process of its own."""
+    return slow_steps(Driver(folder, **settings), lambda number, counts: None)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_no_mix_compiles_captures_allocates_or_stalls(
     case: str, checkpoint: Callable[..., Path], drive: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, settings = CASES[case]
     spec = MODELS[name] | {"max_position_embeddings": 8192}
-    driver = drive(checkpoint(**spec), **SETTINGS | settings)
+    folder = checkpoint(**spec)
+    driver = drive(folder, **SETTINGS | settings)
     captured: list[int] = []
     capture = DecodeGraphs.capture
 
@@ -133,27 +162,20 @@ def test_no_mix_compiles_captures_allocates_or_stalls(
 
     monkeypatch.setattr(DecodeGraphs, "capture", counted)
     before, allocated, cold = compiled(), driver_calls(), list[str]()
-    mix = Mix(driver, seed=0)
-    gc.collect()
-    gc.disable()
-    try:
-        for number in range(ROUNDS):
-            mix.round()
-            now, asked = compiled(), driver_calls()
-            cold += [f"{name} in step {number}" for name in now if now[name] != before.get(name, 0)]
-            if asked != allocated:
-                cold.append(f"allocations {allocated} to {asked} in {number}: {mix.counts[-1]}")
-            before, allocated = now, asked
-        again = Mix(driver, seed=0)
-        for _ in range(ROUNDS):
-            again.round()
-    finally:
-        gc.enable()
+
+    def look(number: int, counts: list[int]) -> None:
+        nonlocal before, allocated
+        now, asked = compiled(), driver_calls()
+        cold.extend(f"{name} in step {number}" for name in now if now[name] != before.get(name, 0))
+        if asked != allocated:
+            cold.append(f"allocations {allocated} to {asked} in {number}: {counts}")
+        before, allocated = now, asked
+
+    slow = slow_steps(driver, look)
     assert cold == []
     assert captured == []
-    slow = [
-        f"step {number} of {mix.counts[number]}: {1e3 * first:.1f} ms, then {1e3 * second:.1f}"
-        for number, (first, second) in enumerate(zip(mix.seconds, again.seconds, strict=True))
-        if first > SLOWER * second + SLACK_S
-    ]
-    assert not slow, "\n".join(slow)
+    if slow:  # a machine may be slow for a moment, but hardly twice in the same step
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
+            again = fresh.submit(slow_steps_of, folder, SETTINGS | settings).result(300)
+        both = slow.keys() & again.keys()
+        assert not both, "\n".join(f"step {n} {slow[n]}; anew {again[n]}" for n in sorted(both))

@@ -184,8 +184,8 @@ tables = {"block_tables": "*i32", "context_lens": "*i32", "out": "*bf16", "lse":
 options = dict(WINDOW=0, SOFTCAP=0.0, HAS_SINKS=False, sinks=None)
 block_n, launch = decode_attention._tile(128, 2)
 run(
-    decode_attention._kernel, caches | tables | {"parts": "*fp32"},
-    shape | options | dict(BLOCK_G=16, BLOCK_N=block_n, SPLITS=4, MIN_TILES=2), ["scale"], **launch,
+    decode_attention._kernel, caches | tables | {"plan": "*i32", "states": "*fp32"},
+    shape | options | dict(BLOCK_G=16, BLOCK_N=block_n), ["scale"], **launch,
 )
 for rows, context in ((16, 8192), (4096, 8192)):
     tile = paged_prefill_attention._tile(128, 2, rows, context)
@@ -198,7 +198,7 @@ for rows, context in ((16, 8192), (4096, 8192)):
 
 
 LATENT = """
-from kvbaton.kernels import decode_attention, latent_decode_attention, rope_write
+from kvbaton.kernels import decode_parts, latent_decode_attention, rope_write
 
 def run(kernel, pointers, constants, **options):
     upper = {name for name in kernel.arg_names if name.isupper()}
@@ -210,17 +210,21 @@ for dtype, size in (("bf16", 2), ("fp32", 4)):
     for cache in (dtype, "fp8e4nv"):
         pointers = dict.fromkeys(("query", "query_rope", "out"), "*" + dtype)
         pointers |= {"cache": "*" + cache, "block_tables": "*i32", "context_lens": "*i32",
-                     "parts": "*fp32", "lse": "*fp32", "scale": "fp32"}
+                     "plan": "*i32", "states": "*fp32", "lse": "*fp32", "scale": "fp32"}
         run(
             latent_decode_attention._kernel, pointers,
             dict(RANK=512, BLOCK_R=512, ROPE=64, BLOCK_P=64, BLOCK_H=16, BLOCK_SIZE=16,
-                 BLOCK_N=block_n, SPLITS=8, MIN_TILES=1),
+                 BLOCK_N=block_n),
             **tile,
         )
 run(
-    decode_attention.merge_kernel,
-    {"parts": "*fp32", "lse": "*fp32", "out": "*bf16", "context_lens": "*i32"},
-    dict(HEAD_DIM=512, BLOCK_D=128, SPLITS=64, BLOCK_N=64, MIN_TILES=1, WINDOW=0), num_warps=4,
+    decode_parts._kernel, {"context_lens": "*i32", "plan": "*i32"},
+    dict(BATCH=256, ITEMS=512, TILE=64, WINDOW=0, CHUNKED=False), num_warps=4,
+)
+run(
+    decode_parts.merge_kernel,
+    {"parts": "*fp32", "lse": "*fp32", "out": "*bf16", "plan": "*i32"},
+    dict(HEAD_DIM=512, BLOCK_D=128, BLOCK_P=decode_parts.MERGED_PARTS), num_warps=4,
 )
 run(
     rope_write._kernel,

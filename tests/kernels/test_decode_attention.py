@@ -7,7 +7,7 @@ import torch
 from kvbaton.kernels.decode_attention import (
     decode_attention,
     decode_attention_reference,
-    decode_splits,
+    decode_parts,
 )
 
 SHAPES = [  # heads, kv_heads, head_dim, block_size
@@ -20,22 +20,33 @@ SHAPES = [  # heads, kv_heads, head_dim, block_size
 ]
 
 
-def check(place: Any, paged: Any, query: torch.Tensor, **options: Any) -> torch.Tensor:
+def check(
+    place: Any, paged: Any, query: torch.Tensor, spare: int | None = None, **options: Any
+) -> torch.Tensor:
+    """`spare` parts more than sequences."""
     keys, values, tables = paged.wide()
-    reference = {k: v for k, v in options.items() if k != "num_splits"}
+    reference = dict(options)
     if (sinks := options.get("sinks")) is not None:
         reference["sinks"] = sinks.cpu().double()
     expected = decode_attention_reference(
         query.cpu().double(), keys, values, tables, paged.context_lens.cpu(), **reference
     )
+    sight = {k: v for k, v in options.items() if k in ("window", "chunked")}
+    parts = decode_parts(query, paged.views[0], paged.context_lens, spare=spare, **sight)
     out = decode_attention(
-        query, paged.views[0], paged.views[1], paged.block_tables, paged.context_lens, **options
+        query,
+        paged.views[0],
+        paged.views[1],
+        paged.block_tables,
+        paged.context_lens,
+        parts=parts,
+        **options,
     )
     place.close(out, expected)
     return out
 
 
-@pytest.mark.parametrize("splits", [1, 2, 4])
+@pytest.mark.parametrize("spare", [1, 2, 8])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_size"), SHAPES)
 def test_matches_fp64(
     place: Any,
@@ -44,15 +55,15 @@ def test_matches_fp64(
     kv_heads: int,
     head_dim: int,
     block_size: int,
-    splits: int,
+    spare: int,
 ) -> None:
     paged = make_paged([1, 37, 0, 150], kv_heads, head_dim, block_size)
     query = place.randn(4, heads, head_dim)
-    out = check(place, paged, query, scale=head_dim**-0.5, num_splits=splits)
+    out = check(place, paged, query, scale=head_dim**-0.5, spare=spare)
     assert (out[2] == 0).all()
 
 
-@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("spare", [1, 4])
 @pytest.mark.parametrize(
     "options",
     [
@@ -65,17 +76,17 @@ def test_matches_fp64(
     ],
     ids=str,
 )
-def test_options(place: Any, make_paged: Any, options: Any, splits: int) -> None:
+def test_options(place: Any, make_paged: Any, options: Any, spare: int) -> None:
     paged = make_paged([1, 40, 129], 2, 64)
     query = place.randn(3, 4, 64) * 3
-    check(place, paged, query, scale=0.125, num_splits=splits, **options)
+    check(place, paged, query, scale=0.125, spare=spare, **options)
 
 
-@pytest.mark.parametrize("splits", [1, 2, 8])
-def test_sinks(place: Any, make_paged: Any, splits: int) -> None:
+@pytest.mark.parametrize("spare", [1, 4, 20])
+def test_sinks(place: Any, make_paged: Any, spare: int) -> None:
     paged = make_paged([1, 40, 129], 2, 64)
     sinks = torch.tensor([-2.0, 0.0, 3.0, 8.0], device=place.device)
-    check(place, paged, place.randn(3, 4, 64), scale=0.125, num_splits=splits, sinks=sinks)
+    check(place, paged, place.randn(3, 4, 64), scale=0.125, spare=spare, sinks=sinks)
 
 
 def test_blocks_before_the_window_may_be_gone(place: Any, make_paged: Any) -> None:
@@ -101,15 +112,9 @@ def test_query_may_be_a_slice_of_a_fused_projection(place: Any, make_paged: Any)
     check(place, paged, fused[:, : 4 * 64].unflatten(1, (4, 64)), scale=0.125)
 
 
-def test_fewer_programs_are_split_more() -> None:
-    assert [decode_splits(batch, 8, 100_000) for batch in (1, 4, 32, 256)] == [64, 64, 8, 1]
-    assert decode_splits(1, 8, 300) == 4
-    assert decode_splits(1, 8, 16) == 1
-
-
 def test_lengths_may_differ_much(place: Any, make_paged: Any) -> None:
     paged = make_paged([1, 0, 900, 250], 2, 64)
-    check(place, paged, place.randn(4, 4, 64), scale=0.125, num_splits=16)
+    check(place, paged, place.randn(4, 4, 64), scale=0.125, spare=16)
 
 
 @pytest.mark.gpu
@@ -120,14 +125,14 @@ def test_graph_replays_with_other_lengths(place: Any, make_paged: Any) -> None:
     query = place.randn(2, 8, 128)
     keys, values = paged.views
     attend = partial(decode_attention, query, keys, values, paged.block_tables, paged.context_lens)
-    attend(scale=0.1, num_splits=4)
+    attend(scale=0.1)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = attend(scale=0.1, num_splits=4)
+        out = attend(scale=0.1)
     paged.context_lens.copy_(torch.tensor([17, 33], dtype=torch.int32))
     query.copy_(place.randn(2, 8, 128))
     graph.replay()
-    expected = check(place, paged, query, scale=0.1, num_splits=4)
+    expected = check(place, paged, query, scale=0.1)
     assert torch.equal(out, expected)
 
 
@@ -149,8 +154,8 @@ def test_pool_past_31_bits(place: Any) -> None:
     place.close(out, expected)
 
 
-@pytest.mark.parametrize("splits", [1, 2])
-def test_keys_and_values_in_fp8(place: Any, make_paged: Any, splits: int) -> None:
+@pytest.mark.parametrize("spare", [1, 4])
+def test_keys_and_values_in_fp8(place: Any, make_paged: Any, spare: int) -> None:
     paged = make_paged([1, 37, 0, 150], 2, 64)
     paged.cache = paged.cache.to(torch.float8_e4m3fn)
-    check(place, paged, place.randn(4, 8, 64), scale=0.125, num_splits=splits)
+    check(place, paged, place.randn(4, 8, 64), scale=0.125, spare=spare)

@@ -7,6 +7,7 @@ import torch
 from kvbaton.kernels.latent_decode_attention import (
     latent_decode_attention,
     latent_decode_attention_reference,
+    latent_decode_parts,
 )
 
 SHAPES = [  # heads, rank, rope, block_size
@@ -17,7 +18,7 @@ SHAPES = [  # heads, rank, rope, block_size
 
 
 def check(
-    place: Any, paged: Any, heads: int, rank: int, rope: int, splits: int | None
+    place: Any, paged: Any, heads: int, rank: int, rope: int, spare: int | None
 ) -> torch.Tensor:
     """Queries as the engine has them: one a transposed product, one a part of a projection."""
     batch, scale = len(paged.context_lens), (rank // 4 + rope) ** -0.5
@@ -29,21 +30,22 @@ def check(
         query.cpu().double(), query_rope.cpu().double(), wide[0][:, 0], wide[2],
         paged.context_lens.cpu(), scale=scale,
     )  # fmt: skip
+    parts = latent_decode_parts(query, paged.context_lens, spare=spare)
     out = latent_decode_attention(
         query, query_rope, cache, paged.block_tables, paged.context_lens,
-        scale=scale, num_splits=splits,
+        scale=scale, parts=parts,
     )  # fmt: skip
     place.close(out, expected)
     return out
 
 
-@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("spare", [1, 16])
 @pytest.mark.parametrize(("heads", "rank", "rope", "block_size"), SHAPES)
 def test_matches_fp64(
-    place: Any, make_paged: Any, heads: int, rank: int, rope: int, block_size: int, splits: int
+    place: Any, make_paged: Any, heads: int, rank: int, rope: int, block_size: int, spare: int
 ) -> None:
     paged = make_paged([1, 37, 0, 150], 1, rank + rope, block_size)
-    out = check(place, paged, heads, rank, rope, splits)
+    out = check(place, paged, heads, rank, rope, spare)
     assert (out[2] == 0).all()
 
 
@@ -51,11 +53,11 @@ def test_splits_of_its_own_choice(place: Any, make_paged: Any) -> None:
     check(place, make_paged([1, 0, 700, 250], 1, 64), 6, 48, 16, None)
 
 
-@pytest.mark.parametrize("splits", [1, 2])
-def test_rows_in_fp8(place: Any, make_paged: Any, splits: int) -> None:
+@pytest.mark.parametrize("spare", [1, 6])
+def test_rows_in_fp8(place: Any, make_paged: Any, spare: int) -> None:
     paged = make_paged([1, 37, 0, 150], 1, 64)
     paged.cache = paged.cache.to(torch.float8_e4m3fn)
-    check(place, paged, 4, 48, 16, splits)
+    check(place, paged, 4, 48, 16, spare)
 
 
 @pytest.mark.gpu
@@ -75,7 +77,7 @@ def test_graph_replays_with_other_lengths(place: Any, make_paged: Any) -> None:
     cache = paged.views[0][:, 0]
     attend = partial(
         latent_decode_attention, query, rope, cache, paged.block_tables, paged.context_lens,
-        scale=0.1, num_splits=4,
+        scale=0.1,
     )  # fmt: skip
     attend()
     graph = torch.cuda.CUDAGraph()

@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvbaton.engine.cache import KVCache
 from kvbaton.engine.cuda.latent_attention import LatentPrompts, attend_among_latents
 from kvbaton.engine.models.layers import LatentProjection
 from kvbaton.engine.state_blocks import StateBatch
-from kvbaton.kernels.decode_attention import decode_attention
+from kvbaton.kernels.decode_attention import decode_attention, decode_parts
+from kvbaton.kernels.decode_parts import Parts
+from kvbaton.kernels.latent_decode_attention import latent_decode_parts
 from kvbaton.kernels.prefill_attention import PrefillBatch, prefill_attention
 from kvbaton.kernels.rope_write import HeadNorms, rope_write
 
@@ -37,7 +40,7 @@ class KernelAttention:
     Args:
         cache: the pool.
         slot_mapping: [groups of K and V, tokens] int64: block * block_size + offset, or -1: not
-            written.
+            written. Tokens behind those of the sequences are padding.
         decode: the leading tokens' sequences, if there are any.
         prefill: the others, if there are any, as each group has them.
         states: what layers with a state need; None for a model without.
@@ -58,9 +61,16 @@ class KernelAttention:
         self._cache, self.slots, self.states = cache, slot_mapping, states
         self._decode, self.prefill = decode, prefill
         self._num_decode = 0 if decode is None else len(decode.context_lens)
+        self._num_tokens = self._num_decode + (sum(prefill[0].query_lens) if prefill else 0)
         self._rows = torch.arange(slot_mapping.shape[1], device=slot_mapping.device)
         self._cos_sin: dict[Tensor, Tensor] = {}
         self._latent_prompts: dict[int, LatentPrompts] = {}
+        self._parts: dict[int, Parts] = {}
+
+    def pad(self, count: int) -> None:
+        """Let there be so many tokens more."""
+        self.slots = F.pad(self.slots, (0, count), value=-1)
+        self._rows = torch.arange(self.slots.shape[1], device=self.slots.device)
 
     def attend(
         self,
@@ -77,6 +87,7 @@ class KernelAttention:
         """See `AttentionContext.attend`."""
         heads = self.store(layer, query, key, value, rotary, norms, interleaved)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        out[self._num_tokens :] = 0
         return self.attend_stored(layer, *heads, scale, sinks, out)
 
     def store(
@@ -129,18 +140,22 @@ class KernelAttention:
         keys, values = data[:, :, place, 0], data[:, :, place, 1]
         of_key, of_value = self._cache.scales(layer)
         scale = (query.shape[-1] ** -0.5 if scale is None else scale) * of_key
-        n = self._num_decode
+        n, m = self._num_decode, self._num_tokens
         if self._decode is not None:
             tables, lens = self._decode.block_tables[:, group], self._decode.context_lens
+            if group not in self._parts:
+                self._parts[group] = decode_parts(
+                    query, keys, lens, window=of.window, chunked=of.chunked
+                )
             decode_attention(
-                query[:n], keys, values, tables, lens,
-                scale=scale, window=of.window, chunked=of.chunked, sinks=sinks, out=out[:n],
+                query[:n], keys, values, tables, lens, scale=scale, window=of.window,
+                chunked=of.chunked, sinks=sinks, parts=self._parts[group], out=out[:n],
             )  # fmt: skip
         if self.prefill:
-            key, value = (None if x is None else self._cache.kept(x[n:]) for x in (key, value))
+            key, value = (None if x is None else self._cache.kept(x[n:m]) for x in (key, value))
             prefill_attention(
-                query[n:], key, value, keys, values, self.prefill[group],
-                scale=scale, window=of.window, chunked=of.chunked, sinks=sinks, out=out[n:],
+                query[n:m], key, value, keys, values, self.prefill[group],
+                scale=scale, window=of.window, chunked=of.chunked, sinks=sinks, out=out[n:m],
             )  # fmt: skip
         return out if of_value == 1.0 else out.mul_(of_value)
 
@@ -156,6 +171,7 @@ class KernelAttention:
         """See `AttentionContext.attend_latent`."""
         self.store_latent(layer, query, latent, key_rope, rotary, projection)
         out = query.new_empty(*query.shape[:2], projection.mla.value_dim)
+        out[self._num_tokens :] = 0
         return self.attend_latent_stored(layer, query, latent, key_rope, projection, out)
 
     def store_latent(
@@ -194,17 +210,21 @@ class KernelAttention:
         (group, place), mla = self._cache.places[layer], projection.mla
         rows = self._cache.data[:, :, place, 0]
         cached, _ = self._cache.scales(layer)
-        n, scale = self._num_decode, mla.scale * cached
+        n, m, scale = self._num_decode, self._num_tokens, mla.scale * cached
         if self._decode is not None:
             tables, lens = self._decode.block_tables[:, group], self._decode.context_lens
-            attend_among_latents(query[:n], rows[:, 0], tables, lens, projection, scale, out[:n])
+            if group not in self._parts:
+                self._parts[group] = latent_decode_parts(query, lens)
+            attend_among_latents(
+                query[:n], rows[:, 0], tables, lens, self._parts[group], projection, scale, out[:n]
+            )
         if self.prefill:
             prompts = self._latent_prompts.get(group)
             if prompts is None:
                 prompts = LatentPrompts(self._cache, self.prefill[group])
                 self._latent_prompts[group] = prompts
-            fresh = self._cache.kept(latent[n:]), self._cache.kept(key_rope[n:])
-            prompts.attend(place, query[n:], fresh, projection, scale, out[n:])
+            fresh = self._cache.kept(latent[n:m]), self._cache.kept(key_rope[n:m])
+            prompts.attend(place, query[n:m], fresh, projection, scale, out[n:m])
         return out if cached == 1.0 else out.mul_(cached)
 
     @property

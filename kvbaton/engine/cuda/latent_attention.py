@@ -13,7 +13,8 @@ from torch import Tensor
 from kvbaton.engine.cache import KVCache
 from kvbaton.engine.models.layers import LatentProjection
 from kvbaton.engine.upload import upload
-from kvbaton.kernels.latent_decode_attention import latent_decode_attention
+from kvbaton.kernels.decode_parts import Parts
+from kvbaton.kernels.latent_decode_attention import latent_decode_attention, latent_decode_parts
 from kvbaton.kernels.prefill_attention import PrefillBatch
 from kvbaton.kernels.varlen_attention import varlen_attention
 
@@ -29,6 +30,7 @@ def attend_among_latents(
     rows: Tensor,
     block_tables: Tensor,
     context_lens: Tensor,
+    parts: Parts,
     projection: LatentProjection,
     scale: float,
     out: Tensor,
@@ -40,13 +42,16 @@ def attend_among_latents(
         rows: [blocks, block_size, row_dim], of the layer.
         block_tables: [tokens, blocks] int32.
         context_lens: [tokens] int32, the token itself included; 0 for padding.
+        parts: for these lengths.
         projection: of the layer.
         scale: of the logits.
         out: [tokens, heads, value_dim], to fill.
     """
     absorbed = projection.absorb(query).transpose(0, 1)
     turned = query[..., projection.mla.nope_dim :]
-    sums = latent_decode_attention(absorbed, turned, rows, block_tables, context_lens, scale=scale)
+    sums = latent_decode_attention(
+        absorbed, turned, rows, block_tables, context_lens, scale=scale, parts=parts
+    )
     projection.values(sums, out)
 
 
@@ -63,6 +68,7 @@ class LatentPrompts:
         lens = zip(batch.query_lens, batch.prefix_lens, strict=True)
         self._lens = tuple(fresh + prefix for fresh, prefix in lens)
         self._tokens: tuple[Tensor, Tensor] | None = None
+        self._parts: Parts | None = None
         self._cu = batch.cu_seqlens
         self._rows: Tensor | None = None
         if sum(batch.query_lens) <= ABSORBED_TOKENS:
@@ -102,7 +108,8 @@ class LatentPrompts:
         """
         if self._tokens is not None:
             rows = self._cache.data[:, 0, place, 0]
-            attend_among_latents(query, rows, *self._tokens, projection, scale, out)
+            self._parts = self._parts or latent_decode_parts(query, self._tokens[1])
+            attend_among_latents(query, rows, *self._tokens, self._parts, projection, scale, out)
             return
         mla, (latent, key_rope) = projection.mla, fresh
         if self._rows is not None:

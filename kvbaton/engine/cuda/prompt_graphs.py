@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvbaton.engine.cache import KVCache
@@ -36,8 +37,12 @@ computes an n-th, and launching takes them more than n times as long."""
 WHOLE_PROMPTS = 4
 """Most prompts of one: the attention's launch is as if each had all the tokens."""
 
-Attend = Callable[[KernelAttention, int], object]
-"""Launches the attention of a step of so many tokens."""
+Attend = Callable[[KernelAttention], object]
+"""Launches the attention of a step."""
+
+PADDED_TOKENS = 128
+"""A step without graphs has a multiple of it: cuBLAS takes 1 to 2 ms to choose a kernel for each
+product by a number of tokens that it has not seen. Most of its tiles have as many rows."""
 
 
 def padded_sizes(most: int) -> list[int]:
@@ -131,12 +136,7 @@ class Recorder:
         q, k, v = (None if x is None else borrowed(x) for x in heads)
         assert q is not None
         out = borrowed(made)
-
-        def attend(attention: KernelAttention, n: int) -> None:
-            k_n, v_n = (None if x is None else x[:n] for x in (k, v))
-            attention.attend_stored(layer, q[:n], k_n, v_n, scale, sinks, out[:n])
-
-        self.end(attend)
+        self.end(lambda attention: attention.attend_stored(layer, q, k, v, scale, sinks, out))
         self.begin()
         return made
 
@@ -154,13 +154,8 @@ class Recorder:
         made = query.new_zeros(*query.shape[:2], projection.mla.value_dim)
         if self._graph is None:
             return made
-        parts = [borrowed(x) for x in (query, latent, key_rope, made)]
-
-        def attend(attention: KernelAttention, n: int) -> None:
-            q, kv, k, out = (x[:n] for x in parts)
-            attention.attend_latent_stored(layer, q, kv, k, projection, out)
-
-        self.end(attend)
+        q, kv, k, out = (borrowed(x) for x in (query, latent, key_rope, made))
+        self.end(lambda attention: attention.attend_latent_stored(layer, q, kv, k, projection, out))
         self.begin()
         return made
 
@@ -214,9 +209,12 @@ class PromptGraphs:
         whole = attention.num_prompts is not None and attention.num_prompts <= WHOLE_PROMPTS
         captured = self._found(self._whole, n) if whole else None
         captured, whole = captured or self._found(self._by_piece, n), captured is not None
+        assert encoded is None, "models that see have no graphs"
         if captured is None:
-            return self._model(token_ids, positions, attention, encoded)  # type: ignore[no-any-return]
-        assert encoded is None
+            more = -n % PADDED_TOKENS
+            attention.pad(more)
+            inputs = F.pad(token_ids, (0, more)), F.pad(positions, (0, more))
+            return self._model(*inputs, attention)[:n]  # type: ignore[no-any-return]
         self._token_ids[:n], self._positions[:n] = token_ids, positions
         self._slots.fill_(-1)
         self._slots[:, :n] = attention.slots
@@ -226,7 +224,7 @@ class PromptGraphs:
             piece.graph.replay()
             self._collectives.tick()
             if piece.attend is not None:
-                piece.attend(attention, n)
+                piece.attend(attention)
         return captured.hidden[:n]
 
     def _found(self, captured: dict[int, CapturedStep], n: int) -> CapturedStep | None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from kvbaton.engine.config import EngineConfig
+from kvbaton.engine.cuda.prompt_graphs import PADDED_TOKENS
 from kvbaton.engine.cuda.runner import SHORT_CONTEXT, CudaRunner
 from kvbaton.engine.encoder.pool import EncoderPool
 from kvbaton.engine.models.llama import LlamaForCausalLM
@@ -249,9 +250,10 @@ def warm_up(runner: CudaRunner, config: EngineConfig) -> None:
 
 def _products(trial: TrialSteps, config: EngineConfig) -> None:
     """Steps of many sizes: libraries choose a kernel by it, and CUDA loads it when first called."""
-    for tokens in (*range(48, 1024, 32), *range(1024, config.max_num_batched_tokens + 1, 128)):
+    most = config.max_num_batched_tokens
+    for tokens in (*range(48, min(1024, most), 32), *range(1024, most, PADDED_TOKENS), most):
         counts = trial.split(tokens)
-        if 0 < len(counts) <= config.max_num_seqs and tokens <= config.max_num_batched_tokens:
+        if 0 < len(counts) <= config.max_num_seqs:
             trial.run(counts)
 
 
