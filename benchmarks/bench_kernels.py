@@ -68,6 +68,7 @@ class Row:
 def time_calls(calls: Sequence[Callable[[], object]], replays: int = 20) -> float:
     """Microseconds per call: `calls`, one after the other, as one CUDA graph."""
     stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()  # inputs are made on another
     with torch.cuda.stream(stream):
         for call in calls:
             call()

@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 
 from kvbaton.kernels.decode_parts import (
+    FIELDS,
     MERGED_PARTS,
     Parts,
     merge_kernel,
-    part_of,
+    part_at,
     share_keys,
 )
 from kvbaton.kernels.jit import (
@@ -24,6 +25,7 @@ from kvbaton.kernels.jit import (
 )
 from kvbaton.kernels.paged_attention import (
     cap_logits,
+    first_key,
     load_pages,
     paged_attention_reference,
 )
@@ -94,22 +96,20 @@ def decode_attention(
     if parts is None:
         parts = decode_parts(query, key_cache, context_lens, window=window, chunked=chunked)
     block_n, options = _tile(next_power_of_2(head_dim), query.element_size())
-    states = torch.empty(parts.items, heads, head_dim, dtype=torch.float32, device=out.device)
-    lse = torch.empty(parts.items, heads, dtype=torch.float32, device=out.device)
+    states = torch.empty(len(parts.fields), heads, head_dim, dtype=torch.float32, device=out.device)
+    lse = torch.empty(len(parts.fields), heads, dtype=torch.float32, device=out.device)
     block_d = next_power_of_2(head_dim)
-    _kernel[(kv_heads, parts.items)](
+    _kernel[(kv_heads, len(parts.fields))](
         query,
         key_cache,
         value_cache,
         block_tables,
-        context_lens,
-        parts.plan,
+        parts.fields,
         sinks,
         out,
         states,
         lse,
         scale,
-        batch,
         query.stride(0),
         query.stride(1),
         key_cache.stride(0),
@@ -122,6 +122,7 @@ def decode_attention(
         BLOCK_D=block_d,
         BLOCK_SIZE=block_size,
         BLOCK_N=block_n,
+        STRIDE=FIELDS,
         WINDOW=window,
         CHUNKED=chunked,
         SOFTCAP=softcap,
@@ -129,7 +130,7 @@ def decode_attention(
         **options,
     )
     merge_kernel[(batch, heads, 1)](
-        states, lse, out, parts.plan,
+        states, lse, out, parts.begins,
         HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_P=MERGED_PARTS, num_warps=4,
     )  # fmt: skip
     return out
@@ -197,20 +198,18 @@ def _tile(block_d: int, element_size: int) -> tuple[int, dict[str, int]]:
     return 64, {"num_stages": 3, "num_warps": 4, "maxnreg": 128}
 
 
-@jit("batch")
+@jit("fields")
 def _kernel(
     query: tl.tensor,
     key_cache: tl.tensor,
     value_cache: tl.tensor,
     block_tables: tl.tensor,
-    context_lens: tl.tensor,
-    plan: tl.tensor,
+    fields: tl.tensor,
     sinks: tl.tensor,
     out: tl.tensor,
     states: tl.tensor,
     lse: tl.tensor,
     scale: tl.tensor,
-    batch: tl.tensor,
     stride_q_token: tl.tensor,
     stride_q_head: tl.tensor,
     stride_block: tl.tensor,
@@ -223,6 +222,7 @@ def _kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    STRIDE: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -231,12 +231,13 @@ def _kernel(
     """One program: one part of one sequence for the query heads of one KV head."""
     launch_next()
     head = tl.program_id(0)
-    of, length, first, begin, end, part, used = part_of(
-        plan, batch, context_lens, BLOCK_N, WINDOW, CHUNKED
-    )
+    of, length, begin, end, part, used = part_at(fields, STRIDE, tl.program_id(1))
     if of < 0:
         return
     sequence = of.to(tl.int64)
+    first = 0
+    if WINDOW > 0:
+        first = first_key(tl.maximum(length - 1, 0), WINDOW, CHUNKED)
 
     row = tl.arange(0, BLOCK_G)
     column = tl.arange(0, BLOCK_D)

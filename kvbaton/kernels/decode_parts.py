@@ -12,11 +12,15 @@ from dataclasses import dataclass
 
 import torch
 
-from kvbaton.kernels.jit import cdiv, jit, launch_next, next_power_of_2, tl
+from kvbaton.kernels.jit import jit, launch_next, next_power_of_2, tl
 from kvbaton.kernels.paged_attention import first_key
 
 LEAST, MOST_LEAST = 64, 768
 """Tokens: no part is shorter, unless its sequence is; with many programs the second."""
+
+FIELDS = 6
+"""Of a part: its sequence, that one's length, its first tile and the one after its last, which part
+it is and of how many."""
 
 MERGED_PARTS = 16
 """Parts that are merged at a time."""
@@ -27,23 +31,19 @@ class Parts:
     """Who computes what, decided for some lengths.
 
     Attributes:
-        plan: [batch + 1 + items] int32. The first item of each sequence, and behind the last one
-            how many there are; then the sequence of each item, or -1.
-        items: parts that there can be.
-        tile: tokens, of which parts are multiples.
+        begins: [batch + 1] int32, the first part of each sequence; then how many there are.
+        fields: [number, FIELDS] int32; the sequence is -1 behind the last part.
     """
 
-    plan: torch.Tensor
-    items: int
-    tile: int
+    begins: torch.Tensor
+    fields: torch.Tensor
 
 
-def spare_parts(batch: int, heads: int, places: int) -> int:
-    """How many more parts than sequences there may be.
+def spare_parts(batch: int, heads: int, places: int) -> tuple[int, bool]:
+    """How many more parts than sequences there may be; whether sequences are better left whole.
 
-    Where the sequences fill at least half of the GPU, each is best left whole, unless it is longer
-    than 1.6 times the mean; but if they fill it just once, whoever comes last would run alone.
-    Measured on an H100.
+    They are if they fill at least half of the GPU and none is longer than 1.6 times the mean, but
+    not if they fill it just once: who comes last would run alone. Measured on an H100.
 
     Args:
         batch: sequences.
@@ -52,9 +52,8 @@ def spare_parts(batch: int, heads: int, places: int) -> int:
     """
     at_once = max(places // heads, 1)
     if 2 * batch < at_once:
-        return 2 * at_once
-    just_over = at_once < batch < 1.36 * at_once
-    return 3 * at_once if just_over else cdiv(5 * batch, 8)
+        return max(at_once, 8 * batch), False
+    return 3 * at_once, not at_once < batch < 1.36 * at_once
 
 
 def share_keys(
@@ -78,94 +77,85 @@ def share_keys(
         chunked: instead those of the own chunk of `window` tokens.
         spare: more parts than sequences, at least 1; None takes `spare_parts`.
     """
-    batch = len(context_lens)
-    spare = spare or spare_parts(batch, heads, places)
-    items = batch + spare
-    plan = torch.empty(batch + 1 + items, dtype=torch.int32, device=context_lens.device)
+    batch, whole = len(context_lens), False
+    if spare is None:
+        spare, whole = spare_parts(batch, heads, places)
+    number = batch + spare
+    made = torch.empty(batch + 1 + FIELDS * number, dtype=torch.int32, device=context_lens.device)
+    parts = Parts(made[: batch + 1], made[batch + 1 :].view(number, FIELDS))
     least = min(max(next_power_of_2(2 * batch * heads), LEAST), MOST_LEAST)
     _kernel[(1,)](
         context_lens,
-        plan,
+        parts.begins,
+        parts.fields,
         batch,
         spare,
         max(least // tile, 1),
         BATCH=next_power_of_2(batch),
-        ITEMS=next_power_of_2(items),
+        NUMBER=next_power_of_2(number),
+        STRIDE=FIELDS,
         TILE=tile,
         WINDOW=window,
         CHUNKED=chunked,
+        WHOLE=whole,
         num_warps=4,
     )
-    return Parts(plan, items, tile)
+    return parts
 
 
-@jit("batch", "spare", "least")
+@jit("fields", "batch", "spare", "least")
 def _kernel(
     context_lens: tl.tensor,
-    plan: tl.tensor,
+    begins: tl.tensor,
+    fields: tl.tensor,
     batch: tl.tensor,
     spare: tl.tensor,
     least: tl.tensor,
     BATCH: tl.constexpr,
-    ITEMS: tl.constexpr,
+    NUMBER: tl.constexpr,
+    STRIDE: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNKED: tl.constexpr,
+    WHOLE: tl.constexpr,
 ) -> None:
     """The one program: as many parts of a size as there may be."""
     launch_next()
     sequence = tl.arange(0, BATCH)
     length = tl.load(context_lens + sequence, mask=sequence < batch, other=0)
-    _first, _tile_first, tiles = tiles_in_sight(length, TILE, WINDOW, CHUNKED)
-    size = tl.maximum(tl.cdiv(tl.sum(tiles, 0), spare), least)
-    parts = tl.where(sequence < batch, tl.maximum(tl.cdiv(tiles, size), 1), 0)
-    begin, total = tl.cumsum(parts, 0) - parts, tl.sum(parts, 0)
-    tl.store(plan + sequence, begin, mask=sequence < batch)
-    tl.store(plan + batch, total)
-    items, item = plan + batch + 1, tl.arange(0, ITEMS)
-    tl.store(items + item, -1, mask=(item >= total) & (item < batch + spare))
-    for part in tl.range(0, tl.max(parts, 0)):
-        tl.store(items + begin + part, sequence, mask=part < parts)
-
-
-@jit()
-def tiles_in_sight(
-    length: tl.tensor, TILE: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr
-) -> tl.tensor:
-    """First key, first tile and number of tiles that the last token sees."""
-    first = length * 0
+    first = tl.zeros_like(length)
     if WINDOW > 0:
-        first = first_key(tl.maximum(length - 1, 0), WINDOW, CHUNKED)
-    tile_first = first // TILE
-    return first, tile_first, tl.cdiv(length, TILE) - tile_first
+        first = first_key(tl.maximum(length - 1, 0), WINDOW, CHUNKED) // TILE
+    tiles = tl.cdiv(length, TILE) - first
+    total, longest = tl.sum(tiles, 0), tl.max(tiles, 0)
+    size = tl.maximum(tl.cdiv(total, spare), least)
+    if WHOLE:
+        size = tl.where(longest * 5 * batch <= total * 8, tl.maximum(longest, 1), size)
+    used = tl.where(sequence < batch, tl.maximum(tl.cdiv(tiles, size), 1), 0)
+    begin, parts = tl.cumsum(used, 0) - used, tl.sum(used, 0)
+    tl.store(begins + sequence, begin, mask=sequence < batch)
+    tl.store(begins + batch, parts)
+    number = tl.arange(0, NUMBER)
+    tl.store(fields + number * STRIDE, -1, mask=(number >= parts) & (number < batch + spare))
+    share = tl.cdiv(tiles, tl.maximum(used, 1))
+    for part in tl.range(0, tl.max(used, 0)):
+        inside = part < used
+        place = fields + (begin + part) * STRIDE
+        start = first + part * share
+        tl.store(place, sequence, mask=inside)
+        tl.store(place + 1, length, mask=inside)
+        tl.store(place + 2, start, mask=inside)
+        tl.store(place + 3, tl.minimum(start + share, first + tiles), mask=inside)
+        tl.store(place + 4, tl.zeros_like(used) + part, mask=inside)
+        tl.store(place + 5, used, mask=inside)
 
 
 @jit()
-def part_of(
-    plan: tl.tensor,
-    batch: tl.tensor,
-    context_lens: tl.tensor,
-    TILE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNKED: tl.constexpr,
-) -> tl.tensor:
-    """What the programs of item `program_id(1)` compute.
-
-    Returns:
-        The sequence, or -1; its length, its first key, the first tile and the one after the last;
-        which part of it this is, and of how many.
-    """
-    item = tl.program_id(1)
-    sequence = tl.load(plan + batch + 1 + item)
-    of = tl.maximum(sequence, 0)
-    begin = tl.load(plan + of)
-    used, number = tl.load(plan + of + 1) - begin, item - begin
-    length = tl.load(context_lens + of)
-    first, tile_first, tiles = tiles_in_sight(length, TILE, WINDOW, CHUNKED)
-    share = tl.cdiv(tiles, used)
-    start = tile_first + number * share
-    end = tl.minimum(start + share, tile_first + tiles)
-    return sequence, length, first, start, end, number, used
+def part_at(fields: tl.tensor, STRIDE: tl.constexpr, number: tl.tensor) -> tl.tensor:
+    """The fields of a part."""
+    at = fields + number * STRIDE
+    sequence, length, start = tl.load(at), tl.load(at + 1), tl.load(at + 2)
+    return sequence, length, start, tl.load(at + 3), tl.load(at + 4), tl.load(at + 5)
 
 
 @jit()
@@ -173,7 +163,7 @@ def merge_kernel(
     parts: tl.tensor,
     lse: tl.tensor,
     out: tl.tensor,
-    plan: tl.tensor,
+    begins: tl.tensor,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -181,8 +171,8 @@ def merge_kernel(
     """One program merges the parts of BLOCK_D features of a sequence's head; lse is to base 2."""
     launch_next()
     sequence, heads, head = tl.program_id(0).to(tl.int64), tl.num_programs(1), tl.program_id(1)
-    begin = tl.load(plan + sequence)
-    used = tl.load(plan + sequence + 1) - begin
+    begin = tl.load(begins + sequence)
+    used = tl.load(begins + sequence + 1) - begin
     if used == 1:
         return
     column = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)

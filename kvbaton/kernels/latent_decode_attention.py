@@ -13,10 +13,11 @@ import torch
 
 from kvbaton.kernels.decode_attention import decode_attention_reference
 from kvbaton.kernels.decode_parts import (
+    FIELDS,
     MERGED_PARTS,
     Parts,
     merge_kernel,
-    part_of,
+    part_at,
     share_keys,
 )
 from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, tl, use_triton, wait_for_inputs
@@ -71,20 +72,18 @@ def latent_decode_attention(
     if parts is None:
         parts = latent_decode_parts(query, context_lens)
     block_n, options = tile(query.element_size())
-    states = torch.empty(parts.items, heads, rank, dtype=torch.float32, device=out.device)
-    lse = torch.empty(parts.items, heads, dtype=torch.float32, device=out.device)
-    _kernel[(cdiv(heads, BLOCK_H), parts.items)](
+    states = torch.empty(len(parts.fields), heads, rank, dtype=torch.float32, device=out.device)
+    lse = torch.empty(len(parts.fields), heads, dtype=torch.float32, device=out.device)
+    _kernel[(cdiv(heads, BLOCK_H), len(parts.fields))](
         query,
         query_rope,
         cache,
         block_tables,
-        context_lens,
-        parts.plan,
+        parts.fields,
         out,
         states,
         lse,
         scale,
-        batch,
         heads,
         query.stride(0),
         query.stride(1),
@@ -100,10 +99,11 @@ def latent_decode_attention(
         BLOCK_H=BLOCK_H,
         BLOCK_SIZE=cache.shape[1],
         BLOCK_N=block_n,
+        STRIDE=FIELDS,
         **options,
     )
     merge_kernel[(batch, heads, cdiv(rank, MERGED))](
-        states, lse, out, parts.plan,
+        states, lse, out, parts.begins,
         HEAD_DIM=rank, BLOCK_D=MERGED, BLOCK_P=MERGED_PARTS, num_warps=4,
     )  # fmt: skip
     return out
@@ -144,19 +144,17 @@ def tile(element_size: int) -> tuple[int, dict[str, int]]:
     return 32, {"num_stages": 3, "num_warps": 4}
 
 
-@jit("batch", early=True)
+@jit("fields", early=True)
 def _kernel(
     query: tl.tensor,
     query_rope: tl.tensor,
     cache: tl.tensor,
     block_tables: tl.tensor,
-    context_lens: tl.tensor,
-    plan: tl.tensor,
+    fields: tl.tensor,
     out: tl.tensor,
     states: tl.tensor,
     lse: tl.tensor,
     scale: tl.tensor,
-    batch: tl.tensor,
     heads: tl.tensor,
     stride_q_token: tl.tensor,
     stride_q_head: tl.tensor,
@@ -172,12 +170,11 @@ def _kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    STRIDE: tl.constexpr,
 ) -> None:
     """One program: one part of one sequence for BLOCK_H heads."""
     wait_for_inputs()
-    of, length, _first, begin, end, _part, used = part_of(
-        plan, batch, context_lens, BLOCK_N, 0, False
-    )
+    of, length, begin, end, _part, used = part_at(fields, STRIDE, tl.program_id(1))
     if of < 0:
         return
     sequence = of.to(tl.int64)

@@ -184,8 +184,8 @@ tables = {"block_tables": "*i32", "context_lens": "*i32", "out": "*bf16", "lse":
 options = dict(WINDOW=0, SOFTCAP=0.0, HAS_SINKS=False, sinks=None)
 block_n, launch = decode_attention._tile(128, 2)
 run(
-    decode_attention._kernel, caches | tables | {"plan": "*i32", "states": "*fp32"},
-    shape | options | dict(BLOCK_G=16, BLOCK_N=block_n), ["scale"], **launch,
+    decode_attention._kernel, caches | tables | {"fields": "*i32", "states": "*fp32"},
+    shape | options | dict(BLOCK_G=16, BLOCK_N=block_n, STRIDE=6), ["scale"], **launch,
 )
 for rows, context in ((16, 8192), (4096, 8192)):
     tile = paged_prefill_attention._tile(128, 2, rows, context)
@@ -210,20 +210,21 @@ for dtype, size in (("bf16", 2), ("fp32", 4)):
     for cache in (dtype, "fp8e4nv"):
         pointers = dict.fromkeys(("query", "query_rope", "out"), "*" + dtype)
         pointers |= {"cache": "*" + cache, "block_tables": "*i32", "context_lens": "*i32",
-                     "plan": "*i32", "states": "*fp32", "lse": "*fp32", "scale": "fp32"}
+                     "fields": "*i32", "states": "*fp32", "lse": "*fp32", "scale": "fp32"}
         run(
             latent_decode_attention._kernel, pointers,
             dict(RANK=512, BLOCK_R=512, ROPE=64, BLOCK_P=64, BLOCK_H=16, BLOCK_SIZE=16,
-                 BLOCK_N=block_n),
+                 BLOCK_N=block_n, STRIDE=6),
             **tile,
         )
 run(
-    decode_parts._kernel, {"context_lens": "*i32", "plan": "*i32"},
-    dict(BATCH=256, ITEMS=512, TILE=64, WINDOW=0, CHUNKED=False), num_warps=4,
+    decode_parts._kernel, {"context_lens": "*i32", "begins": "*i32", "fields": "*i32"},
+    dict(BATCH=256, NUMBER=512, STRIDE=6, TILE=64, WINDOW=0, CHUNKED=False, WHOLE=True),
+    num_warps=4,
 )
 run(
     decode_parts.merge_kernel,
-    {"parts": "*fp32", "lse": "*fp32", "out": "*bf16", "plan": "*i32"},
+    {"parts": "*fp32", "lse": "*fp32", "out": "*bf16", "begins": "*i32"},
     dict(HEAD_DIM=512, BLOCK_D=128, BLOCK_P=decode_parts.MERGED_PARTS), num_warps=4,
 )
 run(

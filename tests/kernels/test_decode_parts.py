@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,12 @@ from kvbaton.kernels.decode_parts import LEAST, MOST_LEAST, Parts, share_keys, s
 TILE = 64
 
 
-def parts_of(parts: Parts, batch: int) -> tuple[list[int], list[int]]:
-    """How many parts each sequence has; the sequence of each item in use."""
-    plan = parts.plan.cpu().tolist()
-    assert len(plan) == batch + 1 + parts.items
-    ends, owners = plan[: batch + 1], plan[batch + 1 :]
-    assert all(owner == -1 for owner in owners[ends[-1] :])
-    return np.diff(ends).tolist(), owners[: ends[-1]]
+def parts_of(parts: Parts, batch: int) -> tuple[list[int], list[list[int]]]:
+    """How many parts each sequence has; the fields of those in use."""
+    begins, fields = parts.begins.tolist(), parts.fields.tolist()
+    assert len(begins) == batch + 1
+    assert all(unused[0] == -1 for unused in fields[begins[-1] :])
+    return np.diff(begins).tolist(), fields[: begins[-1]]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -31,14 +31,21 @@ def test_every_sequence_has_its_parts_side_by_side(place: Any, seed: int, window
     lens[rng.random(batch) < 0.2] = 0
     given = torch.tensor(lens, dtype=torch.int32, device=place.device)
     found = share_keys(given, 1, TILE, places=528, window=window, spare=spare)
-    counts, owners = parts_of(found, batch)
-    assert owners == [of for of, count in enumerate(counts) for _ in range(count)]
+    counts, fields = parts_of(found, batch)
+    numbers = [(of, part, n) for of, n in enumerate(counts) for part in range(n)]
+    assert [(of, part, n) for of, _, _, _, part, n in fields] == numbers
     first = np.maximum(lens - window, 0) // TILE if window else np.zeros_like(lens)
     tiles = -(-lens // TILE) - first
     least = max(min(max(1 << (2 * batch - 1).bit_length(), LEAST), MOST_LEAST) // TILE, 1)
     size = max(-(-int(tiles.sum()) // spare), least)
     assert counts == np.maximum(-(-tiles // size), 1).tolist()
     assert sum(counts) <= batch + spare, "no more than there are programs for"
+    for of in range(batch):
+        ranges = [tuple(field[2:4]) for field in fields if field[0] == of]
+        assert [field[1] for field in fields if field[0] == of] == [lens[of]] * counts[of]
+        edges = [first[of], *(end for _, end in ranges)]
+        assert ranges == list(pairwise(edges)), "one behind the other"
+        assert edges[-1] == first[of] + tiles[of]
 
 
 def test_the_long_one_is_split_and_the_short_ones_are_not(place: Any) -> None:
@@ -48,6 +55,15 @@ def test_the_long_one_is_split_and_the_short_ones_are_not(place: Any) -> None:
     assert set(counts[1:]) == {1}
 
 
+def test_sequences_of_like_lengths_are_left_whole_where_they_fill_the_gpu(place: Any) -> None:
+    lens = torch.arange(2000, 3000, 25, dtype=torch.int32, device=place.device)
+    counts, _ = parts_of(share_keys(lens, 8, TILE, places=528), 40)
+    assert set(counts) == {1}
+    counts, _ = parts_of(share_keys(lens, 16, TILE, places=528), 40)
+    assert min(counts) > 1, "the last of 640 programs would run alone"
+
+
 def test_few_sequences_are_split_more() -> None:
-    assert [spare_parts(batch, 8, 528) for batch in (1, 24, 40, 72, 128)] == [132, 132, 25, 198, 80]
-    assert spare_parts(4, 1024, 528) > 0, "also where a sequence alone fills the GPU"
+    found = [spare_parts(batch, 8, 528) for batch in (1, 24, 40, 72, 128)]
+    assert found == [(66, False), (192, False), (198, True), (198, False), (198, True)]
+    assert spare_parts(4, 1024, 528)[0] > 0, "also where a sequence alone fills the GPU"
