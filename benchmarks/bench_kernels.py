@@ -24,9 +24,9 @@ from torch.nn.functional import linear
 
 from kvbaton.engine.models.linear import FP8Method
 from kvbaton.kernels import delta_rule as rule
+from kvbaton.kernels import delta_rule_inputs as rule_inputs
 from kvbaton.kernels.copy_tokens import copy_tokens
 from kvbaton.kernels.decode_attention import decode_attention
-from kvbaton.kernels.delta_rule_inputs import delta_rule_inputs, delta_rule_inputs_reference
 from kvbaton.kernels.digest import add_sums, block_sums
 from kvbaton.kernels.fused_moe import fused_moe, fused_moe_reference
 from kvbaton.kernels.fused_topk import fused_topk
@@ -332,7 +332,7 @@ def delta_states(decodes: int, prompts: Sequence[int]) -> rule.LayerStates:
     bounds, sequences = np.cumsum([0, *[1] * decodes, *prompts]), np.arange(decodes, rows + 1)
     pieces = rule.cut(bounds[decodes:])
     arrays = (bounds, sequences, pieces, pieces)
-    tables = rule.Prompts(*(torch.from_numpy(x).cuda() for x in arrays))
+    tables = rule.PromptRows(*(torch.from_numpy(x).cuda() for x in arrays))
     return rule.LayerStates(data, blocks, blocks, decodes, tables)
 
 
@@ -361,7 +361,7 @@ def bench_delta_rule() -> Iterator[Row]:
     for case, (decodes, prompts) in DELTA_CASES.items():
         tokens = decodes + sum(prompts)
         states, inputs = delta_states(decodes, prompts), delta_inputs(tokens)
-        prepare = partial(delta_rule_inputs, *inputs, states)
+        prepare = partial(rule_inputs.delta_rule_inputs, *inputs, states)
         moved = tokens * DELTA_KEY_HEADS * DELTA_CHANNELS * 4
         us = time_calls([prepare])
         yield Row("delta_rule_inputs", case, us, moved / us / 1e6, "TB/s")
@@ -373,7 +373,9 @@ def bench_delta_rule() -> Iterator[Row]:
         if case not in ("4 x 4096", "1 x 16384"):
             continue
         plainly: dict[str, Callable[[], object]] = {
-            "inputs in plain torch": partial(delta_rule_inputs_reference, *inputs, states),
+            "inputs in plain torch": partial(
+                rule_inputs.delta_rule_inputs_reference, *inputs, states
+            ),
             "rule in plain torch": partial(rule.delta_rule_reference, *prepare(), states),
         }
         for op, call in plainly.items():
@@ -387,8 +389,13 @@ def bench_delta_tiles() -> Iterator[Row]:
     for case in ("2 x 4096", "1 x 8192"):
         decodes, prompts = DELTA_CASES[case]
         states = delta_states(decodes, prompts)
-        inputs = delta_rule_inputs(*delta_inputs(sum(prompts)), states)
-        call = partial(rule.delta_rule, *inputs, states)
+        prepare = partial(rule_inputs.delta_rule_inputs, *delta_inputs(sum(prompts)), states)
+        kept_inputs = dict(rule_inputs.LAUNCH)
+        for block_t, warps in product((4, 8, 16, 32), (1, 2, 4, 8)):
+            rule_inputs.LAUNCH.update(BLOCK_T=block_t, num_warps=warps)
+            yield from _tried("inputs", f"{case} {(block_t, warps)}", prepare)
+        rule_inputs.LAUNCH.update(kept_inputs)
+        call = partial(rule.delta_rule, *prepare(), states)
         for block_v, warps, stages in product((16, 32, 64, 128), (4, 8), (1, 2, 3)):
             rule.SCAN[2] = {"BLOCK_V": block_v, "num_warps": warps, "num_stages": stages}
             yield from _tried("scan", f"{case} {tuple(rule.SCAN[2].values())}", call)

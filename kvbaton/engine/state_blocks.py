@@ -22,7 +22,7 @@ from kvbaton.engine.block_memory import BlockView
 from kvbaton.engine.collectives import Shard
 from kvbaton.engine.kv_groups import STATE_DTYPE, KVGroup
 from kvbaton.engine.upload import upload
-from kvbaton.kernels.delta_rule import LayerStates, Prompts, cut
+from kvbaton.kernels.delta_rule import LayerStates, PromptRows, cut
 from kvbaton.kernels.digest import add_sums
 
 
@@ -78,7 +78,7 @@ class StateBatch:
     writes: Tensor
     ends: Tensor
     num_decodes: int
-    prompts: Prompts | None = None
+    prompts: PromptRows | None = None
     live: Tensor | None = None
 
     def of(self, layer: int) -> LayerStates:
@@ -139,5 +139,5 @@ def step_states(
         arrays += [spans, sequences, chunks, pieces]
     sent = upload(arrays, states.data.device)
     read, write, last, *rest = (x.view(y.shape) for x, y in zip(sent, arrays, strict=True))
-    prompts = Prompts(*rest) if rest else None
+    prompts = PromptRows(*rest) if rest else None
     return StateBatch(states, places, read, write, last, num_decodes, prompts)

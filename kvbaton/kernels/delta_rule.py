@@ -45,7 +45,7 @@ SCAN = {
 
 
 @dataclass(frozen=True)
-class Prompts:
+class PromptRows:
     """Where a step's prompts are, in its batch and among the rows of `LayerStates`.
 
     Of a prompt each row is a *stretch*: tokens up to one whose state is kept. It goes on from the
@@ -82,7 +82,7 @@ class LayerStates:
     reads: Tensor
     writes: Tensor
     num_decodes: int
-    prompts: Prompts | None = None
+    prompts: PromptRows | None = None
 
 
 def cut(bounds: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -16,8 +16,8 @@ from torch import Tensor
 from kvbaton.kernels.delta_rule import LayerStates
 from kvbaton.kernels.jit import jit, next_power_of_2, tl, use_triton
 
-BLOCK_T = 16
-"""Tokens of a prompt's piece that a program has in registers."""
+LAUNCH = {"BLOCK_T": 16, "num_warps": 8}
+"""Of prompts: tokens that a program has in registers, and its warps."""
 
 
 def delta_rule_inputs(
@@ -50,11 +50,12 @@ def delta_rule_inputs(
         (2, tokens, key_heads * per_key), dtype=torch.float32, device=projected.device
     ).unbind()
     unused = (states.reads,) * 3
-    launches = [(states.num_decodes, 1, 1, unused)] if states.num_decodes else []
+    one = {"BLOCK_T": 1, "num_warps": 1}
+    launches = [(states.num_decodes, one, unused)] if states.num_decodes else []
     if prompts is not None:
         tables = (prompts.bounds, prompts.sequences, prompts.pieces)
-        launches.append((prompts.pieces.shape[1], BLOCK_T, 4, tables))
-    for count, block_t, warps, tables in launches:
+        launches.append((prompts.pieces.shape[1], LAUNCH, tables))
+    for count, launch, tables in launches:
         _kernel[(count, key_heads * (2 + per_key))](
             projected,
             rates,
@@ -78,9 +79,8 @@ def delta_rule_inputs(
             VALUES=values,
             TAPS=taps,
             PADDING=-channels * (taps - 1) % values,
-            BLOCK_T=block_t,
             BLOCK_D=next_power_of_2(max(keys, values)),
-            num_warps=warps,
+            **launch,
         )
     return mixed, decay, beta
 
@@ -165,6 +165,7 @@ def _kernel(
     state = states + head * stride_state + channel * BEFORE
     # Before the sequence's first token, the inputs of BEFORE tokens.
     kept = state + tl.load(reads + row).to(tl.int64) * stride_block + BEFORE
+    taps = weight + (head * CHANNELS + channel) * TAPS
     of_head = head * PER_KEY + tl.maximum(part - 2, 0)
     rate, bias = -tl.exp(tl.load(decays + of_head)), tl.load(decays + KEY_HEADS * PER_KEY + of_head)
     for tile in range(tl.cdiv(end - begin, BLOCK_T)):
@@ -175,11 +176,13 @@ def _kernel(
             seen = t - BEFORE + tap
             place = inputs[None, :] + seen[:, None] * stride_token
             x = tl.load(place, mask=live & (seen >= start)[:, None], other=0.0).to(tl.float32)
-            if begin + tile * BLOCK_T < start + BEFORE:
-                old = kept[None, :] + (seen - start)[:, None]
-                x += tl.load(old, mask=live & (seen < start)[:, None], other=0.0)
-            place = weight + (head * CHANNELS + channel) * TAPS + tap
-            total += x * tl.load(place, mask=inside, other=0.0).to(tl.float32)[None, :]
+            total += x * tl.load(taps + tap, mask=inside, other=0.0).to(tl.float32)[None, :]
+        if begin + tile * BLOCK_T < start + BEFORE:
+            for i in range(BEFORE):
+                past = t - BEFORE + i - start
+                old = kept[None, :] + past[:, None]
+                old = tl.load(old, mask=live & (past < 0)[:, None], other=0.0)
+                total += old * tl.load(taps + i, mask=inside, other=0.0).to(tl.float32)[None, :]
         wide = total.to(dtype).to(tl.float32)
         wide = (wide / (1.0 + tl.exp(-wide))).to(dtype).to(tl.float32)
         factor = tl.rsqrt(tl.sum(wide * wide, axis=1) + 1e-6) * tl.where(part == 0, KEYS**-0.5, 1.0)

@@ -254,8 +254,9 @@ for keys, values in ((128, 128), (64, 192)):
     shape |= dict(BLOCK_D=1 << (max(keys, values) - 1).bit_length())
     for dtype, size in (("bf16", 2), ("fp32", 4)):
         run(delta_rule._decode_kernel, dtype, shape | dict(BLOCK_V=delta_rule.BLOCK_V), num_warps=4)
-        for tokens, warps in ((1, 1), (delta_rule_inputs.BLOCK_T, 4)):
-            run(delta_rule_inputs._kernel, dtype, shape | dict(BLOCK_T=tokens), num_warps=warps)
+        for launch in (dict(BLOCK_T=1, num_warps=1), dict(delta_rule_inputs.LAUNCH)):
+            tokens = shape | dict(BLOCK_T=launch.pop("BLOCK_T"))
+            run(delta_rule_inputs._kernel, dtype, tokens, **launch)
         launch = dict(delta_rule.SCAN[size])
         scan = shape | dict(BLOCK_V=launch.pop("BLOCK_V"))
         for kernel, constants, options in (

@@ -9,11 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from kvbaton.kernels.delta_rule import LayerStates, Prompts, cut, delta_rule, delta_rule_reference
+from kvbaton.kernels.delta_rule import (
+    LayerStates,
+    PromptRows,
+    cut,
+    delta_rule,
+    delta_rule_reference,
+)
 from kvbaton.kernels.delta_rule_inputs import delta_rule_inputs, delta_rule_inputs_reference
 
 Shape = tuple[int, int, int, int]
-SHAPES: list[Shape] = [(1, 1, 4, 4), (2, 2, 5, 12), (3, 1, 64, 40)]
+SHAPES: list[Shape] = [(1, 1, 4, 4), (2, 2, 5, 12), (3, 1, 64, 40), (1, 2, 128, 128)]
 """Key heads, value heads of each, keys, values."""
 TAPS = 4
 STEPS: dict[str, tuple[int, list[list[int]]]] = {
@@ -49,7 +55,7 @@ def batch(place: Any, shape: Shape, decodes: int, prompts: list[list[int]]) -> L
             reads[ends[0] + 1 :], writes[ends[0] : -1],
         )  # fmt: skip
         arrays = (bounds, ends, cut(bounds[decodes:]), cut(bounds[ends]))
-        tables = Prompts(*(torch.from_numpy(x).to(place.device) for x in arrays))
+        tables = PromptRows(*(torch.from_numpy(x).to(place.device) for x in arrays))
     data = pool.to(place.device)[:, :, 1]
     return LayerStates(data, reads.to(place.device), writes.to(place.device), decodes, tables)
 
@@ -59,7 +65,7 @@ def wide(states: LayerStates) -> LayerStates:
     prompts = states.prompts
     if prompts is not None:
         tables = (prompts.bounds, prompts.sequences, prompts.chunks, prompts.pieces)
-        prompts = Prompts(*(x.cpu() for x in tables))
+        prompts = PromptRows(*(x.cpu() for x in tables))
     return LayerStates(
         states.data.cpu().double(),
         states.reads.cpu(),
@@ -101,17 +107,17 @@ def test_states_move_on_where_they_lie(place: Any, shape: Shape, step: str) -> N
     close_states(place, states, exact, before)
 
 
-def test_keys_that_are_all_alike_are_exact(place: Any) -> None:
-    """Powers of their system, and what is left of each other in sums of them, would be enormous."""
+def test_keys_that_are_all_alike(place: Any) -> None:
+    """Powers of their system would be enormous; half precision alone leaves 0.02."""
     states = batch(place, (1, 1, 16, 16), 0, [[128]])
     key = torch.nn.functional.normalize(place.randn(16), dim=-1).expand(128, 1, 16)
     mixed = torch.cat((key, key, place.randn(128, 1, 16)), dim=-1)
-    decay, beta = torch.zeros(2, 128, 1, device=place.device).unbind()
-    beta = beta + 1
-    exact = wide(states)
-    numbers: list[Any] = [*(x.cpu().double() for x in (mixed, decay, beta)), exact]
+    decay, beta = torch.zeros(128, 1), torch.ones(128, 1)
+    decay, beta = decay.to(place.device), beta.to(place.device)
+    numbers: list[Any] = [*(x.cpu().double() for x in (mixed, decay, beta)), wide(states)]
     wanted = delta_rule_reference(*numbers)
-    place.close(delta_rule(mixed, decay, beta, states), wanted)
+    error = (delta_rule(mixed, decay, beta, states).double().cpu() - wanted).norm()
+    assert error <= wanted.norm() * (1e-5 if place.dtype == torch.float32 else 0.05)
 
 
 @pytest.mark.parametrize("step", STEPS)
