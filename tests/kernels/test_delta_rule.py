@@ -9,55 +9,43 @@ import numpy as np
 import pytest
 import torch
 
-from kvbaton.kernels.delta_rule import (
-    LayerStates,
-    PromptRows,
-    cut,
-    delta_rule,
-    delta_rule_reference,
-)
+from kvbaton.engine.collectives import Shard
+from kvbaton.engine.kv_groups import KVGroup
+from kvbaton.engine.state_blocks import StateBlocks, step_states
+from kvbaton.kernels.delta_rule import LayerStates, PromptRows, delta_rule, delta_rule_reference
 from kvbaton.kernels.delta_rule_inputs import delta_rule_inputs, delta_rule_inputs_reference
 
 Shape = tuple[int, int, int, int]
 SHAPES: list[Shape] = [(1, 1, 4, 4), (2, 2, 5, 12), (3, 1, 64, 40), (1, 2, 128, 128)]
 """Key heads, value heads of each, keys, values."""
-TAPS = 4
-STEPS: dict[str, tuple[int, list[list[int]]]] = {
-    "decodes": (4, []),
-    "one": (0, [[150]]),
-    "prompts": (0, [[64], [3], [65, 2]]),
-    "both": (3, [[1, 1], [130], [2, 70]]),
+TAPS, BLOCK_SIZE = 4, 100
+STEPS: dict[str, list[tuple[int, int]]] = {
+    "decodes": [(0, 1), (60, 1), (100, 1), (250, 1)],
+    "one": [(0, 150)],
+    "prompts": [(10, 64), (0, 3), (35, 67)],
+    "both": [(250, 1), (0, 1), (7, 1), (99, 2), (0, 130), (98, 72), (200, 1)],
 }
-"""Tokens that decode, and of each prompt its stretches."""
+"""Of each sequence, the tokens that a step finds, and how many it computes."""
 
 
-def batch(place: Any, shape: Shape, decodes: int, prompts: list[list[int]]) -> LayerStates:
-    """Random states; one that decodes and the first prompt go on in place."""
+def batch(place: Any, shape: Shape, step: list[tuple[int, int]]) -> LayerStates:
+    """Random states of such a step; borders of blocks within it are kept."""
     key_heads, per_key, keys, values = shape
+    starts, counts = np.array(step).T
     kept = -(-(2 * keys + per_key * values) * (TAPS - 1) // values)
-    lengths = [1] * decodes + [length for prompt in prompts for length in prompt]
-    rows = len(lengths)
-    # Part of a larger tensor, as a layer's states are of a block.
-    pool = torch.randn(2 * rows + 2, key_heads, 3, kept + per_key * keys, values)
-    pool[0] = 0
-    order = torch.randperm(2 * rows + 1) + 1
-    reads, writes = order[:rows].clone(), order[rows : 2 * rows].clone()
-    for row in (decodes // 2, min(decodes, rows - 1)):
-        writes[row] = reads[row]
-    if decodes > 2:  # one goes on from nothing, and one is padding
-        reads[0], writes[decodes - 1] = 0, 0
-    tables = None
-    if prompts:
-        ends = np.cumsum([decodes, *map(len, prompts)])
-        bounds = np.cumsum([0, *lengths])
-        reads[ends[0] + 1 :] = torch.where(
-            torch.isin(torch.arange(ends[0] + 1, rows), torch.from_numpy(ends)),
-            reads[ends[0] + 1 :], writes[ends[0] : -1],
-        )  # fmt: skip
-        arrays = (bounds, ends, cut(bounds[decodes:]), cut(bounds[ends]))
-        tables = PromptRows(*(torch.from_numpy(x).to(place.device) for x in arrays))
-    data = pool.to(place.device)[:, :, 1]
-    return LayerStates(data, reads.to(place.device), writes.to(place.device), decodes, tables)
+    group = KVGroup(
+        layers=(0, 1, 2), heads=key_heads, head_dim=values, state_rows=kept + per_key * keys
+    )
+    numbers = torch.randn(3 * len(step) + 1, 3 * key_heads * group.state_rows * values)
+    numbers[0] = 0
+    blocks = numbers.to(place.device).view(torch.uint8)
+    pool = StateBlocks(blocks, [group], Shard(), track_sums=False)
+    tables = 1 + np.random.default_rng(0).permutation(3 * len(step)).reshape(-1, 1, 3)
+    places = {layer: (0, layer) for layer in range(3)}
+    states = step_states(pool, places, BLOCK_SIZE, starts, counts, tables).of(1)
+    if states.prompts is None:  # two go on from one snapshot, and one is padding
+        states.reads[3], states.writes[2] = states.reads[2], 0
+    return states
 
 
 def wide(states: LayerStates) -> LayerStates:
@@ -89,9 +77,8 @@ def close_states(place: Any, found: LayerStates, wanted: LayerStates, before: to
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_states_move_on_where_they_lie(place: Any, shape: Shape, step: str) -> None:
-    decodes, prompts = STEPS[step]
-    states = batch(place, shape, decodes, prompts)
-    (key_heads, per_key, keys, values), tokens = shape, decodes + sum(map(sum, prompts))
+    states = batch(place, shape, STEPS[step])
+    (key_heads, per_key, keys, values), tokens = shape, sum(count for _, count in STEPS[step])
     query, key = (place.randn(tokens, key_heads, keys) for _ in "qk")
     query, key = (torch.nn.functional.normalize(x, dim=-1) for x in (query, key))
     value = place.randn(tokens, key_heads, per_key * values)
@@ -109,7 +96,7 @@ def test_states_move_on_where_they_lie(place: Any, shape: Shape, step: str) -> N
 
 def test_keys_that_are_all_alike(place: Any) -> None:
     """Powers of their system would be enormous; half precision alone leaves 0.02."""
-    states = batch(place, (1, 1, 16, 16), 0, [[128]])
+    states = batch(place, (1, 1, 16, 16), [(0, 128)])
     key = torch.nn.functional.normalize(place.randn(16), dim=-1).expand(128, 1, 16)
     mixed = torch.cat((key, key, place.randn(128, 1, 16)), dim=-1)
     decay, beta = torch.zeros(128, 1), torch.ones(128, 1)
@@ -123,9 +110,8 @@ def test_keys_that_are_all_alike(place: Any) -> None:
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_inputs_are_mixed_with_those_before(place: Any, shape: Shape, step: str) -> None:
-    decodes, prompts = STEPS[step]
-    states = batch(place, shape, decodes, prompts)
-    (key_heads, per_key, keys, values), tokens = shape, decodes + sum(map(sum, prompts))
+    states = batch(place, shape, STEPS[step])
+    (key_heads, per_key, keys, values), tokens = shape, sum(count for _, count in STEPS[step])
     channels = 2 * keys + per_key * values
     projected = place.randn(tokens, key_heads, channels + 3)[..., :channels]
     rates = 4 * place.randn(tokens, key_heads, 2, per_key)
@@ -142,7 +128,7 @@ def test_inputs_are_mixed_with_those_before(place: Any, shape: Shape, step: str)
 
 
 def test_small_steps_of_decays_are_exact(place: Any) -> None:
-    states = batch(place, (1, 1, 4, 4), 0, [[8]])
+    states = batch(place, (1, 1, 4, 4), [(0, 8)])
     rates = torch.linspace(-30, 30, 8).to(place.device, place.dtype).view(8, 1, 1, 1)
     rates = rates.repeat(1, 1, 2, 1)
     numbers = (place.randn(8, 1, 12), rates, place.randn(1, 12, TAPS))
