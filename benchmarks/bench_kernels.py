@@ -17,11 +17,14 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
 from kvbaton.engine.models.linear import FP8Method
+from kvbaton.kernels import delta_rule as rule
+from kvbaton.kernels import delta_rule_inputs as rule_inputs
 from kvbaton.kernels.copy_tokens import copy_tokens
 from kvbaton.kernels.decode_attention import decode_attention, decode_parts
 from kvbaton.kernels.digest import add_sums, block_sums
@@ -319,6 +322,102 @@ def bench_prefill_attention() -> Iterator[Row]:
             yield Row(f"{name}_attention", case, us, work / us / 1e6, "TFLOP/s")
 
 
+DELTA_KEY_HEADS, DELTA_HEADS, DELTA_DIM, DELTA_CHANNELS = 16, 32, 128, 512
+"""Of Qwen3-Next-80B-A3B's gated delta rule."""
+
+
+def delta_states(decodes: int, prompts: Sequence[int]) -> rule.LayerStates:
+    """Rows of so many tokens in a random pool."""
+    rows = decodes + len(prompts)
+    data = torch.randn(rows + 1, DELTA_KEY_HEADS, 12 + 256, DELTA_DIM, device="cuda")
+    blocks = torch.arange(rows, device="cuda") + 1
+    if not prompts:
+        return rule.LayerStates(data, blocks, blocks, decodes)
+    bounds, sequences = np.cumsum([0, *[1] * decodes, *prompts]), np.arange(decodes, rows + 1)
+    pieces = rule.cut(bounds[decodes:])
+    arrays = (bounds, sequences, pieces, pieces)
+    tables = rule.PromptRows(*(torch.from_numpy(x).cuda() for x in arrays))
+    return rule.LayerStates(data, blocks, blocks, decodes, tables)
+
+
+def delta_inputs(tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What `delta_rule_inputs` takes for so many tokens."""
+    projected = randn(tokens, DELTA_KEY_HEADS, DELTA_CHANNELS + 256)[..., :DELTA_CHANNELS]
+    rates, weight = randn(tokens, DELTA_KEY_HEADS, 2, 2), randn(DELTA_KEY_HEADS, DELTA_CHANNELS, 4)
+    return projected, rates, weight, torch.randn(2, DELTA_HEADS, device="cuda")
+
+
+DELTA_CASES: dict[str, tuple[int, tuple[int, ...]]] = {
+    "4 x 4096": (0, (4096,) * 4),
+    "2 x 4096": (0, (4096,) * 2),
+    "1 x 16384": (0, (16384,)),
+    "1 x 8192": (0, (8192,)),
+    "1 x 1024": (0, (1024,)),
+    "64 x 100": (0, (100,) * 64),
+    "1 decodes": (1, ()),
+    "32 decode": (32, ()),
+    "128 decode": (128, ()),
+}
+
+
+def bench_delta_rule() -> Iterator[Row]:
+    """The gated delta rule of one layer: what goes in, and the rule; and both in plain torch."""
+    for case, (decodes, prompts) in DELTA_CASES.items():
+        tokens = decodes + sum(prompts)
+        states, inputs = delta_states(decodes, prompts), delta_inputs(tokens)
+        prepare = partial(rule_inputs.delta_rule_inputs, *inputs, states)
+        moved = tokens * DELTA_KEY_HEADS * DELTA_CHANNELS * 4
+        us = time_calls([prepare])
+        yield Row("delta_rule_inputs", case, us, moved / us / 1e6, "TB/s")
+        apply = partial(rule.delta_rule, *prepare(), states)
+        square, chunk = DELTA_DIM * DELTA_DIM, rule.CHUNK * DELTA_DIM
+        work = 2 * sum(prompts) * DELTA_HEADS * (3 * square + 4 * chunk)
+        us = time_calls([apply])
+        yield Row("delta_rule", case, us, work / us / 1e6, "TFLOP/s")
+        if case not in ("4 x 4096", "1 x 16384"):
+            continue
+        plainly: dict[str, Callable[[], object]] = {
+            "inputs in plain torch": partial(
+                rule_inputs.delta_rule_inputs_reference, *inputs, states
+            ),
+            "rule in plain torch": partial(rule.delta_rule_reference, *prepare(), states),
+        }
+        for op, call in plainly.items():
+            call()
+            yield Row(op, case, statistics.median(time_once(call) for _ in range(3)))
+
+
+def bench_delta_tiles() -> Iterator[Row]:
+    """How the kernels of its prompts may be launched."""
+    kept, solves = dict(rule.SCAN[2]), dict(rule.SOLVE[2])
+    for case in ("2 x 4096", "1 x 8192"):
+        decodes, prompts = DELTA_CASES[case]
+        states = delta_states(decodes, prompts)
+        prepare = partial(rule_inputs.delta_rule_inputs, *delta_inputs(sum(prompts)), states)
+        kept_inputs = dict(rule_inputs.LAUNCH)
+        for block_t, warps in product((4, 8, 16, 32), (1, 2, 4, 8)):
+            rule_inputs.LAUNCH.update(BLOCK_T=block_t, num_warps=warps)
+            yield from _tried("inputs", f"{case} {(block_t, warps)}", prepare)
+        rule_inputs.LAUNCH.update(kept_inputs)
+        call = partial(rule.delta_rule, *prepare(), states)
+        for block_v, warps, stages in product((16, 32, 64, 128), (4, 8), (1, 2, 3)):
+            rule.SCAN[2] = {"BLOCK_V": block_v, "num_warps": warps, "num_stages": stages}
+            yield from _tried("scan", f"{case} {tuple(rule.SCAN[2].values())}", call)
+        rule.SCAN[2] = kept
+        for block, warps in product((8, 16, 32), (2, 4, 8)):
+            rule.BLOCK, rule.SOLVE[2] = block, solves | {"num_warps": warps}
+            yield from _tried("solve", f"{case} {(block, warps)}", call)
+        rule.BLOCK, rule.SOLVE[2] = 16, solves
+
+
+def _tried(op: str, case: str, call: Callable[[], object]) -> Iterator[Row]:
+    """A measurement, unless it does not fit."""
+    try:
+        yield Row(op, case, time_calls([call]))
+    except Exception as error:
+        print(f"{op:24} {case:28} {type(error).__name__}")
+
+
 def bench_moves() -> Iterator[Row]:
     """Merging of states, and copies between block lists."""
     states = [randn(2048, HEADS, HEAD_DIM) for _ in range(2)]
@@ -438,6 +537,8 @@ BENCHES: dict[str, Callable[[], Iterator[Row]]] = {
     "decode_attention": bench_decode_attention,
     "latent_attention": bench_latent_attention,
     "prefill_attention": bench_prefill_attention,
+    "delta_rule": bench_delta_rule,
+    "delta_tiles": bench_delta_tiles,
     "moves": bench_moves,
     "digests": bench_digests,
     "decode_step": bench_decode_step,

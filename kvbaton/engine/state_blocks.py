@@ -22,6 +22,7 @@ from kvbaton.engine.block_memory import BlockView
 from kvbaton.engine.collectives import Shard
 from kvbaton.engine.kv_groups import STATE_DTYPE, KVGroup
 from kvbaton.engine.upload import upload
+from kvbaton.kernels.delta_rule import LayerStates, PromptRows, cut
 from kvbaton.kernels.digest import add_sums
 
 
@@ -67,8 +68,7 @@ class StateBatch:
         writes: [groups, rows] int64, the block for the state after them.
         ends: [rows] int64, positions of their last tokens.
         num_decodes: rows of one token each, which come first, in the batch too.
-        stretches: of each other row, its tokens in the batch; rows in turn, where one reads what
-            another has written.
+        prompts: the other rows, where there are any.
         live: [rows], which of them are no padding; None for all.
     """
 
@@ -78,30 +78,16 @@ class StateBatch:
     writes: Tensor
     ends: Tensor
     num_decodes: int
-    stretches: tuple[slice, ...] = ()
+    prompts: PromptRows | None = None
     live: Tensor | None = None
 
-    def of(self, layer: int, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """States of a layer in all blocks, and which blocks some rows read and write.
-
-        Returns:
-            [blocks, heads, state rows, features], and int64 [rows] each.
-        """
+    def of(self, layer: int) -> LayerStates:
+        """Those of a layer."""
         group, place = self.places[layer]
-        reads, writes = self.reads[group, rows], self.writes[group, rows]
-        return self.states.data[:, :, place, :, 0], reads, writes
-
-    def read(self, layer: int, rows: slice, part: slice) -> Tensor:
-        """Some state rows of a layer before its tokens: [rows, heads, state rows, features]."""
-        states, reads, _ = self.of(layer, rows)
-        return states[:, :, part].index_select(0, reads)
-
-    def write(self, layer: int, rows: slice, part: slice, after: Tensor) -> None:
-        """Those state rows after its tokens, as `read` gives them."""
-        if self.live is not None:  # padding has the null block, which stays zero
-            after = torch.where(self.live[rows, None, None, None], after, 0.0)
-        states, _, writes = self.of(layer, rows)
-        states[:, :, part].index_copy_(0, writes, after)
+        data = self.states.data[:, :, place, :, 0]
+        return LayerStates(
+            data, self.reads[group], self.writes[group], self.num_decodes, self.prompts
+        )
 
     def sign(self) -> None:
         """Once all layers are through: keep the sums of what was written."""
@@ -133,27 +119,25 @@ def step_states(
     """
     num_decodes = int(np.argmax(counts > 1)) if (counts > 1).any() else len(counts)
     ends, first = starts + counts, np.cumsum(counts) - counts
-    rows, stretches = list[tuple[int, int, int]](), list[slice]()
+    rows, bounds = list[tuple[int, int, int]](), list[int]()
     for i, (start, end, at) in enumerate(np.stack((starts, ends, first), 1).tolist()):
         border, cuts = end - end % block_size, [start, end]
         if start < border < end and tables[i, :, border // block_size - 1].all():
             cuts = [start, border, end]
         for low, high in pairwise(cuts):
             rows.append((i, low, high))
-            if i >= num_decodes:
-                stretches.append(slice(at + low - start, at + high - start))
+            bounds.append(at + low - start)
     of, low, high = np.array(rows, np.int64).T
     reads = np.where(low > 0, tables[of, :, np.maximum(low - 1, 0) // block_size].T, 0)
     writes = tables[of, :, (high - 1) // block_size].T
     assert writes.all(), "a step has no block for its states"
-    device = states.data.device
-    read, write, last = upload([reads, writes, high - 1], device)
-    return StateBatch(
-        states,
-        places,
-        read.view(reads.shape),
-        write.view(writes.shape),
-        last,
-        num_decodes,
-        tuple(stretches),
-    )
+    arrays = [reads, writes, high - 1]
+    if num_decodes < len(counts):
+        spans = np.array([*bounds, counts.sum()], np.int64)
+        sequences = np.searchsorted(of, np.arange(num_decodes, len(counts) + 1))
+        chunks, pieces = cut(spans[num_decodes:]), cut(spans[sequences])
+        arrays += [spans, sequences, chunks, pieces]
+    sent = upload(arrays, states.data.device)
+    read, write, last, *rest = (x.view(y.shape) for x, y in zip(sent, arrays, strict=True))
+    prompts = PromptRows(*rest) if rest else None
+    return StateBatch(states, places, read, write, last, num_decodes, prompts)

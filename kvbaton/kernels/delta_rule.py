@@ -1,102 +1,224 @@
-"""The gated delta rule: a token of each sequence, on states in the pool; or a prompt's chunks.
+"""The gated delta rule on states in the pool: a token of each sequence, or all prompts of a step.
 
 Yang, Kautz, Hatamizadeh, "Gated Delta Networks", arXiv 2412.06464. Of a head with state S [keys,
 values], decay g, strength b, query q, key k and value v:
 
     S = exp(g) S;  S = S + k (b (v - k S));  out = q S
 
-A step is as fast as its states are read and written: once each here, eleven times in plain torch.
-A prompt is one launch over all of its chunks, instead of some for each: states stay in registers.
+A token is as fast as its state is read and written: once each here, eleven times in plain torch.
+Of prompts all chunks come first, at once: what a token of one adds depends on what those before it
+have added, a triangular system (section 3.3). Then each state is carried over its chunks, by a
+program for some values of a head, which holds them in registers.
+
+Products take operands of the model's dtype and add up in float32, as attention does; in float32
+they are of three TF32 ones, since one alone is a thousand times less exact. States, decays and what
+becomes of the system are float32 in any case.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, tl, use_triton
 
+CHUNK = 64
+"""Tokens whose triangular system is solved at once."""
+
+BLOCK = 16
+"""Tokens of a chunk that are solved one after the other; blocks are, too, but by products."""
+
 BLOCK_V = 32
-"""Values of a head per program, whose part of the state stays in registers."""
+"""Values of a head per program that moves its state on by a token."""
+
+SOLVE = {2: {"num_warps": 4, "num_stages": 1}, 4: {"num_warps": 8, "num_stages": 1}}
+SCAN = {
+    2: {"BLOCK_V": 32, "num_warps": 4, "num_stages": 2},
+    4: {"BLOCK_V": 32, "num_warps": 4, "num_stages": 1},  # two chunks at a time would not fit
+}
+"""How the two kernels of prompts are launched, by the bytes of an element."""
 
 
-def delta_rule_decode(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    states: Tensor,
-    reads: Tensor,
-    writes: Tensor,
-) -> Tensor:
-    """Move states on by a token each.
+@dataclass(frozen=True)
+class PromptRows:
+    """Where a step's prompts are, in its batch and among the rows of `LayerStates`.
+
+    Of a prompt each row is a *stretch*: tokens up to one whose state is kept. It goes on from the
+    state of the stretch before it.
+
+    Attributes:
+        bounds: [rows + 1] int64: first token of each row, of those that decode as well; the end.
+        sequences: [prompts + 1] int64: first row of each prompt; the end.
+        chunks: [3, chunks] int64: all stretches as `cut` makes them.
+        pieces: [3, pieces] int64: all prompts, likewise.
+    """
+
+    bounds: Tensor
+    sequences: Tensor
+    chunks: Tensor
+    pieces: Tensor
+
+
+@dataclass(frozen=True)
+class LayerStates:
+    """A layer's states, and which of them a batch moves on: a row for each.
+
+    Attributes:
+        data: [blocks, key heads, rows of a state, values] float32, the last two axes contiguous.
+            Last in a state are [keys, values] of each value head of its key head; what is before
+            them is the convolution's (`delta_rule_inputs`).
+        reads: [rows] int64, block of each state before the tokens of a row.
+        writes: [rows] int64, where it goes; may be the same, no other's; 0 for nowhere.
+        num_decodes: rows of one token each, which come first, in the batch too.
+        prompts: the others; None if there are none.
+    """
+
+    data: Tensor
+    reads: Tensor
+    writes: Tensor
+    num_decodes: int
+    prompts: PromptRows | None = None
+
+
+def cut(bounds: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Spans of tokens in pieces of CHUNK at most: first token, end, number of the span.
 
     Args:
-        query: [n, heads, keys] float32, contiguous, as all up to `beta`.
-        key: likewise.
-        value: [n, heads, values] float32.
-        decay: [n, heads] float32: g.
-        beta: [n, heads] float32: b.
-        states: [blocks, key heads, heads per key head * keys, values] float32, of which the last
-            two axes are contiguous.
-        reads: [n] int64, block of each state before the token.
-        writes: [n] int64, where it goes; may be the same, no other's; 0 for nowhere.
+        bounds: [spans + 1], where each begins; the end.
+    """
+    counts = -(-np.diff(bounds) // CHUNK)
+    of = np.repeat(np.arange(len(counts)), counts)
+    within = np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)
+    begins = bounds[of] + CHUNK * within
+    return np.stack((begins, np.minimum(begins + CHUNK, bounds[of + 1]), of))
+
+
+def delta_rule(mixed: Tensor, decay: Tensor, beta: Tensor, states: LayerStates) -> Tensor:
+    """Move states on by the tokens of a batch.
+
+    Args:
+        mixed: [tokens, key heads, channels]: per key head its query, its key, and the value of each
+            of its value heads; contiguous.
+        decay: [tokens, heads] float32: g; contiguous.
+        beta: [tokens, heads] float32: b; contiguous.
+        states: of all rows.
 
     Returns:
-        [n, heads, values] float32.
+        [tokens, heads, values], dtype of `mixed`.
     """
-    if not use_triton(states):
-        return delta_rule_decode_reference(query, key, value, decay, beta, states, reads, writes)
-    (n, heads, keys), values = key.shape, value.shape[-1]
-    out = torch.empty_like(value)
-    block_v = min(BLOCK_V, next_power_of_2(values))
+    if not use_triton(mixed):
+        return delta_rule_reference(mixed, decay, beta, states)
+    (tokens, key_heads, channels), heads = mixed.shape, decay.shape[1]
+    values, n, prompts = states.data.shape[-1], states.num_decodes, states.prompts
+    per_key = heads // key_heads
+    keys = (channels - per_key * values) // 2
+    data = states.data[:, :, -per_key * keys :]
+    out = torch.empty((tokens, heads, values), dtype=mixed.dtype, device=mixed.device)
+    shape = {"HEADS": heads, "PER_KEY": per_key, "KEYS": keys, "VALUES": values}
+    rows = (data, states.reads, states.writes)
+    strides = data.stride()[:2]
     if n:
-        _kernel[(n * heads, cdiv(values, block_v))](
-            query,
-            key,
-            value,
+        block_v = min(BLOCK_V, next_power_of_2(values))
+        _decode_kernel[(n * heads, cdiv(values, block_v))](
+            mixed,
             decay,
             beta,
-            states,
-            reads,
-            writes,
+            *rows,
             out,
-            heads,
-            states.stride(0),
-            states.stride(1),
-            PER_KEY=heads // states.shape[1],
-            KEYS=keys,
-            VALUES=values,
+            *strides,
+            **shape,
             BLOCK_K=next_power_of_2(keys),
             BLOCK_V=block_v,
             num_warps=4,
         )
+    if prompts is None:
+        return out
+    count, size = prompts.chunks.shape[1], mixed.element_size()
+    solved, within = torch.empty(
+        (2, tokens, heads, CHUNK), dtype=mixed.dtype, device=mixed.device
+    ).unbind()
+    totals = torch.empty_like(decay)
+    tile = {"CHUNK": CHUNK, "BLOCK_K": max(16, next_power_of_2(keys))}
+    _solve_kernel[(count, heads)](
+        mixed,
+        decay,
+        beta,
+        prompts.chunks,
+        count,
+        solved,
+        within,
+        totals,
+        **shape,
+        **tile,
+        BLOCK=BLOCK,
+        **SOLVE[size],
+    )
+    launch = SCAN[size] | {"BLOCK_V": max(16, min(SCAN[size]["BLOCK_V"], next_power_of_2(values)))}
+    _scan_kernel[(heads * (len(prompts.sequences) - 1), cdiv(values, launch["BLOCK_V"]))](
+        mixed,
+        solved,
+        within,
+        totals,
+        *rows,
+        prompts.bounds,
+        prompts.sequences,
+        out,
+        *strides,
+        **shape,
+        **tile,
+        **launch,
+    )
     return out
 
 
-def delta_rule_decode_reference(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    states: Tensor,
-    reads: Tensor,
-    writes: Tensor,
-) -> Tensor:
-    """Plain torch for `delta_rule_decode`."""
-    before = states.index_select(0, reads).view(*key.shape, value.shape[-1])
-    out, after = delta_rule_step(query, key, value, decay, beta, before)
-    there = writes != 0
-    states[writes[there]] = after[there].view(-1, *states.shape[1:])
-    return out
+def delta_rule_reference(mixed: Tensor, decay: Tensor, beta: Tensor, states: LayerStates) -> Tensor:
+    """Plain torch for `delta_rule`, in the dtype of the states."""
+    data, n, heads = states.data, states.num_decodes, decay.shape[1]
+    values, per_key = data.shape[-1], heads // mixed.shape[1]
+    keys = (mixed.shape[-1] - per_key * values) // 2
+    data = data[:, :, -per_key * keys :]
+    *both, value = mixed.to(data.dtype).tensor_split((keys, 2 * keys), dim=-1)
+    query, key = (x.repeat_interleave(per_key, dim=1) for x in both)
+    value = value.reshape(*query.shape[:2], values)
+    inputs = (query, key, value, decay, beta)
+    out = torch.empty_like(value)
+    if n:
+        before = data.index_select(0, states.reads[:n]).view(n, heads, keys, values)
+        q, k, v, g, b = (x[:n] for x in inputs)
+        out[:n], after = delta_rule_step(q, k, v, g, b, before)
+        there = states.writes[:n] != 0
+        data[states.writes[:n][there]] = after[there].view(-1, *data.shape[1:])
+    if states.prompts is not None:
+        for row, (begin, end) in enumerate(pairwise(states.prompts.bounds[n:].tolist()), n):
+            before = data[states.reads[row]].reshape(heads, keys, values)
+            q, k, v, g, b = (x[begin:end].transpose(0, 1) for x in inputs)
+            found, after = chunk_delta_rule(q, k, v, g, b, before)
+            out[begin:end] = found.transpose(0, 1)
+            data[states.writes[row]] = after.view(data.shape[1:])
+    return out.to(mixed.dtype)
 
 
 def delta_rule_step(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`delta_rule_decode` on states at hand: [n, heads, keys, values]; returns those after, too."""
+    """One token of each sequence.
+
+    Args:
+        query: [n, heads, keys], of the dtype of all that follow.
+        key: likewise.
+        value: [n, heads, values].
+        decay: [n, heads]: g.
+        beta: [n, heads]: b.
+        state: [n, heads, keys, values].
+
+    Returns:
+        What they read, as `value`, and the states after them.
+    """
     state = state * decay.exp()[..., None, None]
     known = (key[..., None, :] @ state)[..., 0, :]
     fresh = (value - known) * beta[..., None]
@@ -104,89 +226,54 @@ def delta_rule_step(
     return (query[..., None, :] @ state)[..., 0, :], state
 
 
-def delta_rule_scan(
-    query: Tensor,
-    key: Tensor,
-    added: Tensor,
-    erased: Tensor,
-    within: Tensor,
-    left: Tensor,
-    state: Tensor,
+def chunk_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Carry a state over chunks of tokens whose own systems are solved (section 3.3).
+    """Consecutive tokens of one sequence, chunk by chunk (section 3.3 of the paper).
 
-    Of each chunk, with S the state before it:
-
-        fresh = added - erased S;  out = query S + within fresh;  S = left S + key^T fresh
+    Within a chunk, what each token adds to the state depends on what those before it have added:
+    a triangular system with ones on its diagonal, and on its right values less what the state
+    before the chunk already has for the keys.
 
     Args:
-        query: [heads, chunks, tokens, keys] float32, decayed from the chunk's start.
-        key: likewise, decayed to its end.
-        added: [heads, chunks, tokens, values] float32.
-        erased: [heads, chunks, tokens, keys] float32.
-        within: [heads, chunks, tokens, tokens] float32.
-        left: [heads, chunks] float32: what a chunk leaves of the state.
-        state: [heads, keys, values] float32.
+        query: [heads, tokens, keys], of the dtype of all that follow.
+        key: likewise.
+        value: [heads, tokens, values].
+        decay: [heads, tokens]: g.
+        beta: [heads, tokens]: b.
+        state: [heads, keys, values].
 
     Returns:
-        out, as `added`, and the last state.
+        What they read, as `value`, and the state after them.
     """
-    if not use_triton(state):
-        return delta_rule_scan_reference(query, key, added, erased, within, left, state)
-    (heads, chunks, tokens, keys), values = key.shape, added.shape[-1]
-    inputs = (x.contiguous() for x in (query, key, added, erased, within, left, state))
-    out = torch.empty((heads, chunks, tokens, values), dtype=torch.float32, device=state.device)
-    after = torch.empty((heads, keys, values), dtype=torch.float32, device=state.device)
-    block_v = max(16, min(BLOCK_V, next_power_of_2(values)))
-    _scan_kernel[(heads, cdiv(values, block_v))](
-        *inputs,
-        out,
-        after,
-        chunks,
-        TOKENS=tokens,
-        KEYS=keys,
-        VALUES=values,
-        BLOCK_T=max(16, next_power_of_2(tokens)),
-        BLOCK_K=max(16, next_power_of_2(keys)),
-        BLOCK_V=block_v,
-        num_warps=4,
-        num_stages=1,  # two chunks at a time would not fit
-    )
-    return out, after
-
-
-def delta_rule_scan_reference(
-    query: Tensor,
-    key: Tensor,
-    added: Tensor,
-    erased: Tensor,
-    within: Tensor,
-    left: Tensor,
-    state: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Plain torch for `delta_rule_scan`."""
-    out = torch.empty_like(added)
-    for i in range(key.shape[1]):
-        fresh = added[:, i] - erased[:, i] @ state
-        out[:, i] = query[:, i] @ state + within[:, i] @ fresh
-        state = state * left[:, i, None, None] + key[:, i].mT @ fresh
+    out = torch.empty_like(value)
+    for begin in range(0, key.shape[1], CHUNK):
+        part = slice(begin, begin + CHUNK)
+        q, k, b = query[:, part], key[:, part], beta[:, part, None]
+        total = decay[:, part].cumsum(-1)
+        between = (total[..., :, None] - total[..., None, :]).exp().tril()
+        grown = total.exp()[..., None]
+        system = (k @ k.mT) * between * b
+        right = (value[:, part] - (k @ state) * grown) * b
+        fresh = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+        out[:, part] = (q @ state) * grown + ((q @ k.mT) * between) @ fresh
+        to_end = (total[..., -1:] - total).exp()[..., None]
+        state = state * grown[:, -1:] + (k * to_end).mT @ fresh
     return out, state
 
 
 @jit("reads", "writes")
-def _kernel(
-    query: tl.tensor,
-    key: tl.tensor,
-    value: tl.tensor,
+def _decode_kernel(
+    mixed: tl.tensor,
     decay: tl.tensor,
     beta: tl.tensor,
     states: tl.tensor,
     reads: tl.tensor,
     writes: tl.tensor,
     out: tl.tensor,
-    heads: tl.tensor,
     stride_block: tl.tensor,
     stride_head: tl.tensor,
+    HEADS: tl.constexpr,
     PER_KEY: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
@@ -195,70 +282,163 @@ def _kernel(
 ) -> None:
     """One program: BLOCK_V values of one head of one sequence."""
     row = tl.program_id(0).to(tl.int64)
-    head = row % heads
-    read = tl.load(reads + row // heads).to(tl.int64)
-    write = tl.load(writes + row // heads).to(tl.int64)
+    head = row % HEADS
+    read = tl.load(reads + row // HEADS).to(tl.int64)
+    write = tl.load(writes + row // HEADS).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
     v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     inside = (k < KEYS)[:, None] & (v < VALUES)[None, :]
     place = head // PER_KEY * stride_head
     place += (head % PER_KEY * KEYS + k)[:, None] * VALUES + v[None, :]
     state = tl.load(states + read * stride_block + place, mask=inside, other=0.0)
-    keys = tl.load(key + row * KEYS + k, mask=k < KEYS, other=0.0)
-    queries = tl.load(query + row * KEYS + k, mask=k < KEYS, other=0.0)
-    values = tl.load(value + row * VALUES + v, mask=v < VALUES, other=0.0)
+    inputs = mixed + row // PER_KEY * (2 * KEYS + PER_KEY * VALUES)
+    query = tl.load(inputs + k, mask=k < KEYS, other=0.0).to(tl.float32)
+    key = tl.load(inputs + KEYS + k, mask=k < KEYS, other=0.0).to(tl.float32)
+    inputs += 2 * KEYS + head % PER_KEY * VALUES
+    value = tl.load(inputs + v, mask=v < VALUES, other=0.0).to(tl.float32)
     state *= tl.exp(tl.load(decay + row))
-    fresh = (values - tl.sum(state * keys[:, None], axis=0)) * tl.load(beta + row)
-    state += keys[:, None] * fresh[None, :]
-    tl.store(out + row * VALUES + v, tl.sum(state * queries[:, None], axis=0), mask=v < VALUES)
+    fresh = (value - tl.sum(state * key[:, None], axis=0)) * tl.load(beta + row)
+    state += key[:, None] * fresh[None, :]
+    found = tl.sum(state * query[:, None], axis=0).to(out.dtype.element_ty)
+    tl.store(out + row * VALUES + v, found, mask=v < VALUES)
     tl.store(states + write * stride_block + place, state, mask=inside & (write != 0))
 
 
-@jit("chunks")
-def _scan_kernel(
-    query: tl.tensor,
-    key: tl.tensor,
-    added: tl.tensor,
-    erased: tl.tensor,
-    within: tl.tensor,
-    left: tl.tensor,
-    state: tl.tensor,
-    out: tl.tensor,
-    after: tl.tensor,
+@jit("chunks", "count")
+def _solve_kernel(
+    mixed: tl.tensor,
+    decay: tl.tensor,
+    beta: tl.tensor,
     chunks: tl.tensor,
-    TOKENS: tl.constexpr,
+    count: tl.tensor,
+    solved: tl.tensor,
+    within: tl.tensor,
+    totals: tl.tensor,
+    HEADS: tl.constexpr,
+    PER_KEY: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    """One program: one head of one chunk, before any state is known.
+
+    Of token i and those up to it: `solved` [CHUNK], what it adds of the right sides of their
+    system; `within` [CHUNK], what it reads of what they add; `totals`, decays from the first on.
+    """
+    BLOCKS: tl.constexpr = CHUNK // BLOCK
+    dtype: tl.constexpr = solved.dtype.element_ty
+    # What is rounded to half precision later on needs no more than one TF32 product.
+    precision: tl.constexpr = "tf32x3" if dtype == tl.float32 else "tf32"
+    begin = tl.load(chunks + tl.program_id(0))
+    end = tl.load(chunks + count + tl.program_id(0))
+    head = tl.program_id(1)
+    t, k = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
+    live = begin + t < end
+    row = (begin + t) * HEADS + head
+    place = (begin + t) * (HEADS // PER_KEY) + head // PER_KEY
+    inputs = mixed + place[:, None] * (2 * KEYS + PER_KEY * VALUES) + k[None, :]
+    inside = live[:, None] & (k < KEYS)[None, :]
+    query = tl.load(inputs, mask=inside, other=0.0)
+    key = tl.load(inputs + KEYS, mask=inside, other=0.0)
+    strength = tl.load(beta + row, mask=live, other=0.0)
+    total = tl.cumsum(tl.load(decay + row, mask=live, other=0.0), axis=0)
+    tl.store(totals + row, total, mask=live)
+    earlier = t[:, None] - t[None, :]
+    between = tl.exp(tl.where(earlier >= 0, total[:, None] - total[None, :], -float("inf")))
+    read = tl.dot(query, tl.trans(key), input_precision="tf32x3") * between
+    place = row[:, None] * CHUNK + t[None, :]
+    tl.store(within + place, read.to(dtype), mask=live[:, None])
+    system = tl.dot(key, tl.trans(key), input_precision="tf32x3") * between * strength[:, None]
+    system = tl.where(earlier > 0, system, 0.0)
+    # Blocks on the diagonal: token by token, in all of them at once, less the unit matrix.
+    b, i = tl.arange(0, BLOCKS), tl.arange(0, BLOCK)
+    diagonal = b[:, None, None, None] == b[None, None, :, None]
+    wide = tl.reshape(system, (BLOCKS, BLOCK, BLOCKS, BLOCK))
+    own = -tl.sum(tl.where(diagonal, wide, 0.0), axis=2)
+    for token in range(1, BLOCK):
+        this = (i == token)[None, :, None]
+        line = tl.sum(tl.where(this, own, 0.0), axis=1)
+        line += tl.sum(line[:, :, None] * own, axis=1)
+        own = tl.where(this, line[:, None, :], own)
+    own += tl.where(i[:, None] == i[None, :], 1.0, 0.0)[None, :, :]
+    wide = tl.where(diagonal, own[:, :, None, :], 0.0)
+    inverse = tl.reshape(wide, (CHUNK, CHUNK))
+    # The rest N, seen through them, is nilpotent: 1 / (1 + N) = 1 - N (1 - N (1 - ...)).
+    others = tl.where(t[:, None] // BLOCK > t[None, :] // BLOCK, system, 0.0)
+    others = tl.dot(inverse, others, input_precision=precision)
+    unit = tl.where(earlier == 0, 1.0, 0.0)
+    series = unit - others
+    for _ in tl.static_range(BLOCKS - 2):
+        series = unit - tl.dot(others, series, input_precision=precision)
+    inverse = tl.dot(series, inverse, input_precision=precision) * strength[None, :]
+    tl.store(solved + place, inverse.to(dtype), mask=live[:, None])
+
+
+@jit("reads", "writes", "bounds", "sequences")
+def _scan_kernel(
+    mixed: tl.tensor,
+    solved: tl.tensor,
+    within: tl.tensor,
+    totals: tl.tensor,
+    states: tl.tensor,
+    reads: tl.tensor,
+    writes: tl.tensor,
+    bounds: tl.tensor,
+    sequences: tl.tensor,
+    out: tl.tensor,
+    stride_block: tl.tensor,
+    stride_head: tl.tensor,
+    HEADS: tl.constexpr,
+    PER_KEY: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_V values of one head, chunk after chunk."""
-    head = tl.program_id(0).to(tl.int64)
-    t, k = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)
+    """One program: BLOCK_V values of one head of one prompt, chunk after chunk."""
+    dtype: tl.constexpr = mixed.dtype.element_ty
+    sequence, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+    t, k = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
     v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    of_keys = t[:, None] * KEYS + k[None, :]
-    of_values = t[:, None] * VALUES + v[None, :]
-    of_tokens = t[:, None] * TOKENS + t[None, :]
-    keys_in = (t < TOKENS)[:, None] & (k < KEYS)[None, :]
-    values_in = (t < TOKENS)[:, None] & (v < VALUES)[None, :]
-    tokens_in = (t < TOKENS)[:, None] & (t < TOKENS)[None, :]
-    place = head * KEYS * VALUES + k[:, None] * VALUES + v[None, :]
-    inside = (k < KEYS)[:, None] & (v < VALUES)[None, :]
-    kept = tl.load(state + place, mask=inside, other=0.0)
-    for i in range(chunks):
-        chunk = head * chunks + i
-        keys_at = chunk * TOKENS * KEYS + of_keys
-        values_at = chunk * TOKENS * VALUES + of_values
-        gone = tl.load(erased + keys_at, mask=keys_in, other=0.0)
-        fresh = tl.load(added + values_at, mask=values_in, other=0.0)
-        fresh -= tl.dot(gone, kept, input_precision="tf32x3")
-        q = tl.load(query + keys_at, mask=keys_in, other=0.0)
-        w = tl.load(within + chunk * TOKENS * TOKENS + of_tokens, mask=tokens_in, other=0.0)
-        read = tl.dot(q, kept, input_precision="tf32x3")
-        read += tl.dot(w, fresh, input_precision="tf32x3")
-        tl.store(out + values_at, read, mask=values_in)
-        keys = tl.load(key + keys_at, mask=keys_in, other=0.0)
-        kept *= tl.load(left + chunk)
-        kept += tl.dot(tl.trans(keys), fresh, input_precision="tf32x3")
-    tl.store(after + place, kept, mask=inside)
+    keys_in, values_in = (k < KEYS)[None, :], (v < VALUES)[None, :]
+    inside = (k < KEYS)[:, None] & values_in
+    place = states + head // PER_KEY * stride_head
+    place += (head % PER_KEY * KEYS + k)[:, None] * VALUES + v[None, :]
+    first, last = tl.load(sequences + sequence), tl.load(sequences + sequence + 1)
+    read = tl.load(reads + first).to(tl.int64)
+    state = tl.load(place + read * stride_block, mask=inside, other=0.0)
+    for row in range(first.to(tl.int32), last.to(tl.int32)):
+        end = tl.load(bounds + row + 1).to(tl.int32)
+        for begin in range(tl.load(bounds + row).to(tl.int32), end, CHUNK):
+            live = (begin + t < end)[:, None]
+            token = (begin + t).to(tl.int64)
+            of_key = token * (HEADS // PER_KEY) + head // PER_KEY
+            inputs = mixed + of_key[:, None] * (2 * KEYS + PER_KEY * VALUES)
+            key = tl.load(inputs + KEYS + k[None, :], mask=live & keys_in, other=0.0)
+            query = tl.load(inputs + k[None, :], mask=live & keys_in, other=0.0)
+            inputs += 2 * KEYS + head % PER_KEY * VALUES
+            value = tl.load(inputs + v[None, :], mask=live & values_in, other=0.0)
+            of_head = token * HEADS + head
+            square = of_head[:, None] * CHUNK + t[None, :]
+            solution = tl.load(solved + square, mask=live, other=0.0)
+            reading = tl.load(within + square, mask=live, other=0.0)
+            total = tl.load(totals + of_head, mask=begin + t < end, other=0.0)
+            last_token = (tl.minimum(begin + CHUNK, end) - 1).to(tl.int64)
+            final = tl.load(totals + last_token * HEADS + head)
+            grown = tl.exp(total)[:, None]
+            kept = state.to(dtype)
+            known = tl.dot(key, kept, input_precision="tf32x3") * grown
+            right = (value.to(tl.float32) - known).to(dtype)
+            fresh = tl.dot(solution, right, input_precision="tf32x3")
+            found = tl.dot(query, kept, input_precision="tf32x3") * grown
+            found += tl.dot(reading, fresh.to(dtype), input_precision="tf32x3")
+            target = out + of_head[:, None] * VALUES + v[None, :]
+            tl.store(target, found.to(dtype), mask=live & values_in)
+            fresh = (fresh * tl.exp(final - total)[:, None]).to(dtype)
+            state *= tl.exp(final)
+            state += tl.dot(tl.trans(key), fresh, input_precision="tf32x3")
+        write = tl.load(writes + row).to(tl.int64)
+        tl.store(place + write * stride_block, state, mask=inside & (write != 0))

@@ -23,12 +23,14 @@ def rms_norm(
     *,
     residual: torch.Tensor | None = None,
     weight_offset: float = 0.0,
+    gate: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Normalise the last axis: y = (weight_offset + weight) * x / sqrt(mean(x^2) + eps).
 
     With `residual`, ``residual += x`` first (in place, rounded to its dtype), and the sum is what
     gets normalised. The mean is taken in fp32. Without an offset the normalised row is rounded to
-    the dtype before the weight (as Llama does); with one, only the product is (as Gemma does).
+    the dtype before the weight (as Llama does); with one, only the product is (as Gemma does). With
+    `gate`, what that gives is multiplied by silu(gate), in fp32.
 
     Args:
         x: [..., N]; any strides on up to three axes, the last one contiguous.
@@ -36,12 +38,16 @@ def rms_norm(
         eps: added to the mean square.
         residual: [T, N] beside an `x` of [T, N], rows contiguous; updated in place.
         weight_offset: 0, or 1 where the checkpoint stores weight - 1.
+        gate: [T, groups, rows, N] beside an `x` of [T, groups * rows, N]; any strides on the first
+            two axes, the others contiguous.
 
     Returns:
         [..., N], contiguous, dtype of `x`.
     """
     if not use_triton(x):
-        return rms_norm_reference(x, weight, eps, residual=residual, weight_offset=weight_offset)
+        return rms_norm_reference(
+            x, weight, eps, residual=residual, weight_offset=weight_offset, gate=gate
+        )
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows = x if x.dim() == 3 else x.reshape(-1, 1, x.shape[-1])
     size = x.shape[-1]
@@ -51,14 +57,17 @@ def rms_norm(
             rows,
             weight,
             residual if residual is not None else rows,
+            gate if gate is not None else rows,
             out,
             eps,
             rows.stride(0),
             rows.stride(1),
             residual.stride(0) if residual is not None else 0,
+            *(gate.stride()[:2] if gate is not None else (0, 0)),
             SIZE=size,
             BLOCK=block,
             HAS_RESIDUAL=residual is not None,
+            GATES=gate.shape[2] if gate is not None else 0,
             WEIGHT_OFFSET=weight_offset,
             num_warps=max(1, min(8, block // 512)),
         )
@@ -72,6 +81,7 @@ def rms_norm_reference(
     *,
     residual: torch.Tensor | None = None,
     weight_offset: float = 0.0,
+    gate: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Plain torch for `rms_norm`."""
     if residual is not None:
@@ -79,8 +89,12 @@ def rms_norm_reference(
     row = x.float()
     row = row * torch.rsqrt(row.square().mean(-1, keepdim=True) + eps)
     if weight_offset:
-        return (row * (weight_offset + weight.float())).to(x.dtype)
-    return row.to(x.dtype) * weight
+        out = (row * (weight_offset + weight.float())).to(x.dtype)
+    else:
+        out = row.to(x.dtype) * weight
+    if gate is not None:
+        out = (out * torch.nn.functional.silu(gate.reshape(x.shape).float())).to(x.dtype)
+    return out
 
 
 @jit(early=True)
@@ -88,14 +102,18 @@ def _kernel(
     x: tl.tensor,
     weight: tl.tensor,
     residual: tl.tensor,
+    gate: tl.tensor,
     out: tl.tensor,
     eps: tl.tensor,
     stride_row: tl.tensor,
     stride_head: tl.tensor,
     stride_residual: tl.tensor,
+    stride_gate: tl.tensor,
+    stride_group: tl.tensor,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    GATES: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
 ) -> None:
     wait_for_inputs()
@@ -115,5 +133,9 @@ def _kernel(
         wide = wide.to(value.dtype).to(tl.float32) * scale
     else:
         wide = wide * (WEIGHT_OFFSET + scale)
+    if GATES:
+        place = gate + row * stride_gate + head // GATES * stride_group + head % GATES * SIZE
+        away = tl.load(place + column, mask=inside, other=0.0).to(tl.float32)
+        wide = wide.to(value.dtype).to(tl.float32) * away / (1.0 + tl.exp(-away))
     target = out + (row * tl.num_programs(1) + head) * SIZE + column
     tl.store(target, wide.to(out.dtype.element_ty), mask=inside)

@@ -38,6 +38,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3", {"num_blocks": 400_000}),
     "gpt-oss": ("gpt-oss", {"num_blocks": 200_000}),
     "qwen3-moe": ("qwen3-moe", {}),
+    "qwen3-next": ("qwen3-next", {"num_blocks": 200_000}),
 }
 ROUNDS = 150
 SLOWER, SLACK_S = 3.0, 0.01

@@ -15,9 +15,8 @@ from kvbaton.engine import state_blocks
 from kvbaton.engine.build import enough_tokens
 from kvbaton.engine.kv_cache_manager import GroupSpec, KVCacheManager
 from kvbaton.engine.model_config import load_model_config
-from kvbaton.engine.models.qwen3_next import chunk_delta_rule
 from kvbaton.engine.request import Sequence
-from kvbaton.kernels.delta_rule import delta_rule_step
+from kvbaton.kernels.delta_rule import chunk_delta_rule, delta_rule_step
 from tests.engine.test_models import greedy_along
 from tests.support.engine_node import Call, Node
 from tests.support.prompts import prompt_of

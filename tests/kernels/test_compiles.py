@@ -239,27 +239,38 @@ run(
 
 
 STATES = """
-from kvbaton.kernels import delta_rule
+from kvbaton.kernels import delta_rule, delta_rule_inputs
 
-kernel = delta_rule._kernel
-names = ("query", "key", "value", "decay", "beta", "states", "out")
-types = dict.fromkeys(names, "*fp32") | {"reads": "*i64", "writes": "*i64"}
-types |= {"heads": "i32", "stride_block": "i64", "stride_head": "i64"}
+tables = ("reads", "writes", "bounds", "sequences", "chunks", "pieces")
+types = dict.fromkeys(tables, "*i64") | dict.fromkeys(("states", "decay", "beta"), "*fp32")
+types |= {"totals": "*fp32", "decays": "*fp32", "count": "i32"}
+
+def run(kernel, dtype, constants, **options):
+    strides = {name: "i64" for name in kernel.arg_names if name.startswith("stride")}
+    halves = ("mixed", "out", "solved", "within", "projected", "rates", "weight")
+    kinds = types | strides | dict.fromkeys(halves, "*" + dtype)
+    constants = {name: x for name, x in constants.items() if name in kernel.arg_names}
+    kinds = {name: kinds[name] for name in kernel.arg_names if name in kinds}
+    return check(kernel, kinds, constants, **options)
+
 for keys, values in ((128, 128), (64, 192)):
-    check(
-        kernel, types,
-        dict(PER_KEY=2, KEYS=keys, VALUES=values, BLOCK_K=keys, BLOCK_V=delta_rule.BLOCK_V),
-        num_warps=4,
-    )
-names = ("query", "key", "added", "erased", "within", "left", "state", "out", "after")
-for tokens in (16, 64):
-    ptx = check(
-        delta_rule._scan_kernel, dict.fromkeys(names, "*fp32") | {"chunks": "i32"},
-        dict(TOKENS=tokens, KEYS=128, VALUES=128, BLOCK_T=tokens, BLOCK_K=128,
-             BLOCK_V=delta_rule.BLOCK_V),
-        num_warps=4, num_stages=1,
-    )
-    assert ".tf32" in ptx
+    shape = dict(HEADS=32, KEY_HEADS=16, PER_KEY=2, KEYS=keys, VALUES=values, TAPS=4, PADDING=0)
+    shape |= dict(CHUNK=delta_rule.CHUNK, BLOCK=delta_rule.BLOCK, BLOCK_K=keys)
+    shape |= dict(BLOCK_D=1 << (max(keys, values) - 1).bit_length())
+    for dtype, size in (("bf16", 2), ("fp32", 4)):
+        run(delta_rule._decode_kernel, dtype, shape | dict(BLOCK_V=delta_rule.BLOCK_V), num_warps=4)
+        for launch in (dict(BLOCK_T=1, num_warps=1), dict(delta_rule_inputs.LAUNCH)):
+            tokens = shape | dict(BLOCK_T=launch.pop("BLOCK_T"))
+            run(delta_rule_inputs._kernel, dtype, tokens, **launch)
+        launch = dict(delta_rule.SCAN[size])
+        scan = shape | dict(BLOCK_V=launch.pop("BLOCK_V"))
+        for kernel, constants, options in (
+            (delta_rule._solve_kernel, shape, delta_rule.SOLVE[size]),
+            (delta_rule._scan_kernel, scan, launch),
+        ):
+            ptx = run(kernel, dtype, constants, **options)
+            assert ("wgmma" in ptx and "bf16.bf16" in ptx) == (dtype == "bf16")
+            assert ".tf32" in ptx or (dtype == "bf16" and kernel is delta_rule._scan_kernel)
 """
 
 

@@ -31,3 +31,12 @@ def test_heads_of_a_fused_projection(place: Any) -> None:
     heads = fused[:, 64 : 4 * 64].unflatten(1, (3, 64))
     expected = rms_norm_reference(heads.cpu().double(), weight.cpu().double(), 1e-6)
     place.close(rms_norm(heads, weight, 1e-6), expected)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_heads_with_gates_of_another_order(place: Any, offset: float) -> None:
+    x, weight, fused = place.randn(5, 6, 40), place.randn(40), place.randn(5, 2, 20 + 3 * 40)
+    gate = fused[..., 20:].unflatten(2, (3, 40))
+    wide = {"weight_offset": offset, "gate": gate.cpu().double()}
+    expected = rms_norm_reference(x.cpu().double(), weight.cpu().double(), 1e-6, **wide)
+    place.close(rms_norm(x, weight, 1e-6, weight_offset=offset, gate=gate), expected)

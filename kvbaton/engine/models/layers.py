@@ -86,9 +86,14 @@ class RMSNorm(WeightedModule):
         self.name, self.eps, self.offset = name, eps, offset
         self.weight = new_weight(size)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Normalise the last axis; with `residual`, of ``residual += x`` (in place)."""
-        return rms_norm(x, self.weight, self.eps, residual=residual, weight_offset=self.offset)
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, gate: Tensor | None = None
+    ) -> Tensor:
+        """Normalise the last axis; see `rms_norm`."""
+        offset = self.offset
+        return rms_norm(
+            x, self.weight, self.eps, residual=residual, weight_offset=offset, gate=gate
+        )
 
     def pieces(self) -> Iterator[Piece]:
         """Its scale."""

@@ -1,9 +1,8 @@
 """Qwen3-Next: three layers with a gated delta rule to one with gated attention, and experts.
 
 The rule (Gated DeltaNet: Yang, Kautz, Hatamizadeh, arXiv 2412.06464) keeps of all tokens before one
-matrix per head, which each token decays, corrects and reads (`kernels.delta_rule`). Several tokens
-at once are a triangular system instead (`chunk_delta_rule`). Before it, a short
-causal convolution mixes each channel with its last tokens, which are part of the state too.
+matrix per head, which each token decays, corrects and reads (`kernels.delta_rule`). Before it, a
+short causal convolution mixes each channel with its last tokens, which are part of the state too.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -28,11 +26,8 @@ from kvbaton.engine.models.layers import (
     output_projection,
 )
 from kvbaton.engine.models.llama import DecoderLayer, LlamaForCausalLM
-from kvbaton.engine.state_blocks import StateBatch
-from kvbaton.kernels.delta_rule import delta_rule_decode, delta_rule_scan
-
-CHUNK = 64
-"""Tokens whose triangular system is solved at once."""
+from kvbaton.kernels.delta_rule import delta_rule
+from kvbaton.kernels.delta_rule_inputs import delta_rule_inputs
 
 
 class GatedDeltaNet(WeightedModule):
@@ -77,87 +72,16 @@ class GatedDeltaNet(WeightedModule):
         self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attention: AttentionContext
     ) -> Tensor:
         """[tokens, hidden] to [tokens, hidden]; moves this layer's states on."""
-        states, linear = attention.states, self.linear
-        assert states is not None, "the cache has groups for all layers"
-        mixed = self.in_proj_qkvz(hidden).unflatten(-1, (self.heads, -1))
-        inputs, gate = mixed.split((linear.channels, mixed.shape[-1] - linear.channels), dim=-1)
-        both = self.in_proj_ba(hidden).unflatten(-1, (self.heads, 2, linear.values_per_key))
-        beta, step = (x.flatten(1) for x in both.unbind(2))
-        decay = -self.decays[0].exp() * F.softplus(step.float() + self.decays[1])
-        out = self._recur(states, inputs, decay, beta.sigmoid().float())
-        gate = gate.reshape(out.shape).float()
-        out = (self.norm(out) * F.silu(gate)).to(hidden.dtype)
-        return self.out_proj(out.flatten(1))  # type: ignore[no-any-return]
-
-    def _recur(self, states: StateBatch, inputs: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-        """Convolution and rule over a batch: [tokens, value heads, value_head_dim].
-
-        Args:
-            states: the batch.
-            inputs: [tokens, key heads, channels].
-            decay: [tokens, value heads] float32, as its logarithm.
-            beta: likewise.
-        """
-        shape = (len(inputs), self.value_heads, self.linear.value_head_dim)
-        out = torch.empty(shape, dtype=inputs.dtype, device=inputs.device)
-        n = states.num_decodes
-        kept = slice(self.linear.conv_rows, None)
-        if n:
-            rows = slice(0, n)
-            heads = self._heads(self._convolve(states, rows, inputs[:n, :, :, None]))
-            query, key, value = (x[..., 0].contiguous() for x in heads)
-            pool, *blocks = states.of(self.layer, rows)
-            rule = (query, key, value, decay[:n], beta[:n])
-            out[:n] = delta_rule_decode(*rule, pool[:, :, kept], *blocks)
-        for row, tokens in enumerate(states.stretches, n):
-            rows = slice(row, row + 1)
-            fresh = inputs[tokens].permute(1, 2, 0)[None]
-            heads = self._heads(self._convolve(states, rows, fresh))
-            query, key, value = (x[0].mT for x in heads)
-            state = states.read(self.layer, rows, kept)
-            of_heads = state.view(self.value_heads, -1, self.linear.value_head_dim)
-            found, after = chunk_delta_rule(
-                query, key, value, decay[tokens].t(), beta[tokens].t(), of_heads
-            )
-            out[tokens] = found.transpose(0, 1).to(out.dtype)
-            states.write(self.layer, rows, kept, after.view(state.shape))
-        return out
-
-    def _convolve(self, states: StateBatch, rows: slice, inputs: Tensor) -> Tensor:
-        """The convolution after what rows have seen: [rows, key heads, channels, tokens], as input.
-
-        Its state is the last inputs, flat, in the first state rows.
-        """
-        linear, part = self.linear, slice(0, self.linear.conv_rows)
-        before, tokens = linear.conv_kernel - 1, inputs.shape[-1]
-        state = states.read(self.layer, rows, part)
-        flat = state.flatten(2)[..., : linear.channels * before]
-        window = torch.cat((flat.view(*inputs.shape[:3], before), inputs.float()), dim=-1)
-        last = window[..., tokens:].flatten(2)
-        last = F.pad(last, (0, state[0, 0].numel() - last.shape[-1])).view(state.shape)
-        states.write(self.layer, rows, part, last)
-        taps = enumerate(self.conv.float().unbind(-1))
-        total = torch.zeros_like(inputs, dtype=torch.float32)
-        for i, tap in taps:
-            total += tap[..., None] * window[..., i : i + tokens]
-        return F.silu(total.to(inputs.dtype))
-
-    def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value of each value head, in float32: [..., value heads, dim, tokens].
-
-        Queries and keys have length 1, and queries the scale of attention.
-        """
-        linear, keys = self.linear, self.linear.key_head_dim
-        rest = linear.channels - 2 * keys
-        query, key, value = torch.split(mixed.float(), [keys, keys, rest], dim=-2)
-        query, key = (
-            (x * torch.rsqrt((x * x).sum(-2, keepdim=True) + 1e-6)).repeat_interleave(
-                linear.values_per_key, dim=-3
-            )
-            for x in (query, key)
-        )
-        value = value.reshape(*query.shape[:-2], -1, query.shape[-1])
-        return query * keys**-0.5, key, value
+        linear = self.linear
+        assert attention.states is not None, "the cache has groups for all layers"
+        states = attention.states.of(self.layer)
+        projected = self.in_proj_qkvz(hidden).unflatten(-1, (self.heads, -1))
+        inputs, gate = projected.tensor_split((linear.channels,), dim=-1)
+        rates = self.in_proj_ba(hidden).unflatten(-1, (self.heads, 2, linear.values_per_key))
+        rule = delta_rule_inputs(inputs, rates, self.conv, self.decays, states)
+        out = delta_rule(*rule, states)
+        gate = gate.unflatten(-1, (linear.values_per_key, linear.value_head_dim))
+        return self.out_proj(self.norm(out, gate=gate).flatten(1))  # type: ignore[no-any-return]
 
     def pieces(self) -> Iterator[Piece]:
         """The convolution, head by head, since the checkpoint has all queries first; the decays."""
@@ -175,51 +99,6 @@ class GatedDeltaNet(WeightedModule):
         total, first = linear.num_value_heads, self.first * linear.values_per_key
         for name, target in zip(("A_log", "dt_bias"), self.decays, strict=True):
             yield Piece(f"{self.name}.{name}", (total,), target, 0, first)
-
-
-def chunk_delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Consecutive tokens of one sequence, chunk by chunk (section 3.3 of the paper).
-
-    Within a chunk, what each token adds to the state depends on what those before it have added:
-    a triangular system with ones on its diagonal. Solved for values and for keys, it gives all that
-    is added as values less what the state before the chunk already has for the keys.
-
-    Args:
-        query: [heads, tokens, keys] float32.
-        key: likewise.
-        value: [heads, tokens, values] float32.
-        decay: [heads, tokens] float32: g.
-        beta: [heads, tokens] float32: b.
-        state: [heads, keys, values] float32.
-
-    Returns:
-        What they read, as `value`, and the state after them.
-    """
-    tokens = key.shape[1]
-    size = min(CHUNK, tokens)
-    chunks = (len(key), -1, size)
-    # Padding decays nothing and adds nothing.
-    query, key, value = (
-        F.pad(x, (0, 0, 0, -tokens % size)).reshape(*chunks, x.shape[-1])
-        for x in (query, key, value)
-    )
-    decay, beta = (F.pad(x, (0, -tokens % size)).reshape(chunks) for x in (decay, beta))
-    total = decay.cumsum(-1)
-    later = torch.ones(size, size, dtype=torch.bool, device=key.device).triu(1)
-    between = (total[..., :, None] - total[..., None, :]).masked_fill(later, -torch.inf).exp()
-    scaled = key * beta[..., None]
-    system = (scaled @ key.mT) * between
-    sides = torch.cat((value * beta[..., None], scaled * total.exp()[..., None]), dim=-1)
-    solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
-    added, erased = solved.split((value.shape[-1], key.shape[-1]), dim=-1)
-    within = (query @ key.mT) * between
-    query = query * total.exp()[..., None]
-    key = key * (total[..., -1:] - total).exp()[..., None]
-    left = total[..., -1].exp()
-    out, state = delta_rule_scan(query, key, added, erased, within, left, state)
-    return out.flatten(1, 2)[:, :tokens], state
 
 
 def rotary_order(head_dim: int, rotary_dim: int) -> list[tuple[int, int]]:
