@@ -144,6 +144,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }  # fmt: skip
+SHAPES["qwen3-next-quarter"] = SHAPES["qwen3-next-half"] | {"num_hidden_layers": 12}  # fits 80 GB
 SHAPES["qwen3-30b-a3b-fp8"] = SHAPES["qwen3-30b-a3b"] | {
     "quantization_config": _FP8 | {
         "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head", "mlp.gate"],

@@ -395,15 +395,16 @@ def bench_delta_tiles() -> Iterator[Row]:
         states = delta_states(decodes, prompts)
         prepare = partial(rule_inputs.delta_rule_inputs, *delta_inputs(sum(prompts)), states)
         kept_inputs = dict(rule_inputs.LAUNCH)
-        for block_t, warps in product((4, 8, 16, 32), (1, 2, 4, 8)):
+        for block_t, warps in product((8, 16, 32), (2, 4, 8)):
             rule_inputs.LAUNCH.update(BLOCK_T=block_t, num_warps=warps)
             yield from _tried("inputs", f"{case} {(block_t, warps)}", prepare)
         rule_inputs.LAUNCH.update(kept_inputs)
         call = partial(rule.delta_rule, *prepare(), states)
-        for block_v, warps, stages in product((16, 32, 64, 128), (4, 8), (1, 2, 3)):
+        for block_v, warps, stages in product((16, 32, 64), (4, 8), (2, 3)):
             rule.SCAN[2] = {"BLOCK_V": block_v, "num_warps": warps, "num_stages": stages}
+            rule.LONE_BLOCK_V = block_v
             yield from _tried("scan", f"{case} {tuple(rule.SCAN[2].values())}", call)
-        rule.SCAN[2] = kept
+        rule.SCAN[2], rule.LONE_BLOCK_V = kept, 32
         for block, warps in product((8, 16, 32), (2, 4, 8)):
             rule.BLOCK, rule.SOLVE[2] = block, solves | {"num_warps": warps}
             yield from _tried("solve", f"{case} {(block, warps)}", call)

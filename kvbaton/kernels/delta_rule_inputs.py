@@ -16,7 +16,7 @@ from torch import Tensor
 from kvbaton.kernels.delta_rule import LayerStates
 from kvbaton.kernels.jit import jit, next_power_of_2, tl, use_triton
 
-LAUNCH = {"BLOCK_T": 16, "num_warps": 8}
+LAUNCH = {"BLOCK_T": 16, "num_warps": 4}
 """Of prompts: tokens that a program has in registers, and its warps."""
 
 
