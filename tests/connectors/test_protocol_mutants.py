@@ -781,35 +781,39 @@ off("never_ends_leaving_a_node", (Dispatcher, "left"))
 
 
 TELLING: dict[int, str] = {
-    1: "counts_one_part_for_all fences_a_healthy_peer declines_no_item",
+    1: "fences_a_healthy_peer declines_no_item",
     3: (
-        "forgets_the_penalties loses_the_seed repeats_the_last_token resumes_a_token_too_late "
-        "stops_the_source_before_the_target_has_it lets_the_source_go_on never_ends_leaving_a_node"
+        "trusts_what_it_fetched forgets_the_penalties loses_the_seed repeats_the_last_token "
+        "stops_the_source_before_the_target_has_it lets_the_source_go_on "
+        "never_ends_leaving_a_node"
     ),
-    5: "believes_a_fence_that_did_not_hold checks_no_complete",
-    8: "ends_quarantine_with_the_session takes_foreign_messages",
+    5: "believes_a_fence_that_did_not_hold knows_no_common_block_border",
+    8: "takes_foreign_messages",
     12: "never_asks_what_has_drained takes_a_reserve_of_another_prompt",
-    19: "heeds_answers_after_it_has_cancelled",
-    21: "fails_after_cancel reports_blocks_of_a_step_in_flight",
-    29: "lets_go_of_rows_that_a_step_reads",
+    13: "cancels_once",
+    19: "resumes_as_a_longer_prompt",
+    21: "ends_quarantine_with_the_session fails_after_cancel reports_blocks_of_a_step_in_flight",
+    29: "counts_one_part_for_all lets_go_of_rows_that_a_step_reads",
     41: "forgets_cancels checks_no_ack",
-    43: "asks_for_no_logprobs",
+    43: "asks_for_no_logprobs resumes_a_token_too_late heeds_answers_after_it_has_cancelled",
     45: "ignores_a_source_that_is_gone",
-    51: "resumes_as_a_longer_prompt",
     62: (
-        "frees_on_timeout takes_a_request_of_another_prompt sends_another_block "
-        "pins_without_limit pins_for_one_peer_without_limit takes_all_as_come"
+        "takes_a_request_of_another_prompt sends_another_block pins_without_limit "
+        "pins_for_one_peer_without_limit takes_all_as_come"
     ),
-    67: "a_failed_move_ends_the_request",
     69: "lets_a_reserve_change renews_no_lease",
     75: "forgets_what_stops_it",
-    86: ("takes_welcome_for_drained takes_closed_for_drained says_drained_as_soon_as_it_is_asked"),
-    115: "takes_over_with_a_gap",
+    86: (
+        "frees_on_timeout takes_welcome_for_drained takes_closed_for_drained "
+        "says_drained_as_soon_as_it_is_asked"
+    ),
+    115: "checks_no_complete",
     149: "keeps_nothing_alive",
     158: "counts_one_notice_for_all lets_go_while_it_pushes",
-    196: "trusts_what_it_fetched",
+    187: "takes_over_with_a_gap",
     198: "tells_no_progress keeps_no_sums_of_what_it_received",
     216: "takes_a_lost_peers_writes_for_gone",
+    259: "a_failed_move_ends_the_request",
     281: (
         "uses_an_items_hand_over_again runs_a_prompt_again_with_used_hand_overs "
         "never_gives_up_a_pin"
