@@ -164,9 +164,10 @@ class ChatTemplate:
 def _marked(message: Message) -> Message:
     """The message with `HERE` behind its text, and a blank by which to see whether any are cut."""
     content = message.get("content")
-    if isinstance(content, str) and not isinstance(content, NoContent):
-        return {**message, "content": f"{content}{HERE} "}
-    if content and content[-1].get("type") == "text":
+    if isinstance(content, str):
+        if not isinstance(content, NoContent):
+            return {**message, "content": f"{content}{HERE} "}
+    elif content and content[-1].get("type") == "text":
         last = {**content[-1], "text": f"{content[-1]['text']}{HERE} "}
         return {**message, "content": [*content[:-1], last]}
     raise RequestError(
