@@ -129,7 +129,7 @@ def test_a_message_of_calls_only_has_no_content(source: str, prompt: str) -> Non
 def test_an_empty_list_of_calls_is_none() -> None:
     source = "{% if 'tool_calls' in messages[0] %}{{ raise_exception('one call') }}{% endif %}"
     for content in ("", None):
-        message = {"role": "assistant", "content": content, "tool_calls": []}
+        message: dict[str, Any] = {"role": "assistant", "content": content, "tool_calls": []}
         assert ChatTemplate(source, {}).render(normalize_messages([message])) == ""
 
 
