@@ -47,9 +47,23 @@ def human_int(text: str) -> int:
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no number (like 4096, 4k or 2G)")
     value = float(match[1]) * UNITS.get(match[2], 1)
+    if value in (float("inf"), -float("inf")):
+        raise argparse.ArgumentTypeError(f"{text[:20]}... is a number beyond all bounds")
     if value != int(value):
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number")
     return int(match[1]) if match[1].lstrip("-").isdigit() and not match[2] else int(value)
+
+
+def number(text: str) -> float:
+    """A number, perhaps infinite; nothing is less or more than NaN, so that no check would find it.
+
+    Raises:
+        ValueError: it is none.
+    """
+    value = float(text)
+    if value != value:
+        raise ValueError(text)
+    return value
 
 
 def human_bytes(number: float) -> str:
@@ -191,7 +205,7 @@ def _argument(kind: Any, more: Mapping[str, Any]) -> dict[str, Any]:
     if typing.get_origin(kind) is Annotated:
         base, reads = typing.get_args(kind)
         return {"type": reads, "metavar": base.__name__.upper(), **more}
-    reads = human_int if kind is int else kind
+    reads = {int: human_int, float: number}.get(kind, kind)
     return {"type": reads, "metavar": kind.__name__.upper(), **more}
 
 

@@ -12,6 +12,7 @@ channel binds to loopback only, and may receive junk as messages: whoever decode
 
 from __future__ import annotations
 
+import errno
 import secrets
 from urllib.parse import urlsplit
 
@@ -51,7 +52,8 @@ class ControlChannel:
             cluster_key: what all nodes of the cluster share; None only on loopback.
 
         Raises:
-            ConfigError: the host is a wildcard or taken, or is no loopback and there is no key.
+            ConfigError: the host is a wildcard or not ours, or is no loopback and there is no key;
+                or the port is taken.
         """
         if is_wildcard(host):
             raise ConfigError("--host", f"must be an address that peers can dial, not {host!r}")
@@ -71,7 +73,8 @@ class ControlChannel:
             self._router.bind(f"tcp://{shown}:{port or '*'}")
         except zmq.ZMQError as error:
             self.close()
-            raise ConfigError("--host", f"can't listen on {host}:{port}: {error}") from error
+            flag = "--control-port" if port and error.errno == errno.EADDRINUSE else "--host"
+            raise ConfigError(flag, f"can't listen on {host}:{port}: {error}") from error
         bound = urlsplit(self._router.getsockopt_string(zmq.LAST_ENDPOINT))
         self._address = f"tcp://{shown}:{bound.port}"
         self.poller.register(self._router, zmq.POLLIN)

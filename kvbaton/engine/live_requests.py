@@ -344,7 +344,7 @@ class LiveRequests:
         """Give a running sequence's blocks to others; it goes on from its tokens later."""
         self.totals.preemptions += 1
         sequence.request.mark("preempted", self.clock())
-        if sequence.request.prompt_logprobs:
+        if sequence.request.prompt_logprobs and not sequence.pending:
             sequence.request.prompt_logprobs.clear()  # the prompt will be computed again
         self._part(sequence)
         self._wait(sequence, SequenceState.PREEMPTED)

@@ -220,9 +220,21 @@ class _Floats(TorchFunctionMode):
 
 @contextmanager
 def empty_weights(dtype: str, device: torch.device) -> Iterator[None]:
-    """New weights of this thread get this dtype and device."""
-    with device, _Floats(getattr(torch, dtype)):
-        yield
+    """New weights of this thread get this dtype and device.
+
+    Raises:
+        ConfigError: they do not fit.
+    """
+    try:
+        with device, _Floats(getattr(torch, dtype)):
+            yield
+    except RuntimeError as error:
+        is_full = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+        if not is_full:
+            raise
+        reason = str(error).partition("\n")[0]
+        problem = f"its weights in {dtype} do not fit into the memory of {device}: {reason}"
+        raise ConfigError("--model", problem) from error
 
 
 # --- from files ---

@@ -92,12 +92,13 @@ def core_main(
         text = str(error).removeprefix(f"{error.field}: ")
         _report(Dead(error=clip_text(text), field=error.field), parent)
     except BaseException as error:
-        # Clients see this line; the traceback goes to standard error with the exception.
+        # Clients see one line. Who starts us may end us once it has that, too.
+        logger.exception("the engine core ends")
         dead = Dead(error=clip_text(f"{type(error).__name__}: {error}"))
         _report(dead, parent)
         if frontends is not None:
             frontends.send(dead)
-        raise
+        raise SystemExit(1) from error
     finally:
         if frontends is not None:
             frontends.close()

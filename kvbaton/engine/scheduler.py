@@ -547,18 +547,21 @@ class Scheduler(LiveRequests):
         return outputs
 
     def _apply(self, scheduled: ScheduledSequence, sampled: Sampled) -> list[Output]:
-        """One sequence's part of a step. Of a preempted one only the sampled tokens count."""
+        """One sequence's part of a step.
+
+        Of a preempted one the sampled tokens count, and what the prompt's end tells beside them.
+        """
         sequence, request = scheduled.sequence, scheduled.sequence.request
-        error = sampled.error
-        if error is None and sequence.handle == scheduled.handle:
+        error, is_current = sampled.error, sequence.handle == scheduled.handle
+        if request.prompt_logprobs is not None and (is_current or scheduled.targets):
+            request.prompt_logprobs += sampled.prompt_logprobs or ()
+        if error is None and is_current:
             sequence.num_computed = scheduled.end
             self.commit(sequence)
             if request.items:
                 self.items.computed(sequence)
             of_prompt = min(scheduled.end, len(request.prompt)) - scheduled.start
             self.totals.prompt_tokens["computed"] += max(0, of_prompt)
-            if request.prompt_logprobs is not None:
-                request.prompt_logprobs += sampled.prompt_logprobs or ()
             if request.source:
                 raised = len(self.connectors.raised)
                 self.connectors.call(KVConnector.progressed, request)

@@ -14,7 +14,7 @@ from typing import Any, Self
 from kvbaton.engine.config import EngineConfig, check_model_folder
 from kvbaton.engine.gguf import model_folder
 from kvbaton.engine.process import EngineProcess
-from kvbaton.engine.validate import INT32, Range, check_range
+from kvbaton.engine.validate import INT32, MAX_DEADLINE_S, Range, check_range
 from kvbaton.errors import ConfigError, RequestError
 from kvbaton.llm.params import CompletionOutput, RequestOutput, TextSamplingParams, named_logprobs
 from kvbaton.messages.engine import AddRequest, Item
@@ -216,6 +216,8 @@ class AsyncLLM:
             await checked_grammar(params.grammar, field)
         check_prompt(facts, ids, params.max_tokens, "prompt")
         check_range("priority", priority, Range(-INT32, INT32))
+        if timeout is not None:
+            check_range("timeout", timeout, Range(0, MAX_DEADLINE_S, open=True))
         request = AddRequest(
             request_id=unique(request_id or secrets.token_hex(8)),
             token_ids=tuple(ids),

@@ -143,6 +143,8 @@ class EndpointConfig:
         for key in self.api_keys:
             check_secret("--api-key", key)
         check_secret("--cluster-key", self.cluster_key)
+        if not all(self.served_model_name):
+            raise ConfigError("--served-model-name", "is empty; give a name, or leave it out")
         for origin in self.allowed_origins:
             if origin != "*":
                 check_url("--allowed-origins", origin)

@@ -21,6 +21,7 @@ import ssl
 import struct
 import tempfile
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import aiohttp
@@ -173,10 +174,12 @@ class Supervisor:
                 continue
             self._workers[index] = worker
             if self._state is not None:
-                worker.send(self._state)
+                worker.publish(self._state)
+            feeding = asyncio.create_task(worker.feed(), name=f"states of worker {index}")
             try:
                 await worker.listen(first)
             finally:
+                feeding.cancel()
                 del self._workers[index]
                 self._metrics.retire(index)
             if self._stopping:
@@ -192,7 +195,7 @@ class Supervisor:
         """Tell all workers, also those that come later, what the supervisor knows now."""
         self._state = PublishedState(data)
         for worker in self._workers.values():
-            worker.send(self._state)
+            worker.publish(self._state)
 
     async def metrics(self, own: bytes = b"") -> bytes:
         """What all workers count, added up with `own`; all in Prometheus' text format."""
@@ -261,6 +264,8 @@ class _Worker:
         self._supervisor, self._index, self._channel = supervisor, index, channel
         self._numbers = itertools.count()
         self._asked: dict[int, asyncio.Future[str]] = {}
+        self._state: PublishedState | None = None
+        self._published = asyncio.Event()
 
     @classmethod
     async def start(cls, supervisor: Supervisor, index: int) -> _Worker:
@@ -295,18 +300,30 @@ class _Worker:
         finally:
             self._channel.close()
 
-    def send(self, message: ToWorker) -> None:
-        """Tell it something."""
-        self._channel.send(_encoder.encode(message))
+    def publish(self, state: PublishedState) -> None:
+        """Have it told; of several that wait for a worker to read, only the last counts."""
+        self._state = state
+        self._published.set()
+
+    async def feed(self) -> None:
+        """Tell it what is published, as fast as it reads; ends when it is gone."""
+        with suppress(ConnectionError):
+            while await self._published.wait():
+                await self._channel.drain()
+                self._published.clear()
+                self._channel.send(_encoder.encode(self._state))
 
     async def metrics(self) -> str | None:
         """What it counts; None if it does not say in time."""
         number = next(self._numbers)
-        answer = self._asked[number] = asyncio.get_running_loop().create_future()
-        self.send(AskMetrics(number))
+        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._asked[number] = answer
         try:
-            return await asyncio.wait_for(answer, METRICS_TIMEOUT_S)
-        except TimeoutError:
+            async with asyncio.timeout(METRICS_TIMEOUT_S):
+                await self._channel.drain()
+                self._channel.send(_encoder.encode(AskMetrics(number)))
+                return await answer
+        except (ConnectionError, TimeoutError):
             return None
         finally:
             del self._asked[number]
@@ -337,6 +354,14 @@ class _Channel:
         """Queue a message; nothing happens if the other end is gone."""
         if not self._writer.is_closing():
             self._writer.write(_LENGTH.pack(len(data)) + data)
+
+    async def drain(self) -> None:
+        """Wait until the other end has read enough of what was sent.
+
+        Raises:
+            ConnectionError: it is gone.
+        """
+        await self._writer.drain()
 
     async def receive(self) -> bytes | None:
         """The next message; None if the other end is gone."""

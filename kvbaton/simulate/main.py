@@ -21,6 +21,8 @@ from kvbaton.simulate.traces import TraceRequest, cut, read_trace
 
 SLOWEST = 1 / 64
 """Of a trace that comes so much slower the rate says nothing any more."""
+FASTEST = 1 << 20
+"""So much faster all of it comes at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +83,8 @@ class SimulateConfig:
         for name, value in (("--rate", self.rate), ("--seconds", self.seconds)):
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(name, f"{value} is not positive")
+        if min(self.seeds, default=0) < 0:
+            raise ConfigError("--seed", f"{min(self.seeds)} is negative")
         if self.goodput is not None and not 0 < self.goodput <= 1:
             raise ConfigError("--goodput", f"{self.goodput} is no share: over 0, at most 1")
         if self.goodput is not None and self.ttft_slo is None:
@@ -173,7 +177,8 @@ def highest_rate(config: SimulateConfig, spec: str, model: EngineModel) -> float
     """Requests per second (of conversations: first ones) of which `config.goodput` are good.
 
     DistServe (Zhong et al., OSDI 2024) calls that goodput, at 0.9. The same requests come faster or
-    slower, all seeds together, until it is known to a sixteenth; 0 if even few are too many.
+    slower, all seeds together, until it is known to a sixteenth; 0 if even few are too many, and
+    infinite if all at once are not.
     """
     assert config.goodput is not None
     traces = {seed: config.requests(seed) for seed in config.seeds}
@@ -185,7 +190,7 @@ def highest_rate(config: SimulateConfig, spec: str, model: EngineModel) -> float
             done = run_one(config, spec, model, cut(trace, speed=speed), seed)
             good += sum(is_good(o, config.ttft_slo, config.itl_slo) for o in done.outcomes)
         if good >= config.goodput * count:
-            low = speed
+            low = speed if speed < FASTEST else math.inf
         else:
             high = speed
         speed = 2 * low if high == math.inf else (low + high) / 2
@@ -221,7 +226,7 @@ def measure(
 
 def run(config: SimulateConfig, out: Path | None = None, plot: Path | None = None) -> int:
     """``kvbaton simulate``: print, perhaps draw; returns the exit status."""
-    figure = new_figure() if plot is not None else None
+    figure = new_figure(plot) if plot is not None else None
     rows, busy, outcomes = measure(config)
     publish("simulate", _settings(config), rows, out, nodes=busy)
     if figure is not None and plot is not None:
@@ -267,17 +272,21 @@ def _settings(config: SimulateConfig) -> dict[str, Any]:
     return {**asdict(config), "engine": str(config.engine)}
 
 
-def new_figure() -> Any:
-    """An empty drawing.
+def new_figure(path: Path) -> Any:
+    """An empty drawing, for a file.
 
     Raises:
-        ConfigError: matplotlib is not here.
+        ConfigError: matplotlib is not here, or does not know the file's format.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError("--plot", "needs matplotlib: pip install 'kvbaton[plots]'") from error
-    return Figure(figsize=(11, 4), layout="constrained")
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    known = figure.canvas.get_supported_filetypes()
+    if path.suffix and path.suffix[1:].lower() not in known:
+        raise ConfigError("--plot", f"{path.suffix} is none of {', '.join(sorted(known))}")
+    return figure
 
 
 def draw(

@@ -89,7 +89,7 @@ def _mooncake(path: Path, text: str) -> list[TraceRequest]:
             row = json.loads(line)
             length, hashes = int(row["input_length"]), [int(h) for h in row["hash_ids"]]
             at, out = float(row["timestamp"]) / 1e3, max(1, int(row["output_length"]))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise _malformed(path, number, error) from error
         whole = length // MOONCAKE_BLOCK
         if length < 1 or not math.isfinite(at) or len(hashes) < whole:

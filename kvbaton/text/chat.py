@@ -65,6 +65,12 @@ class Arguments(dict[str, Any]):
         return other + self._text
 
 
+class NoContent(str):
+    """Of a message that has calls only: None where a template asks, and nothing where it writes."""
+
+    __slots__ = ()
+
+
 class GenerationTag(Extension):
     """``{% generation %}`` marks the assistant's part for training; serving renders its body."""
 
@@ -159,8 +165,9 @@ def _marked(message: Message) -> Message:
     """The message with `HERE` behind its text, and a blank by which to see whether any are cut."""
     content = message.get("content")
     if isinstance(content, str):
-        return {**message, "content": f"{content}{HERE} "}
-    if content and content[-1].get("type") == "text":
+        if not isinstance(content, NoContent):
+            return {**message, "content": f"{content}{HERE} "}
+    elif content and content[-1].get("type") == "text":
         last = {**content[-1], "text": f"{content[-1]['text']}{HERE} "}
         return {**message, "content": [*content[:-1], last]}
     raise RequestError(
@@ -205,10 +212,13 @@ def _normalize(message: Message, where: str, images: list[ImageUrl] | None) -> M
         result["tool_calls"] = [
             _tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)
         ]
+    if calls:
+        if content is None:
+            result["content"] = NoContent()
         return result
     result.pop("tool_calls", None)  # templates ask whether there are any by the name alone
     if content is None:
-        if reasoning is None:
+        if reasoning is None and calls is None:
             raise RequestError("content is missing", param=f"{where}.content")
         result["content"] = ""  # it was cut off before there was any
     return result
@@ -295,6 +305,7 @@ def _environment() -> jinja2.Environment:
         )
 
     environment.filters["tojson"] = tojson
+    environment.tests["none"] = lambda value: value is None or isinstance(value, NoContent)
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
     return environment

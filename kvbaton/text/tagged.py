@@ -231,8 +231,11 @@ class TaggedParser(OutputParser):
 
     @override
     def push(self, text: str, *, last: bool = False) -> list[MessagePart]:
+        waits_at_blank = self._held[-1:].isspace()
         self._held += text
         self._last, self._parts = last, []
+        if waits_at_blank and not last and not text.strip():
+            return []  # of any number of blanks only the end tells what they stand before
         while self._read():
             pass
         return self._parts

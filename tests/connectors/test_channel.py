@@ -131,7 +131,7 @@ def test_without_a_key_only_loopback_is_bound() -> None:
 def test_a_taken_port_is_a_clear_error() -> None:
     with channels(None) as (channel,):
         port = int(channel.address.rpartition(":")[2])
-        with pytest.raises(ConfigError, match="can't listen"):
+        with pytest.raises(ConfigError, match="--control-port: can't listen"):
             ControlChannel(HOST, port, cluster_key=None)
 
 

@@ -92,6 +92,19 @@ def test_a_port_in_use(
     assert "Traceback" not in text
 
 
+def test_an_engine_that_fails_says_where_and_why(
+    run: Callable[..., tuple[int, str, frozenset[int]]], checkpoint: Callable[..., Path]
+) -> None:
+    words = ("serve", f"--model={checkpoint()}", *UP, "--max-num-seqs=100000000000")
+    status, text, children = run(*words)
+    assert status == 1, text
+    assert text.splitlines()[-1].startswith("kvbaton: error: RuntimeError: ")
+    assert "can't allocate memory" in text.splitlines()[-1]
+    assert text.count("Traceback") == 1
+    assert "in build_engine" in text, "not where somebody waited for it"
+    poll("the end of all", lambda: not any(map(is_alive, children)), 10.0, lambda: text)
+
+
 def test_up_shows_why_a_node_does_not_start_and_leaves_nothing(
     run: Callable[..., tuple[int, str, frozenset[int]]], truncated: Path
 ) -> None:

@@ -238,3 +238,9 @@ def test_transformers_reads_the_tokenizer(family: str, checkpoint: Checkpoint) -
     chat = [{"role": "user", "content": "Hello"}]
     prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     assert prompt == "<|begin|><|turn|>user\nHello<|turn|>\n<|turn|>assistant\n"
+
+
+def test_weights_that_do_not_fit_into_memory(checkpoint: Checkpoint) -> None:
+    config = replace(load_model_config(checkpoint()), vocab_size=10**12)
+    with pytest.raises(ConfigError, match=r"--model: its weights in \w+ do not fit .* of cpu"):
+        load_model(config, device=CPU)

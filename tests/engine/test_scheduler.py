@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -280,6 +281,26 @@ def test_prompt_logprobs_bypass_the_cache():
     assert loop.plans[-1].steps[0].count == 9
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("n", [1, 3])
+def test_prompt_logprobs_outlive_a_preemption(depth: int, n: int):
+    """Also where the step that computes the prompt's end is in flight then."""
+    preempted = set()
+    for length, before in itertools.product((8, 12), range(2, 9)):
+        groups = (GroupSpec(block_size=4, num_blocks=8),)
+        loop = Loop(groups, depth=depth, max_num_batched_tokens=8)
+        loop.add(ask("first", prompt(7), priority=0, max_tokens=16, ignore_eos=True))
+        for _ in range(before):
+            loop.step()
+        fields = {"priority": 1, "n": n, "ignore_eos": True, "prompt_logprobs": 0}
+        loop.add(ask("late", prompt(length, 2), max_tokens=9, **fields))
+        loop.run()
+        preempted.add(loop.scheduler.totals.preemptions > 0)
+        for choice in range(n):
+            loop.check_stream("late", choice)
+    assert True in preempted
+
+
 # --- order, admission, preemption ---
 
 
@@ -386,6 +407,7 @@ ADDS = st.fixed_dictionaries(
         "max_tokens": st.integers(1, 24),
         "priority": st.integers(0, 2),
         "ignore_eos": st.booleans(),
+        "prompt_logprobs": st.sampled_from([None, None, 0]),
         "cache_salt": st.sampled_from(["", "", "x"]),
         "transfer": st.just(None),
     }

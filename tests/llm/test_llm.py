@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -149,6 +150,10 @@ def test_what_is_wrong_is_named(llm: LLM, model: Path) -> None:
         with pytest.raises(RequestError) as raised:
             llm.generate(prompts, params, use_tqdm=False)  # type: ignore[arg-type]
         assert raised.value.param == named
+    for timeout in (0, -1.0, math.nan, 1e12):
+        with pytest.raises(RequestError, match="timeout must be in") as raised:
+            llm.generate(["x"], timeout=timeout, use_tqdm=False)
+        assert raised.value.param == "timeout"
     with pytest.raises(ConfigError, match="block_sise"):
         LLM(model, block_sise=16)
     with pytest.raises(ConfigError, match=r"'org/nowhere' is no model folder.*hf download"):

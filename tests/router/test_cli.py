@@ -63,6 +63,8 @@ def failure(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["encode", "--model", "x", "--num-blocks", "5"], "unrecognized arguments: --num-blocks"),
         (["encode", "--model", "/nope"], "--model: '/nope' is no model folder"),
         (["prefill", "--model", "x", "--encoder-only"], "unrecognized arguments: --encoder-only"),
+        (["router", "--max-ttft", "nan"], "--max-ttft: invalid number value: 'nan'"),
+        (["router", "--port", "9" * 400], "--port: 99999999999999999999... is a number beyond"),
         (["router", "--shiny"], "unrecognized arguments: --shiny"),
         (["serve", "x", "--max-num-batch-tokens=5"], "did you mean --max-num-batched-tokens?"),
         (["router", "--port", "0", "--model", "/nope"], "/nope/tokenizer.json: is missing"),
@@ -91,6 +93,7 @@ def test_node_settings_that_do_not_fit_are_named(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["--served-model-name", ""], "--served-model-name: is empty"),
         (["--api-key", ""], "--api-key: is empty"),
         (["--cluster-key", "", "--host", "10.1.2.3"], "--cluster-key: is empty"),
         (["--block-size", "0"], "--block-size: 0 is too small"),
@@ -98,7 +101,7 @@ def test_node_settings_that_do_not_fit_are_named(
         (["--max-num-seqs", "0"], "--max-num-seqs: 0 is too small"),
         (["--max-num-batched-tokens", "0"], "--max-num-batched-tokens: 0 is too small"),
         (["--num-threads", "0"], "--num-threads: 0 is too small"),
-        (["--store-load-timeout", "nan"], "--store-load-timeout: nan is too small"),
+        (["--store-load-timeout", "nan"], "--store-load-timeout: invalid number value: 'nan'"),
         (["--gpu-memory-utilization", "5"], "--gpu-memory-utilization: 5.0 is no share"),
         (["--transport", "pigeon"], "--transport: unknown transport 'pigeon'"),
         (["--transport", "tcp:{"], "--transport: '{' after tcp is not JSON"),

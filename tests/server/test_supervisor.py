@@ -7,6 +7,7 @@ import errno
 import itertools
 import os
 import signal
+import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -166,6 +167,28 @@ async def test_a_worker_that_dies_is_replaced_and_its_counts_stay() -> None:
         text = await supervisor.metrics()
         assert value_of(text, "asked_total") >= 2
         assert value_of(text, "up") == 1
+
+
+async def test_a_worker_that_does_not_read_costs_no_more_than_a_state() -> None:
+    async with supervised(count=1) as (supervisor, url), fresh_session(url) as session:
+        pid = (await who(session))["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        tracemalloc.start()
+        try:
+            for number in range(64):
+                supervisor.publish(b"%d" % number + b" " * (1 << 20))
+                await asyncio.sleep(0)
+            assert await supervisor.metrics() is not None, "it is not waited for"
+            held, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+            os.kill(pid, signal.SIGCONT)
+        assert held < 8 << 20
+
+        async def has_the_newest() -> bool:
+            return str((await who(session))["state"]).strip() == "63"
+
+        await eventually(has_the_newest)
 
 
 async def test_a_worker_that_cannot_start_is_an_error() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -103,6 +105,7 @@ def test_the_highest_rate_of_which_a_share_is_good() -> None:
     assert 1.3 * one < two < 4 * one
     few = replace(config, ttft_slo=0.1, seconds=2.0)
     assert highest_rate(few, "least-loaded@1D", slow) == 0
+    assert highest_rate(replace(config, ttft_slo=1e9), "least-loaded@1D", slow) == math.inf
     with pytest.raises(ConfigError, match="--goodput"):
         replace(config, goodput=1.5)
     with pytest.raises(ConfigError, match="--ttft-slo"):
@@ -287,11 +290,14 @@ def test_azures_format(tmp_path: Path) -> None:
     assert token_ids(first.pieces)[0] != token_ids(second.pieces)[0]
 
 
-@pytest.mark.parametrize("line", ["{}", '{"timestamp": 1}', "[", "a,b\n1,2"])
+ENDLESS = '{"timestamp": 0, "input_length": 1e999, "output_length": 1, "hash_ids": [1]}'
+
+
+@pytest.mark.parametrize("line", ["{}", '{"timestamp": 1}', "[", "a,b\n1,2", ENDLESS])
 def test_a_malformed_trace_is_named(line: str, tmp_path: Path) -> None:
     good = {"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1]}
     path = tmp_path / "bad"
-    path.write_text(line if "," in line else f"{json.dumps(good)}\n{line}")
+    path.write_text(line if line.startswith("a,") else f"{json.dumps(good)}\n{line}")
     with pytest.raises(ConfigError, match=r"bad:2 is neither Mooncake's"):
         read_trace(path)
 
@@ -402,12 +408,16 @@ def test_advice_says_what_pays() -> None:
         (["--trace", "chat", "--rate", "1", "--nodes", "2X"], "--nodes"),
         (["--trace", "chat", "--rate", "1", "--policy", "best"], "--policy"),
         (["--trace", "chat", "--rate", "1", "--seconds", "0"], "--seconds"),
+        (["--trace", "chat", "--rate", "1", "--ttft-slo", "nan"], "--ttft-slo"),
+        (["--trace", "chat", "--rate", "1", "--seed", "0", "-1"], "--seed"),
+        (["--trace", "chat", "--rate", "1", "--plot", "a.doc"], "--plot"),
     ],
 )
 def test_wrong_settings_are_named(
     words: list[str], wrong: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["simulate", *words]) == 2
+    with suppress(SystemExit):  # of the parser
+        assert main(["simulate", *words]) == 2
     assert f"error: {wrong}: " in capsys.readouterr().err
 
 

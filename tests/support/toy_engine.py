@@ -30,7 +30,7 @@ from kvbaton.engine.scheduler import Scheduler
 from kvbaton.engine.speculative import SpeculativeConfig
 from kvbaton.engine.step import Sampled, SequenceStep, StepPlan, StepResult
 from kvbaton.messages.engine import AddRequest, Output, SamplingParams, TransferSpec
-from kvbaton.types import Attempt, ChoiceStart, Spans
+from kvbaton.types import Attempt, ChoiceStart, Spans, TokenLogprobs
 
 VOCAB = 23
 EOS = 3
@@ -65,6 +65,11 @@ def kv_of(g: int, group: GroupSpec, tokens: list[int]) -> list[int]:
     return kv
 
 
+def scores(prompt: Sequence[int]) -> list[TokenLogprobs]:
+    """What prompt logprobs tell of each token, if the first one had any."""
+    return [TokenLogprobs(-1.0 - token, position) for position, token in enumerate(prompt)]
+
+
 def next_token(attended: list[list[int]], choice: int) -> int:
     return mix(choice, *(value for row in attended for value in row)) % VOCAB
 
@@ -75,6 +80,7 @@ class Row:
     params: SamplingParams
     choice: int
     tables: list[list[int]]
+    num_prompt: int = 0
     branches: tuple[int, tuple[int, ...]] | None = None
 
 
@@ -105,22 +111,33 @@ class ToyRanks:
             )
         for new in plan.new:
             self._add(new.handle, list(new.token_ids), new.params, new.choice)
+            self.rows[new.handle].num_prompt = new.num_prompt
         kinds = [not step.decodes for step in plan.steps]
         assert len({step.handle for step in plan.steps}) == len(plan.steps)
         assert kinds == sorted(kinds), "decoding sequences come first"
-        sampled = (self._verify(s) if s.draft else self._step(s) for s in plan.steps)
-        return StepResult(plan.number, tuple(s for s in sampled if s is not None))
+        scores = {step.handle: self._scores(step) for step in plan.steps}
+        ran = (self._verify(s) if s.draft else self._step(s) for s in plan.steps)
+        sampled = (msgspec.structs.replace(s, prompt_logprobs=scores[s.handle]) for s in ran)
+        return StepResult(plan.number, tuple(sampled))
 
     def _add(self, handle: int, tokens: list[int], params: SamplingParams, choice: int) -> None:
         assert handle not in self.rows, "a handle is never used twice"
         self.rows[handle] = Row(tokens, params, choice, [[] for _ in self.groups])
 
-    def _step(self, step: SequenceStep) -> Sampled | None:
+    def _step(self, step: SequenceStep) -> Sampled:
         row = self.rows[step.handle]
         if step.num_samples:
             del row.tokens[step.start + step.count :]  # of an earlier draft
         fields = step.handle, step.start, step.count, step.new_blocks, step.num_samples
         return self._compute(*fields)
+
+    def _scores(self, step: SequenceStep) -> tuple[TokenLogprobs, ...] | None:
+        """Of the prompt's tokens that follow those of a step, as `scores` has them."""
+        row = self.rows[step.handle]
+        if row.params.prompt_logprobs is None:
+            return None
+        first, past = step.start + 1, min(step.start + step.count + 1, row.num_prompt)
+        return tuple(scores(row.tokens[: row.num_prompt])[first:past])
 
     def _verify(self, step: SequenceStep) -> Sampled:
         """A token at a time; each is computed from the draft, and then sampled anew."""
@@ -131,7 +148,6 @@ class ToyRanks:
         for i, guess in enumerate((*step.draft, None)):
             blocks = step.new_blocks if i == 0 else ((),) * len(self.groups)
             sampled = self._compute(step.handle, step.start + i, 1, blocks, 1)
-            assert sampled is not None
             found += sampled.token_ids
             if guess is not None:
                 row.tokens[-1] = guess
@@ -147,7 +163,7 @@ class ToyRanks:
         count: int,
         new_blocks: tuple[tuple[int, ...], ...],
         num_samples: int,
-    ) -> Sampled | None:
+    ) -> Sampled:
         row = self.rows[handle]
         for table, blocks in zip(row.tables, new_blocks, strict=True):
             table.extend(blocks)
@@ -166,7 +182,7 @@ class ToyRanks:
                 self.memory[block, position % group.block_size] = value
             attended.append([*before, value])
         if not num_samples:
-            return None
+            return Sampled(handle, ())
         assert start + count == len(row.tokens)
         choices = [row.choice] if num_samples == 1 else list(range(num_samples))
         tokens = tuple(next_token(attended, choice) for choice in choices)
@@ -369,6 +385,7 @@ class Loop:
         self.streams: dict[tuple[str, int], Stream] = defaultdict(Stream)
         self.requests: dict[str, AddRequest] = {}
         self.outputs: list[Output] = []
+        self.scored: dict[str, tuple[TokenLogprobs | None, ...]] = {}
         self.admitted: list[Admitted] = []
         self.outgoing: list[Spans] = []
 
@@ -430,6 +447,9 @@ class Loop:
             assert output.index == resumed + len(stream.tokens)
             stream.tokens += output.token_ids
             stream.finish, stream.error = output.finish_reason, output.error
+            if output.prompt_logprobs is not None:
+                assert output.request_id not in self.scored, "they are told once"
+                self.scored[output.request_id] = output.prompt_logprobs
         self.outputs += outputs
         self.check()
         return outputs
@@ -561,8 +581,10 @@ class Loop:
 
     def check_stream(self, request_id: str, choice: int = 0) -> None:
         """A choice gave what it must, or ended early for a reason that it was given."""
-        stream = self.streams[request_id, choice]
+        stream, request = self.streams[request_id, choice], self.requests[request_id]
         tokens, reason = self.expected(request_id, choice)
+        if request.params.prompt_logprobs is not None and stream.tokens and not request.transfer:
+            assert self.scored[request_id] == (None, *scores(request.token_ids)[1:])
         if stream.finish in ("abort", "error"):
             assert stream.tokens == tokens[: len(stream.tokens)]
             return

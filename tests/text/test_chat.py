@@ -100,8 +100,37 @@ def test_messages_are_brought_to_one_form() -> None:
     )
     assert done[0] == {"role": "user", "content": "a\nb", "name": "me"}
     assert done[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
-    assert done[1]["content"] is None
     assert call["function"]["arguments"] == '{"a": 1}', "the request itself is left alone"
+
+
+@pytest.mark.parametrize(
+    ("source", "prompt"),
+    [
+        ("{{ messages[0].content }}", ""),
+        ("{{ '<' + messages[0]['content'] + '>' }}", "<>"),
+        ("{{ '<' ~ messages[0].content ~ '>' }}", "<>"),
+        ("{{ messages[0].content | trim | length }}", "0"),
+        ("{% if messages[0].content %}text{% else %}calls{% endif %}", "calls"),
+        ("{% if messages[0].content is none %}calls{% endif %}", "calls"),  # as DeepSeek-V3's does
+        ("{% if messages[0]['content'] is not none %}text{% endif %}", ""),
+    ],
+)
+def test_a_message_of_calls_only_has_no_content(source: str, prompt: str) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    for content in ({}, {"content": None}):
+        messages = normalize_messages([{"role": "assistant", "tool_calls": [call], **content}])
+        assert ChatTemplate(source, {}).render(messages) == prompt
+        with pytest.raises(RequestError, match="text to continue"):
+            ChatTemplate(source, {}).render(
+                messages, add_generation_prompt=False, continue_final_message=True
+            )
+
+
+def test_an_empty_list_of_calls_is_none() -> None:
+    source = "{% if 'tool_calls' in messages[0] %}{{ raise_exception('one call') }}{% endif %}"
+    for content in ("", None):
+        message: dict[str, Any] = {"role": "assistant", "content": content, "tool_calls": []}
+        assert ChatTemplate(source, {}).render(normalize_messages([message])) == ""
 
 
 @pytest.mark.parametrize(

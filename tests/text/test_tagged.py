@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -251,6 +252,28 @@ def test_arguments_with_tags_have_the_types_of_the_schema() -> None:
 def test_json_that_calls_nothing_is_content(text: str) -> None:
     for form in forms("llama3_json"):
         assert read(form, [text]) == read(form, list(text)) == ("", text, [])
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("hermes", '<tool_call>{"name":'),
+        ("qwen3_coder", "<tool_call><function=f><parameter=a>x</parameter>"),
+        ("llama3_json", '{"name": "f", "parameters": {}};'),
+        ("mistral", "[TOOL_CALLS]f"),
+        ("deepseek_v3", f"{CALL}function{SEP}f"),
+    ],
+)
+def test_blanks_are_read_once(family: str, text: str) -> None:
+    """What a model that never stops writes takes no longer the more there is of it."""
+    for form in forms(family):
+        parser = form.parser((), FUNCTIONS)
+        parser.push(marked(form, text) if form.marks_all else text)
+        began = time.process_time()
+        for _ in range(20_000):
+            parser.push(" \n")
+        parser.push("", last=True)
+        assert time.process_time() - began < 1, "20 times as long where each is read anew"
 
 
 def test_without_functions_calls_are_content() -> None:
