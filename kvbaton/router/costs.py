@@ -387,6 +387,7 @@ class CostModel:
         output_tokens: float = FIRST_OUTPUT,
         *,
         after_s: float = math.inf,
+        alone: bool = False,
     ) -> Decode:
         """Of generating after a prompt of so many tokens on a node.
 
@@ -398,9 +399,11 @@ class CostModel:
             output_tokens: that are expected.
             after_s: when the first token is there; prompts that wait at the node now are computed
                 first, the rest of them meanwhile.
+            alone: nothing is in flight anywhere. Then the prompts of late are no sign that others
+                will come in between: most likely they were this client's own.
         """
         speed = self.speed(node)
-        share, meet = self.prefill_share(node), 1.0
+        share, meet = 0.0 if alone else self.prefill_share(node), 1.0
         if load.pending and load.sequences:  # many wait elsewhere, and never meet
             every_s = speed.step_s + speed.decode_s(load.sequences, load.tokens)
             meet = self._generating(node, output_tokens * every_s / (1 - share))

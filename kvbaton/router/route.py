@@ -176,7 +176,10 @@ class Options(Struct, frozen=True):
         """What is expected of a node that generates once the prompt is computed."""
         expected = self.output_tokens(costs)
         load, since = self.load(node), self.since.get(node.node_id)
-        return costs.decode(node, load, since, self.num_tokens, expected, after_s=after_s)
+        alone = not self.loads
+        return costs.decode(
+            node, load, since, self.num_tokens, expected, after_s=after_s, alone=alone
+        )
 
     def held_s(self, costs: CostModel, node: NodeInfo) -> float:
         """Until a node that generates can take a sequence into a step."""

@@ -286,6 +286,20 @@ def test_where_prompts_were_computed_of_late_tokens_are_expected_to_come_slowly(
     assert costs.decode(d.info, IDLE, None, 1000).itl_s == pytest.approx(alone.itl_s, rel=0.01)
 
 
+def test_a_chat_that_is_alone_stays_where_its_first_turn_was_computed() -> None:
+    """Its own first prompt was taken for a sign that others would come in between."""
+    clock = Clock()
+    costs, members = CostModel(clock), wired(QUICK)
+    first = route("cost", members, 8192, costs=costs)
+    assert first.predicted is not None
+    home = first.target
+    costs.assigned(home, home, first.predicted)
+    clock.now += 0.5
+    assert costs.prefill_share(home) > 0.05
+    turn = route("cost", members, 8356, cached={home.node_id: 8192}, costs=costs)
+    assert (turn.source, turn.target.node_id) == (None, home.node_id)
+
+
 def test_full_nodes_are_left_out_while_others_have_room() -> None:
     full = member("d0", "decode", load={**H200, "free_blocks": 3.0})
     roomy = member("d1", "decode", load=H200)
