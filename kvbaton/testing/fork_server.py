@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import importlib
 import os
 import select
@@ -125,6 +126,7 @@ def _serve(requests: socket.socket) -> None:
             with suppress(Exception):  # the new process will fail with it, and say so
                 importlib.import_module(name)
         alone = len(os.listdir("/proc/self/task")) == 1
+        gc.freeze()  # to look for garbage in what is imported would copy its memory, too
         pid = os.fork()
         if not pid:
             requests.close()

@@ -20,6 +20,7 @@ from kvbaton.messages.engine import AddRequest, Shutdown
 from kvbaton.testing.fork_server import fork_server
 from kvbaton.types import TransferTimers
 from tests.support.engine_node import Node
+from tests.support.forked_command import IMPORTS, quicken_ucx
 from tests.support.waiting import until
 
 Role = Literal["prefill", "decode", "encode", "alone"]
@@ -96,8 +97,7 @@ class NodeProcess:
         words = [msgspec.json.encode(spec).decode()]
         with log.open("ab") as file:
             streams = (ours, theirs, file.fileno())
-            imports = ("kvbaton.engine.loader", "kvbaton.engine.cpu_worker", "nixl_cu13")
-            self._process = fork_server().start(__spec__.name, words, streams, imports)
+            self._process = fork_server().start(__spec__.name, words, streams, IMPORTS)
         os.close(ours)
         os.close(theirs)
         self._answers: IO[bytes] = os.fdopen(answers, "rb")
@@ -153,6 +153,7 @@ class NodeProcess:
 def main(words: list[str]) -> None:
     """``python -m tests.support.engine_process SPEC``: serve until standard input ends."""
     spec = msgspec.json.decode(words[0], type=NodeSpec)
+    quicken_ucx()
     # UCX warns on standard output when a peer goes: answers have a descriptor of their own.
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)

@@ -31,11 +31,15 @@ IMPORTS = (
     "kvbaton.server.node",
     "kvbaton.router.app",
     "kvbaton.engine.build",
+    "kvbaton.engine.loader",
+    "kvbaton.engine.cpu_worker",
     "kvbaton.engine.encoder.worker",
-    "kvbaton.prefill",
-    "kvbaton.decode",
+    "kvbaton.roles",
+    "kvbaton.prefill.source_connector",
+    "kvbaton.decode.target_connector",
     "kvbaton.connectors.transports.nixl",
     "kvbaton.connectors.transports.tcp",
+    "nixl_cu13",
 )
 PR_SET_PDEATHSIG = 1
 
@@ -110,6 +114,7 @@ def main(words: list[str]) -> None:
         socket.getaddrinfo = partial(_look_up, Path(names), socket.getaddrinfo)
 
     os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")  # with a thread no core could be forked
+    quicken_ucx()
     sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
 
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -123,6 +128,16 @@ def main(words: list[str]) -> None:
         file.write(b"%d" % status)
         file.close()
     sys.exit(status)
+
+
+def quicken_ucx() -> None:
+    """Let UCX watch no memory: it spins for 0.4 s to patch the code of its hooks.
+
+    They serve its cache of registrations, which what we register ourselves needs not. The tests'
+    own processes, and those that execute Python afresh, have them as UCX has by itself. (Its other
+    way, by tables of addresses, mixes two allocators: a core died of it.)
+    """
+    os.environ.setdefault("UCX_MEM_EVENTS", "n")
 
 
 def _command(words: list[str]) -> int:
