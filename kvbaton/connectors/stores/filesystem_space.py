@@ -114,9 +114,10 @@ class SpaceManager:
         with self._account():  # fails where locks don't work
             pass
         if not counted:
+            there = set(os.listdir(self._root))  # the first entry of a folder makes it
             for folder in range(FOLDERS):
-                os.makedirs(self._in(f"{folder:02x}"), 0o770, exist_ok=True)
-                self._visit(folder)
+                if f"{folder:02x}" in there:
+                    self._visit(folder)
         self.make(0, None)
         self._recycled.clear()
 
