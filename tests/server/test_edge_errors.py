@@ -1,6 +1,8 @@
 import asyncio
+import functools
 import gzip
 import json
+import struct
 import time
 import zlib
 from typing import Any
@@ -198,15 +200,28 @@ async def test_a_body_may_be_compressed(serve: Any, encoding: str, pack: Any) ->
         assert "gzip" in (await response.json())["error"]["message"]
 
 
+@functools.cache
+def bomb() -> bytes:
+    """A gibibyte of blanks in a megabyte: its parts are equal, so that one is packed."""
+    blanks, crc = b" " * (1 << 22), 0
+    for _ in range(256):
+        crc = zlib.crc32(blanks, crc)
+    packer = zlib.compressobj(9, wbits=-15)
+    part = packer.compress(blanks) + packer.flush(zlib.Z_FULL_FLUSH)
+    head = b"\x1f\x8b\x08" + bytes(6) + b"\xff"
+    whole = b"".join([head, part * 256, packer.flush(), struct.pack("<II", crc, 1 << 30)])
+    assert zlib.decompressobj(wbits=31).decompress(whole, 3 << 22) == blanks * 3
+    return whole
+
+
 @pytest.mark.parametrize("key", ["right", "wrong"])
 async def test_a_small_body_does_not_unpack_to_a_large_one(serve: Any, key: str) -> None:
     """Whoever sent it had a megabyte cost seconds, in which nobody else was answered."""
     endpoint = await serve(api_keys=("right",))
-    packer, blanks = zlib.compressobj(9, wbits=31), b" " * (1 << 20)
-    bomb = b"".join([*(packer.compress(blanks) for _ in range(1024)), packer.flush()])
+    body = bomb()
     headers = {"Content-Encoding": "gzip", "Authorization": f"Bearer {key}"}
     began = time.process_time()
-    async with endpoint.session.post("/v1/completions", data=bomb, headers=headers) as response:
+    async with endpoint.session.post("/v1/completions", data=body, headers=headers) as response:
         assert response.status == (413 if key == "right" else 401)
     await endpoint.post("/v1/completions", {"prompt": "x"})  # once it was thrown away
     assert time.process_time() - began < 0.5
