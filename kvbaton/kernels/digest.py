@@ -129,7 +129,6 @@ def block_sums_reference(
     return by_head.permute(0, 2, 3, 1).contiguous()
 
 
-@cache
 def _unsigned(x: Tensor) -> npt.NDArray[np.uint64]:
     return x.numpy().view(np.uint64)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 from typing import Any
 
@@ -137,6 +138,15 @@ def test_block_sums_of_parts_add_up() -> None:
     ]
     assert torch.equal(torch.stack(parts).sum(0), whole)
     assert not block_sums_reference(cache, blocks, 16, 40, 90).any()
+
+
+def test_sums_leave_no_tensor_behind() -> None:
+    cache, blocks = random(5, 2, 1, 2, 8, 4), torch.tensor([3, 1])
+    block_sums_reference(cache, blocks, 0, 0, 16)  # constants are made once
+    before = sum(isinstance(one, Tensor) for one in gc.get_objects())
+    for start in range(8):
+        block_sums_reference(cache, blocks, 16, start, 16)
+    assert sum(isinstance(one, Tensor) for one in gc.get_objects()) == before
 
 
 def test_every_bit_counts() -> None:
