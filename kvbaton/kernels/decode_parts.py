@@ -22,6 +22,9 @@ FIELDS = 6
 """Of a part: its sequence, that one's length, its first tile and the one after its last, which part
 it is and of how many."""
 
+CLEARED_PARTS = 256
+"""Unused parts that are cleared at a time."""
+
 MERGED_PARTS = 16
 """Parts that are merged at a time."""
 
@@ -91,19 +94,19 @@ def share_keys(
         batch,
         spare,
         max(least // tile, 1),
-        BATCH=next_power_of_2(batch),
-        NUMBER=next_power_of_2(number),
+        int(whole),
+        BATCH=next_power_of_2(batch),  # of all that is compiled for, the only one that steps change
         STRIDE=FIELDS,
+        CLEARED=CLEARED_PARTS,
         TILE=tile,
         WINDOW=window,
         CHUNKED=chunked,
-        WHOLE=whole,
         num_warps=4,
     )
     return parts
 
 
-@jit("fields", "batch", "spare", "least")
+@jit("fields", "batch", "spare", "least", "whole")
 def _kernel(
     context_lens: tl.tensor,
     begins: tl.tensor,
@@ -111,13 +114,13 @@ def _kernel(
     batch: tl.tensor,
     spare: tl.tensor,
     least: tl.tensor,
+    whole: tl.tensor,
     BATCH: tl.constexpr,
-    NUMBER: tl.constexpr,
     STRIDE: tl.constexpr,
+    CLEARED: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNKED: tl.constexpr,
-    WHOLE: tl.constexpr,
 ) -> None:
     """The one program: as many parts of a size as there may be."""
     launch_next()
@@ -129,14 +132,15 @@ def _kernel(
     tiles = tl.cdiv(length, TILE) - first
     total, longest = tl.sum(tiles, 0), tl.max(tiles, 0)
     size = tl.maximum(tl.cdiv(total, spare), least)
-    if WHOLE:
-        size = tl.where(longest * 5 * batch <= total * 8, tl.maximum(longest, 1), size)
+    alike = (whole != 0) & (longest * 5 * batch <= total * 8)
+    size = tl.where(alike, tl.maximum(longest, 1), size)
     used = tl.where(sequence < batch, tl.maximum(tl.cdiv(tiles, size), 1), 0)
     begin, parts = tl.cumsum(used, 0) - used, tl.sum(used, 0)
     tl.store(begins + sequence, begin, mask=sequence < batch)
     tl.store(begins + batch, parts)
-    number = tl.arange(0, NUMBER)
-    tl.store(fields + number * STRIDE, -1, mask=(number >= parts) & (number < batch + spare))
+    for behind in tl.range(parts, batch + spare, CLEARED):
+        unused = behind + tl.arange(0, CLEARED)
+        tl.store(fields + unused * STRIDE, -1, mask=unused < batch + spare)
     share = tl.cdiv(tiles, tl.maximum(used, 1))
     for part in tl.range(0, tl.max(used, 0)):
         inside = part < used

@@ -219,8 +219,7 @@ for dtype, size in (("bf16", 2), ("fp32", 4)):
         )
 run(
     decode_parts._kernel, {"context_lens": "*i32", "begins": "*i32", "fields": "*i32"},
-    dict(BATCH=256, NUMBER=512, STRIDE=6, TILE=64, WINDOW=0, CHUNKED=False, WHOLE=True),
-    num_warps=4,
+    dict(BATCH=256, STRIDE=6, CLEARED=256, TILE=64, WINDOW=0, CHUNKED=False), num_warps=4,
 )
 run(
     decode_parts.merge_kernel,

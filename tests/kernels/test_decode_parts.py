@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from itertools import pairwise
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvbaton.kernels import decode_parts
 from kvbaton.kernels.decode_parts import LEAST, MOST_LEAST, Parts, share_keys, spare_parts
 
 TILE = 64
@@ -67,3 +69,21 @@ def test_few_sequences_are_split_more() -> None:
     found = [spare_parts(batch, 8, 528) for batch in (1, 24, 40, 72, 128)]
     assert found == [(66, False), (192, False), (198, True), (198, False), (198, True)]
     assert spare_parts(4, 1024, 528)[0] > 0, "also where a sequence alone fills the GPU"
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4, 8, 20])
+def test_nothing_is_compiled_for_another_batch_below_the_next_power_of_two(
+    heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps with prompts have any number of sequences beside them, of which few were warmed up."""
+    seen = defaultdict[int, set[tuple[tuple[str, Any], ...]]](set)
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int]) -> Any:
+            return lambda *tensors, **given: seen[given["BATCH"]].add(tuple(given.items()))
+
+    monkeypatch.setattr(decode_parts, "_kernel", Kernel())
+    for batch in range(1, 257):
+        share_keys(torch.zeros(batch, dtype=torch.int32), heads, TILE, places=528)
+    assert sorted(seen) == [1 << power for power in range(9)]
+    assert all(len(kinds) == 1 for kinds in seen.values())
