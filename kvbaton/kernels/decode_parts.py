@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvbaton.kernels.jit import jit, launch_next, next_power_of_2, tl
+from kvbaton.kernels.jit import jit, launch_next, next_power_of_2, tl, use_triton
 from kvbaton.kernels.paged_attention import first_key
 
 LEAST, MOST_LEAST = 64, 768
@@ -83,17 +83,21 @@ def share_keys(
     batch, whole = len(context_lens), False
     if spare is None:
         spare, whole = spare_parts(batch, heads, places)
+    least = max(min(max(next_power_of_2(2 * batch * heads), LEAST), MOST_LEAST) // tile, 1)
+    if not use_triton(context_lens):
+        return share_keys_reference(
+            context_lens, tile, spare, least, whole=whole, window=window, chunked=chunked
+        )
     number = batch + spare
     made = torch.empty(batch + 1 + FIELDS * number, dtype=torch.int32, device=context_lens.device)
     parts = Parts(made[: batch + 1], made[batch + 1 :].view(number, FIELDS))
-    least = min(max(next_power_of_2(2 * batch * heads), LEAST), MOST_LEAST)
     _kernel[(1,)](
         context_lens,
         parts.begins,
         parts.fields,
         batch,
         spare,
-        max(least // tile, 1),
+        least,
         int(whole),
         BATCH=next_power_of_2(batch),  # of all that is compiled for, the only one that steps change
         STRIDE=FIELDS,
@@ -104,6 +108,39 @@ def share_keys(
         num_warps=4,
     )
     return parts
+
+
+def share_keys_reference(
+    context_lens: torch.Tensor,
+    tile: int,
+    spare: int,
+    least: int,
+    *,
+    whole: bool = False,
+    window: int = 0,
+    chunked: bool = False,
+) -> Parts:
+    """Plain torch for `share_keys`, whose least part has `least` tiles."""
+    last, batch = (context_lens - 1).clamp(min=0), len(context_lens)
+    first = torch.zeros_like(context_lens)
+    if window:
+        first = last // window * window if chunked else (last - window + 1).clamp(min=0)
+    first = first // tile
+    tiles = (context_lens + tile - 1) // tile - first
+    total, longest = int(tiles.sum()), int(tiles.max())
+    size = max(-(-total // spare), least)
+    if whole and longest * 5 * batch <= total * 8:
+        size = max(longest, 1)
+    used = ((tiles + size - 1) // size).clamp(min=1)
+    begins = torch.nn.functional.pad(used.cumsum(0), (1, 0)).int()
+    of = torch.arange(batch, device=used.device).repeat_interleave(used)
+    part = torch.arange(len(of), device=used.device) - begins[of]
+    share = ((tiles + used - 1) // used)[of]
+    start = first[of] + part * share
+    end = torch.minimum(start + share, (first + tiles)[of])
+    fields = torch.full((batch + spare, FIELDS), -1, dtype=torch.int32, device=used.device)
+    fields[: len(of)] = torch.stack((of, context_lens[of], start, end, part, used[of]), 1).int()
+    return Parts(begins, fields)
 
 
 @jit("fields", "batch", "spare", "least", "whole")

@@ -220,7 +220,8 @@ def _normalize(message: Message, where: str, images: list[ImageUrl] | None) -> M
     if content is None:
         if reasoning is None and calls is None:
             raise RequestError("content is missing", param=f"{where}.content")
-        result["content"] = ""  # it was cut off before there was any
+        # Without calls it was cut off before there was any.
+        result["content"] = "" if calls is None else NoContent()
     return result
 
 

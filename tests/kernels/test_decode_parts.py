@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from kvbaton.kernels import decode_parts
-from kvbaton.kernels.decode_parts import LEAST, MOST_LEAST, Parts, share_keys, spare_parts
+from kvbaton.kernels.decode_parts import (
+    LEAST,
+    MOST_LEAST,
+    Parts,
+    share_keys,
+    share_keys_reference,
+    spare_parts,
+)
 
 TILE = 64
 
@@ -50,6 +57,20 @@ def test_every_sequence_has_its_parts_side_by_side(place: Any, seed: int, window
         assert edges[-1] == first[of] + tiles[of]
 
 
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize(("batch", "window"), [(1, 0), (9, 0), (40, 0), (40, 700), (200, 0)])
+def test_as_in_plain_torch(place: Any, batch: int, window: int, chunked: bool) -> None:
+    lens = torch.randint(0, 3000, (batch,), dtype=torch.int32)
+    lens[0] = 40_000 if batch % 8 else 2000
+    spare, whole = spare_parts(batch, 8, 528)
+    least = max(min(max(1 << (16 * batch - 1).bit_length(), LEAST), MOST_LEAST) // TILE, 1)
+    sight: dict[str, Any] = {"window": window, "chunked": chunked}
+    plain = share_keys_reference(lens, TILE, spare, least, whole=whole, **sight)
+    found = share_keys(lens.to(place.device), 8, TILE, places=528, **sight)
+    assert found.begins.tolist() == plain.begins.tolist()
+    assert parts_of(found, batch) == parts_of(plain, batch)
+
+
 def test_the_long_one_is_split_and_the_short_ones_are_not(place: Any) -> None:
     lens = torch.tensor([100_000] + [500] * 127, dtype=torch.int32, device=place.device)
     counts, _ = parts_of(share_keys(lens, 8, TILE, places=528), 128)
@@ -83,6 +104,7 @@ def test_nothing_is_compiled_for_another_batch_below_the_next_power_of_two(
             return lambda *tensors, **given: seen[given["BATCH"]].add(tuple(given.items()))
 
     monkeypatch.setattr(decode_parts, "_kernel", Kernel())
+    monkeypatch.setattr(decode_parts, "use_triton", lambda tensor: True)
     for batch in range(1, 257):
         share_keys(torch.zeros(batch, dtype=torch.int32), heads, TILE, places=528)
     assert sorted(seen) == [1 << power for power in range(9)]
