@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from kvbaton.engine.cache import KVCache
 from kvbaton.engine.collectives import Shard
 from kvbaton.engine.cuda.graphs import graph_sizes
+from kvbaton.engine.cuda.prompt_graphs import PADDED_TOKENS, padded_forward
 from kvbaton.engine.cuda.runner import CudaRunner
 from kvbaton.engine.encoder.pool import EncoderPool
 from kvbaton.engine.loader import load_model
@@ -159,6 +161,25 @@ def play(driver: Any, chunk: int) -> list[list[int]]:
 def test_mixed_steps_give_what_the_plain_runner_gives(chunk: int, drivers: tuple[Any, Any]) -> None:
     plain, other = drivers
     assert play(other, chunk) == play(plain, chunk)
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gpt_oss"])
+def test_tokens_that_pad_a_step_change_nothing(
+    family: str, checkpoint: Callable[..., Path], drive: Any
+) -> None:
+    folder = checkpoint(family=family)
+    plain, other = (drive(folder, num_blocks=1024) for _ in range(2))
+    other.executor.close()
+    other.executor = CpuExecutor(folder)
+    runner, padded = other.executor.runner, list[int]()
+
+    def forward(token_ids: Tensor, positions: Tensor, attention: Any, encoded: None) -> Tensor:
+        padded.append(len(token_ids))
+        return padded_forward(runner.model, token_ids, positions, attention)
+
+    runner.prompt_graphs = forward
+    assert play(other, 50) == play(plain, 50)
+    assert any(count % PADDED_TOKENS for count in padded)
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gpt_oss"])

@@ -53,6 +53,17 @@ def padded_sizes(most: int) -> list[int]:
     return [size for size in sizes if size <= most]
 
 
+def padded_forward(
+    model: LlamaForCausalLM, token_ids: Tensor, positions: Tensor, attention: KernelAttention
+) -> Tensor:
+    """The model without graphs, on `PADDED_TOKENS`; see `LlamaForCausalLM.forward`."""
+    n = len(token_ids)
+    more = -n % PADDED_TOKENS
+    attention.pad(more)
+    inputs = F.pad(token_ids, (0, more)), F.pad(positions, (0, more))
+    return model(*inputs, attention)[:n]  # type: ignore[no-any-return]
+
+
 def borrowed(tensor: Tensor) -> Tensor:
     """The same elements, without keeping their memory: a graph's pool gives it to later pieces."""
     item, strides = tensor.element_size(), tensor.stride()
@@ -211,10 +222,7 @@ class PromptGraphs:
         captured, whole = captured or self._found(self._by_piece, n), captured is not None
         assert encoded is None, "models that see have no graphs"
         if captured is None:
-            more = -n % PADDED_TOKENS
-            attention.pad(more)
-            inputs = F.pad(token_ids, (0, more)), F.pad(positions, (0, more))
-            return self._model(*inputs, attention)[:n]  # type: ignore[no-any-return]
+            return padded_forward(self._model, token_ids, positions, attention)
         self._token_ids[:n], self._positions[:n] = token_ids, positions
         self._slots.fill_(-1)
         self._slots[:, :n] = attention.slots
