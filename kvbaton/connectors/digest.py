@@ -22,7 +22,7 @@ import math
 import struct
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +45,32 @@ class PendingSums(Protocol):
     def poll(self) -> list[npt.NDArray[np.uint64]] | None:
         """Per rank, sums of the blocks asked for, see `Sums`; None while on their way."""
         ...
+
+
+class PendingDigests(Protocol):
+    """Digest sums of several ranges on their way from a device."""
+
+    def poll(self) -> list[list[npt.NDArray[np.uint64]]] | None:
+        """Per range and rank, sums of its blocks, see `Sums`; None while they are on their way."""
+        ...
+
+
+class BlockRange(NamedTuple):
+    """Consecutive logical blocks of one sequence, of which some tokens are summed.
+
+    Attributes:
+        group: KV group.
+        blocks: where they are.
+        first_position: absolute position of the first token of ``blocks[0]``.
+        start: first absolute position to count.
+        end: past the last absolute position to count.
+    """
+
+    group: int
+    blocks: Sequence[int]
+    first_position: int
+    start: int
+    end: int
 
 
 def poll_all(pending: Iterable[PendingSums]) -> list[list[Sums]] | None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvbaton.connectors.base import Device, Memory
+from kvbaton.connectors.digest import BlockRange, Sums
 from kvbaton.connectors.layout import (
     ALIGNMENT,
     BLOCK,
@@ -182,27 +183,27 @@ class BlockMemory:
         sums = self.group_sums(group)
         return _unsigned(sums[torch.tensor(blocks, dtype=torch.int64, device=sums.device)])
 
-    def digest(
-        self, group: int, blocks: Sequence[int], first_position: int, start: int, end: int
-    ) -> npt.NDArray[np.uint64]:
-        """Sums recomputed from memory, [blocks, layers, kv, heads]; see `Executor.digest`."""
-        ids = torch.tensor(blocks, dtype=torch.int64, device=self.blocks.device)
-        return _unsigned(block_sums(self.group_data[group], ids, first_position, start, end))
+    def digest(self, ranges: Sequence[BlockRange]) -> list[Sums]:
+        """Per range sums recomputed from memory, [blocks, layers, kv, heads]."""
+        found = []
+        for group, blocks, *tokens in ranges:
+            ids = torch.tensor(blocks, dtype=torch.int64, device=self.blocks.device)
+            found.append(_unsigned(block_sums(self.group_data[group], ids, *tokens)))
+        return found
 
-    def adopt(
-        self,
-        group: int,
-        blocks: Sequence[int],
-        sums: npt.NDArray[np.uint64],
-        counted: npt.NDArray[np.int64],
-    ) -> None:
-        """Keep sums computed elsewhere, of the first `counted` slots of each block."""
-        if self.sums is None:
+    def adopt(self, ranges: Sequence[BlockRange], sums: Sequence[Sums]) -> None:
+        """Keep sums computed elsewhere, per range as `digest`, each from its first token on."""
+        if self.sums is None or not ranges:
             return
-        whole = np.ascontiguousarray(sums).view(np.int64)
-        ids, kept = upload([np.asarray(blocks, np.int64), whole], self.sums.device)
-        self.group_sums(group).index_copy_(0, ids, kept.view(sums.shape))
-        self.counted[list(blocks)] = counted
+        arrays = [np.asarray(held.blocks, np.int64) for held in ranges]
+        arrays += [np.ascontiguousarray(of_range).view(np.int64) for of_range in sums]
+        sent = upload(arrays, self.sums.device)
+        of_ranges = zip(ranges, sums, sent[: len(ranges)], sent[len(ranges) :], strict=True)
+        for held, summed, ids, kept in of_ranges:
+            self.group_sums(held.group).index_copy_(0, ids, kept.view(summed.shape))
+            size = self.layouts[held.group].block_size
+            tokens = held.end - held.first_position
+            self.counted[list(held.blocks)] = np.clip(tokens - size * np.arange(len(ids)), 0, size)
 
 
 def _unsigned(sums: Tensor) -> npt.NDArray[np.uint64]:

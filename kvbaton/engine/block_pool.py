@@ -98,7 +98,10 @@ class BlockPool:
     # --- references of requests ---
 
     def allocate(self, count: int, group: int = 0) -> list[int]:
-        """Hand out `count` blocks to a group, each with one reference; uncached ones first."""
+        """Hand out `count` blocks to a group, each with one reference; uncached ones first.
+
+        In order of their numbers: what lies together is moved in one piece.
+        """
         assert count <= self.num_free, f"asked for {count} blocks of {self.num_free} free ones"
         blocks = []
         for _ in range(count):
@@ -109,6 +112,7 @@ class BlockPool:
                 self._forget(block)
             self.refs[block], self.group[block] = 1, group
             blocks.append(block)
+        blocks.sort()
         return blocks
 
     def ref(self, blocks: Iterable[int]) -> None:

@@ -11,13 +11,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kvbaton.connectors.digest import BlockRange
 from kvbaton.connectors.layout import LAYER, KVLayout
 from kvbaton.engine.block_memory import BlockMemory, BlockView
 from kvbaton.engine.collectives import Shard
 from kvbaton.engine.kv_groups import KVGroup, block_bytes
 from kvbaton.engine.state_blocks import StateBlocks
 from kvbaton.engine.upload import fetch, upload, upload_ids
-from kvbaton.kernels.digest import add_sums, block_sums, start_sums
+from kvbaton.kernels.digest import add_sums, block_sums, start_sums, table_sums
 from kvbaton.kernels.rope_write import narrow
 
 LONG_RUN = 4
@@ -300,12 +301,21 @@ class KVCache(BlockMemory):
         sums = self.group_sums(group).index_select(0, upload_ids(blocks, self.data.device))
         return fetch(sums.contiguous())
 
-    def fetch_digest(
-        self, group: int, blocks: Sequence[int], first_position: int, start: int, end: int
-    ) -> Tensor:
-        """Sums recomputed from memory, on their way; see `Executor.digest`."""
-        ids = upload_ids(blocks, self.data.device)
-        return fetch(block_sums(self.group_data[group], ids, first_position, start, end))
+    def fetch_digest(self, ranges: Sequence[BlockRange]) -> list[Tensor]:
+        """Per range sums recomputed from memory, likewise; those of a view in one launch."""
+        found: list[Tensor] = []
+        for view, alike in groupby(ranges, lambda held: self.views[held.group]):
+            same, size = list(alike), view.layout.block_size
+            counts = [len(held.blocks) for held in same]
+            table = np.empty((4, sum(counts)), np.int64)
+            for held, part in zip(same, np.split(table, np.cumsum(counts)[:-1], 1), strict=True):
+                part[0], part[2], part[3] = held.blocks, held.start, held.end
+                part[1] = held.first_position + size * np.arange(part.shape[1])
+            (sent,) = upload([table], self.data.device)
+            sums = fetch(table_sums(view.data, sent.view(table.shape)))
+            for held, of_range in zip(same, torch.split(sums, counts), strict=True):
+                found.append(of_range[:, : self.num_layers(held.group)])
+        return found
 
 
 def _layout_of(whole: KVLayout, number: int, group: KVGroup) -> KVLayout:

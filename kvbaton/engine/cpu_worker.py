@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from msgspec.structs import replace
 
+from kvbaton.connectors.digest import BlockRange, Sums
 from kvbaton.engine.collectives import Alone, Barrier, HostCollectives, Shard
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.executor import Executor, WorkerGroup, rank_threads
@@ -22,7 +23,7 @@ from kvbaton.engine.model_config import ModelConfig, resolve_max_model_len
 from kvbaton.engine.pending import Pending
 from kvbaton.engine.runner import Runner
 from kvbaton.engine.step import NewSequence, SequenceStep, StepPlan, StepResult
-from kvbaton.engine.worker import ModelWorker, Sums, WorkerSettings, choose_device, pool_blocks
+from kvbaton.engine.worker import ModelWorker, WorkerSettings, choose_device, pool_blocks
 from kvbaton.messages.engine import SamplingParams
 
 HANDLE = 0
@@ -74,7 +75,7 @@ class CpuWorker(ModelWorker):
             second = SequenceStep(HANDLE, prompt, 1, ((),) * len(blocks), 1)
             self.runner.run(StepPlan(0, steps=(second,))).result()
         self.runner.run(StepPlan(0, ended=(HANDLE,)))
-        cache.digest(0, [BLOCK], 0, 0, tokens)
+        cache.digest([BlockRange(0, [BLOCK], 0, 0, tokens)])
         if cache.sums is not None:
             cache.kept_sums(0, [BLOCK])
 
@@ -89,12 +90,9 @@ class CpuWorker(ModelWorker):
         summed = self.steps.submit(self.cache.kept_sums, group, blocks)
         return Pending(summed.done, summed.result)
 
-    def digest(
-        self, group: int, blocks: Sequence[int], first_position: int, start: int, end: int
-    ) -> Pending[Sums]:
+    def digest(self, ranges: Sequence[BlockRange]) -> Pending[list[Sums]]:
         """See `Worker.digest`."""
-        digest = self.cache.digest
-        summed = self.digests.submit(digest, group, blocks, first_position, start, end)
+        summed = self.digests.submit(self.cache.digest, ranges)
         return Pending(summed.done, summed.result)
 
     def close(self) -> None:

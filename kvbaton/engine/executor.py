@@ -17,9 +17,8 @@ from concurrent.futures import Executor as Thread
 from functools import partial
 from typing import Any, TypeVar
 
-import numpy as np
-
 from kvbaton.connectors.base import Memory
+from kvbaton.connectors.digest import BlockRange, Sums
 from kvbaton.connectors.layout import KVLayout
 from kvbaton.connectors.objects import ObjectForm
 from kvbaton.engine.block_staging import (
@@ -35,7 +34,7 @@ from kvbaton.engine.pending import Pending, join
 from kvbaton.engine.step import StepPlan, StepResult
 from kvbaton.engine.step_costs import Terms
 from kvbaton.engine.trial_steps import try_steps
-from kvbaton.engine.worker import Sums, Worker
+from kvbaton.engine.worker import Worker
 from kvbaton.messages.engine import AddRequest
 
 T = TypeVar("T")
@@ -248,44 +247,27 @@ class Executor:
             lambda: [f.result().result() for f in asked],
         )
 
-    def digest(
-        self, group: int, blocks: Sequence[int], first_position: int, start: int, end: int
-    ) -> Pending[list[Sums]]:
-        """Digest sums recomputed from the bytes in memory now.
+    def digest(self, ranges: Sequence[BlockRange]) -> Pending[list[list[Sums]]]:
+        """Digest sums recomputed from the bytes in memory now, per range as `sums`.
 
         May be called from another thread than `launch`.
-
-        Args:
-            group: KV group.
-            blocks: consecutive logical blocks of one sequence.
-            first_position: absolute position of the first token of ``blocks[0]``.
-            start: first absolute position to count.
-            end: past the last absolute position to count.
-
-        Returns:
-            As `sums`.
         """
-        return join(
-            [worker.digest(group, blocks, first_position, start, end) for worker in self.workers]
+        of_ranks = join([worker.digest(ranges) for worker in self.workers])
+        return of_ranks.then(
+            lambda found: [list(of_range) for of_range in zip(*found, strict=True)]
         )
 
-    def adopt(
-        self, group: int, blocks: Sequence[int], sums: Sequence[Sums], num_tokens: int
-    ) -> None:
+    def adopt(self, ranges: Sequence[BlockRange], sums: Sequence[Sequence[Sums]]) -> None:
         """Keep sums of blocks that arrived verified, as if a step had written them.
 
         No step in flight touches blocks that are only arriving.
 
         Args:
-            group: KV group.
-            blocks: consecutive logical blocks of one sequence.
-            sums: per rank, from `digest`, of the first `num_tokens` slots of the blocks.
-            num_tokens: in all.
+            ranges: each counted from its first token on.
+            sums: per range and rank, from `digest`.
         """
-        size = self.workers[0].cache.block_size
-        counted = np.clip(num_tokens - size * np.arange(len(blocks)), 0, size)
-        for worker, of_rank in zip(self.workers, sums, strict=True):
-            worker.adopt(group, blocks, of_rank, counted)
+        for rank, worker in enumerate(self.workers):
+            worker.adopt(ranges, [of_ranks[rank] for of_ranks in sums])
 
     def staging(self, forms: Sequence[ObjectForm], reached: Collection[str] = ()) -> BlockStaging:
         """Bytes of blocks for a store.

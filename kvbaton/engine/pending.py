@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 class Pending(Generic[T]):
@@ -47,6 +48,10 @@ class Pending(Generic[T]):
     def poll(self) -> T | None:
         """The result, or None while it is on its way; raises what its computation raised."""
         return self._take() if self.ready() else None
+
+    def then(self, change: Callable[[T], U]) -> Pending[U]:
+        """What is made of it once it is there."""
+        return Pending(self.ready, lambda: change(self._take()), self._wait)
 
 
 def join(parts: Sequence[Pending[T]]) -> Pending[list[T]]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+from kvbaton.connectors.digest import BlockRange
 from kvbaton.connectors.layout import GroupKind
 from kvbaton.connectors.objects import HEADER_BYTES, ObjectForm
 from kvbaton.connectors.registry import as_written
@@ -466,14 +467,16 @@ class StoreWorker:
             return [False] * len(run.keys), []
         form = self.forms[run.group]
         start, end = (form.block_size * (run.first + i) for i in (0, len(run.blocks)))
-        sums = self._executor.digest(run.group, run.blocks, start, start, end)
-        yield sums.ready
+        ranges = [BlockRange(run.group, run.blocks, start, start, end)]
+        pending = self._executor.digest(ranges)
+        yield pending.ready
         # They are kept with the blocks, as if a step had written these.
-        self._executor.adopt(run.group, run.blocks, sums.result(), end - start)
+        self._executor.adopt(ranges, pending.result())
+        (sums,) = pending.result()
         if self.calls.capabilities.synthetic:
             return there, []
         right, bad = [], []
-        values = form.digests(sums.result())
+        values = form.digests(sums)
         for key, header, value, is_there in zip(run.keys, headers, values, there, strict=True):
             claimed = form.header(self.identity, key).check(header)
             right.append(is_there and claimed == value)
@@ -533,7 +536,8 @@ class StoreWorker:
                 else:
                     start = run[0].number * form.block_size
                     end = start + len(run) * form.block_size
-                    sums.append(self._executor.digest(group, held, start, start, end))
+                    again = self._executor.digest([BlockRange(group, held, start, start, end)])
+                    sums.append(again.then(lambda found: found[0]))
             yield lambda: batch.ready() and all(found.ready() for found in sums)
             values = [value for found in sums for value in form.digests(found.result())]
             keys = [save.key for save in saves]

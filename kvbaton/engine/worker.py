@@ -11,10 +11,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
+from kvbaton.connectors.digest import BlockRange, Sums
 from kvbaton.engine.block_memory import BlockMemory
 from kvbaton.engine.cache import KVCache
 from kvbaton.engine.collectives import Shard
@@ -31,8 +30,6 @@ from kvbaton.errors import ConfigError
 from kvbaton.messages.engine import AddRequest
 
 log = logging.getLogger(__name__)
-
-Sums = npt.NDArray[np.uint64]
 
 DEFAULT_CPU_BYTES = 1 << 30
 """Most that the KV pools of all ranks take on a CPU unless told otherwise."""
@@ -72,20 +69,12 @@ class Worker(ABC):
         """See `Executor.sums`; with `in_flight` in the rank's thread."""
 
     @abstractmethod
-    def digest(
-        self, group: int, blocks: Sequence[int], first_position: int, start: int, end: int
-    ) -> Pending[Sums]:
+    def digest(self, ranges: Sequence[BlockRange]) -> Pending[list[Sums]]:
         """See `Executor.digest`."""
 
-    def adopt(
-        self,
-        group: int,
-        blocks: Sequence[int],
-        sums: Sums,
-        counted: npt.NDArray[np.int64],
-    ) -> None:
+    def adopt(self, ranges: Sequence[BlockRange], sums: Sequence[Sums]) -> None:
         """See `Executor.adopt` and `BlockMemory.adopt`."""
-        self.cache.adopt(group, blocks, sums, counted)
+        self.cache.adopt(ranges, sums)
 
     def counters(self) -> dict[str, float]:
         """See `Executor.counters`."""

@@ -70,8 +70,28 @@ def block_sums(cache: Tensor, blocks: Tensor, first_position: int, start: int, e
     Raises:
         ValueError: a GPU can't read `cache` as words.
     """
+    return table_sums(cache, range_table(blocks, first_position, start, end, cache.shape[-2]))
+
+
+def range_table(
+    blocks: Tensor, first_position: int, start: int, end: int, block_size: int
+) -> Tensor:
+    """What `table_sums` takes, of consecutive logical blocks of one sequence."""
+    positions = first_position + block_size * torch.arange(len(blocks), device=blocks.device)
+    bounds = torch.tensor([[start], [end]], device=blocks.device).expand(2, len(blocks))
+    return torch.cat([blocks.long()[None], positions[None], bounds])
+
+
+def table_sums(cache: Tensor, table: Tensor) -> Tensor:
+    """`block_sums` of any blocks.
+
+    Args:
+        cache: as there.
+        table: [4, n] int64, contiguous: physical blocks, absolute positions of their first tokens,
+            and of each the first position that counts and that past the last.
+    """
     if not use_triton(cache):
-        return block_sums_reference(cache, blocks, first_position, start, end)
+        return table_sums_reference(cache, table)
     words = _words_in_place(cache)
     if words is None:
         raise ValueError(
@@ -79,16 +99,15 @@ def block_sums(cache: Tensor, blocks: Tensor, first_position: int, start: int, e
             f"read as words of {_word_bytes(cache)} bytes"
         )
     _, heads, layers, planes, block_size, num_words = words.shape
-    sums = torch.empty((len(blocks), layers, planes, heads), dtype=torch.int64, device=cache.device)
-    if len(blocks):
-        _block_kernel[(len(blocks) * heads * layers * planes,)](
+    count = table.shape[1]
+    sums = torch.empty((count, layers, planes, heads), dtype=torch.int64, device=cache.device)
+    if count:
+        _block_kernel[(count * heads * layers * planes,)](
             words,
-            blocks,
+            table,
             plane_weights(num_words, planes, cache.device),
             sums,
-            first_position,
-            start,
-            end,
+            count,
             heads,
             layers,
             planes,
@@ -101,21 +120,19 @@ def block_sums(cache: Tensor, blocks: Tensor, first_position: int, start: int, e
     return sums
 
 
-def block_sums_reference(
-    cache: Tensor, blocks: Tensor, first_position: int, start: int, end: int
-) -> Tensor:
-    """`block_sums` on the CPU, where each block is read once, in place, by one product.
+def table_sums_reference(cache: Tensor, table: Tensor) -> Tensor:
+    """`table_sums` on the CPU, where each block is read once, in place, by one product.
 
     NumPy's, since torch is five times slower on integers that lie apart.
     """
-    in_place = _words_in_place(cache)
+    in_place, (blocks, first, start, end) = _words_in_place(cache), table
     if in_place is None:
         in_place, blocks = _words(cache[blocks.long()]), torch.arange(len(blocks))
     words = in_place.numpy()
     _, heads, layers, planes, block_size, num_words = words.shape
-    positions = torch.arange(len(blocks) * block_size) + first_position
-    counted = (positions >= start) & (positions < end)
-    of_tokens = _unsigned(_position_weights(positions) * counted).reshape(-1, block_size, 1)
+    positions = first[:, None] + torch.arange(block_size)
+    counted = (positions >= start[:, None]) & (positions < end[:, None])
+    of_tokens = _unsigned(_position_weights(positions) * counted)[..., None]
     device = torch.device("cpu")
     of_words = _unsigned(plane_weights(num_words, planes, device))[:, None]  # b(kv, j)
     weights = np.empty((planes, block_size, num_words), np.uint64)
@@ -196,15 +213,13 @@ def tokens_together(block_size: int, num_words: int) -> int:
     return min(TOKENS_PER_PROGRAM, next_power_of_2(block_size), most)
 
 
-@jit("blocks", "first_position", "start", "end")
+@jit("table", "count")
 def _block_kernel(
     words: tl.tensor,
-    blocks: tl.tensor,
+    table: tl.tensor,
     word_weights: tl.tensor,
     sums: tl.tensor,
-    first_position: tl.tensor,
-    start: tl.tensor,
-    end: tl.tensor,
+    count: tl.tensor,
     heads: tl.tensor,
     layers: tl.tensor,
     planes: tl.tensor,
@@ -224,14 +239,17 @@ def _block_kernel(
     layer = number // planes % layers
     head = number // (planes * layers) % heads
     index = number // (planes * layers * heads)
-    block = tl.load(blocks + index).to(tl.int64)
+    block = tl.load(table + index)
+    first_position = tl.load(table + count + index)
+    start = tl.load(table + 2 * count + index)
+    end = tl.load(table + 3 * count + index)
     base = words + block * stride_block + head * stride_head + layer * stride_layer + kv * stride_kv
     column = tl.arange(0, BLOCK_W)
     weight = tl.load(word_weights + kv * NUM_WORDS + column, mask=column < NUM_WORDS, other=0)
     total = tl.zeros([BLOCK_T], dtype=tl.int64)
     for first in range(0, BLOCK_SIZE, BLOCK_T):
         token = first + tl.arange(0, BLOCK_T).to(tl.int64)
-        position = index * BLOCK_SIZE + token + first_position
+        position = first_position + token
         counted = (token < BLOCK_SIZE) & (position >= start) & (position < end)
         mask = counted[:, None] & (column < NUM_WORDS)[None, :]
         place = base + token[:, None] * stride_token + column[None, :]

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from kvbaton.connectors.digest import PendingSums
+from kvbaton.connectors.digest import BlockRange, PendingDigests, PendingSums
 from kvbaton.connectors.keys import prompt_key
 from kvbaton.connectors.layout import GroupKind
 from kvbaton.connectors.protocol.events import (
@@ -91,16 +91,17 @@ class CutSums:
     wrote the block signed, else stale bytes would be signed here.
     """
 
-    def __init__(self, kept: PendingSums, whole: PendingSums, part: PendingSums) -> None:
-        self._kept, self._whole, self._part = kept, whole, part
+    def __init__(self, kept: PendingSums, anew: PendingDigests) -> None:
+        """`anew` is of the first block, whole and the part that counts."""
+        self._kept, self._anew = kept, anew
 
     def poll(self) -> list[npt.NDArray[np.uint64]] | None:
         """Per rank, the sums; None while they are on their way."""
-        kept, whole, part = self._kept.poll(), self._whole.poll(), self._part.poll()
-        if kept is None or whole is None or part is None:
+        kept, anew = self._kept.poll(), self._anew.poll()
+        if kept is None or anew is None:
             return None
         cut = []
-        for of_kept, of_whole, of_part in zip(kept, whole, part, strict=True):
+        for of_kept, of_whole, of_part in zip(kept, *anew, strict=True):
             sums = of_kept.copy()
             # What does not match is left wrong on purpose: the target will refuse it.
             sums[0] = np.where(of_kept[0] == of_whole[0], of_part[0], ~of_part[0])
@@ -352,9 +353,9 @@ class SourceConnector(KVConnector):
             if begin % size and blocks:  # the first block counts in part
                 first = begin - begin % size
                 past = min(first + size, end)  # the prompt may end in this very block
-                whole = self.executor.digest(group, blocks[:1], first, first, past)
-                part = self.executor.digest(group, blocks[:1], first, begin, past)
-                pending = CutSums(pending, whole, part)
+                whole = BlockRange(group, blocks[:1], first, first, past)
+                anew = self.executor.digest([whole, whole._replace(start=begin)])
+                pending = CutSums(pending, anew)
             sums.append((held[0].first if held else 0, pending))
         return BlocksReady(attempt, start, end, spans, tuple(sums))
 

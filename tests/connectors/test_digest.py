@@ -22,8 +22,8 @@ from kvbaton.connectors.digest import claims, fold, mismatches, unit_sums
 from kvbaton.connectors.layout import GroupKind, KVLayout, Plane, contiguous_plane
 from kvbaton.connectors.pairing import GroupPairing
 from kvbaton.connectors.plan import plan
-from kvbaton.kernels.digest import block_sums_reference
 from kvbaton.messages.control import DigestRun
+from tests.support.digests import block_sums_reference
 
 LAYERS, DIM = (4, 5, 9), 4
 TRANSFER = bytes(range(16))

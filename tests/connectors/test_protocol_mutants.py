@@ -11,6 +11,7 @@ from unittest import mock
 import msgspec
 import pytest
 
+from kvbaton.connectors.digest import BlockRange, PendingDigests, Sums
 from kvbaton.connectors.protocol import incoming, source, target
 from kvbaton.connectors.protocol.checks import is_repetition
 from kvbaton.connectors.protocol.events import (
@@ -381,13 +382,24 @@ def posts_again(self: Any, record: Any, event: Any) -> None:
         self._settle(record)
 
 
+class OfOneRange:
+    """As `PendingSums`."""
+
+    def __init__(self, pending: PendingDigests) -> None:
+        self._pending = pending
+
+    def poll(self) -> list[Sums] | None:
+        found = self._pending.poll()
+        return None if found is None else found[0]
+
+
 def signs_at_push(
     self: Any, attempt: Any, tables: Any, start: int, end: int, counted: Any, **options: Any
 ) -> Any:
     def sums(group: int, blocks: Any, **options: Any) -> Any:
         begin = max(start, counted[group])
         first = begin - begin % self.executor.layouts[0][group].block_size
-        return self.executor.digest(group, blocks, first, first, end)
+        return OfOneRange(self.executor.digest([BlockRange(group, blocks, first, first, end)]))
 
     with mock.patch.object(self.executor, "sums", sums):
         return real_report_blocks(self, attempt, tables, start, end, counted)

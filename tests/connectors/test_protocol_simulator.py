@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbaton.connectors.digest import PendingSums, Sums
+from kvbaton.connectors.digest import BlockRange, PendingDigests, PendingSums
 from kvbaton.connectors.protocol.source import Source
 from kvbaton.engine.step import BlockCopy, NewSequence, SequenceStep, StepPlan
 from kvbaton.messages.engine import SamplingParams
@@ -93,18 +94,19 @@ def test_sums_of_received_blocks_that_are_written_over_are_those_of_their_bytes(
         executor.launch(StepPlan(handle, (), copies, (), (new,), (step,)))
         world.run(world.now + 1.0)
 
-    def poll(pending: PendingSums) -> list[Sums]:
+    def poll(pending: PendingSums | PendingDigests) -> Any:
         world.run(world.now + 1.0)
         found = pending.poll()
         assert found is not None
         return found
 
     compute(1, 0, 1, 2)
-    sums = poll(executor.digest(0, [1, 2], 0, 0, 8))
-    executor.adopt(0, [1, 2], sums, 8)
+    held = BlockRange(0, [1, 2], 0, 0, 8)
+    (sums,) = poll(executor.digest([held]))
+    executor.adopt([held], [sums])
     compute(2, 7, 1, 3, copies=(BlockCopy(0, 2, 3),))
     assert np.array_equal(poll(executor.sums(0, [1, 3])), sums)
-    assert np.array_equal(poll(executor.digest(0, [1, 3], 0, 0, 8)), sums)
+    assert np.array_equal(poll(executor.digest([held._replace(blocks=[1, 3])])), [sums])
 
 
 def test_a_seed_repeats() -> None:

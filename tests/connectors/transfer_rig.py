@@ -6,14 +6,15 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from kvbaton.connectors.base import Memory, Transport
 from kvbaton.connectors.channel import ControlChannel
+from kvbaton.connectors.digest import BlockRange, Sums
 from kvbaton.connectors.layout import GroupKind, KVLayout, contiguous_plane
 from kvbaton.connectors.protocol.events import (
     Announce,
@@ -38,6 +39,7 @@ from kvbaton.types import Attempt, BlockSpan, ChoiceStart, NodeId, TransferTimer
 BLOCK_SIZE, NUM_BLOCKS, HEADS = 4, 64, 2
 TIMERS = TransferTimers(resend=0.05, progress_deadline=1.0)
 KEY = b"k" * 32
+T = TypeVar("T")
 _names = itertools.count()
 _PLANE = contiguous_plane(
     num_blocks=NUM_BLOCKS,
@@ -50,14 +52,14 @@ _PLANE = contiguous_plane(
 LAYOUT = KVLayout(0, GroupKind.FULL, BLOCK_SIZE, NUM_BLOCKS, (_PLANE,))
 
 
-class Sums:
+@dataclass
+class Known(Generic[T]):
     """Sums that are there at once."""
 
-    def __init__(self, sums: npt.NDArray[np.uint64]) -> None:
-        self._sums = sums
+    value: T
 
-    def poll(self) -> list[npt.NDArray[np.uint64]]:
-        return [self._sums]
+    def poll(self) -> T:
+        return self.value
 
 
 class Pool:
@@ -71,9 +73,10 @@ class Pool:
     def memory(self) -> Memory:
         return Memory(self.data.ctypes.data, self.data.nbytes, owner=self.data)
 
-    def digest(
-        self, group: int, blocks: Sequence[int], first_position: int, start: int, end: int
-    ) -> Sums:
+    def digest(self, ranges: Sequence[BlockRange]) -> Known[list[list[Sums]]]:
+        return Known([[self.sums(*held[1:])] for held in ranges])
+
+    def sums(self, blocks: Sequence[int], first_position: int, start: int, end: int) -> Sums:
         """A weighted sum over the valid tokens of each block."""
         rows = []
         for number, block in enumerate(blocks):
@@ -81,15 +84,9 @@ class Pool:
             weight = np.where((positions >= start) & (positions < end), 2 * positions + 1, 0)
             values = self.data[block].astype(np.uint64) * weight.astype(np.uint64)[:, None]
             rows.append(values.sum((-1, -2)).transpose(1, 2, 0))
-        return Sums(np.stack(rows))
+        return np.stack(rows)
 
-    def adopt(
-        self,
-        group: int,
-        blocks: Sequence[int],
-        sums: Sequence[npt.NDArray[np.uint64]],
-        num_tokens: int,
-    ) -> None:
+    def adopt(self, ranges: Sequence[BlockRange], sums: Sequence[Sequence[Sums]]) -> None:
         """Sums are made anew here each time."""
 
 
@@ -162,7 +159,7 @@ class Prefill(Node):
         end = self._lengths[attempt]
         first, last = start // BLOCK_SIZE, -(-end // BLOCK_SIZE)
         blocks = tuple(1 + number * (1 + self.spread) for number in range(first, last))
-        sums = self.pool.digest(0, blocks, first * BLOCK_SIZE, start, end)
+        sums = Known([self.pool.sums(blocks, first * BLOCK_SIZE, start, end)])
         report = BlocksReady(attempt, start, end, ((BlockSpan(first, blocks),),), ((first, sums),))
         self.thread.submit(report, FirstTokens(attempt, (ChoiceStart(7),)))
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvbaton.connectors.digest import BlockRange
 from kvbaton.engine.cache import KVCache
 from kvbaton.engine.collectives import Shard
 from kvbaton.engine.cuda.graphs import graph_sizes
@@ -116,7 +117,8 @@ def test_groups_of_every_kind(
         if cache.groups[g].state_rows:  # of which the last one is that of the last token
             table, first = table[-1:], length - 1
         kept = cache.fetch_kept_sums(g, table)
-        assert torch.equal(kept, cache.fetch_digest(g, table, first, first, length)), f"group {g}"
+        (again,) = cache.fetch_digest([BlockRange(g, table, first, first, length)])
+        assert torch.equal(kept, again), f"group {g}"
 
 
 @pytest.mark.parametrize("chunk", [40, 1000])
@@ -218,7 +220,8 @@ def test_drafts_are_verified(family: str, checkpoint: Callable[..., Path], drive
         cache = other.executor.cache
         for g, table in enumerate([other.tables[handle], *other.others[handle]]):
             kept = cache.fetch_kept_sums(g, table[:whole])
-            assert torch.equal(kept, cache.fetch_digest(g, table[:whole], 0, 0, 16 * whole))
+            (again,) = cache.fetch_digest([BlockRange(g, table[:whole], 0, 0, 16 * whole)])
+            assert torch.equal(kept, again)
 
 
 def test_sums_of_written_copied_and_rewritten_blocks(drivers: tuple[Any, Any]) -> None:

@@ -25,6 +25,7 @@ from kvbaton.errors import ConfigError
 from kvbaton.messages.engine import FromCore, Item, Output, Outputs, Rejected
 from kvbaton.types import NodeId
 from tests.support.chats import picture
+from tests.support.digests import digest_of
 from tests.support.encoder_items import (
     ONE_TOKEN,
     expected_rows,
@@ -130,7 +131,7 @@ def test_rows_of_a_batch_are_the_towers_own_then_zeros_and_are_summed(
         assert rows.dtype is getattr(torch, dtype)
         torch.testing.assert_close(rows[: item.length], expected, atol=tolerance, rtol=tolerance)
         assert not rows[item.length :].any()
-        kept, now = executor.sums(0, table), executor.digest(0, table, 0, 0, padded(item))
+        kept, now = executor.sums(0, table), digest_of(executor, 0, table, 0, 0, padded(item))
         until(lambda: kept.poll() is not None and now.poll() is not None, "sums")  # noqa: B023
         assert (kept.result()[0] == now.result()[0]).all()
         assert kept.result()[0].all(), "zero rows count too"
@@ -172,7 +173,7 @@ def test_only_what_lacks_is_written(
     rows = stored(worker_of(executor).cache, table)
     assert not rows[:32].any(), "a cached prefix is left alone"
     torch.testing.assert_close(rows[32 : item.length], expected_rows(folder, item)[32:])
-    kept, now = executor.sums(0, (3,)), executor.digest(0, (3,), 32, 32, 64)
+    kept, now = executor.sums(0, (3,)), digest_of(executor, 0, (3,), 32, 32, 64)
     until(lambda: kept.poll() is not None and now.poll() is not None, "sums")
     assert (kept.result()[0] == now.result()[0]).all()
 

@@ -17,6 +17,7 @@ from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.step import BlockCopy, NewSequence, SequenceStep, StepPlan
 from kvbaton.kernels.digest import block_sums
 from tests.support.chats import picture
+from tests.support.digests import digest_of
 from tests.support.encoder_items import (
     ONE_TOKEN,
     expected_rows,
@@ -82,7 +83,7 @@ def test_rows_and_sums_are_those_of_a_cpu_whatever_runs_beside(
             rows[: item.length], expected_rows(folder, item), atol=1e-3, rtol=1e-3
         )
         assert not rows[item.length :].any()
-        now = executor.digest(0, table, 0, 0, padded(item))
+        now = digest_of(executor, 0, table, 0, 0, padded(item))
         until(lambda: kept.poll() is not None and now.poll() is not None, "sums")  # noqa: B023
         (of_kept,), (of_now,) = kept.poll() or [], now.poll() or []
         assert (of_kept[[block - 1 for block in table]] == of_now).all()

@@ -12,6 +12,7 @@ import torch
 
 from kvbaton.kernels.digest import block_sums
 from kvbaton.messages.engine import SamplingParams
+from tests.support.digests import digest_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -215,7 +216,7 @@ def test_kept_sums_are_those_of_the_bytes(checkpoint: Callable[..., Path], drive
     driver.generate(handle, 20, chunk=70)
     blocks, length = driver.tables[handle], driver.computed[handle]
     kept = driver.wait(driver.executor.sums(0, blocks))
-    again = driver.wait(driver.executor.digest(0, blocks, 0, 0, length))
+    again = driver.wait(digest_of(driver.executor, 0, blocks, 0, 0, length))
     cache = driver.executor.workers[0].cache.data
     reference = block_sums(cache.cpu(), torch.tensor(blocks), 0, 0, length).numpy()
     assert (kept == again).all()
@@ -285,7 +286,7 @@ def test_sums_asked_for_during_a_step_are_those_after_it(
         driver.step((handle, count, samples))
         kept = driver.wait(asked.pop())
         blocks, length = driver.tables[handle], driver.computed[handle]
-        again = driver.wait(driver.executor.digest(0, blocks, 0, 0, length))
+        again = driver.wait(digest_of(driver.executor, 0, blocks, 0, 0, length))
         assert (kept == again).all()
 
 

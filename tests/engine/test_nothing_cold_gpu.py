@@ -20,6 +20,7 @@ import kvbaton.kernels
 from kvbaton.engine.cuda.graphs import DecodeGraphs
 from kvbaton.messages.engine import SamplingParams
 from tests.engine.test_gpu import MODELS, random_tokens
+from tests.support.digests import digest_of
 from tests.support.driver import Driver
 
 pytestmark = [
@@ -93,7 +94,7 @@ class Mix:
         blocks, first = table[start // size :], start // size * size
         if length > start:
             self.driver.wait(self.driver.executor.sums(0, blocks))
-            self.driver.wait(self.driver.executor.digest(0, blocks, first, start, length))
+            self.driver.wait(digest_of(self.driver.executor, 0, blocks, first, start, length))
 
     def _come(self) -> None:
         count = int(self.rng.choice(LENGTHS))

@@ -39,12 +39,19 @@ def test_the_null_block_is_never_handed_out():
     assert pool.num_free == 0
 
 
+def test_blocks_handed_out_together_are_in_order() -> None:
+    pool = BlockPool(9)
+    first, second = pool.allocate(3), pool.allocate(5)
+    pool.deref([second[4], first[1], second[0], first[0], second[2]])
+    assert pool.allocate(5) == [1, 2, 4, 6, 8]
+
+
 def test_uncached_blocks_go_first_then_the_longest_unused_and_a_tail_before_its_head():
     pool = BlockPool(6)
     old = cached(pool, [1, 2])
     new = cached(pool, [3])
     assert set(pool.allocate(2)).isdisjoint(old + new)
-    assert pool.allocate(2) == [old[1], old[0]]
+    assert [*pool.allocate(1), *pool.allocate(1)] == [old[1], old[0]]
     assert pool.match([key(1)]) == []
     assert pool.match([key(3)]) == new
 

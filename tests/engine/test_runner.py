@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from kvbaton.connectors.digest import BlockRange
 from kvbaton.connectors.layout import ALIGNMENT
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.cpu_worker import cpu_executor
@@ -21,6 +22,7 @@ from kvbaton.engine.worker import choose_device
 from kvbaton.errors import ConfigError
 from kvbaton.messages.engine import SamplingParams
 from kvbaton.types import TokenLogprobs
+from tests.support.digests import digest_of
 
 Checkpoint = Callable[..., Path]
 PROMPT = np.random.default_rng(9).integers(3, 384, 37).tolist()
@@ -251,7 +253,7 @@ def kept(driver: Any, handle: int) -> npt.NDArray[np.uint64]:
 
 def recomputed(driver: Any, handle: int) -> npt.NDArray[np.uint64]:
     table, end = driver.tables[handle], driver.computed[handle]
-    found: npt.NDArray[np.uint64] = driver.wait(driver.executor.digest(0, table, 0, 0, end))
+    found: npt.NDArray[np.uint64] = driver.wait(digest_of(driver.executor, 0, table, 0, 0, end))
     return found
 
 
@@ -320,9 +322,9 @@ def test_adopted_blocks_are_as_if_computed_here(
     blocks = [target.free.pop() for _ in source.tables[handle]]
     pools = [driver.executor.workers[0].cache.data for driver in (source, target)]
     pools[1][blocks] = pools[0][source.tables[handle]]
-    sums = target.executor.digest(0, blocks, 0, 0, 37)
+    sums = digest_of(target.executor, 0, blocks, 0, 0, 37)
     assert (target.wait(sums) == kept(source, handle)).all()
-    target.executor.adopt(0, blocks, sums.poll(), 37)
+    target.executor.adopt([BlockRange(0, blocks, 0, 0, 37)], [sums.result()])
     new = NewSequence(1, (*PROMPT, token), 37, 0, SamplingParams(temperature=0.0))
     step = SequenceStep(1, 37 - again, 1 + again, (tuple(blocks),), 1)
     result = target.executor.launch(StepPlan(1, new=(new,), steps=(step,))).result()
@@ -338,9 +340,9 @@ def test_sums_can_be_left_out(checkpoint: Checkpoint, drive: Any) -> None:
     for driver in (with_sums, without):
         driver.generate(driver.add(PROMPT), 3)
     assert (recomputed(without, 1) == kept(with_sums, 1)).all()
-    sums = without.executor.digest(0, [1], 0, 0, 16)
+    sums = digest_of(without.executor, 0, [1], 0, 0, 16)
     without.wait(sums)
-    without.executor.adopt(0, [1], sums.poll(), 16)
+    without.executor.adopt([BlockRange(0, [1], 0, 0, 16)], [sums.result()])
     with pytest.raises(AssertionError, match="without digest sums"):
         without.wait(without.executor.sums(0, [1]))
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvbaton.connectors.digest import BlockRange
 from kvbaton.engine.build import make_executor, make_scheduler
 from kvbaton.engine.collectives import AbortedError, Barrier, HostCollectives, Lockstep
 from kvbaton.engine.config import EngineConfig
@@ -21,6 +22,7 @@ from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.step import NewSequence, SequenceStep, StepPlan
 from kvbaton.errors import ConfigError
 from kvbaton.messages.engine import AddRequest, Output, SamplingParams
+from tests.support.digests import digest_of
 
 Checkpoint = Callable[..., Path]
 Outputs = dict[str, list[Output]]
@@ -202,9 +204,9 @@ def test_sums_asked_for_during_a_step_are_those_after_it(
     for pending, end in zip(asked, (33, 70), strict=True):
         driver.wait(pending)
         held = blocks[: -(-end // driver.block_size)]
-        again = driver.executor.digest(0, held, 0, 0, end)
+        again = digest_of(driver.executor, 0, held, 0, 0, end)
         driver.wait(again)
-        for mine, theirs in zip(pending.poll(), again.poll(), strict=True):
+        for mine, theirs in zip(pending.poll(), again.result(), strict=True):
             assert (mine == theirs).all()
 
 
@@ -213,19 +215,20 @@ def test_kept_sums_are_those_of_the_bytes(checkpoint: Checkpoint, drive: Any) ->
     handle = driver.add(PROMPTS[3])
     driver.generate(handle, 10, chunk=33)
     blocks, length = driver.tables[handle], driver.computed[handle]
-    kept, again = (driver.executor.sums(0, blocks), driver.executor.digest(0, blocks, 0, 0, length))
+    kept = driver.executor.sums(0, blocks)
+    again = digest_of(driver.executor, 0, blocks, 0, 0, length)
     driver.wait(kept)
     driver.wait(again)
     assert len(kept.poll()) == 2
-    for mine, theirs in zip(kept.poll(), again.poll(), strict=True):
+    for mine, theirs in zip(kept.poll(), again.result(), strict=True):
         assert (mine == theirs).all()
-    driver.executor.adopt(0, blocks, again.poll(), length)
+    driver.executor.adopt([BlockRange(0, blocks, 0, 0, length)], [again.result()])
     driver.wait(adopted := driver.executor.sums(0, blocks))
-    for mine, theirs in zip(adopted.poll(), again.poll(), strict=True):
+    for mine, theirs in zip(adopted.poll(), again.result(), strict=True):
         assert (mine == theirs).all()
     driver.executor.poison(0, blocks[:1])
-    driver.wait(poisoned := driver.executor.digest(0, blocks, 0, 0, length))
-    for mine, theirs in zip(poisoned.poll(), again.poll(), strict=True):
+    driver.wait(poisoned := digest_of(driver.executor, 0, blocks, 0, 0, length))
+    for mine, theirs in zip(poisoned.result(), again.result(), strict=True):
         assert (mine[0] != theirs[0]).all()
         assert (mine[1:] == theirs[1:]).all()
 

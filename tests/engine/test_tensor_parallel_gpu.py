@@ -16,6 +16,7 @@ from kvbaton.engine.step import NewSequence, SequenceStep, StepPlan
 from kvbaton.messages.engine import SamplingParams
 from tests.engine.test_gpu import GPU, MIXTURES, MODELS, TOLERANCE, check_greedy, random_tokens
 from tests.engine.test_tensor_parallel import GREEDY, PROMPTS, Served, tokens
+from tests.support.digests import digest_of
 
 pytestmark = [
     pytest.mark.multigpu,
@@ -95,11 +96,12 @@ def test_kept_sums_are_those_of_the_bytes(checkpoint: Checkpoint, drive: Any) ->
     handle = driver.add(random_tokens(np.random.default_rng(4), 200))
     driver.generate(handle, 20, chunk=70)
     blocks, length = driver.tables[handle], driver.computed[handle]
-    kept, again = driver.executor.sums(0, blocks), driver.executor.digest(0, blocks, 0, 0, length)
+    kept = driver.executor.sums(0, blocks)
+    again = digest_of(driver.executor, 0, blocks, 0, 0, length)
     driver.wait(kept)
     driver.wait(again)
     assert [rank.cache.data.get_device() for rank in driver.executor.workers] == [0, 1]
-    for mine, theirs in zip(kept.poll(), again.poll(), strict=True):
+    for mine, theirs in zip(kept.poll(), again.result(), strict=True):
         assert (mine == theirs).all()
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvbaton.kernels.digest import block_sums_reference
 from tests.kernels.structured_errors import KINDS, Elements, structured_errors
+from tests.support.digests import block_sums_reference
 
 TOKENS, FEATURES = 16, 64
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from kvbaton.kernels.digest import (
     block_sums,
-    block_sums_reference,
     token_sums,
 )
+from tests.support.digests import block_sums_reference
 
 MASK = (1 << 64) - 1
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int8]

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvbaton.kernels.digest import add_sums, block_sums_reference, start_sums
+from kvbaton.kernels.digest import add_sums, start_sums
+from tests.support.digests import block_sums_reference
 
 
 @pytest.mark.parametrize(("heads", "size", "dim"), [(1, 4, 16), (3, 16, 24), (2, 5, 16)])

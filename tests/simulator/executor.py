@@ -15,13 +15,14 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
 from kvbaton.connectors.base import Memory
-from kvbaton.connectors.digest import PendingSums
+from kvbaton.connectors.digest import BlockRange, PendingDigests, PendingSums
 from kvbaton.connectors.layout import GroupKind, KVLayout, contiguous_plane
 from kvbaton.engine.step import Sampled, SequenceStep, StepPlan, StepResult
 from kvbaton.messages.engine import AddRequest, Item, SamplingParams
@@ -36,6 +37,8 @@ PLAIN = SamplingParams(seed=1)
 """Sampling that depends on nothing but the tokens."""
 BROKEN = 200
 """Images from this first byte on can't be decoded."""
+T = TypeVar("T")
+
 Words = npt.NDArray[np.uint64]
 
 _MASK = (1 << 64) - 1
@@ -152,16 +155,16 @@ class SimulatedStep:
 
 
 @dataclass
-class SimulatedSums:
+class SimulatedSums(Generic[T]):
     """Sums on their way; there from a certain time on."""
 
     world: SimulatedWorld
     at: float
-    ask: Callable[[], list[Words]]
-    _found: list[Words] | None = field(default=None)
+    ask: Callable[[], T]
+    _found: T | None = field(default=None)
 
-    def poll(self) -> list[Words] | None:
-        """As `PendingSums.poll`."""
+    def poll(self) -> T | None:
+        """As `PendingSums.poll` or `PendingDigests.poll`."""
         if self._found is None and self.world.now >= self.at:
             self._found = self.ask()
         return self._found
@@ -468,10 +471,14 @@ class SimulatedExecutor:
         self._read_sums()
         return waits
 
-    def digest(
-        self, group: int, blocks: Sequence[int], first_position: int, start: int, end: int
-    ) -> PendingSums:
+    def digest(self, ranges: Sequence[BlockRange]) -> PendingDigests:
         """As `Executor.digest`."""
+        asks = [self._summing(*held) for held in ranges]
+        return self._soon(lambda: [ask() for ask in asks])
+
+    def _summing(
+        self, group: int, blocks: Sequence[int], first_position: int, start: int, end: int
+    ) -> Callable[[], list[Words]]:
         size, ids = self.layouts[0][group].block_size, list(blocks)
         positions = np.arange(first_position, first_position + size * len(ids))
         counted = (positions >= start) & (positions < end)
@@ -483,15 +490,15 @@ class SimulatedExecutor:
             found = ((self.words[group][:, ids] + _ONE) * weights).sum(-1, dtype=np.uint64)
             return list(found.swapaxes(2, 3)[:, :, None])
 
-        return self._soon(ask)
+        return ask
 
-    def adopt(
-        self, group: int, blocks: Sequence[int], sums: Sequence[Words], num_tokens: int
-    ) -> None:
+    def adopt(self, ranges: Sequence[BlockRange], sums: Sequence[Sequence[Words]]) -> None:
         """As `Executor.adopt`."""
-        size, ids = self.layouts[0][group].block_size, list(blocks)
-        self.kept[group][ids] = np.stack(list(sums))[:, :, 0].transpose(1, 0, 3, 2)
-        self.counted[group][ids] = np.clip(num_tokens - size * np.arange(len(ids)), 0, size)
+        for (group, blocks, first_position, _, end), found in zip(ranges, sums, strict=True):
+            size, ids = self.layouts[0][group].block_size, list(blocks)
+            self.kept[group][ids] = np.stack(list(found))[:, :, 0].transpose(1, 0, 3, 2)
+            counted = end - first_position - size * np.arange(len(ids))
+            self.counted[group][ids] = np.clip(counted, 0, size)
 
     def _read_sums(self, steps: int = 0) -> None:
         """Read the sums that were asked for while steps were in flight that are over now."""
@@ -502,7 +509,7 @@ class SimulatedExecutor:
                 self._asked.remove(waits)
                 self.world.after(self.world.rng.choice([0.0, 0.005]), self.wake_transfers)
 
-    def _soon(self, ask: Callable[[], list[Words]]) -> SimulatedSums:
+    def _soon(self, ask: Callable[[], T]) -> SimulatedSums[T]:
         delay = self.world.rng.choice([0.0, 0.0, 0.005])
         if delay:
             self.world.after(delay, self.wake_transfers)

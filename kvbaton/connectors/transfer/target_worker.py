@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field
+from itertools import compress
+from typing import Protocol
 
 import numpy as np
 
 from kvbaton.connectors.base import Transport
-from kvbaton.connectors.digest import PendingSums, Sums, mismatches, poll_all
+from kvbaton.connectors.digest import BlockRange, PendingDigests, Sums, mismatches
 from kvbaton.connectors.protocol import events
 from kvbaton.connectors.protocol.notice import unpack_notice
 from kvbaton.connectors.protocol.target import Target
@@ -25,25 +26,13 @@ logger = logging.getLogger(__name__)
 class TargetMemory(Protocol):
     """What the receiver needs of the engine's memory."""
 
-    def digest(
-        self, group: int, blocks: Sequence[int], first_position: int, start: int, end: int
-    ) -> PendingSums:
+    def digest(self, ranges: Sequence[BlockRange]) -> PendingDigests:
         """Digest sums recomputed from the bytes in memory now; called from the transfer thread."""
         ...
 
-    def adopt(
-        self, group: int, blocks: Sequence[int], sums: Sequence[Sums], num_tokens: int
-    ) -> None:
+    def adopt(self, ranges: Sequence[BlockRange], sums: Sequence[Sequence[Sums]]) -> None:
         """Keep verified sums with blocks, as if a step had written them; likewise."""
         ...
-
-
-class _Summed(NamedTuple):
-    """Blocks of one group: logical number of the first, physical numbers, and their sums."""
-
-    first_block: int
-    blocks: list[int]
-    pending: PendingSums
 
 
 @dataclass
@@ -51,12 +40,14 @@ class _Check:
     """One `Verify` to be done.
 
     Attributes:
-        sums: by group, on their way; None before they were asked for.
+        ranges: what has landed; one for each group of which something has.
+        sums: of those, on their way; None before they were asked for.
     """
 
     order: events.Verify
     began: float
-    sums: dict[int, _Summed] | None = None
+    ranges: list[BlockRange] = field(default_factory=list)
+    sums: PendingDigests | None = None
 
 
 class TargetWorker(TransferWorker):
@@ -149,18 +140,18 @@ class TargetWorker(TransferWorker):
     def _verify(self, action: events.Verify, now: float) -> None:
         self._checks.append(_Check(action, time.monotonic()))  # this turn's `poll` looks at it
 
-    def _start_sums(self, order: events.Verify) -> dict[int, _Summed]:
-        """Let what has landed be summed, by group."""
-        found = {}
+    def _landed_ranges(self, order: events.Verify) -> list[BlockRange]:
+        """What a write has brought, by group."""
+        found = []
         for group, table in enumerate(order.target):
             size = self.target.groups[group].block_size
             start = max(order.start, order.counted[group])
             wanted = table[start // size : -(-order.end // size)]
             there = np.flatnonzero(wanted >= 0)
             if len(there) and start < order.end:
-                first, blocks = start // size + int(there[0]), wanted[there].tolist()
-                pending = self.memory.digest(group, blocks, first * size, start, order.end)
-                found[group] = _Summed(first, blocks, pending)
+                first = (start // size + int(there[0])) * size
+                blocks = wanted[there].tolist()
+                found.append(BlockRange(group, blocks, first, start, order.end))
         return found
 
     def _look_at_check(self, check: _Check, now: float) -> None:
@@ -168,17 +159,19 @@ class TargetWorker(TransferWorker):
         order, bad = check.order, set[tuple[int, int]]()
         try:
             if check.sums is None:
-                check.sums = self._start_sums(order)
-            of_groups = poll_all(summed.pending for summed in check.sums.values())
-            if of_groups is None:
+                check.ranges = self._landed_ranges(order)
+                check.sums = self.memory.digest(check.ranges)
+            of_ranges = check.sums.poll()
+            if of_ranges is None:
                 return
-            for (group, summed), sums in zip(check.sums.items(), of_groups, strict=True):
+            for landed, sums in zip(check.ranges, of_ranges, strict=True):
+                size = self.target.groups[landed.group].block_size
                 bad.update(
                     mismatches(
-                        order.pairings[group],
+                        order.pairings[landed.group],
                         sums,
                         order.digests,
-                        first_block=summed.first_block,
+                        first_block=landed.first_position // size,
                         start=order.start,
                         end=order.end,
                         transfer_id=order.attempt.transfer_id,
@@ -186,7 +179,7 @@ class TargetWorker(TransferWorker):
                     )
                 )
             if not bad:
-                self._keep(order, check.sums, of_groups)
+                self._keep(check.ranges, of_ranges)
         except Exception as error:
             self.error("what has landed can't be compared")
             self._checks.remove(check)
@@ -201,14 +194,10 @@ class TargetWorker(TransferWorker):
         verified = events.Verified(order.attempt, order.write, tuple(sorted(bad)))
         self.handle(verified, time.monotonic())  # to compare may have taken a while
 
-    def _keep(
-        self, order: events.Verify, summed: dict[int, _Summed], of_groups: Sequence[list[Sums]]
-    ) -> None:
+    def _keep(self, ranges: Sequence[BlockRange], sums: Sequence[list[Sums]]) -> None:
         """Keep what was verified, so that the blocks can be handed on without a look at them.
 
         A first block that counted in part only is never cached, nor sent.
         """
-        for (group, (first_block, blocks, _)), sums in zip(summed.items(), of_groups, strict=True):
-            first = first_block * self.target.groups[group].block_size
-            if max(order.start, order.counted[group]) <= first:
-                self.memory.adopt(group, blocks, sums, order.end - first)
+        whole = [landed.start <= landed.first_position for landed in ranges]
+        self.memory.adopt([*compress(ranges, whole)], [*compress(sums, whole)])

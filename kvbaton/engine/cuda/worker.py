@@ -14,10 +14,10 @@ from dataclasses import fields
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from msgspec.structs import replace
 
+from kvbaton.connectors.digest import BlockRange, Sums
 from kvbaton.engine.collectives import Shard
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.cuda.nccl import Communicators, NcclCollectives
@@ -35,7 +35,7 @@ from kvbaton.engine.runner import StepOutput
 from kvbaton.engine.sampler import Logprobs
 from kvbaton.engine.step import StepPlan, StepResult
 from kvbaton.engine.upload import fetch
-from kvbaton.engine.worker import ModelWorker, Sums, WorkerSettings, choose_device, pool_blocks
+from kvbaton.engine.worker import ModelWorker, WorkerSettings, choose_device, pool_blocks
 from kvbaton.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -135,7 +135,7 @@ class CudaWorker(ModelWorker):
         streams = self._sums_stream, self._later_sums_stream, self._digest_stream
         fill_allocators(self._activations, streams)
         warm_up(self.runner, self.settings.config)
-        self.cache.fetch_digest(0, [1], 0, 0, self.settings.config.block_size)
+        self.cache.fetch_digest([BlockRange(0, [1], 0, 0, self.settings.config.block_size)])
         torch.cuda.synchronize(self.settings.device)
 
     def run(self, plan: StepPlan) -> Pending[StepResult]:
@@ -161,26 +161,18 @@ class CudaWorker(ModelWorker):
             sums = self.cache.fetch_kept_sums(group, blocks)
             return enqueued(lambda: sums.numpy().view(np.uint64))
 
-    def digest(
-        self, group: int, blocks: Sequence[int], first_position: int, start: int, end: int
-    ) -> Pending[Sums]:
+    def digest(self, ranges: Sequence[BlockRange]) -> Pending[list[Sums]]:
         """See `Worker.digest`."""
         with torch.cuda.stream(self._digest_stream), torch.inference_mode():
-            sums = self.cache.fetch_digest(group, blocks, first_position, start, end)
-            return enqueued(lambda: sums.numpy().view(np.uint64))
+            found = self.cache.fetch_digest(ranges)
+            return enqueued(lambda: [sums.numpy().view(np.uint64) for sums in found])
 
-    def adopt(
-        self,
-        group: int,
-        blocks: Sequence[int],
-        sums: Sums,
-        counted: npt.NDArray[np.int64],
-    ) -> None:
+    def adopt(self, ranges: Sequence[BlockRange], sums: Sequence[Sums]) -> None:
         """See `Worker.adopt`; steps and sums that are launched later see them."""
-        if self.cache.sums is None:  # nor need a step wait
+        if self.cache.sums is None or not ranges:  # nor need a step wait
             return
         with torch.cuda.stream(self._digest_stream), torch.inference_mode():
-            super().adopt(group, blocks, sums, counted)
+            super().adopt(ranges, sums)
         default = torch.cuda.default_stream(self.settings.device)
         for stream in (default, self._sums_stream, self._later_sums_stream):
             stream.wait_stream(self._digest_stream)

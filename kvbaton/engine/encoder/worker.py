@@ -13,11 +13,12 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from kvbaton.connectors.digest import BlockRange, Sums
 from kvbaton.connectors.layout import ITEM_SIZE
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.encoder.pool import EncoderPool
@@ -27,7 +28,7 @@ from kvbaton.engine.model_config import ModelConfig, resolve_max_model_len
 from kvbaton.engine.pending import Pending
 from kvbaton.engine.step import Sampled, StepPlan, StepResult
 from kvbaton.engine.vision_config import VisionConfig
-from kvbaton.engine.worker import DEFAULT_CPU_BYTES, Sums, Worker, choose_device
+from kvbaton.engine.worker import DEFAULT_CPU_BYTES, Worker, choose_device
 from kvbaton.errors import ConfigError
 from kvbaton.image_file import Resizing, processor_settings
 from kvbaton.messages.engine import AddRequest, Item
@@ -35,6 +36,8 @@ from kvbaton.types import ENCODER_BLOCK_ROWS
 
 if TYPE_CHECKING:
     from kvbaton.engine.encoder.images import Readings
+
+T = TypeVar("T")
 
 ITEMS = 16
 """An encoder node keeps so many of the largest items, unless told otherwise."""
@@ -184,7 +187,7 @@ class EncoderWorker(Worker):
             self.cache.write([1], self.cache.data[:0, 0, :, 0, 0])
             # The first use of a kernel loads it, which waits for all that runs on the device.
             self.cache.copy([1], [1])
-            self.cache.digest(0, [1], 0, 0, self.cache.block_size)
+            self.cache.digest([BlockRange(0, [1], 0, 0, self.cache.block_size)])
             self.cache.kept_sums(0, [1])
 
     def expect(self, request: AddRequest) -> None:
@@ -243,16 +246,14 @@ class EncoderWorker(Worker):
         assert not in_flight, "steps of an encoder end in any order"
         return self._beside(lambda: self.cache.kept_sums(group, blocks))
 
-    def digest(
-        self, group: int, blocks: Sequence[int], first_position: int, start: int, end: int
-    ) -> Pending[Sums]:
+    def digest(self, ranges: Sequence[BlockRange]) -> Pending[list[Sums]]:
         """See `Worker.digest`."""
-        return self._beside(lambda: self.cache.digest(group, blocks, first_position, start, end))
+        return self._beside(lambda: self.cache.digest(ranges))
 
-    def _beside(self, work: Callable[[], Sums]) -> Pending[Sums]:
+    def _beside(self, work: Callable[[], T]) -> Pending[T]:
         """Read the pool beside the steps; what was adopted came by the default stream."""
 
-        def read() -> Sums:
+        def read() -> T:
             with self._on_stream(1):
                 if self._streams:
                     self._streams[1].wait_stream(torch.cuda.default_stream(self._device))
