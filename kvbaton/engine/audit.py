@@ -77,7 +77,8 @@ def audit(
     found["lists"] += int(np.count_nonzero(wrong))
     one_way = sum(map(ne, map(pool.keys.__getitem__, cached), names))
     named = len(pool.keys) - pool.keys.count(None)
-    found["keys"] += one_way + abs(named - len(cached))
+    marked = np.frombuffer(pool.keyed, np.bool_)
+    found["keys"] += one_way + abs(named - len(cached)) + int(np.count_nonzero(keyed != marked))
     return found
 
 

@@ -33,6 +33,7 @@ class BlockPool:
         outgoing: per block, transfers that may still read it.
         fences: per block, number of the last step that may touch it.
         keys: per block, its key in the prefix cache, or None.
+        keyed: per block, 1 if it has one.
         by_key: per group, the block of each key.
         launched: number of the last step planned, which may touch blocks given back from now on.
         updated: number of the last step that is over.
@@ -48,6 +49,7 @@ class BlockPool:
         self.outgoing = array("q", bytes(8 * num_blocks))
         self.fences = array("q", bytes(8 * num_blocks))
         self.keys: list[bytes | None] = [None] * num_blocks
+        self.keyed = bytearray(num_blocks)
         self.by_key: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
         self.launched = 0
         self.updated = 0
@@ -67,6 +69,11 @@ class BlockPool:
     def num_free(self) -> int:
         """Blocks that `allocate` could hand out now, cached ones included."""
         return len(self._free) + len(self._cached)
+
+    @property
+    def num_uncached(self) -> int:
+        """Those among them that hold nothing."""
+        return len(self._free)
 
     @property
     def num_fenced(self) -> int:
@@ -171,7 +178,7 @@ class BlockPool:
             assert self.refs[block] > 0, f"block {block} belongs to no request"
             assert self.keys[block] is None, f"block {block} is cached under another key"
             by_key[key] = block
-            self.keys[block] = key
+            self.keys[block], self.keyed[block] = key, 1
 
     def evict(self, blocks: Iterable[int]) -> int:
         """Take blocks out of the prefix cache, owned or not; returns how many were in it."""
@@ -195,7 +202,7 @@ class BlockPool:
         assert key is not None, f"block {block} has no key"
         group = self.group[block]
         del self.by_key[group][key]
-        self.keys[block] = None
+        self.keys[block], self.keyed[block] = None, 0
         for listener in self.on_forget:
             listener(group, key)
 

@@ -642,18 +642,17 @@ class LiveRequests:
             "kvbaton_step_token_budget": float(self.config.max_num_batched_tokens),
             "kvbaton_blocks_available": float(self.blocks.pool.num_free),
         }
-        for g in range(len(self.blocks.groups)):
-            for owner, count in self.blocks.owners(g).items():
+        for g, owners in enumerate(self.blocks.owners()):
+            for owner, count in owners.items():
                 values[f'kvbaton_blocks{{group="{g}",owner="{owner}"}}'] = float(count)
-        values['kvbaton_blocks{owner="free"}'] = float(len(self.blocks.pool.lists()["free"]))
+        values['kvbaton_blocks{owner="free"}'] = float(self.blocks.pool.num_uncached)
         values['kvbaton_blocks{owner="null"}'] = 1.0
         return values
 
     def state(self) -> dict[str, Any]:
         """All that a person who looks for a fault wants to see."""
-        owners = [self.blocks.owners(g) for g in range(len(self.blocks.groups))]
         return {
-            "blocks": [dict(counts) for counts in owners],
+            "blocks": [dict(counts) for counts in self.blocks.owners()],
             "steps_in_flight": [step.number for step in self.in_flight],
             "requests": [request.describe() for request in self.requests.values()],
         }

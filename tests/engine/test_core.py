@@ -166,8 +166,26 @@ def lose_key(core: EngineCore) -> Callable[[], None]:
     return lambda: by_key.update({key: block})
 
 
+def test_work_waits_for_the_audit_now_and_then_only(core: EngineCore) -> None:
+    assert imbalance(core) == 0
+    undo = lose_reference(core)
+    assert imbalance(core) == 0, "it was audited just now"
+    core.scheduler.abort("r")
+    while not core.is_idle():
+        core.launch()
+        core.update()
+    assert imbalance(core) > 0
+    undo()
+    assert imbalance(core) == 0
+
+
 @pytest.mark.parametrize("leak", [lose_reference, lose_outgoing_hold, lose_incoming_mark, lose_key])
-def test_a_leak_shows(core: EngineCore, leak: Callable[[EngineCore], Callable[[], None]]) -> None:
+def test_a_leak_shows(
+    core: EngineCore,
+    leak: Callable[[EngineCore], Callable[[], None]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvbaton.engine.core.AUDIT_PERIOD_S", 0.0)
     core.launch()
     core.update()
     assert imbalance(core) == 0

@@ -42,8 +42,7 @@ class LongLoop(Loop):
 
     def check(self) -> None:
         super().check()
-        for g in range(len(GROUPS)):
-            owners = self.scheduler.blocks.owners(g)
+        for g, owners in enumerate(self.scheduler.blocks.owners()):
             held = owners["request"] + owners["incoming"] + owners["outgoing"]
             self.most[g] = max(self.most[g], held)
 

@@ -252,7 +252,7 @@ class House(Loop):
         self.turn()  # gives back what the last step has read of those that failed meanwhile
         self.check_empty()
         assert list(self.items.pins()) == []
-        owners = self.items.core.scheduler.blocks.owners()
+        (owners,) = self.items.core.scheduler.blocks.owners()
         assert not owners["request"] + owners["incoming"] + owners["fenced"], owners
 
 

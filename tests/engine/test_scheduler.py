@@ -81,7 +81,7 @@ def test_a_stop_drops_what_the_next_step_computes_and_keeps_its_blocks_until_the
     assert loop.launch()
     loop.update()
     assert loop.streams["a", 0].finish == "stop"
-    assert loop.scheduler.blocks.owners()["fenced"] == 2
+    assert loop.scheduler.blocks.owners()[0]["fenced"] == 2
     loop.update()
     assert loop.streams["a", 0].tokens == tokens[:1]
     loop.check_empty()
@@ -259,7 +259,7 @@ def test_without_caching_nothing_is_reused():
         loop.run()
         loop.check_stream(name)
     assert loop.scheduler.counters()['kvbaton_prompt_tokens_total{source="computed"}'] == 18
-    assert loop.scheduler.blocks.owners()["cached"] == 0
+    assert loop.scheduler.blocks.owners()[0]["cached"] == 0
 
 
 def test_reset_prefix_cache_forgets():

@@ -492,7 +492,7 @@ def test_quarantined_blocks_are_absent_until_unquarantine():
     loop.step()
     assert not loop.plans
     assert loop.scheduler.plan() is None
-    assert loop.scheduler.blocks.owners()["incoming"] == 3
+    assert loop.scheduler.blocks.owners()[0]["incoming"] == 3
     loop.ranks.scribble(admitted.spans)
     loop.unquarantine(attempt_of(admitted))
     loop.run()
@@ -509,7 +509,7 @@ def test_a_loading_request_can_end_at_any_time(how: str):
     else:
         (output,) = loop.emit(loop.scheduler.expire(105.0))
         assert output.finish_reason == "error"
-    assert loop.scheduler.blocks.owners()["incoming"] == 3
+    assert loop.scheduler.blocks.owners()[0]["incoming"] == 3
     assert loop.loaded("a", [ChoiceStart(1)], 0) == []
     assert loop.load_failed("a", 0, "late") == []
     loop.unquarantine(attempt_of(admitted))
@@ -590,7 +590,7 @@ def test_a_source_stops_after_one_token_and_its_blocks_can_be_held(depth: int, n
     assert [(start, end) for start, end, _ in reporter.reports["a"]] == [(0, 4), (4, 8), (8, 11)]
     assert [len(loop.streams["a", c].tokens) for c in range(n)] == [1] * n
     assert {o.finish_reason for o in loop.outputs} == {"length"}
-    assert loop.scheduler.blocks.owners()["outgoing"] == 3
+    assert loop.scheduler.blocks.owners()[0]["outgoing"] == 3
     assert "a" not in loop.scheduler.requests
     loop.add(ask("b", prompt(50, 2), max_tokens=2, ignore_eos=True))
     loop.run()

@@ -45,9 +45,8 @@ def test_a_window_crosses_with_its_last_blocks_only(folder: Path, p_block_size: 
     def watch(name: str, node: Node) -> None:
         node._each_loop()
         blocks = node.scheduler.blocks
-        for g, group in enumerate(blocks.groups):
+        for g, (group, owners) in enumerate(zip(blocks.groups, blocks.owners(), strict=True)):
             if group.window:
-                owners = blocks.owners(g)
                 count = owners["request"] + owners["incoming"] + owners["outgoing"]
                 held[name][g] = max(held[name].get(g, 0), count)
 

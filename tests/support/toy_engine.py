@@ -532,7 +532,8 @@ class Loop:
         found = audit(self.scheduler, incoming=incoming, outgoing=self.outgoing)
         assert not any(found.values()), found
         blocks = self.scheduler.blocks
-        assert blocks.owners().total() == blocks.pool.num_blocks
+        owned = sum(owners.total() for owners in blocks.owners())
+        assert 1 + owned + blocks.pool.num_uncached == blocks.pool.num_blocks
         lists = blocks.pool.lists()
         for touched in self.touched:
             assert not touched & {*lists["free"], *lists["cached"]}, "free before its step"
@@ -564,8 +565,9 @@ class Loop:
                     assert pool.refs[block] == 1 or step.num_samples, "a shared block is written"
 
     def check_empty(self) -> None:
-        owners = self.scheduler.blocks.owners()
-        assert owners["free"] + owners["cached"] == self.config.groups[0].num_blocks - 1, owners
+        pool, owners = self.scheduler.blocks.pool, self.scheduler.blocks.owners()
+        cached = sum(of_group["cached"] for of_group in owners)
+        assert pool.num_uncached + cached == pool.num_blocks - 1, owners
         assert not self.scheduler.requests
 
     def expected(self, request_id: str, choice: int = 0) -> tuple[list[int], str]:
