@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,19 +26,19 @@ The largest group starts first.
 OWN_SERVERS = frozenset(
     f"tests/e2e/test_{name}.py"
     for name in (
-        *("commands", "encode", "encode_more", "failures", "frontends", "hostile", "migration"),
-        *(
-            "namespaces",
-            "overlap",
-            "readme",
-            "rolling_update",
-            "up",
-            "vendor_transport",
-            "vllm_connector",
-        ),
-    )
+        "commands encode encode_more failures frontends hostile migration namespaces overlap "
+        "readme rolling_update tcp_gpu tensor_parallel_gpu up vendor_transport vllm_connector"
+    ).split()
 )
 """Files whose tests share servers with no other file: a worker for each."""
+
+PAIRS_GPU = "tests/e2e/test_pair_gpu.py"
+"""Its models have servers each."""
+
+if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and "KVBATON_TESTS_SPREAD" in os.environ:
+    # Before anything asks CUDA what there is.
+    gpus = os.environ["KVBATON_TESTS_SPREAD"].split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(worker.removeprefix("gw")) % len(gpus)]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -67,6 +68,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             if "test_every_cell[" in nodeid:
                 return nodeid.rsplit("/", 2)[0]  # cells that differ in ranks and block sizes only
             file = nodeid.partition("::")[0]
+            if file == PAIRS_GPU:
+                return file + nodeid.partition("[")[2].partition("-")[0]
             if file in OWN_SERVERS:
                 return file
             return next((group for group in SHARED if nodeid.startswith(group)), nodeid)
