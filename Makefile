@@ -95,8 +95,10 @@ ALL_GPUS = $(shell $(GPU_PYTHON) -c "import torch; print(*range(torch.cuda.devic
 GPU_WORKERS = $(shell $(GPU_PYTHON) -c "import torch, xdist; print('-n', $(1) * torch.cuda.device_count())" 2>/dev/null)
 test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.dev)  ## what needs GPUs: one, or two
 	$(GPU_PYTHON) -c "import torch, triton; print(torch.cuda.device_count(), torch.cuda.get_device_name())"
+	KVBATON_TESTS_SPREAD=$(ALL_GPUS) $(GPU_PYTHON) -m pytest -q -m "gpu and not multigpu" \
+	  $(call GPU_WORKERS,8) tests/kernels
 	KVBATON_TESTS_SPREAD=$(ALL_GPUS) $(GPU_PYTHON) -m pytest -q -m "gpu and not (multigpu or alone or e2e)" \
-	  $(call GPU_WORKERS,8) tests/kernels tests/engine tests/connectors tests/store_connector
+	  $(call GPU_WORKERS,5) tests/engine tests/connectors tests/store_connector
 	$(GPU_PYTHON) -m pytest -q -rs -m "not alone and (multigpu or (gpu and e2e))" $(call GPU_WORKERS,3) \
 	  tests/kernels/test_peer_all_reduce.py tests/engine tests/e2e
 	$(GPU_PYTHON) -m pytest -q -rs -m "gpu and alone" tests/engine
