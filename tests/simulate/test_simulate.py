@@ -105,7 +105,7 @@ def test_the_highest_rate_of_which_a_share_is_good() -> None:
     assert 1.3 * one < two < 4 * one
     few = replace(config, ttft_slo=0.1, seconds=2.0)
     assert highest_rate(few, "least-loaded@1D", slow) == 0
-    assert highest_rate(replace(config, ttft_slo=1e9), "least-loaded@1D", slow) == math.inf
+    assert highest_rate(replace(few, ttft_slo=1e9), "least-loaded@1D", slow) == math.inf
     with pytest.raises(ConfigError, match="--goodput"):
         replace(config, goodput=1.5)
     with pytest.raises(ConfigError, match="--ttft-slo"):
