@@ -375,9 +375,24 @@ def _path_in(words: Sequence[str]) -> str | None:
 def _read(path: str) -> dict[Any, Any]:
     import yaml
 
+    class UniqueKeys(yaml.SafeLoader):  # type: ignore[misc]  # it is not typed
+        """Refuses what YAML forbids and its loader does not mind: the last value would count."""
+
+        def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+            node = super().compose_mapping_node(anchor)
+            assert node is not None, "the parser has seen one begin"
+            lines: dict[Any, int] = {}
+            for key, _ in node.value:
+                line = key.start_mark.line + 1
+                if isinstance(key, yaml.ScalarNode) and key.value in lines:
+                    where = f"in lines {lines[key.value]} and {line}"
+                    raise ConfigError(CONFIG, f"{path}: {key.value!r} is there twice, {where}")
+                lines[key.value if isinstance(key, yaml.ScalarNode) else id(key)] = line
+            return node
+
     try:
         with open(path, encoding="utf-8") as file:
-            found = yaml.safe_load(file)
+            found = yaml.load(file, UniqueKeys)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(CONFIG, f"{path} can't be read: {error}") from error
     except yaml.YAMLError as error:

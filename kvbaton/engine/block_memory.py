@@ -103,6 +103,7 @@ class BlockMemory:
         block_bytes: of each.
         block_size: tokens that a block holds.
         device: where it lies.
+        flag: that said how many blocks there are.
 
     Attributes:
         blocks: [blocks, bytes] uint8.
@@ -124,7 +125,12 @@ class BlockMemory:
     group_data: list[Tensor]
 
     def __init__(
-        self, num_blocks: int, block_bytes: int, block_size: int, device: torch.device
+        self,
+        num_blocks: int,
+        block_bytes: int,
+        block_size: int,
+        device: torch.device,
+        flag: str = "--num-blocks",
     ) -> None:
         if block_bytes % ALIGNMENT:
             raise ConfigError(
@@ -139,7 +145,7 @@ class BlockMemory:
                 memory = mmap.mmap(-1, num_bytes + PAGE, flags=flags)
             except (OSError, OverflowError) as error:
                 text = f"{num_blocks} blocks of {block_bytes} bytes can't be had: {error}"
-                raise ConfigError("--num-blocks", text) from error
+                raise ConfigError(flag, text) from error
             memory.madvise(mmap.MADV_HUGEPAGE)
             raw = torch.frombuffer(memory, dtype=torch.uint8)
         else:

@@ -143,6 +143,7 @@ class KVCache(BlockMemory):
         device: where it lies.
         shard: the rank's share.
         track_sums: keep digest sums.
+        flag: that said how many blocks there are.
 
     Attributes:
         groups: those.
@@ -166,9 +167,10 @@ class KVCache(BlockMemory):
         track_sums: bool,
         compute_dtype: str | None = None,
         scales: Mapping[int, tuple[float, float]] | None = None,
+        flag: str = "--num-blocks",
     ) -> None:
         num_bytes = block_bytes(groups, block_size, shard.size, dtype)
-        super().__init__(num_blocks, num_bytes, block_size, device)
+        super().__init__(num_blocks, num_bytes, block_size, device, flag)
         of_states = [group for group in groups if group.state_rows]
         self.groups = tuple(groups)
         self.num_kv_groups = len(groups) - len(of_states)

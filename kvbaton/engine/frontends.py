@@ -58,7 +58,8 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_MS = 400
 HEARTBEAT_TIMEOUT_MS = 1000
-"""ZMQ's I/O threads send and answer heartbeats: a busy Python program is not taken for dead."""
+"""ZMQ's I/O threads send and answer heartbeats: a busy Python program is not taken for dead, until
+it has left so many messages unread (`RCVHWM`) that ZMQ reads no more of them."""
 PROBE_S = 0.4
 """So often each frontend gets a sign of life, which tells when it is gone."""
 HIGH_WATER_MARK = 128

@@ -30,7 +30,8 @@ from kvbaton.messages.engine import AddRequest
 from kvbaton.types import BlockSpan, Spans
 
 BATCH_BLOCKS = 64
-"""Saved with one call."""
+"""Saved with one call, or fewer: those in flight are at most a quarter of a pool, since a store
+that hangs never gives them back."""
 SAVES_IN_FLIGHT = 2
 QUEUE_SHARE = 4
 """At most a quarter of a pool waits to be saved."""
@@ -166,14 +167,25 @@ class StoreSaves:
         if any(save.deadline <= now for save in self._saving):
             self.breaker.failed(now, "a save was late")
         left_alone = self.breaker.is_open and not self.breaker.due(now)
-        if left_alone or self._blocks.pool.num_free < self._blocks.pool.usable // SCARCE_SHARE:
+        if left_alone or self._is_scarce():
             self.drop()
+        most = min(BATCH_BLOCKS, max(1, self._blocks.pool.usable // 4 // SAVES_IN_FLIGHT))
         while self._queue and len(self._saving) < SAVES_IN_FLIGHT:
-            count = min(BATCH_BLOCKS, len(self._queue))
+            count = min(most, len(self._queue))
             taken = tuple(self._queue.popleft() for _ in range(count))
             saves = SavedBatch(saves=taken, deadline=now + SAVE_S)
             self._saving.add(saves)
             self._worker.submit(saves)
+
+    def _is_scarce(self) -> bool:
+        """Whether few blocks are free, or the next request lacks some that wait to be saved."""
+        pool, waiting = self._blocks.pool, self._scheduler.waiting
+        if pool.num_free < max(1, pool.usable // SCARCE_SHARE):
+            return True
+        if not self._queue or not waiting:
+            return False
+        need = self._blocks.need(self._blocks.empty(), len(waiting[0].tokens) + 1)
+        return 0 < need - pool.num_free <= len(self._queue)
 
     def drop(self) -> None:
         """Save none of those that have not begun."""

@@ -130,6 +130,7 @@ class WorkerSettings:
             device=self.device,
             shard=self.shard,
             track_sums=track_sums,
+            flag=_pool_flag(self.config),
         )
 
 
@@ -219,9 +220,9 @@ def _asked_blocks(
     """Blocks by the first setting that says something, and that setting's flag."""
     config, device = settings.config, settings.device
     if config.num_blocks is not None:
-        return config.num_blocks, "--num-blocks"
+        return config.num_blocks, _pool_flag(config)
     if config.kv_cache_memory_bytes is not None:
-        return config.kv_cache_memory_bytes // per_block, "--kv-cache-memory-bytes"
+        return config.kv_cache_memory_bytes // per_block, _pool_flag(config)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         # What other processes hold is not ours to pay for: nodes of one GPU have a share each.
@@ -229,4 +230,9 @@ def _asked_blocks(
         return max(0, min(free, share) - reserve) // per_block, "--gpu-memory-utilization"
     wanted = per_sequence * config.max_num_seqs + 1
     most = DEFAULT_CPU_BYTES // settings.shard.size
-    return min(wanted, most // per_block), "--kv-cache-memory-bytes"
+    return min(wanted, most // per_block), _pool_flag(config)
+
+
+def _pool_flag(config: EngineConfig) -> str:
+    """What says how large the pool is to be, wherever no GPU's free memory does."""
+    return "--kv-cache-memory-bytes" if config.num_blocks is None else "--num-blocks"

@@ -10,7 +10,7 @@ import msgspec
 from kvbaton.messages import engine as messages
 from kvbaton.server.validation import check_stops
 from kvbaton.text.choice import TextOptions
-from kvbaton.text.structured import BODY, StructuredOutputs, joined
+from kvbaton.text.structured import BODY, StructuredOutputs, joined, wanted
 from kvbaton.text.tokenizer import Tokenizer
 from kvbaton.types import TokenLogprobs
 
@@ -21,27 +21,34 @@ class TextSamplingParams(
     """The engine's parameters (`messages.SamplingParams`), and how tokens become text.
 
     Attributes:
+        max_tokens: most tokens to generate; None for as many as the model's length leaves.
         stop: strings that end the text.
         include_stop_str_in_output: keep the stop string, or stop token, in the text.
         skip_special_tokens: leave special tokens out of the text.
         structured_outputs: what the text must be.
     """
 
+    max_tokens: int | None = 16  # type: ignore[assignment]  # the engine is told a number
     stop: str | Sequence[str] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None
 
-    def for_engine(self) -> messages.SamplingParams:
+    def for_engine(self, room: int) -> messages.SamplingParams:
         """The part that the engine is told.
+
+        Args:
+            room: tokens that fit behind the prompt.
 
         Raises:
             ValueError: a field has a wrong type; the message names it.
             RequestError: `structured_outputs` is wrong.
         """
         fields = {name: getattr(self, name) for name in messages.SamplingParams.__struct_fields__}
-        if self.structured_outputs is not None:
-            piece = self.structured_outputs.piece()
+        if self.max_tokens is None:
+            fields["max_tokens"] = max(1, room)
+        if (found := wanted(None, self.structured_outputs)) is not None:
+            _, piece = found
             fields["grammar"] = joined(f"start: {BODY}", {"body": piece})
         return msgspec.convert(fields, messages.SamplingParams)
 

@@ -210,7 +210,9 @@ class AsyncLLM:
                 problem = "a prompt must be a text, or token ids"
                 raise RequestError(problem, param="prompt") from None
         facts = frontend.facts()
-        params = checked(given.for_engine(), frontend.config, facts.vocab_size)
+        params = checked(
+            given.for_engine(facts.max_model_len - len(ids)), frontend.config, facts.vocab_size
+        )
         if params.grammar:
             field = "grammar" if given.structured_outputs is None else "structured_outputs"
             await checked_grammar(params.grammar, field)

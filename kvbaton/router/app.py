@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import socket
 import sys
 import time
@@ -49,6 +48,7 @@ from kvbaton.server.network import (
     registration_token,
     url_of,
 )
+from kvbaton.server.signals import STOP_SIGNALS, TOLD_TWICE, end_when_told_again
 from kvbaton.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -84,6 +84,7 @@ async def run(config: RouterConfig) -> int:
         async with serving:
             url = url_of(listener, config.tls.scheme)
             await told_to_stop(url, config.shutdown_timeout_s)
+    end_when_told_again()
     return 0
 
 
@@ -130,10 +131,10 @@ async def told_to_stop(url: str, grace_s: float) -> None:
 
     def on_signal() -> None:
         if stop.is_set():
-            sys.exit(130)
+            sys.exit(TOLD_TWICE)
         stop.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in STOP_SIGNALS:
         loop.add_signal_handler(number, on_signal)
     await stop.wait()
     logger.info("stopping; open requests have %g s", grace_s)

@@ -200,8 +200,10 @@ async def tokenize(request: web.Request) -> web.Response:
     frontend = request.app[FRONTEND]
     body = await read_body(request, TokenizeRequest)
     check_model(frontend, body.model)
-    if (body.prompt is None) == (body.messages is None):
-        raise RequestError("give either prompt or messages", param="prompt")
+    if body.prompt is not None and body.messages is not None:
+        raise RequestError("give prompt or messages, not both", param="messages")
+    if body.prompt is None and body.messages is None:
+        raise RequestError("give prompt, a text, or messages, a conversation", param="prompt")
     if body.prompt is None:
         ids, _ = await encode_chat(frontend, body)
     else:

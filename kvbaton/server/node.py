@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -28,6 +27,7 @@ from kvbaton.server.network import allow_connections, bind, operator_token
 from kvbaton.server.node_app import EXPOSITION, AppFactory, make_starting_app, text_app
 from kvbaton.server.openapi import contract
 from kvbaton.server.registration import NodeRegistrar
+from kvbaton.server.signals import STOP_SIGNALS, TOLD_TWICE, end_when_told_again
 from kvbaton.server.supervisor import Supervisor, WorkerLink
 from kvbaton.types import NodeId
 
@@ -114,17 +114,18 @@ class Node:
         def stop() -> None:
             if self._stop.is_set():
                 logger.warning("told to stop twice: not waiting for requests")
-                os._exit(130)
+                os._exit(TOLD_TWICE)
             self._stop.set()
 
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in STOP_SIGNALS:
             loop.add_signal_handler(number, stop)
         try:
             await self.start()
             return await self.serve()
         finally:
             await self.stop()
+            end_when_told_again()
 
     # --- start ---
 

@@ -324,13 +324,15 @@ def check_stops(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     """The `stop` field as a tuple.
 
     Raises:
-        RequestError: too many, too long, or empty.
+        RequestError: too many, too long, or empty; or no texts, of a program of ours.
     """
-    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    stops = (stop,) if isinstance(stop, str) else () if stop is None else stop
+    if not isinstance(stops, list | tuple) or not all(isinstance(text, str) for text in stops):
+        raise RequestError("stop must be a text or a list of texts", param="stop")
     if len(stops) > MAX_STOPS:
         raise RequestError(f"stop may hold at most {MAX_STOPS} strings", param="stop")
     if not all(0 < len(stop) <= MAX_STOP_LENGTH for stop in stops):
         raise RequestError(
             f"stop strings must have 1 to {MAX_STOP_LENGTH} characters", param="stop"
         )
-    return stops
+    return tuple(stops)

@@ -112,7 +112,7 @@ def wanted(response_format: Any, structured_outputs: Any) -> tuple[str, Piece] |
         if found is not None:
             raise RequestError("excludes response_format", param="structured_outputs")
         try:
-            given = msgspec.convert(structured_outputs, StructuredOutputs)
+            given = msgspec.convert(msgspec.to_builtins(structured_outputs), StructuredOutputs)
         except msgspec.ValidationError as error:
             raise RequestError(str(error), param="structured_outputs") from error
         found = "structured_outputs", given.piece()

@@ -106,15 +106,16 @@ async def test_a_missing_message_is_repaired_by_a_new_snapshot(core: FeedingCore
 
 
 def test_a_watcher_that_does_not_read_begins_anew(
-    core: FeedingCore, monkeypatch: pytest.MonkeyPatch
+    core: FeedingCore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A local one: of a remote one whose buffers are full no heartbeat is read, for a second."""
     monkeypatch.setattr(frontends, "MAX_WATCHER_BACKLOG_BYTES", 0)
     watcher, give_up = Watcher(), time.monotonic() + PATIENCE_S
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.set(zmq.RCVHWM, 1)
         socket.set(zmq.RCVTIMEO, int(PATIENCE_S * 1000))
         socket.set(zmq.LINGER, 0)
-        socket.connect(core.address)
+        socket.connect(f"ipc://{tmp_path}/e")
         for message in (Connect(), WatchBlocks()):
             socket.send(msgspec.msgpack.encode(message))
 

@@ -85,6 +85,13 @@ def test_logprobs_choices_and_own_parameters(llm: LLM) -> None:
     assert len(second.outputs[0].token_ids) == 2
 
 
+def test_no_limit_is_the_length_of_the_model(llm: LLM) -> None:
+    ids = list(range(20, 60))
+    (answer,) = llm.generate(ids, SamplingParams(**GREEDY, max_tokens=None), use_tqdm=False)
+    (choice,) = answer.outputs
+    assert (len(ids) + len(choice.token_ids), choice.finish_reason) == (512, "length")
+
+
 def test_stop_string_and_prefix_cache(llm: LLM) -> None:
     ids = list(range(20, 60))
     (whole,) = llm.generate(ids, SamplingParams(**GREEDY, max_tokens=12), use_tqdm=False)
@@ -135,6 +142,11 @@ def test_what_is_wrong_is_named(llm: LLM, model: Path) -> None:
         ([[]], None, "prompt"),
         ([[10**6]], None, "prompt"),
         (["x"], SamplingParams(stop=""), "stop"),
+        (["x"], SamplingParams(stop=5), "stop"),  # type: ignore[arg-type]
+        (["x"], SamplingParams(stop=[5]), "stop"),  # type: ignore[list-item]
+        (["x"], _shaped(regex=5), "structured_outputs"),
+        (["x"], SamplingParams(structured_outputs=5), "structured_outputs"),  # type: ignore[arg-type]
+        ([[1] * 600], SamplingParams(max_tokens=None), "prompt"),
         (["x"], SamplingParams(grammar="start: nothing"), "grammar"),
         (["x"], _shaped(regex="a(b"), "structured_outputs"),
         (["x"], _shaped(json={"type": "strin"}), "structured_outputs"),

@@ -348,6 +348,8 @@ def test_a_file_gives_options_and_the_command_line_wins(tmp_path: Path) -> None:
     [
         ("max_modl_len: 3", "kvbaton serve has no option 'max_modl_len'; did you mean 'max-model"),
         ("config: other.yaml", "has no option 'config'"),
+        ("port: 1\nblock-size: 16\nport: 2", "'port' is there twice, in lines 1 and 3"),
+        ("port: 1\nspeculative-config: {method: ngram, method: x}", "'method' is there twice"),
         ("block_size: 16\nblock-size: 32", "'block_size' and 'block-size' are the same option"),
         ("enforce-eager: 3", "'enforce-eager' must be true or false, not 3"),
         ("model:", "'model' must have a value, not null"),

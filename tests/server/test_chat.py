@@ -208,14 +208,16 @@ async def test_tokenize_and_back(serve: Any) -> None:
     _, chat = await endpoint.post("/tokenize", {"messages": ASK})
     _, shown = await endpoint.post("/detokenize", {"tokens": chat["tokens"]})
     assert shown["prompt"] == "<s><|user|>Greet the city.<|assistant|>"
-    for path, body in (
-        ("/tokenize", {}),
-        ("/tokenize", {"prompt": "a", "messages": ASK}),
-        ("/detokenize", {"tokens": [10**9]}),
-        ("/detokenize", {"tokens": [-1]}),
+    for path, body, param in (
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": ASK}, "messages"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/tokenize", {"prompt": "", "messages": []}, "messages"),
+        ("/detokenize", {"tokens": [10**9]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
     ):
         status, answer = await endpoint.post(path, body)
-        assert (status, bool(answer["error"]["param"])) == (400, True)
+        assert (status, answer["error"]["param"]) == (400, param)
 
 
 async def test_a_long_prompt_is_encoded_beside_the_loop(serve: Any) -> None:

@@ -305,3 +305,17 @@ def test_a_faulty_store_over_files(
     for _ in range(4):
         check_all(node, expected)
         node.ask("reset_prefix_cache")
+
+
+def test_a_store_that_hangs_holds_no_more_than_a_quarter_of_the_pool(
+    nodes: Nodes, expected: Expected, spec: str, box: Box
+) -> None:
+    """What it reads can't be taken from it, so a prompt that needed that would wait for ever."""
+    node = nodes.start(spec, num_blocks=33, max_model_len=128)
+    with box.held("store"):
+        for seed in (1, 2, 3):
+            prompt = prompt_of(20 * 4, seed)
+            assert node.generate(prompt).result() == expected(prompt)
+            in_flight = store_of(node)._saves.state()["saves_in_flight"]
+            assert sum(in_flight) <= node.core.scheduler.blocks.pool.usable // 4
+    rest(node)

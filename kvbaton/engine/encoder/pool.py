@@ -36,7 +36,9 @@ class EncoderPool(BlockMemory):
     ) -> None:
         shape = (1, levels, 1, ENCODER_BLOCK_ROWS, hidden)
         block_bytes = math.prod(shape) * ITEM_SIZE[dtype]
-        super().__init__(num_blocks, block_bytes, ENCODER_BLOCK_ROWS, device)
+        super().__init__(
+            num_blocks, block_bytes, ENCODER_BLOCK_ROWS, device, "--encoder-cache-tokens"
+        )
         view = BlockView(self.blocks, shape, dtype)
         self.views, self.data, self.sums = [view], view.data, view.sums
         self.layouts, self.group_data = [view.layout], [view.data]
