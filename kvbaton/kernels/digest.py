@@ -78,8 +78,8 @@ def range_table(
 ) -> Tensor:
     """What `table_sums` takes, of consecutive logical blocks of one sequence."""
     positions = first_position + block_size * torch.arange(len(blocks), device=blocks.device)
-    bounds = torch.tensor([[start], [end]], device=blocks.device).expand(2, len(blocks))
-    return torch.cat([blocks.long()[None], positions[None], bounds])
+    bounds = (torch.full_like(positions, bound) for bound in (start, end))
+    return torch.stack([blocks.long(), positions, *bounds])  # nothing waits for the device
 
 
 def table_sums(cache: Tensor, table: Tensor) -> Tensor:

@@ -52,6 +52,7 @@ def executor(folder: Path) -> Iterator[Executor]:
     made.close()
 
 
+@pytest.mark.alone
 def test_rows_and_sums_are_those_of_a_cpu_whatever_runs_beside(
     executor: Executor, folder: Path
 ) -> None:

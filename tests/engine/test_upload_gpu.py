@@ -63,6 +63,7 @@ def test_streams_have_memory_of_their_own(device: torch.device) -> None:
     assert np.array_equal(target.cpu().numpy(), first)
 
 
+@pytest.mark.alone
 def test_the_copy_engine_is_not_asked(device: torch.device) -> None:
     """Behind a gigabyte on its way, what is read in place is there at once."""
     upload([np.arange(10)], device)
