@@ -75,6 +75,10 @@ def test_a_rest_that_new_nodes_end_is_none() -> None:
     )  # sessions of both nodes that came back stood beside those of their first lives
 
 
+def test_a_target_of_which_tokens_were_lost_on_the_way_may_be_stopped() -> None:
+    simulate(75)
+
+
 def test_sums_of_received_blocks_that_are_written_over_are_those_of_their_bytes() -> None:
     world = SimulatedWorld(Random(0), Weather())
     executor = SimulatedExecutor(

@@ -238,6 +238,7 @@ class SimulatedDispatch:
         budget = RetryBudget(1.0, self.loop.time)
         self.dispatcher = Dispatcher(self.members, metrics, loads, chooser, timers, budget)
         self._told_at: dict[tuple[EngineLink, str], float] = {}
+        self._next: dict[tuple[EngineLink, str, int], int] = {}
         self._over: set[tuple[EngineLink, str]] = set()
         self._turn(self.loop)
 
@@ -443,10 +444,14 @@ class SimulatedDispatch:
         if isinstance(message, Outputs):
             for output in message.outputs:
                 key = link, output.request_id
+                place = *key, output.choice
                 if output.token_ids:
                     self._told_at[key] = self.loop.time()
-                if output.finish_reason is not None:
-                    self._over.add(key)
+                if output.finish_reason is not None or output.index > self._next.get(
+                    place, output.index
+                ):
+                    self._over.add(key)  # what was lost on the way nobody can go on from
+                self._next[place] = output.index + len(output.token_ids)
 
     def _heard(self) -> None:
         """The router has read what a node said: nobody is left to do what nobody heeds."""
