@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,15 +39,14 @@ class FeedingCore(ScriptedCore):
     def __init__(self, endpoints: EngineEndpoints) -> None:
         self.groups: tuple[CachedGroup, ...] = (CachedGroup(16),)
         self.held: set[bytes] = set()
-        self.fresh: list[BlockChange] = []
+        self.fresh: deque[BlockChange] = deque()
         super().__init__(endpoints)
 
     def step(self) -> None:
         super().step()
-        fresh, self.fresh = self.fresh, []
         self.frontends.tell_watchers((), self)  # who has just come wants to know what there is
-        for change in fresh:
-            self.frontends.tell_watchers((change,), self)
+        while self.fresh:  # a test adds to it meanwhile
+            self.frontends.tell_watchers((self.fresh.popleft(),), self)
 
     def store(self, block: bytes) -> None:
         self.held.add(block)
