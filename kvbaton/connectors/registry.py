@@ -361,12 +361,16 @@ def find_connector(kind: Kind, target: str) -> Any:
     """Import the class that a name or a dotted path means.
 
     Raises:
-        ConfigError: unknown name, a missing dependency, no class.
+        ConfigError: unknown name, a module that can't be imported, no class.
     """
+    entry = find_entry(kind, target)
     try:
-        factory = find_entry(kind, target).load()
+        factory = entry.load()
     except (ImportError, AttributeError) as error:
         raise ConfigError(kind.flag, f"can't load {target}: {error}") from error
+    except Exception as error:  # whatever its module does when it is imported
+        what = f"{type(error).__name__}: {error}"
+        raise ConfigError(kind.flag, f"can't load {target}: {what}") from error
     if not callable(factory):
         raise ConfigError(kind.flag, f"{target} is not a class")
     return factory

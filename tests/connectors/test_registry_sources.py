@@ -9,6 +9,7 @@ import pytest
 
 from kvbaton.connectors import registry
 from kvbaton.connectors.transports.memory import MemoryTransport
+from kvbaton.errors import ConfigError
 
 
 def test_ours_are_known_by_name_without_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,6 +20,23 @@ def test_ours_are_known_by_name_without_entry_points(monkeypatch: pytest.MonkeyP
         name: installed[name] for name in registry.TRANSPORTS.built_in
     } == registry.TRANSPORTS.built_in
     assert isinstance(registry.load_transport("memory", name="a"), MemoryTransport)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("class Broken(:", "SyntaxError: invalid syntax"),
+        ("raise RuntimeError('no licence')", "RuntimeError: no licence"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_module_that_breaks_when_it_is_imported_is_named(
+    text: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "breaks_at_once.py").write_text(text)
+    with pytest.raises(ConfigError, match=f"can't load breaks_at_once:Broken: {says}"):
+        registry.load_transport("breaks_at_once:Broken", name="a")
 
 
 def test_a_package_that_is_installed_meanwhile_is_found(
