@@ -37,7 +37,9 @@ PAIRS_GPU = "tests/e2e/test_pair_gpu.py"
 
 if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and "KVBATON_TESTS_SPREAD" in os.environ:
     # Before anything asks CUDA what there is.
-    gpus = os.environ["KVBATON_TESTS_SPREAD"].split(",")
+    from kvbaton.cluster.config import visible_gpus
+
+    gpus = visible_gpus()
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(worker.removeprefix("gw")) % len(gpus)]
 
 

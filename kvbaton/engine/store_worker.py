@@ -471,8 +471,8 @@ class StoreWorker:
         pending = self._executor.digest(ranges)
         yield pending.ready
         # They are kept with the blocks, as if a step had written these.
-        self._executor.adopt(ranges, pending.result())
-        (sums,) = pending.result()
+        (sums,) = found = pending.result()
+        self._executor.adopt(ranges, found)
         if self.calls.capabilities.synthetic:
             return there, []
         right, bad = [], []
