@@ -447,9 +447,8 @@ class SimulatedDispatch:
                 place = *key, output.choice
                 if output.token_ids:
                     self._told_at[key] = self.loop.time()
-                if output.finish_reason is not None or output.index > self._next.get(
-                    place, output.index
-                ):
+                skipped = output.index > self._next.get(place, output.index)
+                if output.finish_reason is not None or skipped:
                     self._over.add(key)  # what was lost on the way nobody can go on from
                 self._next[place] = output.index + len(output.token_ids)
 
