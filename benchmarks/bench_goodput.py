@@ -26,6 +26,7 @@ import json
 import math
 import multiprocessing
 import re
+import shlex
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -136,7 +137,8 @@ class Bench:
         words = [
             f"--model={folder}", "--load-format=dummy", f"--device={args.device}",
             f"--max-model-len={longest}", "--policy=least-loaded", "--start-timeout=300",
-            f"--{'' if layout.cached else 'no-'}enable-prefix-caching", *layout.words, *args.flags,
+            f"--{'' if layout.cached else 'no-'}enable-prefix-caching", *layout.words,
+            *shlex.split(args.flags),
         ]  # fmt: skip
         with cluster_of(words) as url:
             cluster = Cluster(url, args, layout.cached)
@@ -253,7 +255,7 @@ def layouts(args: argparse.Namespace) -> list[Layout]:
         Layout(
             "shared",
             ["--any=2", "--policy=cost", f"--ttft-slo={1000 * args.ttft:g}",
-             f"--itl-slo={args.itl[0]:g}", chunk(args.chunk)],
+             f"--itl-slo={args.itl[0]:g}", f"--max-itl={args.itl[0]:g}", chunk(args.chunk)],
             0.9, 2,
         ),
         *(
@@ -300,7 +302,7 @@ def main() -> None:
     add("--seconds-budget", type=float, default=math.inf, help="shared by the layouts")
     add("--clients", type=int, default=4, help="processes that make the load")
     add("--seed", type=int, default=1)
-    add("--flags", nargs="*", default=[], help="more, of `kvbaton up`")
+    add("--flags", default="", help="more, of `kvbaton up`, in one argument: --flags='...'")
     args = parser.parse_args()
     began, one = time.monotonic(), args.one_gpu
     usual = ["colocated", "cached"] if one else ["1P1D", "colocated", "shared"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Generator, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,13 @@ OWN_SERVERS = frozenset(
     ).split()
 )
 """Files whose tests share servers with no other file: a worker for each."""
+
+NEEDS = {
+    "gguf": ("engine/test_gguf.py", "e2e/test_chat.py", "e2e/test_up.py"),
+    "cryptography": ("e2e/test_https.py", "server/test_tls.py", "router/test_model_lookup.py"),
+}
+collect_ignore = [file for name, files in NEEDS.items() if not find_spec(name) for file in files]
+"""Not collected without a package of `dev`: GPU machines lack it, and no GPU test needs it."""
 
 PAIRS_GPU = "tests/e2e/test_pair_gpu.py"
 """Its models have servers each."""

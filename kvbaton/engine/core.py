@@ -280,6 +280,7 @@ class EngineCore:
             self.step_seconds += self._busy_since - since
             terms = self._terms.popleft()
             self.step_costs.observe(terms, self._busy_since - since)
+            self.scheduler.chunk_limit.observe(terms, self._busy_since - since)
             # What peers asked for during the step comes first: it may want what the step computed.
             self._hear()
             outputs = self.scheduler.update(result)

@@ -17,6 +17,7 @@ from operator import attrgetter
 from typing import Any
 
 from kvbaton.connectors.layout import GroupKind
+from kvbaton.engine.chunk_limit import ChunkLimit
 from kvbaton.engine.config import SchedulerConfig
 from kvbaton.engine.grammars import NoGrammars
 from kvbaton.engine.kv_cache_manager import KVCacheManager, Match
@@ -63,6 +64,7 @@ class LiveRequests:
         loading: whose blocks are being filled by a connector, by request id.
         in_flight: plans handed out and not updated, oldest first.
         totals: what happened so far.
+        chunk_limit: of prompts beside sequences that decode; to be told what steps take.
         late: ranks those of the queue last whose first tokens would come too late.
         connectors: what brings KV in or takes it out, in the order in which they are asked.
         items: decides which encoder outputs are asked for and kept.
@@ -97,6 +99,7 @@ class LiveRequests:
         self.clock = clock
         self._arrivals = itertools.count(1)
         self._shares = FairShares()
+        self.chunk_limit = ChunkLimit(config.max_num_batched_tokens, config.whole_items)
         self.late = LateRequests()
         self._deadlines: list[tuple[float, int, Request]] = []
         self._moves = 0
@@ -640,6 +643,7 @@ class LiveRequests:
             "kvbaton_sequences_loading": float(len(self.loading)),
             "kvbaton_prompt_tokens_waiting": float(lacking),
             "kvbaton_step_token_budget": float(self.config.max_num_batched_tokens),
+            "kvbaton_chunk_limit_tokens": float(self.chunk_limit.tokens),
             "kvbaton_blocks_available": float(self.blocks.pool.num_free),
         }
         for g, owners in enumerate(self.blocks.owners()):

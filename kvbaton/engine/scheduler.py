@@ -16,6 +16,7 @@ out.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.connectors.layout import GroupKind
+from kvbaton.engine.chunk_limit import IN_TIME
 from kvbaton.engine.config import SchedulerConfig
 from kvbaton.engine.kv_cache_manager import Match
 from kvbaton.engine.kv_connector import KVConnector
@@ -148,6 +150,8 @@ class Scheduler(LiveRequests):
                 continue
             running.append((end - sequence.num_scheduled, sequence))
         for decoding in (True, False):
+            if not decoding and (self.waiting or len(draft.scheduled) < len(running)):
+                draft.budget = min(draft.budget, self._chunk(draft))
             for remaining, sequence in running:
                 if not remaining or (remaining == 1) != decoding:
                     continue
@@ -163,6 +167,26 @@ class Scheduler(LiveRequests):
             self.late.rank(self.waiting, self.running, self.clock())
             while self.waiting and self._admit(draft, self.waiting[0]):
                 pass
+
+    def _chunk(self, draft: StepDraft) -> int:
+        """Most tokens of prompts beside those that decode.
+
+        All that fit, if in small chunks a first token would come when most of its time is over.
+        """
+        most, objective_s = self.config.max_num_batched_tokens, math.inf
+        for scheduled in draft.scheduled:
+            objective_s = min(objective_s, scheduled.sequence.request.spec.itl_s or math.inf)
+        limit = self.chunk_limit.for_objective(objective_s)
+        if limit == most:
+            return most
+        ends = self.clock()
+        for sequence in itertools.chain(self.running, self.waiting):
+            due, ttft_s = sequence.request.due, sequence.request.spec.ttft_s
+            if not sequence.num_generated:
+                ends += (len(sequence.tokens) - sequence.num_scheduled) / limit * objective_s
+                if due is not None and ends > due - (1 - IN_TIME) * ttft_s:
+                    return most
+        return limit
 
     def _fit(self, sequence: Sequence, start: int, remaining: int, budget: int) -> int:
         """How many of the `remaining` tokens from `start` on go into a step that has `budget` left.

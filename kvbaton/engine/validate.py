@@ -48,6 +48,7 @@ RANGES = {
 REQUEST_RANGES = {
     "deadline_s": Range(0, MAX_DEADLINE_S, open=True),
     "ttft_s": Range(0, MAX_DEADLINE_S),
+    "itl_s": Range(0, MAX_DEADLINE_S),
     "prefill_s": Range(0, MAX_DEADLINE_S),
     "priority": Range(-INT32, INT32),
 }

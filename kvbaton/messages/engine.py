@@ -185,6 +185,8 @@ class AddRequest(Struct, frozen=True, tag="add", kw_only=True):
         traceparent: W3C Trace Context of the span that the request is part of, if it is traced.
         ttft_s: seconds from receipt within which its first token is to come; what can't, or makes
             more others late, goes after them. 0 for no objective.
+        itl_s: seconds within which each further token is to come: prompts beside it are computed in
+            chunks that are short enough for that. 0 for no objective.
         prefill_s: seconds that computing the prompt is expected to take; 0 if nobody knows.
     """
 
@@ -202,6 +204,7 @@ class AddRequest(Struct, frozen=True, tag="add", kw_only=True):
     timed: bool = False
     traceparent: Name = ""
     ttft_s: float = 0.0
+    itl_s: float = 0.0
     prefill_s: float = 0.0
 
 

@@ -64,6 +64,8 @@ class RoutingPolicy:
         policy: name of the policy, or its dotted path; see `router.policies`.
         ttft_slo: milliseconds within which a first token is to come; None for no objective.
         itl_slo: milliseconds within which each further token is to come.
+        max_itl: milliseconds that no token is to take: nodes compute prompts in chunks that are
+            short enough for who generates beside them, but for those that would be late by that.
         max_ttft: milliseconds; a request whose first token is expected later is refused (429). None
             refuses those that would come after their deadline, and no others.
         retry_budget: retries per request that a router makes on average, beside 10 per second and
@@ -90,7 +92,11 @@ class RoutingPolicy:
     )
     ttft_slo: float | None = flag(None, "the first token is to come within this", metavar="MS")
     itl_slo: float | None = flag(None, "each further token is to come within this", metavar="MS")
-
+    max_itl: float | None = flag(
+        None,
+        "compute prompts in chunks so short that no token beside them takes longer",
+        metavar="MS",
+    )
     max_ttft: float | None = flag(
         None, "refuse (429) requests whose first token is expected later", metavar="MS"
     )
@@ -107,6 +113,7 @@ class RoutingPolicy:
         for name, objective in (
             ("--ttft-slo", self.ttft_slo),
             ("--itl-slo", self.itl_slo),
+            ("--max-itl", self.max_itl),
             ("--max-ttft", self.max_ttft),
         ):
             if objective is not None and objective <= 0:

@@ -18,6 +18,7 @@ from statistics import median
 from msgspec import Struct
 from msgspec.structs import replace
 
+from kvbaton.engine.chunk_limit import IN_TIME, chunk_tokens
 from kvbaton.messages.nodes import STEP_COSTS, NodeInfo
 from kvbaton.router.loads import NodeLoad, NodeLoads
 from kvbaton.router.wires import UNKNOWN, Wires
@@ -55,6 +56,7 @@ class StepSpeed(Struct, frozen=True):
     Attributes:
         step_tokens: most tokens of one step.
         full_s: what so many tokens of a prompt add to a step.
+        max_itl_s: what it may take where sequences decode in it; prompts come in chunks for that.
     """
 
     step_s: float = 0.0
@@ -64,6 +66,11 @@ class StepSpeed(Struct, frozen=True):
     decode_context_s: float = 0.0
     step_tokens: int = DEFAULT_STEP_TOKENS
     full_s: float = 0.0
+    max_itl_s: float = math.inf
+
+    def chunk_tokens(self, step_s: float) -> int:
+        """Most tokens of a prompt in a step that takes so long for those who decode in it."""
+        return chunk_tokens(self.max_itl_s, step_s, self.prefill_token_s, self.step_tokens)
 
     def prefill_s(self, new: int, cached: int) -> float:
         """To compute the last `new` tokens of a prompt, without the steps themselves."""
@@ -241,12 +248,15 @@ class CostModel:
         clock: monotonic seconds.
 
     Attributes:
+        ttft_slo_s: objective of first tokens.
+        max_itl_s: what tokens beside a prompt may take.
         output_tokens: that a request generates, of late.
         short_output: that a quarter of the last requests do not exceed.
         wires: between nodes.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.ttft_slo_s = self.max_itl_s = math.inf
         self.output_tokens = self.short_output = FIRST_OUTPUT
         self.wires = Wires(clock)
         self._lengths = deque[int](maxlen=LENGTHS)
@@ -299,7 +309,7 @@ class CostModel:
             budget = max(1, int(node.load.get("step_tokens", DEFAULT_STEP_TOKENS)))
             speed: StepSpeed | None = None
             if measured:
-                speed = StepSpeed(**terms, step_tokens=budget)
+                speed = StepSpeed(**terms, step_tokens=budget, max_itl_s=self.max_itl_s)
                 speed = replace(speed, full_s=speed.prefill_s(budget, 0))
             self._speeds[node.node_id] = node.load, speed
         for node_id in self._overheads.keys() - self._speeds.keys():
@@ -362,9 +372,13 @@ class CostModel:
             queued = left
         decoding = load.sequences - load.pending
         each = speed.step_s + (speed.decode_s(decoding, load.tokens) if decoding else 0.0)
-        budget = speed.step_tokens
         wait = self._left_s(load, since) + queued + (each / 2 if decoding else 0.0)
-        model = wait + fetch_s + own + math.ceil((queued_tokens + new) / budget) * each
+        budget = speed.chunk_tokens(each) if decoding else speed.step_tokens
+        alone_s, all_tokens = wait + fetch_s + own, queued_tokens + new
+        model = alone_s + math.ceil(all_tokens / budget) * each
+        if model > IN_TIME * self.ttft_slo_s:
+            budget = speed.step_tokens
+            model = alone_s + math.ceil(all_tokens / budget) * each
         overhead = self._overheads.get(node.node_id)
         ttft = model if overhead is None else overhead.predict(model)
         work = own + (0.0 if decoding else math.ceil(new / budget) * each)
@@ -425,7 +439,7 @@ class CostModel:
             queued_s=queued_s,
             backlog_s=backlog_s,
             prefill_share=share,
-            chunk_s=step_s + speed.full_s,
+            chunk_s=step_s + speed.prefill_s(speed.chunk_tokens(step_s), 0),
             slower_s=after - before,
             sequences=sequences,
             room=room,

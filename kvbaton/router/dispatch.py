@@ -85,9 +85,11 @@ class Dispatcher(TokenSource):
         if request.params.seed is None:  # all nodes must sample alike
             seeded = replace(request.params, seed=secrets.randbits(63))
             request = replace(request, params=seeded)
-        ttft_slo = self.chooser.policy.settings.ttft_slo
-        if ttft_slo is not None:
-            request = replace(request, ttft_s=min(ttft_slo / 1e3, request.deadline_s))
+        settings = self.chooser.policy.settings
+        if settings.ttft_slo is not None:
+            request = replace(request, ttft_s=min(settings.ttft_slo / 1e3, request.deadline_s))
+        if settings.max_itl is not None:
+            request = replace(request, itl_s=min(settings.max_itl / 1e3, request.deadline_s))
         name = request.request_id
         if name in self.running:
             raise RequestError(f"request id {name!r} is in use", param="request_id", status=409)

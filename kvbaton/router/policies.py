@@ -489,4 +489,6 @@ def load_policy(settings: RoutingPolicy, costs: CostModel) -> Policy:
         raise ConfigError("--policy", f"{name!r} can't be loaded: {error}") from error
     if not isinstance(found, type) or not issubclass(found, Policy):
         raise ConfigError("--policy", f"{path} is no Policy")
+    costs.ttft_slo_s = _seconds(settings.ttft_slo) or math.inf
+    costs.max_itl_s = _seconds(settings.max_itl) or math.inf
     return found(settings, costs)

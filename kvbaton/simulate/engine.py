@@ -400,6 +400,7 @@ class ModeledEngine:
         for number, took in enumerate(seconds.tolist()):
             kv = run.terms[4] + number * run.terms[3] / 1000
             self._costs.observe((*run.terms[:4], kv), took)
+            self.scheduler.chunk_limit.observe(run.terms, took)
         self.busy_s += float(run.ends[more]) - run.begin
         self._steps += run.steps
         self._step_tokens += run.plan.num_tokens + more * len(run.sequences)

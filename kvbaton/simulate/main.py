@@ -40,6 +40,7 @@ class SimulateConfig:
         engine: measurements, see `simulate.engine_model`.
         ttft_slo: milliseconds to the first token that are good enough; None for any.
         itl_slo: milliseconds per token after it, as a request's mean.
+        max_itl: see `RoutingPolicy`.
         min_handover_tokens: as of a router.
         goodput: also find the highest rate at which this share is served within both objectives;
             None finds none.
@@ -71,6 +72,7 @@ class SimulateConfig:
     itl_slo: float | None = flag(
         None, "each further token is to come within this, on average", metavar="MS"
     )
+    max_itl: float | None = flag(None, "as a router's: prompts come in short chunks", metavar="MS")
     min_handover_tokens: int = flag(0, "serve shorter prompts on one node", metavar="N")
     goodput: float | None = flag(
         None,
@@ -117,6 +119,7 @@ class SimulateConfig:
             min_handover_tokens=self.min_handover_tokens,
             ttft_slo=self.ttft_slo,
             itl_slo=self.itl_slo,
+            max_itl=self.max_itl,
         )
 
 

@@ -15,7 +15,13 @@ from kvbaton.connectors.digest import BlockRange
 from kvbaton.engine.cache import KVCache
 from kvbaton.engine.collectives import Shard
 from kvbaton.engine.cuda.graphs import graph_sizes
-from kvbaton.engine.cuda.prompt_graphs import PADDED_TOKENS, padded_forward
+from kvbaton.engine.cuda.prompt_graphs import (
+    PADDED_TOKENS,
+    WHOLE_PROMPTS,
+    GraphInputs,
+    Recorder,
+    padded_forward,
+)
 from kvbaton.engine.cuda.runner import CudaRunner
 from kvbaton.engine.encoder.pool import EncoderPool
 from kvbaton.engine.loader import load_model
@@ -182,6 +188,34 @@ def test_tokens_that_pad_a_step_change_nothing(
     runner.prompt_graphs = forward
     assert play(other, 50) == play(plain, 50)
     assert any(count % PADDED_TOKENS for count in padded)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
+def test_what_whole_graphs_read_is_the_step(
+    family: str, checkpoint: Callable[..., Path], drive: Any
+) -> None:
+    """Not replayed, but computed: with padding behind those that decode, and behind all tokens."""
+    folder = checkpoint(family=family)
+    plain, other = (drive(folder, num_blocks=1024) for _ in range(2))
+    other.executor.close()
+    other.executor = CpuExecutor(folder)
+    runner, seen = other.executor.runner, set[bool]()
+    inputs = GraphInputs(runner.cache, 256, 8, runner.sequences.tables.shape[-1])
+
+    def forward(token_ids: Tensor, positions: Tensor, attention: Any, encoded: None) -> Tensor:
+        n, decodes = len(token_ids), attention.num_decodes > 0
+        if not 0 < attention.num_prompts <= WHOLE_PROMPTS:
+            return runner.model(token_ids, positions, attention)  # type: ignore[no-any-return]
+        seen.add(decodes)
+        size = 32 * (n // 32 + 1)
+        inputs.fill(token_ids, positions, attention)
+        of = inputs.attention(size, prompts=True, decodes=decodes)
+        hidden: Tensor = runner.model(*inputs.of(size), Recorder(None, of))
+        return hidden[:n]
+
+    runner.prompt_graphs = forward
+    assert play(other, 16) == play(plain, 16)
+    assert seen == {False, True}
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gpt_oss"])

@@ -235,31 +235,36 @@ def test_steps_with_prompts_are_graphs(
         replay(graph)
 
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", counted)
-    handles = [driver.add(random_tokens(rng, count)) for count in (40, 470, 3, 7, 9, 11, 13)]
+    handles = [driver.add(random_tokens(rng, count)) for count in (40, 470, 5, 7, 9, 11, 13)]
     pieces = len(driver.executor.workers[0].model.layers) + 1
     driver.step((handles[0], 40, 1))
     assert len(replays) == 1
     driver.step((handles[0], 1, 1), (handles[1], 470, 1))  # one decodes beside it
-    assert len(replays) == 1 + pieces
+    assert len(replays) == 2
     driver.step(*((handle, 2, 0) for handle in handles[2:6]))
-    assert len(replays) == 2 + pieces
+    assert len(replays) == 3
     driver.step(*((handle, driver.left(handle), 1) for handle in handles[2:]))  # more than few
-    assert len(replays) == 2 + 2 * pieces
+    assert len(replays) == 3 + pieces
     assert len(set(replays)) == len(replays)
 
 
 def test_whole_steps_of_prompts_give_what_eager_ones_do(
     checkpoint: Callable[..., Path], drive: Any
 ) -> None:
+    """Of prompts alone, and of prompts beside some that decode already."""
     rng, folder = np.random.default_rng(8), checkpoint(**MODELS["llama"])
     prompts = [random_tokens(rng, count) for count in (400, 3, 130, 17, 300)]
     found = []
     for eager in (False, True):
         driver = drive(folder, dtype="float32", enforce_eager=eager, **GPU)
         handles = [driver.add(prompt) for prompt in prompts]
-        while any(driver.left(handle) > 1 for handle in handles):
-            work = [(h, min(driver.left(h), 97)) for h in handles if driver.left(h) > 1][:4]
-            driver.step(*((h, count, int(count == driver.left(h))) for h, count in work))
+        for beside in (False, True):
+            while any(driver.left(handle) > 1 for handle in handles):
+                work = [(h, min(driver.left(h), 97)) for h in handles if driver.left(h) > 1][:4]
+                work += [(h, 1) for h in handles if beside and driver.left(h) == 1]
+                work.sort(key=lambda one: one[1] > 1)
+                driver.step(*((h, count, int(count == driver.left(h))) for h, count in work))
+            handles += [driver.add(prompt[::-1]) for prompt in prompts] if not beside else []
         for _ in range(8):
             driver.step(*((handle, 1, 1) for handle in handles))
         found.append([driver.tokens[handle] for handle in handles])

@@ -44,9 +44,12 @@ class KernelAttention:
         decode: the leading tokens' sequences, if there are any.
         prefill: the others, if there are any, as each group has them.
         states: what layers with a state need; None for a model without.
+        prompts_at: token from which on `prefill` counts; None: behind those of `decode`. From an
+            earlier one on prompts may begin where some of `decode`, then padding, would be.
 
     Attributes:
         slots: `slot_mapping`.
+        decode: as given.
         prefill: as given.
     """
 
@@ -57,11 +60,12 @@ class KernelAttention:
         decode: DecodeBatch | None,
         prefill: Sequence[PrefillBatch] = (),
         states: StateBatch | None = None,
+        prompts_at: int | None = None,
     ) -> None:
         self._cache, self.slots, self.states = cache, slot_mapping, states
-        self._decode, self.prefill = decode, prefill
-        self._num_decode = 0 if decode is None else len(decode.context_lens)
-        self._num_tokens = self._num_decode + (sum(prefill[0].query_lens) if prefill else 0)
+        self.decode, self.prefill = decode, prefill
+        self._prompts_at = self.num_decodes if prompts_at is None else prompts_at
+        self._num_tokens = self._prompts_at + (sum(prefill[0].query_lens) if prefill else 0)
         self._rows = torch.arange(slot_mapping.shape[1], device=slot_mapping.device)
         self._cos_sin: dict[Tensor, Tensor] = {}
         self._latent_prompts: dict[int, LatentPrompts] = {}
@@ -140,16 +144,16 @@ class KernelAttention:
         keys, values = data[:, :, place, 0], data[:, :, place, 1]
         of_key, of_value = self._cache.scales(layer)
         scale = (query.shape[-1] ** -0.5 if scale is None else scale) * of_key
-        n, m = self._num_decode, self._num_tokens
-        if self._decode is not None:
-            tables, lens = self._decode.block_tables[:, group], self._decode.context_lens
+        n, m, decodes = self._prompts_at, self._num_tokens, self.num_decodes
+        if self.decode is not None:
+            tables, lens = self.decode.block_tables[:, group], self.decode.context_lens
             if group not in self._parts:
                 self._parts[group] = decode_parts(
                     query, keys, lens, window=of.window, chunked=of.chunked
                 )
             decode_attention(
-                query[:n], keys, values, tables, lens, scale=scale, window=of.window,
-                chunked=of.chunked, sinks=sinks, parts=self._parts[group], out=out[:n],
+                query[:decodes], keys, values, tables, lens, scale=scale, window=of.window,
+                chunked=of.chunked, sinks=sinks, parts=self._parts[group], out=out[:decodes],
             )  # fmt: skip
         if self.prefill:
             key, value = (None if x is None else self._cache.kept(x[n:m]) for x in (key, value))
@@ -210,9 +214,9 @@ class KernelAttention:
         (group, place), mla = self._cache.places[layer], projection.mla
         rows = self._cache.data[:, :, place, 0]
         cached, _ = self._cache.scales(layer)
-        n, m, scale = self._num_decode, self._num_tokens, mla.scale * cached
-        if self._decode is not None:
-            tables, lens = self._decode.block_tables[:, group], self._decode.context_lens
+        n, m, scale = self._prompts_at, self._num_tokens, mla.scale * cached
+        if self.decode is not None:
+            tables, lens = self.decode.block_tables[:, group], self.decode.context_lens
             if group not in self._parts:
                 self._parts[group] = latent_decode_parts(query, lens)
             attend_among_latents(
@@ -228,9 +232,14 @@ class KernelAttention:
         return out if cached == 1.0 else out.mul_(cached)
 
     @property
-    def num_prompts(self) -> int | None:
-        """Sequences of the step, if none of them decodes."""
-        return len(self.prefill[0].query_lens) if self.prefill and not self._num_decode else None
+    def num_decodes(self) -> int:
+        """Sequences with one token, padding included."""
+        return 0 if self.decode is None else len(self.decode.context_lens)
+
+    @property
+    def num_prompts(self) -> int:
+        """Sequences with more."""
+        return len(self.prefill[0].query_lens) if self.prefill else 0
 
     def _angles(self, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """Cos and sin of half the features, side by side; made once for each pair of tensors."""

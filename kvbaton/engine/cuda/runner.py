@@ -64,8 +64,9 @@ class CudaRunner(Runner):
         if use_graphs and cache.states is None and model.config.vision is None:
             most = self.sequences.tables.shape[-1]
             self.prompt_graphs = PromptGraphs(
-                model, cache, most_tokens=max_num_batched_tokens, most_blocks=most
-            )
+                model, cache, most_tokens=max_num_batched_tokens, most_sequences=max_num_seqs,
+                most_blocks=most,
+            )  # fmt: skip
 
     def attach_encoder(self, pool: EncoderPool) -> None:
         """Take encoder outputs from here; from another device on a stream of our own.

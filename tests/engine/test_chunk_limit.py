@@ -1,0 +1,180 @@
+"""Prompts are computed in chunks that are short enough for who decodes beside them."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from kvbaton.connectors.layout import GroupKind
+from kvbaton.engine.chunk_limit import LEAST, ChunkLimit, chunk_tokens
+from kvbaton.engine.kv_cache_manager import GroupSpec
+from kvbaton.engine.step_costs import terms_of
+from tests.support.toy_engine import Loop, ask
+
+MOST = 512
+POOL = GroupSpec(block_size=16, num_blocks=400, kind=GroupKind.WINDOW, window=6)
+"""Attention over few tokens is quick to play."""
+ITL_S, TTFT_S = 0.012, 1.0
+
+
+def step_s(prompts: float, decodes: float, each: float = 1e-3) -> float:
+    """Of a GPU: weights are read once, for few tokens in the time that their products take."""
+    return 0.003 + each * decodes + max(0.002, 2e-5 * prompts)
+
+
+class Node:
+    """A loop whose steps take a time by what is in them, and tell it the limit.
+
+    Attributes:
+        mixed: (tokens of prompts, seconds) of each step that also decoded.
+    """
+
+    def __init__(self, each: float = 1e-3) -> None:
+        self.loop = Loop((POOL,), max_model_len=6000, max_num_batched_tokens=MOST)
+        self.each, self.noise = each, random.Random(0)
+        self.mixed: list[tuple[int, float]] = []
+
+    def add(self, name: str, length: int, tokens: int, **objectives: float) -> None:
+        prompt = [(sum(name.encode()) + 7 * i) % 23 for i in range(length)]
+        self.loop.add(replace(ask(name, prompt, max_tokens=tokens, ignore_eos=True), **objectives))
+
+    def step(self) -> None:
+        plans = len(self.loop.plans)
+        self.loop.step()
+        for plan in self.loop.plans[plans:]:
+            terms = terms_of(plan.steps)
+            seconds = step_s(terms[1], terms[3], self.each) * self.noise.uniform(0.97, 1.03)
+            self.loop.clock.now += seconds
+            self.loop.scheduler.chunk_limit.observe(terms, seconds)
+            if terms[1] and terms[3]:
+                self.mixed.append((int(terms[1]), seconds))
+
+    def until(self, done: Callable[[], bool]) -> None:
+        for _ in range(2000):
+            if done():
+                return
+            self.step()
+        raise AssertionError("it never ends")
+
+
+def decoding(node: Node, **objectives: float) -> None:
+    for i in range(3):
+        node.add(f"d{i}", 8, 2000, **objectives)
+    for _ in range(20):
+        node.step()
+
+
+def ended(node: Node, name: str) -> Callable[[], bool]:
+    return lambda: node.loop.streams[name, 0].finish is not None
+
+
+def test_chunks_grow_to_the_objective_and_not_beyond() -> None:
+    node = Node()
+    decoding(node, itl_s=ITL_S)
+    node.add("prompt", 4000, 1)
+    node.until(ended(node, "prompt"))
+    tokens = [count for count, _ in node.mixed]
+    assert tokens[0] == LEAST
+    late = sum(seconds > ITL_S for _, seconds in node.mixed)
+    assert late <= 0.05 * len(node.mixed)
+    possible = (ITL_S - 0.003 - 3e-3) / 2e-5
+    assert max(tokens) <= 1.05 * possible
+    assert sum(tokens[10:-1]) / len(tokens[10:-1]) > 0.8 * possible
+
+
+@pytest.mark.parametrize(
+    ("decodes", "waits"), [({}, {}), ({}, {"itl_s": ITL_S}), ({"itl_s": 0.0}, {})]
+)
+def test_without_an_objective_chunks_are_whole(
+    decodes: dict[str, float], waits: dict[str, float]
+) -> None:
+    node = Node()
+    decoding(node, **decodes)
+    node.add("prompt", 4000, 1, **waits)
+    node.until(ended(node, "prompt"))
+    assert all(count == MOST - 3 for count, _ in node.mixed[:-1])
+
+
+def test_alone_a_prompt_has_all_of_a_step() -> None:
+    node = Node()
+    node.add("first", 1000, 1, itl_s=ITL_S)
+    node.step()
+    (step,) = node.loop.plans[-1].steps
+    assert step.count == MOST
+
+
+def test_where_decoding_alone_is_late_few_steps_are() -> None:
+    node = Node(each=5e-3)  # three take 20 ms
+    decoding(node, itl_s=ITL_S)
+    node.add("prompt", 1500, 1)
+    node.until(ended(node, "prompt"))
+    assert all(count == MOST - 3 for count, _ in node.mixed[:-1])
+
+
+def test_a_first_token_that_small_chunks_would_make_late_has_large_ones() -> None:
+    node = Node()
+    decoding(node, itl_s=ITL_S)
+    for name, ttft_s in (("late", 0.1), ("in time", 10.0)):
+        node.mixed.clear()
+        node.add(name, 4000, 1, itl_s=ITL_S, ttft_s=ttft_s)
+        node.until(ended(node, name))
+        chunks = [count for count, _ in node.mixed[:-1]]
+        if name == "late":
+            assert all(count == MOST - 3 for count in chunks)
+        else:  # of which the first one has told how many tokens there is time for
+            assert all(LEAST < count < MOST / 1.5 for count in chunks[1:])
+
+
+def test_a_longer_objective_lets_chunks_grow_again() -> None:
+    limit = ChunkLimit(MOST)
+    for _ in range(50):
+        count = limit.for_objective(ITL_S)
+        limit.observe((1.0, float(count), 0.0, 3.0, 0.0), step_s(count, 3))
+    tight = limit.tokens
+    for _ in range(50):
+        count = limit.for_objective(2 * ITL_S)
+        limit.observe((1.0, float(count), 0.0, 3.0, 0.0), step_s(count, 3))
+    assert tight < 320
+    assert limit.tokens == MOST
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, MOST),
+            st.integers(0, 300),
+            st.floats(1e-6, 10.0),
+            st.sampled_from([ITL_S, 1e-3, 1.0, math.inf]),
+        ),
+        max_size=60,
+    ),
+    st.integers(0, 2 * MOST),
+)
+def test_limits_are_within_bounds(steps: list[tuple[int, int, float, float]], least: int) -> None:
+    limit = ChunkLimit(MOST, least)
+    for prompts, decodes, seconds, objective_s in steps:
+        found = limit.for_objective(objective_s)
+        assert min(MOST, max(LEAST, least)) <= found <= MOST
+        assert found == MOST or objective_s < math.inf
+        limit.observe((1.0, float(prompts), 0.0, float(decodes), 0.0), seconds)
+
+
+@given(st.floats(1e-4, 0.1), st.floats(1e-4, 0.1), st.floats(0.0, 1e-3), st.integers(1, 9000))
+def test_what_a_router_expects_of_it(
+    objective_s: float, alone_s: float, token_s: float, most: int
+) -> None:
+    found = chunk_tokens(objective_s, alone_s, token_s, most)
+    assert 1 <= found <= most
+    if LEAST < found < most:
+        assert alone_s + found * token_s <= objective_s
+
+
+def test_items_that_are_seen_whole_fit() -> None:
+    limit = ChunkLimit(MOST, 300)
+    assert limit.for_objective(ITL_S) == 300
