@@ -14,7 +14,8 @@ Beside it the wall of D's memory: with r requests per second of n tokens a step 
 and of r * n * (its own time) sequences the KV of their mean context, at the measured copy speed.
 Of each rate, steps around an arrival or an end stand beside the others, part by part.
 Layouts: ``1P1D``; ``shared``, two nodes of role any; ``colocated``, two nodes that hand nothing
-over, once per ``--chunks``. With ``--one-gpu`` there are ``colocated``, one node (twice its rate is
+over, once per ``--chunks``; ``colocated-max-itl``, such two that compute prompts in chunks by the
+first objective (``--max-itl``). With ``--one-gpu`` there are both with one node (twice its rate is
 an estimate of two, not a measurement), and ``cached``: one node that decodes from prompts in its
 prefix cache, so what D does at this mix *without* reserving, receiving and verifying hand-overs.
 """
@@ -49,6 +50,7 @@ from kvbaton.testing.checkpoints import make_checkpoint
 
 LEAST = 20
 """Requests that a window should hold, if it takes longer than the lifetimes."""
+LAYOUTS = "1P1D", "shared", "colocated", "colocated-max-itl", "cached"
 TOLERANCE = 0.05
 """Of the lowest rate that fails: the bisection's end."""
 
@@ -212,6 +214,7 @@ class Bench:
         series = {
             "ttft_ms": [shot.after(0) for shot in good],
             "itl_p95_ms": [percentile(between(shot), 95) for shot in good],
+            "itl_p99_ms": [percentile(between(shot), 99) for shot in good],
             "pace_ms": [(shot.after(-1) - shot.after(0)) / (args.output - 1) for shot in good],
         }
         shown = {f"{name}_p{p}": 1e3 * percentile(values, p)
@@ -236,11 +239,13 @@ class Bench:
 
 def line(row: dict[str, Any]) -> str:
     """What is printed of a rate."""
-    ttft, gap = ([row[f"{name}_ms_p{p}"] for p in (50, 90)] for name in ("ttft", "itl_p95"))
+    names = "ttft", "itl_p95", "itl_p99"
+    ttft, gap, last = ([row[f"{name}_ms_p{p}"] for p in (50, 90)] for name in names)
     return (
         f"{row['layout']:<16}{row['rate']:7.2f}/s  of {row['requests']:4} met "
         + " ".join(f"{share:.2f}" for share in row["met"])
         + f"  TTFT {ttft[0]:5.0f} {ttft[1]:5.0f}  ITL p95 {gap[0]:5.1f} {gap[1]:5.1f}"
+        + f"  p99 {last[0]:5.1f} {last[1]:5.1f}"
         + f"  pace {row['pace_ms_p50']:5.1f} ms  live "
         + " to ".join(f"{live:.0f}" for live in row["live"])
     )
@@ -257,6 +262,12 @@ def layouts(args: argparse.Namespace) -> list[Layout]:
             ["--any=2", "--policy=cost", f"--ttft-slo={1000 * args.ttft:g}",
              f"--itl-slo={args.itl[0]:g}", f"--max-itl={args.itl[0]:g}", chunk(args.chunk)],
             0.9, 2,
+        ),
+        Layout(
+            "colocated-max-itl",
+            [f"--decode={count}", f"--ttft-slo={1000 * args.ttft:g}",
+             f"--max-itl={args.itl[0]:g}", chunk(args.chunk)],
+            alone, count,
         ),
         *(
             Layout(f"colocated {n}", [f"--decode={count}", chunk(n)], alone, count)
@@ -290,7 +301,7 @@ def main() -> None:
     add("--json", type=Path)
     add("--device", default="cuda", choices=("cuda", "cpu"))
     add("--one-gpu", action="store_true", help="what one GPU can tell")
-    add("--layouts", nargs="+", choices=("1P1D", "shared", "colocated", "cached"))
+    add("--layouts", nargs="+", choices=LAYOUTS)
     add("--chunk", type=int, default=2048, help="--max-num-batched-tokens")
     add("--chunks", type=int, nargs="+", help="of colocated nodes, in turn")
     add("--input", type=int, default=2000)

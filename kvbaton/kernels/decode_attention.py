@@ -71,7 +71,7 @@ def decode_attention(
         out: [B, heads, D], contiguous, to fill; None makes one.
 
     Returns:
-        [B, heads, D], contiguous; 0 in padding.
+        [B, heads, D], contiguous; 0 in padding, unless `parts` leave it out.
     """
     if not use_triton(query):
         found = decode_attention_reference(
@@ -144,6 +144,7 @@ def decode_parts(
     window: int = 0,
     chunked: bool = False,
     spare: int | None = None,
+    pads: bool = True,
 ) -> Parts:
     """Share keys among programs, for all layers with these shapes.
 
@@ -152,8 +153,9 @@ def decode_parts(
     tile, _ = _tile(next_power_of_2(query.shape[2]), query.element_size())
     heads = key_cache.shape[1]
     return share_keys(
-        context_lens, heads, tile, places=PLACES, window=window, chunked=chunked, spare=spare
-    )
+        context_lens, heads, tile,
+        places=PLACES, window=window, chunked=chunked, spare=spare, pads=pads,
+    )  # fmt: skip
 
 
 def decode_attention_reference(

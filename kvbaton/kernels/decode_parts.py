@@ -68,17 +68,19 @@ def share_keys(
     window: int = 0,
     chunked: bool = False,
     spare: int | None = None,
+    pads: bool = True,
 ) -> Parts:
     """Decide who computes what.
 
     Args:
-        context_lens: [batch] int32: tokens of each sequence; 0 is padding, which has a part too.
+        context_lens: [batch] int32: tokens of each sequence; 0 is padding.
         heads: programs of each part.
         tile: tokens that a program computes at a time.
         places: programs that a GPU runs at a time.
         window: keys at positions > own position - window only; 0: all.
         chunked: instead those of the own chunk of `window` tokens.
         spare: more parts than sequences, at least 1; None takes `spare_parts`.
+        pads: padding has a part too, so that zeros are written for it.
     """
     batch, whole = len(context_lens), False
     if spare is None:
@@ -86,8 +88,9 @@ def share_keys(
     least = max(min(max(next_power_of_2(2 * batch * heads), LEAST), MOST_LEAST) // tile, 1)
     if not use_triton(context_lens):
         return share_keys_reference(
-            context_lens, tile, spare, least, whole=whole, window=window, chunked=chunked
-        )
+            context_lens, tile, spare, least,
+            whole=whole, window=window, chunked=chunked, pads=pads,
+        )  # fmt: skip
     number = batch + spare
     made = torch.empty(batch + 1 + FIELDS * number, dtype=torch.int32, device=context_lens.device)
     parts = Parts(made[: batch + 1], made[batch + 1 :].view(number, FIELDS))
@@ -99,6 +102,7 @@ def share_keys(
         spare,
         least,
         int(whole),
+        int(pads),
         BATCH=next_power_of_2(batch),  # of all that is compiled for, the only one that steps change
         STRIDE=FIELDS,
         CLEARED=CLEARED_PARTS,
@@ -119,6 +123,7 @@ def share_keys_reference(
     whole: bool = False,
     window: int = 0,
     chunked: bool = False,
+    pads: bool = True,
 ) -> Parts:
     """Plain torch for `share_keys`, whose least part has `least` tiles."""
     last, batch = (context_lens - 1).clamp(min=0), len(context_lens)
@@ -131,11 +136,11 @@ def share_keys_reference(
     size = max(-(-total // spare), least)
     if whole and longest * 5 * batch <= total * 8:
         size = max(longest, 1)
-    used = ((tiles + size - 1) // size).clamp(min=1)
+    used = ((tiles + size - 1) // size).clamp(min=int(pads))
     begins = torch.nn.functional.pad(used.cumsum(0), (1, 0)).int()
     of = torch.arange(batch, device=used.device).repeat_interleave(used)
     part = torch.arange(len(of), device=used.device) - begins[of]
-    share = ((tiles + used - 1) // used)[of]
+    share = ((tiles + used - 1) // used.clamp(min=1))[of]
     start = first[of] + part * share
     end = torch.minimum(start + share, (first + tiles)[of])
     fields = torch.full((batch + spare, FIELDS), -1, dtype=torch.int32, device=used.device)
@@ -143,7 +148,7 @@ def share_keys_reference(
     return Parts(begins, fields)
 
 
-@jit("fields", "batch", "spare", "least", "whole")
+@jit("fields", "batch", "spare", "least", "whole", "pads")
 def _kernel(
     context_lens: tl.tensor,
     begins: tl.tensor,
@@ -152,6 +157,7 @@ def _kernel(
     spare: tl.tensor,
     least: tl.tensor,
     whole: tl.tensor,
+    pads: tl.tensor,
     BATCH: tl.constexpr,
     STRIDE: tl.constexpr,
     CLEARED: tl.constexpr,
@@ -171,7 +177,7 @@ def _kernel(
     size = tl.maximum(tl.cdiv(total, spare), least)
     alike = (whole != 0) & (longest * 5 * batch <= total * 8)
     size = tl.where(alike, tl.maximum(longest, 1), size)
-    used = tl.where(sequence < batch, tl.maximum(tl.cdiv(tiles, size), 1), 0)
+    used = tl.where(sequence < batch, tl.maximum(tl.cdiv(tiles, size), pads), 0)
     begin, parts = tl.cumsum(used, 0) - used, tl.sum(used, 0)
     tl.store(begins + sequence, begin, mask=sequence < batch)
     tl.store(begins + batch, parts)
@@ -214,7 +220,7 @@ def merge_kernel(
     sequence, heads, head = tl.program_id(0).to(tl.int64), tl.num_programs(1), tl.program_id(1)
     begin = tl.load(begins + sequence)
     used = tl.load(begins + sequence + 1) - begin
-    if used == 1:
+    if used <= 1:
         return
     column = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = column < HEAD_DIM

@@ -117,6 +117,22 @@ def test_lengths_may_differ_much(place: Any, make_paged: Any) -> None:
     check(place, paged, place.randn(4, 4, 64), scale=0.125, spare=16)
 
 
+@pytest.mark.parametrize("lens", [[0, 37, 0, 900], [0, 0, 0, 0], [150, 1, 0, 0]])
+def test_padding_without_parts_is_not_written(place: Any, make_paged: Any, lens: list[int]) -> None:
+    """Prompts' rows may be there, which are written at the same time."""
+    paged, query = make_paged(lens, 2, 64, 16), place.randn(4, 8, 64)
+    args = query, *paged.views, paged.block_tables, paged.context_lens
+    parts = decode_parts(query, paged.views[0], paged.context_lens, spare=5, pads=False)
+    out = torch.full_like(query, 7.0)
+    decode_attention(*args, scale=0.1, parts=parts, out=out)
+    whole = decode_attention(*args, scale=0.1)
+    for row, length in enumerate(lens):
+        if length:
+            place.close(out[row], whole[row].cpu().double())
+        else:
+            assert (out[row] == 7.0).all()
+
+
 @pytest.mark.gpu
 def test_graph_replays_with_other_lengths(place: Any, make_paged: Any) -> None:
     if place.device.type != "cuda":

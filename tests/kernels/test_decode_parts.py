@@ -33,13 +33,16 @@ def parts_of(parts: Parts, batch: int) -> tuple[list[int], list[list[int]]]:
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("window", [0, 300])
-def test_every_sequence_has_its_parts_side_by_side(place: Any, seed: int, window: int) -> None:
+@pytest.mark.parametrize("pads", [True, False])
+def test_every_sequence_has_its_parts_side_by_side(
+    place: Any, seed: int, window: int, pads: bool
+) -> None:
     rng = np.random.default_rng(seed)
     batch, spare = int(rng.integers(1, 40)), int(rng.integers(1, 60))
     lens = rng.integers(0, 30_000 if seed % 2 else 600, batch)
     lens[rng.random(batch) < 0.2] = 0
     given = torch.tensor(lens, dtype=torch.int32, device=place.device)
-    found = share_keys(given, 1, TILE, places=528, window=window, spare=spare)
+    found = share_keys(given, 1, TILE, places=528, window=window, spare=spare, pads=pads)
     counts, fields = parts_of(found, batch)
     numbers = [(of, part, n) for of, n in enumerate(counts) for part in range(n)]
     assert [(of, part, n) for of, _, _, _, part, n in fields] == numbers
@@ -47,24 +50,28 @@ def test_every_sequence_has_its_parts_side_by_side(place: Any, seed: int, window
     tiles = -(-lens // TILE) - first
     least = max(min(max(1 << (2 * batch - 1).bit_length(), LEAST), MOST_LEAST) // TILE, 1)
     size = max(-(-int(tiles.sum()) // spare), least)
-    assert counts == np.maximum(-(-tiles // size), 1).tolist()
+    assert counts == np.maximum(-(-tiles // size), pads | (lens > 0)).tolist()
     assert sum(counts) <= batch + spare, "no more than there are programs for"
     for of in range(batch):
         ranges = [tuple(field[2:4]) for field in fields if field[0] == of]
         assert [field[1] for field in fields if field[0] == of] == [lens[of]] * counts[of]
+        if not counts[of]:
+            continue
         edges = [first[of], *(end for _, end in ranges)]
         assert ranges == list(pairwise(edges)), "one behind the other"
         assert edges[-1] == first[of] + tiles[of]
 
 
+@pytest.mark.parametrize("pads", [True, False])
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize(("batch", "window"), [(1, 0), (9, 0), (40, 0), (40, 700), (200, 0)])
-def test_as_in_plain_torch(place: Any, batch: int, window: int, chunked: bool) -> None:
+def test_as_in_plain_torch(place: Any, batch: int, window: int, chunked: bool, pads: bool) -> None:
     lens = torch.randint(0, 3000, (batch,), dtype=torch.int32)
     lens[0] = 40_000 if batch % 8 else 2000
+    lens[1::5] = 0
     spare, whole = spare_parts(batch, 8, 528)
     least = max(min(max(1 << (16 * batch - 1).bit_length(), LEAST), MOST_LEAST) // TILE, 1)
-    sight: dict[str, Any] = {"window": window, "chunked": chunked}
+    sight: dict[str, Any] = {"window": window, "chunked": chunked, "pads": pads}
     plain = share_keys_reference(lens, TILE, spare, least, whole=whole, **sight)
     found = share_keys(lens.to(place.device), 8, TILE, places=528, **sight)
     assert found.begins.tolist() == plain.begins.tolist()

@@ -46,6 +46,8 @@ class KernelAttention:
         states: what layers with a state need; None for a model without.
         prompts_at: token from which on `prefill` counts; None: behind those of `decode`. From an
             earlier one on prompts may begin where some of `decode`, then padding, would be.
+        beside: where prompts are attended to while sequences decode, whose padding is left out;
+            None: after that.
 
     Attributes:
         slots: `slot_mapping`.
@@ -61,9 +63,10 @@ class KernelAttention:
         prefill: Sequence[PrefillBatch] = (),
         states: StateBatch | None = None,
         prompts_at: int | None = None,
+        beside: torch.cuda.Stream | None = None,
     ) -> None:
         self._cache, self.slots, self.states = cache, slot_mapping, states
-        self.decode, self.prefill = decode, prefill
+        self.decode, self.prefill, self._beside = decode, prefill, beside
         self._prompts_at = self.num_decodes if prompts_at is None else prompts_at
         self._num_tokens = self._prompts_at + (sum(prefill[0].query_lens) if prefill else 0)
         self._rows = torch.arange(slot_mapping.shape[1], device=slot_mapping.device)
@@ -145,22 +148,28 @@ class KernelAttention:
         of_key, of_value = self._cache.scales(layer)
         scale = (query.shape[-1] ** -0.5 if scale is None else scale) * of_key
         n, m, decodes = self._prompts_at, self._num_tokens, self.num_decodes
+        if self._beside is not None:
+            self._beside.wait_stream(torch.cuda.current_stream())
         if self.decode is not None:
             tables, lens = self.decode.block_tables[:, group], self.decode.context_lens
             if group not in self._parts:
                 self._parts[group] = decode_parts(
-                    query, keys, lens, window=of.window, chunked=of.chunked
-                )
+                    query, keys, lens,
+                    window=of.window, chunked=of.chunked, pads=self._beside is None,
+                )  # fmt: skip
             decode_attention(
                 query[:decodes], keys, values, tables, lens, scale=scale, window=of.window,
                 chunked=of.chunked, sinks=sinks, parts=self._parts[group], out=out[:decodes],
             )  # fmt: skip
         if self.prefill:
-            key, value = (None if x is None else self._cache.kept(x[n:m]) for x in (key, value))
-            prefill_attention(
-                query[n:m], key, value, keys, values, self.prefill[group],
-                scale=scale, window=of.window, chunked=of.chunked, sinks=sinks, out=out[n:m],
-            )  # fmt: skip
+            with torch.cuda.stream(self._beside):
+                key, value = (None if x is None else self._cache.kept(x[n:m]) for x in (key, value))
+                prefill_attention(
+                    query[n:m], key, value, keys, values, self.prefill[group],
+                    scale=scale, window=of.window, chunked=of.chunked, sinks=sinks, out=out[n:m],
+                )  # fmt: skip
+        if self._beside is not None:
+            torch.cuda.current_stream().wait_stream(self._beside)
         return out if of_value == 1.0 else out.mul_(of_value)
 
     def attend_latent(

@@ -187,10 +187,19 @@ class GraphInputs:
         tokens: most of a step.
         sequences: most that decode.
         blocks: most of a sequence, in one group.
+        beside: see `KernelAttention`.
     """
 
-    def __init__(self, cache: KVCache, tokens: int, sequences: int, blocks: int) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        tokens: int,
+        sequences: int,
+        blocks: int,
+        beside: torch.cuda.Stream | None = None,
+    ) -> None:
         self._cache, device, groups = cache, cache.data.device, cache.num_kv_groups
+        self._beside = beside
         self._token_ids, self._positions = torch.zeros((2, tokens), dtype=torch.long, device=device)
         self._slots = torch.full((groups, tokens), -1, device=device)
         lens = torch.zeros(2 * WHOLE_PROMPTS + 1, dtype=torch.int32, device=device)
@@ -228,9 +237,10 @@ class GraphInputs:
 
     def attention(self, size: int, *, prompts: bool, decodes: bool) -> KernelAttention:
         """Over so many tokens, of prompts and of sequences that decode; of neither: none."""
-        decode = None
+        decode = beside = None
         if decodes:
             decode = DecodeBatch(self._decode.block_tables[:size], self._decode.context_lens[:size])
+            beside = self._beside
         batches = [
             PrefillBatch(
                 block_tables=table,
@@ -243,7 +253,7 @@ class GraphInputs:
             for table in self._tables
         ]
         slots, prefill = self._slots[:, :size], batches if prompts else ()
-        return KernelAttention(self._cache, slots, decode, prefill, prompts_at=0)
+        return KernelAttention(self._cache, slots, decode, prefill, prompts_at=0, beside=beside)
 
 
 class PromptGraphs:
@@ -276,9 +286,10 @@ class PromptGraphs:
         most = max(WHOLE_TOKENS, RANKS_TOKENS * model.shard.size**2)
         self.sizes = padded_sizes(min(most_tokens, most))
         tokens = max(self.sizes, default=0)
-        self._inputs = GraphInputs(cache, tokens, min(most_sequences, tokens), most_blocks)
+        device = cache.data.device
+        self._stream, beside = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._inputs = GraphInputs(cache, tokens, min(most_sequences, tokens), most_blocks, beside)
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(cache.data.device)  # type: ignore[no-untyped-call]
         self._whole: dict[int, CapturedStep] = {}
         self._mixed: dict[int, CapturedStep] = {}
         self._by_piece: dict[int, CapturedStep] = {}
