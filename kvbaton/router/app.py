@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
@@ -94,13 +95,7 @@ async def one_process(
 ) -> AsyncIterator[None]:
     """Serve from this process for as long as the context lasts; what runs then may end."""
     async with watched_app(config, edge, tokenizer) as app:
-        runner = await serve_on(
-            listener,
-            app,
-            grace_s=config.shutdown_timeout_s,
-            keep_alive_s=config.timeout_keep_alive_s,
-            tls=config.tls.server(),
-        )
+        runner = await serve_on(listener, app, config)
         try:
             yield
         finally:
@@ -200,7 +195,7 @@ async def first_to_register(config: RouterConfig, listener: socket.socket) -> No
     own = [web.post("/nodes", introduce), web.get("/live", live), anything]
     app = app_without_text(edge, own)
     app.on_response_prepare.append(close_connection)
-    runner = await serve_on(listener.dup(), app, grace_s=1.0, tls=config.tls.server())
+    runner = await serve_on(listener.dup(), app, replace(config, shutdown_timeout_s=1.0))
     try:
         url = url_of(listener, config.tls.scheme)
         logger.info("waiting at %s for the first node, which says what is served", url)

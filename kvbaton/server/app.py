@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import socket
-import ssl
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -100,29 +99,25 @@ class ServerLog(logging.LoggerAdapter[logging.Logger]):
 
 
 async def serve_on(
-    listener: socket.socket,
-    app: web.Application,
-    *,
-    grace_s: float = 5.0,
-    keep_alive_s: float = EndpointConfig.timeout_keep_alive_s,
-    tls: ssl.SSLContext | None = None,
+    listener: socket.socket, app: web.Application, config: EndpointConfig, *, backlog: int = 128
 ) -> web.AppRunner:
     """Serve an application on a listening socket, which becomes the runner's.
 
-    A handler is cancelled when its client goes away; the runner's ``cleanup`` waits `grace_s` for
-    open requests.
+    A handler is cancelled when its client goes away; the runner's ``cleanup`` waits for open
+    requests for as long as `config` says.
     """
     runner = web.AppRunner(
         app,
         handler_cancellation=True,
-        shutdown_timeout=grace_s,
-        keepalive_timeout=keep_alive_s,
+        shutdown_timeout=config.shutdown_timeout_s,
+        keepalive_timeout=config.timeout_keep_alive_s,
         access_log=None,
         auto_decompress=False,  # `read_body` does
         logger=ServerLog(logger),
     )
     await runner.setup()
-    await web.SockSite(runner, listener, ssl_context=tls).start()
+    tls = config.tls.server()
+    await web.SockSite(runner, listener, ssl_context=tls, backlog=backlog).start()
     return runner
 
 

@@ -203,13 +203,7 @@ class Node:
         if self._runner is not None:
             await self._runner.cleanup()
         # Whoever calls between the two is answered by the second: the socket stays open.
-        self._runner = await serve_on(
-            self._listener.dup(),
-            app,
-            grace_s=self.config.shutdown_timeout_s,
-            keep_alive_s=self.config.timeout_keep_alive_s,
-            tls=self.config.tls.server(),
-        )
+        self._runner = await serve_on(self._listener.dup(), app, self.config)
 
     async def _start_workers(self, control: web.Application, edge: FrontendConfig) -> None:
         client, listener = self.client, self._listener
@@ -333,13 +327,7 @@ async def node_worker(
     died = asyncio.create_task(client.died.wait())
     died.add_done_callback(lambda task: link.stop())
     try:
-        await link.serve(
-            app,
-            app[FRONTEND].metrics.registry,
-            grace_s=config.shutdown_timeout_s,
-            keep_alive_s=config.timeout_keep_alive_s,
-            tls=config.tls.server(),
-        )
+        await link.serve(app, app[FRONTEND].metrics.registry, config)
     finally:
         died.cancel()
         await client.close()
