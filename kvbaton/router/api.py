@@ -6,12 +6,10 @@ import functools
 import os
 from collections.abc import Callable
 
-import tokenizers
 from aiohttp import web
 from aiohttp.typedefs import Handler
 from msgspec import Struct
 from prometheus_client import generate_latest
-from tokenizers.models import WordLevel
 from typing_extensions import override
 
 from kvbaton.engine.outputs import OutputReceiver, TokenSource
@@ -310,8 +308,8 @@ def no_node_yet() -> RequestError:
 def app_without_text(edge: FrontendConfig, own_routes: list[web.RouteDef]) -> web.Application:
     """An application that answers nothing of texts and tokens."""
     nobody = NoNodes()
-    tokenizer = Tokenizer(tokenizers.Tokenizer(WordLevel({}, unk_token="")))
-    frontend = Frontend(source=nobody, tokenizer=tokenizer, config=edge, facts=nobody.facts)
+    nothing = Tokenizer.of_nothing()
+    frontend = Frontend(source=nobody, tokenizer=nothing, config=edge, facts=nobody.facts)
     return make_app(frontend, own_routes, text=False)
 
 
