@@ -19,14 +19,13 @@ from kvbaton.messages.nodes import DrainProgress, Members, NodeInfo, NodesView
 from kvbaton.router.chooser import Decision, RouteChooser
 from kvbaton.router.config import RouterConfig
 from kvbaton.router.costs import CostModel
-from kvbaton.router.dispatch import Dispatcher
+from kvbaton.router.dispatch import Dispatcher, RetryBudget
 from kvbaton.router.loads import IDLE, NodeLoads, RouterTotals
 from kvbaton.router.metrics import RouterMetrics
 from kvbaton.router.nodes import KnownNodes, Nodes
 from kvbaton.router.page import FEED, events, page
 from kvbaton.router.policies import load_policy
 from kvbaton.router.prefix_index import PrefixIndex
-from kvbaton.router.retry_budget import RetryBudget
 from kvbaton.router.route import no_node_ready
 from kvbaton.server.app import make_app
 from kvbaton.server.auth import from_loopback, has_password, require_operator
