@@ -256,20 +256,6 @@ def test_small_images_stay_where_the_prompt_is_prefilled(cluster: Cluster, house
     cluster.stop([router])
 
 
-def test_a_router_that_knows_an_encoder_node_alone_serves_nothing(
-    cluster: Cluster, house: House
-) -> None:
-    router = cluster.start_router("nobody", f"--encode={house.e.url}")
-    poll("e is ready", lambda: states(router) == {"e": "ready"}, 20, house.why)
-    with pytest.raises(HttpFailure, match="503"):
-        router.post(CHAT, talk("x"))
-    cluster.stop([router])
-
-
-def states(router: Router) -> dict[str, str]:
-    return {node["node_id"]: node["state"] for node in router.get("/nodes")["nodes"]}
-
-
 def test_an_encoder_node_answers_for_an_item_of_its_own(house: House, model: Path) -> None:
     vision = VisionText.load(model)
     assert vision is not None
