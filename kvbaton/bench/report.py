@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvbaton.errors import ConfigError
+
 
 def percentile(values: Sequence[float], percent: float) -> float:
     """By linear interpolation; NaN of nothing."""
@@ -24,6 +26,23 @@ def percentile(values: Sequence[float], percent: float) -> float:
 def median(values: Sequence[float]) -> float:
     """NaN of nothing."""
     return percentile(values, 50)
+
+
+def new_figure(path: Path, height: float) -> Any:
+    """An empty drawing, for a file.
+
+    Raises:
+        ConfigError: matplotlib is not here, or does not know the file's format.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("--plot", "needs matplotlib: pip install 'kvbaton[plots]'") from error
+    figure = Figure(figsize=(11, height), layout="constrained")
+    known = figure.canvas.get_supported_filetypes()
+    if path.suffix and path.suffix[1:].lower() not in known:
+        raise ConfigError("--plot", f"{path.suffix} is none of {', '.join(sorted(known))}")
+    return figure
 
 
 def machine() -> dict[str, Any]:
