@@ -328,7 +328,12 @@ def many_writes(pair: Pair) -> None:
     for handle in reversed(handles):
         pair.complete(handle)
     pair.wait(lambda: len(pair.notices) >= len(sent), "all notices")
-    require_quick("notices and lost", lambda: (pair.poll(), pair.source.lost()), calls=50)
+
+    def look() -> None:
+        pair.poll()
+        pair.source.lost()
+
+    require_quick("notices and lost", look, calls=50)
     require(sorted(pair.notices) == sorted(sent), "a notice is missing, doubled or changed")
     pair.compare("after many writes")
 
