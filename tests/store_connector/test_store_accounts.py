@@ -41,7 +41,7 @@ class Told(Backend):
 
 class ToldStore(ThreadedStore):
     def __init__(self, name: str) -> None:
-        super().__init__(name, Told(Box()))
+        super().__init__(name, Told(Box(name)))
 
 
 def ask_as(node: Node, name: str, tenant: str = "", salt: str = "", seed: int = 0) -> None:
