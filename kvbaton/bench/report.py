@@ -10,17 +10,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kvbaton.errors import ConfigError
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
     """By linear interpolation; NaN of nothing."""
-    if not values:
-        return float("nan")
-    ordered, place = sorted(values), (len(values) - 1) * percent / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return float(np.percentile(values, percent)) if values else float("nan")
 
 
 def median(values: Sequence[float]) -> float:
