@@ -170,19 +170,12 @@ def test_the_same_image_twice_in_a_prompt_is_encoded_once(house: House) -> None:
     assert count_all() == [2, 0, 0, 0]
 
 
-def test_the_same_image_in_two_prompts_is_encoded_once(house: House) -> None:
-    first, second = (talk(text, picture(5), " then?") for text in ("One. ", "Another one. "))
-    expected = [house.expected(body) for body in (first, second)]
-    count_all = Count(*house.nodes)
-    assert [tokens_of(house.router.post(CHAT, body)) for body in (first, second)] == expected
-    assert count_all() == [1, 0, 0, 0]
-
-
-def test_the_same_image_in_requests_at_once_is_encoded_once(house: House) -> None:
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_the_same_image_in_several_requests_is_encoded_once(house: House, at_once: int) -> None:
     bodies = [talk(f"Number {i}: ", picture(6), " and?") for i in range(4)]
     expected = [house.expected(body) for body in bodies]
     count_all = Count(*house.nodes)
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(at_once) as pool:
         answers = list(pool.map(lambda body: house.router.post(CHAT, body), bodies))
     assert [tokens_of(answer) for answer in answers] == expected
     assert count_all() == [1, 0, 0, 0]
