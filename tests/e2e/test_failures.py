@@ -13,11 +13,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
-import numpy as np
 import pytest
 
 from tests.support.cluster import Cluster
 from tests.support.processes import group_of, listening
+from tests.support.prompts import prompt_of
 from tests.support.served_pair import POOL
 from tests.support.servers import HttpFailure, Metrics, Node, Router, completion, poll
 
@@ -38,11 +38,6 @@ def model(checkpoint: Callable[..., Path]) -> Path:
     return checkpoint(
         hidden_size=128, intermediate_size=256, num_layers=4, max_position_embeddings=2048
     )
-
-
-def prompt_of(length: int, seed: int) -> list[int]:
-    tokens: list[int] = np.random.default_rng([seed, length]).integers(3, 384, length).tolist()
-    return tokens
 
 
 class Crew:
