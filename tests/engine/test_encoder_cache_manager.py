@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from kvbaton.types import NodeId
 from tests.support.chats import picture
 from tests.support.encoder_items import item_of
 from tests.support.engine_node import QueueMailbox
+from tests.support.making import making
 from tests.support.pictures import FAMILIES, Pictures, Prompt
 
 LIMIT_S = 60.0
@@ -132,15 +134,8 @@ def pictures(folder: Path) -> Pictures:
 
 @pytest.fixture
 def start(folder: Path) -> Iterator[Start]:
-    nodes: list[Node] = []
-
-    def make(**settings: Any) -> Node:
-        nodes.append(Node(folder, **settings))
-        return nodes[-1]
-
-    yield make
-    for node in nodes:
-        node.close()
+    with making(partial(Node, folder), Node.close) as start:
+        yield start
 
 
 SMALL, WIDE, TALL, LARGE = (

@@ -32,6 +32,7 @@ from tests.engine.test_cuda_runner import RUNNERS, CpuExecutor, driver_of
 from tests.engine.test_encoder_cache_manager import CACHED, ENCODED, Node, Start
 from tests.support.chats import picture
 from tests.support.encoder_items import item_of, values_of
+from tests.support.making import making
 from tests.support.pictures import GREEDY, Pictures, Prompt, squared
 
 Checkpoint = Callable[..., Path]
@@ -277,15 +278,8 @@ def test_a_step_that_ends_in_an_image_is_an_error(
 
 @pytest.fixture
 def start(folder: Path) -> Iterator[Start]:
-    nodes: list[Node] = []
-
-    def make(**settings: Any) -> Node:
-        nodes.append(Node(folder, **{"num_blocks": 1000} | settings))
-        return nodes[-1]
-
-    yield make
-    for node in nodes:
-        node.close()
+    with making(lambda **more: Node(folder, **{"num_blocks": 1000} | more), Node.close) as start:
+        yield start
 
 
 ONE, OTHER, THIRD = picture(1, 40, 32), picture(2, 100, 9), picture(3, 17, 90)
