@@ -22,6 +22,7 @@ from kvbaton.errors import ConfigError, EngineDeadError, StoreError
 
 if TYPE_CHECKING:
     from kvbaton.server.config import NodeConfig
+    from kvbaton.testing.check import Subject
 
 FillParser = Callable[[argparse.ArgumentParser], None]
 RunCommand = Callable[[argparse.Namespace], int]
@@ -438,35 +439,34 @@ def run_connectors_check(args: argparse.Namespace) -> int:
     from kvbaton.testing.check import main as run
 
     return run(
-        args.spec,
-        kind=args.kind,
+        _subject(args),
         level=args.level,
-        back_door=args.back_door,
-        depth=args.depth,
-        seed=args.seed,
         json_path=args.json,
         only=args.case,
-        exclude=args.exclude,
         stop_at_failure=args.x,
         quick=args.quick,
     )
+
+
+def _subject(args: argparse.Namespace) -> Subject:
+    """What the kit is to check.
+
+    Raises:
+        ConfigError: see `make_subject`.
+    """
+    from kvbaton.testing.check import make_subject
+
+    names = ("back_door", "depth", "seed", "exclude")
+    return make_subject(args.spec, args.kind, **{name: getattr(args, name) for name in names})
 
 
 def run_connectors_certify(args: argparse.Namespace) -> int:
     """``kvbaton connectors certify``."""
     from kvbaton.bench.connector_speed import speed
     from kvbaton.testing.certificate import certify, write
-    from kvbaton.testing.check import end, make_subject
+    from kvbaton.testing.check import end
 
-    subject = make_subject(
-        args.spec,
-        args.kind,
-        back_door=args.back_door,
-        depth=args.depth,
-        seed=args.seed,
-        exclude=args.exclude,
-    )
-    certificate, status = certify(subject, speed)
+    certificate, status = certify(_subject(args), speed)
     for path in write(certificate, args.out):
         print(path)
     end(certificate.cases, status)

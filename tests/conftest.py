@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.support.making import making
+
 if TYPE_CHECKING:
     from tests.support.driver import Driver
 
@@ -108,15 +110,8 @@ def drive() -> Iterator[Callable[..., Driver]]:
     """Makes drivers, and closes them."""
     from tests.support.driver import Driver
 
-    made: list[Driver] = []
-
-    def make(folder: Path, **settings: Any) -> Driver:
-        made.append(Driver(folder, **settings))
-        return made[-1]
-
-    yield make
-    for driver in made:
-        driver.executor.close()
+    with making(Driver, lambda driver: driver.executor.close()) as make:
+        yield make
 
 
 @pytest.fixture(scope="session")

@@ -10,20 +10,36 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from kvbaton.errors import ConfigError
+
 
 def percentile(values: Sequence[float], percent: float) -> float:
     """By linear interpolation; NaN of nothing."""
-    if not values:
-        return float("nan")
-    ordered, place = sorted(values), (len(values) - 1) * percent / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return float(np.percentile(values, percent)) if values else float("nan")
 
 
 def median(values: Sequence[float]) -> float:
     """NaN of nothing."""
     return percentile(values, 50)
+
+
+def new_figure(path: Path, height: float) -> Any:
+    """An empty drawing, for a file.
+
+    Raises:
+        ConfigError: matplotlib is not here, or does not know the file's format.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("--plot", "needs matplotlib: pip install 'kvbaton[plots]'") from error
+    figure = Figure(figsize=(11, height), layout="constrained")
+    known = figure.canvas.get_supported_filetypes()
+    if path.suffix and path.suffix[1:].lower() not in known:
+        raise ConfigError("--plot", f"{path.suffix} is none of {', '.join(sorted(known))}")
+    return figure
 
 
 def machine() -> dict[str, Any]:

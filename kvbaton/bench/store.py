@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvbaton.bench.report import percentile, publish
+from kvbaton.bench.report import new_figure, percentile, publish
 from kvbaton.config import flag
 from kvbaton.connectors.registry import load_store
 from kvbaton.connectors.store import KEY_BYTES, Pieces, Store
@@ -91,13 +91,7 @@ class Timing:
 
 def run(load: StoreLoad, out: Path | None = None, plot: Path | None = None) -> int:
     """Measure, print, write, draw."""
-    figure = None
-    if plot is not None:  # says at once if it can't
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ConfigError("--plot", "needs matplotlib: pip install 'kvbaton[plots]'") from error
-        figure = Figure(figsize=(11, 5), layout="constrained")
+    figure = None if plot is None else new_figure(plot, 5)  # says at once if it can't
     with ExitStack() as ending:
         tmp = ending.enter_context(tempfile.TemporaryDirectory(prefix="kvbaton-bench-"))
         folder = load.folder or (tmp if "{tmp}" in load.spec else None)
@@ -298,4 +292,4 @@ def draw(figure: Any, title: str, rows: Sequence[Mapping[str, Any]], out: Path) 
         axes.grid(alpha=0.3)
     speed.legend(fontsize="x-small")
     out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, format="png", dpi=120)
+    figure.savefig(out, dpi=120)

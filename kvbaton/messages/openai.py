@@ -23,6 +23,10 @@ Messages = Annotated[
 ]
 
 
+Refused = Annotated[Any, Meta(description="known and not supported: refused by name")]
+"""Of a field that is kept so that it can be refused, rather than ignored."""
+
+
 class StreamOptions(Struct, kw_only=True):
     """``stream_options`` of a request."""
 
@@ -81,22 +85,21 @@ class SamplingFields(Struct, kw_only=True):
     response_format: Any = None
     structured_outputs: Any = None
 
-    # Known and not supported: kept so that they can be refused by name.
     best_of: int | None = None
-    use_beam_search: bool | None = None
-    suffix: str | None = None
-    prompt_embeds: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    allowed_token_ids: Any = None
-    bad_words: Any = None
-    logits_processors: Any = None
-    truncate_prompt_tokens: Any = None
-    return_tokens_as_token_ids: Any = None
-    thinking_token_budget: Any = None
-    repetition_detection: Any = None
+    use_beam_search: Refused = None
+    suffix: Refused = None
+    prompt_embeds: Refused = None
+    guided_json: Refused = None
+    guided_regex: Refused = None
+    guided_choice: Refused = None
+    guided_grammar: Refused = None
+    allowed_token_ids: Refused = None
+    bad_words: Refused = None
+    logits_processors: Refused = None
+    truncate_prompt_tokens: Refused = None
+    return_tokens_as_token_ids: Refused = None
+    thinking_token_budget: Refused = None
+    repetition_detection: Refused = None
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
@@ -126,13 +129,13 @@ class ChatRequest(SamplingFields, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    functions: Any = None
-    function_call: Any = None
-    audio: Any = None
     modalities: list[str] | None = None
-    chat_template: str | None = None
-    documents: Any = None
-    web_search_options: Any = None
+    functions: Refused = None
+    function_call: Refused = None
+    audio: Refused = None
+    chat_template: Refused = None
+    documents: Refused = None
+    web_search_options: Refused = None
 
 
 class TokenizeRequest(Struct, kw_only=True):

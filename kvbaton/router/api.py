@@ -6,12 +6,10 @@ import functools
 import os
 from collections.abc import Callable
 
-import tokenizers
 from aiohttp import web
 from aiohttp.typedefs import Handler
 from msgspec import Struct
 from prometheus_client import generate_latest
-from tokenizers.models import WordLevel
 from typing_extensions import override
 
 from kvbaton.engine.outputs import OutputReceiver, TokenSource
@@ -21,14 +19,13 @@ from kvbaton.messages.nodes import DrainProgress, Members, NodeInfo, NodesView
 from kvbaton.router.chooser import Decision, RouteChooser
 from kvbaton.router.config import RouterConfig
 from kvbaton.router.costs import CostModel
-from kvbaton.router.dispatch import Dispatcher
+from kvbaton.router.dispatch import Dispatcher, RetryBudget
 from kvbaton.router.loads import IDLE, NodeLoads, RouterTotals
 from kvbaton.router.metrics import RouterMetrics
 from kvbaton.router.nodes import KnownNodes, Nodes
 from kvbaton.router.page import FEED, events, page
 from kvbaton.router.policies import load_policy
 from kvbaton.router.prefix_index import PrefixIndex
-from kvbaton.router.retry_budget import RetryBudget
 from kvbaton.router.route import no_node_ready
 from kvbaton.server.app import make_app
 from kvbaton.server.auth import from_loopback, has_password, require_operator
@@ -310,8 +307,8 @@ def no_node_yet() -> RequestError:
 def app_without_text(edge: FrontendConfig, own_routes: list[web.RouteDef]) -> web.Application:
     """An application that answers nothing of texts and tokens."""
     nobody = NoNodes()
-    tokenizer = Tokenizer(tokenizers.Tokenizer(WordLevel({}, unk_token="")))
-    frontend = Frontend(source=nobody, tokenizer=tokenizer, config=edge, facts=nobody.facts)
+    nothing = Tokenizer.of_nothing()
+    frontend = Frontend(source=nobody, tokenizer=nothing, config=edge, facts=nobody.facts)
     return make_app(frontend, own_routes, text=False)
 
 

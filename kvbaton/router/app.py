@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
@@ -38,7 +38,7 @@ from kvbaton.router.page import StatusFeed
 from kvbaton.router.policies import load_policy
 from kvbaton.router.status import ClusterStatus
 from kvbaton.router.workers import workers
-from kvbaton.server.app import freeze_startup, serve_on
+from kvbaton.server.app import end_when_told_again, freeze_startup, serve_on, stop_requested
 from kvbaton.server.bodies import close_connection, read_body
 from kvbaton.server.frontend import FRONTEND, FrontendConfig
 from kvbaton.server.network import (
@@ -48,7 +48,6 @@ from kvbaton.server.network import (
     registration_token,
     url_of,
 )
-from kvbaton.server.signals import STOP_SIGNALS, TOLD_TWICE, end_when_told_again
 from kvbaton.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -82,8 +81,10 @@ async def run(config: RouterConfig) -> int:
         else:
             serving = one_process(config, listener, edge, tokenizer)
         async with serving:
-            url = url_of(listener, config.tls.scheme)
-            await told_to_stop(url, config.shutdown_timeout_s)
+            freeze_startup()
+            logger.info("listening on %s", url_of(listener, config.tls.scheme))
+            await stop_requested().wait()
+            logger.info("stopping; open requests have %g s", config.shutdown_timeout_s)
     end_when_told_again()
     return 0
 
@@ -94,13 +95,7 @@ async def one_process(
 ) -> AsyncIterator[None]:
     """Serve from this process for as long as the context lasts; what runs then may end."""
     async with watched_app(config, edge, tokenizer) as app:
-        runner = await serve_on(
-            listener,
-            app,
-            grace_s=config.shutdown_timeout_s,
-            keep_alive_s=config.timeout_keep_alive_s,
-            tls=config.tls.server(),
-        )
+        runner = await serve_on(listener, app, config)
         try:
             yield
         finally:
@@ -121,23 +116,6 @@ async def watched_app(
         status = ClusterStatus(nodes.membership, loads, app[ROUTER].totals)
         async with StatusFeed(status).served(app):
             yield app
-
-
-async def told_to_stop(url: str, grace_s: float) -> None:
-    """Say that we serve, and wait for SIGINT or SIGTERM; a second one ends the process at once."""
-    freeze_startup()
-    logger.info("listening on %s", url)
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
-
-    def on_signal() -> None:
-        if stop.is_set():
-            sys.exit(TOLD_TWICE)
-        stop.set()
-
-    for number in STOP_SIGNALS:
-        loop.add_signal_handler(number, on_signal)
-    await stop.wait()
-    logger.info("stopping; open requests have %g s", grace_s)
 
 
 # --- which model: a flag says it, a node named by a flag, or the first to register ---
@@ -200,7 +178,7 @@ async def first_to_register(config: RouterConfig, listener: socket.socket) -> No
     own = [web.post("/nodes", introduce), web.get("/live", live), anything]
     app = app_without_text(edge, own)
     app.on_response_prepare.append(close_connection)
-    runner = await serve_on(listener.dup(), app, grace_s=1.0, tls=config.tls.server())
+    runner = await serve_on(listener.dup(), app, replace(config, shutdown_timeout_s=1.0))
     try:
         url = url_of(listener, config.tls.scheme)
         logger.info("waiting at %s for the first node, which says what is served", url)

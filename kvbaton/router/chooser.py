@@ -22,6 +22,8 @@ from kvbaton.router.route import Route
 MAX_RETRY_AFTER_S = 60.0
 REMEMBERED = 256
 """Decisions that are kept to be asked about."""
+PARTS_OF_TTFT = ("model_s", "wait_s")
+"""Of a decision, what its one line does not tell."""
 
 
 class Decision(Struct, kw_only=True):
@@ -92,22 +94,12 @@ class Decision(Struct, kw_only=True):
         ]
         if self.holder is not None:
             parts.append(f"prefix={self.held_tokens}@{self.holder}")
-        for name, seconds in (
-            ("ttft", self.ttft_s),
-            ("itl", self.itl_s),
-            ("delay", self.delay_s),
-            ("fetch", self.fetch_s),
-            ("wire", self.wire_s),
-            ("margin", self.margin_s),
-            ("pair-cost", self.pair_cost_s),
-            ("single-cost", self.single_cost_s),
-            ("observed-ttft", self.observed_ttft_s),
-            ("observed-itl", self.observed_itl_s),
-            ("observed-late", self.observed_late_s),
-            ("regret", self.regret_s),
-        ):
-            if seconds is not None:
-                parts.append(f"{name}={seconds * 1e3:.1f}ms")
+        for name in self.__struct_fields__:
+            if name.endswith("_s") and name not in PARTS_OF_TTFT:
+                seconds: float | None = getattr(self, name)
+                if seconds is not None:
+                    shown = name.removesuffix("_s").replace("_", "-")
+                    parts.append(f"{shown}={seconds * 1e3:.1f}ms")
         return "; ".join(parts)
 
 

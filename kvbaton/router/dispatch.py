@@ -8,7 +8,7 @@ import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 from typing_extensions import override
@@ -31,7 +31,6 @@ from kvbaton.router.relay import (
     MoveEnded,
     RequestRelay,
 )
-from kvbaton.router.retry_budget import RetryBudget
 from kvbaton.router.route import Route
 
 logger = logging.getLogger(__name__)
@@ -44,6 +43,41 @@ MOVE_PERIOD_S = 0.02
 """So often it is looked who can be moved next, while any is being moved."""
 REST_S = 0.25
 """The same while none can."""
+RETRIES_PER_S = 10.0
+"""Retries that are allowed however few requests there are."""
+MOST_RETRIES = 100.0
+"""That can be saved up."""
+
+
+class RetryBudget:
+    """How many retries a router may ask of its nodes: a share of its requests, and a few beside.
+
+    Where nodes refuse because they have too much to do, each request that is tried again makes it
+    more: without a bound all of them are asked as often as there are attempts. A bucket of retries,
+    as Finagle's ``RetryBudget`` is one, lets those through that a healthy cluster needs.
+
+    Args:
+        share: retries that each request adds.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, share: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._share, self._clock = share, clock
+        self._left, self._at = MOST_RETRIES, clock()
+
+    def request(self) -> None:
+        """A request has come."""
+        self._left = min(MOST_RETRIES, self._left + self._share)
+
+    def spend(self) -> bool:
+        """Take one retry; False if none is left."""
+        now = self._clock()
+        self._left = min(MOST_RETRIES, self._left + RETRIES_PER_S * (now - self._at))
+        self._at = now
+        if self._left < 1.0:
+            return False
+        self._left -= 1.0
+        return True
 
 
 class Dispatcher(TokenSource):

@@ -116,13 +116,7 @@ async def worker(link: WorkerLink, payload: tuple[RouterConfig, FrontendConfig, 
     registry = app[FRONTEND].metrics.registry
     registry.register(NodeCollector(list, loads))
     async with _running(nodes.watch(), nodes.report_loads()):
-        await link.serve(
-            app,
-            registry,
-            grace_s=config.shutdown_timeout_s,
-            keep_alive_s=config.timeout_keep_alive_s,
-            tls=config.tls.server(),
-        )
+        await link.serve(app, registry, config)
     await nodes.engines.close()
 
 

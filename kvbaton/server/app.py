@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
+import os
+import signal
 import socket
-import ssl
 import time
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any
 
 from aiohttp import web
@@ -25,8 +28,9 @@ from kvbaton.messages.openai import (
     TokenizeRequest,
     TokenizeResponse,
 )
-from kvbaton.server.auth import check_key
+from kvbaton.server.auth import PROTECTED, check_key
 from kvbaton.server.bodies import (
+    HEADER,
     REQUEST_ID,
     echo_request_id,
     failure_response,
@@ -37,7 +41,6 @@ from kvbaton.server.bodies import (
 from kvbaton.server.chat import chat_completions, encode_chat
 from kvbaton.server.completions import completions
 from kvbaton.server.config import EndpointConfig
-from kvbaton.server.cors import let_origins_in
 from kvbaton.server.frontend import FRONTEND, Frontend
 from kvbaton.server.openapi import contract, openapi
 from kvbaton.server.tracing import ARRIVED, CLIENT_CLOSED_REQUEST
@@ -48,6 +51,11 @@ logger = logging.getLogger(__name__)
 
 YOUNG_OBJECTS = 20_000
 """The garbage collector looks for cycles after so many more objects were made than freed."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+TOLD_TWICE = 130
+"""Exit status of a process that did not wait for its requests."""
+PREFLIGHT = "Access-Control-Request-Method"
+PREFLIGHT_KEPT_S = 600
 
 
 def make_app(
@@ -68,7 +76,8 @@ def make_app(
     app[FRONTEND] = frontend
     app.on_response_prepare.append(echo_request_id)
     if frontend.config.allowed_origins:
-        let_origins_in(app)
+        app.middlewares.insert(0, answer_preflight)
+        app.on_response_prepare.append(allow_origin)
     if frontend.tracing is not None:
         app.on_cleanup.append(frontend.tracing.close)
     if text:
@@ -100,29 +109,25 @@ class ServerLog(logging.LoggerAdapter[logging.Logger]):
 
 
 async def serve_on(
-    listener: socket.socket,
-    app: web.Application,
-    *,
-    grace_s: float = 5.0,
-    keep_alive_s: float = EndpointConfig.timeout_keep_alive_s,
-    tls: ssl.SSLContext | None = None,
+    listener: socket.socket, app: web.Application, config: EndpointConfig, *, backlog: int = 128
 ) -> web.AppRunner:
     """Serve an application on a listening socket, which becomes the runner's.
 
-    A handler is cancelled when its client goes away; the runner's ``cleanup`` waits `grace_s` for
-    open requests.
+    A handler is cancelled when its client goes away; the runner's ``cleanup`` waits for open
+    requests for as long as `config` says.
     """
     runner = web.AppRunner(
         app,
         handler_cancellation=True,
-        shutdown_timeout=grace_s,
-        keepalive_timeout=keep_alive_s,
+        shutdown_timeout=config.shutdown_timeout_s,
+        keepalive_timeout=config.timeout_keep_alive_s,
         access_log=None,
         auto_decompress=False,  # `read_body` does
         logger=ServerLog(logger),
     )
     await runner.setup()
-    await web.SockSite(runner, listener, ssl_context=tls).start()
+    tls = config.tls.server()
+    await web.SockSite(runner, listener, ssl_context=tls, backlog=backlog).start()
     return runner
 
 
@@ -134,6 +139,36 @@ def freeze_startup() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS)
+
+
+def stop_requested() -> asyncio.Event:
+    """Set by SIGINT or SIGTERM; a second one ends the process at once."""
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            logger.warning("told to stop twice: not waiting for requests")
+            os._exit(TOLD_TWICE)
+        stop.set()
+
+    for number in STOP_SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    return stop
+
+
+def end_when_told_again() -> None:
+    """Have another signal end the process at once, without the loop, which is about to close.
+
+    The loop's own handlers would write to its pipe, which it closes before it removes them: a
+    traceback, and no more.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        os._exit(TOLD_TWICE)
+
+    for number in STOP_SIGNALS:
+        if asyncio.get_running_loop().remove_signal_handler(number):
+            signal.signal(number, end)
 
 
 @web.middleware
@@ -162,6 +197,42 @@ async def endpoint_middleware(request: web.Request, handler: Handler) -> web.Str
         method = "other" if resource is None else request.method
         metrics.requests.counts[method, path, str(status)] += 1
     return response
+
+
+# --- web pages of other origins that ask from a browser (CORS, as the Fetch standard has it) ---
+
+
+@web.middleware
+async def answer_preflight(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """A browser asks whether it may ask; it presents no key then."""
+    if request.method == "OPTIONS" and PREFLIGHT in request.headers:
+        return web.Response(status=204)
+    return await handler(request)
+
+
+async def allow_origin(request: web.Request, response: web.StreamResponse) -> None:
+    """Signal ``on_response_prepare``: say that the page may read the answer.
+
+    That is where clients ask for text: what is for operators is not for pages.
+    """
+    origin, allowed = request.headers.get("Origin"), request.app[FRONTEND].config.allowed_origins
+    if not request.path.startswith(PROTECTED):
+        return
+    response.headers.add("Vary", "Origin")
+    if origin is None or not {origin, "*"} & set(allowed):
+        return
+    headers = {"Allow-Origin": origin, "Expose-Headers": f"{HEADER}, Retry-After"}
+    if PREFLIGHT in request.headers:
+        headers |= {
+            "Allow-Methods": "GET, POST",
+            "Allow-Headers": request.headers.get("Access-Control-Request-Headers", ""),
+            "Max-Age": str(PREFLIGHT_KEPT_S),
+        }
+    for name, value in headers.items():
+        response.headers[f"Access-Control-{name}"] = value
+
+
+# --- answers ---
 
 
 @contract(answer=ModelList)

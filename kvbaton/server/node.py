@@ -17,7 +17,7 @@ from kvbaton.engine.client import EngineClient
 from kvbaton.engine.process import EngineProcess
 from kvbaton.messages.engine import Metrics
 from kvbaton.messages.nodes import STEP_COSTS, DrainProgress, NodeInfo
-from kvbaton.server.app import freeze_startup, serve_on
+from kvbaton.server.app import end_when_told_again, freeze_startup, serve_on, stop_requested
 from kvbaton.server.auth import require_operator
 from kvbaton.server.bodies import json_response
 from kvbaton.server.config import NodeConfig
@@ -27,7 +27,6 @@ from kvbaton.server.network import allow_connections, bind, operator_token
 from kvbaton.server.node_app import EXPOSITION, AppFactory, make_starting_app, text_app
 from kvbaton.server.openapi import contract
 from kvbaton.server.registration import NodeRegistrar
-from kvbaton.server.signals import STOP_SIGNALS, TOLD_TWICE, end_when_told_again
 from kvbaton.server.supervisor import Supervisor, WorkerLink
 from kvbaton.types import NodeId
 
@@ -110,16 +109,7 @@ class Node:
 
     async def run(self) -> int:
         """All of it; returns the exit status."""
-
-        def stop() -> None:
-            if self._stop.is_set():
-                logger.warning("told to stop twice: not waiting for requests")
-                os._exit(TOLD_TWICE)
-            self._stop.set()
-
-        loop = asyncio.get_running_loop()
-        for number in STOP_SIGNALS:
-            loop.add_signal_handler(number, stop)
+        self._stop = stop_requested()
         try:
             await self.start()
             return await self.serve()
@@ -203,13 +193,7 @@ class Node:
         if self._runner is not None:
             await self._runner.cleanup()
         # Whoever calls between the two is answered by the second: the socket stays open.
-        self._runner = await serve_on(
-            self._listener.dup(),
-            app,
-            grace_s=self.config.shutdown_timeout_s,
-            keep_alive_s=self.config.timeout_keep_alive_s,
-            tls=self.config.tls.server(),
-        )
+        self._runner = await serve_on(self._listener.dup(), app, self.config)
 
     async def _start_workers(self, control: web.Application, edge: FrontendConfig) -> None:
         client, listener = self.client, self._listener
@@ -333,13 +317,7 @@ async def node_worker(
     died = asyncio.create_task(client.died.wait())
     died.add_done_callback(lambda task: link.stop())
     try:
-        await link.serve(
-            app,
-            app[FRONTEND].metrics.registry,
-            grace_s=config.shutdown_timeout_s,
-            keep_alive_s=config.timeout_keep_alive_s,
-            tls=config.tls.server(),
-        )
+        await link.serve(app, app[FRONTEND].metrics.registry, config)
     finally:
         died.cancel()
         await client.close()

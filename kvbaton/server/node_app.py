@@ -10,11 +10,9 @@ from functools import partial
 from typing import Any
 
 import msgspec
-import tokenizers
 from aiohttp import web
 from aiohttp.typedefs import Handler
 from prometheus_client import generate_latest
-from tokenizers.models import WordLevel
 
 from kvbaton.engine.client import EngineClient
 from kvbaton.engine.validate import INT32, Range, check_range
@@ -25,13 +23,7 @@ from kvbaton.server.app import make_app
 from kvbaton.server.auth import require_operator
 from kvbaton.server.bodies import close_connection, error_response, json_response
 from kvbaton.server.config import NodeConfig, NodeRole
-from kvbaton.server.frontend import (
-    FRONTEND,
-    Frontend,
-    FrontendConfig,
-    ModelFacts,
-    TransferParser,
-)
+from kvbaton.server.frontend import Frontend, FrontendConfig, ModelFacts, TransferParser
 from kvbaton.server.generate import generate, respond
 from kvbaton.server.metrics import CoreCollector, HttpMetrics, exposition, split_name
 from kvbaton.server.openapi import contract
@@ -91,17 +83,39 @@ def make_node_app(
         forward: in a worker of a node, what passes requests on to the one that knows all of it.
         role: of the node.
     """
+    routes = [web.post("/inference/v1/generate", generate)]
+    return _engine_app(client, tokenizer, config, forward, transfer_parser(role), routes)
+
+
+def _engine_app(
+    client: EngineClient,
+    tokenizer: Tokenizer,
+    config: FrontendConfig,
+    forward: Handler | None,
+    transfer: TransferParser,
+    routes: list[web.RouteDef],
+    *,
+    text: bool = True,
+) -> web.Application:
+    """What nodes of all roles answer, and these routes."""
     frontend = Frontend(
         source=client,
         tokenizer=tokenizer,
         config=config,
         facts=lambda: node_facts(client),
-        transfer=transfer_parser(role),
+        transfer=transfer,
         transfer_type=KvTransferParams,
         metrics=HttpMetrics(latencies=False),
     )
-    app = make_app(frontend, [web.post("/inference/v1/generate", generate), *node_routes(forward)])
-    attach_client(app, client, forward)
+    app = make_app(frontend, [*routes, *node_routes(forward)], text=text)
+    registry = frontend.metrics.registry
+    if forward is None:
+        registry.register(CoreCollector(lambda: client.metrics))
+
+    async def own() -> bytes:
+        return generate_latest(registry)
+
+    app[CLIENT], app[EXPOSITION] = client, own
     return app
 
 
@@ -126,19 +140,6 @@ def transfer_parser(role: NodeRole) -> TransferParser:
         return parse_transfer(params)
 
     return parse
-
-
-def attach_client(app: web.Application, client: EngineClient, forward: Handler | None) -> None:
-    """Let the handlers of `node_routes` find the engine, and ``/metrics`` show what it counts."""
-    app[CLIENT] = client
-    registry = app[FRONTEND].metrics.registry
-    if forward is None:
-        registry.register(CoreCollector(lambda: client.metrics))
-
-    async def own() -> bytes:
-        return generate_latest(registry)
-
-    app[EXPOSITION] = own
 
 
 def node_routes(forward: Handler | None = None) -> list[web.RouteDef]:
@@ -316,18 +317,12 @@ def make_encoder_app(
         forward: see `make_node_app`.
         vision: checks what items say of themselves.
     """
-    frontend = Frontend(
-        source=client,
-        tokenizer=Tokenizer(tokenizers.Tokenizer(WordLevel({}, unk_token=""))),  # no text here
-        config=edge,
-        facts=lambda: node_facts(client),
-        transfer=parse_transfer,
-        transfer_type=KvTransferParams,
-        metrics=HttpMetrics(latencies=False),
-    )
-    routes = [web.post("/inference/v1/generate", encode), *node_routes(forward)]
-    app = make_app(frontend, [*routes, web.route("*", "/v1/{path:.*}", no_text)], text=False)
-    attach_client(app, client, forward)
+    routes = [
+        web.post("/inference/v1/generate", encode),
+        web.route("*", "/v1/{path:.*}", no_text),
+    ]
+    nothing = Tokenizer.of_nothing()
+    app = _engine_app(client, nothing, edge, forward, parse_transfer, routes, text=False)
     app[VISION] = vision
     return app
 

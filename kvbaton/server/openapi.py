@@ -28,8 +28,8 @@ _VARIABLE = re.compile(r"{(\w+)(?::[^}]*)?}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class HandlerTypes:
-    """What a handler takes and answers, beyond JSON objects of any shape.
+class contract:
+    """Notes what a handler takes and answers, beyond JSON objects of any shape.
 
     Attributes:
         body: of a request.
@@ -43,26 +43,13 @@ class HandlerTypes:
     streams: bool = False
     content_type: str = "application/json"
 
-
-_contracts: dict[Callable[..., Any], HandlerTypes] = {}
-
-
-def contract(
-    *,
-    body: type[Struct] | None = None,
-    answer: type[Struct] | None = None,
-    streams: bool = False,
-    content_type: str = "application/json",
-) -> Callable[[H], H]:
-    """Note what a handler takes and answers, for the description; see `HandlerTypes`."""
-
-    def note(handler: H) -> H:
-        _contracts[handler] = HandlerTypes(
-            body=body, answer=answer, streams=streams, content_type=content_type
-        )
+    def __call__(self, handler: H) -> H:
+        """Note it, for the description."""
+        _contracts[handler] = self
         return handler
 
-    return note
+
+_contracts: dict[Callable[..., Any], contract] = {}
 
 
 async def openapi(request: web.Request) -> web.Response:
@@ -74,7 +61,7 @@ def describe(app: web.Application) -> dict[str, Any]:
     """An application's routes as an OpenAPI document."""
     frontend = app[FRONTEND]
     routes = [route for route in app.router.routes() if route.method != "HEAD"]
-    named = [_contracts.get(inspect.unwrap(route.handler), HandlerTypes()) for route in routes]
+    named = [_contracts.get(inspect.unwrap(route.handler), contract()) for route in routes]
     types = {t for c in named for t in (c.body, c.answer) if t is not None} | {ErrorBody}
     transfer = frontend.transfer_type
     if transfer is not None:
@@ -106,7 +93,7 @@ def _path(route: AbstractRoute) -> str:
     return _VARIABLE.sub(r"{\1}", route.resource.canonical)
 
 
-def _operation(route: AbstractRoute, found: HandlerTypes) -> dict[str, Any]:
+def _operation(route: AbstractRoute, found: contract) -> dict[str, Any]:
     content = {found.content_type: {"schema": _ref(found.answer)}}
     if found.streams:
         content["text/event-stream"] = {}  # readers of a schema apply it to each event, or to all

@@ -17,7 +17,6 @@ import multiprocessing.process
 import shutil
 import signal
 import socket
-import ssl
 import struct
 import tempfile
 from collections.abc import Awaitable, Callable
@@ -33,7 +32,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from kvbaton.config import LOG_FORMAT
 from kvbaton.engine.process import die_with_parent
 from kvbaton.errors import ConfigError, RequestError
-from kvbaton.server.app import freeze_startup
+from kvbaton.server.app import freeze_startup, serve_on
 from kvbaton.server.auth import PEER
 from kvbaton.server.config import EndpointConfig
 from kvbaton.server.metrics import MergedMetrics
@@ -420,39 +419,22 @@ class WorkerLink:
         self._streams: set[asyncio.Task[Any]] = set()
 
     async def serve(
-        self,
-        app: web.Application,
-        registry: CollectorRegistry,
-        *,
-        grace_s: float,
-        keep_alive_s: float = EndpointConfig.timeout_keep_alive_s,
-        tls: ssl.SSLContext | None = None,
+        self, app: web.Application, registry: CollectorRegistry, config: EndpointConfig
     ) -> None:
         """Serve clients until told to stop, or until the supervisor is gone.
 
         Args:
             app: what clients are answered.
             registry: what is counted.
-            grace_s: how long open requests may go on then.
-            keep_alive_s: see `EndpointConfig.timeout_keep_alive_s`.
-            tls: to serve https.
+            config: of the endpoint.
         """
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._stop.set)
         app.on_shutdown.append(self._end_streams)
-        runner = web.AppRunner(
-            app,
-            handler_cancellation=True,
-            shutdown_timeout=grace_s,
-            keepalive_timeout=keep_alive_s,
-            access_log=None,
-            auto_decompress=False,
-        )
-        await runner.setup()
+        # asyncio accepts as many at once as its backlog says: one leaves the rest to others.
+        runner = await serve_on(self._listener, app, config, backlog=1)
         listening = asyncio.create_task(self._listen(registry))
         try:
-            # asyncio accepts as many at once as its backlog says: one leaves the rest to others.
-            await web.SockSite(runner, self._listener, ssl_context=tls, backlog=1).start()
             self._listener.listen(BACKLOG)
             freeze_startup()
             self._send(WorkerStarted())

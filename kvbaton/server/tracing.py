@@ -141,7 +141,22 @@ class Tracing:
         None if it is not to be traced: its ``traceparent`` says so, or the sampler.
         """
         try:
-            return RequestSpan.start(self, self._own, request)
+            from opentelemetry.trace import SpanKind
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+            names = ("traceparent", "tracestate")
+            carrier = {name: request.headers[name] for name in names if name in request.headers}
+            ahead_ns = time.time_ns() - time.monotonic_ns()
+            resource = request.match_info.route.resource
+            path = request.path if resource is None else resource.canonical
+            span = self._own.start_span(
+                f"{request.method} {path}",
+                context=TraceContextTextMapPropagator().extract(carrier),
+                kind=SpanKind.SERVER,
+                start_time=int(request[ARRIVED] * 1e9) + ahead_ns,
+                attributes={"http.request.method": request.method, "http.route": path},
+            )
+            return RequestSpan(self, span, ahead_ns) if span.is_recording() else None
         except Exception:
             logger.exception("a trace can't be begun")
             return None
@@ -164,34 +179,10 @@ class RequestSpan:
         traceparent: W3C Trace Context, for whom we ask in turn.
     """
 
-    def __init__(self, tracing: Tracing, span: Any, ahead_ns: int, traceparent: str) -> None:
-        self.traceparent = traceparent
-        self._tracing, self._span, self._ahead_ns = tracing, span, ahead_ns
-
-    @classmethod
-    def start(cls, tracing: Tracing, tracer: Any, request: web.Request) -> RequestSpan | None:
-        """See `Tracing.start`."""
-        from opentelemetry.trace import SpanKind
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-        names = ("traceparent", "tracestate")
-        carrier = {name: request.headers[name] for name in names if name in request.headers}
-        context = TraceContextTextMapPropagator().extract(carrier)
-        ahead_ns = time.time_ns() - time.monotonic_ns()
-        resource = request.match_info.route.resource
-        path = request.path if resource is None else resource.canonical
-        span = tracer.start_span(
-            f"{request.method} {path}",
-            context=context,
-            kind=SpanKind.SERVER,
-            start_time=int(request[ARRIVED] * 1e9) + ahead_ns,
-            attributes={"http.request.method": request.method, "http.route": path},
-        )
-        if not span.is_recording():
-            return None
+    def __init__(self, tracing: Tracing, span: Any, ahead_ns: int) -> None:
         its = span.get_span_context()
-        traceparent = f"00-{its.trace_id:032x}-{its.span_id:016x}-{int(its.trace_flags):02x}"
-        return cls(tracing, span, ahead_ns, traceparent)
+        self.traceparent = f"00-{its.trace_id:032x}-{its.span_id:016x}-{int(its.trace_flags):02x}"
+        self._tracing, self._span, self._ahead_ns = tracing, span, ahead_ns
 
     def _date(self, at: float) -> int:
         return int(at * 1e9) + self._ahead_ns

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_type_hints
 
 from aiohttp import web
 from msgspec import Struct
@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from kvbaton.engine.validate import INT32, Range, check_ids, check_params, check_range
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest, Item, SamplingParams
-from kvbaton.messages.openai import SamplingFields
+from kvbaton.messages.openai import ChatRequest, Refused, SamplingFields
 from kvbaton.server.bodies import HEADER, REQUEST_ID, clean
 from kvbaton.server.frontend import Frontend, FrontendConfig, ModelFacts
 from kvbaton.server.timeline import RequestTimeline
@@ -26,28 +26,8 @@ MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
 MAX_SALT = 4096
 
-UNSUPPORTED = (
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "suffix",
-    "prompt_embeds",
-    "allowed_token_ids",
-    "bad_words",
-    "logits_processors",
-    "truncate_prompt_tokens",
-    "return_tokens_as_token_ids",
-    "thinking_token_budget",
-    "repetition_detection",
-    "documents",
-    "use_beam_search",
-    "audio",
-    "functions",
-    "function_call",
-    "web_search_options",
-    "chat_template",
-)
+_FIELDS = get_type_hints(ChatRequest, include_extras=True)
+UNSUPPORTED = tuple(name for name, kind in _FIELDS.items() if kind == Refused)
 COPIED = (
     "temperature",
     "top_p",

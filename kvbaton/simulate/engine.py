@@ -9,6 +9,7 @@ at its end.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -34,7 +35,6 @@ from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest, BlockChange, CachedBlocks, Metrics, Output
 from kvbaton.messages.nodes import NodeInfo
 from kvbaton.server.node import LoadMeter, wires_of
-from kvbaton.simulate.clock import VirtualLoop
 from kvbaton.simulate.engine_model import EngineModel
 from kvbaton.simulate.handover import SimulatedWires, WirePrefix, WireSource, WireTarget
 from kvbaton.simulate.traces import END_TOKEN, TraceRequest, token_ids
@@ -168,7 +168,7 @@ class ModeledEngine:
         name: str,
         role: str,
         model: EngineModel,
-        loop: VirtualLoop,
+        loop: asyncio.AbstractEventLoop,
         wires: SimulatedWires,
         prompts: Prompts,
         tell_blocks: Callable[[NodeInfo, CachedBlocks], None],

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvbaton.bench.report import median, percentile, publish
+from kvbaton.bench.report import median, new_figure, percentile, publish
 from kvbaton.config import flag
 from kvbaton.errors import ConfigError
 from kvbaton.router.config import RoutingPolicy
@@ -229,7 +229,7 @@ def measure(
 
 def run(config: SimulateConfig, out: Path | None = None, plot: Path | None = None) -> int:
     """``kvbaton simulate``: print, perhaps draw; returns the exit status."""
-    figure = new_figure(plot) if plot is not None else None
+    figure = new_figure(plot, 4) if plot is not None else None
     rows, busy, outcomes = measure(config)
     publish("simulate", _settings(config), rows, out, nodes=busy)
     if figure is not None and plot is not None:
@@ -273,23 +273,6 @@ def advice(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _settings(config: SimulateConfig) -> dict[str, Any]:
     return {**asdict(config), "engine": str(config.engine)}
-
-
-def new_figure(path: Path) -> Any:
-    """An empty drawing, for a file.
-
-    Raises:
-        ConfigError: matplotlib is not here, or does not know the file's format.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("--plot", "needs matplotlib: pip install 'kvbaton[plots]'") from error
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    known = figure.canvas.get_supported_filetypes()
-    if path.suffix and path.suffix[1:].lower() not in known:
-        raise ConfigError("--plot", f"{path.suffix} is none of {', '.join(sorted(known))}")
-    return figure
 
 
 def draw(

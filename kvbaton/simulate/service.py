@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator, Sequence
+import selectors
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,19 +27,19 @@ from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.chooser import Decision, RouteChooser
 from kvbaton.router.config import MembershipTimers, RelayTimers, RoutingPolicy
 from kvbaton.router.costs import CostModel
-from kvbaton.router.dispatch import Dispatcher
+from kvbaton.router.dispatch import Dispatcher, RetryBudget
 from kvbaton.router.loads import NodeLoads
 from kvbaton.router.membership import Member, Membership, NodeState
 from kvbaton.router.metrics import RouterMetrics
 from kvbaton.router.nodes import EngineClients, KnownNodes
 from kvbaton.router.policies import load_policy
 from kvbaton.router.prefix_index import PrefixIndex
-from kvbaton.router.retry_budget import RetryBudget
-from kvbaton.simulate.clock import VirtualLoop, run_virtually
 from kvbaton.simulate.engine import IDENTITY, ModeledEngine, Prompts
 from kvbaton.simulate.engine_model import EngineModel
 from kvbaton.simulate.handover import SimulatedWires
 from kvbaton.simulate.traces import TraceRequest
+
+T = TypeVar("T")
 
 MAX_TOKENS = 4096
 """What clients allow; how long answers get is not told beforehand."""
@@ -92,6 +93,40 @@ class ServiceReport:
     decisions: list[Decision]
     preemptions: int
     leaked: int
+
+
+class _NoWait(selectors.SelectSelector):
+    """Passes virtual time instead of waiting for descriptors, of which none is ever readable."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+
+    @override
+    def select(self, timeout: float | None = None) -> list[Any]:
+        if timeout is None:
+            raise RuntimeError("nothing is left to happen, and somebody waits")
+        if timeout > 0:
+            self.now += timeout
+        return []
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """`asyncio`'s own loop on virtual seconds, from 0 on; only timers and callbacks work."""
+
+    def __init__(self) -> None:
+        self._virtual = _NoWait()
+        super().__init__(self._virtual)
+
+    @override
+    def time(self) -> float:
+        return self._virtual.now
+
+
+def run_virtually(main: Coroutine[Any, Any, T]) -> T:
+    """As `asyncio.run`, in virtual time."""
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(main)
 
 
 def parse_nodes(text: str) -> list[str]:

@@ -274,33 +274,23 @@ def write_json(subject: Subject, outcomes: Sequence[Outcome], path: Path) -> Non
 
 
 def main(
-    spec: str,
+    subject: Subject,
     *,
-    kind: str | None = None,
     level: int = len(LEVELS) - 1,
-    back_door: str | None = None,
-    depth: int = 1,
-    seed: int = 0,
     limit: float | None = None,
     json_path: Path | None = None,
     only: Sequence[str] = (),
-    exclude: Sequence[str] = (),
     stop_at_failure: bool = False,
     quick: bool = False,
 ) -> int:
     """Check a connector, print each outcome and write the report to a file.
 
     Args:
-        spec: see `Subject`.
-        kind: ``"store"`` or ``"transport"``; None to find out.
+        subject: what to check.
         level: the highest level to check, 0 to 5.
-        back_door: ``package.module:Class`` of a `BackDoor`, for stores.
-        depth: multiplies examples, repetitions and seconds.
-        seed: of everything random but the keys, which are new in every run.
         limit: seconds after which a case has failed; None for that of `Subject.run`.
         json_path: where to write the report as JSON.
         only: texts, one of which is in the name of each case to run; all cases if there are none.
-        exclude: see `make_subject`.
         stop_at_failure: run no case after one that failed.
         quick: leave out cases that take long with any connector.
 
@@ -309,10 +299,8 @@ def main(
         failed, but cases did not run whose capability is declared.
 
     Raises:
-        ConfigError: the spec names no connector, or one that can't be built or opened; a text of
-            `only` names no case.
+        ConfigError: the connector can't be built or opened; a text of `only` names no case.
     """
-    subject = make_subject(spec, kind, back_door=back_door, depth=depth, seed=seed, exclude=exclude)
     cases = subject.cases(level, only, quick=quick)
     outcomes, status, _ = check_all(subject, cases, limit=limit, stop_at_failure=stop_at_failure)
     if json_path is not None:

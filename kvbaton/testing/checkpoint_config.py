@@ -79,6 +79,15 @@ _DEEPSEEK: dict[str, Any] = {
         "original_max_position_embeddings": 64,
     },
 }
+_QWEN_MOE: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+_QWEN_SHARED = {"shared_expert_intermediate_size": 48}
 EXPERTS: dict[str, dict[str, Any]] = {
     "deepseek_v2": _DEEPSEEK | {"topk_method": "group_limited_greedy", "norm_topk_prob": False},
     "deepseek_v3": _DEEPSEEK | {"topk_method": "noaux_tc", "norm_topk_prob": True},
@@ -123,31 +132,11 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "rope_theta": 500_000.0,
     },
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
-    "qwen2_moe": {
-        "num_experts": 8,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 48,
-        "norm_topk_prob": False,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    },
-    "qwen3_moe": {
-        "num_experts": 8,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 32,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    },
-    "qwen3_next": {
-        "num_experts": 8,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 48,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
+    "qwen2_moe": _QWEN_MOE | _QWEN_SHARED | {"norm_topk_prob": False},
+    "qwen3_moe": _QWEN_MOE,
+    "qwen3_next": _QWEN_MOE
+    | _QWEN_SHARED
+    | {
         "partial_rotary_factor": 0.25,
         "full_attention_interval": 4,
         "linear_conv_kernel_dim": 4,

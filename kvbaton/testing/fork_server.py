@@ -19,8 +19,9 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import NoReturn
 
 import msgspec
 
@@ -137,10 +138,10 @@ def _serve(requests: socket.socket) -> None:
             os.close(descriptor)
 
 
-def _become(start: _Start, streams: Sequence[int], alone: bool) -> None:
-    """In the new process; never returns."""
-    status = 1
-    try:
+def _become(start: _Start, streams: Sequence[int], alone: bool) -> NoReturn:
+    """In the new process."""
+
+    def run() -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for number, descriptor in enumerate(streams):
@@ -152,17 +153,33 @@ def _become(start: _Start, streams: Sequence[int], alone: bool) -> None:
             os.execv(sys.executable, [sys.executable, "-m", start.module, *start.words])
         sys.argv = [start.module, *start.words]
         importlib.import_module(start.module).main(start.words)
-        status = 0
+
+    end_with(run)
+
+
+def end_with(run: Callable[[], object]) -> NoReturn:
+    """In a process just forked: run this, and end as Python does after it."""
+    status = 1
+    try:
+        status = exit_status(run)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(status)
+
+
+def exit_status(run: Callable[[], object]) -> int:
+    """What a process ends with that runs this; says why where Python does."""
+    try:
+        run()
     except SystemExit as end:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
         sys.excepthook(*sys.exc_info())
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

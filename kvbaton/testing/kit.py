@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Generic, Protocol, Self, TypeVar
 from xml.etree import ElementTree
 
@@ -44,6 +45,8 @@ SLOWER = 10.0
 """So many times as long as what a connector did before took, for as much, is slow, and not hung."""
 THREAD = "kvbaton-case"
 """Begins the name of each thread that runs a case; one that is still there hangs."""
+QUICK_S = 0.02
+"""More than a call takes that asks nobody."""
 OWN_S = 300.0
 """The most of a case's time that is the kit's own, on a machine that is not busy."""
 
@@ -148,6 +151,17 @@ def require(holds: bool, otherwise: str) -> None:
     """Raise `CaseFailure` unless it holds."""
     if not holds:
         raise CaseFailure(otherwise)
+
+
+def require_quick(what: str, call: Callable[[], object], *, calls: int) -> None:
+    """Raise `CaseFailure` if a call that asks nobody takes long, at the median of so many."""
+    taken = []
+    for _ in range(calls):
+        began = time.monotonic()
+        call()
+        taken.append(time.monotonic() - began)
+    middle = median(taken)
+    require(middle < QUICK_S, f"{what}: {middle:.3f} s, the median of {calls} calls")
 
 
 def run_case(

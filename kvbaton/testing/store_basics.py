@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import inspect
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any, cast
@@ -22,7 +21,7 @@ from kvbaton.connectors.store import (
     Usage,
 )
 from kvbaton.errors import StoreError
-from kvbaton.testing.kit import Accounts, require
+from kvbaton.testing.kit import Accounts, require, require_quick
 from kvbaton.testing.store_rig import StoreRig, case, views
 
 if TYPE_CHECKING:
@@ -36,8 +35,6 @@ PAGE = 4096
 UNTOUCHED = b"\xa5"
 MANY_KEYS = 150
 """Deleted in one call."""
-ASKED = 5
-QUICK_S = 0.02
 
 # --- L0 ---
 
@@ -197,13 +194,7 @@ def health_and_usage_are_quick(rig: StoreRig) -> None:
     """`health` and `usage` tell what is known: they ask nobody, and never block."""
     rig.put(rig.objects([1000]))
     for name, ask in (("health", rig.store.health), ("usage", rig.store.usage)):
-        taken = []
-        for _ in range(ASKED):
-            began = time.monotonic()
-            ask()
-            taken.append(time.monotonic() - began)
-        median = sorted(taken)[ASKED // 2]
-        require(median < QUICK_S, f"{name} takes {median:.3f} s, the median of {ASKED} calls")
+        require_quick(name, ask, calls=5)
 
 
 @case(0)
@@ -326,8 +317,7 @@ def registered_memory(rig: StoreRig) -> None:
                 target[0][:], target[1][:] = bytes(half), bytes(len(data) - half)
                 loaded = rig.wait(rig.store.load([key], [target]), "load")
                 rig.compare(b"".join(target) if loaded[0] else None, data, "registered memory")
-            if rig.lacks("deletes") is None:
-                rig.wait(rig.store.delete([key]), "delete")
+            rig.drop([key])
 
 
 @case(1, "registers")
@@ -351,8 +341,7 @@ def registered_pages(rig: StoreRig) -> None:
             place[:] = UNTOUCHED * size
             around = target == source == UNTOUCHED * len(target)
             require(around, f"a load of {size} bytes wrote outside of its target")
-            if rig.lacks("deletes") is None:
-                rig.wait(rig.store.delete([key]), "delete")
+            rig.drop([key])
 
 
 def _on_a_page(num_bytes: int) -> memoryview:
@@ -472,12 +461,9 @@ def answers_are_in_order(rig: StoreRig) -> None:
     rig.put(there)
     wanted = [key in there for key in objects]
     require(list(rig.found(list(objects))) == wanted, "lookup mixes its answers up")
-    targets = [bytearray(len(data)) for data in objects.values()]
-    loaded = rig.wait(rig.store.load(list(objects), views(targets)), "load")
+    loaded, targets = rig.load(objects)
     require(loaded == wanted, "load mixes its answers up")
-    for key, target in zip(objects, targets, strict=True):
-        if key in there:
-            rig.compare(bytes(target), objects[key], "in a call with misses")
+    rig.compare_hits(loaded, targets, objects, "in a call with misses")
 
 
 @case(1)
@@ -500,10 +486,9 @@ def as_many_keys_as_declared(rig: StoreRig) -> None:
     """A call may have `max_keys` keys."""
     objects = rig.objects([33] * min(rig.store.capabilities.max_keys, 1024))
     rig.put(objects)
-    targets = [bytearray(33) for _ in objects]
-    loaded = rig.wait(rig.store.load(list(objects), views(targets)), "load")
+    loaded, targets = rig.load(objects)
     require(all(loaded) and all(rig.found(list(objects))), "not all objects are there")
-    same = [bytes(target) for target in targets] == list(objects.values())
+    same = targets == list(objects.values())
     require(same, "a call with as many keys as declared has wrong bytes")
 
 

@@ -107,8 +107,7 @@ def lookups_overtake_bytes(rig: StoreRig) -> None:
         require(rig.found([key]) == (True,), "a lookup behind bytes")
         last = all(move.done() for move in moves) and time.monotonic() - start > STARVED_S
         rig.settle(moves, "the bytes before a lookup")
-        if rig.lacks("deletes") is None:
-            rig.wait(rig.store.delete([*there, *new]), "delete")
+        rig.drop([*there, *new])
         if not last:
             return
     require(False, "each time, a lookup was answered after all the bytes before it")
@@ -161,9 +160,7 @@ def cancel_leaves_targets(rig: StoreRig) -> None:
         future.cancel()
         rig.settle([future], "a cancelled load")
         answers = [] if future.cancelled() else future.result()
-        for there, target, data in zip(answers, targets, objects.values(), strict=False):
-            if there:
-                rig.compare(bytes(target), data, "said to be loaded, though cancelled")
+        rig.compare_hits(answers, targets, objects, "said to be loaded, though cancelled")
         _watch(targets, "a target was written after the future of its load was done")
     rig.expect(objects, "after cancelled loads")
 
@@ -222,9 +219,7 @@ def delete_during_load(rig: StoreRig) -> None:
         delete = rig.store.delete(list(objects))
         rig.put(others)
         answers = rig.wait(load, "a load of what is being deleted")
-        for there, target, data in zip(answers, targets, objects.values(), strict=True):
-            if there:
-                rig.compare(bytes(target), data, "loaded while it was deleted")
+        rig.compare_hits(answers, targets, objects, "loaded while it was deleted")
         count = rig.wait(delete, "delete")
         require(count == len(objects), f"6 objects were deleted, the answer is {count}")
         rig.wait(rig.store.delete(list(others)), "delete")
@@ -242,9 +237,7 @@ def eviction_during_load(rig: StoreRig) -> None:
         load = rig.store.load(list(objects), views(targets))
         rig.ask_store(more)
         answers = rig.wait(load, "a load of what is being evicted")
-        for there, target, data in zip(answers, targets, objects.values(), strict=True):
-            if there:
-                rig.compare(bytes(target), data, "loaded while others were stored")
+        rig.compare_hits(answers, targets, objects, "loaded while others were stored")
 
 
 @case(2, "pins", "small")
@@ -395,8 +388,7 @@ def _live(rig: StoreRig) -> None:
     rig.put(objects, store)
     rig.expect(objects, "in a short life", store)
     rig.found(list(objects), store)
-    if rig.lacks("deletes") is None:
-        rig.wait(store.delete(list(objects)), "delete")
+    rig.drop(objects, store)
     rig.close(store)
 
 
@@ -414,8 +406,7 @@ def calls_leave_nothing(rig: StoreRig) -> None:
         cancelled = rig.store.load([key], views([bytearray(50_000)]))
         cancelled.cancel()
         rig.settle([cancelled], "a cancelled load")
-        if rig.lacks("deletes") is None:
-            rig.wait(rig.store.delete(list(objects)), "delete")
+        rig.drop(objects)
         if number == 0:
             before = Accounts.now()
     rig.eventually(lambda: not Accounts.now().above(before, rounds))

@@ -249,6 +249,16 @@ class StoreRig:
         require(answer in ([True], [False]), f"load of one object said {answer!r}")
         return bytes(target) if answer[0] else None
 
+    def load(self, objects: Mapping[bytes, bytes]) -> tuple[list[bool], list[bytearray]]:
+        """Load all in one call: the answers, and what came."""
+        targets = [bytearray(len(data)) for data in objects.values()]
+        return self.wait(self.store.load(list(objects), views(targets)), "load"), targets
+
+    def drop(self, keys: Iterable[bytes], store: Store | None = None) -> None:
+        """Delete objects, if the store can."""
+        if self.lacks("deletes") is None:
+            self.wait((store or self.store).delete(list(keys)), "delete")
+
     def found(self, keys: Sequence[bytes], store: Store | None = None) -> tuple[bool, ...]:
         """Which are there."""
         return self.wait((store or self.store).lookup(list(keys)), "lookup").present
@@ -276,6 +286,18 @@ class StoreRig:
             raise CaseFailure(
                 f"{when}: {len(wrong)} of {len(data)} bytes are wrong, the first at {wrong[0]}"
             )
+
+    def compare_hits(
+        self,
+        answers: Sequence[bool],
+        targets: Sequence[bytearray],
+        objects: Mapping[bytes, bytes],
+        when: str,
+    ) -> None:
+        """What a load of these objects said it found must be right; one cancelled says nothing."""
+        for there, target, data in zip(answers, targets, objects.values(), strict=bool(answers)):
+            if there:
+                self.compare(bytes(target), data, when)
 
     def eventually(self, holds: Callable[[], bool]) -> bool:
         """Ask again until it holds, or patience ends."""

@@ -143,8 +143,7 @@ def small_objects_in_a_race(rig: StoreRig) -> None:
                 rig.compare(bytes(target) if load.result()[0] else None, data, "in a race")
             if number % 4 == 0:
                 rig.expect(new, "stored in a race")
-            if rig.lacks("deletes") is None:
-                rig.wait(rig.store.delete(list(new)), "delete")
+            rig.drop(new)
             if time.monotonic() > end:
                 return
 
@@ -171,15 +170,13 @@ def thousands_of_objects(rig: StoreRig) -> None:
         objects |= some
     whole = rig.store.usage().capacity is None
     for some in _batched(objects, batch):
-        found, targets = rig.found(list(some)), [bytearray(64) for _ in some]
-        loaded = rig.wait(rig.store.load(list(some), views(targets)), "load")
+        found, (loaded, targets) = rig.found(list(some)), rig.load(some)
         require(list(found) == loaded, "lookup and load disagree among thousands of objects")
         for there, target, data in zip(loaded, targets, some.values(), strict=True):
             if there or whole:
                 rig.compare(bytes(target) if there else None, data, "among thousands of objects")
-    if rig.lacks("deletes") is None:
-        for some in _batched(objects, batch):
-            rig.wait(rig.store.delete(list(some)), "delete")
+    for some in _batched(objects, batch):
+        rig.drop(some)
 
 
 def _batched(objects: dict[bytes, bytes], size: int) -> Iterator[dict[bytes, bytes]]:

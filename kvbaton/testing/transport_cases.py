@@ -19,13 +19,12 @@ from kvbaton.connectors.pairing import GroupPairing
 from kvbaton.connectors.plan import plan
 from kvbaton.connectors.protocol.notice import MIN_NOTICE_BYTES
 from kvbaton.errors import TransportError
-from kvbaton.testing.kit import SLOWER, Accounts, CaseFailure, require
+from kvbaton.testing.kit import SLOWER, Accounts, CaseFailure, require, require_quick
 from kvbaton.testing.transport_rig import (
     SOURCE_SIZES,
     TARGET_SIZES,
     Pair,
     case,
-    memory_of,
     pack,
     random_rows,
 )
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from kvbaton.testing.transport_rig import Row
 
 ROUNDS = 4
-QUICK_S = 0.02
 BUSY_BYTES = 16 << 20
 ENDS = 16
 WATCH_S = 0.1
@@ -161,9 +159,7 @@ def large_write(pair: Pair) -> None:
     """One write of tens of megabytes, as one range and as many, whole once done, notified once."""
     size = 40 << 20
     memory = [pair.random.integers(0, 256, size, dtype=np.uint8), np.zeros(size, np.uint8)]
-    source = pair.source.register(memory_of(memory[0])).index
-    target = pair.target.register(memory_of(memory[1])).index
-    peer = pair.source.connect(pair.target.card())
+    source, target, peer = pair.beside(*memory)
     half = size // 2
     rows: list[Row] = [(source, half, target, 0, half, 1, 0, 0)]
     rows += [(source, 0, target, half, 1 << 20, 20, 1 << 20, 1 << 20)]
@@ -289,9 +285,7 @@ def notice_follows_the_last_bytes(pair: Pair) -> None:
     """The moment that a notice of many rows is here, the ends of all its rows are."""
     length, count = 64 << 10, min(ENDS, pair.most_ranges)
     memory = [np.zeros(length * count, np.uint8) for _ in range(2)]
-    source = pair.source.register(memory_of(memory[0])).index
-    target = pair.target.register(memory_of(memory[1])).index
-    peer = pair.source.connect(pair.target.card())
+    source, target, peer = pair.beside(*memory)
     rows = [(source, n * length, target, n * length, length, 1, 0, 0) for n in range(count)]
     for number in range(1, 1 + 40 * pair.depth):
         memory[0][:] = number % 251
@@ -334,14 +328,12 @@ def many_writes(pair: Pair) -> None:
     for handle in reversed(handles):
         pair.complete(handle)
     pair.wait(lambda: len(pair.notices) >= len(sent), "all notices")
-    taken = []
-    for _ in range(50):
-        began = time.monotonic()
+
+    def look() -> None:
         pair.poll()
         pair.source.lost()
-        taken.append(time.monotonic() - began)
-    median = sorted(taken)[len(taken) // 2]
-    require(median < QUICK_S, f"notices and lost take {median:.3f} s, the median of 50 calls")
+
+    require_quick("notices and lost", look, calls=50)
     require(sorted(pair.notices) == sorted(sent), "a notice is missing, doubled or changed")
     pair.compare("after many writes")
 
@@ -375,9 +367,7 @@ def _two_writers(pair: Pair, others: Pair) -> None:
 def closed_peer(pair: Pair) -> None:
     """A closed peer reads nothing, writes to it fail; a new connection is a new peer and works."""
     memory = [np.full(BUSY_BYTES, value, np.uint8) for value in (1, 0)]
-    source = pair.source.register(memory_of(memory[0])).index
-    target = pair.target.register(memory_of(memory[1])).index
-    busy = pair.source.connect(pair.target.card())
+    source, target, busy = pair.beside(*memory)
     writes = [(source, 0, target, 0, BUSY_BYTES, 1, 0, 0)] * 4
     handles = [pair.source.write(busy, pack([row]), b"busy") for row in writes]
     pair.wait(lambda: pair.source.close(busy), "a peer with writes in flight is closed")
@@ -443,9 +433,7 @@ def fence_amid_writes(pair: Pair) -> None:
     if pair.source.capabilities.fence is not FenceScope.PEER:
         return
     memory = [np.full(BUSY_BYTES, value, np.uint8) for value in (1, 0)]
-    source = pair.source.register(memory_of(memory[0])).index
-    target = pair.target.register(memory_of(memory[1])).index
-    peer = pair.source.connect(pair.target.card())
+    source, target, peer = pair.beside(*memory)
     rows = pack([(source, 0, target, 0, BUSY_BYTES, 1, 0, 0)])
     handles = [pair.source.write(peer, rows, b"busy") for _ in range(4)]
     pair.wait(lambda: bool(memory[1].any()), "the first bytes of a write")

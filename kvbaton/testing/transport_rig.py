@@ -86,6 +86,12 @@ class Pair:
             return "not declared: processes"
         return None
 
+    def beside(self, near: Bytes, far: Bytes) -> tuple[int, int, Peer]:
+        """Register memory of a case's own: its regions at both sides, and a peer that knows it."""
+        source = self.source.register(memory_of(near)).index
+        target = self.target.register(memory_of(far)).index
+        return source, target, self.source.connect(self.target.card())
+
     @property
     def most_ranges(self) -> int:
         """Most rows of one write."""

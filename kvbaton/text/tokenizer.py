@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers.models import WordLevel
 
 from kvbaton.errors import ConfigError
 from kvbaton.text.chat import ChatTemplate
@@ -129,6 +130,11 @@ class Tokenizer:
             raise ConfigError(str(folder / "tokenizer_config.json"), problem)
         compiled = None if template is None else ChatTemplate(template, special)
         return cls(backend, special, compiled, VisionText.load(folder, backend.id_to_token))
+
+    @classmethod
+    def of_nothing(cls) -> Tokenizer:
+        """Where no texts are served."""
+        return cls(tokenizers.Tokenizer(WordLevel({}, unk_token="")))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; with the model's own start and end tokens unless told not to."""

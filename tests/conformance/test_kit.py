@@ -131,7 +131,7 @@ def test_the_kind_of_a_spec_is_found(spec: str, kind: str) -> None:
 )
 def test_a_wrong_setting_is_named(spec: str, options: dict[str, str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        main(spec, **options)  # type: ignore[arg-type]
+        main(make_subject(spec, **options))  # type: ignore[arg-type]
 
 
 def test_check_reports_on_screen_and_as_json(
@@ -139,7 +139,7 @@ def test_check_reports_on_screen_and_as_json(
 ) -> None:
     json_path = tmp_path / "deep" / "report.json"
     cases = ("L0.a-miss-is-no-error", "L0.close-twice", "L1.outlives-close")
-    assert main(BROKEN, only=cases, json_path=json_path) == 1
+    assert main(make_subject(BROKEN), only=cases, json_path=json_path) == 1
     shown = capsys.readouterr().out
     assert "FAILED  L0.a-miss-is-no-error" in shown
     assert "law: For keys that nobody stored" in shown
@@ -154,7 +154,7 @@ def test_check_reports_on_screen_and_as_json(
 
 
 def test_a_part_of_the_kit_certifies_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main("memory", kind="store", level=0) == 4
+    assert main(make_subject("memory", "store"), level=0) == 4
     last = capsys.readouterr().out.splitlines()[-1]
     assert re.fullmatch(r"memory: passed, not certified: \d+ cases were not asked for", last)
 
@@ -168,8 +168,8 @@ def test_a_store_that_hangs_does_not_hang_the_command(tmp_path: Path) -> None:
         "        return self._pool('load').submit(threading.Event().wait)\n"
     )
     code = (
-        "from kvbaton.testing.check import main; import sys\n"
-        "sys.exit(main('hanging:Hangs', level=0, limit=0.5))"
+        "from kvbaton.testing.check import main, make_subject; import sys\n"
+        "sys.exit(main(make_subject('hanging:Hangs'), level=0, limit=0.5))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60

@@ -58,7 +58,7 @@ def test_rows_without_a_report_stay() -> None:
 def test_a_report_becomes_a_row(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     spec = "tests.connectors_broken.stores:FindsEverything"
-    assert main(spec, level=0, json_path=report) == 1
+    assert main(Subject(spec, "store"), level=0, json_path=report) == 1
     page = tmp_path / "page.md"
     page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     write_table([str(page), str(report)])

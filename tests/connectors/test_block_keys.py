@@ -35,7 +35,8 @@ from kvbaton.messages.control import (
 from kvbaton.types import BlockSpan
 from tests.connectors import test_protocol_source as of_source
 from tests.connectors import test_protocol_target as of_target
-from tests.connectors.test_protocol_source import NAME, cards, layout, of, refusals, sent
+from tests.connectors.machine_rig import CHOICES, NAME, cards, layout, of, sent
+from tests.connectors.test_protocol_source import refusals
 
 KEYS = b"".join(bytes([number]) * 32 for number in range(1, 5))
 LAST = KEYS[-32:]
@@ -181,7 +182,7 @@ def target() -> tuple[of_target.Rig, list[Any]]:
 
 def test_a_target_names_keys() -> None:
     _, actions = target()
-    (reserve,) = of_target.sent(actions, Reserve)
+    (reserve,) = sent(actions, Reserve)
     assert (reserve.keys, reserve.num_tokens) == (KEYS[:96], 16)
 
 
@@ -192,7 +193,7 @@ def test_a_target_takes_what_there_is(end: int) -> None:
     rig.land(0, 4, end)
     rig.do(Verified(NAME, 0))
     actions = rig.complete(num_writes=1, num_tokens=end, choices=())
-    (delivered,) = of_target.of(actions, Deliver)
+    (delivered,) = of(actions, Deliver)
     crossing = Crossing(of_target.ADDRESS, True, end - 4, 0.0, 0.25)
     assert replace(delivered, times=()) == Deliver(NAME, (), 0, end, crossing=crossing)
 
@@ -203,13 +204,13 @@ def test_a_target_takes_what_there_is(end: int) -> None:
 def test_a_target_takes_no_other_number_of_tokens(fields: dict[str, Any]) -> None:
     rig, _ = target()
     told: dict[str, Any] = {"num_writes": 1, "choices": ()}
-    (fail,) = of_target.of(rig.complete(**(told | fields)), Fail)
+    (fail,) = of(rig.complete(**(told | fields)), Fail)
     assert "nonsense" in fail.reason
 
 
 def test_a_prompt_is_whole_or_wrong() -> None:
     told: dict[str, Any] = {"session": bytes(16), "seq": 0, "transfer_id": bytes(16), "attempt": 0}
-    short = Complete(**told, num_tokens=12, num_writes=1, choices=of_target.CHOICES)
+    short = Complete(**told, num_tokens=12, num_writes=1, choices=CHOICES)
     assert check_complete(short, 0, 16) is not None
     without = Complete(**told, num_tokens=16, num_writes=1, choices=())
     assert check_complete(without, 0, 16) is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -22,18 +21,15 @@ from kvbaton.connectors.protocol.events import (
     EvictSource,
     FirstTokens,
     Identity,
-    Link,
     OpenPeer,
     PeerGone,
     Post,
     Received,
     RefuseAnnounce,
     Release,
-    SendMessage,
     SourceFailed,
     Stop,
     StopSource,
-    Tick,
     WriteEnded,
 )
 from kvbaton.connectors.protocol.machine import MAX_TOMBSTONES
@@ -56,44 +52,33 @@ from kvbaton.messages.control import (
     SessionDrained,
     Welcome,
 )
-from kvbaton.types import Attempt, BlockSpan, ChoiceStart, NodeId, TransferTimers
-from tests.simulator.machine_invariants import check_machine
-
-NAME = Attempt(b"t" * 16, 0)
-LINK = Link(b"link")
-KEY = b"k" * 32
-CHOICES = (ChoiceStart(7),)
-TIMERS = TransferTimers()
-
-
-def layout(block_size: int, group: int = 0, kind: GroupKind = GroupKind.FULL) -> KVLayout:
-    window = 8 if kind is GroupKind.WINDOW else 0
-    return KVLayout(group, kind, block_size, 100, (), window)
-
-
-def cards(*groups: KVLayout, ranks: int = 1) -> tuple[RankCard, ...]:
-    return tuple(RankCard(r, b"c", msgspec.msgpack.encode(list(groups))) for r in range(ranks))
+from kvbaton.types import Attempt, BlockSpan, NodeId
+from tests.connectors.machine_rig import (
+    CHOICES,
+    KEY,
+    LINK,
+    NAME,
+    SHARED,
+    TIMERS,
+    MachineRig,
+    cards,
+    layout,
+    of,
+    sent,
+)
 
 
-SHARED: Any = SimpleNamespace(shares=((0, 0), (1, 0)))
-"""What the machines want of a pairing: both ranks of the source write to the target's."""
-
-
-class Rig:
+class Rig(MachineRig):
     """A source with block size 4, and a target (block size 6) that is a script."""
 
+    machine: Source
+
     def __init__(self, *, groups: tuple[KVLayout, ...] = (layout(4),), **options: Any) -> None:
+        super().__init__()
         node = NodeId("p", bytes(16))
         identity = Identity(node, bytes(32), {"model": "a"}, "tcp", cards(*groups, ranks=2))
         options.setdefault("pair", lambda a, b: (SHARED,))
         self.machine = Source(identity, TIMERS, **options)
-        self.now = 0.0
-        self.seq = 0
-
-    def do(self, event: Any) -> list[Any]:
-        actions = self.machine.handle(event, self.now)
-        check_machine(self.machine)
-        return actions
 
     def hear(self, kind: type, session: bytes = b"s" * 16, **fields: Any) -> list[Any]:
         """Receive a message about NAME."""
@@ -134,15 +119,6 @@ class Rig:
     def land(self, write: int) -> list[Any]:
         return [*self.ended(write, 0), *self.ended(write, 1)]
 
-    def wait(self, seconds: float) -> list[Any]:
-        """Let time pass, tick by tick."""
-        until, actions = self.now + seconds, []
-        while (deadline := self.machine.next_alarm()) is not None and deadline <= until:
-            self.now = deadline
-            actions += self.do(Tick())
-        self.now = until
-        return actions
-
     def until(self, state: str) -> Rig:
         """Bring NAME into a state."""
         self.hello()
@@ -165,18 +141,8 @@ def lists(tables: Any) -> list[list[int]]:
     return [table.tolist() for table in tables]
 
 
-def sent(actions: list[Any], kind: type) -> list[Any]:
-    return [
-        a.message for a in actions if isinstance(a, SendMessage) and isinstance(a.message, kind)
-    ]
-
-
 def refusals(actions: list[Any]) -> list[str]:
     return [message.code for message in sent(actions, Refused)]
-
-
-def of(actions: list[Any], kind: type) -> list[Any]:
-    return [a for a in actions if isinstance(a, kind)]
 
 
 # --- sessions ---

@@ -5,12 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typing_extensions import override
 
-from kvbaton.connectors.layout import GroupKind, KVLayout
 from kvbaton.connectors.protocol.events import (
     CancelTarget,
     Crossing,
@@ -22,7 +21,6 @@ from kvbaton.connectors.protocol.events import (
     HangUp,
     Identity,
     Landed,
-    Link,
     OpenPeer,
     PeerGone,
     Received,
@@ -52,54 +50,54 @@ from kvbaton.messages.control import (
     Hello,
     NotNeeded,
     Progress,
-    RankCard,
     Refused,
     Reserve,
     SessionDrained,
     Welcome,
 )
-from kvbaton.types import Attempt, BlockSpan, ChoiceStart, NodeId, TransferTimers
+from kvbaton.types import Attempt, BlockSpan, ChoiceStart, NodeId
+from tests.connectors.machine_rig import (
+    CHOICES,
+    KEY,
+    LINK,
+    NAME,
+    SHARED,
+    TIMERS,
+    MachineRig,
+    cards,
+    layout,
+    of,
+    sent,
+)
 from tests.simulator.machine_invariants import check_machine
 
-NAME = Attempt(b"t" * 16, 0)
-LINK = Link(b"link")
 ADDRESS = "tcp://p:1"
-KEY = b"k" * 32
-CHOICES = (ChoiceStart(7),)
 P = NodeId("p", b"1" * 16)
-TIMERS = TransferTimers()
 SPANS = ((BlockSpan(1, (10, 11, 12)),),)
 """Tokens 4 to 16 in blocks of 4."""
+OF_P = cards(layout(6), ranks=2)
 
 
-def cards(block_size: int, ranks: int) -> tuple[RankCard, ...]:
-    layouts = msgspec.msgpack.encode([KVLayout(0, GroupKind.FULL, block_size, 100, ())])
-    return tuple(RankCard(rank, b"c", layouts) for rank in range(ranks))
-
-
-SHARED: Any = SimpleNamespace(shares=((0, 0), (1, 0)))
-"""What the machines want of a pairing: both ranks of the source write to the target's."""
-
-
-class Rig:
+class Rig(MachineRig):
     """A target with one rank and block size 4; the source, with two, is a script."""
 
+    machine: Target
+
     def __init__(self, **options: Any) -> None:
-        identity = Identity(NodeId("d", bytes(16)), bytes(32), {}, "tcp", cards(4, 1))
+        super().__init__()
+        identity = Identity(NodeId("d", bytes(16)), bytes(32), {}, "tcp", cards(layout(4)))
         self.ids = 0
         options.setdefault("pair", lambda a, b: (SHARED,))
         self.machine = Target(identity, TIMERS, new_id=self.new_id, **options)
-        self.now = 0.0
-        self.seq = 0
         self.session = b""
 
     def new_id(self) -> bytes:
         self.ids += 1
         return self.ids.to_bytes(16, "little")
 
+    @override
     def do(self, event: Any) -> list[Any]:
-        actions = self.machine.handle(event, self.now)
-        check_machine(self.machine)
+        actions = super().do(event)
         for hello in sent(actions, Hello):
             self.session = hello.session
         return actions
@@ -120,7 +118,7 @@ class Rig:
         return self.do(Start(name, ADDRESS, KEY, 16, SPANS, deadline))
 
     def welcome(self, node: NodeId = P, version: int = PROTOCOL_VERSION) -> list[Any]:
-        return self.hear(Welcome, sender=node, version=version, ranks=cards(6, 2))
+        return self.hear(Welcome, sender=node, version=version, ranks=OF_P)
 
     def landed(self, write: int, start: int, end: int, rank: int, **fields: Any) -> list[Any]:
         named: dict[str, Any] = {"session": self.session, "attempt": NAME, "target_rank": 0}
@@ -135,14 +133,6 @@ class Rig:
     def complete(self, num_writes: int = 2, **fields: Any) -> list[Any]:
         defaults: dict[str, Any] = {"num_tokens": 16, "num_writes": num_writes, "choices": CHOICES}
         return self.hear(Complete, **(defaults | fields))
-
-    def wait(self, seconds: float) -> list[Any]:
-        until, actions = self.now + seconds, []
-        while (deadline := self.machine.next_alarm()) is not None and deadline <= until:
-            self.now = deadline
-            actions += self.do(Tick())
-        self.now = until
-        return actions
 
     def until(self, state: str) -> Rig:
         if state == "unknown":
@@ -161,16 +151,6 @@ class Rig:
             self.hear(Drained)
         assert self.machine.record(NAME).state.value == state
         return self
-
-
-def sent(actions: list[Any], kind: type) -> list[Any]:
-    return [
-        a.message for a in actions if isinstance(a, SendMessage) and isinstance(a.message, kind)
-    ]
-
-
-def of(actions: list[Any], kind: type) -> list[Any]:
-    return [a for a in actions if isinstance(a, kind)]
 
 
 # --- sessions ---
@@ -200,7 +180,7 @@ def test_welcome_admits_the_peer_before_anything_is_reserved() -> None:
     rig.start()
     rig.start(1)
     admit, *reserves = rig.welcome()
-    assert admit == OpenPeer(rig.session, P, cards(6, 2), frozenset(SHARED.shares))
+    assert admit == OpenPeer(rig.session, P, OF_P, frozenset(SHARED.shares))
     assert [r.message.attempt for r in reserves] == [0, 1]
     assert all(r.link == LINK for r in reserves)
     assert sent(rig.start(2), Reserve), "the session is up"
@@ -365,7 +345,7 @@ def test_a_session_greeted_before_a_fence_held_gives_way_to_another() -> None:
     actions = rig.do(Fenced(P)) + rig.wait(2 * TIMERS.resend)
     assert of(actions, Unquarantine) == [Unquarantine(NAME)]
     assert rig.session != early, "the fence may have cut what P connected for it"
-    late = rig.hear(Welcome, early, sender=P, version=PROTOCOL_VERSION, ranks=cards(6, 2))
+    late = rig.hear(Welcome, early, sender=P, version=PROTOCOL_VERSION, ranks=OF_P)
     assert not of(late, OpenPeer)
     assert [message.attempt for message in sent(rig.welcome(), Reserve)] == [1]
 
@@ -878,7 +858,7 @@ junk: st.SearchStrategy[Control] = st.one_of(
         identity=st.just(bytes(32)),
         identity_record=st.just({}),
         transport=st.just("tcp"),
-        ranks=st.sampled_from([cards(4, 1), cards(0, 1), ()]),
+        ranks=st.sampled_from([cards(layout(4)), cards(layout(0)), ()]),
     ),
     st.builds(
         SessionDrained, **names, over=st.lists(st.binary(min_size=16, max_size=16)).map(tuple)
@@ -888,7 +868,7 @@ junk: st.SearchStrategy[Control] = st.one_of(
         **names,
         sender=st.just(P),
         version=small,
-        ranks=st.sampled_from([cards(4, 1), cards(0, 1), ()]),
+        ranks=st.sampled_from([cards(layout(4)), cards(layout(0)), ()]),
     ),
 )
 

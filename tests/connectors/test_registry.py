@@ -121,7 +121,7 @@ class TellsItsPasswordLater(ThreadedStore):
     """Its author puts it into all errors of calls."""
 
     def __init__(self, name: str, *, url: str, bug: bool = False) -> None:
-        backend = Backend(Box())
+        backend = Backend(Box(name))
         super().__init__(name, backend)
         kind = RuntimeError if bug else StoreError
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -105,16 +104,6 @@ def test_bytes_come_back(make: Make, size: int) -> None:
     assert save(store, objects) == [True] * 3
     assert read(store, objects) == list(objects.values())
     assert counted(store) == (3, 3 * (start_of(size) + size))
-
-
-def test_an_object_may_lie_in_thousands_of_pieces(make: Make) -> None:
-    store, data = make(), random.Random(1).randbytes(9_000)
-    key, target = bytes(32), bytearray(9_000)
-    pieces = [memoryview(data)[at : at + 3] for at in range(0, 9_000, 3)]
-    targets = [memoryview(target)[at : at + 5] for at in range(0, 9_000, 5)]
-    assert wait(store.store([key], [pieces])) == [True]
-    assert wait(store.load([key], [targets])) == [True]
-    assert target == data
 
 
 def test_a_short_write_or_read_goes_on(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -389,13 +389,6 @@ def test_a_tier_that_does_not_open_closes_the_others() -> None:
     assert [tier.store.health() for tier in store.tiers] == ["not open", "not open"]
 
 
-def test_as_many_keys_as_objects() -> None:
-    with tiered() as store:
-        for call in (store.load, store.store):
-            with pytest.raises(ValueError, match="1 keys and 0 objects"):
-                wait(call(KEYS[:1], []))
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -40,6 +40,7 @@ from kvbaton.errors import TransportError
 from kvbaton.messages.control import Control, DigestRun, Refused, decode_control
 from kvbaton.types import Attempt, TransferTimers
 from tests.connectors.transfer_rig import LAYOUT, Decode, Node, Prefill, hand_over, wait
+from tests.support.making import making
 
 SHORT = TransferTimers(resend=0.1)
 Make = Callable[..., Any]
@@ -52,15 +53,11 @@ def hub() -> MemoryHub:
 
 @pytest.fixture
 def make(hub: MemoryHub) -> Iterator[Make]:
-    nodes: list[Node] = []
+    def start(kind: type[Node], transport: Any = None, **options: Any) -> Node:
+        return kind(kind.__name__[0].lower(), transport, hub, **options)
 
-    def make_node(kind: type[Node], transport: Any = None, **options: Any) -> Node:
-        nodes.append(kind(kind.__name__[0].lower(), transport, hub, **options))
-        return nodes[-1]
-
-    yield make_node
-    for node in nodes:
-        node.close()
+    with making(start, Node.close) as make:
+        yield make
 
 
 def test_a_prompt_crosses(make: Make) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.support.cluster import DECODE, SLOW_CHUNK, Cluster
+from tests.support.making import making
 from tests.support.oracle import Oracle
 from tests.support.served_pair import Pair
 from tests.support.servers import Node, Router
@@ -111,15 +112,12 @@ def slow_nodes(cluster: Cluster, slow_model: Path) -> tuple[Node, Node]:
 @pytest.fixture
 def make_pair(model: Path) -> Iterator[MakePair]:
     """Makes `Pair(p, d, model, router)`s, and closes their books after the test."""
-    pairs: list[Pair] = []
 
-    def make(p: Node, d: Node, router: Router | None = None) -> Pair:
-        pairs.append(Pair(p, d, model, router))
-        return pairs[-1]
+    def start(p: Node, d: Node, router: Router | None = None) -> Pair:
+        return Pair(p, d, model, router)
 
-    yield make
-    for pair in pairs:
-        pair.close_books()
+    with making(start, Pair.close_books) as make:
+        yield make
 
 
 @pytest.fixture

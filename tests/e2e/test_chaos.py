@@ -22,9 +22,10 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.test_failures import FENCED_S, PROMISE_S, held, prompt_of
+from tests.e2e.test_failures import FENCED_S, PROMISE_S, held
 from tests.support.cluster import Cluster
 from tests.support.processes import descendants_of, group_of
+from tests.support.prompts import prompt_of
 from tests.support.servers import Node, Router, completion, poll
 from tests.support.store_servers import free_port
 

@@ -170,19 +170,12 @@ def test_the_same_image_twice_in_a_prompt_is_encoded_once(house: House) -> None:
     assert count_all() == [2, 0, 0, 0]
 
 
-def test_the_same_image_in_two_prompts_is_encoded_once(house: House) -> None:
-    first, second = (talk(text, picture(5), " then?") for text in ("One. ", "Another one. "))
-    expected = [house.expected(body) for body in (first, second)]
-    count_all = Count(*house.nodes)
-    assert [tokens_of(house.router.post(CHAT, body)) for body in (first, second)] == expected
-    assert count_all() == [1, 0, 0, 0]
-
-
-def test_the_same_image_in_requests_at_once_is_encoded_once(house: House) -> None:
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_the_same_image_in_several_requests_is_encoded_once(house: House, at_once: int) -> None:
     bodies = [talk(f"Number {i}: ", picture(6), " and?") for i in range(4)]
     expected = [house.expected(body) for body in bodies]
     count_all = Count(*house.nodes)
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(at_once) as pool:
         answers = list(pool.map(lambda body: house.router.post(CHAT, body), bodies))
     assert [tokens_of(answer) for answer in answers] == expected
     assert count_all() == [1, 0, 0, 0]
@@ -254,20 +247,6 @@ def test_small_images_stay_where_the_prompt_is_prefilled(cluster: Cluster, house
     assert told("kvbaton_router_items_total", where="prefill") == 1
     assert told("kvbaton_router_items_total", where="encoder") == 1
     cluster.stop([router])
-
-
-def test_a_router_that_knows_an_encoder_node_alone_serves_nothing(
-    cluster: Cluster, house: House
-) -> None:
-    router = cluster.start_router("nobody", f"--encode={house.e.url}")
-    poll("e is ready", lambda: states(router) == {"e": "ready"}, 20, house.why)
-    with pytest.raises(HttpFailure, match="503"):
-        router.post(CHAT, talk("x"))
-    cluster.stop([router])
-
-
-def states(router: Router) -> dict[str, str]:
-    return {node["node_id"]: node["state"] for node in router.get("/nodes")["nodes"]}
 
 
 def test_an_encoder_node_answers_for_an_item_of_its_own(house: House, model: Path) -> None:

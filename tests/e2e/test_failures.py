@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import json
 import os
 import random
 import signal
@@ -11,15 +10,14 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
-import numpy as np
 import pytest
 
 from tests.support.cluster import Cluster
 from tests.support.processes import group_of, listening
+from tests.support.prompts import prompt_of
 from tests.support.served_pair import POOL
 from tests.support.servers import HttpFailure, Metrics, Node, Router, completion, poll
 
@@ -40,11 +38,6 @@ def model(checkpoint: Callable[..., Path]) -> Path:
     return checkpoint(
         hidden_size=128, intermediate_size=256, num_layers=4, max_position_embeddings=2048
     )
-
-
-def prompt_of(length: int, seed: int) -> list[int]:
-    tokens: list[int] = np.random.default_rng([seed, length]).integers(3, 384, length).tolist()
-    return tokens
 
 
 class Crew:
@@ -200,43 +193,6 @@ def test_junk_on_every_port(crew: Crew) -> None:
         node.forget()
     assert crew.ask(prompt) == right
     assert {server.name: group_of(server.pid) for server in crew.servers()} == before
-    crew.settle()
-
-
-WRONG: dict[str, tuple[bytes, str | None]] = {
-    "broken JSON": (b'{"model": "tiny", "prompt": "x"', None),
-    "no JSON at all": (b"\xff\xfe\x00", None),
-    "wrong type": (b'{"model": "tiny", "prompt": "x", "max_tokens": "many"}', "max_tokens"),
-    "prompt too long": (msgspec.json.encode({"model": "tiny", "prompt": [5] * 5000}), "prompt"),
-    "token that is none": (b'{"model": "tiny", "prompt": [99999999]}', "prompt"),
-    "no prompt": (b'{"model": "tiny"}', "prompt"),
-    "unknown model": (b'{"model": "huge", "prompt": "x"}', "model"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_bad_input_is_named(crew: Crew, name: str) -> None:
-    body, param = WRONG[name]
-    for server in crew.servers():
-        with pytest.raises(HttpFailure) as caught:
-            server.call("POST", "/v1/completions", body)
-        assert caught.value.status in (400, 404), caught.value
-        error = json.loads(caught.value.body)["error"]
-        assert error["param"] == param
-        assert error["message"]
-
-
-def test_wrong_hand_over_parameters_are_named(crew: Crew) -> None:
-    cases: list[tuple[str, dict[str, Any]]] = [
-        ("p", {"do_remote_prefill": True}),
-        ("d1", {"do_remote_prefill": True}),
-        ("d1", {"do_remote_prefill": True, "remote_host": "192.0.2.1", "remote_port": 5}),
-        ("d1", {"do_remote_decode": "yes"}),
-    ]
-    for name, params in cases:
-        with pytest.raises(HttpFailure, match="kv_transfer_params") as caught:
-            crew.nodes[name].generate([5, 6, 7], params)
-        assert caught.value.status == 400
     crew.settle()
 
 

@@ -13,21 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
-import msgspec
 import pytest
-import zmq
-from msgspec.structs import replace
 
-from kvbaton.connectors.curve import secure_client
 from kvbaton.engine.client import EngineClient
-from kvbaton.errors import EngineDeadError, RequestError
+from kvbaton.errors import EngineDeadError
 from kvbaton.messages.engine import (
-    AbortRequest,
     AddRequest,
-    Command,
-    Connect,
     SamplingParams,
-    Shutdown,
 )
 from tests.support import processes
 from tests.support.cluster import Cluster
@@ -37,7 +29,6 @@ KEY = "the key of this cluster"
 WITHIN_S = 2.0
 PATIENCE_S = 30.0
 LONG = 480
-COMMANDS = ("drain", "members", "state", "start_profile", "stop_profile")
 
 
 @pytest.fixture(scope="module")
@@ -78,14 +69,6 @@ async def frontend(node: Node) -> AsyncIterator[EngineClient]:
         yield client
     finally:
         await client.close()
-
-
-async def tokens_of(client: EngineClient, request: AddRequest) -> list[int]:
-    found: list[int] = []
-    async with aclosing(client.generate(request)) as outputs:
-        async for output in outputs:
-            found += output.token_ids
-    return found
 
 
 def live(node: Node) -> float:
@@ -130,72 +113,6 @@ def test_a_killed_frontend_loses_its_requests(node: Node) -> None:
     assert delta("kvbaton_frontend_requests_total", frontend="remote") == 12
     assert delta("kvbaton_frontend_tokens_total", frontend="remote") >= 12
     assert node.metrics()("kvbaton_ledger_imbalance") == 0
-
-
-async def test_two_frontends_with_the_same_request_ids(node: Node) -> None:
-    before = node.metrics()
-    async with frontend(node) as one, frontend(node) as two:
-        found = await asyncio.gather(
-            *(tokens_of(client, asking(f"same{i}")) for client in (one, two) for i in range(4))
-        )
-        assert all(len(tokens) == 8 for tokens in found)
-        assert len({tuple(tokens) for tokens in found}) == 1
-    delta = node.metrics() - before
-    assert delta("kvbaton_time_to_first_token_seconds_count") == 8
-    assert delta("kvbaton_generation_tokens_total") == 64
-
-
-async def test_a_hostile_frontend_does_nothing(node: Node) -> None:
-    before = node.metrics()
-    async with frontend(node) as honest:
-        stream = honest.generate(asking("mine", LONG))
-        await anext(stream)
-        with zmq.Context() as context, context.socket(zmq.DEALER) as hostile:
-            hostile.linger = 1000
-            if key_of(node):
-                secure_client(hostile, KEY)
-            hostile.connect(node.info()["engine_address"])
-            encode = msgspec.msgpack.encode
-            for data in (
-                encode(Connect()),
-                b"\xc1junk",
-                b"\x91" * 10_000,
-                encode({"type": "add", "request_id": "mine"}),
-                encode(AbortRequest(request_id="mine")),
-                encode(Shutdown(grace_s=0.0)),
-                *(encode(Command(command_id=1, name=n)) for n in COMMANDS),
-            ):
-                hostile.send(data)
-
-            def all_seen() -> bool:
-                dropped = node.metrics() - before
-                return dropped("kvbaton_frontend_messages_dropped_total") == 4 + len(COMMANDS)
-
-            await asyncio.to_thread(poll, "all was read", all_seen, PATIENCE_S, node.tail)
-        assert len((await anext(stream)).token_ids) > 0
-        await stream.aclose()
-        assert len(await tokens_of(honest, asking("after"))) == 8
-    node.check_alive()
-    assert node.get("/state")["draining"] is False
-
-
-@pytest.mark.parametrize("key", [None, "another"])
-async def test_without_the_key_nothing_is_heard(keyed: Node, key: str | None) -> None:
-    before = keyed.metrics()
-    address = keyed.info()["engine_address"]
-    assert address.startswith("tcp://")
-    with pytest.raises(EngineDeadError, match="cluster keys"):
-        await EngineClient.connect(address, cluster_key=key, timeout_s=1.0)
-    delta = keyed.metrics() - before
-    assert delta("kvbaton_frontend_messages_dropped_total") == 0
-
-
-async def test_what_can_never_be_served_is_refused(node: Node) -> None:
-    async with frontend(node) as client:
-        with pytest.raises(RequestError) as caught:
-            await tokens_of(client, replace(asking("bad"), token_ids=(1 << 30,)))
-        assert caught.value.status == 400
-        assert len(await tokens_of(client, asking("good"))) == 8
 
 
 # --- HTTP processes ---

@@ -18,13 +18,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import pytest
 
 from kvbaton.messages.nodes import GenerateResponse
 from kvbaton.types import TransferTimers
 from tests.support.cluster import Cluster
 from tests.support.oracle import Oracle
+from tests.support.prompts import prompt_of
 from tests.support.served_pair import Pair, settle
 from tests.support.servers import HttpFailure, Node, poll
 from tests.support.store_servers import need
@@ -226,11 +226,6 @@ def always_healthy(node: Node) -> Iterator[None]:
     assert not ill, ill[0]
 
 
-def prompt_of(length: int, seed: int) -> list[int]:
-    tokens: list[int] = np.random.default_rng([seed, length]).integers(3, 384, length).tolist()
-    return tokens
-
-
 def begin(nodes: Nodes, oracle: Oracle, seed: int) -> Callable[[], None]:
     """Start a hand-over and wait until some of it has landed; returns what checks D's tokens.
 
@@ -240,7 +235,7 @@ def begin(nodes: Nodes, oracle: Oracle, seed: int) -> Callable[[], None]:
     rounds = itertools.count()
     answer: Future[GenerateResponse] | None = None
     landed = nodes.d.metrics()("kvbaton_transfer_notices_total")
-    ids: list[int] = []
+    ids: tuple[int, ...] = ()
 
     def has_landed() -> bool:
         nonlocal answer, ids

@@ -132,16 +132,6 @@ def test_what_a_target_generated_is_a_prefix_too(
     assert d == (48, 6, 0)
 
 
-def test_salts_do_not_share(pair: Pair, oracle: Oracle, prompt: Prompt) -> None:
-    ids = prompt(40)
-    before = pair.at_d()
-    for salt in ("a", "b", "a"):
-        answer = pair.router.complete(ids, max_tokens=3, cache_salt=salt)
-        assert answer["choices"][0]["token_ids"] == oracle.greedy(ids, 3)
-        settle(pair.p, pair.d)
-    assert sources(pair.at_d() - before) == (32, 40 + 40 + 8, 0)
-
-
 def test_hits_under_seeded_sampling(pair: Pair, prompt: Prompt) -> None:
     ids = prompt(70)
     first = pair.tokens(ids, max_tokens=8, temperature=1.0, seed=5)

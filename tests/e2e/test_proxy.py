@@ -30,8 +30,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("e2e")]
 Prompt = Callable[[int], list[int]]
 SCRIPT = Path(__file__).parents[2] / "examples" / "vllm_style_proxy.py"
 EOS = 1
-DEADLINE_S = 3.0
-"""Of a request; 30 s if it names none."""
 UNKNOWN_S = 1.0
 """Of one that waits for a transfer which nobody knows."""
 HANG_S = 20.0
@@ -123,62 +121,6 @@ def test_16_at_once(proxy: Proxy, lenient: Pair, oracle: Oracle, prompt: Prompt)
 # --- params that are not what they should be ---
 
 
-def paste(pair: Pair, ids: list[int]) -> dict[str, Any]:
-    """P's answer to a prompt: what goes into D's request."""
-    params = pair.p.generate(ids, {"do_remote_decode": True}, max_tokens=1).kv_transfer_params
-    assert params is not None
-    return params
-
-
-def asked(
-    pair: Pair, ids: list[int], params: dict[str, Any], deadline_s: float = DEADLINE_S
-) -> tuple[int, Any]:
-    """D's status, and its tokens or its error."""
-    start = time.monotonic()
-    try:
-        body = msgspec.structs.replace(generation(ids, params, max_tokens=5), deadline_s=deadline_s)
-        answer = pair.d.post("/inference/v1/generate", body)
-        return 200, answer["choices"][0]["token_ids"]
-    except HttpFailure as failure:
-        return failure.status, json.loads(failure.body)["error"]
-    finally:
-        assert time.monotonic() - start < HANG_S, "it hung"
-
-
-def right_or_refused(
-    pair: Pair,
-    oracle: Oracle,
-    ids: list[int],
-    params: dict[str, Any],
-    deadline_s: float = DEADLINE_S,
-) -> None:
-    status, answer = asked(pair, ids, params, deadline_s)
-    if status == 200:
-        assert answer == oracle.greedy(ids, 5)
-    else:
-        assert 400 <= status != 500
-        assert answer["message"]
-
-
-def test_consumed_params(lenient: Pair, oracle: Oracle, prompt: Prompt) -> None:
-    ids = prompt(40)
-    params = paste(lenient, ids)
-    assert asked(lenient, ids, params) == (200, oracle.greedy(ids, 5))
-    lenient.forget()
-    right_or_refused(lenient, oracle, ids, params)
-    lenient.moves = "some"
-
-
-def test_params_of_another_prompt(lenient: Pair, oracle: Oracle, prompt: Prompt) -> None:
-    theirs = prompt(40)
-    params = paste(lenient, theirs)
-    for ids in (prompt(40), prompt(41), prompt(10)):
-        right_or_refused(lenient, oracle, ids, params)
-    assert lenient.at_d()("kvbaton_prompt_tokens_total", source="transferred") == 0
-    right_or_refused(lenient, oracle, theirs, params)
-    lenient.moves = "nothing"
-
-
 @pytest.mark.parametrize(
     "forged",
     [
@@ -193,39 +135,17 @@ def test_params_of_another_prompt(lenient: Pair, oracle: Oracle, prompt: Prompt)
 def test_forged_params(
     lenient: Pair, oracle: Oracle, prompt: Prompt, forged: dict[str, Any]
 ) -> None:
+    """The right tokens, or a refusal that says why; and soon."""
     ids = prompt(40)
     params = lenient.target_params(os.urandom(16)) | forged
-    right_or_refused(lenient, oracle, ids, params, UNKNOWN_S)
+    start = time.monotonic()
+    try:
+        body = generation(ids, params, max_tokens=5)
+        body = msgspec.structs.replace(body, deadline_s=UNKNOWN_S)
+        (choice,) = lenient.d.post("/inference/v1/generate", body)["choices"]
+        status, answer = 200, choice["token_ids"]
+    except HttpFailure as failure:
+        status, answer = failure.status, json.loads(failure.body)["error"]["message"]
+    assert time.monotonic() - start < HANG_S, "it hung"
+    assert answer == oracle.greedy(ids, 5) if status == 200 else answer and 400 <= status != 500
     lenient.moves = "nothing"
-
-
-REQUIRED = ("remote_engine_id", "remote_host", "remote_port", "remote_request_id")
-TYPED: dict[str, list[Any]] = {
-    "do_remote_prefill": ["yes", 1],
-    "do_remote_decode": ["no", True],
-    "remote_engine_id": [5, "", "x" * 10_000],
-    "remote_host": [5, "a b", "x" * 10_000],
-    "remote_port": ["80", 0, -1, 1 << 40, 10**400],
-    "remote_request_id": [5, "xyz", "ab" * 17, "ab" * 10_000],
-    "transfer_id": [5, "xyz", "cd" * 16],
-    "attempt": ["0", -1, 1 << 31, 10**400],
-    "remote_block_ids": [5, [[-1]], [[1 << 62]], [["1"]]],
-    "tp_size": ["1", 0, -1, 1 << 31],
-    "remote_num_tokens": ["1", -1, 1 << 31, 10**400],
-}
-
-
-def test_each_field_missing_or_wrong_is_named(lenient: Pair, prompt: Prompt) -> None:
-    ids = prompt(20)
-    params = paste(lenient, ids)
-    missing = {key: value for key, value in params.items() if key != "transfer_id"}
-    cases = [(name, {**missing, name: None}) for name in REQUIRED]
-    cases += [(name, {**params, name: wrong}) for name, all_ in TYPED.items() for wrong in all_]
-    for name, changed in cases:
-        status, error = asked(lenient, ids, changed)
-        assert status == 400, (name, changed[name])
-        told = error["param"]
-        both = {"do_remote_decode": "do_remote_prefill", "remote_request_id": "transfer_id"}
-        names = {f"kv_transfer_params.{n}" for n in (name, both.get(name, name))}
-        assert any(told.startswith(n) for n in names), (name, error)
-    assert asked(lenient, ids, params)[0] == 200, "a refusal has used the transfer up"

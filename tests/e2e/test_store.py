@@ -6,16 +6,14 @@ import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.e2e.conftest import MakePair
 from tests.support.cluster import Cluster
 from tests.support.oracle import Oracle
 from tests.support.served_pair import POOL, SETTLE_S, settle
-from tests.support.servers import Metrics, Node, Router, poll
+from tests.support.servers import Metrics, Node, poll
 
 pytestmark = pytest.mark.e2e
 
@@ -93,27 +91,6 @@ def test_all_nodes_restart_and_load_what_was_saved(heirs: Heirs, oracle: Oracle)
         assert count("kvbaton_store_load_blocks_total", outcome="corrupt") == 0
 
 
-def test_a_pair_whose_prefill_node_has_a_store(
-    heirs: Heirs, main_nodes: tuple[Node, Node, Router], make_pair: MakePair
-) -> None:
-    """P does not compute what its store holds, and D, who may compute nothing, gets it once."""
-    pair = make_pair(heirs.p, main_nodes[1])
-    pair.forget()
-    for prompt, answer in zip(PROMPTS, heirs.said, strict=True):
-        before = pair.at_p()
-        assert pair.tokens(prompt, max_tokens=12) == answer
-        settle(pair.p, pair.d)
-        moved = pair.at_p() - before
-        # If P is done before D's reservation arrives, it runs the prompt again, out of its cache
-        # but for the tail, which fills no block.
-        runs = 1 + moved("kvbaton_transfers_revived_total")
-        assert moved(STORED, source="store") == BLOCKS * 16
-        assert moved(STORED, source="computed") == runs * (len(prompt) % 16)
-    got = pair.at_d()
-    assert got(STORED, source="transferred") == sum(map(len, PROMPTS))
-    assert got(STORED, source="computed") == 0
-
-
 def corrupt(paths: Sequence[Path]) -> None:
     for path in paths:
         data = bytearray(path.read_bytes())
@@ -138,23 +115,3 @@ def test_damaged_files_change_no_token(heirs: Heirs) -> None:
             assert tokens_of(heirs.p) == heirs.said, (damage.__name__, share)
     settle(heirs.p)
     assert tokens_of(heirs.d) == heirs.said
-
-
-def test_a_store_that_fails_in_every_way_changes_no_token(
-    cluster: Cluster, tmp_path: Path, oracle: Oracle
-) -> None:
-    """Each way by itself, and more often: `tests/store_connector/test_store_faults.py`."""
-    inner = {"filesystem": {"path": str(tmp_path / "kv")}}
-    faults: dict[str, Any] = {
-        **{"delay": 0.05, "delay_s": 1.0, "error": 0.05, "corrupt": 0.1, "partial": 0.1},
-        **{"lose": 0.1, "disconnect": 0.05, "outage_s": 0.3, "on": ["lookup", "load", "store"]},
-    }
-    store = f"faulty:{json.dumps({'inner': inner, **faults})}"
-    quick = {"store-lookup-timeout": "0.3", "store-load-timeout": "0.4"}
-    node = cluster.start_node("prefill", "p-faulty-store", {**quick, "store": store})
-    said = [oracle.greedy(prompt, 12) for prompt in PROMPTS]
-    for _ in range(4):
-        assert tokens_of(node) == said
-        settle(node)
-        node.forget()
-    cluster.stop([node])

@@ -7,8 +7,8 @@ import select
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,6 +22,7 @@ from kvbaton.errors import ConfigError
 from kvbaton.messages.engine import AddRequest, Metrics, Output, Outputs, Rejected, TransferSpec
 from kvbaton.types import NodeId
 from tests.support.engine_node import ENGINE, QueueMailbox, greedy
+from tests.support.making import making
 from tests.support.waiting import until
 
 PROMPT = tuple(range(4, 14))
@@ -173,6 +174,10 @@ class Rig:
                 return ends
         raise AssertionError(f"not over: {self.core.scheduler.state()}")
 
+    def close(self) -> None:
+        self.core.close()
+        self.mailbox.close()
+
     def gauge(self, name: str) -> float:
         return self.core.metrics().gauges.get(name, 0.0)
 
@@ -182,16 +187,8 @@ class Rig:
 
 @pytest.fixture
 def rig(checkpoint: Callable[..., Path]) -> Iterator[Callable[..., Rig]]:
-    rigs: list[Rig] = []
-
-    def make(hook: str, **settings: Any) -> Rig:
-        rigs.append(Rig(checkpoint(), hook, **settings))
-        return rigs[-1]
-
-    yield make
-    for made in rigs:
-        made.core.close()
-        made.mailbox.close()
+    with making(partial(Rig, checkpoint()), Rig.close) as make:
+        yield make
 
 
 def request(name: str, role: str | None = None) -> AddRequest:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
-import torch
 
 from kvbaton.engine.build import build_engine
 from kvbaton.engine.config import EngineConfig
@@ -24,7 +23,6 @@ from kvbaton.messages.engine import (
     AbortRequest,
     AddRequest,
     FromCore,
-    Item,
     Output,
     Outputs,
     Rejected,
@@ -32,8 +30,9 @@ from kvbaton.messages.engine import (
 )
 from kvbaton.types import NodeId
 from tests.support.chats import picture
-from tests.support.encoder_items import item_of, values_of
+from tests.support.encoder_items import item_of
 from tests.support.engine_node import QueueMailbox
+from tests.support.making import making
 from tests.support.pictures import FAMILIES, Pictures, Prompt
 
 LIMIT_S = 60.0
@@ -92,6 +91,14 @@ class Node:
         self.until(lambda: all(self.is_over(name) for name in names))
         return [[t for o in self.outputs[name] for t in o.token_ids] for name in names]
 
+    def check_all(self, pictures: Pictures, prompts: Sequence[Prompt], count: int = 6) -> None:
+        """All prompts at once give the tokens of transformers."""
+        names = [f"r{number}" for number in range(len(prompts))]
+        for name, prompt in zip(names, prompts, strict=True):
+            self.add(name, prompt, count)
+        for prompt, got in zip(prompts, self.finish(*names), strict=True):
+            assert got == pictures.greedy_along(prompt, got, count)
+
     @property
     def items(self) -> EncoderCacheManager:
         items = self.core.scheduler.items
@@ -112,6 +119,9 @@ class Node:
         self._mailbox.close()
 
 
+Start = Callable[..., Node]
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
 def folder(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> Path:
     return checkpoint(family=request.param)
@@ -123,33 +133,9 @@ def pictures(folder: Path) -> Pictures:
 
 
 @pytest.fixture
-def start(folder: Path) -> Iterator[Callable[..., Node]]:
-    nodes: list[Node] = []
-
-    def make(**settings: Any) -> Node:
-        nodes.append(Node(folder, **settings))
-        return nodes[-1]
-
-    yield make
-    for node in nodes:
-        node.close()
-
-
-def prompt_of(folder: Path, pictures: Pictures, *parts: int | bytes, seed: int = 0) -> Prompt:
-    """So many random tokens for a number, an image for its file."""
-    rng = np.random.default_rng(seed)
-    ids: list[int] = []
-    items: list[Item] = []
-    patches: list[torch.Tensor] = []
-    for part in parts:
-        if isinstance(part, int):
-            ids += rng.integers(10, 384, part).tolist()
-        else:
-            item = item_of(folder, part)
-            items.append(msgspec.structs.replace(item, start=len(ids)))
-            patches.append(values_of(folder, part)[0])
-            ids += [pictures.vision.image_token_id] * item.length
-    return Prompt(ids, tuple(items), torch.cat(patches))
+def start(folder: Path) -> Iterator[Start]:
+    with making(partial(Node, folder), Node.close) as start:
+        yield start
 
 
 SMALL, WIDE, TALL, LARGE = (
@@ -161,29 +147,21 @@ SMALL, WIDE, TALL, LARGE = (
 
 
 @pytest.mark.parametrize("chunk", [7, 33, 2048])
-def test_tokens_are_those_of_transformers(
-    folder: Path, pictures: Pictures, start: Callable[..., Node], chunk: int
-) -> None:
+def test_tokens_are_those_of_transformers(pictures: Pictures, start: Start, chunk: int) -> None:
     node = start(max_num_batched_tokens=chunk)
-    one = prompt_of(folder, pictures, 5, SMALL, 9)
-    many = prompt_of(folder, pictures, 1, LARGE, 1, WIDE, 3, TALL, 2, seed=1)
-    twice = prompt_of(folder, pictures, 3, SMALL, 4, SMALL, 2, seed=2)
-    for name, prompt in (("one", one), ("many", many), ("twice", twice)):
-        node.add(name, prompt)
-    answers = node.finish("one", "many", "twice")
-    for prompt, got in zip((one, many, twice), answers, strict=True):
-        assert got == pictures.greedy_along(prompt, got, 6)
+    one = pictures.prompt_of(5, SMALL, 9)
+    many = pictures.prompt_of(1, LARGE, 1, WIDE, 3, TALL, 2, seed=1)
+    twice = pictures.prompt_of(3, SMALL, 4, SMALL, 2, seed=2)
+    node.check_all(pictures, (one, many, twice))
     assert node.count(ENCODED) == 4, "each of the four images once"
     assert node.count(CACHED) == 2, "the small one stands in three places"
     node.check_rest()
 
 
-def test_a_known_image_is_not_encoded_again(
-    folder: Path, pictures: Pictures, start: Callable[..., Node]
-) -> None:
+def test_a_known_image_is_not_encoded_again(pictures: Pictures, start: Start) -> None:
     node = start()
-    first = prompt_of(folder, pictures, 5, LARGE, 2)
-    again = prompt_of(folder, pictures, 8, LARGE, 5, seed=1)
+    first = pictures.prompt_of(5, LARGE, 2)
+    again = pictures.prompt_of(8, LARGE, 5, seed=1)
     node.add("first", first)
     node.finish("first")
     node.add("again", again)
@@ -195,18 +173,16 @@ def test_a_known_image_is_not_encoded_again(
     node.check_rest()
 
 
-def test_a_cached_prefix_asks_for_no_image(
-    folder: Path, pictures: Pictures, start: Callable[..., Node]
-) -> None:
+def test_a_cached_prefix_asks_for_no_image(pictures: Pictures, start: Start) -> None:
     node = start()
-    prompt = prompt_of(folder, pictures, 3, SMALL, 21)
+    prompt = pictures.prompt_of(3, SMALL, 21)
     node.add("first", prompt)
     (expected,) = node.finish("first")
     node.items.core.reset_prefix_cache()
     node.add("second", prompt)
     assert node.finish("second") == [expected]
     assert node.count(ENCODED) == 1
-    other = prompt_of(folder, pictures, 3, picture(9, 40, 32), 21)
+    other = pictures.prompt_of(3, picture(9, 40, 32), 21)
     node.add("other image", other)
     assert node.finish("other image") == [pictures.generate(other, 6)]
     assert node.count(ENCODED) == 2, "equal tokens, another image: nothing may be shared"
@@ -214,16 +190,14 @@ def test_a_cached_prefix_asks_for_no_image(
 
 
 def test_a_cache_of_one_image_serves_them_all(
-    folder: Path, pictures: Pictures, start: Callable[..., Node]
+    folder: Path, pictures: Pictures, start: Start
 ) -> None:
     """Six prompts with three images each, and room for the largest image only."""
-    rows = item_of(folder, LARGE).length
+    rows = item_of(pictures.folder, LARGE).length
     node = start(encoder_cache_tokens=rows, max_num_batched_tokens=24)
     names = [f"r{number}" for number in range(6)]
     prompts = [
-        prompt_of(
-            folder, pictures, 1 + i % 3, LARGE, 2, picture(50 + i, 40, 32), 1, TALL, 2, seed=i
-        )
+        pictures.prompt_of(1 + i % 3, LARGE, 2, picture(50 + i, 40, 32), 1, TALL, 2, seed=i)
         for i in range(len(names))
     ]
     for number, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
@@ -233,27 +207,19 @@ def test_a_cache_of_one_image_serves_them_all(
     node.check_rest()
 
 
-def test_preempted_prompts_ask_again(
-    folder: Path, pictures: Pictures, start: Callable[..., Node]
-) -> None:
+def test_preempted_prompts_ask_again(pictures: Pictures, start: Start) -> None:
     node = start(num_blocks=30, max_model_len=110, max_num_batched_tokens=16)
-    prompts = [prompt_of(folder, pictures, 2, picture(i, 40, 32), 4, seed=i) for i in range(4)]
-    for i, prompt in enumerate(prompts):
-        node.add(f"r{i}", prompt, 20)
-    answers = node.finish(*(f"r{i}" for i in range(4)))
-    for prompt, got in zip(prompts, answers, strict=True):
-        assert got == pictures.greedy_along(prompt, got, 20)
+    prompts = [pictures.prompt_of(2, picture(i, 40, 32), 4, seed=i) for i in range(4)]
+    node.check_all(pictures, prompts, 20)
     assert node.count("kvbaton_preemptions_total") > 0
     node.check_rest()
 
 
 @pytest.mark.parametrize("turns", [0, 1, 2, 4, 8])
-def test_an_abort_at_any_time_leaves_nothing(
-    folder: Path, pictures: Pictures, start: Callable[..., Node], turns: int
-) -> None:
+def test_an_abort_at_any_time_leaves_nothing(pictures: Pictures, start: Start, turns: int) -> None:
     node = start(max_num_batched_tokens=8)
-    shared = prompt_of(folder, pictures, 3, SMALL, 6, TALL, 2)
-    node.add("gone", prompt_of(folder, pictures, 3, LARGE, 6, SMALL, 2, seed=1))
+    shared = pictures.prompt_of(3, SMALL, 6, TALL, 2)
+    node.add("gone", pictures.prompt_of(3, LARGE, 6, SMALL, 2, seed=1))
     node.add("stays", shared)
     for _ in range(turns):
         node.turn()
@@ -262,11 +228,9 @@ def test_an_abort_at_any_time_leaves_nothing(
     node.check_rest()
 
 
-def test_a_bad_image_ends_its_own_request_only(
-    folder: Path, pictures: Pictures, start: Callable[..., Node]
-) -> None:
+def test_a_bad_image_ends_its_own_request_only(pictures: Pictures, start: Start) -> None:
     node = start()
-    good = prompt_of(folder, pictures, 3, SMALL, 6)
+    good = pictures.prompt_of(3, SMALL, 6)
     broken = msgspec.structs.replace(good.items[0], data=SMALL[:60], digest=bytes(32))
     node.add("bad", Prompt(good.ids, (broken,), good.patches))
     node.add("good", good)
@@ -278,11 +242,9 @@ def test_a_bad_image_ends_its_own_request_only(
     node.check_rest()
 
 
-def test_a_false_grid_finds_nothing_of_others(
-    folder: Path, pictures: Pictures, start: Callable[..., Node]
-) -> None:
+def test_a_false_grid_finds_nothing_of_others(pictures: Pictures, start: Start) -> None:
     node = start()
-    good = prompt_of(folder, pictures, 3, WIDE, 6)
+    good = pictures.prompt_of(3, WIDE, 6)
     node.add("good", good)
     node.finish("good")
     (item,) = good.items
@@ -293,37 +255,31 @@ def test_a_false_grid_finds_nothing_of_others(
     node.check_rest()
 
 
-def test_without_an_encoder_the_error_says_so(
-    folder: Path, pictures: Pictures, start: Callable[..., Node]
-) -> None:
+def test_without_an_encoder_the_error_says_so(pictures: Pictures, start: Start) -> None:
     node = start(language_model_only=True)
-    node.add("r", prompt_of(folder, pictures, 3, SMALL, 6))
+    node.add("r", pictures.prompt_of(3, SMALL, 6))
     node.finish("r")
     assert "no encoder of its own" in (node.outputs["r"][0].error or "")
     node.check_rest()
 
 
-def test_an_item_larger_than_the_cache_is_refused(
-    folder: Path, pictures: Pictures, start: Callable[..., Node]
-) -> None:
+def test_an_item_larger_than_the_cache_is_refused(pictures: Pictures, start: Start) -> None:
     node = start(encoder_cache_tokens=32)
-    prompt = prompt_of(folder, pictures, 3, LARGE, 6)
+    prompt = pictures.prompt_of(3, LARGE, 6)
     node.add("r", prompt)
     with pytest.raises(AssertionError, match="--encoder-cache-tokens"):
         node.turn()
 
 
-def test_a_store_keeps_outputs_for_later(
-    folder: Path, pictures: Pictures, start: Callable[..., Node], tmp_path: Path
-) -> None:
+def test_a_store_keeps_outputs_for_later(pictures: Pictures, start: Start, tmp_path: Path) -> None:
     stored = {"store": f'filesystem:{{"path": "{tmp_path}"}}', "store_lookup_timeout": 60.0}
-    prompt = prompt_of(folder, pictures, 3, LARGE, 6)
+    prompt = pictures.prompt_of(3, LARGE, 6)
     first = start(**stored)
     first.add("r", prompt)
     (expected,) = first.finish("r")
     first.check_rest()
     second = start(**stored)
-    again = prompt_of(folder, pictures, 7, LARGE, 2, seed=1)
+    again = pictures.prompt_of(7, LARGE, 2, seed=1)
     second.add("r", prompt)
     second.add("again", again)
     assert second.finish("r", "again") == [expected, pictures.generate(again, 6)]
@@ -332,10 +288,10 @@ def test_a_store_keeps_outputs_for_later(
 
 
 def test_the_loop_does_not_sleep_over_what_the_encoder_shall_do(
-    folder: Path, pictures: Pictures, start: Callable[..., Node]
+    pictures: Pictures, start: Start
 ) -> None:
     node = start()
-    prompt = prompt_of(folder, pictures, SMALL, 6)
+    prompt = pictures.prompt_of(SMALL, 6)
     node.add("r", prompt)
     node.core.launch()
     assert node.core.scheduler.parked, "it waits for the image at its very start"

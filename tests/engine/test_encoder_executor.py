@@ -6,6 +6,7 @@ import os
 import select
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -35,6 +36,7 @@ from tests.support.encoder_items import (
     worker_of,
 )
 from tests.support.engine_node import QueueMailbox
+from tests.support.making import making
 from tests.support.waiting import until
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
@@ -58,16 +60,12 @@ def items(folder: Path) -> list[Item]:
 
 @pytest.fixture
 def make(folder: Path) -> Iterator[Callable[..., Executor]]:
-    made: list[Executor] = []
-
-    def make(of: Path = folder, **settings: object) -> Executor:
+    def start(of: Path = folder, **settings: object) -> Executor:
         config = settings_of(of, **settings)
-        made.append(encoder_executor(config, load_model_config(of, config.dtype)))
-        return made[-1]
+        return encoder_executor(config, load_model_config(of, config.dtype))
 
-    yield make
-    for executor in made:
-        executor.close()
+    with making(start, Executor.close) as make:
+        yield make
 
 
 def settings_of(folder: Path, **settings: object) -> EngineConfig:
@@ -361,15 +359,8 @@ class Core:
 
 @pytest.fixture
 def start(folder: Path) -> Iterator[Callable[..., Core]]:
-    made: list[Core] = []
-
-    def start(**settings: object) -> Core:
-        made.append(Core(folder, **settings))
-        return made[-1]
-
-    yield start
-    for core in made:
-        core.close()
+    with making(partial(Core, folder), Core.close) as start:
+        yield start
 
 
 def test_a_node_says_what_it_takes(start: Callable[..., Core]) -> None:

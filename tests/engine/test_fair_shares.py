@@ -8,24 +8,20 @@ from collections import Counter
 from msgspec.structs import replace
 
 from kvbaton.engine.service_order import MAX_TENANTS, FairShares
-from tests.support.toy_engine import Loop, ask
+from tests.support.toy_engine import Loop, ask, prompt
 
 
 def ended(loop: Loop) -> list[str]:
     return [output.request_id for output in loop.outputs if output.finish_reason is not None]
 
 
-def prompt(number: int) -> list[int]:
-    return [(number + 7 * i) % 23 for i in range(12)]
-
-
 def test_who_asks_for_much_does_not_delay_who_asks_for_little() -> None:
     loop = Loop(max_num_seqs=1)
     for i in range(20):
-        request = ask(f"much-{i}", prompt(i), max_tokens=4, ignore_eos=True)
+        request = ask(f"much-{i}", prompt(12, i), max_tokens=4, ignore_eos=True)
         loop.add(replace(request, tenant="much"))
     for i in range(3):
-        request = ask(f"little-{i}", prompt(50 + i), max_tokens=4, ignore_eos=True)
+        request = ask(f"little-{i}", prompt(12, 50 + i), max_tokens=4, ignore_eos=True)
         loop.add(replace(request, tenant="little"))
     loop.run()
     order = ended(loop)
@@ -38,8 +34,8 @@ def test_who_asks_for_much_does_not_delay_who_asks_for_little() -> None:
 def test_priority_goes_before_shares() -> None:
     loop = Loop(max_num_seqs=1)
     for i in range(4):
-        loop.add(replace(ask(f"a{i}", prompt(i), max_tokens=2, ignore_eos=True), tenant="a"))
-    loop.add(replace(ask("b", prompt(9), max_tokens=2), tenant="b", priority=1))
+        loop.add(replace(ask(f"a{i}", prompt(12, i), max_tokens=2, ignore_eos=True), tenant="a"))
+    loop.add(replace(ask("b", prompt(12, 9), max_tokens=2), tenant="b", priority=1))
     loop.run()
     assert ended(loop)[-1] == "b"
 
@@ -50,7 +46,7 @@ def test_what_is_generated_counts() -> None:
 
     def come(name: str) -> None:
         i, most = next(number), 20 if name == "long" else 2
-        request = ask(f"{name}-{i}", prompt(i), max_tokens=most, ignore_eos=True)
+        request = ask(f"{name}-{i}", prompt(12, i), max_tokens=most, ignore_eos=True)
         loop.add(replace(request, tenant=name))
 
     for name in 3 * ("long", "short"):

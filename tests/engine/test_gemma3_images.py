@@ -29,9 +29,10 @@ from kvbaton.messages.engine import AddRequest
 from kvbaton.text.tokenizer import Tokenizer
 from kvbaton.text.vision import VisionText
 from tests.engine.test_cuda_runner import RUNNERS, CpuExecutor, driver_of
-from tests.engine.test_encoder_cache_manager import CACHED, ENCODED, Node, prompt_of
+from tests.engine.test_encoder_cache_manager import CACHED, ENCODED, Node, Start
 from tests.support.chats import picture
 from tests.support.encoder_items import item_of, values_of
+from tests.support.making import making
 from tests.support.pictures import GREEDY, Pictures, Prompt, squared
 
 Checkpoint = Callable[..., Path]
@@ -276,16 +277,9 @@ def test_a_step_that_ends_in_an_image_is_an_error(
 
 
 @pytest.fixture
-def start(folder: Path) -> Iterator[Callable[..., Node]]:
-    nodes: list[Node] = []
-
-    def make(**settings: Any) -> Node:
-        nodes.append(Node(folder, **{"num_blocks": 1000} | settings))
-        return nodes[-1]
-
-    yield make
-    for node in nodes:
-        node.close()
+def start(folder: Path) -> Iterator[Start]:
+    with making(lambda **more: Node(folder, **{"num_blocks": 1000} | more), Node.close) as start:
+        yield start
 
 
 ONE, OTHER, THIRD = picture(1, 40, 32), picture(2, 100, 9), picture(3, 17, 90)
@@ -293,16 +287,16 @@ ONE, OTHER, THIRD = picture(1, 40, 32), picture(2, 100, 9), picture(3, 17, 90)
 
 @pytest.mark.parametrize(("chunk", "seqs"), [(9, 1), (12, 4), (17, 2), (2048, 8)])
 def test_tokens_are_those_of_transformers_whatever_a_step_holds(
-    folder: Path, pictures: Pictures, start: Callable[..., Node], chunk: int, seqs: int
+    pictures: Pictures, start: Start, chunk: int, seqs: int
 ) -> None:
     """Images begin and end at borders of blocks (of 4) and of steps, beside them, and across."""
     node = start(max_num_batched_tokens=chunk, max_num_seqs=seqs)
     prompts = {
-        f"r{before}": prompt_of(folder, pictures, before, ONE, 1, OTHER, 3, seed=before)
+        f"r{before}": pictures.prompt_of(before, ONE, 1, OTHER, 3, seed=before)
         for before in (1, 3, 4, 8, 9, 12)
     }
-    prompts["three"] = prompt_of(folder, pictures, 5, ONE, 2, THIRD, 14, ONE, 1, seed=30)
-    prompts["text"] = prompt_of(folder, pictures, 30, ONE, 1, seed=31)
+    prompts["three"] = pictures.prompt_of(5, ONE, 2, THIRD, 14, ONE, 1, seed=30)
+    prompts["text"] = pictures.prompt_of(30, ONE, 1, seed=31)
     for name, prompt in prompts.items():
         node.add(name, prompt)
     for (name, prompt), got in zip(prompts.items(), node.finish(*prompts), strict=True):
@@ -312,11 +306,11 @@ def test_tokens_are_those_of_transformers_whatever_a_step_holds(
 
 
 def test_a_cached_prefix_may_end_in_an_image_of_which_it_is_a_part(
-    folder: Path, pictures: Pictures, start: Callable[..., Node]
+    pictures: Pictures, start: Start
 ) -> None:
     """The rest of the image is computed, in one step, over the rows that are cached."""
     node = start()
-    prompt = prompt_of(folder, pictures, 6, ONE, 5)
+    prompt = pictures.prompt_of(6, ONE, 5)
     node.add("first", prompt)
     assert node.finish("first") == [pictures.generate(prompt, 6)]
     other = Prompt([*prompt.ids[:15], *range(20, 27)], prompt.items, prompt.patches)
@@ -328,11 +322,11 @@ def test_a_cached_prefix_may_end_in_an_image_of_which_it_is_a_part(
 
 
 def test_equal_tokens_of_another_image_share_only_what_is_before_it(
-    folder: Path, pictures: Pictures, start: Callable[..., Node]
+    pictures: Pictures, start: Start
 ) -> None:
     node = start()
-    first = prompt_of(folder, pictures, 10, ONE, 21)
-    other = prompt_of(folder, pictures, 10, OTHER, 21)
+    first = pictures.prompt_of(10, ONE, 21)
+    other = pictures.prompt_of(10, OTHER, 21)
     assert first.ids == other.ids
     node.add("first", first)
     node.finish("first")
@@ -345,46 +339,32 @@ def test_equal_tokens_of_another_image_share_only_what_is_before_it(
     node.check_rest()
 
 
-def test_preempted_prompts_go_on(
-    folder: Path, pictures: Pictures, start: Callable[..., Node]
-) -> None:
+def test_preempted_prompts_go_on(folder: Path, pictures: Pictures, start: Start) -> None:
     blocks = 60 if WINDOWS["longer"] in load_model_config(folder).windows else 47
     node = start(num_blocks=blocks, max_model_len=60, max_num_batched_tokens=12, max_num_seqs=4)
-    prompts = [prompt_of(folder, pictures, 2, picture(i, 40, 32), 4, seed=i) for i in range(4)]
-    for i, prompt in enumerate(prompts):
-        node.add(f"r{i}", prompt, 42)
-    answers = node.finish(*(f"r{i}" for i in range(4)))
-    for prompt, got in zip(prompts, answers, strict=True):
-        assert got == pictures.greedy_along(prompt, got, 42)
+    prompts = [pictures.prompt_of(2, picture(i, 40, 32), 4, seed=i) for i in range(4)]
+    node.check_all(pictures, prompts, 42)
     assert node.count("kvbaton_preemptions_total") > 0
     node.check_rest()
 
 
-def test_drafts_change_no_token(
-    folder: Path, pictures: Pictures, start: Callable[..., Node]
-) -> None:
+def test_drafts_change_no_token(pictures: Pictures, start: Start) -> None:
     drafts = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}'
     node = start(max_num_batched_tokens=16, max_num_seqs=2, speculative_config=drafts)
-    prompts = [prompt_of(folder, pictures, 3 + i, picture(i, 40, 32), 5, seed=i) for i in range(4)]
-    for i, prompt in enumerate(prompts):
-        node.add(f"r{i}", prompt, 25)
-    answers = node.finish(*(f"r{i}" for i in range(4)))
-    for prompt, got in zip(prompts, answers, strict=True):
-        assert got == pictures.greedy_along(prompt, got, 25)
+    prompts = [pictures.prompt_of(3 + i, picture(i, 40, 32), 5, seed=i) for i in range(4)]
+    node.check_all(pictures, prompts, 25)
     assert node.count("kvbaton_spec_decode_num_draft_tokens_total") > 0
     node.check_rest()
 
 
-def test_drafts_of_others_leave_room_for_an_image(
-    folder: Path, pictures: Pictures, start: Callable[..., Node]
-) -> None:
+def test_drafts_of_others_leave_room_for_an_image(pictures: Pictures, start: Start) -> None:
     """It would come when they are over, or have nothing to guess."""
     drafts = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}'
     node = start(max_num_batched_tokens=10, max_num_seqs=2, speculative_config=drafts)
     text = Prompt([20, 30] * 15, (), torch.zeros(0, 48))
     node.add("text", text, 150)
     node.until(lambda: "text" in node.outputs)
-    image = prompt_of(folder, pictures, 1, ONE, 1)
+    image = pictures.prompt_of(1, ONE, 1)
     node.add("image", image, 2)
     assert node.finish("image") == [pictures.generate(image, 2)]
     before = sum(len(output.token_ids) for output in node.outputs["text"])
@@ -434,11 +414,11 @@ def test_a_step_must_hold_an_image(folder: Path) -> None:
 
 
 def test_what_says_of_itself_to_be_larger_is_refused(
-    folder: Path, pictures: Pictures, start: Callable[..., Node]
+    folder: Path, pictures: Pictures, start: Start
 ) -> None:
     """Who waited for a step that holds it would wait for ever."""
     node = start(max_num_batched_tokens=16, max_num_seqs=2)
-    good = prompt_of(folder, pictures, 3, ONE, 20)
+    good = pictures.prompt_of(3, ONE, 20)
     long = msgspec.structs.replace(good.items[0], length=18, grid=(1, 6, 12))
     request = AddRequest(request_id="r", token_ids=tuple(good.ids), params=GREEDY, items=(long,))
     with pytest.raises(RequestError, match="at most 9"):

@@ -28,12 +28,11 @@ from kvbaton.engine.runner import accepted
 from kvbaton.engine.scheduler import Scheduler
 from kvbaton.engine.sequences import Sequences
 from tests.connectors.test_plan import Model, Side, check_plan
-from tests.engine.test_scheduler import prompt
 from tests.engine.test_speculative import REPEATED, SPECULATIVE
 from tests.support.engine_node import Node
 from tests.support.engine_pair import Pair
 from tests.support.prompts import prompt_of
-from tests.support.toy_engine import CHUNK, FULL, WINDOW, Loop, ask, target
+from tests.support.toy_engine import CHUNK, FULL, WINDOW, Loop, ask, prompt, target
 
 Models = Callable[..., Path]
 GEMMA4: dict[str, Any] = {

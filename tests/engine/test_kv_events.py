@@ -21,6 +21,7 @@ from kvbaton.errors import ConfigError
 from kvbaton.types import ChoiceStart
 from tests.support.engine_node import Node
 from tests.support.kv_subscriber import Index, Subscriber
+from tests.support.making import making
 from tests.support.toy_engine import FULL, WINDOW, Loop, ask, target
 from tests.support.waiting import until
 
@@ -187,17 +188,14 @@ Publish = Callable[..., KVEventPublisher]
 
 @pytest.fixture
 def publish(loop: Loop) -> Iterator[Publish]:
-    made: list[KVEventPublisher] = []
-
-    def make(**fields: Any) -> KVEventPublisher:
+    def publish(**fields: Any) -> KVEventPublisher:
         known: dict[str, Any] = {"endpoint": LOOPBACK, "replay_endpoint": LOOPBACK, **fields}
-        made.append(KVEventPublisher(KVEventsConfig(**known), loop.scheduler.blocks))
-        loop.scheduler.connectors = Connectors((*loop.scheduler.connectors, made[-1]))
-        return made[-1]
+        publisher = KVEventPublisher(KVEventsConfig(**known), loop.scheduler.blocks)
+        loop.scheduler.connectors = Connectors((*loop.scheduler.connectors, publisher))
+        return publisher
 
-    yield make
-    for publisher in made:
-        publisher.close()
+    with making(publish, KVEventPublisher.close) as make:
+        yield make
 
 
 Subscribe = Callable[[KVEventPublisher], Subscriber]
@@ -205,15 +203,11 @@ Subscribe = Callable[[KVEventPublisher], Subscriber]
 
 @pytest.fixture
 def subscribe() -> Iterator[Subscribe]:
-    made: list[Subscriber] = []
+    def subscribe(publisher: KVEventPublisher, topic: str = "") -> Subscriber:
+        return Subscriber(publisher.endpoint, publisher.replay_endpoint, topic)
 
-    def make(publisher: KVEventPublisher, topic: str = "") -> Subscriber:
-        made.append(Subscriber(publisher.endpoint, publisher.replay_endpoint, topic))
-        return made[-1]
-
-    yield make
-    for subscriber in made:
-        subscriber.close()
+    with making(subscribe, Subscriber.close) as make:
+        yield make
 
 
 def work(loop: Loop, publisher: KVEventPublisher, requests: int, start: int = 0) -> None:

@@ -7,15 +7,14 @@ from msgspec.structs import replace
 
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest
-from tests.support.toy_engine import Loop, ask
+from tests.support.toy_engine import Loop, ask, prompt
 
 WORK_S = 1.0
 """Of a prompt, and so of a step: one prompt at a time runs, and generates one token."""
 
 
 def timed(name: str, number: int, ttft_s: float, work_s: float = WORK_S) -> AddRequest:
-    prompt = [(number + 7 * i) % 23 for i in range(12)]
-    request = ask(name, prompt, max_tokens=1, ignore_eos=True)
+    request = ask(name, prompt(12, number), max_tokens=1, ignore_eos=True)
     return replace(request, ttft_s=ttft_s, prefill_s=work_s)
 
 

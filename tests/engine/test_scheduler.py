@@ -9,12 +9,7 @@ from hypothesis import strategies as st
 
 from kvbaton.engine.kv_cache_manager import GroupSpec
 from kvbaton.errors import RequestError
-from tests.support.toy_engine import CHUNK, EOS, FULL, STATE, WINDOW, Loop, ask
-
-
-def prompt(length: int, start: int = 1) -> list[int]:
-    return [(start + 7 * i) % 23 for i in range(length)]
-
+from tests.support.toy_engine import CHUNK, EOS, FULL, STATE, WINDOW, Loop, ask, prompt
 
 # --- windows ---
 

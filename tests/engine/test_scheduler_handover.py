@@ -29,13 +29,10 @@ from tests.support.toy_engine import (
     ToySource,
     ask,
     direct,
+    prompt,
     source,
     target,
 )
-
-
-def prompt(length: int, start: int = 1) -> list[int]:
-    return [(start + 7 * i) % 23 for i in range(length)]
 
 
 def attempt_of(admitted: Admitted) -> Attempt:

@@ -16,11 +16,10 @@ from kvbaton.engine.runner import accepted
 from kvbaton.engine.speculative import NgramProposer, SpeculativeConfig
 from kvbaton.errors import ConfigError
 from kvbaton.messages.engine import Shutdown
-from tests.engine.test_scheduler import prompt
 from tests.support.engine_node import Node
 from tests.support.engine_pair import Pair
 from tests.support.prompts import prompt_of
-from tests.support.toy_engine import Loop, ask
+from tests.support.toy_engine import Loop, ask, prompt
 from tests.support.waiting import until
 
 NGRAM = {

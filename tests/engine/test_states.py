@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from kvbaton.engine.request import Sequence
 from kvbaton.kernels.delta_rule import chunk_delta_rule, delta_rule_step
 from tests.engine.test_models import greedy_along
 from tests.support.engine_node import Call, Node
+from tests.support.making import making
 from tests.support.prompts import prompt_of
 
 QWEN3_NEXT: dict[str, Any] = {"family": "qwen3_next", "num_layers": 4, "head_dim": 32}
@@ -31,16 +33,12 @@ def folder(checkpoint: Callable[..., Path]) -> Path:
 
 @pytest.fixture
 def start(folder: Path) -> Iterator[Callable[..., Node]]:
-    nodes: list[Node] = []
-
-    def make(**settings: Any) -> Node:
-        nodes.append(Node("alone", folder, **settings))
-        return nodes[-1]
-
-    yield make
-    for node in nodes:
+    def end(node: Node) -> None:
         node.mailbox.kill()
         node.bury()
+
+    with making(partial(Node, "alone", folder), end) as start:
+        yield start
 
 
 def cached(call: Call) -> int:

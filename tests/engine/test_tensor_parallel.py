@@ -23,6 +23,7 @@ from kvbaton.engine.step import NewSequence, SequenceStep, StepPlan
 from kvbaton.errors import ConfigError
 from kvbaton.messages.engine import AddRequest, Output, SamplingParams
 from tests.support.digests import digest_of
+from tests.support.making import making
 
 Checkpoint = Callable[..., Path]
 Outputs = dict[str, list[Output]]
@@ -88,15 +89,8 @@ class Served:
 @pytest.fixture
 def served() -> Any:
     """Makes `Served`s, and closes them."""
-    made: list[Served] = []
-
-    def make(folder: Path, size: int, **settings: Any) -> Served:
-        made.append(Served(folder, size, **settings))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.executor.close()
+    with making(Served, lambda served: served.executor.close()) as make:
+        yield make
 
 
 def tokens(outputs: Outputs) -> dict[str, list[int]]:

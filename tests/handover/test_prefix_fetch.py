@@ -11,6 +11,7 @@ import pytest
 from kvbaton.messages.engine import AddRequest, PrefixAt
 from tests.support.engine_node import Call, greedy
 from tests.support.engine_pair import Pair
+from tests.support.making import making
 from tests.support.prompts import prompt_of
 
 MIXED = {"use_sliding_window": True, "sliding_window": 11, "max_window_layers": 2}
@@ -27,17 +28,13 @@ SIZE = 4
 
 @pytest.fixture
 def make(checkpoint: Callable[..., Path]) -> Iterator[Callable[..., Pair]]:
-    pairs: list[Pair] = []
-
     def start(model: str = "llama", **settings: Any) -> Pair:
         of_d = {"num_blocks": 300, "debug_poison": True} | settings.pop("d", {})
         of_p = {"num_blocks": 300} | settings.pop("p", {})
-        pairs.append(Pair(checkpoint(**MODELS[model]), p=of_p, d=of_d, **settings))
-        return pairs[-1]
+        return Pair(checkpoint(**MODELS[model]), p=of_p, d=of_d, **settings)
 
-    yield start
-    for pair in pairs:
-        pair.close()
+    with making(start, Pair.close) as make:
+        yield make
 
 
 def fetch(pair: Pair, prompt: Any, num_tokens: int, name: str = "f", **params: Any) -> Call:

@@ -101,6 +101,7 @@ WRONG: list[tuple[str, Any]] = [
     ("do_remote_prefill", "true"),
     ("do_remote_prefill", 1),
     ("do_remote_decode", True),
+    ("do_remote_decode", "no"),
     ("remote_port", 0),
     ("remote_port", -1),
     ("remote_port", 65536),
@@ -119,23 +120,33 @@ WRONG: list[tuple[str, Any]] = [
     ("remote_host", "x" * 253),
     ("remote_host", "::1%?"),
     ("remote_host", "::1%a b"),
+    ("remote_engine_id", 5),
     ("remote_engine_id", ""),
     ("remote_engine_id", "x" * 300),
     ("remote_request_id", "chatcmpl-1"),
     ("remote_request_id", ID + "\n"),
+    ("remote_request_id", ID + "ab"),
     ("remote_request_id", 5),
     ("transfer_id", "f" * 32),
     ("transfer_id", "f" * 31),
+    ("transfer_id", 5),
+    ("attempt", "0"),
     ("attempt", -1),
     ("attempt", 2**31),
+    ("attempt", 10**400),
     ("remote_block_ids", 5),
     ("remote_block_ids", [5]),
     ("remote_block_ids", [[-1]]),
     ("remote_block_ids", [["a"]]),
     ("remote_block_ids", [[2**70]]),
     ("tp_size", 0),
+    ("tp_size", -1),
+    ("tp_size", 2**31),
     ("tp_size", "2"),
+    ("remote_num_tokens", "1"),
     ("remote_num_tokens", -1),
+    ("remote_num_tokens", 2**31),
+    ("remote_num_tokens", 10**400),
 ]
 
 
@@ -143,7 +154,7 @@ WRONG: list[tuple[str, Any]] = [
 def test_a_wrong_field_is_named(field: str, value: Any) -> None:
     with pytest.raises(RequestError) as caught:
         parse_transfer({**TARGET, field: value})
-    named = "do_remote_prefill" if field == "do_remote_decode" else field
+    named = "do_remote_prefill" if (field, value) == ("do_remote_decode", True) else field
     assert str(caught.value.param).startswith(f"kv_transfer_params.{named}")
     assert caught.value.status == 400
 

@@ -70,39 +70,6 @@ async def test_both_legs_get_their_parts_at_once(make_rig: Any) -> None:
     await eventually(lambda: rig.loads() == {})
 
 
-async def test_the_first_token_comes_from_prefill_before_decode_speaks(
-    make_rig: Any,
-) -> None:
-    rig = await make_rig()
-    rig.nodes["d0"].gate.clear()
-    async with aclosing(rig.dispatcher.generate(request())) as stream:
-        first = await asyncio.wait_for(anext(stream), 5)
-        assert first.token_ids == (expected(1)[0],)
-        assert first.cached_tokens == 2
-        rig.nodes["d0"].gate.set()
-        rest = [output async for output in stream]
-    assert tokens([first, *rest]) == expected(4)
-    assert rest[-1].finish_reason == "length"
-
-
-async def test_a_decode_node_that_disagrees_is_asked_again_with_the_committed_token(
-    make_rig: Any,
-) -> None:
-    rig = await make_rig()
-    p, d = rig.nodes["p0"], rig.nodes["d0"]
-    d.gate.clear()
-    d.shift = 1
-    async with aclosing(rig.dispatcher.generate(request())) as stream:
-        outputs = [await anext(stream)]
-        d.gate.set()
-        await eventually(lambda: len(d.received) >= 1)
-        async for output in stream:
-            outputs.append(output)
-    assert d.received[1].resume_ids == p.received[1].resume_ids == (expected(1)[0],)
-    assert d.received[1].transfer.attempt == 1
-    assert tokens(outputs) == expected(4)
-
-
 async def test_a_dead_prefill_node_costs_no_request(make_rig: Any) -> None:
     rig = await make_rig()
     await rig.nodes["p0"].stop()
@@ -111,13 +78,6 @@ async def test_a_dead_prefill_node_costs_no_request(make_rig: Any) -> None:
     outputs = await collect(rig, request())
     assert tokens(outputs) == expected(4)
     assert rig.nodes["d0"].received[-1].transfer is None, "decode serves it alone"
-
-
-@pytest.mark.parametrize("status", [500, 503])
-async def test_a_failing_prefill_node_costs_no_request(make_rig: Any, status: int) -> None:
-    rig = await make_rig()
-    rig.nodes["p0"].status = status
-    assert tokens(await collect(rig, request())) == expected(4)
 
 
 async def test_a_decode_node_that_dies_mid_stream_is_replaced(make_rig: Any) -> None:
@@ -169,18 +129,6 @@ async def test_leaving_cancels_both_legs(make_rig: Any, when: str) -> None:
     await eventually(lambda: rig.loads() == {})
 
 
-async def test_a_client_that_hangs_up_on_the_endpoint_cancels_both_legs(make_rig: Any) -> None:
-    rig = await make_rig()
-    p, d = rig.nodes["p0"], rig.nodes["d0"]
-    d.gate.clear()
-    p.gate.clear()
-    call = asyncio.create_task(complete(rig, stream=True))
-    await asyncio.wait_for(asyncio.gather(p.arrived.wait(), d.arrived.wait()), 5)
-    call.cancel()
-    await asyncio.gather(call, return_exceptions=True)
-    await eventually(lambda: (p.cancelled, d.cancelled) == (1, 1))
-
-
 async def test_a_request_that_prefill_finds_wrong_is_the_clients_to_mend(make_rig: Any) -> None:
     rig = await make_rig()
     p, d = rig.nodes["p0"], rig.nodes["d0"]
@@ -190,23 +138,6 @@ async def test_a_request_that_prefill_finds_wrong_is_the_clients_to_mend(make_ri
         await collect(rig, request())
     assert (caught.value.status, caught.value.param) == (400, "token_ids")
     await eventually(lambda: d.cancelled == 1)
-
-
-async def test_several_choices_survive_a_death(make_rig: Any) -> None:
-    rig = await make_rig(decode=2)
-    rig.nodes["d0"].die_after = 5
-    outputs = await collect(rig, request(max_tokens=4, n=2))
-    assert tokens(outputs, 0) == expected(4, 0)
-    assert tokens(outputs, 1) == expected(4, 1)
-
-
-async def test_the_deadline_is_kept(make_rig: Any) -> None:
-    rig = await make_rig()
-    rig.nodes["d0"].gate.clear()
-    with pytest.raises(RequestError) as caught:
-        await collect(rig, request(deadline_s=0.2))
-    assert caught.value.status == 504
-    await eventually(lambda: rig.nodes["d0"].cancelled == 1)
 
 
 async def test_a_silent_decode_node_is_given_up(make_rig: Any) -> None:
@@ -509,18 +440,6 @@ async def test_an_encoder_that_fails_costs_no_request_and_no_time(make_rig: Any,
     assert tokens(await running) == expected(4)
     if how == "gone":
         await eventually(lambda: rig.states()[used.info.node_id] == "unhealthy")
-
-
-async def test_leaving_cancels_the_encoder_too(make_rig: Any) -> None:
-    rig = await make_rig(encode=1)
-    for node in rig.nodes.values():
-        node.gate.clear()
-    running = asyncio.create_task(collect(rig, request(items=items())))
-    await asyncio.wait_for(rig.nodes["e0"].arrived.wait(), 5)
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-    await eventually(lambda: rig.nodes["e0"].cancelled == 1)
-    await eventually(lambda: rig.loads() == {})
 
 
 async def test_encoder_nodes_alone_serve_nothing_but_are_shown(make_rig: Any) -> None:

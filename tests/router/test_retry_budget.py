@@ -8,7 +8,7 @@ import pytest
 
 from kvbaton.errors import ConfigError, RequestError
 from kvbaton.router.config import DispatchConfig
-from kvbaton.router.retry_budget import MOST, RESERVE_PER_S, RetryBudget
+from kvbaton.router.dispatch import MOST_RETRIES, RETRIES_PER_S, RetryBudget
 from tests.router.test_dispatch import collect, expected, request, tokens
 
 
@@ -30,15 +30,15 @@ def spent(budget: RetryBudget) -> int:
 def test_a_budget_grows_with_requests_and_time_up_to_a_bound() -> None:
     clock = Clock()
     budget = RetryBudget(0.25, clock)
-    assert spent(budget) == MOST, "as many as may come at once"
+    assert spent(budget) == MOST_RETRIES, "as many as may come at once"
     for _ in range(10):
         budget.request()
     assert spent(budget) == 2
     clock.now += 0.5
-    assert spent(budget) == RESERVE_PER_S / 2
+    assert spent(budget) == RETRIES_PER_S / 2
     clock.now += 1e6
     budget.request()
-    assert spent(budget) == MOST
+    assert spent(budget) == MOST_RETRIES
 
 
 async def test_nodes_that_refuse_all_are_not_asked_thrice_by_all(make_rig: Any) -> None:
@@ -52,7 +52,7 @@ async def test_nodes_that_refuse_all_are_not_asked_thrice_by_all(make_rig: Any) 
             await collect(rig, request())
         assert caught.value.status == 503
     asked = sum(len(node.received) for node in nodes)
-    assert 100 + MOST <= asked <= 100 + MOST + 10, "each has added a tenth"
+    assert 100 + MOST_RETRIES <= asked <= 100 + MOST_RETRIES + 10, "each has added a tenth"
     metrics = await (await rig.session.get("/metrics")).text()
     assert "kvbaton_router_retries_refused_total 0.0" not in metrics
     for node in nodes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from aiohttp.resolver import ThreadedResolver
 
 from kvbaton.errors import RequestError
 from kvbaton.server import images
@@ -248,51 +246,6 @@ async def test_redirects_lead_nowhere_else(site: Start, vision: VisionText, targ
 
     message = await refused(await site(redirect), vision)
     assert "may not be fetched" in message or "no http" in message
-
-
-@pytest.mark.parametrize(
-    "host",
-    [
-        "127.0.0.1", "10.1.2.3", "192.168.0.1", "172.16.0.1", "169.254.169.254", "0.0.0.0",
-        "100.64.0.1", "224.0.0.1", "[::1]", "[fe80::1]", "[fc00::1]", "[::ffff:127.0.0.1]",
-        "[64:ff9b::7f00:1]", "[2002:7f00:1::]", "[::]",
-    ],
-)  # fmt: skip
-async def test_private_addresses_are_not_visited(vision: VisionText, host: str) -> None:
-    everywhere = MediaConfig(allowed_media_domains=("*",))
-    assert "not a public address" in await refused(f"http://{host}/x.png", vision, everywhere)
-
-
-@pytest.mark.parametrize("name", ["localhost", "2130706433", "0x7f.1", "127.1"])
-async def test_names_of_private_addresses_are_not_visited(
-    site: Start, vision: VisionText, name: str
-) -> None:
-    url = await site(answer(picture(0)))
-    message = await refused(
-        url.replace("127.0.0.1", name), vision, MediaConfig(allowed_media_domains=("*",))
-    )
-    assert "public address" in message or "can't fetch" in message
-
-
-async def test_a_name_cant_change_its_mind(
-    site: Start, vision: VisionText, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only addresses that were judged are dialled, however often a name is looked up."""
-    url, lookups = await site(answer(picture(0))), []
-
-    async def rebind(self: Any, host: str, port: int = 0, family: int = 0) -> list[Any]:
-        lookups.append(host)
-        first = len(lookups) == 1
-        address = "93.184.215.14" if first else "127.0.0.1"
-        found = {"hostname": host, "host": address, "port": port}
-        return [found | {"family": socket.AF_INET, "proto": 0, "flags": socket.AI_NUMERICHOST}]
-
-    monkeypatch.setattr(ThreadedResolver, "resolve", rebind)
-    resolver = images._Resolver(allow_private=False)
-    assert [found["host"] for found in await resolver.resolve("a.test")] == ["93.184.215.14"]
-    config = MediaConfig(allowed_media_domains=("a.test",), image_timeout_s=1.0)
-    message = await refused(url.replace("127.0.0.1", "a.test"), vision, config)
-    assert "no public address" in message
 
 
 @pytest.mark.parametrize(

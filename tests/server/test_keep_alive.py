@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvbaton.server.app import make_app, serve_on
+from kvbaton.server.config import EndpointConfig
 from kvbaton.server.network import bind
 from kvbaton.text.tokenizer import Tokenizer
 from tests.server.conftest import make_frontend
@@ -28,7 +29,8 @@ async def source(tokenizer: Tokenizer) -> ScriptedSource:
 @pytest.fixture
 async def port(source: ScriptedSource, tokenizer: Tokenizer) -> AsyncIterator[int]:
     app = make_app(make_frontend(source, tokenizer))
-    runner = await serve_on(bind("127.0.0.1", 0), app, grace_s=1.0, keep_alive_s=KEEP_ALIVE_S)
+    config = EndpointConfig(timeout_keep_alive_s=KEEP_ALIVE_S)
+    runner = await serve_on(bind("127.0.0.1", 0), app, config)
     yield runner.addresses[0][1]
     await runner.cleanup()
 

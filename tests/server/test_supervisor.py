@@ -20,6 +20,7 @@ from kvbaton.engine.client import LONG_COMMANDS
 from kvbaton.errors import ConfigError
 from kvbaton.router.nodes import RESET_STORE_TIMEOUT_S
 from kvbaton.server.auth import PEER
+from kvbaton.server.config import EndpointConfig
 from kvbaton.server.metrics import MergedMetrics, merged
 from kvbaton.server.network import bind, url_of
 from kvbaton.server.sse import read_events, send_events
@@ -54,7 +55,8 @@ async def worker(link: WorkerLink, payload: str) -> None:
     app.router.add_get("/slow", slow)
     app.router.add_route("*", "/control", link.forward)
     app.router.add_get("/events", link.forward)
-    await link.serve(app, registry, grace_s=60.0 if payload == "patient" else 5.0)
+    grace_s = 60.0 if payload == "patient" else 5.0
+    await link.serve(app, registry, EndpointConfig(shutdown_timeout_s=grace_s))
 
 
 async def control(request: web.Request) -> web.Response:
@@ -138,6 +140,15 @@ async def test_what_is_the_supervisors_is_passed_on() -> None:
             answer = await response.json()
             said = {"path": "/control?a=/", "body": "hello", "peer": "127.0.0.1"}
             assert answer == {"pid": os.getpid()} | said
+
+
+async def test_bytes_that_are_no_http_are_no_failure(capfd: pytest.CaptureFixture[str]) -> None:
+    async with supervised(count=1) as (_, url):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        writer.write(b"GET /who HTTP/1.1\r\n\x00: of a scanner\r\n\r\n")
+        assert b" 400 " in await reader.readline()
+        writer.close()
+    assert "Traceback" not in capfd.readouterr().err
 
 
 async def test_events_are_passed_on_as_they_come_and_end_with_the_worker() -> None:

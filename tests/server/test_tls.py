@@ -12,6 +12,7 @@ from cryptography.hazmat.primitives.serialization import BestAvailableEncryption
 
 from kvbaton.errors import ConfigError
 from kvbaton.server.app import make_app, serve_on
+from kvbaton.server.config import EndpointConfig
 from kvbaton.server.network import TlsConfig, TrustConfig, bind
 from kvbaton.server.node_app import make_starting_app
 from kvbaton.server.registration import OneAddress
@@ -35,7 +36,7 @@ async def test_a_certificate_is_shown_and_checked(tmp_path: Path, tokenizer: Tok
     tls = TlsConfig(ssl_certfile=certificate, ssl_keyfile=key, ssl_ca_certs=ca)
     assert tls.scheme == "https"
     app = make_app(make_frontend(ScriptedSource(tokenizer), tokenizer))
-    runner = await serve_on(bind("127.0.0.1", 0), app, grace_s=1.0, tls=tls.server())
+    runner = await serve_on(bind("127.0.0.1", 0), app, EndpointConfig(tls=tls))
     port = runner.addresses[0][1]
     try:
         assert await ask(f"https://{NAME}:{port}", tls) == 200
@@ -55,7 +56,7 @@ async def test_a_connection_does_not_outlive_the_start_of_a_node(tmp_path: Path)
     ca, certificate, key = map(str, write_certificates(tmp_path))
     tls = TlsConfig(ssl_certfile=certificate, ssl_keyfile=key, ssl_ca_certs=ca)
     app = make_starting_app()
-    runner = await serve_on(bind("127.0.0.1", 0), app, grace_s=1.0, tls=tls.server())
+    runner = await serve_on(bind("127.0.0.1", 0), app, EndpointConfig(tls=tls))
     port = runner.addresses[0][1]
     try:
         late, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -39,13 +39,12 @@ from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.chooser import RouteChooser
 from kvbaton.router.config import MembershipTimers, RelayTimers, RoutingPolicy
 from kvbaton.router.costs import CostModel
-from kvbaton.router.dispatch import Dispatcher
+from kvbaton.router.dispatch import Dispatcher, RetryBudget
 from kvbaton.router.loads import NodeLoads
 from kvbaton.router.membership import Change, Member, Membership
 from kvbaton.router.metrics import RouterMetrics
 from kvbaton.router.nodes import EngineClients, Nodes
 from kvbaton.router.policies import Policy
-from kvbaton.router.retry_budget import RetryBudget
 from kvbaton.router.route import Options, Route
 from tests.simulator.executor import logprobs_of, next_token
 from tests.simulator.links import EngineLink, SimulatedLoop

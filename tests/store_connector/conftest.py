@@ -28,17 +28,7 @@ def nodes(folder: Path) -> Iterator[Nodes]:
 
 
 @pytest.fixture
-def box_name() -> str:
-    return f"box-{next(_numbers)}"
-
-
-@pytest.fixture
-def box(box_name: str) -> Box:
+def box() -> Box:
     """The box of this test's store."""
-    return BOXES[box_name]
-
-
-@pytest.fixture
-def spec(box: Box, box_name: str) -> str:
-    """Names this test's store."""
-    return f'tests.support.held_store:HeldStore:{{"box": "{box_name}"}}'
+    name = f"box-{next(_numbers)}"
+    return BOXES.setdefault(name, Box(name))

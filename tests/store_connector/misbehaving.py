@@ -23,7 +23,7 @@ class Sound(ThreadedStore):
     """As it is here, nothing is wrong."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(name, Backend(Box()))
+        super().__init__(name, Backend(Box(name)))
 
 
 class ShortLookup(Sound):

@@ -41,7 +41,7 @@ class Told(Backend):
 
 class ToldStore(ThreadedStore):
     def __init__(self, name: str) -> None:
-        super().__init__(name, Told(Box()))
+        super().__init__(name, Told(Box(name)))
 
 
 def ask_as(node: Node, name: str, tenant: str = "", salt: str = "", seed: int = 0) -> None:
@@ -87,8 +87,8 @@ def test_a_tenant_is_told_without_secrets() -> None:
     assert all(len(name) == 16 and "salt" not in name for name in hidden)
 
 
-def test_calls_are_timed(nodes: Nodes, spec: str) -> None:
-    node = nodes.start(spec)
+def test_calls_are_timed(nodes: Nodes, box: Box) -> None:
+    node = nodes.start(box.spec)
     for _ in range(2):
         ask_as(node, "r")
         node.ask("reset_prefix_cache")
@@ -177,13 +177,13 @@ def test_what_has_a_time_to_live_is_computed_after_it(nodes: Nodes, expected: Ex
     ("ttl", "told"), [(0.0, "more than 0"), (5.0, "can't let single objects expire")]
 )
 def test_a_time_to_live_that_nobody_keeps_is_refused(
-    nodes: Nodes, spec: str, ttl: float, told: str
+    nodes: Nodes, box: Box, ttl: float, told: str
 ) -> None:
     with pytest.raises(ConfigError, match=told):
-        nodes.start(spec, store_ttl=ttl)
+        nodes.start(box.spec, store_ttl=ttl)
 
 
-def test_a_reset_of_the_store(nodes: Nodes, expected: Expected, spec: str) -> None:
+def test_a_reset_of_the_store(nodes: Nodes, expected: Expected, box: Box) -> None:
     node = nodes.start(MEMORY)
     prompt = prompt_of(40)
     for _ in range(2):
@@ -193,7 +193,7 @@ def test_a_reset_of_the_store(nodes: Nodes, expected: Expected, spec: str) -> No
         assert node.ask("reset_store") == 12
     assert count(node, "prompt_tokens", source="computed") == 80
     nodes.end(node)
-    other = nodes.start(spec)
+    other = nodes.start(box.spec)
     with pytest.raises(AssertionError, match="can't clear"):
         other.ask("reset_store")
     nodes.end(other)
@@ -215,10 +215,10 @@ class FirstContract(HeldStore):
 
 
 def test_stores_of_the_first_contract_are_asked_as_ever(
-    nodes: Nodes, expected: Expected, spec: str
+    nodes: Nodes, expected: Expected, box: Box
 ) -> None:
     node = nodes.start(
-        spec.replace("tests.support.held_store:HeldStore", f"{__name__}:FirstContract")
+        box.spec.replace("tests.support.held_store:HeldStore", f"{__name__}:FirstContract")
     )
     prompt = prompt_of(40)
     for _ in range(2):

@@ -53,14 +53,13 @@ def check_all(node: Node, expected: Expected, **params: object) -> list[Call]:
 def test_corrupt_objects(
     nodes: Nodes,
     expected: Expected,
-    spec: str,
     box: Box,
     share: float,
     place: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(store_connector, "RETRY_S", 0.5)
-    node = nodes.start(spec)
+    node = nodes.start(box.spec)
     fill(node)
     bad = chosen(box, share)
     box.corrupt(bad, place)
@@ -89,9 +88,9 @@ def retried(node: Node) -> bool:
 
 
 def test_only_the_tokens_from_the_bad_block_on_are_computed(
-    nodes: Nodes, expected: Expected, spec: str, box: Box
+    nodes: Nodes, expected: Expected, box: Box
 ) -> None:
-    node = nodes.start(spec)
+    node = nodes.start(box.spec)
     prompt = PROMPTS[0]
     fill(node, [prompt])
     store = store_of(node).worker
@@ -106,10 +105,10 @@ def test_only_the_tokens_from_the_bad_block_on_are_computed(
 
 
 def test_what_is_wrong_is_gone_before_the_request_goes_on(
-    nodes: Nodes, expected: Expected, spec: str, box: Box
+    nodes: Nodes, expected: Expected, box: Box
 ) -> None:
     """Else what it computes and saves anew could be deleted in its stead."""
-    node = nodes.start(spec)
+    node = nodes.start(box.spec)
     fill(node, PROMPTS[:1])
     saved, form = dict(box.objects), store_of(node).worker.forms[0]
     chain = block_keys(root_key(store_of(node).worker.identity, ""), PROMPTS[0], 4)
@@ -127,9 +126,9 @@ def test_what_is_wrong_is_gone_before_the_request_goes_on(
 
 @pytest.mark.parametrize("share", [0.01, 0.1, 1.0])
 def test_objects_that_go_between_lookup_and_load(
-    nodes: Nodes, expected: Expected, spec: str, box: Box, share: float
+    nodes: Nodes, expected: Expected, box: Box, share: float
 ) -> None:
-    node = nodes.start(spec)
+    node = nodes.start(box.spec)
     fill(node)
     box.lost |= set(chosen(box, share))
     check_all(node, expected)
@@ -137,10 +136,8 @@ def test_objects_that_go_between_lookup_and_load(
 
 
 @pytest.mark.parametrize("share", [0.01, 0.1, 1.0])
-def test_deleted_objects(
-    nodes: Nodes, expected: Expected, spec: str, box: Box, share: float
-) -> None:
-    node = nodes.start(spec)
+def test_deleted_objects(nodes: Nodes, expected: Expected, box: Box, share: float) -> None:
+    node = nodes.start(box.spec)
     fill(node)
     for key in chosen(box, share):
         del box.objects[key]
@@ -149,8 +146,8 @@ def test_deleted_objects(
 
 
 @pytest.mark.parametrize("kind", ["lookup", "load", "store"])
-def test_calls_that_fail(nodes: Nodes, expected: Expected, spec: str, box: Box, kind: str) -> None:
-    node = nodes.start(spec)
+def test_calls_that_fail(nodes: Nodes, expected: Expected, box: Box, kind: str) -> None:
+    node = nodes.start(box.spec)
     fill(node, PROMPTS[:2])
     box.failing.add(kind)
     check_all(node, expected)
@@ -160,8 +157,8 @@ def test_calls_that_fail(nodes: Nodes, expected: Expected, spec: str, box: Box, 
     check_all(node, expected)
 
 
-def test_a_store_without_room(nodes: Nodes, expected: Expected, spec: str, box: Box) -> None:
-    node = nodes.start(spec)
+def test_a_store_without_room(nodes: Nodes, expected: Expected, box: Box) -> None:
+    node = nodes.start(box.spec)
     box.room = False
     check_all(node, expected)
     assert count(node, "store_save_blocks", outcome="refused") > 0
@@ -169,9 +166,9 @@ def test_a_store_without_room(nodes: Nodes, expected: Expected, spec: str, box: 
 
 @pytest.mark.parametrize("kind", ["lookup", "load", "store"])
 def test_a_store_that_hangs_holds_nobody_up(
-    nodes: Nodes, expected: Expected, spec: str, box: Box, kind: str
+    nodes: Nodes, expected: Expected, box: Box, kind: str
 ) -> None:
-    node = nodes.start(spec, store_lookup_timeout=0.2, store_load_timeout=0.2)
+    node = nodes.start(box.spec, store_lookup_timeout=0.2, store_load_timeout=0.2)
     fill(node, PROMPTS[:2])
     until(lambda: len(box.objects) > 0, "saves")
     with box.held(kind):
@@ -184,9 +181,9 @@ def test_a_store_that_hangs_holds_nobody_up(
 
 
 def test_a_late_load_can_not_spoil_what_others_compute(
-    nodes: Nodes, expected: Expected, spec: str, box: Box
+    nodes: Nodes, expected: Expected, box: Box
 ) -> None:
-    node = nodes.start(spec, store_lookup_timeout=60.0, store_load_timeout=0.1, num_blocks=65)
+    node = nodes.start(box.spec, store_lookup_timeout=60.0, store_load_timeout=0.1, num_blocks=65)
     prompt = PROMPTS[0]
     fill(node, [prompt])
     with box.held("load"):
@@ -201,8 +198,8 @@ def test_a_late_load_can_not_spoil_what_others_compute(
 
 
 @pytest.mark.parametrize("kind", ["lookup", "load", "store"])
-def test_aborts(nodes: Nodes, expected: Expected, spec: str, box: Box, kind: str) -> None:
-    node = nodes.start(spec)
+def test_aborts(nodes: Nodes, expected: Expected, box: Box, kind: str) -> None:
+    node = nodes.start(box.spec)
     if kind != "store":
         fill(node)
     with box.held(kind):
@@ -218,8 +215,8 @@ def test_aborts(nodes: Nodes, expected: Expected, spec: str, box: Box, kind: str
 
 
 @pytest.mark.parametrize("kind", ["lookup", "load"])
-def test_deadlines(nodes: Nodes, expected: Expected, spec: str, box: Box, kind: str) -> None:
-    node = nodes.start(spec)
+def test_deadlines(nodes: Nodes, expected: Expected, box: Box, kind: str) -> None:
+    node = nodes.start(box.spec)
     fill(node)
     with box.held(kind):
         request = AddRequest(
@@ -233,9 +230,9 @@ def test_deadlines(nodes: Nodes, expected: Expected, spec: str, box: Box, kind: 
 
 
 def test_followers_go_on_when_the_load_they_wait_for_is_aborted(
-    nodes: Nodes, expected: Expected, spec: str, box: Box
+    nodes: Nodes, expected: Expected, box: Box
 ) -> None:
-    node = nodes.start(spec)
+    node = nodes.start(box.spec)
     fill(node)
     with box.held("load"):
         first, second = node.generate(PROMPTS[0]), node.generate(PROMPTS[0])
@@ -247,9 +244,9 @@ def test_followers_go_on_when_the_load_they_wait_for_is_aborted(
 
 
 def test_a_slow_store_loses_saves_and_never_a_step(
-    nodes: Nodes, expected: Expected, spec: str, box: Box
+    nodes: Nodes, expected: Expected, box: Box
 ) -> None:
-    node = nodes.start(spec)
+    node = nodes.start(box.spec)
     with box.held("store"):
         for seed in range(12):
             prompt = prompt_of(100, seed)
@@ -258,10 +255,8 @@ def test_a_slow_store_loses_saves_and_never_a_step(
     rest(node)
 
 
-def test_saves_give_way_when_blocks_are_scarce(
-    nodes: Nodes, expected: Expected, spec: str, box: Box
-) -> None:
-    node = nodes.start(spec, num_blocks=65)
+def test_saves_give_way_when_blocks_are_scarce(nodes: Nodes, expected: Expected, box: Box) -> None:
+    node = nodes.start(box.spec, num_blocks=65)
     prompts = [prompt_of(100, seed) for seed in range(6)]
     with box.held("store"):
         calls = [node.generate(prompt, max_tokens=60) for prompt in prompts]
@@ -271,9 +266,9 @@ def test_saves_give_way_when_blocks_are_scarce(
 
 
 def test_the_policy_fail_ends_a_request_whose_load_fails(
-    nodes: Nodes, expected: Expected, spec: str, box: Box
+    nodes: Nodes, expected: Expected, box: Box
 ) -> None:
-    node = nodes.start(spec, kv_load_failure_policy="fail")
+    node = nodes.start(box.spec, kv_load_failure_policy="fail")
     fill(node)
     box.corrupt(list(box.objects))
     call = node.generate(PROMPTS[0])
@@ -308,10 +303,10 @@ def test_a_faulty_store_over_files(
 
 
 def test_a_store_that_hangs_holds_no_more_than_a_quarter_of_the_pool(
-    nodes: Nodes, expected: Expected, spec: str, box: Box
+    nodes: Nodes, expected: Expected, box: Box
 ) -> None:
     """What it reads can't be taken from it, so a prompt that needed that would wait for ever."""
-    node = nodes.start(spec, num_blocks=33, max_model_len=128)
+    node = nodes.start(box.spec, num_blocks=33, max_model_len=128)
     with box.held("store"):
         for seed in (1, 2, 3):
             prompt = prompt_of(20 * 4, seed)

@@ -123,11 +123,11 @@ def test_a_thousand_requests(nodes: Nodes, store: type[Sound]) -> None:
 
 
 def test_what_works_again_is_used_again(
-    nodes: Nodes, expected: Expected, spec: str, box: Box, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, expected: Expected, box: Box, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_calls, "PAUSE_S", 0.1)
     monkeypatch.setattr(store_connector, "RETRY_S", 0.1)
-    node = nodes.start(spec)
+    node = nodes.start(box.spec)
     prompt = prompt_of(24)
 
     def ask() -> float:
@@ -150,8 +150,8 @@ def test_what_works_again_is_used_again(
     nodes.end(node)
 
 
-def test_cancelled_loads_are_not_missing(nodes: Nodes, spec: str, box: Box) -> None:
-    node = nodes.start(spec)
+def test_cancelled_loads_are_not_missing(nodes: Nodes, box: Box) -> None:
+    node = nodes.start(box.spec)
     prompt = prompt_of(24)
     node.generate(prompt).result()
     rest(node)

@@ -42,9 +42,9 @@ def forget(pair: Pair) -> None:
 
 
 def test_p_does_not_compute_what_its_store_holds_and_d_gets_it_once(
-    make_pair: MakePair, expected: Expected, spec: str
+    make_pair: MakePair, expected: Expected, box: Box
 ) -> None:
-    pair = make_pair(p=with_store(spec))
+    pair = make_pair(p=with_store(box.spec))
     hand_over(pair, expected)
     forget(pair)
     computed = count(pair.p, "prompt_tokens", source="computed")
@@ -58,9 +58,9 @@ def test_p_does_not_compute_what_its_store_holds_and_d_gets_it_once(
 
 
 def test_d_loads_from_its_own_store_and_reserves_the_rest(
-    make_pair: MakePair, expected: Expected, spec: str, box: Box
+    make_pair: MakePair, expected: Expected, box: Box
 ) -> None:
-    pair = make_pair(d=with_store(own(spec)))
+    pair = make_pair(d=with_store(own(box.spec)))
     hand_over(pair, expected)
     # What arrived was saved, with digests made from memory; so was what D computed.
     assert len(box.objects) == (TOKENS + 12 - 1) // 4
@@ -72,8 +72,8 @@ def test_d_loads_from_its_own_store_and_reserves_the_rest(
     assert count(pair.d, "prompt_tokens", source="transferred") - transferred == 1
 
 
-def test_both_share_a_store(make_pair: MakePair, expected: Expected, spec: str, box: Box) -> None:
-    pair = make_pair(p=with_store(spec), d=with_store(spec))
+def test_both_share_a_store(make_pair: MakePair, expected: Expected, box: Box) -> None:
+    pair = make_pair(p=with_store(box.spec), d=with_store(box.spec))
     for _ in range(3):
         hand_over(pair, expected)
         forget(pair)
@@ -107,17 +107,17 @@ def test_both_share_files(make_pair: MakePair, expected: Expected, tmp_path: Pat
 
 
 def test_d_saves_what_its_source_does_not(
-    make_pair: MakePair, expected: Expected, spec: str, box: Box
+    make_pair: MakePair, expected: Expected, box: Box
 ) -> None:
-    pair = make_pair(d=with_store(spec))
+    pair = make_pair(d=with_store(box.spec))
     hand_over(pair, expected)
     assert box.calls["store"] == len(box.objects) == (TOKENS + 12 - 1) // 4
 
 
 def test_d_asks_the_shared_store_when_its_source_dies(
-    make_pair: MakePair, expected: Expected, spec: str
+    make_pair: MakePair, expected: Expected, box: Box
 ) -> None:
-    pair = make_pair(p=with_store(spec), d=with_store(spec))
+    pair = make_pair(p=with_store(box.spec), d=with_store(box.spec))
     hand_over(pair, expected)
     pair.d.ask("reset_prefix_cache")
     pair.kill("p")
@@ -130,9 +130,9 @@ def test_d_asks_the_shared_store_when_its_source_dies(
 @pytest.mark.parametrize("side", ["p", "d"])
 @pytest.mark.parametrize("kind", ["lookup", "load", "lost", "corrupt", "late"])
 def test_a_failing_store_beside_a_hand_over(
-    make_pair: MakePair, expected: Expected, spec: str, box: Box, side: str, kind: str
+    make_pair: MakePair, expected: Expected, box: Box, side: str, kind: str
 ) -> None:
-    pair = make_pair(**{side: with_store(own(spec)) | {"store_load_timeout": 0.3}})
+    pair = make_pair(**{side: with_store(own(box.spec)) | {"store_load_timeout": 0.3}})
     hand_over(pair, expected)
     forget(pair)
     keys = list(box.objects)
@@ -155,9 +155,9 @@ def test_a_failing_store_beside_a_hand_over(
 @pytest.mark.parametrize("side", ["p", "d"])
 @pytest.mark.parametrize("kind", ["lookup", "load", "store"])
 def test_aborts_beside_a_hand_over(
-    make_pair: MakePair, expected: Expected, spec: str, box: Box, side: str, kind: str
+    make_pair: MakePair, expected: Expected, box: Box, side: str, kind: str
 ) -> None:
-    pair = make_pair(**{side: with_store(own(spec))})
+    pair = make_pair(**{side: with_store(own(box.spec))})
     if kind != "store":
         hand_over(pair, expected)
         forget(pair)
@@ -171,16 +171,16 @@ def test_aborts_beside_a_hand_over(
 
 
 def test_outputs_are_those_of_the_baseline_whatever_fails_to_load(
-    make_pair: MakePair, expected: Expected, spec: str, box: Box
+    make_pair: MakePair, expected: Expected, box: Box
 ) -> None:
     """As the reference system's test: baseline, then failures at once, then failures later."""
     prompts = [prompt_of(30 + seed, seed) for seed in range(6)]
-    writer = make_pair(p=with_store(spec))
+    writer = make_pair(p=with_store(box.spec))
     for prompt in prompts:
         writer.hand_over(prompt)[1].result()
     rest(writer.p)
     baseline = [expected(prompt) for prompt in prompts]
-    at_once, later = make_pair(d=with_store(own(spec))), make_pair(d=with_store(own(spec)))
+    at_once, later = make_pair(d=with_store(own(box.spec))), make_pair(d=with_store(own(box.spec)))
     keys = sorted(box.objects)
     box.failing.add("load")
     assert outputs(at_once, prompts) == baseline

@@ -62,10 +62,10 @@ def test_any_tensor_parallelism_loads_what_another_saved(
 
 
 def test_the_local_cache_is_asked_first_and_the_store_for_the_rest(
-    nodes: Nodes, expected: Expected, spec: str, box: Box
+    nodes: Nodes, expected: Expected, box: Box
 ) -> None:
     prompt = prompt_of(60)
-    node = nodes.start(spec)
+    node = nodes.start(box.spec)
     node.generate(prompt).result()
     rest(node)
     node.ask("reset_prefix_cache")
@@ -78,9 +78,9 @@ def test_the_local_cache_is_asked_first_and_the_store_for_the_rest(
     rest(node)
 
 
-def test_a_reset_of_the_cache_is_local(nodes: Nodes, expected: Expected, spec: str) -> None:
+def test_a_reset_of_the_cache_is_local(nodes: Nodes, expected: Expected, box: Box) -> None:
     prompt = prompt_of(40)
-    node = nodes.start(spec)
+    node = nodes.start(box.spec)
     node.generate(prompt).result()
     rest(node)
     node.ask("reset_prefix_cache")
@@ -89,8 +89,8 @@ def test_a_reset_of_the_cache_is_local(nodes: Nodes, expected: Expected, spec: s
     rest(node)
 
 
-def test_salts_do_not_share(nodes: Nodes, spec: str) -> None:
-    node = nodes.start(spec)
+def test_salts_do_not_share(nodes: Nodes, box: Box) -> None:
+    node = nodes.start(box.spec)
     for number, salt in enumerate(("", "a", "b", "a")):
         node.ask("reset_prefix_cache")
         request = AddRequest(
@@ -105,8 +105,8 @@ def test_salts_do_not_share(nodes: Nodes, spec: str) -> None:
     assert count(node, "prompt_tokens", source="computed") == 3 * 40 + 1
 
 
-def test_prompt_logprobs_need_the_prompt_computed(nodes: Nodes, spec: str, box: Box) -> None:
-    node = nodes.start(spec)
+def test_prompt_logprobs_need_the_prompt_computed(nodes: Nodes, box: Box) -> None:
+    node = nodes.start(box.spec)
     for _ in range(2):
         call = node.generate(prompt_of(40), prompt_logprobs=1)
         call.result()
@@ -115,8 +115,8 @@ def test_prompt_logprobs_need_the_prompt_computed(nodes: Nodes, spec: str, box: 
     assert count(node, "store_lookups") == 0
 
 
-def test_what_was_saved_is_not_saved_again(nodes: Nodes, spec: str, box: Box) -> None:
-    node = nodes.start(spec)
+def test_what_was_saved_is_not_saved_again(nodes: Nodes, box: Box) -> None:
+    node = nodes.start(box.spec)
     for _ in range(2):
         node.ask("reset_prefix_cache")
         node.generate(prompt_of(40), prompt_logprobs=1).result()  # computed, without a lookup
@@ -125,9 +125,9 @@ def test_what_was_saved_is_not_saved_again(nodes: Nodes, spec: str, box: Box) ->
     assert box.calls["store"] == 12
 
 
-def test_choices_share_what_was_loaded(nodes: Nodes, expected: Expected, spec: str) -> None:
+def test_choices_share_what_was_loaded(nodes: Nodes, expected: Expected, box: Box) -> None:
     prompt = prompt_of(40)
-    node = nodes.start(spec)
+    node = nodes.start(box.spec)
     node.generate(prompt).result()
     rest(node)
     node.ask("reset_prefix_cache")
@@ -137,12 +137,10 @@ def test_choices_share_what_was_loaded(nodes: Nodes, expected: Expected, spec: s
     rest(node)
 
 
-def test_many_with_one_prefix_load_it_once(
-    nodes: Nodes, expected: Expected, spec: str, box: Box
-) -> None:
+def test_many_with_one_prefix_load_it_once(nodes: Nodes, expected: Expected, box: Box) -> None:
     prefix = prompt_of(40)
     prompts = [(*prefix, *prompt_of(9, seed)) for seed in range(8)]
-    node = nodes.start(spec)
+    node = nodes.start(box.spec)
     node.generate(prefix).result()
     rest(node)
     node.ask("reset_prefix_cache")
@@ -155,11 +153,9 @@ def test_many_with_one_prefix_load_it_once(
     rest(node)
 
 
-def test_a_small_pool_evicts_and_loads_again(
-    nodes: Nodes, expected: Expected, spec: str, box: Box
-) -> None:
+def test_a_small_pool_evicts_and_loads_again(nodes: Nodes, expected: Expected, box: Box) -> None:
     prompts = [prompt_of(60, seed) for seed in range(6)]
-    node = nodes.start(spec, num_blocks=41, max_model_len=80)
+    node = nodes.start(box.spec, num_blocks=41, max_model_len=80)
     for _ in range(2):
         calls = [node.generate(prompt) for prompt in prompts]
         assert [call.result() for call in calls] == [expected(prompt) for prompt in prompts]
@@ -167,8 +163,8 @@ def test_a_small_pool_evicts_and_loads_again(
     assert count(node, "preemptions") + count(node, "store_load_blocks", outcome="ok") > 0
 
 
-def test_metrics_tell_what_moved(nodes: Nodes, spec: str, box: Box) -> None:
-    node = nodes.start(spec)
+def test_metrics_tell_what_moved(nodes: Nodes, box: Box) -> None:
+    node = nodes.start(box.spec)
     node.generate(prompt_of(40)).result()
     rest(node)
     node.ask("reset_prefix_cache")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from kvbaton.messages.engine import AddRequest, TransferSpec
 from kvbaton.roles import HandoverFactory
 from kvbaton.types import TransferTimers
 from tests.support.engine_node import HUB, Call, Node, greedy
+from tests.support.making import making
 from tests.support.waiting import until
 
 PROMISE_S = 2.0
@@ -154,15 +156,8 @@ class Pair:
 @pytest.fixture
 def make_pair(folder: Path) -> Iterator[Callable[..., Pair]]:
     """Makes pairs, and ends them."""
-    made: list[Pair] = []
-
-    def make(**settings: Any) -> Pair:
-        made.append(Pair(folder, **settings))
-        return made[-1]
-
-    yield make
-    for pair in made:
-        pair.close()
+    with making(partial(Pair, folder), Pair.close) as make:
+        yield make
 
 
 @pytest.fixture(scope="session")

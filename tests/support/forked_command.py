@@ -25,7 +25,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kvbaton.testing.fork_server import fork_server
+from kvbaton.testing.fork_server import end_with, exit_status, fork_server
 
 IMPORTS = (
     "kvbaton.server.node",
@@ -121,12 +121,9 @@ def main(words: list[str]) -> None:
     os.setsid()
     multiprocessing.util.spawnv_passfds = _fork  # type: ignore[assignment]
     subprocess._fork_exec = _fork_kvbaton  # type: ignore[attr-defined]
-    status = 1
-    try:
-        status = _command(words)
-    finally:
-        file.write(b"%d" % status)
-        file.close()
+    status = exit_status(lambda: _command(words))
+    file.write(b"%d" % status)
+    file.close()
     sys.exit(status)
 
 
@@ -140,16 +137,11 @@ def quicken_ucx() -> None:
     os.environ.setdefault("UCX_MEM_EVENTS", "n")
 
 
-def _command(words: list[str]) -> int:
-    """The exit status of ``kvbaton`` with these words."""
+def _command(words: list[str]) -> NoReturn:
+    """``kvbaton`` with these words."""
     from kvbaton import cli
 
-    try:
-        return cli.main(words)
-    except SystemExit as end:
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    sys.exit(cli.main(words))
 
 
 def _look_up(names: Path, real: Callable[..., Any], host: Any, *args: Any, **kwargs: Any) -> Any:
@@ -200,7 +192,7 @@ def _fork_kvbaton(args: Sequence[str], *rest: Any) -> int:
         os.environb.update(line.split(b"=", 1) for line in env)
         logging.root.handlers.clear()
         sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
-        sys.exit(_command(list(args[3:])))
+        _command(list(args[3:]))
 
     for number, descriptor in enumerate((stdin, stdout, stdout)):
         os.dup2(descriptor, number)
@@ -209,8 +201,8 @@ def _fork_kvbaton(args: Sequence[str], *rest: Any) -> int:
 
 def _become(passfds: Sequence[int], run: Callable[[], None]) -> NoReturn:
     """Run this in a process just forked, with these descriptors beyond the standard ones."""
-    status = 1
-    try:
+
+    def alone() -> None:
         signal.set_wakeup_fd(-1)
         for number in signal.valid_signals():
             if callable(signal.getsignal(number)):
@@ -220,15 +212,8 @@ def _become(passfds: Sequence[int], run: Callable[[], None]) -> NoReturn:
         for low, high in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
             os.closerange(low + 1, high)
         run()
-        status = 0
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+
+    end_with(alone)
 
 
 if __name__ == "__main__":

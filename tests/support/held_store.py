@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,13 +19,15 @@ class Box:
     """What a `HeldStore` keeps, and what is done to it.
 
     Attributes:
+        spec: names a store over it.
         objects: by key.
         calls: objects per kind of call: ``lookup``, ``load``, ``store``, ``delete``.
         failing: kinds of calls that raise.
         lost: keys that a lookup sees and a load misses.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self.spec = f'{__name__}:HeldStore:{{"box": "{name}"}}'
         self.objects: dict[bytes, bytes] = {}
         self.calls: Counter[str] = Counter()
         self.failing: set[str] = set()
@@ -70,7 +72,7 @@ class Box:
             self.objects[key] = bytes(data)
 
 
-BOXES: defaultdict[str, Box] = defaultdict(Box)
+BOXES: dict[str, Box] = {}
 """By name, so that a node's spec can name one."""
 
 

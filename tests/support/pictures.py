@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import transformers
@@ -18,6 +19,7 @@ from kvbaton.engine.model_config import VisionConfig, load_model_config
 from kvbaton.engine.step import ItemRows
 from kvbaton.messages.engine import Item, SamplingParams
 from kvbaton.types import ENCODER_BLOCK_ROWS
+from tests.support.encoder_items import item_of, values_of
 
 Grid = tuple[int, int, int]
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
@@ -73,7 +75,7 @@ class Pictures:
     """
 
     def __init__(self, folder: Path, *, dtype: str = "float32", device: str = "cpu") -> None:
-        model = load_model_config(folder)
+        self.folder, model = folder, load_model_config(folder)
         assert model.vision is not None
         self.vision: VisionConfig = model.vision
         self.device, kind = device, getattr(torch, dtype)
@@ -102,6 +104,22 @@ class Pictures:
             digest = hashlib.sha256(values.tobytes()).digest()
             items.append(Item(start=len(ids), length=length, digest=digest, grid=part))
             ids += [self.vision.image_token_id] * length
+        return Prompt(ids, tuple(items), torch.cat(patches))
+
+    def prompt_of(self, *parts: int | bytes, seed: int = 0) -> Prompt:
+        """So many random tokens for a number, an image for its file."""
+        rng = np.random.default_rng(seed)
+        ids: list[int] = []
+        items: list[Item] = []
+        patches: list[torch.Tensor] = []
+        for part in parts:
+            if isinstance(part, int):
+                ids += rng.integers(10, 384, part).tolist()
+            else:
+                item = item_of(self.folder, part)
+                items.append(msgspec.structs.replace(item, start=len(ids)))
+                patches.append(values_of(self.folder, part)[0])
+                ids += [self.vision.image_token_id] * item.length
         return Prompt(ids, tuple(items), torch.cat(patches))
 
     def add(self, driver: Any, prompt: Prompt, *args: Any, **more: Any) -> int:

@@ -593,6 +593,11 @@ class Loop:
         assert (stream.tokens, stream.finish) == (tokens, reason)
 
 
+def prompt(length: int, start: int = 1) -> list[int]:
+    """So many tokens, other ones for another start."""
+    return [(start + 7 * i) % 23 for i in range(length)]
+
+
 def ask(request_id: str, tokens: list[int], **fields: object) -> AddRequest:
     """A request; `fields` go to the sampling parameters, or to the request where it has them."""
     names = set(AddRequest.__struct_fields__)

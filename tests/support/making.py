@@ -1,0 +1,24 @@
+"""Fixtures that make what a test asks them for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@contextmanager
+def making(make: Callable[P, T], end: Callable[[T], object]) -> Iterator[Callable[P, T]]:
+    """As `make`, whose results are all ended with the block, in the order in which they came."""
+    made: list[T] = []
+
+    def one(*args: P.args, **kwargs: P.kwargs) -> T:
+        made.append(make(*args, **kwargs))
+        return made[-1]
+
+    yield one
+    for each in made:
+        end(each)
