@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from kvbaton.errors import ConfigError
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -70,13 +73,31 @@ def publish(
         name: of the benchmark.
         settings: of the benchmark.
         rows: of the main table.
-        out: a file for JSON.
+        out: a file for JSON, which has null for what is not known, and "inf" for what has no end.
         more: rows of further tables, by name.
+
+    Raises:
+        ConfigError: the file can't be written; the tables were printed.
     """
     print(table(rows), flush=True)
     for title, others in more.items():
         print(f"\n{title}\n{table(others)}", flush=True)
     if out is not None:
         report = {"bench": name, "machine": machine(), "settings": settings, "rows": rows, **more}
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(report, indent=2, default=str) + "\n")
+        text = json.dumps(_plain(report), indent=2, default=str, allow_nan=False)
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(text + "\n")
+        except OSError as error:
+            raise ConfigError("--out", f"can't be written: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    """A report without numbers that JSON does not have."""
+    if isinstance(value, Mapping):
+        return {name: _plain(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
+    return value
