@@ -121,7 +121,9 @@ def _azure(path: Path, text: str) -> list[TraceRequest]:
             stamp = datetime.fromisoformat(row["TIMESTAMP"].strip())
             stamp = stamp.replace(tzinfo=stamp.tzinfo or UTC)
             length, out = int(row["ContextTokens"]), int(row["GeneratedTokens"])
-        except (ValueError, KeyError, TypeError, AttributeError, csv.Error) as error:
+        except csv.Error as error:  # the line was not counted
+            raise _malformed(path, rows.line_num + 1, error) from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise _malformed(path, rows.line_num, error) from error
         first = first or stamp
         content = FIRST_CONTENT + 2 * rows.line_num
