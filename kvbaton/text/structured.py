@@ -177,7 +177,21 @@ def _error(llguidance: Any, grammar: str) -> str:
     """What is wrong with a grammar; empty if nothing is."""
     limits = llguidance.LLParserLimits(verbose_errors=False)
     is_wrong, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, limits=limits)
-    return "; ".join(messages) if is_wrong else ""
+    if is_wrong:
+        return "; ".join(messages)
+    # One that only leads to itself is no mistake by its form: no first byte fits it.
+    matcher = llguidance.LLMatcher(_bytes_alone(llguidance), grammar, log_level=0, limits=limits)
+    if not matcher.is_error():  # as with special tokens, which only the model's vocabulary has
+        matcher.compute_bitmask()
+        if matcher.is_error():
+            return "no text fits it"
+    return ""
+
+
+@lru_cache(maxsize=1)
+def _bytes_alone(llguidance: Any) -> Any:
+    """A vocabulary of single bytes."""
+    return llguidance.LLTokenizer("byte")
 
 
 def _lark(text: str, field: str) -> str:
