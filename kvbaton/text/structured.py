@@ -74,13 +74,16 @@ class StructuredOutputs(Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if self.json is not None:
             return self._of_schema(self.json, f"{field}.json")
         if self.regex is not None:
+            if (len(self.regex) - len(self.regex.rstrip("\\"))) % 2:
+                raise RequestError("ends with a lone backslash", param=f"{field}.regex")
             pattern = library(f"{field}.regex").regex_to_lark(self.regex, use_ascii="d")
             return {"lark_grammar": f"start: /{pattern}/"}
         if self.choice is not None:
             if not self.choice or "" in self.choice:
                 raise RequestError("needs texts that are not empty", param=f"{field}.choice")
             texts = " | ".join(quoted(text) for text in self.choice)
-            return {"lark_grammar": f"start: {texts}"}
+            # One terminal: of a rule's alternatives the parser takes 2,000 at most.
+            return {"lark_grammar": f"start: CHOICE\nCHOICE: {texts}"}
         if self.grammar is not None:
             return {"lark_grammar": _lark(self.grammar, f"{field}.grammar")}
         return self._of_schema({"type": "object"}, field)
@@ -183,8 +186,8 @@ def _error(llguidance: Any, grammar: str) -> str:
     matcher = llguidance.LLMatcher(_bytes_alone(llguidance), grammar, log_level=0, limits=limits)
     if not matcher.is_error():  # as with special tokens, which only the model's vocabulary has
         matcher.compute_bitmask()
-        if matcher.is_error():
-            return "no text fits it"
+        if error := matcher.get_error():
+            return "no text fits it" if error.startswith("NoExtensionBias") else error
     return ""
 
 
