@@ -23,7 +23,7 @@ def ends(grammar: str, text: str) -> bool:
 
 
 async def test_many_choices() -> None:
-    """Of more than 2,000 alternatives the parser of the library makes an error of the first token."""
+    """Of more than 2,000 alternatives the library's parser makes an error of the first token."""
     grammar = await grammar_of(StructuredOutputs(choice=[f"w{i}" for i in range(5000)]))
     assert ends(grammar, "w7")
     assert ends(grammar, "w4999")
