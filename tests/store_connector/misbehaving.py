@@ -70,6 +70,22 @@ class ShortStore(Sound):
         return outer
 
 
+class WritesSources(Sound):
+    """Encrypts what it is given in place, say."""
+
+    def store(
+        self,
+        keys: Sequence[bytes],
+        sources: Sequence[Pieces],
+        *,
+        hints: Sequence[Hints] | None = None,
+    ) -> Any:
+        for _, *pieces in sources:
+            for piece in pieces:
+                piece[:] = bytes(len(piece))
+        return super().store(keys, sources)
+
+
 class NoFuture(Sound):
     """Answers lookups at once."""
 
@@ -240,6 +256,7 @@ BUGS = (
     ShortContains,
     ShortLoad,
     ShortStore,
+    WritesSources,
     NoFuture,
     RaisesInLookup,
     ExitsInLoad,

@@ -48,7 +48,7 @@ LOGGED = {
     "ShortStore": "store", "NoFuture": "lookup", "RaisesInLookup": "lookup",
     "ExitsInLoad": "load", "RaisesInUsage": "usage", "RaisesInHealth": "health",
     "GeneratorExitInLoad": "load", "NoTextInLookup": "lookup", "NoTextInUsage": "usage",
-    "OddFutureOfLoad": "load", "ForgetsWhatIsNoKey": "load",
+    "WritesSources": "store", "OddFutureOfLoad": "load", "ForgetsWhatIsNoKey": "load",
     "WrongUsage": "usage", "RaisesInClose": "close", "HangsAtStop": "close",
 }  # fmt: skip
 """Which call is counted and logged as wrong, by class."""
