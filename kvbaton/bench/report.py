@@ -7,7 +7,8 @@ import math
 import os
 import platform
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +86,18 @@ def publish(
     if out is not None:
         report = {"bench": name, "machine": machine(), "settings": settings, "rows": rows, **more}
         text = json.dumps(_plain(report), indent=2, default=str, allow_nan=False)
-        try:
+        with writing("--out"):
             out.parent.mkdir(parents=True, exist_ok=True)
             out.write_text(text + "\n")
-        except OSError as error:
-            raise ConfigError("--out", f"can't be written: {error}") from error
+
+
+@contextmanager
+def writing(flag: str) -> Iterator[None]:
+    """What can't be written to the file of a flag is a `ConfigError`."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(flag, f"can't be written: {error}") from error
 
 
 def _plain(value: Any) -> Any:

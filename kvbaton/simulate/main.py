@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvbaton.bench.report import median, percentile, publish
+from kvbaton.bench.report import median, percentile, publish, writing
 from kvbaton.config import flag
 from kvbaton.errors import ConfigError
 from kvbaton.router.config import RoutingPolicy
@@ -320,4 +320,5 @@ def draw(
             axes.axvline(slo, color="black", linestyle="--", linewidth=1)
     ttft.legend()
     figure.suptitle(config.trace)
-    figure.savefig(path, dpi=120)
+    with writing("--plot"):
+        figure.savefig(path, dpi=120)

@@ -337,12 +337,14 @@ def test_rates_are_of_the_time_that_a_trace_takes(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("flag", ["--out", "--plot"])
 def test_a_result_that_can_not_be_written_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (folder := tmp_path / "x.png").mkdir()
     words = ["--trace", "code", "--rate", "2", "--seconds", "2"]
-    assert main(["simulate", *words, "--out", str(tmp_path)]) == 2
-    assert "error: --out: can't be written: " in capsys.readouterr().err
+    assert main(["simulate", *words, flag, str(folder)]) == 2
+    assert f"error: {flag}: can't be written: " in capsys.readouterr().err
 
 
 ENDLESS = '{"timestamp": 0, "input_length": 1e999, "output_length": 1, "hash_ids": [1]}'
