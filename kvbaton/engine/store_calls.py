@@ -208,6 +208,9 @@ class StoreCalls:
     def __init__(self, store: Store) -> None:
         self.plugin = store
         self.name, able = store.name, store.capabilities
+        if not isinstance(self.name, str) or _NAME.fullmatch(self.name) is None:
+            told = f"the name {self.name!r} of a store can't be a metric's label"
+            raise ConfigError("--store", f"{told}: letters, digits and . : @ / - are, 128 at most")
         right = isinstance(able, StoreCapabilities) and type(able.max_keys) is int
         if not right or able.max_keys < 1:
             raise ConfigError("--store", f"{self.name} declares no valid capabilities: {able!r}")
@@ -474,6 +477,7 @@ class StoreStatus:
         )
 
 
+_NAME = re.compile(r"[\w.:@/ -]{1,128}")
 _METRIC, _LABEL = re.compile("[a-z][a-z0-9_]{0,63}"), re.compile(r"[\w.-]{1,64}", re.ASCII)
 
 

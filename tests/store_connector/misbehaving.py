@@ -229,6 +229,19 @@ class NoKeys(Sound):
         self.capabilities = StoreCapabilities(True, True, False, max_keys=0)
 
 
+class OwnName(Sound):
+    """Tells more of itself than it was named."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f'{name} "shelf"')
+
+
+class NoName(Sound):
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name: Any = None
+
+
 class RoundKeys(Sound):
     def __init__(self, name: str) -> None:
         super().__init__(name)
