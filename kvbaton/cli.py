@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvbaton import __version__
 from kvbaton.config import add_config_flag, add_flags, from_args, human_int, with_config
-from kvbaton.errors import ConfigError, EngineDeadError, StoreError
+from kvbaton.errors import ConfigError, EngineDeadError, StoreError, TransportError
 
 if TYPE_CHECKING:
     from kvbaton.server.config import NodeConfig
@@ -33,7 +33,7 @@ SIMULATION = "kvbaton.simulate.main:SimulateConfig"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status.
 
-    It is 2 for a wrong setting, 1 for an engine that does not come up or a store that fails.
+    It is 2 for a wrong setting, 1 for an engine that does not come up, or a connector that fails.
     """
     try:
         args = make_parser().parse_args(argv)
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"kvbaton: error: {error}", file=sys.stderr)
         return 2
-    except (EngineDeadError, StoreError) as error:
+    except (EngineDeadError, StoreError, TransportError) as error:
         print(f"kvbaton: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -114,7 +114,7 @@ def opened(data: bytes) -> Iterator[ImageFile]:
     Raises:
         RequestError: it is no image, or too large; or it can't be decoded, where the caller did so.
     """
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     try:
         with Image.open(BytesIO(data), formats=FORMATS) as image:
@@ -128,7 +128,9 @@ def opened(data: bytes) -> Iterator[ImageFile]:
         raise
     except Exception as error:  # decoders meet hostile bytes with exceptions of every kind
         kinds = ", ".join(FORMATS)
-        raise RequestError(f"can't decode the image (one of {kinds}): {error}") from error
+        # Pillow's text of this one is where in our memory the bytes lie.
+        what = "it is none of these" if isinstance(error, UnidentifiedImageError) else str(error)
+        raise RequestError(f"can't decode the image (one of {kinds}): {what}") from error
 
 
 def has_processor(folder: Path) -> bool:

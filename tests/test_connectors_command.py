@@ -114,6 +114,19 @@ def test_bench_says_what_a_store_does_wrong(
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", ["--plot", "--out", "--folder"])
+def test_bench_names_a_place_that_is_none(flag: str, tmp_path: Path, capsys: Capture) -> None:
+    place = tmp_path / "none" if flag == "--folder" else tmp_path
+    assert main(["connectors", "bench", FILES, *SMALL, flag, str(place)]) == 2
+    assert f"error: {flag}: " in capsys.readouterr().err
+
+
+def test_bench_says_that_a_transport_reaches_no_other_process(capsys: Capture) -> None:
+    words = ["connectors", "bench", "memory", "--kind", "transport"]
+    assert main([*words, "--object-bytes", "8192", "--bytes", "8192"]) == 1
+    assert "kvbaton: error: no transport " in capsys.readouterr().err
+
+
 def test_a_plot_needs_matplotlib(
     monkeypatch: pytest.MonkeyPatch, capsys: Capture, tmp_path: Path
 ) -> None:

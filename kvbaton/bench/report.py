@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -86,13 +88,38 @@ def publish(
         name: of the benchmark.
         settings: of the benchmark.
         rows: of the main table.
-        out: a file for JSON.
+        out: a file for JSON, which has null for what is not known, and "inf" for what has no end.
         more: rows of further tables, by name.
+
+    Raises:
+        ConfigError: the file can't be written; the tables were printed.
     """
     print(table(rows), flush=True)
     for title, others in more.items():
         print(f"\n{title}\n{table(others)}", flush=True)
     if out is not None:
         report = {"bench": name, "machine": machine(), "settings": settings, "rows": rows, **more}
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(report, indent=2, default=str) + "\n")
+        text = json.dumps(_plain(report), indent=2, default=str, allow_nan=False)
+        with writing("--out"):
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(text + "\n")
+
+
+@contextmanager
+def writing(flag: str) -> Iterator[None]:
+    """What can't be written to the file of a flag is a `ConfigError`."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(flag, f"can't be written: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    """A report without numbers that JSON does not have."""
+    if isinstance(value, Mapping):
+        return {name: _plain(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
+    return value

@@ -8,6 +8,7 @@ what a queue does.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ import aiohttp
 import msgspec
 
 from kvbaton.bench.report import percentile, publish
-from kvbaton.config import flag
+from kvbaton.config import flag, flag_of
 from kvbaton.errors import ConfigError
 from kvbaton.server.network import TrustConfig
 from kvbaton.server.sse import DONE, read_events
@@ -45,6 +46,9 @@ class ServeLoad:
         seed: of prompts and arrivals.
         timeout_s: for one request.
         trust: whose certificates are believed.
+
+    Raises:
+        ConfigError: a number that makes no sense, or a URL that is none.
     """
 
     url: str = flag(MISSING, "of the endpoint, without /v1", metavar=None)
@@ -59,6 +63,15 @@ class ServeLoad:
     seed: int = flag(0, metavar="N")
     timeout_s: float = 600.0
     trust: TrustConfig = field(default_factory=TrustConfig)
+
+    def __post_init__(self) -> None:
+        if not self.url.startswith(("http://", "https://")):
+            raise ConfigError("--url", f"must begin with http:// or https://, not {self.url!r}")
+        for name in ("requests", "input_len", "output_len", "concurrency", "vocab_size"):
+            if (value := getattr(self, name)) < 1:
+                raise ConfigError(flag_of(name), f"must be at least 1, not {value}")
+        if self.rate is not None and not 0 < self.rate < math.inf:
+            raise ConfigError("--rate", f"must be positive, not {self.rate}")
 
     @property
     def base_url(self) -> str:

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvbaton.bench.report import new_figure, percentile, publish
+from kvbaton.bench.report import new_figure, percentile, publish, writing
 from kvbaton.config import flag
 from kvbaton.connectors.registry import load_store
 from kvbaton.connectors.store import KEY_BYTES, Pieces, Store
@@ -55,7 +55,7 @@ class StoreLoad:
         folder: where the store keeps its files, if it does; the disk's figures are measured there.
 
     Raises:
-        ConfigError: an object is larger than all of them.
+        ConfigError: an object is larger than all of them, or `folder` is none.
     """
 
     spec: str
@@ -78,6 +78,8 @@ class StoreLoad:
         for calls in self.concurrency:
             if calls < 1:
                 raise ConfigError("--concurrency", f"must be at least 1, not {calls}")
+        if self.folder is not None and not Path(self.folder).is_dir():
+            raise ConfigError("--folder", f"{self.folder} is no folder")
 
 
 @dataclass(frozen=True)
@@ -291,5 +293,6 @@ def draw(figure: Any, title: str, rows: Sequence[Mapping[str, Any]], out: Path) 
         axes.set_ylabel(unit)
         axes.grid(alpha=0.3)
     speed.legend(fontsize="x-small")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=120)
+    with writing("--plot"):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(out, format="png", dpi=120)

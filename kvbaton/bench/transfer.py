@@ -51,7 +51,7 @@ class TransferLoad:
         repeats: rounds; the median counts.
 
     Raises:
-        ConfigError: sizes that do not fit together.
+        ConfigError: sizes that do not fit together, or nothing to measure.
     """
 
     transports: tuple[str, ...] = flag(("nixl", "tcp"), nargs="+", metavar="NAME")
@@ -62,6 +62,9 @@ class TransferLoad:
     repeats: int = flag(7, metavar="N")
 
     def __post_init__(self) -> None:
+        for name, value in (("--bytes", self.num_bytes), ("--repeats", self.repeats)):
+            if value < 1:
+                raise ConfigError(name, f"must be at least 1, not {value}")
         for size in self.block_bytes:
             if size <= 0 or size % LAYER_BYTES or self.num_bytes % size:
                 raise ConfigError(

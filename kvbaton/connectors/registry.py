@@ -292,6 +292,9 @@ def _build(kind: Kind, spec: str, context: dict[str, Any]) -> Any:
         text = f"{target} can't be built: {type(error).__name__}: {error}"
         told = as_written(text)
         raise ConfigError(kind.flag, told) from (error if told == text else None)
+    if inspect.isclass(connector):
+        told = f"{target} gives the class {connector.__name__}, not a {kind.noun} made of it"
+        raise ConfigError(kind.flag, told)
     if not fits:
         missing = [n for n in dir(kind.protocol) if n[0] != "_" and not hasattr(connector, n)]
         noun = kind.noun.capitalize()

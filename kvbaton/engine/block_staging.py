@@ -120,6 +120,7 @@ class CpuBlockStaging:
     def __init__(self, forms: Sequence[ObjectForm], memories: Sequence[Sequence[Memory]]) -> None:
         self._forms = forms
         self._views = [[memory.view() for memory in rank] for rank in memories]
+        self._sources = [[view.toreadonly() for view in rank] for rank in self._views]
 
     @property
     def regions(self) -> Pieces:
@@ -127,25 +128,26 @@ class CpuBlockStaging:
         return [view for rank in self._views for view in rank]
 
     def fetch(self, group: int, blocks: Sequence[int]) -> StagedInPlace[memoryview]:
-        """See `BlockStaging.fetch`."""
-        return StagedInPlace([self._pieces(self._forms[group].runs, block) for block in blocks])
+        """See `BlockStaging.fetch`; what lies in the cache can't be written by who stores it."""
+        runs = self._forms[group].runs
+        pieces = [[self._piece(self._sources, run, block) for run in runs] for block in blocks]
+        return StagedInPlace(pieces)
 
     def lend(self, group: int, blocks: Sequence[int]) -> StagedInPlace[memoryview]:
         """See `BlockStaging.lend`."""
         form = self._forms[group]
         copies = [
-            (self._piece(source, block), self._piece(target, block))
+            (self._piece(self._sources, source, block), self._piece(self._views, target, block))
             for block in blocks
             for source, target in form.replicas
         ]
-        return StagedInPlace([self._pieces(form.runs, block) for block in blocks], copies)
+        pieces = [[self._piece(self._views, run, block) for run in form.runs] for block in blocks]
+        return StagedInPlace(pieces, copies)
 
-    def _pieces(self, runs: Sequence[BlockBytes], block: int) -> list[memoryview]:
-        return [self._piece(run, block) for run in runs]
-
-    def _piece(self, run: BlockBytes, block: int) -> memoryview:
+    @staticmethod
+    def _piece(views: Sequence[Sequence[memoryview]], run: BlockBytes, block: int) -> memoryview:
         start = run.offset + block * run.stride
-        return self._views[run.rank][run.region][start : start + run.length]
+        return views[run.rank][run.region][start : start + run.length]
 
 
 class DeviceBlockStaging:

@@ -208,7 +208,11 @@ class StoreCalls:
     def __init__(self, store: Store) -> None:
         self.plugin = store
         self.name, able = store.name, store.capabilities
-        if not isinstance(able, StoreCapabilities) or able.max_keys < 1:
+        if not isinstance(self.name, str) or _NAME.fullmatch(self.name) is None:
+            told = f"the name {self.name!r} of a store can't be a metric's label"
+            raise ConfigError("--store", f"{told}: letters, digits and . : @ / - are, 128 at most")
+        right = isinstance(able, StoreCapabilities) and type(able.max_keys) is int
+        if not right or able.max_keys < 1:
             raise ConfigError("--store", f"{self.name} declares no valid capabilities: {able!r}")
         self.capabilities = able
         self.errors = dict.fromkeys(CALLS, 0)
@@ -321,7 +325,7 @@ class StoreCalls:
     def note(self, call: str, error: BaseException, keys: Sequence[bytes] = ()) -> str:
         """Count and log what went wrong; returns it as text."""
         about = f" of {len(keys)} keys, first {keys[0].hex()}" if keys else ""
-        text = as_written(f"{call}{about} at {self.name} failed: {type(error).__name__}: {error}")
+        text = as_written(f"{call}{about} at {self.name} failed: {_told(error)}")
         self.errors[call] += 1
         if (now := time.monotonic()) >= self._warn_at[call]:
             self._warn_at[call] = now + WARN_S
@@ -339,19 +343,31 @@ class StoreCalls:
         cancelled: Callable[[], bool] = lambda: False,
     ) -> Job[T]:
         began = time.monotonic()
+        done = Future[None]()  # ours: what the loop asks of a plug-in's could raise, too
+        # A plug-in's sys.exit() must not end our thread either, nor its GeneratorExit this job.
         try:
             future = begin()
             if not isinstance(future, Future):
                 raise TypeError(f"it returned {type(future).__name__}, not a Future")
-            yield future
-            self._seconds[call].observe(time.monotonic() - began)
+            future.add_done_callback(lambda _: done.set_result(None))
+        except BaseException as error:
+            raise StoreError(self.note(call, error, keys)) from error
+        yield done
+        self._seconds[call].observe(time.monotonic() - began)
+        try:
             return check(future.result())
-        except GeneratorExit:
-            raise
-        except BaseException as error:  # a plug-in's sys.exit() must not end our thread either
+        except BaseException as error:
             if isinstance(error, CancelledError) and cancelled():
                 raise StoreError("cancelled") from error
             raise StoreError(self.note(call, error, keys)) from error
+
+
+def _told(error: BaseException) -> str:
+    """Kind and text of what a plug-in raised, whose text may be no better than its calls."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except BaseException as worse:
+        return f"{type(error).__name__}, whose text raises {type(worse).__name__}"
 
 
 def _answers(answers: Sequence[object], keys: Sequence[bytes]) -> tuple[bool, ...]:
@@ -461,6 +477,7 @@ class StoreStatus:
         )
 
 
+_NAME = re.compile(r"[\w.:@/ -]{1,128}")
 _METRIC, _LABEL = re.compile("[a-z][a-z0-9_]{0,63}"), re.compile(r"[\w.-]{1,64}", re.ASCII)
 
 

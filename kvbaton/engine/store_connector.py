@@ -16,6 +16,7 @@ This decides and does no I/O, nor does `store_saves.py`, which decides what is s
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
@@ -42,6 +43,12 @@ from kvbaton.engine.store_worker import (
 from kvbaton.errors import StoreError
 from kvbaton.messages.engine import HistogramCounts, Output
 
+logger = logging.getLogger(__name__)
+
+LATE_S = 60.0
+"""A node with a quarter of its blocks in loads that are late by more is unhealthy, as one with so
+many in quarantine is: what the store may still write can't be taken from it but by a restart."""
+UNHEALTHY_SHARE = 4
 RETRY_S = 5.0
 """For so long nobody tries to load an object that was bad or late."""
 
@@ -118,6 +125,7 @@ class StoreConnector(KVConnector):
         self._probe: _Probe | None = None
         self._counts: Counter[str] = Counter()
         self._load_seconds = 0.0
+        self._starved = False
         self._saves = StoreSaves(scheduler, worker, ttl_s)
 
     # --- lookups ---
@@ -442,10 +450,28 @@ class StoreConnector(KVConnector):
     def histograms(self) -> dict[str, HistogramCounts]:
         return self.worker.calls.histograms()
 
+    def _is_starved(self) -> bool:
+        """Whether loads that the store owes hold so many blocks that the node is of no more use."""
+        until, usable = self._clock() - LATE_S, self._blocks.pool.usable
+        held = sum(
+            len(span.blocks)
+            for load in self._loads
+            if load.over and load.deadline <= until
+            for spans in load.load.spans
+            for span in spans
+        )
+        starved = held * UNHEALTHY_SHARE >= usable
+        if starved and not self._starved:
+            told = "unhealthy: %d of %d blocks are in loads that %s owes for more than %g s"
+            logger.error(told, held, usable, self.worker.name, LATE_S)
+        self._starved = starved
+        return starved
+
     @override
     def gauges(self) -> dict[str, float]:
         label = f'{{store="{self.worker.name}"}}'
         return {
+            "kvbaton_unhealthy": float(self._is_starved()),
             f"kvbaton_store_lookups_live{label}": float(len(self._lookups)),
             f"kvbaton_store_loads_live{label}": float(len(self._loads)),
             f"kvbaton_store_saves_queued{label}": float(self._saves.num_blocks),

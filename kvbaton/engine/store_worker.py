@@ -221,15 +221,17 @@ class StoreWorker:
         opened: Future[None] = Future()
         self._opened, self._ready = opened, Future[None]()
         self._thread.start()
+        step, limit = opened, OPEN_S
         try:
-            opened.result(OPEN_S)
-            self._ready.result(REGISTER_S)
+            opened.result(limit)
+            step, limit = self._ready, REGISTER_S
+            step.result(limit)
         except ConfigError:
             raise
-        except TimeoutError as error:
-            text = f"{self.name} was not open within {OPEN_S:g} s"
-            raise ConfigError("--store", text) from error
         except BaseException as error:
+            if not step.done():  # a store's own TimeoutError is told as what it is
+                text = f"{self.name} was not open within {limit:g} s"
+                raise ConfigError("--store", text) from error
             told = "" if isinstance(error, StoreError) else f"{type(error).__name__}: "
             text = f"can't open {self.name}: {told}{error}"
             shown = as_written(text)
@@ -443,7 +445,7 @@ class StoreWorker:
         for future in self._loads.get(order, ()):
             try:
                 future.cancel()
-            except Exception as error:
+            except BaseException as error:
                 self.calls.note("load", error)
 
     def _load_some(self, order: LoadBlocks, run: BlockRun) -> Job[tuple[list[bool], list[bytes]]]:
@@ -552,9 +554,14 @@ class StoreWorker:
     # --- what is forgotten ---
 
     def _forget(self, keys: Sequence[bytes]) -> None:
-        """The store tells that objects are gone, in any thread."""
+        """The store tells that objects are gone, in any thread.
+
+        Raises:
+            TypeError: what it tells are no keys; it comes where the store has called.
+        """
+        gone = [bytes(memoryview(key)) for key in keys]
         first = not self._forgotten
-        self._forgotten.extend(keys)
+        self._forgotten.extend(gone)
         if first:
             self._loop.post(self._tell_forgotten)
 

@@ -110,6 +110,8 @@ class RoutingPolicy:
     def __post_init__(self) -> None:
         if not 0 <= self.retry_budget < math.inf:
             raise ConfigError("--retry-budget", f"{self.retry_budget} is no number from 0 on")
+        if self.min_handover_tokens < 0:
+            raise ConfigError("--min-handover-tokens", f"{self.min_handover_tokens} is negative")
         for name, objective in (
             ("--ttft-slo", self.ttft_slo),
             ("--itl-slo", self.itl_slo),

@@ -105,8 +105,10 @@ def _inline(url: str, room: _Room) -> bytes:
     if not comma or not _is_image(kind):
         raise RequestError("a data: url must be data:image/...;base64,... with an image type")
     try:
-        if "base64" in parameters:
-            data = base64.b64decode(unquote_to_bytes(body), validate=True)
+        if any(parameter.strip().lower() == "base64" for parameter in parameters):
+            # Lines as many encoders write them; a space is a + that some form has decoded.
+            written = unquote_to_bytes(body).translate(None, b"\r\n")
+            data = base64.b64decode(written, validate=True)
         else:
             data = unquote_to_bytes(body)
     except binascii.Error as error:

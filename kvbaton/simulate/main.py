@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvbaton.bench.report import median, new_figure, percentile, publish
+from kvbaton.bench.report import median, new_figure, percentile, publish, writing
 from kvbaton.config import flag
 from kvbaton.errors import ConfigError
 from kvbaton.router.config import RoutingPolicy
@@ -85,6 +85,8 @@ class SimulateConfig:
         for name, value in (("--rate", self.rate), ("--seconds", self.seconds)):
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(name, f"{value} is not positive")
+        if self.begin < 0:
+            raise ConfigError("--begin", f"{self.begin} is negative")
         if min(self.seeds, default=0) < 0:
             raise ConfigError("--seed", f"{min(self.seeds)} is negative")
         if self.goodput is not None and not 0 < self.goodput <= 1:
@@ -111,6 +113,11 @@ class SimulateConfig:
         if not found:
             raise ConfigError("--seconds", "no request comes in that time")
         return found
+
+    def arrival_seconds(self, trace: Sequence[TraceRequest]) -> float:
+        """How long requests come: a recorded trace may end before its time."""
+        last = max(request.at for request in trace if request.after is None)
+        return self.seconds if self.trace in GENERATORS or not last else min(self.seconds, last)
 
     def routing(self, policy: str) -> RoutingPolicy:
         """As a router would be told."""
@@ -149,10 +156,11 @@ def summary(done: ServiceReport, config: SimulateConfig) -> dict[str, float]:
         if d.itl_s is not None and d.observed_itl_s
     ]
     prompts = sum(o.request.prompt_tokens for o in outcomes)
+    seconds = config.arrival_seconds([o.request for o in outcomes])
     return {
         "requests": len(outcomes),
         "good": good / len(outcomes),
-        "good/s": good / max(config.seconds, max(o.begin for o in outcomes)),
+        "good/s": good / max(seconds, max(o.begin for o in outcomes)),
         "ttft p50": percentile(ttfts, 50),
         "p90": percentile(ttfts, 90),
         "p99": percentile(ttfts, 99),
@@ -197,7 +205,7 @@ def highest_rate(config: SimulateConfig, spec: str, model: EngineModel) -> float
         else:
             high = speed
         speed = 2 * low if high == math.inf else (low + high) / 2
-    return low * (config.rate or count / len(traces) / config.seconds)
+    return low * (config.rate or count / sum(map(config.arrival_seconds, traces.values())))
 
 
 def measure(
@@ -265,6 +273,8 @@ def advice(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         verdict = "pays" if gain > 0.01 else "does not pay" if gain < -0.01 else "changes little"
         lines.append(f"fixed prefill and decode nodes: {told(best)} at best, which {verdict}")
     lines.append(f"any role, by cost: {told(any_role)}")
+    if not any(row["good"] for row in rows):
+        return [*lines, "best: none, for no layout serves a request within both objectives"]
     best = max(rows, key=merit)
     policy, _, nodes = best["policy"].partition("@")
     lines.append(f"best: {nodes} with --policy {policy}")
@@ -296,4 +306,5 @@ def draw(
             axes.axvline(slo, color="black", linestyle="--", linewidth=1)
     ttft.legend()
     figure.suptitle(config.trace)
-    figure.savefig(path, dpi=120)
+    with writing("--plot"):
+        figure.savefig(path, dpi=120)

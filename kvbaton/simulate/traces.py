@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 
 from kvbaton.errors import ConfigError
@@ -68,20 +68,27 @@ def read_trace(path: Path) -> list[TraceRequest]:
         ConfigError: it is neither; names the line.
     """
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("--trace", f"{path} can't be read: {error}") from error
     reader = _mooncake if text.lstrip().startswith("{") else _azure
     requests = reader(path, text)
     if not requests:
         raise ConfigError("--trace", f"{path} has no requests")
-    return sorted(requests, key=lambda request: request.at)
+    requests.sort(key=lambda request: request.at)
+    begin = requests[0].at
+    return [replace(request, at=request.at - begin) for request in requests]
 
 
 def _mooncake(path: Path, text: str) -> list[TraceRequest]:
     """``timestamp`` (ms), ``input_length``, ``output_length``, ``hash_ids`` per line."""
     requests: list[TraceRequest] = []
     unique = 1 << 30  # outputs, and prompts' ends, are of nobody else
+    contents: dict[int, int] = {}  # of hashes, which may be any numbers
+
+    def content(name: int) -> int:
+        return FIRST_CONTENT + contents.setdefault(name, len(contents))
+
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip():
             continue
@@ -94,10 +101,10 @@ def _mooncake(path: Path, text: str) -> list[TraceRequest]:
         whole = length // MOONCAKE_BLOCK
         if length < 1 or not math.isfinite(at) or len(hashes) < whole:
             raise _malformed(path, number, ValueError(f"{len(hashes)} hashes, {length} tokens"))
-        pieces = [(FIRST_CONTENT + name, MOONCAKE_BLOCK) for name in hashes[:whole]]
+        pieces = [(content(name), MOONCAKE_BLOCK) for name in hashes[:whole]]
         if rest := length - whole * MOONCAKE_BLOCK:
-            name = FIRST_CONTENT + hashes[whole] if len(hashes) > whole else unique + 2 * number
-            pieces.append((name, rest))
+            end = content(hashes[whole]) if len(hashes) > whole else unique + 2 * number
+            pieces.append((end, rest))
         requests.append(TraceRequest(at, tuple(pieces), out, unique + 2 * number + 1))
     return requests
 
@@ -106,19 +113,23 @@ def _azure(path: Path, text: str) -> list[TraceRequest]:
     """``TIMESTAMP,ContextTokens,GeneratedTokens``; nothing is known of what prompts share."""
     requests: list[TraceRequest] = []
     first: datetime | None = None
-    for number, row in enumerate(csv.DictReader(text.splitlines()), start=2):
+    rows = csv.DictReader(text.splitlines())
+    while True:
         try:
-            # Seven digits of a second are one more than Python takes.
-            stamp = datetime.fromisoformat(row["TIMESTAMP"].strip()[:26])
+            if (row := next(rows, None)) is None:
+                return requests
+            stamp = datetime.fromisoformat(row["TIMESTAMP"].strip())
+            stamp = stamp.replace(tzinfo=stamp.tzinfo or UTC)
             length, out = int(row["ContextTokens"]), int(row["GeneratedTokens"])
+        except csv.Error as error:  # the line was not counted
+            raise _malformed(path, rows.line_num + 1, error) from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise _malformed(path, number, error) from error
+            raise _malformed(path, rows.line_num, error) from error
         first = first or stamp
-        content = FIRST_CONTENT + 2 * number
+        content = FIRST_CONTENT + 2 * rows.line_num
         pieces = ((content, max(1, length)),)
         seconds = (stamp - first).total_seconds()
         requests.append(TraceRequest(seconds, pieces, max(1, out), content + 1))
-    return requests
 
 
 def _malformed(path: Path, line: int, error: Exception) -> ConfigError:

@@ -74,13 +74,16 @@ class StructuredOutputs(Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if self.json is not None:
             return self._of_schema(self.json, f"{field}.json")
         if self.regex is not None:
+            if (len(self.regex) - len(self.regex.rstrip("\\"))) % 2:
+                raise RequestError("ends with a lone backslash", param=f"{field}.regex")
             pattern = library(f"{field}.regex").regex_to_lark(self.regex, use_ascii="d")
             return {"lark_grammar": f"start: /{pattern}/"}
         if self.choice is not None:
             if not self.choice or "" in self.choice:
                 raise RequestError("needs texts that are not empty", param=f"{field}.choice")
             texts = " | ".join(quoted(text) for text in self.choice)
-            return {"lark_grammar": f"start: {texts}"}
+            # One terminal: of a rule's alternatives the parser takes 2,000 at most.
+            return {"lark_grammar": f"start: CHOICE\nCHOICE: {texts}"}
         if self.grammar is not None:
             return {"lark_grammar": _lark(self.grammar, f"{field}.grammar")}
         return self._of_schema({"type": "object"}, field)
@@ -177,7 +180,21 @@ def _error(llguidance: Any, grammar: str) -> str:
     """What is wrong with a grammar; empty if nothing is."""
     limits = llguidance.LLParserLimits(verbose_errors=False)
     is_wrong, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, limits=limits)
-    return "; ".join(messages) if is_wrong else ""
+    if is_wrong:
+        return "; ".join(messages)
+    # One that only leads to itself is no mistake by its form: no first byte fits it.
+    matcher = llguidance.LLMatcher(_bytes_alone(llguidance), grammar, log_level=0, limits=limits)
+    if not matcher.is_error():  # as with special tokens, which only the model's vocabulary has
+        matcher.compute_bitmask()
+        if error := matcher.get_error():
+            return "no text fits it" if error.startswith("NoExtensionBias") else error
+    return ""
+
+
+@lru_cache(maxsize=1)
+def _bytes_alone(llguidance: Any) -> Any:
+    """A vocabulary of single bytes."""
+    return llguidance.LLTokenizer("byte")
 
 
 def _lark(text: str, field: str) -> str:

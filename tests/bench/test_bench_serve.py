@@ -104,6 +104,26 @@ def test_an_address_where_nobody_serves_is_named(capsys: pytest.CaptureFixture[s
     assert line.startswith("kvbaton: error: --url: can't tell what http://127.0.0.1:9 serves")
 
 
+@pytest.mark.parametrize(
+    ("words", "wrong"),
+    [
+        (["--requests", "0"], "--requests: must be at least 1, not 0"),
+        (["--concurrency", "0", "--rate", "1"], "--concurrency: must be at least 1, not 0"),
+        (["--rate", "0"], "--rate: must be positive, not 0.0"),
+        (["--input-len", "-1"], "--input-len: must be at least 1, not -1"),
+        (["--output-len", "0"], "--output-len: must be at least 1, not 0"),
+        (["--vocab-size", "-7"], "--vocab-size: must be at least 1, not -7"),
+        (["--url", "localhost:8000"], "--url: must begin with http:// or https://"),
+    ],
+)
+def test_a_load_that_is_none_is_refused(
+    words: list[str], wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Some were tables of NaN, one a traceback, one never ended."""
+    assert main(["bench", "serve", "--url", "http://127.0.0.1:9", *words]) == 2
+    assert f"error: {wrong}" in capsys.readouterr().err
+
+
 async def test_tokens_are_those_of_the_answer(endpoint: Endpoint) -> None:
     load = ServeLoad(url=endpoint.url, requests=3, input_len=2, output_len=3)
     shots, _ = await measure(load)

@@ -34,6 +34,12 @@ def test_blocks_that_do_not_fit_are_refused(capsys: pytest.CaptureFixture[str]) 
     assert "--block-bytes" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["--bytes", "--repeats"])
+def test_nothing_to_measure_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "transfer", "--transports", "tcp", name, "0"]) == 2
+    assert f"error: {name}: must be at least 1, not 0" in capsys.readouterr().err
+
+
 def test_wrong_bytes_are_noticed() -> None:
     load = transfer.TransferLoad(transports=("tcp",), block_bytes=(8192,), num_bytes=65536)
     source = np.arange(65536, dtype=np.uint8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import urllib.request
 from collections.abc import Iterator
+from datetime import datetime, timedelta
 from typing import Any, cast
 
 import pytest
@@ -146,6 +147,10 @@ def test_claims(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
         assert wait(theirs.claim(KEYS)) == [False, False]
         assert save(one, {KEYS[0]: OBJECTS[KEYS[0]]}) == [True]
         assert wait(theirs.claim(KEYS)) == [False, False], "one is there, one is claimed"
+        with monkeypatch.context() as patch:
+            clock = type("Clock", (), {"now": lambda zone: datetime.now(zone) - timedelta(hours=1)})
+            patch.setattr("kvbaton.connectors.stores.s3.datetime", clock)
+            assert wait(theirs.claim(KEYS)) == [False, True], "the clock was set back since"
         monkeypatch.setattr("kvbaton.connectors.stores.s3.CLAIM_S", -1.0)
         assert wait(theirs.claim(KEYS)) == [False, True], "of one who died, it is void"
         (new,) = make_objects(1, 10, 22)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -82,7 +84,76 @@ def store(backend: Gated) -> Iterator[ThreadedStore]:
 
 def test_threads_are_needed(backend: Gated) -> None:
     with pytest.raises(ConfigError, match="threads: must be at least 1, not 0"):
-        ThreadedStore("gated", backend, threads=0).open()
+        ThreadedStore("gated", backend, threads=0)
+
+
+class Unfinished:
+    """As far as its author got."""
+
+    capabilities = StoreCapabilities(persistent=True, shared=True, pins=False)
+
+    def open(self) -> None:
+        """Nothing to do."""
+
+
+class Declares(Gated):
+    capabilities = StoreCapabilities(persistent=True, shared=True, pins=False, claims=True)
+
+
+class Undeclared(Gated):
+    def __init__(self) -> None:
+        super().__init__()
+        self.capabilities: Any = {"pins": False}
+
+
+@pytest.mark.parametrize(
+    ("backend", "told"),
+    [
+        (None, "box's back end, a NoneType, is not a Backend: it lacks capabilities, close"),
+        (Unfinished(), "lacks close, contains, get, health, put, remove, usage"),
+        (Gated, "box's back end is the class Gated, not an object of it"),
+        (Declares(), "box's back end, a Declares, declares claims, but lacks claim"),
+        (Undeclared(), "a Undeclared, declares no valid capabilities: {'pins': False}"),
+    ],
+)
+def test_what_is_no_back_end_is_told(backend: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        ThreadedStore("box", backend)
+
+
+@pytest.mark.parametrize("started", [0, 1])
+def test_threads_that_can_not_be_started(
+    store: ThreadedStore, backend: Gated, started: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a call that was refused no target is touched; with one thread it takes longer."""
+    objects = make_objects(6)
+    assert save(store, objects) == [True] * 6
+    first, start = next(iter(objects)), threading.Thread.start
+    targets = [bytearray(len(data)) for data in objects.values()]
+    left = [started]
+
+    def begin(thread: threading.Thread) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", begin)
+    backend.held.add(first)
+    if not started:
+        with pytest.raises(RuntimeError):
+            store.load([*objects], [[memoryview(target)] for target in targets])
+        monkeypatch.undo()
+        backend.held.clear()
+        assert read(store, {first: objects[first]}) == [objects[first]]
+        assert not any(map(any, targets))
+        return
+    done = store.load([*objects], [[memoryview(target)] for target in targets])
+    assert backend.entered.acquire(timeout=30)
+    assert not done.done()
+    backend.go_on.set()
+    assert wait(done) == [True] * 6
+    assert targets == [*objects.values()]
 
 
 def test_objects_go_in_and_out(store: ThreadedStore) -> None:

@@ -151,6 +151,11 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
         ({"response_format": 5}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"structured_outputs": {"grammar": "start: start"}}, "structured_outputs"),
         ({"structured_outputs": {"jsn": {}}}, "structured_outputs"),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),

@@ -163,6 +163,21 @@ async def test_inline_images(vision: VisionText, kind: str) -> None:
     assert item == Item(start=0, length=18, digest=vision.digest(data), grid=(1, 6, 12), data=data)
 
 
+@pytest.mark.parametrize("head", ["data:image/png;BASE64,", "DATA:image/png; base64,"])
+async def test_base64_as_it_is_written_elsewhere(vision: VisionText, head: str) -> None:
+    """Lines of 76 characters, and any letters."""
+    data = picture(48, 24)
+    url = head + base64.encodebytes(data).decode().replace("\n", "\r\n")
+    (item,) = await load_images([ImageUrl(url, "here")], vision, MediaConfig())
+    assert item.data == data
+
+
+async def test_what_is_no_image_tells_nothing_of_our_memory(vision: VisionText) -> None:
+    why = await refused(inline(b"hello"), vision, MediaConfig())
+    assert why.endswith(": it is none of these")
+    assert " at 0x" not in why
+
+
 @pytest.mark.parametrize(
     ("url", "why"),
     [

@@ -290,14 +290,74 @@ def test_azures_format(tmp_path: Path) -> None:
     assert token_ids(first.pieces)[0] != token_ids(second.pieces)[0]
 
 
+def test_azures_whole_seconds_and_zones(tmp_path: Path) -> None:
+    """As of 2024; a whole second is written without a fraction, and lines are in no order."""
+    path = tmp_path / "trace.csv"
+    path.write_text(
+        "\ufeffTIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2024-05-10 00:00:01.500000+00:00,3,1\n"
+        "2024-05-10 00:00:01+00:00,2,1\n"
+        "2024-05-10 00:00:00.009930+00:00,1,1\n",
+        encoding="utf-8",
+    )
+    trace = read_trace(path)
+    assert [request.prompt_tokens for request in trace] == [1, 2, 3]
+    assert [request.at for request in trace] == pytest.approx([0.0, 0.99007, 1.49007])
+
+
+def test_a_trace_of_any_begin_and_hashes(tmp_path: Path) -> None:
+    """Times since 1970, and hashes of 64 bits."""
+    path, begin, hashes = tmp_path / "trace.jsonl", 1_700_000_000_000, [-1, 2**63]
+    row = {"input_length": 1024, "output_length": 5, "hash_ids": hashes}
+    path.write_text("\n".join(json.dumps({"timestamp": begin + t, **row}) for t in (0, 250)))
+    first, second = read_trace(path)
+    assert (first.at, second.at) == (0.0, 0.25)
+    assert first.pieces == second.pieces
+    assert len({*token_ids(first.pieces)} - {END_TOKEN}) == 2
+    assert main(["simulate", "--trace", str(path), "--nodes", "1D"]) == 0
+
+
+def test_rates_are_of_the_time_that_a_trace_takes(tmp_path: Path) -> None:
+    """Ten a second for five seconds are not five a second for ten."""
+    path, out = tmp_path / "trace.jsonl", tmp_path / "out.json"
+    row = {"input_length": 100, "output_length": 2}
+    lines = ({"timestamp": 100 * i, **row, "hash_ids": [i]} for i in range(51))
+    path.write_text("\n".join(map(json.dumps, lines)))
+    words = ["--trace", str(path), "--nodes", "1D", "--ttft-slo", "1e6", "--goodput", "0.9"]
+    assert main(["simulate", *words, "--out", str(out)]) == 0
+    text = out.read_text()
+    (row,) = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))["rows"]
+    assert row["good/s"] == pytest.approx(10, rel=0.1)
+    assert row["highest rate"] == "inf"
+    config = SimulateConfig(trace=str(path), nodes="1D", ttft_slo=1000.0, goodput=0.9)
+    slow = replace(EVEN, costs=tuple(40 * cost for cost in EVEN.costs))
+    found = highest_rate(config, "least-loaded", slow)
+    assert found == pytest.approx(
+        highest_rate(replace(config, rate=10.0), "least-loaded", slow), rel=0.1
+    )
+
+
+@pytest.mark.parametrize("flag", ["--out", "--plot"])
+def test_a_result_that_can_not_be_written_is_named(
+    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder := tmp_path / "x.png").mkdir()
+    words = ["--trace", "code", "--rate", "2", "--seconds", "2"]
+    assert main(["simulate", *words, flag, str(folder)]) == 2
+    assert f"error: {flag}: can't be written: " in capsys.readouterr().err
+
+
 ENDLESS = '{"timestamp": 0, "input_length": 1e999, "output_length": 1, "hash_ids": [1]}'
 
 
-@pytest.mark.parametrize("line", ["{}", '{"timestamp": 1}', "[", "a,b\n1,2", ENDLESS])
+WIDE = f"TIMESTAMP,ContextTokens\n2023-11-16 18:17:03,{'1' * 200_000}"
+
+
+@pytest.mark.parametrize("line", ["{}", '{"timestamp": 1}', "[", "a,b\n1,2", ENDLESS, WIDE])
 def test_a_malformed_trace_is_named(line: str, tmp_path: Path) -> None:
     good = {"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1]}
     path = tmp_path / "bad"
-    path.write_text(line if line.startswith("a,") else f"{json.dumps(good)}\n{line}")
+    path.write_text(line if line[0] in "aT" else f"{json.dumps(good)}\n{line}")
     with pytest.raises(ConfigError, match=r"bad:2 is neither Mooncake's"):
         read_trace(path)
 
@@ -396,6 +456,8 @@ def test_advice_says_what_pays() -> None:
     assert "2P1D 70.0% at best, which pays" in second
     assert "3A 70.0%" in third
     assert last == "best: 3A with --policy cost"
+    nothing = [{**row, "good": 0.0, "ttft p50": math.nan} for row in rows]
+    assert advice(nothing)[-1].startswith("best: none, for no layout serves a request")
     rows[2]["good"] = 0.3
     assert "1P2D 40.0% at best, which does not pay" in advice(rows)[1]
 
@@ -411,6 +473,11 @@ def test_advice_says_what_pays() -> None:
         (["--trace", "chat", "--rate", "1", "--ttft-slo", "nan"], "--ttft-slo"),
         (["--trace", "chat", "--rate", "1", "--seed", "0", "-1"], "--seed"),
         (["--trace", "chat", "--rate", "1", "--plot", "a.doc"], "--plot"),
+        (["--trace", "chat", "--rate", "1", "--begin", "-1"], "--begin"),
+        (
+            ["--trace", "chat", "--rate", "1", "--min-handover-tokens", "-1"],
+            "--min-handover-tokens",
+        ),
     ],
 )
 def test_wrong_settings_are_named(

@@ -70,6 +70,22 @@ class ShortStore(Sound):
         return outer
 
 
+class WritesSources(Sound):
+    """Encrypts what it is given in place, say."""
+
+    def store(
+        self,
+        keys: Sequence[bytes],
+        sources: Sequence[Pieces],
+        *,
+        hints: Sequence[Hints] | None = None,
+    ) -> Any:
+        for _, *pieces in sources:
+            for piece in pieces:
+                piece[:] = bytes(len(piece))
+        return super().store(keys, sources)
+
+
 class NoFuture(Sound):
     """Answers lookups at once."""
 
@@ -89,6 +105,71 @@ class ExitsInLoad(Sound):
 
     def load(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> Any:
         sys.exit("out of luck")
+
+
+class NoAnswer(Exception):
+    """Its text is no better than the call that raises it."""
+
+    def __str__(self) -> str:
+        raise AttributeError("code")
+
+
+class GeneratorExitInLoad(Sound):
+    """What a generator of its client's raises while it is being closed."""
+
+    def load(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> Any:
+        done = Future[list[bool]]()
+        done.set_exception(GeneratorExit())
+        return done
+
+
+class NoTextInLookup(Sound):
+    def lookup(
+        self, keys: Sequence[bytes], *, pin: bool = False, prefix: bool = False
+    ) -> Future[Found]:
+        raise NoAnswer
+
+
+class NoTextInUsage(Sound):
+    def usage(self) -> Usage:
+        raise NoAnswer
+
+
+class OddFuture(Future[list[bool]]):
+    """Overrides what it should leave alone."""
+
+    def done(self) -> bool:
+        sys.exit("a bug")
+
+    def cancel(self) -> bool:
+        sys.exit("a bug")
+
+
+class OddFutureOfLoad(Sound):
+    """One that is never done, and can't be cancelled."""
+
+    def load(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> Any:
+        return OddFuture()
+
+
+class ForgetsWhatIsNoKey(Sound):
+    """Tells of what it has forgotten as its client gives it."""
+
+    on_forget: Any = None
+
+    def load(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> Any:
+        self.on_forget([key.hex() for key in keys])
+        return super().load(keys, targets)
+
+
+class ForgetsMutableKeys(Sound):
+    """Bytes all the same, in another type."""
+
+    on_forget: Any = None
+
+    def load(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> Any:
+        self.on_forget([bytearray(key) for key in keys])
+        return super().load(keys, targets)
 
 
 class RaisesInUsage(Sound):
@@ -148,6 +229,31 @@ class NoKeys(Sound):
         self.capabilities = StoreCapabilities(True, True, False, max_keys=0)
 
 
+class OwnName(Sound):
+    """Tells more of itself than it was named."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f'{name} "shelf"')
+
+
+class NoName(Sound):
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name: Any = None
+
+
+class RoundKeys(Sound):
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        keys: Any = 16.0
+        self.capabilities = StoreCapabilities(True, True, False, max_keys=keys)
+
+
+class OpenTimesOut(Sound):
+    def open(self) -> None:
+        raise TimeoutError("no answer from 10.0.0.7:6379")
+
+
 class OpenRaises(Sound):
     def open(self) -> None:
         raise TypeError("'str' and 'int' can't be compared")
@@ -163,9 +269,16 @@ BUGS = (
     ShortContains,
     ShortLoad,
     ShortStore,
+    WritesSources,
     NoFuture,
     RaisesInLookup,
     ExitsInLoad,
+    GeneratorExitInLoad,
+    NoTextInLookup,
+    NoTextInUsage,
+    OddFutureOfLoad,
+    ForgetsWhatIsNoKey,
+    ForgetsMutableKeys,
     RaisesInUsage,
     RaisesInHealth,
     SlowUsage,

@@ -180,6 +180,31 @@ def test_a_store_that_hangs_holds_nobody_up(
     rest(node)
 
 
+def test_a_store_that_owes_too_many_blocks_makes_the_node_unhealthy(
+    nodes: Nodes,
+    expected: Expected,
+    spec: str,
+    box: Box,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """They can't be taken from it, so what does not fit beside them would wait for ever."""
+    monkeypatch.setattr(store_connector, "LATE_S", 1.0)
+    node = nodes.start(spec, store_load_timeout=0.2, num_blocks=33, max_model_len=128)
+    prompt = prompt_of(100)
+    fill(node, [prompt])
+    with box.held("load"):
+        call = node.generate(prompt)
+        until(lambda: count(node, "store_loads", outcome="late") == 1, "its deadline")
+        assert node.gauges()["kvbaton_unhealthy"] == 0
+        until(lambda: node.gauges()["kvbaton_unhealthy"] == 1, "what /live tells")
+        assert not call.over()
+    assert "25 of 32 blocks are in loads that HeldStore owes for more than 1 s" in caplog.text
+    assert call.result() == expected(prompt)
+    until(lambda: node.gauges()["kvbaton_unhealthy"] == 0, "the end of it")
+    rest(node)
+
+
 def test_a_late_load_can_not_spoil_what_others_compute(
     nodes: Nodes, expected: Expected, box: Box
 ) -> None:

@@ -381,7 +381,8 @@ class EntryClaims:
 
     def _is_void(self, path: str) -> bool:
         try:
-            return time.time() - os.stat(path).st_mtime > CLAIM_S
+            # Or as far ahead: the clock was set back since.
+            return abs(time.time() - os.stat(path).st_mtime) > CLAIM_S
         except FileNotFoundError:
             return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -117,6 +118,29 @@ class NamespacedBackend(Protocol):
         ...
 
 
+_DECLARED = {"prefix": PrefixBackend, "claims": ClaimingBackend, "namespaces": NamespacedBackend}
+"""What a `Backend` has besides, by the capability that says so."""
+
+
+def _check_backend(name: str, backend: object) -> None:
+    if inspect.isclass(backend):
+        what = f"the class {backend.__name__}, not an object of it"
+        raise ConfigError("--store", f"{name}'s back end is {what}")
+    told = f"{name}'s back end, a {type(backend).__name__},"
+    if missing := _lacks(backend, Backend):
+        raise ConfigError("--store", f"{told} is not a Backend: it lacks {missing}")
+    able = getattr(backend, "capabilities", None)
+    if not isinstance(able, StoreCapabilities):
+        raise ConfigError("--store", f"{told} declares no valid capabilities: {able!r}")
+    for capability, protocol in _DECLARED.items():
+        if getattr(able, capability) and (missing := _lacks(backend, protocol)):
+            raise ConfigError("--store", f"{told} declares {capability}, but lacks {missing}")
+
+
+def _lacks(thing: object, protocol: type) -> str:
+    return ", ".join(n for n in dir(protocol) if n[0] != "_" and not hasattr(thing, n))
+
+
 def usage_by_namespace(found: Iterable[tuple[str, str, int]]) -> dict[str, Usage]:
     """What is kept by namespace, of each object's namespace, tenant and bytes."""
     objects, held = Counter[str](), Counter[str]()
@@ -174,9 +198,15 @@ class ThreadedStore:
         backend: does the work.
         threads: objects, or calls of a `BatchBackend`, that load at the same time, and as many that
             store.
+
+    Raises:
+        ConfigError: there are no threads, or `backend` is no `Backend`.
     """
 
     def __init__(self, name: str, backend: Backend, *, threads: int = 4) -> None:
+        if threads < 1:
+            raise ConfigError("threads", f"must be at least 1, not {threads}")
+        _check_backend(name, backend)
         self.name = name
         self.capabilities = backend.capabilities
         self.backend = backend
@@ -186,8 +216,6 @@ class ThreadedStore:
 
     def open(self) -> None:
         """See `Store.open`."""
-        if self._threads < 1:
-            raise ConfigError("threads", f"must be at least 1, not {self._threads}")
         self.backend.open()
         for job, threads in (("lookup", 1), ("load", self._threads), ("store", self._threads)):
             self._pools[job] = ThreadPoolExecutor(threads, f"{self.name}-{job}")
@@ -349,7 +377,16 @@ class Moves(Future[list[bool]]):
                     raise ValueError(f"the back end answered for {len(answers)} of {asked} objects")
                 self._answers[share] = answers
 
-        self._workers = [pool.submit(work) for _ in range(count)]
+        self._workers = list[Future[None]]()
+        for _ in range(count):
+            try:
+                self._workers.append(pool.submit(work))
+            except RuntimeError:  # no thread could be started, though one may run this all the same
+                if not self._workers:
+                    self._waiting.clear()  # then it finds nothing: the buffers are the caller's
+                    raise
+                self._left = len(self._workers)
+                break
 
         def ended(worker: Future[None]) -> None:
             error = None if worker.cancelled() else worker.exception()
