@@ -25,6 +25,7 @@ from kvbaton.engine.frontends import CachedBlockSource, FrontendServer
 from kvbaton.engine.kv_cache_manager import GroupSpec
 from kvbaton.engine.kv_connector import Connectors, KVConnector
 from kvbaton.engine.outputs import OutputReceiver
+from kvbaton.engine.prompt_limits import prompt_limits
 from kvbaton.engine.request import Sequence, SequenceState
 from kvbaton.engine.scheduler import Scheduler
 from kvbaton.engine.step import Sampled, StepPlan, StepResult
@@ -38,6 +39,7 @@ from kvbaton.simulate.clock import VirtualLoop
 from kvbaton.simulate.engine_model import EngineModel
 from kvbaton.simulate.handover import SimulatedWires, WirePrefix, WireSource, WireTarget
 from kvbaton.simulate.traces import END_TOKEN, TraceRequest, token_ids
+from kvbaton.types import PromptLimits
 
 VOCABULARY = 1 << 31
 MOST_STEPS = 64
@@ -196,6 +198,9 @@ class ModeledEngine:
             root_key=lambda salt: prompts.root,
             clock=loop.time,
         )
+        self.scheduler.both_sides = role == "any"
+        limits = prompt_limits(self.scheduler)
+        self._limits = PromptLimits(limits.computed) if role == "prefill" else limits
         self.address = f"tcp://{name}:1"
         self.wire_costs = WireCosts()
         wires.engines[self.address] = self
@@ -234,6 +239,7 @@ class ModeledEngine:
             num_blocks=self.model.kv_tokens // self.model.block_size,
             load=self._meter.measure(self._report),
             wires=wires_of(self._report),
+            prompt_limits=self._limits,
         )
 
     def heartbeat(self) -> NodeInfo:

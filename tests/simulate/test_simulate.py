@@ -13,7 +13,7 @@ import pytest
 from kvbaton.cli import main
 from kvbaton.errors import ConfigError
 from kvbaton.router.config import RoutingPolicy
-from kvbaton.router.policies import LeastLoaded
+from kvbaton.router.policies import BUILT_IN, LeastLoaded
 from kvbaton.simulate import engine
 from kvbaton.simulate.engine_model import H200_8B, EngineModel, load_engine
 from kvbaton.simulate.generators import GENERATORS, Conversations, Lengths
@@ -121,6 +121,29 @@ def test_pools_that_are_too_small_preempt_and_still_serve() -> None:
     assert all(o.error is None for o in alone.outcomes)
     assert alone.preemptions > 0
     assert done.leaked == alone.leaked == 0
+
+
+@pytest.mark.parametrize("policy", BUILT_IN)
+def test_a_prompt_that_a_node_of_both_roles_does_not_take_is_computed_once(policy: str) -> None:
+    """Half of its blocks is left to prompts for others."""
+    model = load_engine(kv_tokens=4000)
+    trace = [TraceRequest(1.0 * i, ((10 + i, 2100),), 8, 1000 + i) for i in range(6)]
+    done = serve(trace, "2A", policy, model)
+    assert all(o.error is None for o in done.outcomes)
+    assert all(decision.source is None for decision in done.decisions)
+    assert done.decisions[0].too_large_as_target == ["any-0", "any-1"]
+    alone = serve(trace, "1D", policy, model)
+    computing = [sum(report.busy.values()) * report.seconds for report in (done, alone)]
+    assert computing[0] == pytest.approx(computing[1], rel=0.05)
+    shorter = [replace(request, pieces=((10 + i, 1900),)) for i, request in enumerate(trace)]
+    if policy == "least-loaded":
+        assert all(decision.source for decision in serve(shorter, "2A", policy, model).decisions)
+
+
+def test_a_prompt_that_no_engine_can_take_is_refused() -> None:
+    model = load_engine(kv_tokens=4000)
+    done = serve([TraceRequest(0.0, ((10, 4001),), 8, 1000)], "1P1D", "cost", model)
+    assert "4000 is the most" in (done.outcomes[0].error or "")
 
 
 def test_what_comes_too_late_fails_and_leaves_nothing() -> None:
