@@ -345,6 +345,10 @@ class ModeledEngine:
     def _turn(self) -> None:
         """Carry out what was posted, apply what is over, plan what is next."""
         run, self._run, self._turns = self._run, None, True
+        if run is not None:  # what was posted since has none of the blocks of these steps
+            for sequence in run.sequences:
+                start = sequence.num_scheduled
+                self.scheduler.blocks.extend(sequence.tables, start + run.steps - 1, start=start)
         while self._inbox:
             inbox, self._inbox = self._inbox, []
             for job in inbox:
@@ -436,7 +440,6 @@ class ModeledEngine:
         tokens = [self._prompts.next_token(sequence)] * count
         self._timing(sequence.request.request_id).unsent += tokens
         sequence.tokens += tokens
-        scheduler.blocks.extend(sequence.tables, start + count, start=start)
         sequence.sent = [len(table) for table in sequence.tables]
         sequence.num_scheduled = sequence.num_computed = start + count
         scheduler.totals.generated += count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from contextlib import suppress
@@ -12,11 +13,15 @@ import pytest
 
 from kvbaton.cli import main
 from kvbaton.errors import ConfigError
+from kvbaton.messages.engine import AddRequest, Output, SamplingParams
 from kvbaton.router.config import RoutingPolicy
 from kvbaton.router.policies import BUILT_IN, LeastLoaded
 from kvbaton.simulate import engine
+from kvbaton.simulate.clock import VirtualLoop, run_virtually
+from kvbaton.simulate.engine import ModeledEngine, Prompts
 from kvbaton.simulate.engine_model import H200_8B, EngineModel, load_engine
 from kvbaton.simulate.generators import GENERATORS, Conversations, Lengths
+from kvbaton.simulate.handover import SimulatedWires
 from kvbaton.simulate.main import SimulateConfig, advice, highest_rate, is_good, summary
 from kvbaton.simulate.service import ServiceReport, parse_nodes, simulate
 from kvbaton.simulate.traces import END_TOKEN, TraceRequest, cut, read_trace, token_ids
@@ -144,6 +149,59 @@ def test_a_prompt_that_no_engine_can_take_is_refused() -> None:
     model = load_engine(kv_tokens=4000)
     done = serve([TraceRequest(0.0, ((10, 4001),), 8, 1000)], "1P1D", "cost", model)
     assert "4000 is the most" in (done.outcomes[0].error or "")
+
+
+class _Tokens:
+    """Counts those of a request (an `OutputReceiver`)."""
+
+    def __init__(self) -> None:
+        self.count, self.ended = 0, asyncio.Event()
+
+    def put(self, output: Output) -> None:
+        self.count += len(output.token_ids)
+
+    def flush(self) -> None: ...
+
+    def end(self, error: Exception | None) -> None:
+        assert error is None
+        self.ended.set()
+
+
+def test_steps_under_way_keep_their_blocks_from_what_comes_meanwhile() -> None:
+    """Blocks that are held for a peer which fetches them had been free when the steps began."""
+    tokens = _Tokens()
+
+    async def serve_one() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        model, prompts = load_engine(kv_tokens=320, jitter=0.0), Prompts(bytes(32), 16)
+        wires = SimulatedWires(model, loop.call_later, loop.time)
+        known = prompts, lambda node, blocks: None, 0
+        engine = ModeledEngine("a", "any", model, loop, wires, *known)
+        ids = prompts.add("0", TraceRequest(0.0, ((10, 64),), 100, 11), None)
+        params = SamplingParams(max_tokens=200, seed=0)
+        engine.submit(AddRequest(request_id="0", token_ids=ids, params=params), tokens)
+        while engine._run is None or engine._run.steps < 40:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(20 * (engine._run.ends[1] - engine._run.ends[0]))
+        pool, taken = engine.scheduler.blocks.pool, list[int]()
+
+        def take() -> list[Output]:
+            taken.extend(pool.allocate(pool.num_free))
+            return []
+
+        def release() -> list[Output]:
+            pool.deref(taken)
+            return []
+
+        engine.post(take)
+        await asyncio.sleep(5.0)
+        assert not tokens.ended.is_set()
+        engine.post(release)
+        await tokens.ended.wait()
+
+    run_virtually(serve_one())
+    assert tokens.count == 100
 
 
 def test_what_comes_too_late_fails_and_leaves_nothing() -> None:
