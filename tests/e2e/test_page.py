@@ -180,11 +180,11 @@ def test_the_page_updates_itself_and_anyone_can_read_it(
         view.page.evaluate("document.body.dataset.mine = 'still the same page'")
     tokens = number_in(".figures div:nth-child(2) small")
     crossed = number_in(".figures div:nth-child(3) .value")
-    before = {name: view.page.evaluate(tokens) for name, view in views.items()}
+    before = {window: view.page.evaluate(tokens) for window, view in views.items()}
     with traffic(served):  # which takes a core, so no longer than need be
-        for name, view in views.items():
+        for window, view in views.items():
             view.until(f"{number_in('.figures .value')} > 0")
-            view.until(f"{tokens} > {before[name]}")
+            view.until(f"{tokens} > {before[window]}")
             view.until(f"{crossed} > 0")
             view.until(
                 "/[1-9]/.test(document.querySelector('[data-label=\"Tokens/s\"]').textContent)"
