@@ -91,6 +91,7 @@ class HandoverFactory:
                 members=config.peers,
                 trust_loopback=config.cluster_key is None,
                 poison=surroundings.config.debug_poison,
+                most_blocks=config.max_blocks_per_peer,
             )
             connectors += [target, PrefixConnector(target)]
         transfers.start()

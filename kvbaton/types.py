@@ -94,6 +94,28 @@ class ChoiceStart(Struct, frozen=True):
     stop_reason: int | str | None = None
 
 
+class PromptLimits(Struct, frozen=True):
+    """How long prompts may be on a node, by the blocks that its idle KV cache has for them.
+
+    Attributes:
+        computed: tokens of the longest prompt that it computes.
+        received: of the longest one with a single choice that it takes from another node; what is
+            longer it computes, though the other one did.
+        choices: most that a prompt which it takes may have.
+        choice_tokens: it must be so many tokens shorter for each choice beyond the first.
+    """
+
+    computed: Count
+    received: Count = 0
+    choices: Count = 0
+    choice_tokens: Count = 0
+
+    def receives(self, num_tokens: int, choices: int = 1) -> bool:
+        """Whether a prompt is taken from another node."""
+        longest = self.received - (choices - 1) * self.choice_tokens
+        return choices <= self.choices and num_tokens <= longest
+
+
 Spans = tuple[tuple[BlockSpan, ...], ...]
 """Blocks per group: element g lists the spans of group g."""
 

@@ -31,12 +31,14 @@ def new_figure(path: Path, height: float) -> Any:
     """An empty drawing, for a file.
 
     Raises:
-        ConfigError: matplotlib is not here, or does not know the file's format.
+        ConfigError: it is a folder, or matplotlib is not here, or does not know the file's format.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError("--plot", "needs matplotlib: pip install 'kvbaton[plots]'") from error
+    if path.is_dir():
+        raise ConfigError("--plot", f"{path} is a folder")
     figure = Figure(figsize=(11, height), layout="constrained")
     known = figure.canvas.get_supported_filetypes()
     if path.suffix and path.suffix[1:].lower() not in known:

@@ -295,4 +295,4 @@ def draw(figure: Any, title: str, rows: Sequence[Mapping[str, Any]], out: Path) 
     speed.legend(fontsize="x-small")
     with writing("--plot"):
         out.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(out, format="png", dpi=120)
+        figure.savefig(out, dpi=120)

@@ -55,6 +55,7 @@ class TargetConnector(KVConnector):
         members: control addresses that may always be dialled.
         trust_loopback: any loopback address may be dialled (there is no cluster key).
         poison: fill blocks with NaN before they are reserved (debugging).
+        most_blocks: that may be reserved for one source; None for any number.
     """
 
     name = "target"
@@ -73,6 +74,7 @@ class TargetConnector(KVConnector):
         members: Sequence[str],
         trust_loopback: bool,
         poison: bool = False,
+        most_blocks: int | None = None,
     ) -> None:
         assert transfers.receiver is not None
         self.transfers = transfers
@@ -81,6 +83,7 @@ class TargetConnector(KVConnector):
         self.scheduler = scheduler
         self.trust_loopback = trust_loopback
         self.poison = poison
+        self.most_blocks = most_blocks
         self.wake_fds = (self.receiver.outbox_fd,)
         self.outcomes = dict.fromkeys(self.OUTCOMES, 0)
         self.wires = WireCosts()

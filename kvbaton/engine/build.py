@@ -37,6 +37,7 @@ from kvbaton.engine.kv_groups import least_block_size
 from kvbaton.engine.loader import load_kv_scales
 from kvbaton.engine.model_config import ModelConfig, load_model_config, resolve_max_model_len
 from kvbaton.engine.profiler import TorchProfiler
+from kvbaton.engine.prompt_limits import prompt_limits
 from kvbaton.engine.scheduler import Scheduler
 from kvbaton.engine.speculative import SpeculativeConfig
 from kvbaton.engine.store_connector import StoreConnector
@@ -44,7 +45,7 @@ from kvbaton.engine.store_worker import StoreWorker
 from kvbaton.engine.worker import choose_device
 from kvbaton.errors import ConfigError
 from kvbaton.image_file import Resizing, processor_settings
-from kvbaton.types import NodeId
+from kvbaton.types import NodeId, PromptLimits
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +102,7 @@ class Engine:
     vocab_size: int
     identity: bytes
     encoder_identity: bytes = b""
+    prompt_limits: PromptLimits | None = None
 
 
 def build_engine(
@@ -141,8 +143,12 @@ def build_engine(
         model.folder, model.vocab_size, model.eos_token_ids, scheduler.unpark
     )
     connectors.append(scheduler.grammars)
-    roles = {connector.transfer_role for connector in connectors}
-    scheduler.both_sides = {"source", "target"} <= roles
+    roles = {connector.transfer_role: connector for connector in connectors}
+    scheduler.both_sides = {"source", "target"} <= roles.keys()
+    target = roles.get("target")
+    limits = prompt_limits(scheduler, None if target is None else target.most_blocks)
+    if target is None:
+        limits = PromptLimits(limits.computed)
     if isinstance(mailbox, FrontendServer):
         connectors.append(BlockFeed(scheduler.blocks, mailbox))
     if encoder is not None:
@@ -165,6 +171,7 @@ def build_engine(
         vocab_size=model.vocab_size,
         identity=identity.digest(),
         encoder_identity=b"" if encoder is None else encoder_identity(config, model).digest(),
+        prompt_limits=limits,
     )
 
 

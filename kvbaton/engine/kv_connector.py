@@ -78,6 +78,7 @@ class KVConnector:
         transfer_role: the role that a request's `TransferSpec` gives to this node, if it serves it.
         medium: where the KV that it loads comes from: a hand-over of a whole prompt, a store, or
             blocks of a prefix that another node has.
+        most_blocks: that may wait for one peer of its role; None for any number.
         waits_for_room: a request that it can load for waits until there is room; else it is
             computed when nothing else loads.
         control_address: where peers reach it; None if nobody dials it.
@@ -88,6 +89,7 @@ class KVConnector:
     name = "connector"
     transfer_role: str | None = None
     medium: Literal["transferred", "store", "peer"] = "transferred"
+    most_blocks: int | None = None
     waits_for_room = False
     control_address: str | None = None
     wake_fds: Sequence[int] = ()

@@ -147,6 +147,7 @@ def _serve(
             identity=engine.identity,
             encoder_identity=engine.encoder_identity,
             engine_address=frontends.address,
+            prompt_limits=engine.prompt_limits,
         )
         frontends.send(ready)
         _report(ready, parent)

@@ -368,7 +368,7 @@ class StoreConnector(KVConnector):
                     self._saves.forget()
         outputs += self._expire(now)
         self._saves.submit(now)
-        return outputs
+        return outputs + self._saves.fail_crowded_out(now)
 
     def _expire(self, now: float) -> list[Output]:
         """Go on without what is late; stop what nobody wants any more."""
@@ -404,6 +404,7 @@ class StoreConnector(KVConnector):
     def next_deadline(self) -> float | None:
         waits = [lookup.deadline for lookup in self._lookups]
         waits += [load.deadline for load in self._loads if not load.over]
+        waits += filter(None, [self._saves.next_deadline()])
         return min(waits, default=None)
 
     @override

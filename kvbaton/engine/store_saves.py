@@ -21,12 +21,13 @@ from typing import Any, NamedTuple
 
 from kvbaton.connectors.objects import HEADER_BYTES, ObjectForm
 from kvbaton.connectors.store import Hints
+from kvbaton.engine.block_pool import NULL_BLOCK
 from kvbaton.engine.kv_connector import KVConnector
 from kvbaton.engine.live_requests import LiveRequests
-from kvbaton.engine.request import Request, Sequence
+from kvbaton.engine.request import Request, Sequence, SequenceState
 from kvbaton.engine.store_calls import CircuitBreaker
 from kvbaton.engine.store_worker import BlockSave, SaveBlocks, StoreWorker
-from kvbaton.messages.engine import AddRequest
+from kvbaton.messages.engine import AddRequest, Output
 from kvbaton.types import BlockSpan, Spans
 
 BATCH_BLOCKS = 64
@@ -176,6 +177,38 @@ class StoreSaves:
             saves = SavedBatch(saves=taken, deadline=now + SAVE_S)
             self._saving.add(saves)
             self._worker.submit(saves)
+
+    def fail_crowded_out(self, now: float) -> list[Output]:
+        """End the next requests that lack blocks which the store has been reading for too long."""
+        outputs, scheduler, usable = list[Output](), self._scheduler, self._blocks.pool.usable
+        late = [order for order in self._saving if order.deadline <= now]
+        kept = {save.block for order in late for save in order.saves}
+        while kept:
+            running = scheduler.running if len(scheduler.running) == 1 else []
+            for sequence in (*scheduler.waiting[:1], *running):
+                tables, total = sequence.tables, len(sequence.tokens)
+                if sequence.state is SequenceState.RUNNING:
+                    total += 1
+                elif sequence.request.reads_cache:
+                    tables = self._blocks.match_sequence(sequence).tables
+                held = kept.union(*tables) - {NULL_BLOCK}
+                need = self._blocks.need(tables, total, start=sequence.num_scheduled)
+                if need + len(held) > usable:
+                    error = (
+                        f"{total} tokens lack {need + len(held) - usable} KV blocks: the store "
+                        f"{self._worker.name} has been saving {len(kept)} of {usable} for more "
+                        f"than {SAVE_S:g} s"
+                    )
+                    outputs += scheduler.end(sequence.request, "error", error)
+                    break
+            else:
+                break
+        return outputs
+
+    def next_deadline(self) -> float | None:
+        """When the next save on its way is late."""
+        now = self._clock()
+        return min((o.deadline for o in self._saving if o.deadline > now), default=None)
 
     def _is_scarce(self) -> bool:
         """Whether few blocks are free, or the next request lacks some that wait to be saved."""

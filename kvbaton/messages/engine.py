@@ -24,6 +24,7 @@ from kvbaton.types import (
     Key,
     Name,
     NodeId,
+    PromptLimits,
     Text,
     TokenId,
     TokenLogprobs,
@@ -396,6 +397,7 @@ class Ready(Struct, frozen=True, tag="ready", kw_only=True):
             it has nothing to do with any.
         engine_address: where remote frontends connect, ``tcp://host:port`` or ``ipc:///...``; empty
             if there is no such place.
+        prompt_limits: of its prompts; None of an engine for items.
     """
 
     node: NodeId
@@ -409,6 +411,7 @@ class Ready(Struct, frozen=True, tag="ready", kw_only=True):
     identity: bytes = b""
     encoder_identity: bytes = b""
     engine_address: Name = ""
+    prompt_limits: PromptLimits | None = None
 
 
 class Disconnected(Struct, frozen=True, tag="disconnected", kw_only=True):

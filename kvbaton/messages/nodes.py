@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from kvbaton.messages.engine import Item, Output, SamplingParams
-from kvbaton.types import Name, Text, TokenId, TokenLogprobs
+from kvbaton.types import Name, PromptLimits, Text, TokenId, TokenLogprobs
 
 STEP_COSTS = (
     "step_s",
@@ -101,6 +101,7 @@ class NodeInfo(Struct, frozen=True, kw_only=True):
         num_blocks: of its KV cache; 0 of a node that does not say.
         wires: how long KV of late took to come here, by the control address of who sent it:
             `WIRE_COSTS`, as far as they were seen.
+        prompt_limits: how long prompts may be there; None of a node that does not say.
     """
 
     node_id: Name
@@ -123,6 +124,7 @@ class NodeInfo(Struct, frozen=True, kw_only=True):
     engine_address: Name = ""
     num_blocks: int = 0
     wires: dict[str, dict[str, float]] = {}
+    prompt_limits: PromptLimits | None = None
 
 
 class DrainProgress(Struct, frozen=True, kw_only=True):
@@ -159,6 +161,8 @@ class NodeView(Struct, frozen=True, kw_only=True):
         tokens_per_s: that it generated of late.
         sent_bytes: of KV and encoder outputs that it has handed over since it started.
         kv_usage: share of its KV cache that requests hold.
+        max_prompt_len: tokens of the longest prompt that it computes.
+        max_received_len: of the longest one that it takes from another node; 0 if it takes none.
     """
 
     node_id: str
@@ -179,6 +183,8 @@ class NodeView(Struct, frozen=True, kw_only=True):
     tokens_per_s: float | None = None
     sent_bytes: float | None = None
     kv_usage: float | None = None
+    max_prompt_len: int | None = None
+    max_received_len: int | None = None
 
 
 class RouterTraffic(Struct, frozen=True, kw_only=True):

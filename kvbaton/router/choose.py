@@ -42,12 +42,14 @@ class Wanted(Struct, frozen=True):
         max_tokens: most that is to be generated.
         items: of the prompt.
         cached: tokens of the prompt that nodes hold, by node id.
+        choices: that are to be generated.
     """
 
     num_tokens: int
     max_tokens: int = 16
     items: Sequence[Item] = ()
     cached: Mapping[str, int] = {}
+    choices: int = 1
 
 
 def choose(
@@ -60,6 +62,8 @@ def choose(
 ) -> Route | None:
     """The nodes for a request as a policy chooses them, or None if nobody is left.
 
+    Whoever can't have its prompt is left out, and as a target who would decline it.
+
     Args:
         ready: nodes that may get requests.
         loads: in flight.
@@ -70,8 +74,11 @@ def choose(
     pairs, singles, senders = ready.pairs, ready.serving, ready.senders
     if avoid:
         senders = [(node, able) for node, able in senders if node.node_id not in avoid]
-        pairs = pairs.without(avoid)
-        singles = [node for node in singles if node.node_id not in avoid]
+    too_large, as_target = ready.too_large(wanted.num_tokens, wanted.choices)
+    if out := avoid | too_large:
+        singles = [node for node in singles if node.node_id not in out]
+    if out or as_target:
+        pairs = pairs.without(out, as_target)
     if not pairs.sources and not singles:
         return None
     in_flight, cached, costs = loads.now(), wanted.cached, policy.costs
@@ -118,7 +125,8 @@ def successor(
         policy: chooses.
         wanted: what is left of the request.
     """
-    able = [node for node in receivers if node.encodes or not wanted.items]
+    too_large, _ = ready.too_large(wanted.num_tokens, wanted.choices)
+    able = [n for n in receivers if n.node_id not in too_large and (n.encodes or not wanted.items)]
     min_tokens = policy.settings.min_fetch_tokens
     if not able or not min_tokens:
         return None

@@ -24,6 +24,8 @@ REMEMBERED = 256
 """Decisions that are kept to be asked about."""
 PARTS_OF_TTFT = ("model_s", "wait_s")
 """Of a decision, what its one line does not tell."""
+NAMED = 4
+"""So many of the nodes that were left out are named in a header."""
 
 
 class Decision(Struct, kw_only=True):
@@ -40,6 +42,8 @@ class Decision(Struct, kw_only=True):
         held_tokens: that the holder is known to hold.
         pairs: there were to choose from.
         singles: likewise.
+        too_large: node ids of who was left out since its KV cache can't hold the prompt.
+        too_large_as_target: of who does not take so much from another node.
         ttft_s: predicted; None while no node has measured anything.
         itl_s: predicted.
         delay_s: predicted, of others.
@@ -81,6 +85,8 @@ class Decision(Struct, kw_only=True):
     observed_itl_s: float | None = None
     observed_late_s: float | None = None
     regret_s: float | None = None
+    too_large: list[str] = []
+    too_large_as_target: list[str] = []
 
     def describe(self) -> str:
         """One line."""
@@ -92,6 +98,13 @@ class Decision(Struct, kw_only=True):
             f"pairs={self.pairs}",
             f"singles={self.singles}",
         ]
+        for name, left_out in (
+            ("too-large", self.too_large),
+            ("too-large-as-target", self.too_large_as_target),
+        ):
+            if left_out:
+                more = f"+{len(left_out) - NAMED}" if len(left_out) > NAMED else ""
+                parts.append(f"{name}={','.join(left_out[:NAMED])}{more}")
         if self.holder is not None:
             parts.append(f"prefix={self.held_tokens}@{self.holder}")
         for name in self.__struct_fields__:
@@ -156,16 +169,24 @@ class RouteChooser:
             avoid: ids of nodes that already failed this request.
 
         Raises:
-            RequestError: its first token would come too late (429).
+            RequestError: its first token would come too late (429), or no node can have so long a
+                prompt (400).
         """
         ready, index = self._nodes.membership.ready(), self._nodes.index
         cached = index.cached(request) if index is not None else {}
-        wanted = Wanted(num_tokens, request.params.max_tokens, items, cached)
+        wanted = Wanted(num_tokens, request.params.max_tokens, items, cached, request.params.n)
         route = choose(ready, self._loads, self.policy, wanted, avoid=avoid)
         if route is None:
+            if not avoid:
+                self._check_length(num_tokens)
             return None
         predicted = route.predicted
-        decision = self._decision(request, route, num_tokens, len(ready.pairs), len(ready.serving))
+        pairs, singles = ready.pairs, len(ready.serving)
+        too_large, as_target = ready.too_large(num_tokens, request.params.n)
+        if too_large or as_target:
+            pairs, singles = pairs.without(too_large, as_target), singles - len(too_large)
+        decision = self._decision(request, route, num_tokens, len(pairs), singles)
+        decision.too_large, decision.too_large_as_target = sorted(too_large), sorted(as_target)
         again = avoid or num_tokens != len(request.token_ids)
         if predicted is not None and not again:  # what is begun is seen through
             self._check_soon(request, predicted)
@@ -228,6 +249,19 @@ class RouteChooser:
             decision.fetch_s = predicted.fetch_s if route.holder is not None else None
             decision.wire_s = predicted.wire_s if route.source is not None else None
         return decision
+
+    def _check_length(self, num_tokens: int) -> None:
+        """Refuse what none of the nodes could ever have, whatever their states."""
+        members = self._nodes.membership.members.values()
+        infos = [member.info for member in members if member.info.role != "encode"]
+        longest = [info.prompt_limits.computed for info in infos if info.prompt_limits is not None]
+        if len(longest) == len(infos) and num_tokens > max(longest, default=num_tokens):
+            raise RequestError(
+                f"the prompt has {num_tokens} tokens, but {max(longest)} is the most that the KV "
+                "cache of any node holds",
+                param="prompt",
+                code="context_length_exceeded",
+            )
 
     def _check_soon(self, request: AddRequest, predicted: Prediction) -> None:
         """Refuse now what would wait too long: later it would have cost others time, too."""

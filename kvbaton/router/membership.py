@@ -118,6 +118,13 @@ class ReadyNodes:
                 self.max_model_len = min(node.max_model_len, self.max_model_len)
             if node.vocab_size:
                 self.vocab_size = min(node.vocab_size, self.vocab_size or MAX_LENGTH)
+        self._limited = [(n, n.prompt_limits) for n in self.serving if n.prompt_limits is not None]
+        # A prompt of so many tokens with one choice may go anywhere.
+        self._fits_all = MAX_LENGTH
+        for node, limits in self._limited:
+            taken = limits.received if limits.choices else 0
+            most = taken if node.role in TARGETS else limits.computed
+            self._fits_all = min(self._fits_all, most)
         self._receivers = receivers
         sources: list[tuple[NodeInfo, set[str]]] = []
         for source in self.nodes:
@@ -130,6 +137,18 @@ class ReadyNodes:
         for node in leaving:
             if able := {receiver.node_id for receiver in self.receivers(node)}:
                 self.senders.append((node, able))
+
+    def too_large(self, num_tokens: int, choices: int) -> tuple[frozenset[str], frozenset[str]]:
+        """Ids of nodes that can't compute a prompt, and of targets that would decline it."""
+        if num_tokens <= self._fits_all and choices == 1:
+            return frozenset(), frozenset()
+        everywhere, as_target = set[str](), set[str]()
+        for node, limits in self._limited:
+            if num_tokens > limits.computed:
+                everywhere.add(node.node_id)
+            if node.role in TARGETS and not limits.receives(num_tokens, choices):
+                as_target.add(node.node_id)
+        return frozenset(everywhere), frozenset(as_target)
 
     def receivers(self, source: NodeInfo) -> list[NodeInfo]:
         """Nodes to which another one may hand prompts over, and send cached prefixes."""

@@ -35,9 +35,10 @@ class Pairs(Collection[Pair]):
         self.targets = [node for node in targets if node.node_id in wanted]
         self._count = sum(map(len, (able for _, able in self.sources)))
 
-    def without(self, avoid: Set[str]) -> Pairs:
-        """Those in which no node of these ids takes part."""
-        left = [(node, able - avoid) for node, able in self.sources if node.node_id not in avoid]
+    def without(self, avoid: Set[str], targets: Set[str] = frozenset()) -> Pairs:
+        """Those in which no node of these ids takes part, and of the others' none is the target."""
+        out = avoid | targets
+        left = [(node, able - out) for node, able in self.sources if node.node_id not in avoid]
         return Pairs(left, self.targets)
 
     def best(self, ranked: Sequence[NodeInfo]) -> Iterator[Pair]:

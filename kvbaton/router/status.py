@@ -146,7 +146,7 @@ class ClusterStatus:
         )
 
     def _node(self, member: Member, now: _Sample, old: _Sample, seconds: float) -> NodeView:
-        info, told = member.info, member.info.load
+        info, told, limits = member.info, member.info.load, member.info.prompt_limits
         load, generated = self._loads.get(info.node_id, IDLE), now.generated.get(_life(info))
         rate = None
         if generated is not None:
@@ -173,6 +173,8 @@ class ClusterStatus:
             tokens_per_s=rate,
             sent_bytes=told.get("sent_bytes"),
             kv_usage=usage,
+            max_prompt_len=None if limits is None else limits.computed,
+            max_received_len=None if limits is None else limits.received,
         )
 
 

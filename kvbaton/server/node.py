@@ -252,6 +252,7 @@ class Node:
             engine_address=ready.engine_address if ready else "",
             num_blocks=ready.num_blocks if ready else 0,
             wires=wires_of(metrics),
+            prompt_limits=ready.prompt_limits if ready else None,
         )
 
     async def _on_members(self, addresses: tuple[str, ...]) -> None:

@@ -26,6 +26,7 @@ from kvbaton.engine.frontends import CachedBlockSource, FrontendServer
 from kvbaton.engine.kv_cache_manager import GroupSpec
 from kvbaton.engine.kv_connector import Connectors, KVConnector
 from kvbaton.engine.outputs import OutputReceiver
+from kvbaton.engine.prompt_limits import prompt_limits
 from kvbaton.engine.request import Sequence, SequenceState
 from kvbaton.engine.scheduler import Scheduler
 from kvbaton.engine.step import Sampled, StepPlan, StepResult
@@ -38,6 +39,7 @@ from kvbaton.server.node import LoadMeter, wires_of
 from kvbaton.simulate.engine_model import EngineModel
 from kvbaton.simulate.handover import SimulatedWires, WirePrefix, WireSource, WireTarget
 from kvbaton.simulate.traces import END_TOKEN, TraceRequest, token_ids
+from kvbaton.types import PromptLimits
 
 VOCABULARY = 1 << 31
 MOST_STEPS = 64
@@ -196,6 +198,9 @@ class ModeledEngine:
             root_key=lambda salt: prompts.root,
             clock=loop.time,
         )
+        self.scheduler.both_sides = role == "any"
+        limits = prompt_limits(self.scheduler)
+        self._limits = PromptLimits(limits.computed) if role == "prefill" else limits
         self.address = f"tcp://{name}:1"
         self.wire_costs = WireCosts()
         wires.engines[self.address] = self
@@ -234,6 +239,7 @@ class ModeledEngine:
             num_blocks=self.model.kv_tokens // self.model.block_size,
             load=self._meter.measure(self._report),
             wires=wires_of(self._report),
+            prompt_limits=self._limits,
         )
 
     def heartbeat(self) -> NodeInfo:
@@ -339,6 +345,10 @@ class ModeledEngine:
     def _turn(self) -> None:
         """Carry out what was posted, apply what is over, plan what is next."""
         run, self._run, self._turns = self._run, None, True
+        if run is not None:  # what was posted since has none of the blocks of these steps
+            for sequence in run.sequences:
+                start = sequence.num_scheduled
+                self.scheduler.blocks.extend(sequence.tables, start + run.steps - 1, start=start)
         while self._inbox:
             inbox, self._inbox = self._inbox, []
             for job in inbox:
@@ -431,7 +441,6 @@ class ModeledEngine:
         tokens = [self._prompts.next_token(sequence)] * count
         self._timing(sequence.request.request_id).unsent += tokens
         sequence.tokens += tokens
-        scheduler.blocks.extend(sequence.tables, start + count, start=start)
         sequence.sent = [len(table) for table in sequence.tables]
         sequence.num_scheduled = sequence.num_computed = start + count
         scheduler.totals.generated += count

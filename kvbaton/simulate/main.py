@@ -204,7 +204,10 @@ def highest_rate(config: SimulateConfig, spec: str, model: EngineModel) -> float
             low = speed if speed < FASTEST else math.inf
         else:
             high = speed
-        speed = 2 * low if high == math.inf else (low + high) / 2
+        # All at once are tried before rates between, which need be only if those are too many.
+        speed = FASTEST if high == math.inf else (low + high) / 2
+        if low and high == FASTEST:
+            speed = min(speed, 2 * low)
     return low * (config.rate or count / sum(map(config.arrival_seconds, traces.values())))
 
 

@@ -397,7 +397,7 @@ def simulate(
     return ServiceReport(
         [service.outcomes[index] for index in sorted(service.outcomes)],
         service.seconds,
-        {engine.name: engine.busy_s / service.seconds for engine in service.engines},
+        {e.name: e.busy_s / (service.seconds or 1.0) for e in service.engines},
         list(service.decisions),
         sum(engine.scheduler.totals.preemptions for engine in service.engines),
         service.leaked(),

@@ -58,7 +58,7 @@ def main_nodes(cluster: Cluster) -> tuple[Node, Node, Router]:
 def any_nodes(cluster: Cluster) -> tuple[Node, Node, Router]:
     """Two nodes that prefill and generate, behind a router that knows nobody else."""
     router = cluster.start_router("any-router", "--policy=prefix-aware")
-    flags = {"num-blocks": "512"}
+    flags = {"num-blocks": "512", "max-num-seqs": "24"}
     a = cluster.start_node("any", "any-a", flags, router=router)
     b = cluster.start_node("any", "any-b", flags, router=router)
     cluster.until_up(a, b, router=router, pairs=2)

@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.conftest import MakePair
 from tests.support.oracle import Oracle
 from tests.support.served_pair import POOL, Pair, settle
-from tests.support.servers import Node, Router, poll
+from tests.support.servers import Node, Router, completion, poll
 
 pytestmark = pytest.mark.e2e
 
@@ -164,3 +164,23 @@ def test_it_serves_alone_and_beside_others(
     pair.moves = "nothing"
     ids = prompt(40)
     assert pair.alone(ids, max_tokens=6) == oracle.greedy(ids, 6)
+
+
+def test_what_neither_takes_from_the_other_is_computed_once(
+    any_nodes: tuple[Node, Node, Router], make_pair: MakePair, oracle: Oracle, prompt: Prompt
+) -> None:
+    """More choices than half of the seats are not loaded: one node serves them, and no other."""
+    a, b, router = any_nodes
+    pair = make_pair(a, b, router)
+    pair.moves = "nothing"
+    ids = prompt(90)
+    answer = router.post("/v1/completions", completion(ids, max_tokens=5, n=13))
+    assert [c["token_ids"] for c in answer["choices"]] == [oracle.greedy(ids, 5)] * 13
+    settle(a, b)
+    sides = pair.at_p(), pair.at_d()
+    assert sorted(at("kvbaton_prompt_tokens_total", source="computed") for at in sides) == [0, 90]
+    route = router.get("/debug/routes")["routes"][0]
+    assert route["source"] is None
+    assert route["too_large_as_target"] == ["any-a", "any-b"]
+    limits = {node["node_id"]: node["max_received_len"] for node in router.get("/nodes")["nodes"]}
+    assert limits == {"any-a": 511, "any-b": 511}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -23,10 +24,12 @@ import msgspec
 import pytest
 
 from kvbaton.messages.nodes import GenerateRequest
+from kvbaton.testing.fork_server import fork_server
 from kvbaton.text.vision import VisionText
 from kvbaton.types import ENCODER_BLOCK_ROWS
 from tests.support.chats import picture, streamed_tokens, talk, tokens_of
 from tests.support.cluster import Cluster
+from tests.support.forked_command import ForkedCommand
 from tests.support.otlp_receiver import OtlpReceiver
 from tests.support.served_pair import settle
 from tests.support.servers import HttpFailure, Metrics, Node, Router, poll
@@ -336,16 +339,43 @@ def test_a_store_keeps_outputs(cluster: Cluster, house: House, tmp_path: Path) -
     cluster.stop([node])
 
 
-def test_the_example_runs(checkpoint: Callable[..., Path]) -> None:
+class ForkedUp(ForkedCommand):
+    """``kvbaton up`` as the example starts it, as `subprocess.Popen`; it need not import anew."""
+
+    def __init__(self, command: list[str], **streams: Any) -> None:
+        assert command[:3] == [sys.executable, "-m", "kvbaton"]
+        assert streams == {"stdout": subprocess.PIPE, "text": True}
+        read, write = os.pipe()
+        self.stdout = open(read)
+        super().__init__(command[3:], write)
+        os.close(write)
+
+    def __enter__(self) -> ForkedUp:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        with self.stdout:
+            self.kill()
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def communicate(self) -> None:
+        self.stdout.read()
+        assert self.wait(60.0) == 0, "it ends in good order"
+
+
+def test_the_example_runs(
+    checkpoint: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     model = checkpoint(family="qwen2_5_vl", max_position_embeddings=2048)
     words = [str(ROOT / "examples" / "image.py"), str(model), "--transport=tcp"]
-    done = subprocess.run(
-        [sys.executable, *words, "--num-blocks=64", "--max-model-len=512"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    first, second, told = done.stdout.splitlines()
+    monkeypatch.setattr(sys, "argv", [*words, "--num-blocks=64", "--max-model-len=512"])
+    fork_server()  # started as others are
+    monkeypatch.setattr(subprocess, "Popen", ForkedUp)
+    runpy.run_path(words[0], run_name="__main__")
+    first, second, told = capsys.readouterr().out.splitlines()
     assert first == second
     assert told == "given to the encoder node: 2.0 times"

@@ -24,6 +24,7 @@ from kvbaton.router.policies import (
     load_policy,
 )
 from kvbaton.router.route import Route
+from kvbaton.types import PromptLimits
 from tests.router.test_pairing import ids, member
 from tests.support.toy_engine import Clock
 
@@ -89,6 +90,55 @@ def test_who_generates_much_prefills_for_others(name: str) -> None:
     assert ids(route(name, members, 2000, {"a": decoding}))[1] == "b"  # type: ignore[index]
     measured = member("p0", "prefill", load=H200)
     assert ids(route(name, [measured])) == (None, "p0")
+
+
+def limits(computed: int, received: int, choices: int = 8) -> PromptLimits:
+    return PromptLimits(computed, received, choices, choice_tokens=16)
+
+
+@pytest.mark.parametrize("load", [{}, H200], ids=["unmeasured", "measured"])
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_no_policy_chooses_who_can_not_take_the_prompt(name: str, load: dict[str, float]) -> None:
+    """It would be computed for a target that then computes it again."""
+
+    def node(node_id: str, role: str, *most: int) -> Member:
+        return member(node_id, role, load=load, prompt_limits=limits(*most))
+
+    a, b = (node(letter, "any", 8000, 4000) for letter in "ab")
+    d, p = node("d0", "decode", 8000, 8000), node("p0", "prefill", 8000, 0, 0)
+    small = node("d1", "decode", 3000, 3000)
+    assert ids(route(name, [a, b], 4000)) is not None
+    policy = load_policy(RoutingPolicy(policy=name), CostModel(Clock()))
+    for members, allowed in (
+        ([a, b], {(None, "a"), (None, "b")}),
+        ([p, small], {(None, "p0")}),
+        ([p, d, small], {("p0", "d0"), (None, "d0"), (None, "p0")}),
+        ([p, a, d], {("p0", "d0"), ("a", "d0"), (None, "a"), (None, "d0"), (None, "p0")}),
+    ):
+        for _ in range(8):  # one goes round
+            found = choose(ReadyNodes(members), NodeLoads(), policy, Wanted(4001))
+            assert ids(found) in allowed
+    assert choose(ReadyNodes([small]), NodeLoads(), policy, Wanted(4001)) is None
+
+
+def test_further_choices_take_room_and_seats() -> None:
+    a, b = (member(letter, "any", prompt_limits=limits(8000, 4000)) for letter in "ab")
+    policy = load_policy(RoutingPolicy(policy="least-loaded"), CostModel())
+
+    def is_handed_over(tokens: int, choices: int) -> bool:
+        wanted = Wanted(tokens, choices=choices)
+        found = choose(ReadyNodes([a, b]), NodeLoads(), policy, wanted)
+        assert found is not None
+        return found.source is not None
+
+    assert is_handed_over(4000, 1)
+    assert is_handed_over(4000 - 7 * 16, 8)
+    assert not is_handed_over(4000 - 7 * 16 + 1, 8)
+    assert not is_handed_over(100, 9)
+
+
+def test_who_says_nothing_of_prompts_takes_all() -> None:
+    assert ids(route("least-loaded", nodes(), 1 << 20)) == ("p0", "d0")
 
 
 def test_a_policy_of_another_package_is_found_by_its_path() -> None:

@@ -20,6 +20,7 @@ from kvbaton.messages.engine import (
 from kvbaton.router.api import CHOOSER
 from kvbaton.router.config import DispatchConfig
 from kvbaton.router.loads import IDLE, NodeLoad
+from kvbaton.types import PromptLimits
 from tests.support.router_rig import MakeRig, Rig
 from tests.support.waiting import eventually
 
@@ -132,6 +133,51 @@ async def test_what_would_wait_too_long_is_refused_with_a_time_to_come_again(
     assert rig.loads() == {}
     measured(rig)
     assert (await complete(rig)).status == 200
+
+
+def limited(rig: Rig, **most: PromptLimits) -> None:
+    """Nodes say how long prompts may be there."""
+    for name, limits in most.items():
+        node = rig.nodes[name]
+        node.info = msgspec.structs.replace(node.info, prompt_limits=limits)
+        rig.directory.register(node.info)
+
+
+async def test_a_client_is_told_who_was_left_out(make_rig: MakeRig) -> None:
+    rig = await make_rig(decode=2, dispatch=DispatchConfig(policy="least-loaded"))
+    asking = {"headers": {"X-KVBaton-Route": "1"}}
+    limited(rig, d0=PromptLimits(100, 39, 8, 0), d1=PromptLimits(39, 39, 8, 0))
+    async with await complete(rig, **asking) as response:
+        assert response.status == 200
+        told = response.headers["X-KVBaton-Route"]
+    assert "too-large=d1; too-large-as-target=d0,d1" in told
+    assert "; pairs=0; singles=2; " in told
+    async with rig.session.get("/debug/routes") as response:
+        (route,) = json.loads(await response.read())["routes"]
+    assert (route["too_large"], route["too_large_as_target"]) == (["d1"], ["d0", "d1"])
+    limited(rig, d0=PromptLimits(100, 40, 8, 0))
+    async with await complete(rig, **asking) as response:
+        told = response.headers["X-KVBaton-Route"]
+    assert "nodes=p0>d0; cached=0/40; pairs=1; singles=2; too-large=d1" in told
+
+
+async def test_a_prompt_that_no_node_can_take_is_refused_before_anybody_is_asked(
+    make_rig: MakeRig,
+) -> None:
+    rig = await make_rig()
+    limited(rig, p0=PromptLimits(39, 0, 0, 0), d0=PromptLimits(32, 32, 8, 0))
+    async with await complete(rig) as response:
+        assert response.status == 400
+        error = json.loads(await response.read())["error"]
+    assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+    assert "has 40 tokens" in error["message"]
+    assert "39 is the most" in error["message"]
+    assert [node.received for node in rig.nodes.values()] == [[], []]
+    assert rig.dispatcher.running == {}
+    limited(rig, p0=PromptLimits(40, 0, 0, 0))
+    assert (await complete(rig)).status == 200
+    rig.directory.pause("p0", paused=True)  # it could, later
+    assert (await complete(rig)).status == 503
 
 
 async def test_a_long_prompt_is_not_refused_for_being_long(make_rig: MakeRig) -> None:

@@ -18,6 +18,7 @@ from kvbaton.errors import ConfigError
 from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.workers import _running
 from kvbaton.server.sse import read_events
+from kvbaton.types import PromptLimits
 from tests.support.scripted_source import write_tokenizer
 from tests.support.stand_in import MODEL, StandIn, stand_in
 from tests.support.waiting import eventually
@@ -45,12 +46,22 @@ async def ask(url: str) -> str:
             return text
 
 
+async def refused(url: str, prompt: list[int]) -> str:
+    """Why a prompt is, over a connection of its own."""
+    async with aiohttp.ClientSession(url) as session:
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 4}
+        async with session.post("/v1/completions", json=body) as response:
+            assert response.status == 400
+            return await response.text()
+
+
 @pytest.fixture
 async def nodes(tmp_path: Path) -> Any:
     made: list[StandIn] = [stand_in("prefill", "p0"), stand_in("decode", "d0")]
     for node in made:
         await node.start()
         node.offer_socket(tmp_path)
+        node.info = msgspec.structs.replace(node.info, prompt_limits=PromptLimits(100, 100, 8))
     yield made
     for node in made:
         await node.stop()
@@ -99,6 +110,8 @@ async def test_all_workers_know_the_nodes_and_one_that_dies_is_replaced(
             texts = [await ask(url) for _ in range(16)]
             assert len(set(texts)) == 1
             assert len(nodes[1].received) == 16
+            for _ in range(4):
+                assert "100 is the most" in await refused(url, [1] * 101)
             async with aiohttp.ClientSession(url) as session:
                 async with session.get("/metrics") as response:
                     metrics = await response.text()
@@ -107,7 +120,7 @@ async def test_all_workers_know_the_nodes_and_one_that_dies_is_replaced(
                 async with session.get("/nodes") as response:
                     assert (await response.json())["pairs"] == [["p0", "d0"]]
 
-            pages = [await said(url, "16 answered, 0 failed") for _ in range(4)]
+            pages = [await said(url, "16 answered, 4 failed") for _ in range(4)]
             assert all(pages), "the totals are those of all workers"
 
             os.kill(min(first), signal.SIGKILL)
@@ -118,7 +131,7 @@ async def test_all_workers_know_the_nodes_and_one_that_dies_is_replaced(
 
             await eventually(replaced)
             assert {await ask(url) for _ in range(8)} == set(texts)
-            assert await said(url, "24 answered, 0 failed"), "what the dead one did stays"
+            assert await said(url, "24 answered, 4 failed"), "what the dead one did stays"
 
             assert nodes[1].engine is not None
             nodes[1].engine.die()

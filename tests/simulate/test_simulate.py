@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from contextlib import suppress
@@ -12,13 +13,22 @@ import pytest
 
 from kvbaton.cli import main
 from kvbaton.errors import ConfigError
+from kvbaton.messages.engine import AddRequest, Output, SamplingParams
 from kvbaton.router.config import RoutingPolicy
-from kvbaton.router.policies import LeastLoaded
+from kvbaton.router.policies import BUILT_IN, LeastLoaded
 from kvbaton.simulate import engine
+from kvbaton.simulate.engine import ModeledEngine, Prompts
 from kvbaton.simulate.engine_model import H200_8B, EngineModel, load_engine
 from kvbaton.simulate.generators import GENERATORS, Conversations, Lengths
+from kvbaton.simulate.handover import SimulatedWires
 from kvbaton.simulate.main import SimulateConfig, advice, highest_rate, is_good, summary
-from kvbaton.simulate.service import ServiceReport, parse_nodes, simulate
+from kvbaton.simulate.service import (
+    ServiceReport,
+    VirtualLoop,
+    parse_nodes,
+    run_virtually,
+    simulate,
+)
 from kvbaton.simulate.traces import END_TOKEN, TraceRequest, cut, read_trace, token_ids
 
 CHAT = Conversations(
@@ -121,6 +131,82 @@ def test_pools_that_are_too_small_preempt_and_still_serve() -> None:
     assert all(o.error is None for o in alone.outcomes)
     assert alone.preemptions > 0
     assert done.leaked == alone.leaked == 0
+
+
+@pytest.mark.parametrize("policy", BUILT_IN)
+def test_a_prompt_that_a_node_of_both_roles_does_not_take_is_computed_once(policy: str) -> None:
+    """Half of its blocks is left to prompts for others."""
+    model = load_engine(kv_tokens=4000)
+    trace = [TraceRequest(1.0 * i, ((10 + i, 2100),), 8, 1000 + i) for i in range(6)]
+    done = serve(trace, "2A", policy, model)
+    assert all(o.error is None for o in done.outcomes)
+    assert all(decision.source is None for decision in done.decisions)
+    assert done.decisions[0].too_large_as_target == ["any-0", "any-1"]
+    alone = serve(trace, "1D", policy, model)
+    computing = [sum(report.busy.values()) * report.seconds for report in (done, alone)]
+    assert computing[0] == pytest.approx(computing[1], rel=0.05)
+    shorter = [replace(request, pieces=((10 + i, 1900),)) for i, request in enumerate(trace)]
+    if policy == "least-loaded":
+        assert all(decision.source for decision in serve(shorter, "2A", policy, model).decisions)
+
+
+def test_a_prompt_that_no_engine_can_take_is_refused() -> None:
+    model = load_engine(kv_tokens=4000)
+    done = serve([TraceRequest(0.0, ((10, 4001),), 8, 1000)], "1P1D", "cost", model)
+    assert "4000 is the most" in (done.outcomes[0].error or "")
+
+
+class _Tokens:
+    """Counts those of a request (an `OutputReceiver`)."""
+
+    def __init__(self) -> None:
+        self.count, self.ended = 0, asyncio.Event()
+
+    def put(self, output: Output) -> None:
+        self.count += len(output.token_ids)
+
+    def flush(self) -> None: ...
+
+    def end(self, error: Exception | None) -> None:
+        assert error is None
+        self.ended.set()
+
+
+def test_steps_under_way_keep_their_blocks_from_what_comes_meanwhile() -> None:
+    """Blocks that are held for a peer which fetches them had been free when the steps began."""
+    tokens = _Tokens()
+
+    async def serve_one() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        model, prompts = load_engine(kv_tokens=320, jitter=0.0), Prompts(bytes(32), 16)
+        wires = SimulatedWires(model, loop.call_later, loop.time)
+        known = prompts, lambda node, blocks: None, 0
+        engine = ModeledEngine("a", "any", model, loop, wires, *known)
+        ids = prompts.add("0", TraceRequest(0.0, ((10, 64),), 100, 11), None)
+        params = SamplingParams(max_tokens=200, seed=0)
+        engine.submit(AddRequest(request_id="0", token_ids=ids, params=params), tokens)
+        while engine._run is None or engine._run.steps < 40:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(20 * (engine._run.ends[1] - engine._run.ends[0]))
+        pool, taken = engine.scheduler.blocks.pool, list[int]()
+
+        def take() -> list[Output]:
+            taken.extend(pool.allocate(pool.num_free))
+            return []
+
+        def release() -> list[Output]:
+            pool.deref(taken)
+            return []
+
+        engine.post(take)
+        await asyncio.sleep(5.0)
+        assert not tokens.ended.is_set()
+        engine.post(release)
+        await tokens.ended.wait()
+
+    run_virtually(serve_one())
+    assert tokens.count == 100
 
 
 def test_what_comes_too_late_fails_and_leaves_nothing() -> None:

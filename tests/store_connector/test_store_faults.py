@@ -11,7 +11,7 @@ import pytest
 
 from kvbaton.connectors.keys import block_keys, root_key
 from kvbaton.connectors.objects import HEADER_BYTES
-from kvbaton.engine import store_connector
+from kvbaton.engine import store_connector, store_saves
 from kvbaton.engine.store_connector import StoreConnector
 from kvbaton.messages.engine import AddRequest
 from tests.support.engine_node import Call, Node, greedy
@@ -338,4 +338,26 @@ def test_a_store_that_hangs_holds_no_more_than_a_quarter_of_the_pool(
             assert node.generate(prompt).result() == expected(prompt)
             in_flight = store_of(node)._saves.state()["saves_in_flight"]
             assert sum(in_flight) <= node.core.scheduler.blocks.pool.usable // 4
+    rest(node)
+
+
+def test_a_prompt_that_lacks_what_a_store_that_hangs_reads_fails_once_that_is_late(
+    nodes: Nodes, expected: Expected, spec: str, box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waited for its deadline, and all others behind it."""
+    monkeypatch.setattr(store_saves, "SAVE_S", 0.3)
+    node = nodes.start(spec, num_blocks=33, max_model_len=128)
+    first, long = prompt_of(20 * 4, 1), prompt_of(30 * 4, 2)
+    with box.held("store"):
+        assert node.generate(first).result() == expected(first)
+        calls = [node.generate(long, max_tokens=2), node.generate(first, max_tokens=2)]
+        assert calls[0].result() == []
+        assert "the store HeldStore has been saving" in (calls[0].error or "")
+        assert calls[1].result() == expected(first, max_tokens=2)
+        # One that grows until it lacks them says what it has.
+        grows = node.generate(prompt_of(20 * 4, 3), max_tokens=47)
+        assert 0 < len(grows.result()) < 47
+        assert "KV blocks: the store" in (grows.error or "")
+    rest(node)
+    assert node.generate(long, max_tokens=2).result() == expected(long, max_tokens=2)
     rest(node)

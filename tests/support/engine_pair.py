@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from kvbaton.connectors.transfer.config import HandoverConfig
+from kvbaton.engine import trial_steps
 from kvbaton.engine.build import ConnectorFactory
 from kvbaton.messages.engine import AddRequest, TransferSpec
 from kvbaton.roles import HandoverFactory
@@ -151,6 +152,12 @@ class Pair:
 
 
 # --- fixtures, for the conftest of whoever has a fixture `folder`: the model ---
+
+
+@pytest.fixture(autouse=True)
+def few_trial_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines try as few steps as they can; what they try with time has tests of its own."""
+    monkeypatch.setattr(trial_steps, "TRIAL_S", 0.0)
 
 
 @pytest.fixture

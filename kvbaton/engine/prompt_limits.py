@@ -1,0 +1,44 @@
+"""The longest prompts that an engine computes, and takes from other nodes: what a router is told.
+
+They follow from the scheduler's rules for an idle engine, so that no prompt is computed elsewhere
+for an engine that never has the room to load it (`Scheduler._has_room_to_load`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+
+from kvbaton.engine.scheduler import Scheduler
+from kvbaton.types import PromptLimits
+
+
+def prompt_limits(scheduler: Scheduler, most_blocks: int | None = None) -> PromptLimits:
+    """The limits of a target of hand-overs.
+
+    Args:
+        scheduler: of the engine.
+        most_blocks: that may wait for one source; None for any number.
+    """
+    blocks, config = scheduler.blocks, scheduler.config
+    lengths = range(1, config.max_model_len)
+    computed = bisect_left(lengths, True, key=lambda n: blocks.too_large(n) is not None)
+    received, lengths = computed, lengths[:computed]
+    if most_blocks is not None:
+        received = bisect_right(
+            lengths, most_blocks, key=lambda n: blocks.need(blocks.empty(), n, start=n)
+        )
+    if not scheduler.both_sides:
+        return PromptLimits(computed, received, config.max_num_seqs)
+
+    def held(num_tokens: int) -> int:
+        return blocks.need(blocks.empty(), num_tokens + 1)
+
+    # Half of the blocks and seats is left to prompts for others, and each choice takes a block of
+    # every group: of a prompt that is shorter by a block, only groups that keep all give one back.
+    half, groups = blocks.pool.usable // 2, len(blocks.groups)
+    received = min(received, bisect_right(lengths, half, key=held))
+    choices, keeping = config.max_num_seqs // 2, sum(group.keeps_all for group in blocks.groups)
+    if keeping:
+        return PromptLimits(computed, received, choices, -(-groups // keeping) * blocks.alignment)
+    spare = half - held(received) if received else 0
+    return PromptLimits(computed, received, min(choices, 1 + spare // groups))
