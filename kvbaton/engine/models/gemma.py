@@ -28,8 +28,10 @@ from kvbaton.engine.models.layers import (
     ColumnLinear,
     Embedding,
     GatedMLP,
+    Heads,
     Piece,
     RMSNorm,
+    Rotary,
     RotaryEmbedding,
     SelfAttention,
     WeightedModule,
@@ -69,7 +71,7 @@ class Gemma3DecoderLayer(nn.Module):
         self,
         delta: Tensor | None,
         stream: Tensor,
-        rotary: tuple[Tensor, Tensor],
+        rotary: Rotary,
         attention: AttentionContext,
     ) -> Tensor:
         """As `llama.DecoderLayer.forward`."""
@@ -139,20 +141,19 @@ class Gemma4Attention(nn.Module):
         self.o_proj = output_projection(name, config, dim, shard)
         self.q_norm = RMSNorm(f"{name}.q_norm", dim, self.eps)
 
-    def forward(
-        self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attention: AttentionContext
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, rotary: Rotary, attention: AttentionContext) -> Tensor:
         """[tokens, hidden] to [tokens, hidden]; writes K and V into the cache, if it has some."""
-        heads = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
-        query, key, value, weight = heads[:, : self.heads], None, None, self.q_norm.weight
+        projected = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
+        query, key, value, weight = projected[:, : self.heads], None, None, self.q_norm.weight
         if self.stores:
             ones = self.get_buffer("ones")
-            key = heads[:, self.heads : self.heads + self.kv_heads]
+            key = projected[:, self.heads : self.heads + self.kv_heads]
             # Without a projection of its own it is that of keys, which are turned in place.
-            value = rms_norm(heads[:, -self.kv_heads :], ones, self.eps)
+            value = rms_norm(projected[:, -self.kv_heads :], ones, self.eps)
             weight = self.k_norm.weight
         norms = HeadNorms(self.q_norm.weight, weight, self.eps, 0.0)
-        out = attention.attend(self.kv_layer, query, key, value, rotary, 1.0, norms=norms)
+        heads = Heads(query, key, value, scale=1.0, norms=norms)
+        out = attention.attend(self.kv_layer, heads, rotary)
         return self.o_proj(out.flatten(1))  # type: ignore[no-any-return]
 
 
@@ -209,7 +210,7 @@ class Gemma4DecoderLayer(WeightedModule):
         self,
         stream: Tensor,
         given: Tensor | None,
-        rotary: tuple[Tensor, Tensor],
+        rotary: Rotary,
         attention: AttentionContext,
     ) -> Tensor:
         """The stream after this layer, [tokens, hidden], in place.

@@ -19,6 +19,7 @@ from kvbaton.engine.models.layers import (
     Embedding,
     GatedMLP,
     RMSNorm,
+    Rotary,
     RotaryEmbedding,
     SelfAttention,
 )
@@ -68,7 +69,7 @@ class DecoderLayer(nn.Module):
         self,
         delta: Tensor | None,
         stream: Tensor,
-        rotary: tuple[Tensor, Tensor],
+        rotary: Rotary,
         attention: AttentionContext,
     ) -> Tensor:
         """Add `delta` and this layer's attention to the stream, in place; return its MLP's part.

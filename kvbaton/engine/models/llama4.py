@@ -13,7 +13,14 @@ from torch import Tensor, nn
 
 from kvbaton.engine.collectives import Shard
 from kvbaton.engine.model_config import ModelConfig
-from kvbaton.engine.models.layers import AttentionContext, GatedMLP, RMSNorm, SelfAttention
+from kvbaton.engine.models.layers import (
+    AttentionContext,
+    GatedMLP,
+    Heads,
+    RMSNorm,
+    Rotary,
+    SelfAttention,
+)
 from kvbaton.engine.models.llama import Encoded, LlamaForCausalLM
 from kvbaton.engine.models.moe import MoE
 from kvbaton.kernels.rope_write import HeadNorms
@@ -33,21 +40,19 @@ class Llama4Attention(SelfAttention):
     def forward(  # type: ignore[override]
         self,
         hidden: Tensor,
-        rotary: tuple[Tensor, Tensor] | None,
+        rotary: Rotary | None,
         temperature: Tensor | None,
         attention: AttentionContext,
     ) -> Tensor:
         """As `SelfAttention.forward`; queries are multiplied by `temperature`, [tokens, 1, 1]."""
-        heads = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
-        query, key, value = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        projected = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
+        query, key, value = projected.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         ones: Tensor | None = getattr(self, "ones", None)
         norms = None if ones is None else HeadNorms(ones, ones, self.eps, 0.0)
         if temperature is not None:
             query = (query * temperature).to(query.dtype)
-        turned = rotary is not None
-        out = attention.attend(
-            self.layer, query, key, value, rotary, norms=norms, interleaved=turned
-        )
+        heads = Heads(query, key, value, norms=norms, interleaved=rotary is not None)
+        out = attention.attend(self.layer, heads, rotary)
         return self.o_proj(out.flatten(1))  # type: ignore[no-any-return]
 
 
@@ -79,7 +84,7 @@ class Llama4DecoderLayer(nn.Module):
         self,
         delta: Tensor | None,
         stream: Tensor,
-        rotary: tuple[Tensor, Tensor],
+        rotary: Rotary,
         temperature: Tensor | None,
         attention: AttentionContext,
     ) -> Tensor:
