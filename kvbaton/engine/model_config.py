@@ -213,11 +213,19 @@ class ModelConfig:
     @property
     def rotary_dim(self) -> int:
         """Features of a head that turned ones lie in."""
+        if self.gemma4 is not None:  # of layers without a window, as `rope` is
+            return self.gemma4.head_dim
         return self.head_dim if self.mla is None else self.mla.rope_dim
 
     def kv_groups(self) -> tuple[KVGroup, ...]:
         """Its layers, by the block tables that they share."""
         return kv_groups([self._layer_kv(layer) for layer in range(self.num_layers)])
+
+    def mlp_size(self, layer: int) -> int:
+        """Features in the middle of a layer's MLP."""
+        gemma = self.gemma4
+        wide = gemma is not None and gemma.wide_mlp and gemma.kv_layers[layer] != layer
+        return self.intermediate_size * (2 if wide else 1)
 
     def heads_of(self, layer: int) -> tuple[int, int]:
         """KV heads of a layer, and their features."""
