@@ -27,9 +27,16 @@ from typing import Any
 import numpy as np
 
 from kvbaton.connectors.nixl_library import load_nixl
-from kvbaton.connectors.store import Pieces, StoreCapabilities, Usage
+from kvbaton.connectors.store import Pieces, StoreCapabilities
 from kvbaton.connectors.stores.filesystem import Files
-from kvbaton.connectors.stores.threaded import SEAL_BYTES, LastCall, ThreadedStore, seal, unseal
+from kvbaton.connectors.stores.threaded import (
+    ONE,
+    SEAL_BYTES,
+    ClientBackend,
+    ThreadedStore,
+    seal,
+    unseal,
+)
 from kvbaton.errors import ConfigError, StoreError
 
 LONGEST_NAP_S = 0.001
@@ -78,6 +85,7 @@ class NixlStore(ThreadedStore):
         else:
             raise ConfigError("max_bytes", "needs path: what objects take is for their service")
         super().__init__(name, kept, threads=threads)
+        self.load_limit = self.store_limit = ONE
 
     def register(self, regions: Sequence[memoryview]) -> None:
         """See `Registering.register`."""
@@ -255,7 +263,7 @@ class NixlFiles(Files):
         self._plugin.close()
 
 
-class NixlObjects(LastCall):
+class NixlObjects(ClientBackend):
     """The backend of a `NixlStore` without one."""
 
     capabilities = StoreCapabilities(persistent=True, shared=True, pins=False, deletes=False)
@@ -279,10 +287,6 @@ class NixlObjects(LastCall):
         """See `Backend.close`."""
         super().close()
         self._plugin.close()
-
-    def usage(self) -> Usage:
-        """Unknown."""
-        return Usage()
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """See `Backend.contains`."""
@@ -311,10 +315,6 @@ class NixlObjects(LastCall):
             with self._asking("write to"):
                 self._plugin.move("WRITE", [sealed], next(self._numbers), _path(key))
         return True
-
-    def remove(self, keys: Sequence[bytes]) -> int:
-        """Nothing: NIXL has no call for that."""
-        return 0
 
     def _asking(self, what: str) -> AbstractContextManager[None]:
         return self._calling(f"can't {what} {self._plugin.name}", *self._plugin.errors)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -132,10 +134,38 @@ def usage_by_namespace(found: Iterable[tuple[str, str, int]]) -> dict[str, Usage
     }
 
 
-class LastCall:
-    """The health of a backend: how its last call went. Backends inherit it."""
+class ClientBackend(ABC):
+    """What backends over a client share: how its last call went, and what most of them do alike.
 
+    Attributes:
+        prefix_step: keys of a prefix that are looked for at first.
+        prefix_growth: and so many times as many each further time.
+    """
+
+    prefix_step, prefix_growth = 128, 1
     _trouble: str | None = "not open"
+
+    @abstractmethod
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """See `Backend.contains`."""
+
+    def longest_prefix(self, keys: Sequence[bytes]) -> int:
+        """See `PrefixBackend.longest_prefix`: what comes long after a gap is not looked at."""
+        start, count = 0, self.prefix_step
+        while start < len(keys):
+            present = self.contains(keys[start : start + count])
+            if not all(present):
+                return start + present.index(False)
+            start, count = start + count, count * self.prefix_growth
+        return len(keys)
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        """See `Backend.remove`; here nothing, as of a client that can't."""
+        return 0
+
+    def usage(self) -> Usage:
+        """See `Store.usage`; here it is unknown."""
+        return Usage()
 
     def health(self) -> str | None:
         """See `Store.health`: the error of the last call, if it had one."""
@@ -163,6 +193,35 @@ class LastCall:
         self._trouble = None
 
 
+class HeldClaims:
+    """Which claims in a shared store are ours, and until when nobody else can have them."""
+
+    def __init__(self) -> None:
+        self._until: dict[bytes, float] = {}
+        self._lock = threading.Lock()
+
+    def keys(self) -> list[bytes]:
+        """All of them, void ones too."""
+        return list(self._until)
+
+    def add(self, keys: Iterable[bytes], until: float) -> None:
+        """They are ours until a monotonic time."""
+        with self._lock:
+            self._until.update(dict.fromkeys(keys, until))
+
+    def take(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Those of these that are ours, which they then no longer are."""
+        now = time.monotonic()
+        with self._lock:
+            return [key for key in keys if self._until.pop(key, 0.0) > now]
+
+    def forget_void(self) -> None:
+        """What was not stored after all, and is void by now, is nobody's to give back."""
+        now = time.monotonic()
+        with self._lock:
+            self._until = {key: end for key, end in self._until.items() if end > now}
+
+
 class ThreadedStore:
     """Makes a `Store` of a `Backend`.
 
@@ -174,12 +233,17 @@ class ThreadedStore:
         backend: does the work.
         threads: objects, or calls of a `BatchBackend`, that load at the same time, and as many that
             store.
+
+    Attributes:
+        load_limit: what a thread loads at a time; more than `ONE` needs a `BatchBackend`.
+        store_limit: likewise.
     """
 
     def __init__(self, name: str, backend: Backend, *, threads: int = 4) -> None:
         self.name = name
         self.capabilities = backend.capabilities
         self.backend = backend
+        self.load_limit = self.store_limit = MANY if isinstance(backend, BatchBackend) else ONE
         self._threads = threads
         self._pools: dict[str, ThreadPoolExecutor] = {}
         self._moves: WeakSet[Moves] = WeakSet()
@@ -211,9 +275,10 @@ class ThreadedStore:
 
     def load(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> Future[list[bool]]:
         """See `Store.load`; one thread per object, or per batch."""
-        if isinstance(self.backend, BatchBackend):
-            return self._move("load", _together(self.backend.get_many), keys, targets, limit=MANY)
-        return self._move("load", _one_by_one(self.backend.get), keys, targets)
+        if self.load_limit is ONE:
+            return self._move("load", _one_by_one(self.backend.get), ONE, keys, targets)
+        action = _together(cast(BatchBackend, self.backend).get_many)
+        return self._move("load", action, self.load_limit, keys, targets)
 
     def store(
         self,
@@ -223,20 +288,13 @@ class ThreadedStore:
         hints: Sequence[Hints] | None = None,
     ) -> Future[list[bool]]:
         """See `Store.store`; one thread per object, or per batch."""
-        about = self._hinted(keys, hints)
-        if isinstance(self.backend, BatchBackend):
-            return self._move(
-                "store", _together(self.backend.put_many), keys, sources, *about, limit=MANY
-            )
-        return self._move("store", _one_by_one(self.backend.put), keys, sources, *about)
-
-    def _hinted(
-        self, keys: Sequence[bytes], hints: Sequence[Hints] | None
-    ) -> tuple[Sequence[Hints], ...]:
-        """What a backend is given of each object beside key and bytes."""
-        if not self.capabilities.hints:
-            return ()
-        return ([NO_HINTS] * len(keys) if hints is None else hints,)
+        given: list[Sequence[Any]] = [keys, sources]
+        if self.capabilities.hints:
+            given.append([NO_HINTS] * len(keys) if hints is None else hints)
+        if self.store_limit is ONE:
+            return self._move("store", _one_by_one(self.backend.put), ONE, *given)
+        action = _together(cast(BatchBackend, self.backend).put_many)
+        return self._move("store", action, self.store_limit, *given)
 
     def claim(self, keys: Sequence[bytes]) -> Future[list[bool]]:
         """See `Claiming.claim`."""
@@ -268,16 +326,8 @@ class ThreadedStore:
         if pools:
             self.backend.close()
 
-    def _move(
-        self,
-        job: str,
-        action: Action,
-        keys: Sequence[bytes],
-        many: Sequence[Pieces],
-        *more: Sequence[Any],
-        limit: BatchLimit = ONE,
-    ) -> Moves:
-        items: list[tuple[Any, ...]] = list(zip(keys, many, *more, strict=True))
+    def _move(self, job: str, action: Action, limit: BatchLimit, *given: Sequence[Any]) -> Moves:
+        items: list[tuple[Any, ...]] = list(zip(*given, strict=True))
         moves = Moves(self._pool(job), self._threads, action, items, limit)
         self._moves.add(moves)
         return moves
