@@ -135,19 +135,7 @@ def _serve(
 
     engine = build_engine(config, node, connectors, frontends)
     try:
-        ready = Ready(
-            node=node,
-            control_address=engine.core.control_address,
-            num_blocks=engine.num_blocks,
-            block_size=engine.block_size,
-            max_model_len=engine.max_model_len,
-            eos_token_ids=engine.eos_token_ids,
-            vocab_size=engine.vocab_size,
-            tp_size=config.tensor_parallel_size,
-            identity=engine.identity,
-            encoder_identity=engine.encoder_identity,
-            engine_address=frontends.address,
-        )
+        ready = msgspec.structs.replace(engine.ready, engine_address=frontends.address)
         frontends.send(ready)
         _report(ready, parent)
         engine.core.run()
