@@ -41,6 +41,7 @@ class ControlChannel:
     Attributes:
         dropped: messages that could not be sent (full queue, unknown or vanished link).
         poller: of all its sockets; who waits with it may add descriptors of its own.
+        address: what peers dial, ``tcp://host:port``.
     """
 
     def __init__(self, host: str, port: int = 0, *, cluster_key: str | None) -> None:
@@ -76,7 +77,7 @@ class ControlChannel:
             flag = "--control-port" if port and error.errno == errno.EADDRINUSE else "--host"
             raise ConfigError(flag, f"can't listen on {host}:{port}: {error}") from error
         bound = urlsplit(self._router.getsockopt_string(zmq.LAST_ENDPOINT))
-        self._address = f"tcp://{shown}:{bound.port}"
+        self.address = f"tcp://{shown}:{bound.port}"
         self.poller.register(self._router, zmq.POLLIN)
         if self._gate is not None:
             self.poller.register(self._gate.socket, zmq.POLLIN)
@@ -85,11 +86,6 @@ class ControlChannel:
     def refused(self) -> int:
         """Handshakes that were refused for want of the cluster key."""
         return 0 if self._gate is None else self._gate.refused
-
-    @property
-    def address(self) -> str:
-        """What peers dial, ``tcp://host:port``."""
-        return self._address
 
     def dial(self, address: str) -> Link:
         """Open a link to a peer's address; the same address gives the same link until `hang_up`.
