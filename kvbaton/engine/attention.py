@@ -243,12 +243,13 @@ class DecodeBucket:
         return (row * inside.shape[1] + position[:, None]).flatten()
 
 
+@dataclass(frozen=True)
 class Prompt:
     """Several tokens of one sequence.
 
-    Args:
+    Attributes:
         cache: the group's view of the pool.
-        first: row of its first token in the batch.
+        rows: its rows in the batch.
         count: its tokens.
         context_len: its tokens with those already in the cache.
         table: [1, blocks] int64.
@@ -257,45 +258,38 @@ class Prompt:
         last_keys: [count] int64, the last of the tokens after `begin` that each sees; None: itself.
     """
 
-    def __init__(
-        self,
-        cache: TokenView,
-        first: int,
-        count: int,
-        context_len: int,
-        table: Tensor,
-        group: KVGroup,
-        begin: int,
-        last_keys: Tensor | None,
-    ) -> None:
-        self._cache, self._count, self._context_len = cache, count, context_len
-        self._group, self._begin, self._last_keys = group, begin, last_keys
-        self._rows = slice(first, first + count)
-        self._table = table
+    cache: TokenView
+    rows: slice
+    count: int
+    context_len: int
+    table: Tensor
+    group: KVGroup
+    begin: int
+    last_keys: Tensor | None
 
     def attend(self, place: int, heads: Heads, out: Tensor) -> None:
         """Fill its rows of `out`."""
-        whole = self._context_len == self._count
+        whole = self.context_len == self.count
         if heads.key is not None and heads.value is not None and whole:
-            key, value = (x[self._rows].transpose(0, 1)[None] for x in (heads.key, heads.value))
+            key, value = (x[self.rows].transpose(0, 1)[None] for x in (heads.key, heads.value))
         else:
-            key, value = self._cache.read(place, self._cache.page_rows(self._table))
-            key, value = key[:, :, : self._context_len], value[:, :, : self._context_len]
-        query = heads.query[self._rows].transpose(0, 1)[None]
+            key, value = self.cache.read(place, self.cache.page_rows(self.table))
+            key, value = key[:, :, : self.context_len], value[:, :, : self.context_len]
+        query = heads.query[self.rows].transpose(0, 1)[None]
         scale, sinks = heads.scale, heads.sinks
-        last, group = self._begin + self._context_len - 1, self._group
+        last, group = self.begin + self.context_len - 1, self.group
         first = first_attended(last, group.window, group.chunked)
-        if whole and first <= self._begin and self._last_keys is None and sinks is None:
+        if whole and first <= self.begin and self.last_keys is None and sinks is None:
             found = scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=scale, enable_gqa=True
             )
         else:
             masks = 1 if sinks is None else len(sinks)  # with sinks, logits of all heads are made
-            tile = max(1, TILE_ELEMENTS // (self._context_len * masks))
-            tiles = zip(range(0, self._count, tile), torch.split(query, tile, dim=2), strict=True)
+            tile = max(1, TILE_ELEMENTS // (self.context_len * masks))
+            tiles = zip(range(0, self.count, tile), torch.split(query, tile, dim=2), strict=True)
             outs = [self._tile(some, key, value, scale, sinks, start) for start, some in tiles]
             found = torch.cat(outs, dim=2)
-        out[self._rows] = found[0].transpose(0, 1)
+        out[self.rows] = found[0].transpose(0, 1)
 
     def _tile(
         self,
@@ -307,14 +301,14 @@ class Prompt:
         start: int,
     ) -> Tensor:
         """Attention of the queries from `start` on, over the keys that one of them sees."""
-        first = self._context_len - self._count + start
+        first = self.context_len - self.count + start
         end = first + query.shape[2]
         at = last = torch.arange(first, end, device=query.device)[:, None]
-        if self._last_keys is not None:
-            last = self._last_keys[start : start + len(at), None]
+        if self.last_keys is not None:
+            last = self.last_keys[start : start + len(at), None]
             end = int(last.max()) + 1
-        window, chunked = self._group.window, self._group.chunked
-        begins = first_attended(at + self._begin, window, chunked) - self._begin
+        window, chunked = self.group.window, self.group.chunked
+        begins = first_attended(at + self.begin, window, chunked) - self.begin
         begin = max(0, int(begins[0]))
         key_at = torch.arange(begin, end, device=query.device)
         seen = (key_at <= last) & (key_at >= begins)
@@ -360,12 +354,12 @@ def _prompts(
         context_len = int(batch.context_lens[index])
         table = batch.block_tables[index : index + 1, : -(-context_len // cache.block_size)]
         first, count = int(rows[index]), int(batch.query_lens[index])
-        begin = int(batch.begins[index])
+        own, begin = slice(first, first + count), int(batch.begins[index])
         pages = _to_device(table, cache)
         last = None
         if last_keys is not None:
-            last = _to_device(last_keys[first : first + count] - begin, cache)
-        yield Prompt(cache, first, count, context_len, pages, batch.group, begin, last)
+            last = _to_device(last_keys[own] - begin, cache)
+        yield Prompt(cache, own, count, context_len, pages, batch.group, begin, last)
 
 
 def _to_device(array: npt.NDArray[np.int64], cache: TokenView) -> Tensor:
