@@ -13,15 +13,17 @@ from typing import Any, Literal
 import msgspec
 
 from kvbaton.engine.attention_config import (
+    GEMMA4_ARCHITECTURES,
     MLA_ARCHITECTURES,
+    Gemma4Config,
     LinearAttentionConfig,
     MlaConfig,
     NopeConfig,
+    read_gemma4,
     read_linear_attention,
     read_mla,
     read_nope,
 )
-from kvbaton.engine.gemma4_config import GEMMA4_ARCHITECTURES, Gemma4Config, read_gemma4
 from kvbaton.engine.kv_groups import KVGroup, LayerKV, kv_groups
 from kvbaton.engine.moe_config import MoeConfig, read_moe
 from kvbaton.engine.quantization.config import Quantization, read_quantization

@@ -21,12 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
+from kvbaton.engine.attention_config import Gemma4Config
 from kvbaton.engine.collectives import Shard
-from kvbaton.engine.gemma4_config import Gemma4Config
 from kvbaton.engine.model_config import ModelConfig
 from kvbaton.engine.models.layers import (
     AttentionContext,
-    ColumnLinear,
     Embedding,
     Heads,
     Piece,
@@ -37,6 +36,7 @@ from kvbaton.engine.models.layers import (
     head_projections,
     new_weight,
     output_projection,
+    whole_linear,
 )
 from kvbaton.engine.models.llama import DecoderLayer, LlamaForCausalLM
 from kvbaton.kernels.rms_norm import rms_norm
@@ -139,14 +139,9 @@ class PerLayerInput(nn.Module):
 
     def __init__(self, name: str, config: ModelConfig, size: int) -> None:
         super().__init__()
-        hidden = config.hidden_size
-
-        def projection(part: str, size_in: int, size_out: int) -> ColumnLinear:
-            parts = [(f"{name}.{part}", size_out, (0, size_out))]
-            return ColumnLinear(size_in, parts, bias=False, quantization=config.quantization)
-
-        self.gate = projection("per_layer_input_gate", hidden, size)
-        self.projection = projection("per_layer_projection", size, hidden)
+        hidden, stored = config.hidden_size, config.quantization
+        self.gate = whole_linear(f"{name}.per_layer_input_gate", hidden, size, stored)
+        self.projection = whole_linear(f"{name}.per_layer_projection", size, hidden, stored)
         self.norm = RMSNorm(f"{name}.post_per_layer_input_norm", hidden, config.rms_norm_eps)
 
     def forward(self, stream: Tensor, given: Tensor) -> Tensor:
@@ -198,11 +193,8 @@ class PerLayerEmbedding(nn.Module):
         name, wide = "model.embed_tokens_per_layer", config.num_layers * size
         self.size, self.hidden_size = size, config.hidden_size
         self.table = Embedding(name, gemma.per_layer_vocab_size, wide, shard)
-        parts = [("model.per_layer_model_projection", wide, (0, wide))]
-        quantization = config.quantization
-        self.projection = ColumnLinear(
-            config.hidden_size, parts, bias=False, quantization=quantization
-        )
+        projection = "model.per_layer_model_projection"
+        self.projection = whole_linear(projection, config.hidden_size, wide, config.quantization)
         self.norm = RMSNorm("model.per_layer_projection_norm", size, config.rms_norm_eps)
 
     def forward(self, token_ids: Tensor, stream: Tensor) -> Tensor:

@@ -144,6 +144,14 @@ class ColumnLinear(WeightedModule):
             row += number
 
 
+def whole_linear(
+    name: str, size_in: int, size_out: int, quantization: Quantization | None
+) -> ColumnLinear:
+    """A projection that every rank holds all of."""
+    parts = [(name, size_out, (0, size_out))]
+    return ColumnLinear(size_in, parts, bias=False, quantization=quantization)
+
+
 class RowLinear(WeightedModule):
     """A projection split by input columns over the ranks, whose results are summed."""
 
