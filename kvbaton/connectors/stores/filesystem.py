@@ -359,7 +359,8 @@ class Files(ClientBackend):
                 files.append(Written(temporary, self._path(key), num_bytes))
                 try:
                     labels = EntryLabels.of(hints)
-                    if not self._mover.write(file, self._buffer.fill(key, source, labels)):
+                    pieces = self._buffer.fill(key, source, labels)
+                    if not self._mover.move(file, pieces, write=True):
                         raise OSError(errno.EIO, f"{temporary} takes no more bytes")
                     if hints.depth > 0:
                         age = min(hints.depth, MOST_DEPTH) * DEPTH_SECONDS

@@ -215,28 +215,19 @@ class NixlMover:
     def __init__(self, plugin: NixlPlugin) -> None:
         self._plugin = plugin
 
-    def read(self, file: int, pieces: Pieces) -> bool:
-        """See `FileMover.read`."""
-        if os.fstat(file).st_size < sum(map(len, pieces)):
+    def move(self, file: int, pieces: Pieces, *, write: bool) -> bool:
+        """See `FileMover.move`."""
+        num_bytes = sum(map(len, pieces))
+        if not write and os.fstat(file).st_size < num_bytes:
             return False
-        return self._move("READ", file, pieces)
-
-    def write(self, file: int, pieces: Pieces) -> bool:
-        """See `FileMover.write`."""
         try:
-            return self._move("WRITE", file, pieces)
-        except OSError as error:  # the plugin does not tell why
-            disk = os.fstatvfs(file)
-            if disk.f_bavail * disk.f_frsize < sum(map(len, pieces)):
-                raise OSError(errno.ENOSPC, str(error)) from error
-            raise
-
-    def _move(self, way: str, file: int, pieces: Pieces) -> bool:
-        try:
-            self._plugin.move(way, pieces, file)
-        except OSError:
-            raise
+            self._plugin.move("WRITE" if write else "READ", pieces, file)
         except self._plugin.errors as error:
+            disk = os.fstatvfs(file)
+            if write and disk.f_bavail * disk.f_frsize < num_bytes:  # it does not tell why
+                raise OSError(errno.ENOSPC, str(error)) from error
+            if isinstance(error, OSError):
+                raise
             raise OSError(errno.EIO, f"NIXL's {self._plugin.name}: {error}") from error
         return True
 
