@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvbaton.engine.kv_groups import LayerKV
+from kvbaton.engine.rope_config import RotaryEntry
 from kvbaton.errors import ConfigError
 
 FieldsT = TypeVar("FieldsT")
@@ -147,13 +148,6 @@ class MlaConfig:
         return self.kv_rank + self.rope_dim
 
 
-class _RawRope(msgspec.Struct):
-    rope_type: str | None = None
-    type: str | None = None
-    factor: float = 1.0
-    mscale_all_dim: float | None = None
-
-
 class _RawMla(msgspec.Struct):
     """The fields of ``config.json`` that we read, under their own names."""
 
@@ -165,8 +159,8 @@ class _RawMla(msgspec.Struct):
     rope_interleave: bool | None = None
     attention_bias: bool = False
     mlp_bias: bool = False
-    rope_scaling: _RawRope | None = None
-    rope_parameters: _RawRope | None = None
+    rope_scaling: RotaryEntry | None = None
+    rope_parameters: RotaryEntry | None = None
 
 
 def read_mla(content: Mapping[str, Any], architecture: str) -> MlaConfig | None:
@@ -196,10 +190,11 @@ def read_mla(content: Mapping[str, Any], architecture: str) -> MlaConfig | None:
     check_sizes(sizes)
     if raw.qk_rope_head_dim % 2:
         raise ConfigError("--model", f"qk_rope_head_dim {raw.qk_rope_head_dim} must be even")
-    rope = raw.rope_parameters or raw.rope_scaling or _RawRope()
+    rope = raw.rope_parameters or raw.rope_scaling or RotaryEntry()
     stretch = 1.0
-    if (rope.rope_type or rope.type or "default") != "default" and rope.factor > 1:
-        stretch += 0.1 * (rope.mscale_all_dim or 0.0) * math.log(rope.factor)
+    factor = rope.factor or 1.0
+    if rope.kind != "default" and factor > 1:
+        stretch += 0.1 * (rope.mscale_all_dim or 0.0) * math.log(factor)
     interleaved = architecture == "DeepseekV2ForCausalLM" or raw.rope_interleave is not False
     return MlaConfig(
         q_rank=raw.q_lora_rank or 0,
