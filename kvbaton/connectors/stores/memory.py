@@ -257,7 +257,7 @@ class Arena:
             return self.remove([key for key, e in entries if e.hints.namespace == namespace])
 
     def longest_prefix(self, keys: Sequence[bytes]) -> int:
-        """See `PrefixBackend.longest_prefix`."""
+        """See `DeclaredBackend.longest_prefix`."""
         with self._changed:
             self._expire()
             return sum(1 for _ in takewhile(self._written, keys))

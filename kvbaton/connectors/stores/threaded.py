@@ -37,7 +37,7 @@ class Backend(Protocol):
 
     They raise `StoreError` for what an operator should see, and nothing else. One whose
     capabilities say ``hints`` has ``put(key, source, hints)``; for ``prefix``, ``claims`` and
-    ``namespaces`` see `PrefixBackend`, `ClaimingBackend` and `NamespacedBackend`.
+    ``namespaces`` see `DeclaredBackend`.
     """
 
     @property
@@ -91,31 +91,23 @@ class BatchBackend(Protocol):
         ...
 
 
-class PrefixBackend(Protocol):
-    """What a `Backend` that declares ``prefix`` has besides."""
+class DeclaredBackend(Protocol):
+    """What a `Backend` has besides, as far as its capabilities declare it."""
 
     def longest_prefix(self, keys: Sequence[bytes]) -> int:
-        """How many of the keys are there before the first one that is not."""
+        """``prefix``: how many of the keys are there before the first one that is not."""
         ...
-
-
-class ClaimingBackend(Protocol):
-    """What a `Backend` that declares ``claims`` has besides."""
 
     def claim(self, keys: Sequence[bytes]) -> list[bool]:
-        """See `Claiming.claim`."""
+        """``claims``: see `Claiming.claim`."""
         ...
 
-
-class NamespacedBackend(Protocol):
-    """What a `Backend` that declares ``namespaces`` has besides."""
-
     def namespaces(self) -> dict[str, Usage]:
-        """See `Namespaced.namespaces`."""
+        """``namespaces``: see `Namespaced.namespaces`."""
         ...
 
     def clear(self, namespace: str) -> int:
-        """See `Namespaced.clear`."""
+        """Likewise: see `Namespaced.clear`."""
         ...
 
 
@@ -150,7 +142,7 @@ class ClientBackend(ABC):
         """See `Backend.contains`."""
 
     def longest_prefix(self, keys: Sequence[bytes]) -> int:
-        """See `PrefixBackend.longest_prefix`: what comes long after a gap is not looked at."""
+        """See `DeclaredBackend.longest_prefix`: what comes long after a gap is not looked at."""
         start, count = 0, self.prefix_step
         while start < len(keys):
             present = self.contains(keys[start : start + count])
@@ -266,7 +258,7 @@ class ThreadedStore:
         """See `Store.lookup`; nothing is pinned."""
         wanted, backend = list(keys), self.backend
         if prefix and self.capabilities.prefix:
-            longest = cast(PrefixBackend, backend).longest_prefix
+            longest = cast(DeclaredBackend, backend).longest_prefix
             return self._pool("lookup").submit(lambda: leading(longest(wanted), len(wanted)))
         return self._pool("lookup").submit(lambda: Found(tuple(backend.contains(wanted))))
 
@@ -298,15 +290,15 @@ class ThreadedStore:
 
     def claim(self, keys: Sequence[bytes]) -> Future[list[bool]]:
         """See `Claiming.claim`."""
-        return self._pool("store").submit(cast(ClaimingBackend, self.backend).claim, list(keys))
+        return self._pool("store").submit(cast(DeclaredBackend, self.backend).claim, list(keys))
 
     def namespaces(self) -> Future[dict[str, Usage]]:
         """See `Namespaced.namespaces`."""
-        return self._pool("store").submit(cast(NamespacedBackend, self.backend).namespaces)
+        return self._pool("store").submit(cast(DeclaredBackend, self.backend).namespaces)
 
     def clear(self, namespace: str) -> Future[int]:
         """See `Namespaced.clear`."""
-        return self._pool("store").submit(cast(NamespacedBackend, self.backend).clear, namespace)
+        return self._pool("store").submit(cast(DeclaredBackend, self.backend).clear, namespace)
 
     def delete(self, keys: Sequence[bytes]) -> Future[int]:
         """See `Store.delete`."""
