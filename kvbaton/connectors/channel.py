@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import errno
 import secrets
-from urllib.parse import urlsplit
 
 import zmq
 
 from kvbaton.connectors.address import host_of, is_loopback, is_wildcard
-from kvbaton.connectors.curve import CurveAuthenticator, drain, secure_client
+from kvbaton.connectors.curve import CurveAuthenticator, bind_tcp, drain, secure_client
 from kvbaton.connectors.protocol.events import Link
 from kvbaton.errors import ConfigError
 from kvbaton.types import MAX_MESSAGE_BYTES
@@ -41,6 +40,7 @@ class ControlChannel:
     Attributes:
         dropped: messages that could not be sent (full queue, unknown or vanished link).
         poller: of all its sockets; who waits with it may add descriptors of its own.
+        address: what peers dial, ``tcp://host:port``.
     """
 
     def __init__(self, host: str, port: int = 0, *, cluster_key: str | None) -> None:
@@ -67,16 +67,12 @@ class ControlChannel:
         self._dealers: dict[Link, zmq.Socket[bytes]] = {}
         self._addresses: dict[str, Link] = {}
         self._router = self._new_socket(zmq.ROUTER)
-        host = "127.0.0.1" if host == "localhost" else host
-        shown = f"[{host}]" if ":" in host else host
         try:
-            self._router.bind(f"tcp://{shown}:{port or '*'}")
+            self.address = bind_tcp(self._router, host, port)
         except zmq.ZMQError as error:
             self.close()
             flag = "--control-port" if port and error.errno == errno.EADDRINUSE else "--host"
             raise ConfigError(flag, f"can't listen on {host}:{port}: {error}") from error
-        bound = urlsplit(self._router.getsockopt_string(zmq.LAST_ENDPOINT))
-        self._address = f"tcp://{shown}:{bound.port}"
         self.poller.register(self._router, zmq.POLLIN)
         if self._gate is not None:
             self.poller.register(self._gate.socket, zmq.POLLIN)
@@ -85,11 +81,6 @@ class ControlChannel:
     def refused(self) -> int:
         """Handshakes that were refused for want of the cluster key."""
         return 0 if self._gate is None else self._gate.refused
-
-    @property
-    def address(self) -> str:
-        """What peers dial, ``tcp://host:port``."""
-        return self._address
 
     def dial(self, address: str) -> Link:
         """Open a link to a peer's address; the same address gives the same link until `hang_up`.

@@ -1,4 +1,4 @@
-"""CURVE on ZMQ sockets with one key pair for the whole cluster, derived from the cluster key.
+"""ZMQ sockets between nodes: CURVE with one key pair, derived from the cluster key; ports.
 
 - A client must know the server's public key to get past the handshake, and this public key is never
   sent or published: it follows from the cluster key alone.
@@ -11,6 +11,7 @@ So whoever talks through a secured socket holds the cluster key, on both ends.
 from __future__ import annotations
 
 import hashlib
+from urllib.parse import urlsplit
 
 import zmq
 from zmq.utils import z85
@@ -68,6 +69,15 @@ class CurveAuthenticator:
     def close(self) -> None:
         """Close the socket."""
         self.socket.close()
+
+
+def bind_tcp(socket: zmq.Socket[bytes], host: str, port: int) -> str:
+    """Bind to a host and a port, a free one for 0; what peers dial. Raises `zmq.ZMQError`."""
+    host = "127.0.0.1" if host == "localhost" else host
+    shown = f"[{host}]" if ":" in host else host
+    socket.bind(f"tcp://{shown}:{port or '*'}")
+    bound = urlsplit(socket.getsockopt_string(zmq.LAST_ENDPOINT)).port
+    return f"tcp://{shown}:{bound}"
 
 
 def drain(socket: zmq.Socket[bytes]) -> list[list[bytes]]:

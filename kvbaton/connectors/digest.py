@@ -22,7 +22,7 @@ import math
 import struct
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,7 @@ import numpy.typing as npt
 from kvbaton.connectors.layout import HEAD, KV, KVLayout
 from kvbaton.connectors.pairing import GroupPairing, PlaneShare
 from kvbaton.messages.control import DigestRun
+from kvbaton.types import Attempt
 
 Sums = npt.NDArray[np.uint64]
 """[blocks or units, ...]: of every plane of a group, in the layout's order, [layers, kv, heads].
@@ -39,20 +40,21 @@ are flat, end to end.
 """
 
 
-class PendingSums(Protocol):
-    """Digest sums on their way from a device; there once the blocks are final."""
+T_co = TypeVar("T_co", covariant=True)
 
-    def poll(self) -> list[npt.NDArray[np.uint64]] | None:
-        """Per rank, sums of the blocks asked for, see `Sums`; None while on their way."""
+
+class PendingResult(Protocol[T_co]):
+    """What is on its way from a device."""
+
+    def poll(self) -> T_co | None:
+        """It, or None while it is on its way."""
         ...
 
 
-class PendingDigests(Protocol):
-    """Digest sums of several ranges on their way from a device."""
-
-    def poll(self) -> list[list[npt.NDArray[np.uint64]]] | None:
-        """Per range and rank, sums of its blocks, see `Sums`; None while they are on their way."""
-        ...
+PendingSums = PendingResult[list[Sums]]
+"""Per rank, digest sums of the blocks asked for; there once the blocks are final."""
+PendingDigests = PendingResult[list[list[Sums]]]
+"""Digest sums of several ranges, per range and rank."""
 
 
 class BlockRange(NamedTuple):
@@ -109,8 +111,7 @@ def unit_sums(sums: Sums, first_block: int, block_size: int, unit: int) -> tuple
 def fold(
     sums: Sums,
     *,
-    transfer_id: bytes,
-    attempt: int,
+    attempt: Attempt,
     group: int,
     plane: str,
     first_unit: int,
@@ -121,8 +122,7 @@ def fold(
 
     Args:
         sums: [units, layers, kv, heads].
-        transfer_id: 16 bytes.
-        attempt: of the transfer.
+        attempt: its id of 16 bytes, and its number.
         group: KV group.
         plane: name of the plane.
         first_unit: number of the first unit.
@@ -132,7 +132,7 @@ def fold(
     Returns:
         [units] uint64.
     """
-    name = transfer_id + struct.pack("<QQ", attempt, group) + plane.encode()
+    name = attempt.transfer_id + struct.pack("<QQ", attempt.number, group) + plane.encode()
     plane_seed, unit_seed = struct.unpack("<QQ", hashlib.blake2b(name, digest_size=16).digest())
     numbers = np.arange(first_unit, first_unit + len(sums), dtype=np.uint64)
     keys = _mix(numbers + np.uint64(unit_seed)) | np.uint64(1)
@@ -187,12 +187,7 @@ def whole_values(pairing: GroupPairing, sums: Sequence[Sums], seed: int) -> npt.
 
 
 def claims(
-    pairing: GroupPairing,
-    sums: Sequence[Sums],
-    *,
-    first_block: int,
-    transfer_id: bytes,
-    attempt: int,
+    pairing: GroupPairing, sums: Sequence[Sums], *, first_block: int, attempt: Attempt
 ) -> list[DigestRun]:
     """What the source says of a write in one group: a run for each pair of ranks that share heads.
 
@@ -201,14 +196,13 @@ def claims(
         sums: per source rank, of consecutive blocks, [blocks, ...], counting exactly the tokens
             that the write moves.
         first_block: logical number of the first of the source's blocks.
-        transfer_id: of the transfer.
-        attempt: of the transfer.
+        attempt: whose write it is.
     """
     runs = []
     for (source, target), shares in pairing.shares.items():
         layout = pairing.sources[source]
-        where = pairing.unit, transfer_id, attempt
-        first_unit, values = _values(sums[source], layout, shares, True, first_block, *where)
+        where = first_block, pairing.unit, attempt
+        first_unit, values = _values(sums[source], layout, shares, True, *where)
         data = values.astype("<u8").tobytes()
         runs.append(DigestRun(source, target, layout.group, first_unit, data))
     return runs
@@ -222,8 +216,7 @@ def mismatches(
     first_block: int,
     start: int,
     end: int,
-    transfer_id: bytes,
-    attempt: int,
+    attempt: Attempt,
 ) -> list[tuple[int, int]]:
     """Token ranges of a landed write that are not what the source claims, in one group.
 
@@ -238,8 +231,7 @@ def mismatches(
         first_block: logical number of the first of the target's blocks.
         start: first token of the write.
         end: past its last token.
-        transfer_id: of the transfer.
-        attempt: of the transfer.
+        attempt: whose write it is.
 
     Returns:
         Ranges [start, end), sorted and apart; empty if all is well.
@@ -254,8 +246,8 @@ def mismatches(
         return [(start, end)]
     bad = set[int]()
     for pair, shares in pairing.shares.items():
-        layout, where = pairing.targets[pair[1]], (pairing.unit, transfer_id, attempt)
-        first, values = _values(sums[pair[1]], layout, shares, False, first_block, *where)
+        layout, where = pairing.targets[pair[1]], (first_block, pairing.unit, attempt)
+        first, values = _values(sums[pair[1]], layout, shares, False, *where)
         run = claimed[pair]
         given = np.frombuffer(run.values[: len(run.values) // 8 * 8], "<u8")
         differs = np.ones(len(values), np.bool_)  # what is not claimed at all does
@@ -281,8 +273,7 @@ def _values(
     of_source: bool,
     first_block: int,
     unit: int,
-    transfer_id: bytes,
-    attempt: int,
+    attempt: Attempt,
 ) -> tuple[int, npt.NDArray[np.uint64]]:
     """The first unit and the values of what a pair shares, from one rank's sums of all it holds."""
     flat = sums.reshape(len(sums), -1)  # all sums of a block in a row
@@ -296,7 +287,6 @@ def _values(
         mine = units[:, share.source_columns if of_source else share.target_columns]
         total += fold(
             mine.reshape(len(mine), len(share.layers), share.source.shape[KV], -1),
-            transfer_id=transfer_id,
             attempt=attempt,
             group=layout.group,
             plane=share.source.name,

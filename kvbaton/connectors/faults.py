@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from kvbaton.errors import ConfigError
@@ -34,9 +35,15 @@ class Schedules:
             if not valid:
                 right = "a probability or a list of operations' numbers"
                 raise ConfigError(flag, f"{fault} must be {right}, not {schedule!r}")
+        self.injected: Counter[str] = Counter()
         self._by_fault = dict(by_fault)
         self._next = 0
         self.random = random.Random(seed)
+
+    def hit(self, fault: str, drawn: set[str]) -> bool:
+        """Whether a fault is among those drawn; it is counted then."""
+        self.injected.update({fault} & drawn)
+        return fault in drawn
 
     def draw(self) -> set[str]:
         """Faults of the next operation."""

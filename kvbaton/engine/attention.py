@@ -24,9 +24,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvbaton.engine.cache import KVCache, TokenView
 from kvbaton.engine.kv_groups import KVGroup
-from kvbaton.engine.models.layers import LatentProjection
+from kvbaton.engine.models.layers import Heads, LatentHeads, Rotary
 from kvbaton.engine.state_blocks import StateBatch
-from kvbaton.kernels.rope_write import HeadNorms
 from kvbaton.types import first_attended
 
 BUCKET_ELEMENTS = 1 << 26
@@ -72,39 +71,21 @@ class PagedAttention:
                 [*_decode_buckets(view, part), *_prompts(view, part, batch.last_keys)]
             )
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        rotary: tuple[Tensor, Tensor] | None,
-        scale: float | None = None,
-        sinks: Tensor | None = None,
-        norms: HeadNorms | None = None,
-        interleaved: bool = False,
-    ) -> Tensor:
+    def attend(self, layer: int, heads: Heads, rotary: Rotary | None) -> Tensor:
         """See `AttentionContext.attend`."""
-        turned = [query] if key is None else [query, key]
-        if norms is not None:
-            turned = norms.apply(turned)
-        if interleaved:
+        turned = [heads.query] if heads.key is None else [heads.query, heads.key]
+        if heads.norms is not None:
+            turned = heads.norms.apply(turned)
+        if heads.interleaved:
             turned = [pairs_apart(x) for x in turned]
         if rotary is not None:
             turned = [rotate(x, rotary) for x in turned]
-        query, key = turned[0], None if key is None else turned[1]
-        return self._attend(layer, query, key, value, scale, sinks)
+        query, key = turned[0], None if heads.key is None else turned[1]
+        return self._attend(layer, Heads(query, key, heads.value, heads.scale, heads.sinks))
 
-    def attend_latent(
-        self,
-        layer: int,
-        query: Tensor,
-        latent: Tensor,
-        key_rope: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        projection: LatentProjection,
-    ) -> Tensor:
+    def attend_latent(self, layer: int, heads: LatentHeads, rotary: Rotary) -> Tensor:
         """See `AttentionContext.attend_latent`; computed among latents, which all heads share."""
+        query, latent, key_rope, projection = heads
         mla = projection.mla
         turned, key_rope = query[..., mla.nope_dim :], key_rope[:, None]
         if mla.interleaved:
@@ -113,18 +94,12 @@ class PagedAttention:
         query = torch.cat((absorbed, rotate(turned, rotary)), dim=-1)
         key = torch.cat((latent[:, None], rotate(key_rope, rotary)), dim=-1)
         value = key[..., : mla.kv_rank]
-        sums = self._attend(layer, query, key, value, mla.scale, None)
+        sums = self._attend(layer, Heads(query, key, value, mla.scale))
         return projection.values(sums, query.new_empty(*query.shape[:2], mla.value_dim))
 
-    def _attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        scale: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def _attend(self, layer: int, heads: Heads) -> Tensor:
+        """`attend` of heads that are turned."""
+        query, key, value, scale, *_ = heads
         group, place = self._cache.places[layer]
         of_key, of_value = self._cache.scales(layer)
         if of_key != 1.0:
@@ -135,8 +110,9 @@ class PagedAttention:
             key, value = self._cache.kept(key), self._cache.kept(value)
         width = query.shape[-1] if value is None else value.shape[-1]
         out = query.new_empty(*query.shape[:2], width)
+        kept = Heads(query, key, value, scale, heads.sinks)
         for part in self._parts[group]:
-            part.attend(place, query, key, value, scale, sinks, out)
+            part.attend(place, kept, out)
         return out if of_value == 1.0 else out.mul_(of_value)
 
 
@@ -174,7 +150,7 @@ class _GroupBatch:
         return cls(group, batch.query_lens, begins, lens - begins, tables)
 
 
-def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     """Rotate ``[tokens, heads, head_dim]``; feature i pairs with i + head_dim / 2."""
     cos, sin = rotary
     first, second = x.chunk(2, dim=-1)
@@ -233,17 +209,9 @@ class DecodeBucket:
         mask = torch.zeros(self._hidden.shape, dtype=cache.compute_dtype, device=rows.device)
         self._mask = mask.masked_fill_(self._hidden, -torch.inf)[:, None, None]
 
-    def attend(
-        self,
-        place: int,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        scale: float | None,
-        sinks: Tensor | None,
-        out: Tensor,
-    ) -> None:
+    def attend(self, place: int, heads: Heads, out: Tensor) -> None:
         """Fill the rows of `out`; the bucket's K and V are in the cache already."""
+        query, scale, sinks = heads.query, heads.scale, heads.sinks
         keys, values = self._cache.read(place, self._pages)
         if len(self._unseen):
             for x in (keys, values):
@@ -275,12 +243,13 @@ class DecodeBucket:
         return (row * inside.shape[1] + position[:, None]).flatten()
 
 
+@dataclass(frozen=True)
 class Prompt:
     """Several tokens of one sequence.
 
-    Args:
+    Attributes:
         cache: the group's view of the pool.
-        first: row of its first token in the batch.
+        rows: its rows in the batch.
         count: its tokens.
         context_len: its tokens with those already in the cache.
         table: [1, blocks] int64.
@@ -289,66 +258,38 @@ class Prompt:
         last_keys: [count] int64, the last of the tokens after `begin` that each sees; None: itself.
     """
 
-    def __init__(
-        self,
-        cache: TokenView,
-        first: int,
-        count: int,
-        context_len: int,
-        table: Tensor,
-        group: KVGroup,
-        begin: int,
-        last_keys: Tensor | None,
-    ) -> None:
-        self._cache, self._count, self._context_len = cache, count, context_len
-        self._group, self._begin, self._last_keys = group, begin, last_keys
-        self._rows = slice(first, first + count)
-        self._table = table
+    cache: TokenView
+    rows: slice
+    count: int
+    context_len: int
+    table: Tensor
+    group: KVGroup
+    begin: int
+    last_keys: Tensor | None
 
-    def attend(
-        self,
-        place: int,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        scale: float | None,
-        sinks: Tensor | None,
-        out: Tensor,
-    ) -> None:
+    def attend(self, place: int, heads: Heads, out: Tensor) -> None:
         """Fill its rows of `out`."""
-        if key is not None and value is not None and self._context_len == self._count:
-            keys, values = (x[self._rows].transpose(0, 1)[None] for x in (key, value))
+        whole = self.context_len == self.count
+        if heads.key is not None and heads.value is not None and whole:
+            key, value = (x[self.rows].transpose(0, 1)[None] for x in (heads.key, heads.value))
         else:
-            keys, values = self._cache.read(place, self._cache.page_rows(self._table))
-            keys, values = keys[:, :, : self._context_len], values[:, :, : self._context_len]
-        queries = query[self._rows].transpose(0, 1)[None]
-        found = self._causal(queries, keys, values, scale, sinks)
-        out[self._rows] = found[0].transpose(0, 1)
-
-    def _causal(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        last, group = self._begin + self._context_len - 1, self._group
+            key, value = self.cache.read(place, self.cache.page_rows(self.table))
+            key, value = key[:, :, : self.context_len], value[:, :, : self.context_len]
+        query = heads.query[self.rows].transpose(0, 1)[None]
+        scale, sinks = heads.scale, heads.sinks
+        last, group = self.begin + self.context_len - 1, self.group
         first = first_attended(last, group.window, group.chunked)
-        plain = self._last_keys is None and sinks is None
-        if self._context_len == self._count and first <= self._begin and plain:
-            return scaled_dot_product_attention(
+        if whole and first <= self.begin and self.last_keys is None and sinks is None:
+            found = scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=scale, enable_gqa=True
             )
-        masks = 1 if sinks is None else len(sinks)  # with sinks, logits of all heads are made
-        tile = max(1, TILE_ELEMENTS // (self._context_len * masks))
-        outs = [
-            self._tile(query, key, value, scale, sinks, start)
-            for start, query in zip(
-                range(0, self._count, tile), torch.split(query, tile, dim=2), strict=True
-            )
-        ]
-        return torch.cat(outs, dim=2)
+        else:
+            masks = 1 if sinks is None else len(sinks)  # with sinks, logits of all heads are made
+            tile = max(1, TILE_ELEMENTS // (self.context_len * masks))
+            tiles = zip(range(0, self.count, tile), torch.split(query, tile, dim=2), strict=True)
+            outs = [self._tile(some, key, value, scale, sinks, start) for start, some in tiles]
+            found = torch.cat(outs, dim=2)
+        out[self.rows] = found[0].transpose(0, 1)
 
     def _tile(
         self,
@@ -360,14 +301,14 @@ class Prompt:
         start: int,
     ) -> Tensor:
         """Attention of the queries from `start` on, over the keys that one of them sees."""
-        first = self._context_len - self._count + start
+        first = self.context_len - self.count + start
         end = first + query.shape[2]
         at = last = torch.arange(first, end, device=query.device)[:, None]
-        if self._last_keys is not None:
-            last = self._last_keys[start : start + len(at), None]
+        if self.last_keys is not None:
+            last = self.last_keys[start : start + len(at), None]
             end = int(last.max()) + 1
-        window, chunked = self._group.window, self._group.chunked
-        begins = first_attended(at + self._begin, window, chunked) - self._begin
+        window, chunked = self.group.window, self.group.chunked
+        begins = first_attended(at + self.begin, window, chunked) - self.begin
         begin = max(0, int(begins[0]))
         key_at = torch.arange(begin, end, device=query.device)
         seen = (key_at <= last) & (key_at >= begins)
@@ -413,12 +354,12 @@ def _prompts(
         context_len = int(batch.context_lens[index])
         table = batch.block_tables[index : index + 1, : -(-context_len // cache.block_size)]
         first, count = int(rows[index]), int(batch.query_lens[index])
-        begin = int(batch.begins[index])
+        own, begin = slice(first, first + count), int(batch.begins[index])
         pages = _to_device(table, cache)
         last = None
         if last_keys is not None:
-            last = _to_device(last_keys[first : first + count] - begin, cache)
-        yield Prompt(cache, first, count, context_len, pages, batch.group, begin, last)
+            last = _to_device(last_keys[own] - begin, cache)
+        yield Prompt(cache, own, count, context_len, pages, batch.group, begin, last)
 
 
 def _to_device(array: npt.NDArray[np.int64], cache: TokenView) -> Tensor:

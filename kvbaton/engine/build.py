@@ -45,6 +45,7 @@ from kvbaton.engine.store_worker import StoreWorker
 from kvbaton.engine.worker import choose_device
 from kvbaton.errors import ConfigError
 from kvbaton.image_file import Resizing, processor_settings
+from kvbaton.messages.engine import Ready
 from kvbaton.types import NodeId, PromptLimits
 
 log = logging.getLogger(__name__)
@@ -95,14 +96,32 @@ class Engine:
     """An engine that is ready to run, and what its clients want to know of it."""
 
     core: EngineCore
-    num_blocks: int
-    block_size: int
-    max_model_len: int
-    eos_token_ids: tuple[int, ...]
-    vocab_size: int
-    identity: bytes
-    encoder_identity: bytes = b""
-    prompt_limits: PromptLimits | None = None
+    ready: Ready
+
+    @classmethod
+    def of(
+        cls,
+        core: EngineCore,
+        context: ConnectorContext,
+        encoder_identity: bytes,
+        prompt_limits: PromptLimits | None = None,
+    ) -> Engine:
+        """The engine of a core."""
+        layout, limits = core.executor.layouts[0][0], core.scheduler.config
+        ready = Ready(
+            node=context.node,
+            control_address=core.control_address,
+            num_blocks=layout.num_blocks - 1,
+            block_size=layout.block_size,
+            max_model_len=limits.max_model_len,
+            eos_token_ids=limits.eos_token_ids,
+            vocab_size=limits.vocab_size,
+            tp_size=context.config.tensor_parallel_size,
+            identity=context.identity,
+            encoder_identity=encoder_identity,
+            prompt_limits=prompt_limits,
+        )
+        return cls(core, ready)
 
 
 def build_engine(
@@ -162,17 +181,8 @@ def build_engine(
         executor, scheduler, mailbox, connectors=connectors, depth=depth, profiler=profiler
     )
     core.step_costs.start(tried)
-    return Engine(
-        core=core,
-        num_blocks=executor.layouts[0][0].num_blocks - 1,
-        block_size=config.block_size,
-        max_model_len=scheduler.config.max_model_len,
-        eos_token_ids=model.eos_token_ids,
-        vocab_size=model.vocab_size,
-        identity=identity.digest(),
-        encoder_identity=b"" if encoder is None else encoder_identity(config, model).digest(),
-        prompt_limits=limits,
-    )
+    of_items = b"" if encoder is None else encoder_identity(config, model).digest()
+    return Engine.of(core, surroundings, of_items, limits)
 
 
 def beside(
@@ -226,16 +236,8 @@ def build_encoder(
         root_key=partial(root_key, surroundings.identity),
     )
     connectors = make_connectors(executor, scheduler, factories, surroundings)
-    return Engine(
-        core=EngineCore(executor, scheduler, mailbox, connectors=connectors, profiler=profiler),
-        num_blocks=layout.num_blocks - 1,
-        block_size=layout.block_size,
-        max_model_len=scheduler.config.max_model_len,
-        eos_token_ids=(),
-        vocab_size=1,
-        identity=surroundings.identity,
-        encoder_identity=surroundings.identity,
-    )
+    core = EngineCore(executor, scheduler, mailbox, connectors=connectors, profiler=profiler)
+    return Engine.of(core, surroundings, surroundings.identity)
 
 
 def enough_tokens(block_size: int, model: ModelConfig) -> int:

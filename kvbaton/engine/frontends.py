@@ -17,13 +17,12 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
-from urllib.parse import urlsplit
 
 import msgspec
 import zmq
 from msgspec.structs import replace
 
-from kvbaton.connectors.curve import CurveAuthenticator, drain
+from kvbaton.connectors.curve import CurveAuthenticator, bind_tcp, drain
 from kvbaton.engine.stats import RequestLatencies
 from kvbaton.errors import ConfigError, RequestError
 from kvbaton.messages.engine import (
@@ -203,15 +202,11 @@ class FrontendServer:
             return
         self._gate = CurveAuthenticator(self._context, endpoints.cluster_key)
         self._gate.secure(self._remote)
-        host = "127.0.0.1" if host == "localhost" else host
-        shown = f"[{host}]" if ":" in host else host
         try:
-            self._remote.bind(f"tcp://{shown}:{endpoints.port or '*'}")
+            self.address = bind_tcp(self._remote, host, endpoints.port)
         except zmq.ZMQError as error:
             where = f"{host}:{endpoints.port}"
             raise ConfigError("--engine-port", f"can't listen on {where}: {error}") from error
-        port = urlsplit(self._remote.getsockopt_string(zmq.LAST_ENDPOINT)).port
-        self.address = f"tcp://{shown}:{port}"
 
     # --- what frontends say ---
 

@@ -13,15 +13,17 @@ from typing import Any, Literal
 import msgspec
 
 from kvbaton.engine.attention_config import (
+    GEMMA4_ARCHITECTURES,
     MLA_ARCHITECTURES,
+    Gemma4Config,
     LinearAttentionConfig,
     MlaConfig,
     NopeConfig,
+    read_gemma4,
     read_linear_attention,
     read_mla,
     read_nope,
 )
-from kvbaton.engine.gemma4_config import GEMMA4_ARCHITECTURES, Gemma4Config, read_gemma4
 from kvbaton.engine.kv_groups import KVGroup, LayerKV, kv_groups
 from kvbaton.engine.moe_config import MoeConfig, read_moe
 from kvbaton.engine.quantization.config import Quantization, read_quantization
@@ -213,11 +215,19 @@ class ModelConfig:
     @property
     def rotary_dim(self) -> int:
         """Features of a head that turned ones lie in."""
+        if self.gemma4 is not None:  # of layers without a window, as `rope` is
+            return self.gemma4.head_dim
         return self.head_dim if self.mla is None else self.mla.rope_dim
 
     def kv_groups(self) -> tuple[KVGroup, ...]:
         """Its layers, by the block tables that they share."""
         return kv_groups([self._layer_kv(layer) for layer in range(self.num_layers)])
+
+    def mlp_size(self, layer: int) -> int:
+        """Features in the middle of a layer's MLP."""
+        gemma = self.gemma4
+        wide = gemma is not None and gemma.wide_mlp and gemma.kv_layers[layer] != layer
+        return self.intermediate_size * (2 if wide else 1)
 
     def heads_of(self, layer: int) -> tuple[int, int]:
         """KV heads of a layer, and their features."""

@@ -87,7 +87,17 @@ def core_main(
     frontends: FrontendServer | None = None
     try:
         frontends = FrontendServer(endpoints)
-        _serve(config, node, connectors, frontends, parent)
+        # Torch comes in here, in the child, and nowhere else.
+        from kvbaton.engine.build import build_engine
+
+        engine = build_engine(config, node, connectors, frontends)
+        try:
+            ready = msgspec.structs.replace(engine.ready, engine_address=frontends.address)
+            frontends.send(ready)
+            _report(ready, parent)
+            engine.core.run()
+        finally:
+            engine.core.close()
     except ConfigError as error:
         text = str(error).removeprefix(f"{error.field}: ")
         _report(Dead(error=clip_text(text), field=error.field), parent)
@@ -121,39 +131,6 @@ def leave() -> None:
 def _report(message: Ready | Dead, parent: Connection) -> None:
     with suppress(BrokenPipeError):  # it has just died, and so shall we
         parent.send_bytes(msgspec.msgpack.encode(message))
-
-
-def _serve(
-    config: EngineConfig,
-    node: NodeId,
-    connectors: Sequence[ConnectorFactory],
-    frontends: FrontendServer,
-    parent: Connection,
-) -> None:
-    # Torch comes in here, in the child, and nowhere else.
-    from kvbaton.engine.build import build_engine
-
-    engine = build_engine(config, node, connectors, frontends)
-    try:
-        ready = Ready(
-            node=node,
-            control_address=engine.core.control_address,
-            num_blocks=engine.num_blocks,
-            block_size=engine.block_size,
-            max_model_len=engine.max_model_len,
-            eos_token_ids=engine.eos_token_ids,
-            vocab_size=engine.vocab_size,
-            tp_size=config.tensor_parallel_size,
-            identity=engine.identity,
-            encoder_identity=engine.encoder_identity,
-            engine_address=frontends.address,
-            prompt_limits=engine.prompt_limits,
-        )
-        frontends.send(ready)
-        _report(ready, parent)
-        engine.core.run()
-    finally:
-        engine.core.close()
 
 
 @contextmanager

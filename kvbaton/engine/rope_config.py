@@ -55,7 +55,9 @@ class RopeConfig:
         return int(head_dim * self.share)
 
 
-class _RotaryEntry(msgspec.Struct):
+class RotaryEntry(msgspec.Struct):
+    """What an entry for rotary embeddings may have, under its own names."""
+
     rope_type: str | None = None
     type: str | None = None
     rope_theta: float | None = None
@@ -71,8 +73,13 @@ class _RotaryEntry(msgspec.Struct):
     mscale_all_dim: float | None = None
     partial_rotary_factor: float | None = None
     mrope_section: tuple[int, int, int] | None = None
-    full_attention: _RotaryEntry | None = None
-    sliding_attention: _RotaryEntry | None = None
+    full_attention: RotaryEntry | None = None
+    sliding_attention: RotaryEntry | None = None
+
+    @property
+    def kind(self) -> str:
+        """How it stretches."""
+        return self.rope_type or self.type or "default"
 
 
 class RawRotary(msgspec.Struct, kw_only=True):
@@ -84,8 +91,8 @@ class RawRotary(msgspec.Struct, kw_only=True):
     max_position_embeddings: int = 2048
     original_max_position_embeddings: int | None = None
     rope_theta: float | None = None
-    rope_scaling: _RotaryEntry | None = None
-    rope_parameters: _RotaryEntry | None = None
+    rope_scaling: RotaryEntry | None = None
+    rope_parameters: RotaryEntry | None = None
     rope_local_base_freq: float = 10_000.0
     partial_rotary_factor: float | None = None
 
@@ -109,10 +116,10 @@ def read_rope(
     Raises:
         ConfigError: a field is missing, out of range or not supported; names it.
     """
-    rope = raw.rope_parameters or raw.rope_scaling or _RotaryEntry()
+    rope = raw.rope_parameters or raw.rope_scaling or RotaryEntry()
     rope = rope.full_attention or rope
     theta = rope.rope_theta or raw.rope_theta or base
-    kind = rope.rope_type or rope.type or "default"
+    kind = rope.kind
     if vision is not None:
         if kind not in ("default", "mrope"):
             raise ConfigError(
@@ -179,7 +186,7 @@ def read_local_rope(raw: RawRotary) -> RopeConfig:
     return RopeConfig(theta=(local.rope_theta if local else None) or raw.rope_local_base_freq)
 
 
-def _yarn(rope: _RotaryEntry, theta: float, factor: float, original: int) -> RopeConfig:
+def _yarn(rope: RotaryEntry, theta: float, factor: float, original: int) -> RopeConfig:
     fast, slow = rope.beta_fast or 32.0, rope.beta_slow or 1.0
     if not 0 < slow < fast:
         raise ConfigError(

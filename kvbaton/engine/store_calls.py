@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar, cast
 
@@ -225,13 +226,10 @@ class StoreCalls:
         Returns:
             Whether it did not fail.
         """
-        if isinstance(self.plugin, Registering):
-            try:
-                self.plugin.register(regions)
-            except BaseException as error:
-                self.note("register", error)
-                return False
-        return True
+        plugin = self.plugin
+        if not isinstance(plugin, Registering):
+            return True
+        return self._went_well("register", lambda: plugin.register(regions))
 
     def histograms(self) -> dict[str, HistogramCounts]:
         """How long calls took until their futures were done, by Prometheus name."""
@@ -248,7 +246,7 @@ class StoreCalls:
             options["prefix"] = True
 
         def check(found: Found) -> Found:
-            return Found(_answers(found.present, keys), found.ticket)
+            return Found(tuple(_answers(keys, found.present)), found.ticket)
 
         return self._ask("lookup", keys, lambda: self.plugin.lookup(keys, **options), check)
 
@@ -273,10 +271,7 @@ class StoreCalls:
             begun(future)
             return future
 
-        def check(answers: list[bool]) -> list[bool]:
-            return list(_answers(answers, keys))
-
-        return self._ask("load", keys, begin, check, cancelled)
+        return self._ask("load", keys, begin, partial(_answers, keys), cancelled)
 
     def store(
         self, keys: Sequence[bytes], sources: Sequence[AnyPieces], hints: Sequence[Hints]
@@ -284,20 +279,13 @@ class StoreCalls:
         """`Store.store`, which is given hints if it takes them."""
         options: Any = {"hints": hints} if self.capabilities.hints else {}
         pieces = cast("Sequence[Pieces]", sources)
-
-        def check(answers: list[bool]) -> list[bool]:
-            return list(_answers(answers, keys))
-
-        return self._ask("store", keys, lambda: self.plugin.store(keys, pieces, **options), check)
+        begin = partial(self.plugin.store, keys, pieces, **options)
+        return self._ask("store", keys, begin, partial(_answers, keys))
 
     def claim(self, keys: Sequence[bytes]) -> Job[list[bool]]:
         """`Claiming.claim`, of a store that declares it."""
         plugin: Any = self.plugin
-
-        def check(answers: list[bool]) -> list[bool]:
-            return list(_answers(answers, keys))
-
-        return self._ask("claim", keys, lambda: plugin.claim(keys), check)
+        return self._ask("claim", keys, lambda: plugin.claim(keys), partial(_answers, keys))
 
     def clear(self, namespace: str) -> Job[int]:
         """`Namespaced.clear`, of a store that declares it."""
@@ -310,17 +298,20 @@ class StoreCalls:
 
     def release(self, ticket: int) -> None:
         """`Store.release`."""
-        try:
-            self.plugin.release(ticket)
-        except BaseException as error:
-            self.note("release", error)
+        self._went_well("release", lambda: self.plugin.release(ticket))
 
     def close(self) -> None:
         """`Store.close`."""
+        self._went_well("close", self.plugin.close)
+
+    def _went_well(self, call: str, action: Callable[[], object]) -> bool:
+        """Make a call that has no answer; what it raises is noted."""
         try:
-            self.plugin.close()
+            action()
         except BaseException as error:
-            self.note("close", error)
+            self.note(call, error)
+            return False
+        return True
 
     def note(self, call: str, error: BaseException, keys: Sequence[bytes] = ()) -> str:
         """Count and log what went wrong; returns it as text."""
@@ -370,10 +361,10 @@ def _told(error: BaseException) -> str:
         return f"{type(error).__name__}, whose text raises {type(worse).__name__}"
 
 
-def _answers(answers: Sequence[object], keys: Sequence[bytes]) -> tuple[bool, ...]:
+def _answers(keys: Sequence[bytes], answers: Sequence[object]) -> list[bool]:
     if len(answers) != len(keys):
         raise ValueError(f"it answered for {len(answers)} of {len(keys)} keys")
-    return tuple(map(bool, answers))
+    return list(map(bool, answers))
 
 
 class StoreStatus:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvbaton.connectors.base import Capabilities, Peer, Ranges, Transport
+from kvbaton.connectors.base import Peer, Ranges, Transport
 from kvbaton.connectors.transports.memory import MemoryHandle, MemoryHub, MemoryTransport
 from kvbaton.testing.check import Subject
 from kvbaton.testing.kit import CaseVerdict, Outcome, run_case
@@ -63,9 +63,7 @@ def test_the_transports_that_they_mutate_pass(sound: type[MemoryTransport]) -> N
 @pytest.mark.parametrize("most", [1, 7])
 def test_the_kit_asks_no_more_than_is_declared(most: int) -> None:
     class TakesFewRanges(MemoryTransport):
-        @property
-        def capabilities(self) -> Capabilities:
-            return replace(super().capabilities, max_ranges=most)
+        capabilities = replace(MemoryTransport.capabilities, max_ranges=most)
 
         def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> MemoryHandle:
             assert ranges.ndim != 2 or len(ranges) <= most

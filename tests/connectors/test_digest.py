@@ -23,6 +23,7 @@ from kvbaton.connectors.layout import GroupKind, KVLayout, Plane, contiguous_pla
 from kvbaton.connectors.pairing import GroupPairing
 from kvbaton.connectors.plan import plan
 from kvbaton.messages.control import DigestRun
+from kvbaton.types import Attempt
 from tests.support.digests import block_sums_reference
 
 LAYERS, DIM = (4, 5, 9), 4
@@ -128,7 +129,7 @@ def push(source: Node, target: Node, start: int, end: int) -> None:
 def claim(source: Node, target: Node, start: int, end: int) -> tuple[DigestRun, ...]:
     first, sums = source.sums(start, end)
     pairing = GroupPairing(source.layouts, target.layouts)
-    return tuple(claims(pairing, sums, first_block=first, transfer_id=TRANSFER, attempt=1))
+    return tuple(claims(pairing, sums, first_block=first, attempt=Attempt(TRANSFER, 1)))
 
 
 def verify(
@@ -144,7 +145,7 @@ def verify(
     first, sums = target.sums(start, end)
     return mismatches(
         GroupPairing(source.layouts, target.layouts), sums, runs,
-        first_block=first, start=start, end=end, transfer_id=transfer_id, attempt=attempt,
+        first_block=first, start=start, end=end, attempt=Attempt(transfer_id, attempt),
     )  # fmt: skip
 
 
@@ -331,7 +332,7 @@ def test_sums_of_some_planes_only_are_no_sums_of_a_group() -> None:
     with pytest.raises(AssertionError, match="planes"):
         claims(
             GroupPairing(node.layouts, node.layouts), [x.numpy().view(np.uint64) for x in sums],
-            first_block=0, transfer_id=TRANSFER, attempt=1,
+            first_block=0, attempt=Attempt(TRANSFER, 1),
         )  # fmt: skip
 
 
@@ -339,7 +340,7 @@ def test_golden_value_of_a_fold() -> None:
     """Neighbouring releases compare these."""
     sums = np.arange(24, dtype=np.uint64).reshape(2, 2, 2, 3)
     values = fold(
-        sums, transfer_id=TRANSFER, attempt=3, group=1, plane="data", first_unit=5, layers=(2, 7),
+        sums, attempt=Attempt(TRANSFER, 3), group=1, plane="data", first_unit=5, layers=(2, 7),
         head_start=4,
     )  # fmt: skip
     assert values.tolist() == [6577758232315472078, 1060754380578241566]
@@ -351,15 +352,15 @@ def test_a_fold_of_a_part_is_a_part_of_the_keys() -> None:
 
     def value(**changed: object) -> int:
         names: dict[str, object] = {
-            "transfer_id": TRANSFER, "attempt": 0, "group": 0, "plane": "data", "first_unit": 0,
+            "attempt": Attempt(TRANSFER, 0), "group": 0, "plane": "data", "first_unit": 0,
             "layers": (0,), "head_start": 0,
         }  # fmt: skip
         return int(fold(sums, **(names | changed))[0])  # type: ignore[arg-type]
 
     seen = {
         value(),
-        value(transfer_id=bytes(16)),
-        value(attempt=1),
+        value(attempt=Attempt(bytes(16), 0)),
+        value(attempt=Attempt(TRANSFER, 1)),
         value(group=1),
         value(plane="scales"),
         value(first_unit=1),

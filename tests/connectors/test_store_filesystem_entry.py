@@ -156,7 +156,7 @@ def test_direct_io_moves_blocks_past_the_page_cache(tmp_path: Path) -> None:
         apart = memoryview(bytearray(100 + size + 1))[1:]  # not on a page's border
         assert wait(store.load([bytes(32)], [[apart]])) == [True]
         assert apart == data
-    mover = store.backend._mover  # type: ignore[attr-defined]
+    mover = store.backend._mover
     assert isinstance(mover, DirectCalls)
     assert [bool(flag) for flag in flags][-2:] == [not mover.refused, False]
     store.close()

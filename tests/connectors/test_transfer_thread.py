@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvbaton.connectors.base import Capabilities, Notice, Peer, Ranges
+from kvbaton.connectors.base import Notice, Peer, Ranges
 from kvbaton.connectors.channel import ControlChannel
 from kvbaton.connectors.protocol.events import (
     Deliver,
@@ -167,18 +167,12 @@ def test_a_plug_in_that_raises_ends_no_thread(
 class Narrow(MemoryTransport):
     """Takes few ranges at once, and short notices."""
 
-    max_ranges, max_notice_bytes = 3, MIN_NOTICE_BYTES
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return dataclasses.replace(
-            super().capabilities,
-            max_ranges=self.max_ranges,
-            max_notice_bytes=self.max_notice_bytes,
-        )
+    capabilities = dataclasses.replace(
+        MemoryTransport.capabilities, max_ranges=3, max_notice_bytes=MIN_NOTICE_BYTES
+    )
 
     def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> MemoryHandle:
-        if len(ranges) > self.max_ranges or len(notice) > self.max_notice_bytes:
+        if len(ranges) > self.capabilities.max_ranges or len(notice) > MIN_NOTICE_BYTES:
             raise ValueError(f"{len(ranges)} ranges, notice of {len(notice)} bytes")
         return super().write(peer, ranges, notice)
 

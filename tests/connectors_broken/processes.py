@@ -65,7 +65,7 @@ class TakesHalfCloses(TcpTransport):
 
     @override
     def dial(self, card: TcpCard) -> TcpPeer:
-        return _Patient(card, self._name)
+        return _Patient(card, self.name)
 
 
 class _Patient(TcpPeer):

@@ -364,7 +364,7 @@ def start(folder: Path) -> Iterator[Callable[..., Core]]:
 
 
 def test_a_node_says_what_it_takes(start: Callable[..., Core]) -> None:
-    engine = start(encoder_cache_tokens=320).engine
+    engine = start(encoder_cache_tokens=320).engine.ready
     assert (engine.num_blocks, engine.block_size, engine.max_model_len) == (10, 32, 321)
     assert engine.identity == engine.encoder_identity != b""
     assert engine.vocab_size == 1
@@ -403,7 +403,7 @@ def test_who_fails_is_told_why_and_leaves_nothing(
     (owners,) = blocks.owners()
     cached = (padded(items[0]) + padded(items[2])) // 32
     assert owners["cached"] == cached, "what failed is not cached"
-    assert blocks.pool.num_uncached == node.engine.num_blocks - cached
+    assert blocks.pool.num_uncached == node.engine.ready.num_blocks - cached
     node.core.add(request_for(items[1], "again"))
     node.run()
     assert node.outputs["again"][0].finish_reason == "length"

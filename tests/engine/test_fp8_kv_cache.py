@@ -18,8 +18,8 @@ from kvbaton.engine.build import identity_record
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.loader import load_kv_scales, load_model
 from kvbaton.engine.model_config import load_model_config
+from kvbaton.engine.models.layers import Heads, Rotary
 from kvbaton.errors import ConfigError
-from kvbaton.kernels.rope_write import HeadNorms
 from tests.engine.test_loader import CPU
 from tests.support.digests import digest_of
 
@@ -36,19 +36,12 @@ class RoundedAttention:
     def __init__(self, scales: dict[int, tuple[float, float]]) -> None:
         self._scales = scales
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        scale: float | None = None,
-        sinks: Tensor | None = None,
-        norms: HeadNorms | None = None,
-    ) -> Tensor:
-        if norms is not None:
-            query, key = norms.apply((query, key))
+    def attend(self, layer: int, heads: Heads, rotary: Rotary) -> Tensor:
+        query, key, value, *_ = heads
+        assert key is not None
+        assert value is not None
+        if heads.norms is not None:
+            query, key = heads.norms.apply((query, key))
         of_key, of_value = self._scales[layer]
         query, key, value = (
             x.transpose(0, 1)[None]

@@ -23,6 +23,7 @@ from kvbaton.engine import cache, runner
 from kvbaton.engine.attention import PagedAttention
 from kvbaton.engine.cache import KVCache
 from kvbaton.engine.kv_cache_manager import GroupSpec, KVCacheManager
+from kvbaton.engine.models.layers import Heads
 from kvbaton.engine.models.moe import Experts
 from kvbaton.engine.runner import accepted
 from kvbaton.engine.scheduler import Scheduler
@@ -262,13 +263,12 @@ real_layout_of = cache._layout_of
 
 
 @breaks(PagedAttention, "_attend", sharing_holds)
-def writes_a_shared_layer_twice(
-    self: Any, layer: int, query: Any, key: Any, value: Any, *rest: Any
-) -> Any:
-    if key is None:
+def writes_a_shared_layer_twice(self: Any, layer: int, heads: Heads) -> Any:
+    if heads.key is None:
         group, _ = self._cache.places[layer]
-        key = value = query[:, : self._cache.token_views[group].shape[0]]
-    return real_attend(self, layer, query, key, value, *rest)
+        key = heads.query[:, : self._cache.token_views[group].shape[0]]
+        heads = heads._replace(key=key, value=key)
+    return real_attend(self, layer, heads)
 
 
 @breaks(cache, "_layout_of", shapes_cross)

@@ -20,9 +20,9 @@ from kvbaton.engine.attention import attention_with_sinks, rotate
 from kvbaton.engine.collectives import Barrier, HostCollectives, Shard
 from kvbaton.engine.loader import INDEX, SINGLE, load_model
 from kvbaton.engine.model_config import ModelConfig, load_model_config
+from kvbaton.engine.models.layers import Heads, Rotary
 from kvbaton.engine.models.llama import LlamaForCausalLM
 from kvbaton.errors import ConfigError
-from kvbaton.kernels.rope_write import HeadNorms
 from kvbaton.testing.checkpoints import CheckpointSpec, make_checkpoint
 
 Checkpoint = Callable[..., Path]
@@ -34,24 +34,17 @@ class FreshAttention:
 
     states = None
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        scale: float | None = None,
-        sinks: Tensor | None = None,
-        norms: HeadNorms | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, heads: Heads, rotary: Rotary) -> Tensor:
+        query, key, value, scale, sinks, norms, _ = heads
+        assert key is not None
+        assert value is not None
         if norms is not None:
             query, key = norms.apply((query, key))
         query, key = rotate(query, rotary), rotate(key, rotary)
         query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
         if sinks is not None:
-            heads, count, _ = query.shape[1:]
-            key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
+            number, count, _ = query.shape[1:]
+            key, value = (x.repeat_interleave(number // x.shape[1], 1) for x in (key, value))
             hidden = torch.ones(count, count, dtype=torch.bool).triu(1)
             out = attention_with_sinks(query, key, value, hidden, scale, sinks[:, None, None])
             return out[0].transpose(0, 1)

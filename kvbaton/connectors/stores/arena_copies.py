@@ -46,29 +46,29 @@ class ArenaCopies:
 
     def load(self, objects: Sequence[tuple[AnyPieces, Sequence[Extent]]]) -> None:
         """Fill pieces; returns when they are. Raises `StoreError`."""
-        runs = dict[int, list[CopyRun]]()
-        for pieces, extents in objects:
-            for piece, start in _in_extents(pieces, extents):
-                if isinstance(piece, Memory):
-                    run = CopyRun(piece.address, self._arena.address + start, len(piece))
-                    runs.setdefault(piece.device_index, []).append(run)
-                else:
-                    copy([piece], [self._host[start : start + len(piece)]])
-        self._run(runs, self._incoming)
+        self._move(objects, self._incoming, to_pieces=True)
 
     def store(self, objects: Sequence[tuple[AnyPieces, Sequence[Extent]]]) -> None:
         """Read pieces; returns when it has. Raises `StoreError`."""
+        self._move(objects, self._outgoing, to_pieces=False)
+
+    def _move(
+        self,
+        objects: Sequence[tuple[AnyPieces, Sequence[Extent]]],
+        streams: Mapping[int, Any],
+        *,
+        to_pieces: bool,
+    ) -> None:
         runs = dict[int, list[CopyRun]]()
         for pieces, extents in objects:
             for piece, start in _in_extents(pieces, extents):
                 if isinstance(piece, Memory):
-                    run = CopyRun(self._arena.address + start, piece.address, len(piece))
+                    ends = piece.address, self._arena.address + start
+                    run = CopyRun(*(ends if to_pieces else ends[::-1]), len(piece))
                     runs.setdefault(piece.device_index, []).append(run)
                 else:
-                    copy([self._host[start : start + len(piece)]], [piece])
-        self._run(runs, self._outgoing)
-
-    def _run(self, runs: Mapping[int, Sequence[CopyRun]], streams: Mapping[int, Any]) -> None:
+                    sides = [piece], [self._host[start : start + len(piece)]]
+                    copy(*(sides if to_pieces else sides[::-1]))
         begun = [streams[index] for index in runs]
         try:
             over = [self._copies.begin(some, streams[index]) for index, some in runs.items()]

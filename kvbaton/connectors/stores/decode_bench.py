@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.connectors.store import Pieces, StoreCapabilities, Usage
-from kvbaton.connectors.stores.threaded import ThreadedStore
+from kvbaton.connectors.stores.threaded import ClientBackend, ThreadedStore
 from kvbaton.errors import ConfigError
 
 TEMPLATE_BYTES = 1 << 20
@@ -47,7 +47,7 @@ class DecodeBenchStore(ThreadedStore):
         super().__init__(name, Numbers(mean, std, dtype, seed), threads=threads)
 
 
-class Numbers:
+class Numbers(ClientBackend):
     """The backend of `DecodeBenchStore`."""
 
     capabilities = StoreCapabilities(
@@ -99,7 +99,3 @@ class Numbers:
     def put(self, key: bytes, source: Pieces) -> bool:
         """It is there anyway."""
         return True
-
-    def remove(self, keys: Sequence[bytes]) -> int:
-        """Nothing can be removed."""
-        return 0

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -102,7 +101,7 @@ class FaultyStore(ComposedStore):
         self._back_at = 0.0
         super().__init__(name)
         self.inner = load_store(inner)
-        self.injected: Counter[str] = Counter()
+        self.injected = self._schedules.injected
 
     @property
     def capabilities(self) -> StoreCapabilities:
@@ -131,16 +130,13 @@ class FaultyStore(ComposedStore):
     async def _call(self, hits: Hits, post: Callable[[], Future[T]]) -> T:
         """Call the inner store, unless a fault that hits the whole call keeps us from it."""
         every = set().union(*hits)
-        if "disconnect" in every:
-            self.injected["disconnect"] += 1
+        if self._schedules.hit("disconnect", every):
             self._back_at = time.monotonic() + self._outage_s
         if self._is_gone():
             raise StoreError("injected disconnect")
-        if "error" in every:
-            self.injected["error"] += 1
+        if self._schedules.hit("error", every):
             raise StoreError("injected error")
-        if "delay" in every:
-            self.injected["delay"] += 1
+        if self._schedules.hit("delay", every):
             await asyncio.sleep(self._delay_s)
         return await asyncio.wrap_future(post())
 
@@ -149,9 +145,7 @@ class FaultyStore(ComposedStore):
 
     def _escapes(self, hit: set[str]) -> bool:
         """Whether an object escapes ``lose``."""
-        if "lose" in hit:
-            self.injected["lose"] += 1
-        return "lose" not in hit
+        return not self._schedules.hit("lose", hit)
 
     @override
     def inner_stores(self) -> Sequence[Store]:
@@ -186,11 +180,9 @@ class FaultyStore(ComposedStore):
         loaded = [False] * len(keys)
         for place, ok in zip(left, answer, strict=True):
             hit, target = hits[place], targets[place]
-            if ok and "corrupt" in hit:
-                self.injected["corrupt"] += 1
+            if ok and self._schedules.hit("corrupt", hit):
                 _flip(target, keys[place])
-            if ok and "partial" in hit:
-                self.injected["partial"] += 1
+            if ok and self._schedules.hit("partial", hit):
                 start = sum(map(len, target)) // 2
                 for piece in target:
                     kept = min(start, len(piece))
@@ -208,11 +200,9 @@ class FaultyStore(ComposedStore):
             hit, source = hits[place], sources[place]
             if hit & {"corrupt", "partial"}:  # a damaged copy
                 copied = memoryview(bytearray().join(source))
-                if "corrupt" in hit:
-                    self.injected["corrupt"] += 1
+                if self._schedules.hit("corrupt", hit):
                     _flip([copied], keys[place])
-                if "partial" in hit:
-                    self.injected["partial"] += 1
+                if self._schedules.hit("partial", hit):
                     copied = copied[: len(copied) // 2]
                 source = [copied]
             data.append(source)

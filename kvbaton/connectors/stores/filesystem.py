@@ -30,7 +30,6 @@ import threading
 import time
 from binascii import hexlify
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 
 from kvbaton.connectors.store import KEY_BYTES, NO_HINTS, Hints, Pieces, StoreCapabilities, Usage
@@ -55,7 +54,7 @@ from kvbaton.connectors.stores.filesystem_space import (
 from kvbaton.connectors.stores.threaded import (
     ONE,
     BatchLimit,
-    LastCall,
+    ClientBackend,
     ThreadedStore,
     usage_by_namespace,
 )
@@ -71,8 +70,6 @@ MAKE_ROOM_SECONDS = 5.0
 """The longest that one object waits for others to be evicted."""
 DEPTH_SECONDS = 0.01
 MOST_DEPTH = 3000
-LEAST_PREFIX = 32
-"""Entries of a prefix that are looked for at first, then twice as many each time."""
 LOOK_SECONDS = 1.0
 """How old `usage` may get while there are only lookups."""
 
@@ -98,6 +95,8 @@ class FilesystemStore(ThreadedStore):
             borders (a GPU node's does) and the file system can.
     """
 
+    backend: Files
+
     def __init__(
         self,
         name: str,
@@ -112,34 +111,19 @@ class FilesystemStore(ThreadedStore):
         mover = DirectCalls() if direct else SystemCalls()
         backend = Files(path, max_bytes, mover, fsync=fsync, touch_seconds=touch_seconds)
         super().__init__(name, backend, threads=threads)
-        self._files, self._limit = backend, ONE if fsync else TOGETHER
+        self.load_limit, self.store_limit = LOADED_TOGETHER, ONE if fsync else TOGETHER
 
     @property
     def on_forget(self) -> Callable[[Sequence[bytes]], None] | None:
         """See `Forgetting`."""
-        return self._files.on_forget
+        return self.backend.on_forget
 
     @on_forget.setter
     def on_forget(self, tell: Callable[[Sequence[bytes]], None] | None) -> None:
-        self._files.on_forget = tell
-
-    def load(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> Future[list[bool]]:
-        """See `Store.load`; a thread takes several small objects."""
-        return self._move("load", self._files.get_some, keys, targets, limit=LOADED_TOGETHER)
-
-    def store(
-        self,
-        keys: Sequence[bytes],
-        sources: Sequence[Pieces],
-        *,
-        hints: Sequence[Hints] | None = None,
-    ) -> Future[list[bool]]:
-        """See `Store.store`; a thread takes several objects, unless each is waited for."""
-        about = self._hinted(keys, hints)
-        return self._move("store", self._files.put_some, keys, sources, *about, limit=self._limit)
+        self.backend.on_forget = tell
 
 
-class Files(LastCall):
+class Files(ClientBackend):
     """A backend that keeps objects as files; see the module.
 
     Args:
@@ -157,6 +141,7 @@ class Files(LastCall):
         claims=True,
         namespaces=True,
     )
+    prefix_step, prefix_growth = 32, 2
 
     def __init__(
         self,
@@ -220,16 +205,6 @@ class Files(LastCall):
             except FileNotFoundError:  # somebody took the whole directory away
                 return [False] * len(keys)
 
-    def longest_prefix(self, keys: Sequence[bytes]) -> int:
-        """See `PrefixBackend.longest_prefix`: what comes long after a gap is not looked at."""
-        start, count = 0, LEAST_PREFIX
-        while start < len(keys):
-            present = self.contains(keys[start : start + count])
-            if not all(present):
-                return start + present.index(False)
-            start, count = start + count, 2 * count
-        return len(keys)
-
     def claim(self, keys: Sequence[bytes]) -> list[bool]:
         """See `Claiming.claim`."""
         present = self.contains(keys)
@@ -287,13 +262,13 @@ class Files(LastCall):
 
     def get(self, key: bytes, target: Pieces) -> bool:
         """See `Backend.get`; an entry that is not what it should be is removed."""
-        return self.get_some([(key, target)])[0]
+        return self.get_many([key], [target])[0]
 
-    def get_some(self, items: Sequence[tuple[bytes, Pieces]]) -> list[bool]:
-        """Load objects, each as by `get`."""
-        answers, buffer, now = [False] * len(items), self._buffer, time.time()
+    def get_many(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> list[bool]:
+        """See `BatchBackend.get_many`."""
+        answers, buffer, now = [False] * len(keys), self._buffer, time.time()
         with self._accessing("read"):
-            for number, (key, target) in enumerate(items):
+            for number, (key, target) in enumerate(zip(keys, targets, strict=True)):
                 try:
                     answers[number] = self._read(self._path(key), key, target, buffer, now)
                 except OSError as error:
@@ -303,10 +278,13 @@ class Files(LastCall):
 
     def put(self, key: bytes, source: Pieces, hints: Hints = NO_HINTS) -> bool:
         """See `Backend.put`."""
-        return self.put_some([(key, source, hints)])[0]
+        return self.put_many([key], [source], [hints])[0]
 
-    def put_some(self, items: Sequence[tuple[bytes, Pieces, Hints]]) -> list[bool]:
-        """Keep objects, each as by `put`; they appear, and are counted, under one lock."""
+    def put_many(
+        self, keys: Sequence[bytes], sources: Sequence[Pieces], hints: Sequence[Hints]
+    ) -> list[bool]:
+        """See `BatchBackend.put_many`; they appear, and are counted, under one lock."""
+        items = list(zip(keys, sources, hints, strict=True))
         with self._accessing("write to"):
             try:
                 self._remove_expired()
@@ -315,7 +293,7 @@ class Files(LastCall):
                 if error.errno not in (*_NO_ROOM, *_GONE, errno.EFBIG):
                     raise
             finally:
-                self._claims.drop([key for key, _, _ in items])
+                self._claims.drop(keys)
         return [False] if len(items) == 1 else [self.put(*item) for item in items]
 
     def remove(self, keys: Sequence[bytes]) -> int:
@@ -381,7 +359,8 @@ class Files(LastCall):
                 files.append(Written(temporary, self._path(key), num_bytes))
                 try:
                     labels = EntryLabels.of(hints)
-                    if not self._mover.write(file, self._buffer.fill(key, source, labels)):
+                    pieces = self._buffer.fill(key, source, labels)
+                    if not self._mover.move(file, pieces, write=True):
                         raise OSError(errno.EIO, f"{temporary} takes no more bytes")
                     if hints.depth > 0:
                         age = min(hints.depth, MOST_DEPTH) * DEPTH_SECONDS

@@ -21,7 +21,7 @@ from binascii import hexlify
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
 from typing import NamedTuple, Protocol, Self
 
@@ -41,30 +41,22 @@ _MAX_PIECES = 1024
 
 
 class FileMover(Protocol):
-    """Moves pieces from and to an open file, from its first byte on.
+    """Moves pieces from and to an open file, from its first byte on."""
 
-    Both return False if the file ends before, or takes no more, and raise `OSError` otherwise.
-    """
+    def move(self, file: int, pieces: Pieces, *, write: bool) -> bool:
+        """Write the pieces, or fill them.
 
-    def read(self, file: int, pieces: Pieces) -> bool:
-        """Fill the pieces."""
-        ...
-
-    def write(self, file: int, pieces: Pieces) -> bool:
-        """Write the pieces."""
+        False if the file ends before, or takes no more; raises `OSError` otherwise.
+        """
         ...
 
 
 class SystemCalls:
     """Moves by ``preadv`` and ``pwritev``."""
 
-    def read(self, file: int, pieces: Pieces) -> bool:
-        """See `FileMover.read`."""
-        return _move_all(os.preadv, file, pieces)
-
-    def write(self, file: int, pieces: Pieces) -> bool:
-        """See `FileMover.write`."""
-        return _move_all(os.pwritev, file, pieces)
+    def move(self, file: int, pieces: Pieces, *, write: bool) -> bool:
+        """See `FileMover.move`."""
+        return _move_all(os.pwritev if write else os.preadv, file, pieces)
 
 
 class DirectCalls(SystemCalls):
@@ -77,21 +69,15 @@ class DirectCalls(SystemCalls):
         self.refused = False
         """Whether a file system has done so."""
 
-    def read(self, file: int, pieces: Pieces) -> bool:
-        """See `FileMover.read`."""
-        return self._move(super().read, file, pieces)
-
-    def write(self, file: int, pieces: Pieces) -> bool:
-        """See `FileMover.write`."""
-        return self._move(super().write, file, pieces)
-
-    def _move(self, move: Callable[[int, Pieces], bool], file: int, pieces: Pieces) -> bool:
+    def move(self, file: int, pieces: Pieces, *, write: bool) -> bool:
+        """See `FileMover.move`."""
+        move = partial(super().move, file, pieces, write=write)
         if self.refused or not all(map(_is_aligned, pieces)):
-            return move(file, pieces)
+            return move()
         flags = fcntl.fcntl(file, fcntl.F_GETFL)
         try:
             fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT)
-            return move(file, pieces)
+            return move()
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
@@ -99,7 +85,7 @@ class DirectCalls(SystemCalls):
             self.refused = True
         finally:
             fcntl.fcntl(file, fcntl.F_SETFL, flags)
-        return move(file, pieces)
+        return move()
 
 
 def _is_aligned(piece: memoryview) -> bool:
@@ -269,20 +255,20 @@ class EntryBuffer:
         if start == start_of(num_bytes):
             first, rest = _cut(target, start, num_bytes)
             end = start + sum(map(len, first))
-            if mover.read(file, [self._pages[:end], *rest]):
+            if mover.move(file, [self._pages[:end], *rest], write=False):
                 found = self._check(key, num_bytes, start)
                 if found is not None:
                     for piece in first:
                         piece[:] = self._pages[start : start + len(piece)]
                         start += len(piece)
                     return found
-        if size < HEADER_BYTES or not mover.read(file, [self._pages[: _LENGTH.size]]):
+        if size < HEADER_BYTES or not mover.move(file, [self._pages[: _LENGTH.size]], write=False):
             return None
         start = _LENGTH.size + _LENGTH.unpack(self._pages[: _LENGTH.size])[0]
         num_bytes = size - start
         if num_bytes < 0 or start != start_of(num_bytes):
             return None
-        if not mover.read(file, [self._pages[:start]]):
+        if not mover.move(file, [self._pages[:start]], write=False):
             return None
         return self._check(key, num_bytes, start)
 

@@ -24,7 +24,7 @@ from kvbaton.connectors.stores.chunks import (
     take,
     tokens_of,
 )
-from kvbaton.connectors.stores.threaded import LastCall, ThreadedStore
+from kvbaton.connectors.stores.threaded import ClientBackend, ThreadedStore
 from kvbaton.errors import ConfigError
 
 if find_spec("lmcache") is None:
@@ -61,7 +61,7 @@ class LMCacheStore(ThreadedStore):
         super().__init__(name, LMCacheBackend(max_bytes, chunk_bytes, options or {}), threads=1)
 
 
-class LMCacheBackend(LastCall):
+class LMCacheBackend(ClientBackend):
     """The backend of `LMCacheStore`; LMCache itself is imported when it is opened."""
 
     def __init__(self, max_bytes: int, chunk_bytes: int, options: Mapping[str, Any]) -> None:

@@ -34,7 +34,7 @@ from kvbaton.connectors.stores.chunks import (
     take,
     tokens_of,
 )
-from kvbaton.connectors.stores.threaded import LastCall, ThreadedStore
+from kvbaton.connectors.stores.threaded import ClientBackend, ThreadedStore
 from kvbaton.errors import StoreError
 
 _RENEW_S = 600.0
@@ -71,7 +71,7 @@ class LMCacheServerStore(ThreadedStore):
         super().__init__(name, LMCacheServerBackend(url, chunk_bytes, timeout_s), threads=threads)
 
 
-class LMCacheServerBackend(LastCall):
+class LMCacheServerBackend(ClientBackend):
     """The backend of `LMCacheServerStore`; LMCache itself is imported when it is opened."""
 
     capabilities = StoreCapabilities(
@@ -130,10 +130,6 @@ class LMCacheServerBackend(LastCall):
         """See `Backend.put`."""
         with self._instance() as instance:
             return instance.put(key, source)
-
-    def remove(self, keys: Sequence[bytes]) -> int:
-        """Not declared: the protocol has no request for it."""
-        return 0
 
     def _disconnect(self) -> None:
         if self._client is not None:

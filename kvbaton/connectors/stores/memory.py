@@ -45,6 +45,7 @@ from kvbaton.connectors.store import (
 )
 from kvbaton.connectors.stores.arena_copies import ArenaCopies, Extent, copy
 from kvbaton.connectors.stores.threaded import (
+    ONE,
     BatchLimit,
     ThreadedStore,
     leading,
@@ -85,6 +86,7 @@ class MemoryStore(ThreadedStore):
     ) -> None:
         arena = Arena(max_bytes, pin_seconds, clock, self._evicted, tenant_max_bytes)
         super().__init__(name, arena, threads=threads)
+        self.load_limit = self.store_limit = ONE
         self.on_evict: Callable[[bytes, Pieces], None] | None = None
         """See `Evicting`."""
         self.on_forget: Callable[[Sequence[bytes]], None] | None = None
@@ -108,25 +110,7 @@ class MemoryStore(ThreadedStore):
         }
         if devices:
             self.backend.pin(ArenaCopies(self.backend.memory, devices))
-
-    def load(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> Future[list[bool]]:
-        """See `Store.load`."""
-        if self.backend.copies is None:
-            return super().load(keys, targets)
-        return self._move("load", self.backend.get_some, keys, targets, limit=TOGETHER)
-
-    def store(
-        self,
-        keys: Sequence[bytes],
-        sources: Sequence[Pieces],
-        *,
-        hints: Sequence[Hints] | None = None,
-    ) -> Future[list[bool]]:
-        """See `Store.store`."""
-        if self.backend.copies is None:
-            return super().store(keys, sources, hints=hints)
-        about = self._hinted(keys, hints)
-        return self._move("store", self.backend.put_some, keys, sources, *about, limit=TOGETHER)
+            self.load_limit = self.store_limit = TOGETHER
 
     def lookup(
         self, keys: Sequence[bytes], *, pin: bool = False, prefix: bool = False
@@ -273,7 +257,7 @@ class Arena:
             return self.remove([key for key, e in entries if e.hints.namespace == namespace])
 
     def longest_prefix(self, keys: Sequence[bytes]) -> int:
-        """See `PrefixBackend.longest_prefix`."""
+        """See `DeclaredBackend.longest_prefix`."""
         with self._changed:
             self._expire()
             return sum(1 for _ in takewhile(self._written, keys))
@@ -306,14 +290,14 @@ class Arena:
 
     def get(self, key: bytes, target: Pieces) -> bool:
         """See `Backend.get`."""
-        return self.get_some([(key, target)])[0]
+        return self.get_many([key], [target])[0]
 
-    def get_some(self, items: Sequence[tuple[bytes, AnyPieces]]) -> list[bool]:
-        """`get` of a few objects, whose copies from or to GPUs are waited for together."""
+    def get_many(self, keys: Sequence[bytes], targets: Sequence[AnyPieces]) -> list[bool]:
+        """See `BatchBackend.get_many`; copies from or to GPUs are waited for together."""
         entries = list[ArenaEntry | None]()
         with self._changed:
             self._expire()
-            for key, target in items:
+            for key, target in zip(keys, targets, strict=True):
                 entry = self._written(key)
                 if entry is not None and entry.num_bytes != sum(map(len, target)):
                     entry = None
@@ -323,7 +307,7 @@ class Arena:
                 entries.append(entry)
         found = [
             (target, entry)
-            for (_, target), entry in zip(items, entries, strict=True)
+            for target, entry in zip(targets, entries, strict=True)
             if entry is not None
         ]
         try:
@@ -340,48 +324,49 @@ class Arena:
 
     def put(self, key: bytes, source: Pieces, hints: Hints = NO_HINTS) -> bool:
         """See `Backend.put`."""
-        return self.put_some([(key, source, hints)])[0]
+        return self.put_many([key], [source], [hints])[0]
 
-    def put_some(self, items: Sequence[tuple[bytes, AnyPieces, Hints]]) -> list[bool]:
-        """`put` of a few objects, whose copies from or to GPUs are waited for together."""
-        answers = [True] * len(items)
+    def put_many(
+        self, keys: Sequence[bytes], sources: Sequence[AnyPieces], hints: Sequence[Hints]
+    ) -> list[bool]:
+        """See `BatchBackend.put_many`; copies from or to GPUs are waited for together."""
+        answers = [True] * len(keys)
         begun = dict[int, ArenaEntry]()
         others = list[int]()
         with self._changed:
             self._expire()
-            for number, (key, source, hints) in enumerate(items):
+            for number, (key, source, hint) in enumerate(zip(keys, sources, hints, strict=True)):
                 num_bytes = sum(map(len, source))
                 there = self._entries.get(key)
                 if there is not None and not there.written:
                     others.append(number)
                 elif there is not None:
                     self._entries.move_to_end(key)
-                elif not self._make_room(num_bytes, hints.tenant):
+                elif not self._make_room(num_bytes, hint.tenant):
                     answers[number] = False
                 else:
-                    begun[number] = self._begin(key, num_bytes, hints)
+                    begun[number] = self._begin(key, num_bytes, hint)
         written = False
         try:
-            sources = [(items[number][1], entry) for number, entry in begun.items()]
             if self.copies is not None:
-                self.copies.store([(source, entry.extents) for source, entry in sources])
+                self.copies.store([(sources[n], entry.extents) for n, entry in begun.items()])
             else:
-                for source, entry in sources:
-                    copy(self._views(entry), source)
+                for number, entry in begun.items():
+                    copy(self._views(entry), sources[number])
             written = True
         finally:
             with self._changed:
                 for number, entry in begun.items():
                     entry.written = written
                     if not written and not entry.forgotten:
-                        self._forget(items[number][0])
+                        self._forget(keys[number])
                     self._let_go(entry)
                     answers[number] = not entry.forgotten
                 self._changed.notify_all()
         for number in others:  # written by another thread, or by us for an equal key
             with self._changed:
-                self._changed.wait_for(partial(self._is_settled, items[number][0]))
-            answers[number] = self.put_some([items[number]])[0]
+                self._changed.wait_for(partial(self._is_settled, keys[number]))
+            [answers[number]] = self.put_many([keys[number]], [sources[number]], [hints[number]])
         return answers
 
     def _begin(self, key: bytes, num_bytes: int, hints: Hints) -> ArenaEntry:

@@ -17,8 +17,14 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from kvbaton.connectors.store import Pieces, StoreCapabilities, Usage
-from kvbaton.connectors.stores.threaded import SEAL_BYTES, LastCall, ThreadedStore, seal, unseal
+from kvbaton.connectors.store import Pieces, StoreCapabilities
+from kvbaton.connectors.stores.threaded import (
+    SEAL_BYTES,
+    ClientBackend,
+    ThreadedStore,
+    seal,
+    unseal,
+)
 from kvbaton.errors import ConfigError, StoreError
 
 os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # else it tells each call that misses
@@ -78,7 +84,7 @@ class MooncakeStore(ThreadedStore):
         super().__init__(name, MooncakeValues(setup, replicas, prefix), threads=threads)
 
 
-class MooncakeValues(LastCall):
+class MooncakeValues(ClientBackend):
     """The backend of `MooncakeStore`."""
 
     def __init__(self, setup: tuple[Any, ...], replicas: int, prefix: str) -> None:
@@ -108,10 +114,6 @@ class MooncakeValues(LastCall):
         client, self._client = self._client, None
         if client is not None:
             client.close()
-
-    def usage(self) -> Usage:
-        """Unknown: the master does not tell its clients."""
-        return Usage()
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """See `Backend.contains`: one question to the master."""

@@ -27,9 +27,16 @@ from typing import Any
 import numpy as np
 
 from kvbaton.connectors.nixl_library import load_nixl
-from kvbaton.connectors.store import Pieces, StoreCapabilities, Usage
+from kvbaton.connectors.store import Pieces, StoreCapabilities
 from kvbaton.connectors.stores.filesystem import Files
-from kvbaton.connectors.stores.threaded import SEAL_BYTES, LastCall, ThreadedStore, seal, unseal
+from kvbaton.connectors.stores.threaded import (
+    ONE,
+    SEAL_BYTES,
+    ClientBackend,
+    ThreadedStore,
+    seal,
+    unseal,
+)
 from kvbaton.errors import ConfigError, StoreError
 
 LONGEST_NAP_S = 0.001
@@ -78,6 +85,7 @@ class NixlStore(ThreadedStore):
         else:
             raise ConfigError("max_bytes", "needs path: what objects take is for their service")
         super().__init__(name, kept, threads=threads)
+        self.load_limit = self.store_limit = ONE
 
     def register(self, regions: Sequence[memoryview]) -> None:
         """See `Registering.register`."""
@@ -207,28 +215,19 @@ class NixlMover:
     def __init__(self, plugin: NixlPlugin) -> None:
         self._plugin = plugin
 
-    def read(self, file: int, pieces: Pieces) -> bool:
-        """See `FileMover.read`."""
-        if os.fstat(file).st_size < sum(map(len, pieces)):
+    def move(self, file: int, pieces: Pieces, *, write: bool) -> bool:
+        """See `FileMover.move`."""
+        num_bytes = sum(map(len, pieces))
+        if not write and os.fstat(file).st_size < num_bytes:
             return False
-        return self._move("READ", file, pieces)
-
-    def write(self, file: int, pieces: Pieces) -> bool:
-        """See `FileMover.write`."""
         try:
-            return self._move("WRITE", file, pieces)
-        except OSError as error:  # the plugin does not tell why
-            disk = os.fstatvfs(file)
-            if disk.f_bavail * disk.f_frsize < sum(map(len, pieces)):
-                raise OSError(errno.ENOSPC, str(error)) from error
-            raise
-
-    def _move(self, way: str, file: int, pieces: Pieces) -> bool:
-        try:
-            self._plugin.move(way, pieces, file)
-        except OSError:
-            raise
+            self._plugin.move("WRITE" if write else "READ", pieces, file)
         except self._plugin.errors as error:
+            disk = os.fstatvfs(file)
+            if write and disk.f_bavail * disk.f_frsize < num_bytes:  # it does not tell why
+                raise OSError(errno.ENOSPC, str(error)) from error
+            if isinstance(error, OSError):
+                raise
             raise OSError(errno.EIO, f"NIXL's {self._plugin.name}: {error}") from error
         return True
 
@@ -255,7 +254,7 @@ class NixlFiles(Files):
         self._plugin.close()
 
 
-class NixlObjects(LastCall):
+class NixlObjects(ClientBackend):
     """The backend of a `NixlStore` without one."""
 
     capabilities = StoreCapabilities(persistent=True, shared=True, pins=False, deletes=False)
@@ -279,10 +278,6 @@ class NixlObjects(LastCall):
         """See `Backend.close`."""
         super().close()
         self._plugin.close()
-
-    def usage(self) -> Usage:
-        """Unknown."""
-        return Usage()
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """See `Backend.contains`."""
@@ -311,10 +306,6 @@ class NixlObjects(LastCall):
             with self._asking("write to"):
                 self._plugin.move("WRITE", [sealed], next(self._numbers), _path(key))
         return True
-
-    def remove(self, keys: Sequence[bytes]) -> int:
-        """Nothing: NIXL has no call for that."""
-        return 0
 
     def _asking(self, what: str) -> AbstractContextManager[None]:
         return self._calling(f"can't {what} {self._plugin.name}", *self._plugin.errors)

@@ -13,7 +13,6 @@ import logging
 import math
 import re
 import struct
-import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -31,7 +30,8 @@ from kvbaton.connectors.store import (
 )
 from kvbaton.connectors.stores.threaded import (
     SEAL_BYTES,
-    LastCall,
+    ClientBackend,
+    HeldClaims,
     ThreadedStore,
     seal,
     unseal,
@@ -56,8 +56,6 @@ LABELS = struct.Struct(f"{MAX_LABEL}s{MAX_LABEL}s")
 HEAD_BYTES = SEAL_BYTES + LABELS.size
 _LABEL = re.compile(rb"([\w.-]*)\0*")
 _KEY = re.compile(rb"[0-9a-f]{%d}" % (2 * KEY_BYTES))
-_PREFIX_KEYS = 128
-"""Of a prefix, so many are looked up in one round trip."""
 _SCANNED = 1000
 """Names that the server goes through at a time; meanwhile it answers nobody else."""
 _FIGURES_S = 5.0
@@ -95,7 +93,7 @@ class RedisStore(ThreadedStore):
         super().__init__(name, RedisValues(url, prefix, ttl_s, timeout_s, retries), threads=threads)
 
 
-class RedisValues(LastCall):
+class RedisValues(ClientBackend):
     """The backend of `RedisStore`."""
 
     def __init__(
@@ -128,9 +126,7 @@ class RedisValues(LastCall):
         self._where = str(where.get("path") or server)
         self._usage, self._asked_at = Usage(), -math.inf
         self._last: dict[str, int] = {}
-        self._lock = threading.Lock()
-        self._claimed: dict[bytes, float] = {}
-        """What we have claimed, and until when nobody else can have."""
+        self._claims = HeldClaims()
 
     def open(self) -> None:
         """Ask the server for its limit.
@@ -144,7 +140,7 @@ class RedisValues(LastCall):
     def close(self) -> None:
         """Give claims back and close the connections."""
         try:
-            self._unlink(map(self._claim_name, self._ours(tuple(self._claimed))))
+            self._unlink(map(self._claim_name, self._claims.take(self._claims.keys())))
         except StoreError as error:
             _log.warning("claims are void after %g s: %s", CLAIM_S, error)
         super().close()
@@ -164,14 +160,6 @@ class RedisValues(LastCall):
                 self._ask_figures()
             return [bool(found) for found in pipeline.execute()]
 
-    def longest_prefix(self, keys: Sequence[bytes]) -> int:
-        """See `PrefixBackend.longest_prefix`: one round trip, several for a long prompt."""
-        for start in range(0, len(keys), _PREFIX_KEYS):
-            found = self.contains(keys[start : start + _PREFIX_KEYS])
-            if not all(found):
-                return start + found.index(False)
-        return len(keys)
-
     def get(self, key: bytes, target: Pieces) -> bool:
         """See `Backend.get`; a value that is not what it should be is removed."""
         with self._asking("read"):
@@ -189,7 +177,7 @@ class RedisValues(LastCall):
             if self._ttl_ms is not None:
                 pipeline.pexpire(name, self._ttl_ms)  # its time starts anew
             held: int = pipeline.execute()[0]
-        claims = [self._claim_name(claimed) for claimed in self._ours([key])]
+        claims = [self._claim_name(claimed) for claimed in self._claims.take([key])]
         if held == num_bytes:
             self._unlink(claims)
             return True
@@ -228,14 +216,10 @@ class RedisValues(LastCall):
                 if isinstance(answer, RedisError) and not isinstance(answer, OutOfMemoryError):
                     raise answer
         claims, present = answers[::2], answers[1::2]
-        with self._lock:
-            now = time.monotonic()
-            self._claimed = {key: end for key, end in self._claimed.items() if end > now}
-            self._claimed |= {
-                k: until for k, made in zip(keys, claims, strict=True) if made is True
-            }
+        self._claims.forget_void()
+        self._claims.add((k for k, made in zip(keys, claims, strict=True) if made is True), until)
         there = [key for key, found in zip(keys, present, strict=True) if found]
-        self._unlink(map(self._claim_name, self._ours(there)))
+        self._unlink(map(self._claim_name, self._claims.take(there)))
         return [bool(made) and not found for made, found in zip(claims, present, strict=True)]
 
     def namespaces(self) -> dict[str, Usage]:
@@ -284,12 +268,6 @@ class RedisValues(LastCall):
         gauges = {"used_memory_bytes": used}
         self._usage = Usage(capacity=capacity or None, counters=counters, gauges=gauges)
         self._asked_at = time.monotonic()
-
-    def _ours(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Those of these keys whose claims are ours, which they then no longer are."""
-        now = time.monotonic()
-        with self._lock:
-            return [key for key in keys if self._claimed.pop(key, 0.0) > now]
 
     def _unlink(self, names: Iterable[bytes]) -> int:
         given = list(names)

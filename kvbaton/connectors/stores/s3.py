@@ -15,7 +15,6 @@ import asyncio
 import logging
 import math
 import re
-import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -26,7 +25,8 @@ from urllib.parse import urlsplit
 from kvbaton.connectors.store import CLAIM_S, NO_HINTS, Hints, Pieces, StoreCapabilities, Usage
 from kvbaton.connectors.stores.threaded import (
     SEAL_BYTES,
-    LastCall,
+    ClientBackend,
+    HeldClaims,
     ThreadedStore,
     seal,
     unseal,
@@ -99,7 +99,7 @@ class S3Store(ThreadedStore):
         super().__init__(name, backend, threads=threads)
 
 
-class S3Objects(LastCall):
+class S3Objects(ClientBackend):
     """The backend of `S3Store`."""
 
     def __init__(
@@ -118,11 +118,9 @@ class S3Objects(LastCall):
         self._url = url
         self._bucket = bucket
         self._conditional = conditional
-        self._lookups = lookups
+        self._lookups = self.prefix_step = lookups
         self._seen_at = -math.inf
-        self._lock = threading.Lock()
-        self._claimed: dict[bytes, float] = {}
-        """What we have claimed, and until when nobody else can have."""
+        self._claims = HeldClaims()
 
     def open(self) -> None:
         """See that the bucket is there.
@@ -136,26 +134,14 @@ class S3Objects(LastCall):
     def close(self) -> None:
         """Give claims back."""
         try:
-            self._drop(tuple(self._claimed))
+            self._drop(self._claims.keys())
         except StoreError as error:
             _log.warning("claims are void after %g s: %s", CLAIM_S, error)
         super().close()
 
-    def usage(self) -> Usage:
-        """Unknown: S3 does not count."""
-        return Usage()
-
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """See `Backend.contains`: one request per key, many at the same time."""
         return [size is not None for size in self._sizes(keys)]
-
-    def longest_prefix(self, keys: Sequence[bytes]) -> int:
-        """See `PrefixBackend.longest_prefix`: as many requests at a time, up to the gap."""
-        for start in range(0, len(keys), self._lookups):
-            found = self.contains(keys[start : start + self._lookups])
-            if not all(found):
-                return start + found.index(False)
-        return len(keys)
 
     def get(self, key: bytes, target: Pieces) -> bool:
         """See `Backend.get`; an object that is not what it should be is removed."""
@@ -209,8 +195,7 @@ class S3Objects(LastCall):
             for _ in range(2):
                 with suppress(AlreadyExistsError):
                     await obstore.put_async(self._bucket, path, b"", mode="create")
-                    with self._lock:
-                        self._claimed[key] = until
+                    self._claims.add([key], until)
                     return True
                 with suppress(FileNotFoundError):
                     made = (await obstore.head_async(self._bucket, path))["last_modified"]
@@ -220,9 +205,7 @@ class S3Objects(LastCall):
                     await obstore.delete_async(self._bucket, path)  # of one who died
             return False
 
-        with self._lock:  # what was not stored after all is nobody's to give back
-            now = time.monotonic()
-            self._claimed = {key: end for key, end in self._claimed.items() if end > now}
+        self._claims.forget_void()
         with self._asking("claim in"):
             claimed = self._at_once(take, keys)
         taken = [key for key, ours in zip(keys, claimed, strict=True) if ours]
@@ -268,10 +251,7 @@ class S3Objects(LastCall):
 
     def _drop(self, keys: Sequence[bytes]) -> None:
         """Give back those claims of these keys that are ours."""
-        now = time.monotonic()
-        with self._lock:
-            ours = [_claim_path(key) for key in keys if self._claimed.pop(key, 0.0) > now]
-        if ours:
+        if ours := [_claim_path(key) for key in self._claims.take(keys)]:
             with self._asking("delete from"):
                 obstore.delete(self._bucket, ours)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import threading
+import time
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,7 +38,7 @@ class Backend(Protocol):
 
     They raise `StoreError` for what an operator should see, and nothing else. One whose
     capabilities say ``hints`` has ``put(key, source, hints)``; for ``prefix``, ``claims`` and
-    ``namespaces`` see `PrefixBackend`, `ClaimingBackend` and `NamespacedBackend`.
+    ``namespaces`` see `DeclaredBackend`.
     """
 
     @property
@@ -90,36 +92,32 @@ class BatchBackend(Protocol):
         ...
 
 
-class PrefixBackend(Protocol):
-    """What a `Backend` that declares ``prefix`` has besides."""
+class DeclaredBackend(Protocol):
+    """What a `Backend` has besides, as far as its capabilities declare it."""
 
     def longest_prefix(self, keys: Sequence[bytes]) -> int:
-        """How many of the keys are there before the first one that is not."""
+        """``prefix``: how many of the keys are there before the first one that is not."""
         ...
-
-
-class ClaimingBackend(Protocol):
-    """What a `Backend` that declares ``claims`` has besides."""
 
     def claim(self, keys: Sequence[bytes]) -> list[bool]:
-        """See `Claiming.claim`."""
+        """``claims``: see `Claiming.claim`."""
         ...
 
-
-class NamespacedBackend(Protocol):
-    """What a `Backend` that declares ``namespaces`` has besides."""
-
     def namespaces(self) -> dict[str, Usage]:
-        """See `Namespaced.namespaces`."""
+        """``namespaces``: see `Namespaced.namespaces`."""
         ...
 
     def clear(self, namespace: str) -> int:
-        """See `Namespaced.clear`."""
+        """Likewise: see `Namespaced.clear`."""
         ...
 
 
-_DECLARED = {"prefix": PrefixBackend, "claims": ClaimingBackend, "namespaces": NamespacedBackend}
-"""What a `Backend` has besides, by the capability that says so."""
+_DECLARED = {
+    "prefix": ["longest_prefix"],
+    "claims": ["claim"],
+    "namespaces": ["namespaces", "clear"],
+}
+"""Of a `DeclaredBackend`, by the capability that says so."""
 
 
 def _check_backend(name: str, backend: object) -> None:
@@ -127,18 +125,18 @@ def _check_backend(name: str, backend: object) -> None:
         what = f"the class {backend.__name__}, not an object of it"
         raise ConfigError("--store", f"{name}'s back end is {what}")
     told = f"{name}'s back end, a {type(backend).__name__},"
-    if missing := _lacks(backend, Backend):
+    if missing := _lacks(backend, dir(Backend)):
         raise ConfigError("--store", f"{told} is not a Backend: it lacks {missing}")
     able = getattr(backend, "capabilities", None)
     if not isinstance(able, StoreCapabilities):
         raise ConfigError("--store", f"{told} declares no valid capabilities: {able!r}")
-    for capability, protocol in _DECLARED.items():
-        if getattr(able, capability) and (missing := _lacks(backend, protocol)):
+    for capability, names in _DECLARED.items():
+        if getattr(able, capability) and (missing := _lacks(backend, names)):
             raise ConfigError("--store", f"{told} declares {capability}, but lacks {missing}")
 
 
-def _lacks(thing: object, protocol: type) -> str:
-    return ", ".join(n for n in dir(protocol) if n[0] != "_" and not hasattr(thing, n))
+def _lacks(thing: object, names: Iterable[str]) -> str:
+    return ", ".join(name for name in names if name[0] != "_" and not hasattr(thing, name))
 
 
 def usage_by_namespace(found: Iterable[tuple[str, str, int]]) -> dict[str, Usage]:
@@ -156,10 +154,38 @@ def usage_by_namespace(found: Iterable[tuple[str, str, int]]) -> dict[str, Usage
     }
 
 
-class LastCall:
-    """The health of a backend: how its last call went. Backends inherit it."""
+class ClientBackend(ABC):
+    """What backends over a client share: how its last call went, and what most of them do alike.
 
+    Attributes:
+        prefix_step: keys of a prefix that are looked for at first.
+        prefix_growth: and so many times as many each further time.
+    """
+
+    prefix_step, prefix_growth = 128, 1
     _trouble: str | None = "not open"
+
+    @abstractmethod
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """See `Backend.contains`."""
+
+    def longest_prefix(self, keys: Sequence[bytes]) -> int:
+        """See `DeclaredBackend.longest_prefix`: what comes long after a gap is not looked at."""
+        start, count = 0, self.prefix_step
+        while start < len(keys):
+            present = self.contains(keys[start : start + count])
+            if not all(present):
+                return start + present.index(False)
+            start, count = start + count, count * self.prefix_growth
+        return len(keys)
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        """See `Backend.remove`; here nothing, as of a client that can't."""
+        return 0
+
+    def usage(self) -> Usage:
+        """See `Store.usage`; here it is unknown."""
+        return Usage()
 
     def health(self) -> str | None:
         """See `Store.health`: the error of the last call, if it had one."""
@@ -187,6 +213,35 @@ class LastCall:
         self._trouble = None
 
 
+class HeldClaims:
+    """Which claims in a shared store are ours, and until when nobody else can have them."""
+
+    def __init__(self) -> None:
+        self._until: dict[bytes, float] = {}
+        self._lock = threading.Lock()
+
+    def keys(self) -> list[bytes]:
+        """All of them, void ones too."""
+        return list(self._until)
+
+    def add(self, keys: Iterable[bytes], until: float) -> None:
+        """They are ours until a monotonic time."""
+        with self._lock:
+            self._until.update(dict.fromkeys(keys, until))
+
+    def take(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Those of these that are ours, which they then no longer are."""
+        now = time.monotonic()
+        with self._lock:
+            return [key for key in keys if self._until.pop(key, 0.0) > now]
+
+    def forget_void(self) -> None:
+        """What was not stored after all, and is void by now, is nobody's to give back."""
+        now = time.monotonic()
+        with self._lock:
+            self._until = {key: end for key, end in self._until.items() if end > now}
+
+
 class ThreadedStore:
     """Makes a `Store` of a `Backend`.
 
@@ -199,6 +254,10 @@ class ThreadedStore:
         threads: objects, or calls of a `BatchBackend`, that load at the same time, and as many that
             store.
 
+    Attributes:
+        load_limit: what a thread loads at a time; more than `ONE` needs a `BatchBackend`.
+        store_limit: likewise.
+
     Raises:
         ConfigError: there are no threads, or `backend` is no `Backend`.
     """
@@ -210,6 +269,7 @@ class ThreadedStore:
         self.name = name
         self.capabilities = backend.capabilities
         self.backend = backend
+        self.load_limit = self.store_limit = MANY if isinstance(backend, BatchBackend) else ONE
         self._threads = threads
         self._pools: dict[str, ThreadPoolExecutor] = {}
         self._moves: WeakSet[Moves] = WeakSet()
@@ -230,7 +290,7 @@ class ThreadedStore:
         """See `Store.lookup`; nothing is pinned."""
         wanted, backend = list(keys), self.backend
         if prefix and self.capabilities.prefix:
-            longest = cast(PrefixBackend, backend).longest_prefix
+            longest = cast(DeclaredBackend, backend).longest_prefix
             return self._pool("lookup").submit(lambda: leading(longest(wanted), len(wanted)))
         return self._pool("lookup").submit(lambda: Found(tuple(backend.contains(wanted))))
 
@@ -239,9 +299,10 @@ class ThreadedStore:
 
     def load(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> Future[list[bool]]:
         """See `Store.load`; one thread per object, or per batch."""
-        if isinstance(self.backend, BatchBackend):
-            return self._move("load", _together(self.backend.get_many), keys, targets, limit=MANY)
-        return self._move("load", _one_by_one(self.backend.get), keys, targets)
+        if self.load_limit is ONE:
+            return self._move("load", _one_by_one(self.backend.get), ONE, keys, targets)
+        action = _together(cast(BatchBackend, self.backend).get_many)
+        return self._move("load", action, self.load_limit, keys, targets)
 
     def store(
         self,
@@ -251,32 +312,25 @@ class ThreadedStore:
         hints: Sequence[Hints] | None = None,
     ) -> Future[list[bool]]:
         """See `Store.store`; one thread per object, or per batch."""
-        about = self._hinted(keys, hints)
-        if isinstance(self.backend, BatchBackend):
-            return self._move(
-                "store", _together(self.backend.put_many), keys, sources, *about, limit=MANY
-            )
-        return self._move("store", _one_by_one(self.backend.put), keys, sources, *about)
-
-    def _hinted(
-        self, keys: Sequence[bytes], hints: Sequence[Hints] | None
-    ) -> tuple[Sequence[Hints], ...]:
-        """What a backend is given of each object beside key and bytes."""
-        if not self.capabilities.hints:
-            return ()
-        return ([NO_HINTS] * len(keys) if hints is None else hints,)
+        given: list[Sequence[Any]] = [keys, sources]
+        if self.capabilities.hints:
+            given.append([NO_HINTS] * len(keys) if hints is None else hints)
+        if self.store_limit is ONE:
+            return self._move("store", _one_by_one(self.backend.put), ONE, *given)
+        action = _together(cast(BatchBackend, self.backend).put_many)
+        return self._move("store", action, self.store_limit, *given)
 
     def claim(self, keys: Sequence[bytes]) -> Future[list[bool]]:
         """See `Claiming.claim`."""
-        return self._pool("store").submit(cast(ClaimingBackend, self.backend).claim, list(keys))
+        return self._pool("store").submit(cast(DeclaredBackend, self.backend).claim, list(keys))
 
     def namespaces(self) -> Future[dict[str, Usage]]:
         """See `Namespaced.namespaces`."""
-        return self._pool("store").submit(cast(NamespacedBackend, self.backend).namespaces)
+        return self._pool("store").submit(cast(DeclaredBackend, self.backend).namespaces)
 
     def clear(self, namespace: str) -> Future[int]:
         """See `Namespaced.clear`."""
-        return self._pool("store").submit(cast(NamespacedBackend, self.backend).clear, namespace)
+        return self._pool("store").submit(cast(DeclaredBackend, self.backend).clear, namespace)
 
     def delete(self, keys: Sequence[bytes]) -> Future[int]:
         """See `Store.delete`."""
@@ -296,16 +350,8 @@ class ThreadedStore:
         if pools:
             self.backend.close()
 
-    def _move(
-        self,
-        job: str,
-        action: Action,
-        keys: Sequence[bytes],
-        many: Sequence[Pieces],
-        *more: Sequence[Any],
-        limit: BatchLimit = ONE,
-    ) -> Moves:
-        items: list[tuple[Any, ...]] = list(zip(keys, many, *more, strict=True))
+    def _move(self, job: str, action: Action, limit: BatchLimit, *given: Sequence[Any]) -> Moves:
+        items: list[tuple[Any, ...]] = list(zip(*given, strict=True))
         moves = Moves(self._pool(job), self._threads, action, items, limit)
         self._moves.add(moves)
         return moves

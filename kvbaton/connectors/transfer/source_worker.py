@@ -277,13 +277,7 @@ class SourceWorker(TransferWorker):
         kept[group] = GroupSums(first + high, rest)
         if not cut or not len(cut[0]):
             return []
-        return claims(
-            pairing,
-            cut,
-            first_block=first + low,
-            transfer_id=action.attempt.transfer_id,
-            attempt=action.attempt.number,
-        )
+        return claims(pairing, cut, first_block=first + low, attempt=action.attempt)
 
     def _post_pair(
         self, write: _Write, link: Peer, planned: _PlannedWrite, digests: tuple[DigestRun, ...]

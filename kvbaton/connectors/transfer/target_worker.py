@@ -174,8 +174,7 @@ class TargetWorker(TransferWorker):
                         first_block=landed.first_position // size,
                         start=order.start,
                         end=order.end,
-                        transfer_id=order.attempt.transfer_id,
-                        attempt=order.attempt.number,
+                        attempt=order.attempt,
                     )
                 )
             if not bad:

@@ -20,7 +20,6 @@ fault            what happens to the write
 from __future__ import annotations
 
 import ctypes
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -171,7 +170,7 @@ class FaultyTransport:
         self._memories: dict[int, Memory] = {}
         self._scratch: Scratch | None = None
         self._lost: list[Peer] = []
-        self.injected: Counter[str] = Counter()
+        self.injected = self._schedules.injected
         self.polls = 0
 
     @property
@@ -214,9 +213,8 @@ class FaultyTransport:
     def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> Handle:
         """Post a write, with the faults that the schedule has for it."""
         faults = self._schedules.draw()
-        if "delay" not in faults:
+        if not self._schedules.hit("delay", faults):
             return self._post(peer, ranges, notice, faults)
-        self.injected["delay"] += 1
         copied = ranges.copy()
 
         def later() -> Handle:
@@ -242,15 +240,13 @@ class FaultyTransport:
         self._inner.shutdown()
 
     def _post(self, peer: Peer, ranges: Ranges, notice: bytes, faults: set[str]) -> Handle:
-        if "disconnect" in faults:
-            self.injected["disconnect"] += 1
+        hit = self._schedules.hit
+        if hit("disconnect", faults):
             self._inner.close(peer)
             self._lost.append(peer)
-        if "error" in faults:
-            self.injected["error"] += 1
+        if hit("error", faults):
             return BrokenHandle("injected error")
-        if "partial" in faults and len(ranges):
-            self.injected["partial"] += 1
+        if len(ranges) and hit("partial", faults):
             half = ranges[: max(1, len(ranges) // 2)]
             if len(ranges) == 1:  # the first half of its pieces or bytes
                 column = RangeColumn.LENGTH
@@ -262,8 +258,7 @@ class FaultyTransport:
             return BrokenHandle("injected error after a part", part)
         if "corrupt" in faults:
             ranges = self._spoil(ranges)
-        if "lose_notice" in faults:
-            self.injected["lose_notice"] += 1
+        if hit("lose_notice", faults):
             notice = _LOST
         return self._inner.write(peer, ranges, notice)
 

@@ -29,7 +29,14 @@ from kvbaton.connectors.base import (
     Region,
     Status,
 )
-from kvbaton.connectors.transports.regions import Copies, RegionTable, expand
+from kvbaton.connectors.transports.regions import (
+    BaseHandle,
+    Copies,
+    RegionTable,
+    decode_card,
+    expand,
+    own_peer,
+)
 from kvbaton.errors import TransportError
 
 if TYPE_CHECKING:
@@ -119,7 +126,7 @@ class MemoryPeer:
         self.open = True
 
 
-class MemoryHandle:
+class MemoryHandle(BaseHandle):
     """One write; its state changes under the hub's lock only."""
 
     def __init__(
@@ -129,19 +136,6 @@ class MemoryHandle:
         self.peer = peer
         self._copies = copies
         self._notice = notice
-        self._status = Status.PENDING
-        self._error: str | None = None
-
-    def status(self) -> Status:
-        """State now."""
-        return self._status
-
-    def error(self) -> str | None:
-        """Why it failed."""
-        return self._error
-
-    def release(self) -> None:
-        """Nothing to give back."""
 
     def land(self) -> None:
         """Copy the bytes, then leave the notice; or fail, if the target would not have it."""
@@ -161,6 +155,10 @@ class MemoryHandle:
 class MemoryTransport:
     """Copies between transports of one process."""
 
+    capabilities = Capabilities(
+        frozenset({"cpu"}), MAX_NOTICE_BYTES, FenceScope.PEER, processes=False
+    )
+
     def __init__(self, name: str, *, host: str = "127.0.0.1", hub: MemoryHub | None = None) -> None:
         """Join a hub.
 
@@ -169,7 +167,7 @@ class MemoryTransport:
             host: ignored: it never leaves the process.
             hub: which one; the process's own if not given.
         """
-        self._name = name
+        self.name = name
         self.hub = hub if hub is not None else PROCESS_HUB
         self._regions = RegionTable()
         self._peers: list[MemoryPeer] = []
@@ -178,16 +176,6 @@ class MemoryTransport:
         self._fenced: set[str] = set()
         self.closed = False
         self.hub.join(self)
-
-    @property
-    def name(self) -> str:
-        """Unique on the hub."""
-        return self._name
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """CPU memory; a fence always holds."""
-        return Capabilities(frozenset({"cpu"}), MAX_NOTICE_BYTES, FenceScope.PEER, processes=False)
 
     def register(self, memory: Memory) -> Region:
         """Make memory reachable.
@@ -207,7 +195,7 @@ class MemoryTransport:
 
     def card(self) -> bytes:
         """Name and sizes of the regions."""
-        return msgspec.msgpack.encode(MemoryCard(self._name, self._regions.sizes))
+        return msgspec.msgpack.encode(MemoryCard(self.name, self._regions.sizes))
 
     def connect(self, card: bytes) -> MemoryPeer:
         """Reach the owner of a card; lifts an earlier fence against it.
@@ -215,10 +203,7 @@ class MemoryTransport:
         Raises:
             TransportError: the card is not one, or its owner is gone.
         """
-        try:
-            decoded = msgspec.msgpack.decode(card, type=MemoryCard)
-        except msgspec.MsgspecError as error:
-            raise TransportError(f"not a card of the memory transport: {error}") from error
+        decoded = decode_card(card, MemoryCard, "memory")
         with self.hub.lock:
             if self.hub.find(decoded.name) is None:
                 raise TransportError(f"no transport {decoded.name!r} in this process")
@@ -230,7 +215,7 @@ class MemoryTransport:
     def close(self, peer: Peer) -> bool:
         """Give up writes to a peer that have not landed. Always True."""
         with self.hub.lock:
-            own = self._own(peer)
+            own = own_peer(peer, MemoryPeer, "memory")
             own.open = False
             self.hub.void(lambda handle: handle.peer is own)
             self._peers = [p for p in self._peers if p is not own]
@@ -240,14 +225,14 @@ class MemoryTransport:
         """Refuse whatever that peer has in flight or sends from now on. Always True."""
         with self.hub.lock:
             self._fenced.add(peer.name)
-            self.hub.void(lambda h: (h.writer.name, h.peer.name) == (peer.name, self._name))
+            self.hub.void(lambda h: (h.writer.name, h.peer.name) == (peer.name, self.name))
         return True
 
     def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> MemoryHandle:
         """Copy now, or when the hub is released."""
         if len(notice) > MAX_NOTICE_BYTES:
             raise ValueError(f"notice has {len(notice)} bytes, at most {MAX_NOTICE_BYTES}")
-        own = self._own(peer)
+        own = own_peer(peer, MemoryPeer, "memory")
         copies = expand(ranges, self._regions.sizes, own.sizes)
         handle = MemoryHandle(self, own, copies, notice)
         self.hub.post(handle)
@@ -286,9 +271,4 @@ class MemoryTransport:
         """Leave the hub; what is in flight from or to here never lands."""
         if not self.closed:
             self.closed = True
-            self.hub.leave(self._name)
-
-    def _own(self, peer: Peer) -> MemoryPeer:
-        if not isinstance(peer, MemoryPeer):
-            raise ValueError(f"{peer!r} is not a peer of the memory transport")
-        return peer
+            self.hub.leave(self.name)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from kvbaton.connectors.base import Capabilities, FenceScope, Memory, Region
+from kvbaton.connectors.base import Capabilities, Device, FenceScope, Memory, Region
 from kvbaton.connectors.transports import tcp_wire
 from kvbaton.connectors.transports.tcp import TcpTransport
 from kvbaton.connectors.transports.tcp_connections import (
@@ -271,12 +271,8 @@ class NcclTransport(TcpTransport):
         """
         self._library = NcclLibrary(backend)
         super().__init__(name, host=host)
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """CPU memory, and CUDA memory over NCCL; a fence always holds."""
-        devices = {"cpu", "cuda"} if self._library.reaches_gpus else {"cpu"}
-        return Capabilities(frozenset(devices), MAX_NOTICE_BYTES, FenceScope.PEER)  # type: ignore[arg-type]
+        devices: set[Device] = {"cpu", "cuda"} if self._library.reaches_gpus else {"cpu"}
+        self.capabilities = Capabilities(frozenset(devices), MAX_NOTICE_BYTES, FenceScope.PEER)
 
     def register(self, memory: Memory) -> Region:
         """Make memory reachable.
@@ -297,7 +293,7 @@ class NcclTransport(TcpTransport):
 
     @override
     def dial(self, card: TcpCard) -> TcpPeer:
-        return NcclPeer(card, self._name, self._library)
+        return NcclPeer(card, self.name, self._library)
 
 
 def chunks(views: Sequence[Any]) -> Iterator[list[Any]]:

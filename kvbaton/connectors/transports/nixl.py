@@ -68,7 +68,13 @@ from kvbaton.connectors.transports.nixl_parts import (
     cut,
     this_place,
 )
-from kvbaton.connectors.transports.regions import RegionTable, expand
+from kvbaton.connectors.transports.regions import (
+    BaseHandle,
+    RegionTable,
+    decode_card,
+    expand,
+    own_peer,
+)
 from kvbaton.errors import ConfigError, TransportError
 
 if TYPE_CHECKING:
@@ -162,7 +168,7 @@ class NixlPeer:
         return now - self.asked_since
 
 
-class NixlHandle:
+class NixlHandle(BaseHandle):
     """One write: parts not yet posted, some of them prepared, and NIXL transfers in flight.
 
     What was posted stays in flight until NIXL says that it has ended: giving a transfer back early
@@ -179,8 +185,6 @@ class NixlHandle:
         self._rides_along = len(parts) == 1
         self._active: list[Any] = []
         self._broken = False
-        self._status = Status.PENDING
-        self._error: str | None = None
 
     def prepare(self) -> None:
         """Make NIXL transfers of as many parts as a call may; what it refuses, it will again."""
@@ -204,10 +208,6 @@ class NixlHandle:
             self._settle()
         return self._status
 
-    def error(self) -> str | None:
-        """Why it failed."""
-        return self._error
-
     @property
     def reads(self) -> bool:
         """Whether UCX may still read its source, as of the last `status`."""
@@ -217,9 +217,6 @@ class NixlHandle:
     def moves(self) -> bool:
         """Whether there is anything to drive, as of the last `status`."""
         return self._status is Status.PENDING or self.reads
-
-    def release(self) -> None:
-        """Nothing to give back: each transfer is, when it ends."""
 
     def fail(self, reason: str) -> None:
         """Post no more; what was posted goes on."""
@@ -324,6 +321,7 @@ class NixlTransport:
     """Writes into registered memory of other processes through NIXL."""
 
     contract = "1.1"
+    capabilities = Capabilities(frozenset({"cpu", "cuda"}), MAX_NOTICE_BYTES, FenceScope.PROCESS)
 
     def __init__(self, name: str, *, host: str = "127.0.0.1") -> None:
         """Start an agent.
@@ -336,7 +334,7 @@ class NixlTransport:
         Raises:
             ConfigError: NIXL is not installed or has no UCX.
         """
-        self._name = name
+        self.name = name
         self._host = host
         self._number = 0
         self._agent: NixlAgent | None = self._make_agent()
@@ -351,16 +349,6 @@ class NixlTransport:
         self._live: list[NixlHandle] = []
         self._prepared: list[NixlHandle] = []
         self._inbox: list[Notice] = []
-
-    @property
-    def name(self) -> str:
-        """As given."""
-        return self._name
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """CPU and CUDA memory; a fence needs the peer's process to be gone or out of reach."""
-        return Capabilities(frozenset({"cpu", "cuda"}), MAX_NOTICE_BYTES, FenceScope.PROCESS)
 
     def register(self, memory: Memory) -> Region:
         """Register memory with UCX.
@@ -391,7 +379,7 @@ class NixlTransport:
         agent = self._running()
         metadata = agent.api.get_agent_metadata()
         return msgspec.msgpack.encode(
-            NixlCard(self._name, self._number, metadata, self._guard, self._place, regions)
+            NixlCard(self.name, self._number, metadata, self._guard, self._place, regions)
         )
 
     def connect(self, card: bytes) -> NixlPeer:
@@ -403,10 +391,7 @@ class NixlTransport:
         Raises:
             TransportError: it is no card, NIXL refuses it, or the guard does not answer.
         """
-        try:
-            decoded = msgspec.msgpack.decode(card, type=NixlCard)
-        except msgspec.MsgspecError as error:
-            raise TransportError(f"not a card of the NIXL transport: {error}") from error
+        decoded = decode_card(card, NixlCard, "NIXL")
         agent = self._running()
         reaches_gpus = any(m and m.device == "cuda" for m in self._regions.memories())
         lane = choose_lane(self._place, decoded.place, agent.tls, reaches_gpus=reaches_gpus)
@@ -431,7 +416,7 @@ class NixlTransport:
 
         False while UCX may still read our memory for a write that it began: it can't be called off.
         """
-        own = _own(peer)
+        own = own_peer(peer, NixlPeer, "NIXL")
         if own.open:
             own.open = False
             for handle in (*self._live, *self._prepared):
@@ -448,7 +433,7 @@ class NixlTransport:
 
     def fence(self, peer: Peer) -> bool:
         """Try to prove that nothing of this peer can land any more; see the module."""
-        own = _own(peer)
+        own = own_peer(peer, NixlPeer, "NIXL")
         if own.made_of is not self._agent:
             return True  # what it could write to is gone
         if own.lane is UcxLane.SHARED and own.near and own.watch.dead:
@@ -497,7 +482,7 @@ class NixlTransport:
 
     def _cut(self, peer: Peer, ranges: Ranges) -> NixlHandle:
         """A write of which nothing was posted."""
-        own = _own(peer)
+        own = own_peer(peer, NixlPeer, "NIXL")
         sizes = tuple(region.num_bytes if region else 0 for region in own.regions)
         copies = expand(ranges, self._regions.sizes, sizes)
         return NixlHandle(own.made_of, own, cut(copies, self._regions.memories(), own.regions))
@@ -525,7 +510,7 @@ class NixlTransport:
         """Give back, in the order that NIXL wants: transfers, remote agents, memory, the agent."""
         self._closed = True
         if self._agent is not None:
-            self._destroy_agent(f"transport {self._name} is shut down")
+            self._destroy_agent(f"transport {self.name} is shut down")
         self._peers.clear()
 
     def _make_agent(self) -> NixlAgent:
@@ -536,7 +521,7 @@ class NixlTransport:
         if is_loopback(self._host):
             os.environ["UCX_NET_DEVICES"] = "lo"
         try:
-            return NixlAgent(f"{self._name}/{self._number}")
+            return NixlAgent(f"{self.name}/{self._number}")
         finally:
             if before is None:
                 os.environ.pop("UCX_NET_DEVICES", None)
@@ -590,7 +575,7 @@ class NixlTransport:
     def _running(self) -> NixlAgent:
         if self._agent is None:
             state = "shut down" if self._closed else "without an agent for now"
-            raise TransportError(f"transport {self._name} is {state}")
+            raise TransportError(f"transport {self.name} is {state}")
         return self._agent
 
     def _reads(self, peer: NixlPeer) -> bool:
@@ -629,12 +614,6 @@ class NixlTransport:
             return
         for messages in self._agent.api.get_new_notifs().values():
             self._inbox += [Notice(m[len(_MARK) :]) for m in messages if m.startswith(_MARK)]
-
-
-def _own(peer: Peer) -> NixlPeer:
-    if not isinstance(peer, NixlPeer):
-        raise ValueError(f"{peer!r} is not a peer of the NIXL transport")
-    return peer
 
 
 def _give_back(transfer: Any) -> None:

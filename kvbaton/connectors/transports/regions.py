@@ -1,13 +1,15 @@
-"""What every transport needs to know of regions and ranges: numbering, bounds, single copies."""
+"""What transports share: regions and ranges (numbering, bounds, single copies), cards, handles."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 
-from kvbaton.connectors.base import Memory, RangeColumn, Region
+from kvbaton.connectors.base import Memory, Peer, RangeColumn, Region, Status
+from kvbaton.errors import TransportError
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -18,6 +20,42 @@ if TYPE_CHECKING:
 
 MAX_COPIES = 1 << 24
 """Most single copies that one write may come to."""
+
+
+T = TypeVar("T")
+
+
+def own_peer(peer: Peer, kind: type[T], transport: str) -> T:
+    """A peer as its transport made it. Raises `ValueError` if another one has."""
+    if not isinstance(peer, kind):
+        raise ValueError(f"{peer!r} is not a peer of the {transport} transport")
+    return peer
+
+
+def decode_card(card: bytes, kind: type[T], transport: str) -> T:
+    """What a card says. Raises `TransportError` if it is none of such a transport."""
+    try:
+        return msgspec.msgpack.decode(card, type=kind)
+    except msgspec.MsgspecError as error:
+        raise TransportError(f"not a card of the {transport} transport: {error}") from error
+
+
+class BaseHandle:
+    """A `Handle` that has nothing to give back."""
+
+    _status = Status.PENDING
+    _error: str | None = None
+
+    def status(self) -> Status:
+        """State now."""
+        return self._status
+
+    def error(self) -> str | None:
+        """Why it failed."""
+        return self._error
+
+    def release(self) -> None:
+        """Nothing to give back."""
 
 
 class Copies(NamedTuple):

@@ -21,7 +21,7 @@ import msgspec
 from kvbaton.connectors.address import is_wildcard
 from kvbaton.connectors.base import Capabilities, FenceScope, Memory, Notice, Peer, Region
 from kvbaton.connectors.guard import guard_card
-from kvbaton.connectors.transports.regions import RegionTable, expand
+from kvbaton.connectors.transports.regions import RegionTable, decode_card, expand, own_peer
 from kvbaton.connectors.transports.tcp_connections import TcpCard, TcpHandle, TcpListener, TcpPeer
 from kvbaton.connectors.transports.tcp_staging import (
     LANE_BYTES,
@@ -42,6 +42,13 @@ JOIN_S = 1.0
 class TcpTransport:
     """Writes into registered memory of other processes over TCP."""
 
+    capabilities = Capabilities(
+        frozenset({"cpu", "cuda"}),
+        MAX_NOTICE_BYTES,
+        FenceScope.PEER,
+        host_staged=frozenset({"cuda"}),
+    )
+
     def __init__(self, name: str, *, host: str = "127.0.0.1", pinned_mib: int = 64) -> None:
         """Listen on a free port.
 
@@ -60,7 +67,7 @@ class TcpTransport:
             raise ConfigError("--host", f"must be an address that peers can dial, not {host!r}")
         if len(name.encode()) > MAX_NAME_BYTES:
             raise ConfigError("name", f"has more than {MAX_NAME_BYTES} bytes")
-        self._name = name
+        self.name = name
         self._host = host
         self._regions = RegionTable()
         self._views: list[memoryview | GpuRegion] = []
@@ -72,21 +79,6 @@ class TcpTransport:
         self._guard = guard_card(host)
         self._listener = self.listen(host)
         self._closed = False
-
-    @property
-    def name(self) -> str:
-        """As given."""
-        return self._name
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """CPU memory, and that of one GPU through the host; a fence always holds."""
-        return Capabilities(
-            frozenset({"cpu", "cuda"}),
-            MAX_NOTICE_BYTES,
-            FenceScope.PEER,
-            host_staged=frozenset({"cuda"}),
-        )
 
     def register(self, memory: Memory) -> Region:
         """Make memory reachable.
@@ -117,7 +109,7 @@ class TcpTransport:
     def card(self) -> bytes:
         """Where to dial, the token and the sizes of the regions."""
         card = TcpCard(
-            self._name,
+            self.name,
             self._host,
             self._listener.port,
             self._listener.token,
@@ -134,17 +126,13 @@ class TcpTransport:
         Raises:
             TransportError: it is no card.
         """
-        try:
-            decoded = msgspec.msgpack.decode(card, type=TcpCard)
-        except msgspec.MsgspecError as error:
-            raise TransportError(f"not a card of the TCP transport: {error}") from error
-        peer = self.dial(decoded)
+        peer = self.dial(decode_card(card, TcpCard, "TCP"))
         self._peers.append(peer)
         return peer
 
     def close(self, peer: Peer) -> bool:
         """Hang up; False while the sending thread is still at a frame, for some 0.2 s at most."""
-        own = _own(peer)
+        own = own_peer(peer, TcpPeer, "TCP")
         if own in self._peers:
             self._peers.remove(own)
             self._closing.append(own)
@@ -152,13 +140,13 @@ class TcpTransport:
 
     def fence(self, peer: Peer) -> bool:
         """Cut the peer's connections to here and wait for their threads; changes our card."""
-        return self._listener.fence(_own(peer).name)
+        return self._listener.fence(own_peer(peer, TcpPeer, "TCP").name)
 
     def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> TcpHandle:
         """Queue a write for the peer's sending thread."""
         if len(notice) > MAX_NOTICE_BYTES:
             raise ValueError(f"notice has {len(notice)} bytes, at most {MAX_NOTICE_BYTES}")
-        own = _own(peer)
+        own = own_peer(peer, TcpPeer, "TCP")
         copies = expand(ranges, self._regions.sizes, own.card.sizes)
         return own.post(copies, tuple(self._views), notice)
 
@@ -216,10 +204,4 @@ class TcpTransport:
 
     def dial(self, card: TcpCard) -> TcpPeer:
         """A sending end."""
-        return TcpPeer(card, self._name)
-
-
-def _own(peer: Peer) -> TcpPeer:
-    if not isinstance(peer, TcpPeer):
-        raise ValueError(f"{peer!r} is not a peer of the TCP transport")
-    return peer
+        return TcpPeer(card, self.name)

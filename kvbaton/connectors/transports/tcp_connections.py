@@ -24,7 +24,7 @@ import numpy as np
 from kvbaton.connectors.base import Notice, Status
 from kvbaton.connectors.guard import GuardCard, watch
 from kvbaton.connectors.transports import tcp_wire
-from kvbaton.connectors.transports.regions import Copies, RegionTable
+from kvbaton.connectors.transports.regions import BaseHandle, Copies, RegionTable
 from kvbaton.connectors.transports.tcp_staging import GpuRegion, Run, runs_of, staging_of
 from kvbaton.errors import ConfigError, RemoteProtocolError
 
@@ -51,7 +51,7 @@ class TcpCard(msgspec.Struct, frozen=True):
     sizes: tuple[Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)], ...]
 
 
-class TcpHandle:
+class TcpHandle(BaseHandle):
     """One write: queued, being sent, or waiting for its ack."""
 
     def __init__(
@@ -68,8 +68,6 @@ class TcpHandle:
         self._copies = copies
         self._views = views
         self._notice = notice
-        self._status = Status.PENDING
-        self._error: str | None = None
 
     def status(self) -> Status:
         """State now; reads acks that have come in. DRAINED if its bytes provably can't land."""
@@ -80,13 +78,6 @@ class TcpHandle:
             if self._peer.stopped and (not self.started or self._peer.watch.dead):
                 self._status = Status.DRAINED
         return self._status
-
-    def error(self) -> str | None:
-        """Why it failed."""
-        return self._error
-
-    def release(self) -> None:
-        """Nothing to give back."""
 
     def land(self) -> None:
         """The ack has come."""
@@ -117,7 +108,7 @@ class TcpPeer:
     """
 
     def __init__(self, card: TcpCard, own_name: str) -> None:
-        self.card = card
+        self.card, self.name = card, card.name
         self.watch = watch(card.guard)
         self.watch.close_with(self)
         self.broken: str | None = None
@@ -134,11 +125,6 @@ class TcpPeer:
         self._queue: queue.SimpleQueue[TcpHandle | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"tcp to {card.name}", daemon=True)
         self._thread.start()
-
-    @property
-    def name(self) -> str:
-        """The remote transport's name."""
-        return self.card.name
 
     @property
     def stopped(self) -> bool:

@@ -113,6 +113,7 @@ class ConnectorDriver:
         caches = self._caches(features)
         for role in (base.KVConnectorRole.SCHEDULER, base.KVConnectorRole.WORKER):
             self._sides.append(kind(config, role, caches))
+        self._scheduler, self._worker = self._sides
         self._hma = base.supports_hma(self._worker)
         if getattr(self._worker, "prefer_cross_layer_blocks", False):
             raise self._refusal("prefer_cross_layer_blocks: there is one tensor for each layer")
@@ -391,14 +392,6 @@ class ConnectorDriver:
         return bad
 
     # --- what the connector is built of ---
-
-    @property
-    def _scheduler(self) -> Any:
-        return self._sides[0]
-
-    @property
-    def _worker(self) -> Any:
-        return self._sides[1]
 
     def _memory_of(self, request: Any) -> list[memoryview]:
         """The memory of a request's block."""

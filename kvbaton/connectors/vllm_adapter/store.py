@@ -16,10 +16,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from kvbaton.connectors.store import Pieces, StoreCapabilities, Usage
+from kvbaton.connectors.store import Pieces, StoreCapabilities
 from kvbaton.connectors.stores.arena_copies import copy
 from kvbaton.connectors.stores.chunks import HEAD, KEY_TOKENS, chunks_of, cut
-from kvbaton.connectors.stores.threaded import LastCall, ThreadedStore, seal
+from kvbaton.connectors.stores.threaded import ClientBackend, ThreadedStore, seal
 from kvbaton.connectors.vllm_adapter.driver import ConnectorDriver
 from kvbaton.errors import ConfigError
 
@@ -89,7 +89,7 @@ class _Part(NamedTuple):
     number: int
 
 
-class ConnectorBlocks(LastCall):
+class ConnectorBlocks(ClientBackend):
     """The backend of `VllmStore`. A connector has one caller at a time, so calls take turns."""
 
     def __init__(self, path: str, driver: ConnectorDriver, capabilities: StoreCapabilities) -> None:
@@ -123,10 +123,6 @@ class ConnectorBlocks(LastCall):
         with self._turn:
             self._driver.close()
 
-    def usage(self) -> Usage:
-        """Unknown: connectors do not tell."""
-        return Usage()
-
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """See `Backend.contains`; of an object, its first block is looked for."""
         with self._calling_connector():
@@ -139,10 +135,6 @@ class ConnectorBlocks(LastCall):
     def put(self, key: bytes, source: Pieces) -> bool:
         """See `Backend.put`."""
         return self.put_many([key], [source])[0]
-
-    def remove(self, keys: Sequence[bytes]) -> int:
-        """Not declared: the contract has no call for it."""
-        return 0
 
     def get_many(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> list[bool]:
         """See `BatchBackend.get_many`."""

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from kvbaton.engine.cache import KVCache
 from kvbaton.engine.cuda.latent_attention import LatentPrompts, attend_among_latents
-from kvbaton.engine.models.layers import LatentProjection
+from kvbaton.engine.models.layers import Heads, LatentHeads, Rotary
 from kvbaton.engine.state_blocks import StateBatch
 from kvbaton.kernels.decode_attention import decode_attention, decode_parts
 from kvbaton.kernels.decode_parts import Parts
 from kvbaton.kernels.latent_decode_attention import latent_decode_parts
 from kvbaton.kernels.prefill_attention import PrefillBatch, prefill_attention
-from kvbaton.kernels.rope_write import HeadNorms, rope_write
+from kvbaton.kernels.rope_write import rope_write
 
 
 @dataclass(frozen=True)
@@ -79,35 +79,17 @@ class KernelAttention:
         self.slots = F.pad(self.slots, (0, count), value=-1)
         self._rows = torch.arange(self.slots.shape[1], device=self.slots.device)
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        rotary: tuple[Tensor, Tensor] | None,
-        scale: float | None = None,
-        sinks: Tensor | None = None,
-        norms: HeadNorms | None = None,
-        interleaved: bool = False,
-    ) -> Tensor:
+    def attend(self, layer: int, heads: Heads, rotary: Rotary | None) -> Tensor:
         """See `AttentionContext.attend`."""
-        heads = self.store(layer, query, key, value, rotary, norms, interleaved)
+        stored, query = self.store(layer, heads, rotary), heads.query
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         out[self._num_tokens :] = 0
-        return self.attend_stored(layer, *heads, scale, sinks, out)
+        return self.attend_stored(layer, stored, out)
 
-    def store(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        rotary: tuple[Tensor, Tensor] | None,
-        norms: HeadNorms | None,
-        interleaved: bool,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The first half of `attend`, which depends on slots alone: query, key, value, turned."""
+    def store(self, layer: int, heads: Heads, rotary: Rotary | None) -> Heads:
+        """The first half of `attend`, which depends on slots alone: returns the heads, turned."""
+        query, key, value, *_ = heads
+        norms = heads.norms
         group, place = self._cache.places[layer]
         data, slots = self._cache.token_views[group].data, self.slots[group]
         keys, values = data[:, :, place, 0], data[:, :, place, 1]
@@ -127,21 +109,13 @@ class KernelAttention:
         angles = None if rotary is None else self._angles(rotary)
         rope_write(
             query, key, value, self._rows, angles, keys, values, slots,
-            interleaved=interleaved, norms=norms,
+            interleaved=heads.interleaved, norms=norms,
         )  # fmt: skip
-        return query, *fresh
+        return Heads(query, *fresh, heads.scale, heads.sinks)
 
-    def attend_stored(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        scale: float | None,
-        sinks: Tensor | None,
-        out: Tensor,
-    ) -> Tensor:
-        """The second half: fills `out`, contiguous, as `query`; key and value as `store` says."""
+    def attend_stored(self, layer: int, heads: Heads, out: Tensor) -> Tensor:
+        """The second half: fills `out`, contiguous, as the query of what `store` returned."""
+        query, key, value, scale, sinks, *_ = heads
         group, place = self._cache.places[layer]
         of, data = self._cache.groups[group], self._cache.token_views[group].data
         keys, values = data[:, :, place, 0], data[:, :, place, 1]
@@ -172,31 +146,16 @@ class KernelAttention:
             torch.cuda.current_stream().wait_stream(self._beside)
         return out if of_value == 1.0 else out.mul_(of_value)
 
-    def attend_latent(
-        self,
-        layer: int,
-        query: Tensor,
-        latent: Tensor,
-        key_rope: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        projection: LatentProjection,
-    ) -> Tensor:
+    def attend_latent(self, layer: int, heads: LatentHeads, rotary: Rotary) -> Tensor:
         """See `AttentionContext.attend_latent`."""
-        self.store_latent(layer, query, latent, key_rope, rotary, projection)
-        out = query.new_empty(*query.shape[:2], projection.mla.value_dim)
+        self.store_latent(layer, heads, rotary)
+        out = heads.query.new_empty(*heads.query.shape[:2], heads.projection.mla.value_dim)
         out[self._num_tokens :] = 0
-        return self.attend_latent_stored(layer, query, latent, key_rope, projection, out)
+        return self.attend_latent_stored(layer, heads, out)
 
-    def store_latent(
-        self,
-        layer: int,
-        query: Tensor,
-        latent: Tensor,
-        key_rope: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        projection: LatentProjection,
-    ) -> None:
+    def store_latent(self, layer: int, heads: LatentHeads, rotary: Rotary) -> None:
         """The first half of `attend_latent`, which depends on slots alone; turns in place."""
+        query, latent, key_rope, projection = heads
         (group, place), mla = self._cache.places[layer], projection.mla
         rows = self._cache.data[:, :, place, 0]
         cached, _ = self._cache.scales(layer)
@@ -210,16 +169,9 @@ class KernelAttention:
             interleaved=mla.interleaved,
         )  # fmt: skip
 
-    def attend_latent_stored(
-        self,
-        layer: int,
-        query: Tensor,
-        latent: Tensor,
-        key_rope: Tensor,
-        projection: LatentProjection,
-        out: Tensor,
-    ) -> Tensor:
+    def attend_latent_stored(self, layer: int, heads: LatentHeads, out: Tensor) -> Tensor:
         """The second half: fills `out`, [tokens, heads, value_dim]."""
+        query, latent, key_rope, projection = heads
         (group, place), mla = self._cache.places[layer], projection.mla
         rows = self._cache.data[:, :, place, 0]
         cached, _ = self._cache.scales(layer)
@@ -250,7 +202,7 @@ class KernelAttention:
         """Sequences with more."""
         return len(self.prefill[0].query_lens) if self.prefill else 0
 
-    def _angles(self, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    def _angles(self, rotary: Rotary) -> Tensor:
         """Cos and sin of half the features, side by side; made once for each pair of tensors."""
         found = self._cos_sin.get(rotary[0])
         if found is None:

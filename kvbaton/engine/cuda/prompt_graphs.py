@@ -22,10 +22,9 @@ from torch import Tensor
 
 from kvbaton.engine.cache import KVCache
 from kvbaton.engine.cuda.attention import DecodeBatch, KernelAttention
-from kvbaton.engine.models.layers import AttentionContext, LatentProjection
+from kvbaton.engine.models.layers import AttentionContext, Heads, LatentHeads, Rotary
 from kvbaton.engine.models.llama import Encoded, LlamaForCausalLM
 from kvbaton.kernels.prefill_attention import PrefillBatch
-from kvbaton.kernels.rope_write import HeadNorms
 
 WHOLE_TOKENS = 1024
 """Most tokens of a step in one graph; the attention of longer prompts has a faster kernel. The
@@ -135,46 +134,28 @@ class Recorder:
         self._graph.capture_end()
         self.pieces.append(GraphPiece(self._graph, attend))
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        rotary: tuple[Tensor, Tensor] | None,
-        scale: float | None = None,
-        sinks: Tensor | None = None,
-        norms: HeadNorms | None = None,
-        interleaved: bool = False,
-    ) -> Tensor:
+    def attend(self, layer: int, heads: Heads, rotary: Rotary | None) -> Tensor:
         """See `AttentionContext.attend`."""
-        heads = self.attention.store(layer, query, key, value, rotary, norms, interleaved)
-        made = torch.zeros_like(query, memory_format=torch.contiguous_format)
+        stored = self.attention.store(layer, heads, rotary)
+        made = torch.zeros_like(heads.query, memory_format=torch.contiguous_format)
         if self.attention.prefill or self._graph is None:
-            return self.attention.attend_stored(layer, *heads, scale, sinks, made)
-        q, k, v = (None if x is None else borrowed(x) for x in heads)
-        assert q is not None
+            return self.attention.attend_stored(layer, stored, made)
+        key, value = (None if x is None else borrowed(x) for x in (stored.key, stored.value))
+        lent = stored._replace(query=borrowed(stored.query), key=key, value=value)
         out = borrowed(made)
-        self.end(lambda attention: attention.attend_stored(layer, q, k, v, scale, sinks, out))
+        self.end(lambda attention: attention.attend_stored(layer, lent, out))
         self.begin()
         return made
 
-    def attend_latent(
-        self,
-        layer: int,
-        query: Tensor,
-        latent: Tensor,
-        key_rope: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        projection: LatentProjection,
-    ) -> Tensor:
+    def attend_latent(self, layer: int, heads: LatentHeads, rotary: Rotary) -> Tensor:
         """See `AttentionContext.attend_latent`."""
-        self.attention.store_latent(layer, query, latent, key_rope, rotary, projection)
-        made = query.new_zeros(*query.shape[:2], projection.mla.value_dim)
+        self.attention.store_latent(layer, heads, rotary)
+        made = heads.query.new_zeros(*heads.query.shape[:2], heads.projection.mla.value_dim)
         if self._graph is None:
             return made
-        q, kv, k, out = (borrowed(x) for x in (query, latent, key_rope, made))
-        self.end(lambda attention: attention.attend_latent_stored(layer, q, kv, k, projection, out))
+        query, latent, key_rope, out = map(borrowed, (*heads[:3], made))
+        lent = LatentHeads(query, latent, key_rope, heads.projection)
+        self.end(lambda attention: attention.attend_latent_stored(layer, lent, out))
         self.begin()
         return made
 

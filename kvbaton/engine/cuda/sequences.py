@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,25 +27,10 @@ class CudaSequences(Sequences):
         version: changes when device tensors have moved.
     """
 
-    def __init__(
-        self,
-        *,
-        rows: int,
-        max_tokens: int,
-        max_blocks: int,
-        device: torch.device,
-        merge_size: int | None = None,
-        groups: int = 1,
-    ) -> None:
-        super().__init__(
-            rows=rows + 1,
-            max_tokens=max_tokens,
-            max_blocks=max_blocks,
-            device=device,
-            merge_size=merge_size,
-            groups=groups,
-        )
-        self.device_tables = torch.zeros(self.tables.shape, dtype=torch.int32, device=device)
+    def __init__(self, *, rows: int, **limits: Any) -> None:
+        super().__init__(rows=rows + 1, **limits)
+        shape, device = self.tables.shape, self.tokens.device
+        self.device_tables = torch.zeros(shape, dtype=torch.int32, device=device)
         self.plain = np.zeros(rows + 1, np.bool_)
         self.temperatures = np.zeros(rows + 1, np.float64)
         self.seeds = np.zeros(rows + 1, np.int64)

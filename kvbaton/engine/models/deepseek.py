@@ -14,8 +14,10 @@ from kvbaton.engine.model_config import ModelConfig
 from kvbaton.engine.models.layers import (
     AttentionContext,
     ColumnLinear,
+    LatentHeads,
     LatentProjection,
     RMSNorm,
+    Rotary,
     RowLinear,
 )
 from kvbaton.engine.models.llama import DecoderLayer, LlamaForCausalLM
@@ -62,21 +64,14 @@ class LatentAttention(nn.Module):
             f"{name}.o_proj", width, size, shard, bias=False, quantization=quantization
         )
 
-    def forward(
-        self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attention: AttentionContext
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, rotary: Rotary, attention: AttentionContext) -> Tensor:
         """[tokens, hidden] to [tokens, hidden]; writes this layer's latents into the cache."""
         query, latent, key_rope = self.down_proj(hidden).split(self.widths, dim=-1)
         if self.q_norm is not None:
             query = self.q_b_proj(self.q_norm(query))
-        out = attention.attend_latent(
-            self.layer,
-            query.unflatten(-1, (-1, self.mla.head_dim)),
-            self.kv_norm(latent),
-            key_rope,
-            rotary,
-            self.kv_b_proj,
-        )
+        query = query.unflatten(-1, (-1, self.mla.head_dim))
+        heads = LatentHeads(query, self.kv_norm(latent), key_rope, self.kv_b_proj)
+        out = attention.attend_latent(self.layer, heads, rotary)
         return self.o_proj(out.flatten(1))  # type: ignore[no-any-return]
 
 

@@ -13,101 +13,80 @@ bounded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
+from kvbaton.engine.attention_config import Gemma4Config
 from kvbaton.engine.collectives import Shard
-from kvbaton.engine.gemma4_config import Gemma4Config
 from kvbaton.engine.model_config import ModelConfig
 from kvbaton.engine.models.layers import (
     AttentionContext,
-    ColumnLinear,
     Embedding,
-    GatedMLP,
+    Heads,
     Piece,
     RMSNorm,
+    Rotary,
     RotaryEmbedding,
-    SelfAttention,
     WeightedModule,
     head_projections,
     new_weight,
     output_projection,
+    whole_linear,
 )
-from kvbaton.engine.models.llama import Encoded, LlamaForCausalLM
+from kvbaton.engine.models.llama import DecoderLayer, LlamaForCausalLM
 from kvbaton.kernels.rms_norm import rms_norm
 from kvbaton.kernels.rope_write import HeadNorms
 
 
-class Gemma3DecoderLayer(nn.Module):
+class Gemma3DecoderLayer(DecoderLayer):
     """Attention and MLP, each between two norms."""
 
     def __init__(self, config: ModelConfig, layer: int, shard: Shard) -> None:
-        super().__init__()
-        name, middle = f"model.layers.{layer}", config.intermediate_size
+        super().__init__(config, layer, shard)
+        name = f"model.layers.{layer}"
         norm = config.hidden_size, config.rms_norm_eps, config.norm_offset
-        self.has_window = bool(config.windows[layer])
-        self.input_norm = RMSNorm(f"{name}.input_layernorm", *norm)
-        self.self_attn = SelfAttention(config, layer, shard)
-        self.post_attention_norm = RMSNorm(f"{name}.post_attention_layernorm", *norm)
+        self.kind = int(config.windows[layer] > 0)
         self.pre_mlp_norm = RMSNorm(f"{name}.pre_feedforward_layernorm", *norm)
-        self.mlp = GatedMLP(
-            f"{name}.mlp",
-            config.hidden_size,
-            middle,
-            shard,
-            bias=False,
-            quantization=config.quantization,
-            activation=config.activation,
-        )
         self.post_mlp_norm = RMSNorm(f"{name}.post_feedforward_layernorm", *norm)
 
     def forward(
         self,
         delta: Tensor | None,
         stream: Tensor,
-        rotary: tuple[Tensor, Tensor],
+        inputs: Sequence[Any],
         attention: AttentionContext,
-    ) -> Tensor:
-        """As `llama.DecoderLayer.forward`."""
+    ) -> Tensor | None:
+        """See `DecoderLayer.forward`."""
         normed = self.input_norm(stream) if delta is None else self.input_norm(delta, stream)
-        attended = self.post_attention_norm(self.self_attn(normed, rotary, attention))
+        attended = self.post_norm(self.self_attn(normed, inputs[self.kind], attention))
         out = self.mlp(self.pre_mlp_norm(attended, stream))
         return self.post_mlp_norm(out)  # type: ignore[no-any-return]
 
 
 class Gemma3ForCausalLM(LlamaForCausalLM):
-    """The whole model."""
+    """The whole model; encoder outputs are not scaled."""
 
-    layer_class = Gemma3DecoderLayer
+    layer_class: type[nn.Module] = Gemma3DecoderLayer
 
     def __init__(self, config: ModelConfig, shard: Shard) -> None:
         super().__init__(config, shard)
         assert config.local_rope is not None
         self.local_rotary = RotaryEmbedding(config.local_rope, config.head_dim)
 
-    def forward(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        attention: AttentionContext,
-        encoded: Encoded | None = None,
-    ) -> Tensor:
-        """See `LlamaForCausalLM.forward`; encoder outputs are not scaled."""
-        stream: Tensor = self.embed_tokens(token_ids)
+    @override
+    def embed(self, token_ids: Tensor) -> Tensor:
+        stream = super().embed(token_ids)
         stream *= stream.new_full((), self.config.hidden_size**0.5)  # rounded to the dtype
-        if encoded is not None:
-            stream.index_copy_(0, encoded.at, encoded.rows[:, 0])
-        of_all = self.rotary(positions, stream.dtype)
-        of_windows = self.local_rotary(positions, stream.dtype)
-        delta = None
-        for layer in self.layers:
-            rotary = of_windows if layer.has_window else of_all
-            delta = layer(delta, stream, rotary, attention)
-        return self.norm(delta, stream)  # type: ignore[no-any-return]
+        return stream
+
+    @override
+    def layer_inputs(self, token_ids: Tensor, positions: Tensor, stream: Tensor) -> Sequence[Any]:
+        return [turn(positions, stream.dtype) for turn in (self.rotary, self.local_rotary)]
 
 
 class Gemma4Attention(nn.Module):
@@ -139,20 +118,19 @@ class Gemma4Attention(nn.Module):
         self.o_proj = output_projection(name, config, dim, shard)
         self.q_norm = RMSNorm(f"{name}.q_norm", dim, self.eps)
 
-    def forward(
-        self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attention: AttentionContext
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, rotary: Rotary, attention: AttentionContext) -> Tensor:
         """[tokens, hidden] to [tokens, hidden]; writes K and V into the cache, if it has some."""
-        heads = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
-        query, key, value, weight = heads[:, : self.heads], None, None, self.q_norm.weight
+        projected = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
+        query, key, value, weight = projected[:, : self.heads], None, None, self.q_norm.weight
         if self.stores:
             ones = self.get_buffer("ones")
-            key = heads[:, self.heads : self.heads + self.kv_heads]
+            key = projected[:, self.heads : self.heads + self.kv_heads]
             # Without a projection of its own it is that of keys, which are turned in place.
-            value = rms_norm(heads[:, -self.kv_heads :], ones, self.eps)
+            value = rms_norm(projected[:, -self.kv_heads :], ones, self.eps)
             weight = self.k_norm.weight
         norms = HeadNorms(self.q_norm.weight, weight, self.eps, 0.0)
-        out = attention.attend(self.kv_layer, query, key, value, rotary, 1.0, norms=norms)
+        heads = Heads(query, key, value, scale=1.0, norms=norms)
+        out = attention.attend(self.kv_layer, heads, rotary)
         return self.o_proj(out.flatten(1))  # type: ignore[no-any-return]
 
 
@@ -161,14 +139,9 @@ class PerLayerInput(nn.Module):
 
     def __init__(self, name: str, config: ModelConfig, size: int) -> None:
         super().__init__()
-        hidden = config.hidden_size
-
-        def projection(part: str, size_in: int, size_out: int) -> ColumnLinear:
-            parts = [(f"{name}.{part}", size_out, (0, size_out))]
-            return ColumnLinear(size_in, parts, bias=False, quantization=config.quantization)
-
-        self.gate = projection("per_layer_input_gate", hidden, size)
-        self.projection = projection("per_layer_projection", size, hidden)
+        hidden, stored = config.hidden_size, config.quantization
+        self.gate = whole_linear(f"{name}.per_layer_input_gate", hidden, size, stored)
+        self.projection = whole_linear(f"{name}.per_layer_projection", size, hidden, stored)
         self.norm = RMSNorm(f"{name}.post_per_layer_input_norm", hidden, config.rms_norm_eps)
 
     def forward(self, stream: Tensor, given: Tensor) -> Tensor:
@@ -177,56 +150,34 @@ class PerLayerInput(nn.Module):
         return self.norm(self.projection(gate * given))  # type: ignore[no-any-return]
 
 
-class Gemma4DecoderLayer(WeightedModule):
+class Gemma4DecoderLayer(Gemma3DecoderLayer, WeightedModule):
     """Attention and MLP, each between two norms, the layer's own input, and a scale of it all."""
 
+    attention_class = Gemma4Attention
+
     def __init__(self, config: ModelConfig, layer: int, shard: Shard) -> None:
-        super().__init__()
-        gemma = config.gemma4
-        assert gemma is not None
-        name, norm = f"model.layers.{layer}", (config.hidden_size, config.rms_norm_eps)
-        self.name, self.number, self.has_window = name, layer, bool(config.windows[layer])
-        self.input_norm = RMSNorm(f"{name}.input_layernorm", *norm)
-        self.self_attn = Gemma4Attention(config, layer, shard)
-        self.post_attention_norm = RMSNorm(f"{name}.post_attention_layernorm", *norm)
-        self.pre_mlp_norm = RMSNorm(f"{name}.pre_feedforward_layernorm", *norm)
-        wide = gemma.wide_mlp and not self.self_attn.stores
-        self.mlp = GatedMLP(
-            f"{name}.mlp",
-            config.hidden_size,
-            config.intermediate_size * (2 if wide else 1),
-            shard,
-            bias=False,
-            quantization=config.quantization,
-            activation=config.activation,
-        )
-        self.post_mlp_norm = RMSNorm(f"{name}.post_feedforward_layernorm", *norm)
-        size = gemma.per_layer_size
-        self.own_input = PerLayerInput(name, config, size) if size else None
+        super().__init__(config, layer, shard)
+        assert config.gemma4 is not None
+        self.name, self.number = f"model.layers.{layer}", layer
+        size = config.gemma4.per_layer_size
+        self.own_input = PerLayerInput(self.name, config, size) if size else None
         self.scalar = new_weight(1)
 
     def forward(
         self,
+        delta: Tensor | None,
         stream: Tensor,
-        given: Tensor | None,
-        rotary: tuple[Tensor, Tensor],
+        inputs: Sequence[Any],
         attention: AttentionContext,
-    ) -> Tensor:
-        """The stream after this layer, [tokens, hidden], in place.
-
-        Args:
-            stream: before it.
-            given: [tokens, layers, per_layer_size], the tokens' inputs to all layers.
-            rotary: of the kind of layer that this is.
-            attention: knows the sequences and the cache.
-        """
-        attended = self.self_attn(self.input_norm(stream), rotary, attention)
-        out = self.mlp(self.pre_mlp_norm(self.post_attention_norm(attended), stream))
-        stream += self.post_mlp_norm(out)
+    ) -> None:
+        """See `DecoderLayer.forward`; all is added, since the sum is scaled."""
+        out = super().forward(delta, stream, inputs, attention)
+        assert out is not None
+        stream += out
+        *_, given = inputs
         if self.own_input is not None and given is not None:
             stream += self.own_input(stream, given[:, self.number])
         stream *= self.scalar
-        return stream
 
     def pieces(self) -> Iterator[Piece]:
         """The scale of its output."""
@@ -242,11 +193,8 @@ class PerLayerEmbedding(nn.Module):
         name, wide = "model.embed_tokens_per_layer", config.num_layers * size
         self.size, self.hidden_size = size, config.hidden_size
         self.table = Embedding(name, gemma.per_layer_vocab_size, wide, shard)
-        parts = [("model.per_layer_model_projection", wide, (0, wide))]
-        quantization = config.quantization
-        self.projection = ColumnLinear(
-            config.hidden_size, parts, bias=False, quantization=quantization
-        )
+        projection = "model.per_layer_model_projection"
+        self.projection = whole_linear(projection, config.hidden_size, wide, config.quantization)
         self.norm = RMSNorm("model.per_layer_projection_norm", size, config.rms_norm_eps)
 
     def forward(self, token_ids: Tensor, stream: Tensor) -> Tensor:
@@ -258,39 +206,23 @@ class PerLayerEmbedding(nn.Module):
         return (self.norm(made.view(shape)) + known) * 2.0**-0.5  # type: ignore[no-any-return]
 
 
-class Gemma4ForCausalLM(LlamaForCausalLM):
+class Gemma4ForCausalLM(Gemma3ForCausalLM):
     """The whole model, but for its towers."""
 
     layer_class = Gemma4DecoderLayer
 
     def __init__(self, config: ModelConfig, shard: Shard) -> None:
         super().__init__(config, shard)
-        gemma, local = config.gemma4, config.local_rope
+        gemma = config.gemma4
         assert gemma is not None
-        assert local is not None
         self.softcap = gemma.softcap
-        self.rotary = RotaryEmbedding(config.rope, gemma.head_dim)
-        self.local_rotary = RotaryEmbedding(local, config.head_dim)
         self.per_layer = PerLayerEmbedding(config, gemma, shard) if gemma.per_layer_size else None
 
-    def forward(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        attention: AttentionContext,
-        encoded: Encoded | None = None,
-    ) -> Tensor:
-        """See `LlamaForCausalLM.forward`; there are no encoder outputs."""
-        assert encoded is None
-        stream: Tensor = self.embed_tokens(token_ids)
-        stream *= stream.new_full((), self.config.hidden_size**0.5)  # rounded to the dtype
+    @override
+    def layer_inputs(self, token_ids: Tensor, positions: Tensor, stream: Tensor) -> Sequence[Any]:
+        rotaries = super().layer_inputs(token_ids, positions, stream)
         given = None if self.per_layer is None else self.per_layer(token_ids, stream)
-        of_all = self.rotary(positions, stream.dtype)
-        of_windows = self.local_rotary(positions, stream.dtype)
-        for layer in self.layers:
-            rotary = of_windows if layer.has_window else of_all
-            stream = layer(stream, given, rotary, attention)
-        return self.norm(stream)  # type: ignore[no-any-return]
+        return [*rotaries, given]
 
     @override
     def narrow_logits(self, hidden: Tensor) -> Tensor:

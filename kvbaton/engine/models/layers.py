@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -142,6 +142,14 @@ class ColumnLinear(WeightedModule):
             if self.bias is not None:
                 yield Piece(f"{name}.bias", (total,), self.bias[row : row + number], 0, start)
             row += number
+
+
+def whole_linear(
+    name: str, size_in: int, size_out: int, quantization: Quantization | None
+) -> ColumnLinear:
+    """A projection that every rank holds all of."""
+    parts = [(name, size_out, (0, size_out))]
+    return ColumnLinear(size_in, parts, bias=False, quantization=quantization)
 
 
 class RowLinear(WeightedModule):
@@ -287,7 +295,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("frequencies", frequencies, persistent=False)
         self.register_buffer("axes", frequency_axes(rope, head_dim), persistent=False)
 
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> Rotary:
         """Cos and sin, each [tokens, 1, head_dim] of `dtype`, from angles in float32.
 
         Args:
@@ -354,6 +362,53 @@ class LatentProjection(WeightedModule):
             yield Piece(name, shape, value, 0, row + mla.nope_dim)
 
 
+Rotary = tuple[Tensor, Tensor]
+"""Cos and sin of each token's angles, each [tokens, 1, head_dim]; the same tensors for all layers
+that turn alike."""
+
+
+class Heads(NamedTuple):
+    """What a layer made of a batch's tokens, for its attention.
+
+    Attributes:
+        query: [tokens, query heads, head_dim]; may be overwritten.
+        key: [tokens, kv heads, head_dim]; may be overwritten. None where another layer, in whose
+            place this one attends, has stored K and V in this step.
+        value: as `key`.
+        scale: of the logits; None for ``head_dim ** -0.5``.
+        sinks: [query heads] float32: a logit without a value that joins each head's softmax
+            (Xiao et al., arXiv 2309.17453); None for none.
+        norms: of the heads before they are turned; None for none.
+        interleaved: features 2i and 2i + 1 turn with each other, instead of i and i +
+            head_dim / 2; they are held apart then.
+    """
+
+    query: Tensor
+    key: Tensor | None
+    value: Tensor | None
+    scale: float | None = None
+    sinks: Tensor | None = None
+    norms: HeadNorms | None = None
+    interleaved: bool = False
+
+
+class LatentHeads(NamedTuple):
+    """The same of a layer with multi-head latent attention.
+
+    Attributes:
+        query: [tokens, query heads, head_dim], its last `rope_dim` features not turned yet; may be
+            overwritten.
+        latent: [tokens, kv_rank], normalised; may be overwritten.
+        key_rope: [tokens, rope_dim], not turned yet; may be overwritten.
+        projection: of this layer.
+    """
+
+    query: Tensor
+    latent: Tensor
+    key_rope: Tensor
+    projection: LatentProjection
+
+
 class AttentionContext(Protocol):
     """What a model's attention layer needs of a batch; an implementation per kind of kernel.
 
@@ -363,59 +418,26 @@ class AttentionContext(Protocol):
 
     states: StateBatch | None
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        rotary: tuple[Tensor, Tensor] | None,
-        scale: float | None = None,
-        sinks: Tensor | None = None,
-        norms: HeadNorms | None = None,
-        interleaved: bool = False,
-    ) -> Tensor:
+    def attend(self, layer: int, heads: Heads, rotary: Rotary | None) -> Tensor:
         """Turn query and key, store K and V, attend causally over what the layer's group sees.
 
         Args:
-            layer: number of the layer.
-            query: [tokens, query heads, head_dim]; may be overwritten.
-            key: [tokens, kv heads, head_dim]; may be overwritten. None where another layer, whose
-                number `layer` is, has stored K and V in this step.
-            value: as `key`.
-            rotary: cos and sin of each token's angles, each [tokens, 1, head_dim]; the same
-                tensors for all layers that turn alike; None where heads are not turned.
-            scale: of the logits; None for ``head_dim ** -0.5``.
-            sinks: [query heads] float32: a logit without a value that joins each head's softmax
-                (Xiao et al., arXiv 2309.17453); None for none.
-            norms: of the heads before they are turned; None for none.
-            interleaved: features 2i and 2i + 1 turn with each other, instead of i and i +
-                head_dim / 2; they are held apart then.
+            layer: number of the layer whose K and V they are.
+            heads: of this layer.
+            rotary: None where heads are not turned.
 
         Returns:
-            As `query`.
+            As the query.
         """
         ...
 
-    def attend_latent(
-        self,
-        layer: int,
-        query: Tensor,
-        latent: Tensor,
-        key_rope: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        projection: LatentProjection,
-    ) -> Tensor:
+    def attend_latent(self, layer: int, heads: LatentHeads, rotary: Rotary) -> Tensor:
         """Multi-head latent attention: turn, store rows of latent and `key_rope`, attend causally.
 
         Args:
             layer: number of the layer.
-            query: [tokens, query heads, head_dim], its last `rope_dim` features not turned yet; may
-                be overwritten.
-            latent: [tokens, kv_rank], normalised; may be overwritten.
-            key_rope: [tokens, rope_dim], not turned yet; may be overwritten.
-            rotary: see `attend`, of `rope_dim` features.
-            projection: of this layer.
+            heads: of this layer.
+            rotary: of `rope_dim` features.
 
         Returns:
             [tokens, query heads, value_dim].
@@ -484,17 +506,16 @@ class SelfAttention(WeightedModule):
             empty = torch.empty(self.heads, dtype=torch.float32)
             self.sinks = nn.Parameter(empty, requires_grad=False)
 
-    def forward(
-        self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attention: AttentionContext
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, rotary: Rotary, attention: AttentionContext) -> Tensor:
         """[tokens, hidden] to [tokens, hidden]; writes this layer's K and V into the cache."""
-        heads = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
-        query, key, value = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        projected = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
+        query, key, value = projected.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
             eps, offset = self.q_norm.eps, self.q_norm.offset
             norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, eps, offset)
-        out = attention.attend(self.layer, query, key, value, rotary, self.scale, self.sinks, norms)
+        heads = Heads(query, key, value, self.scale, self.sinks, norms)
+        out = attention.attend(self.layer, heads, rotary)
         return self.o_proj(out.flatten(1))  # type: ignore[no-any-return]
 
     def pieces(self) -> Iterator[Piece]:

@@ -7,8 +7,9 @@ They differ in which projections have a bias and which heads are normalised or h
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -40,9 +41,15 @@ class Encoded:
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each on the normalised stream and added back to it (pre-norm)."""
+    """Attention and MLP, each on the normalised stream and added back to it (pre-norm).
+
+    Attributes:
+        kind: which of `LlamaForCausalLM.layer_inputs` are its own.
+    """
 
     attention_class: Callable[[ModelConfig, int, Shard], nn.Module] = SelfAttention
+    mlp_name = "mlp"
+    kind = 0
 
     def __init__(self, config: ModelConfig, layer: int, shard: Shard) -> None:
         super().__init__()
@@ -56,27 +63,28 @@ class DecoderLayer(nn.Module):
             self.mlp = MoE(name, size, config.moe, shard, config.quantization)
         else:
             self.mlp = GatedMLP(
-                f"{name}.mlp",
+                f"{name}.{self.mlp_name}",
                 size,
-                config.intermediate_size,
+                config.mlp_size(layer),
                 shard,
                 bias=config.mlp_bias,
                 quantization=config.quantization,
+                activation=config.activation,
             )
 
     def forward(
         self,
         delta: Tensor | None,
         stream: Tensor,
-        rotary: tuple[Tensor, Tensor],
+        inputs: Sequence[Any],
         attention: AttentionContext,
-    ) -> Tensor:
+    ) -> Tensor | None:
         """Add `delta` and this layer's attention to the stream, in place; return its MLP's part.
 
-        What is returned is added by the next norm, in one pass with it.
+        What is returned is added by the next norm, in one pass with it; None if all is added.
         """
         normed = self.input_norm(stream) if delta is None else self.input_norm(delta, stream)
-        attended = self.self_attn(normed, rotary, attention)
+        attended = self.self_attn(normed, inputs[self.kind], attention)
         return self.mlp(self.post_norm(attended, stream))  # type: ignore[no-any-return]
 
 
@@ -117,18 +125,32 @@ class LlamaForCausalLM(nn.Module):
         Returns:
             [tokens, hidden_size], normalised.
         """
-        stream: Tensor = self.embed_tokens(token_ids)
+        stream = self.embed(token_ids)
         deep: tuple[Tensor, ...] = ()
         if encoded is not None:
             stream.index_copy_(0, encoded.at, encoded.rows[:, 0])
             deep = encoded.rows.unbind(1)[1:]
-        rotary = self.rotary(positions, stream.dtype)
+        inputs = self.layer_inputs(token_ids, positions, stream)
         delta = None
         for number, layer in enumerate(self.layers):
-            delta = layer(delta, stream, rotary, attention)
+            delta = layer(delta, stream, inputs, attention)
             if encoded is not None and number < len(deep):
                 stream.index_add_(0, encoded.at, deep[number])
-        return self.norm(delta, stream)  # type: ignore[no-any-return]
+        return self.norm(stream) if delta is None else self.norm(delta, stream)  # type: ignore[no-any-return]
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[tokens] to the stream before all layers, [tokens, hidden_size]."""
+        return self.embed_tokens(token_ids)  # type: ignore[no-any-return]
+
+    def layer_inputs(self, token_ids: Tensor, positions: Tensor, stream: Tensor) -> Sequence[Any]:
+        """What layers are given beside the stream, by their kind: here what turns the heads.
+
+        Args:
+            token_ids: see `forward`.
+            positions: see `forward`.
+            stream: before all layers.
+        """
+        return (self.rotary(positions, stream.dtype),)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden_size] to [rows, vocab_size] float32."""

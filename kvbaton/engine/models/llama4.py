@@ -8,15 +8,25 @@ that all tokens go through, in all layers or in every other.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from typing_extensions import override
 
 from kvbaton.engine.collectives import Shard
 from kvbaton.engine.model_config import ModelConfig
-from kvbaton.engine.models.layers import AttentionContext, GatedMLP, RMSNorm, SelfAttention
-from kvbaton.engine.models.llama import Encoded, LlamaForCausalLM
-from kvbaton.engine.models.moe import MoE
+from kvbaton.engine.models.layers import (
+    AttentionContext,
+    Heads,
+    Rotary,
+    SelfAttention,
+)
+from kvbaton.engine.models.llama import DecoderLayer, LlamaForCausalLM
 from kvbaton.kernels.rope_write import HeadNorms
+
+Turn = tuple[Rotary | None, Tensor | None]
+"""What turns heads, or what their queries are multiplied with, [tokens, 1, 1]; neither: None."""
 
 
 class Llama4Attention(SelfAttention):
@@ -30,64 +40,30 @@ class Llama4Attention(SelfAttention):
             self.register_buffer("ones", torch.ones(config.head_dim), persistent=False)
             self.eps = config.rms_norm_eps
 
-    def forward(  # type: ignore[override]
-        self,
-        hidden: Tensor,
-        rotary: tuple[Tensor, Tensor] | None,
-        temperature: Tensor | None,
-        attention: AttentionContext,
-    ) -> Tensor:
-        """As `SelfAttention.forward`; queries are multiplied by `temperature`, [tokens, 1, 1]."""
-        heads = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
-        query, key, value = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+    def forward(self, hidden: Tensor, turn: Turn, attention: AttentionContext) -> Tensor:  # type: ignore[override]
+        """As `SelfAttention.forward`."""
+        rotary, temperature = turn
+        projected = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
+        query, key, value = projected.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         ones: Tensor | None = getattr(self, "ones", None)
         norms = None if ones is None else HeadNorms(ones, ones, self.eps, 0.0)
         if temperature is not None:
             query = (query * temperature).to(query.dtype)
-        turned = rotary is not None
-        out = attention.attend(
-            self.layer, query, key, value, rotary, norms=norms, interleaved=turned
-        )
+        heads = Heads(query, key, value, norms=norms, interleaved=rotary is not None)
+        out = attention.attend(self.layer, heads, rotary)
         return self.o_proj(out.flatten(1))  # type: ignore[no-any-return]
 
 
-class Llama4DecoderLayer(nn.Module):
+class Llama4DecoderLayer(DecoderLayer):
     """Attention, then experts or an MLP."""
 
-    def __init__(self, config: ModelConfig, layer: int, shard: Shard) -> None:
-        super().__init__()
-        assert config.nope is not None
-        name, size, eps = f"model.layers.{layer}", config.hidden_size, config.rms_norm_eps
-        self.turned = not config.nope.layers[layer]
-        self.input_norm = RMSNorm(f"{name}.input_layernorm", size, eps)
-        self.self_attn = Llama4Attention(config, layer, shard)
-        self.post_norm = RMSNorm(f"{name}.post_attention_layernorm", size, eps)
-        self.mlp: GatedMLP | MoE
-        if config.moe is not None and config.moe.layers[layer]:
-            self.mlp = MoE(name, size, config.moe, shard, config.quantization)
-        else:
-            self.mlp = GatedMLP(
-                f"{name}.feed_forward",
-                size,
-                config.intermediate_size,
-                shard,
-                bias=False,
-                quantization=config.quantization,
-            )
+    attention_class = Llama4Attention
+    mlp_name = "feed_forward"
 
-    def forward(
-        self,
-        delta: Tensor | None,
-        stream: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        temperature: Tensor | None,
-        attention: AttentionContext,
-    ) -> Tensor:
-        """As `llama.DecoderLayer.forward`."""
-        normed = self.input_norm(stream) if delta is None else self.input_norm(delta, stream)
-        turn, scale = (rotary, None) if self.turned else (None, temperature)
-        attended = self.self_attn(normed, turn, scale, attention)
-        return self.mlp(self.post_norm(attended, stream))  # type: ignore[no-any-return]
+    def __init__(self, config: ModelConfig, layer: int, shard: Shard) -> None:
+        super().__init__(config, layer, shard)
+        assert config.nope is not None
+        self.kind = int(config.nope.layers[layer])
 
 
 class Llama4ForCausalLM(LlamaForCausalLM):
@@ -95,23 +71,11 @@ class Llama4ForCausalLM(LlamaForCausalLM):
 
     layer_class = Llama4DecoderLayer
 
-    def forward(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        attention: AttentionContext,
-        encoded: Encoded | None = None,
-    ) -> Tensor:
-        """See `LlamaForCausalLM.forward`; there are no encoder outputs."""
-        assert encoded is None
+    @override
+    def layer_inputs(self, token_ids: Tensor, positions: Tensor, stream: Tensor) -> Sequence[Turn]:
         assert self.config.nope is not None
-        stream: Tensor = self.embed_tokens(token_ids)
-        rotary = self.rotary(positions, stream.dtype)
         temperature, nope = None, self.config.nope
         if nope.attn_scale:
             steps = ((positions.float() + 1.0) / nope.floor_scale).floor()
             temperature = (steps.log1p() * nope.attn_scale + 1.0)[:, None, None]
-        delta = None
-        for layer in self.layers:
-            delta = layer(delta, stream, rotary, temperature, attention)
-        return self.norm(delta, stream)  # type: ignore[no-any-return]
+        return (self.rotary(positions, stream.dtype), None), (None, temperature)

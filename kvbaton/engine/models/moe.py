@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kvbaton.engine.collectives import Alone, Shard
-from kvbaton.engine.models.layers import ColumnLinear, GatedMLP, Piece, WeightedModule, new_weight
+from kvbaton.engine.models.layers import (
+    ColumnLinear,
+    GatedMLP,
+    Piece,
+    WeightedModule,
+    new_weight,
+    whole_linear,
+)
 from kvbaton.engine.models.linear import FP8, expert_run, keeps_mxfp4, product
 from kvbaton.engine.moe_config import MoeConfig
 from kvbaton.engine.quantization.config import Quantization
@@ -218,54 +225,45 @@ class Experts(WeightedModule):
     def _stacks(self) -> Iterator[Piece]:
         moe, size, start, rows = self.moe, self.size, self.start, 2 * self.middle
         total = moe.intermediate_size
-        gate_up = (size, 2 * total)
-        both, down = self.gate_up_proj.transpose(1, 2), self.down_proj.transpose(1, 2)
-        stacks = [
-            _Stack("gate_up_proj", gate_up, both, 1, 2 * start),
-            _Stack("down_proj", (total, size), down, 0, start),
-        ]
+        gate_up, down = (size, 2 * total), (total, size)
+        both, turned = self.gate_up_proj.transpose(1, 2), self.down_proj.transpose(1, 2)
         if self.gate_up_scales is not None and self.down_scales is not None:
-            blocks = cdiv(self.middle, COLUMNS)
-            stacks = [
-                stacks[0]._replace(
-                    targets=self.gate_up_proj[:, :, :rows],
-                    scales=self.gate_up_scales[:, :, :rows],
-                    number=rows,
-                ),
-                stacks[1]._replace(
-                    targets=self.down_proj[:, :blocks],
-                    scales=self.down_scales[:, :blocks],
-                    number=self.middle,
-                ),
-            ]
+            blocks, scales = cdiv(self.middle, COLUMNS), self.gate_up_scales[:, :, :rows]
+            packed = self.gate_up_proj[:, :, :rows]
+            yield from self._stack("gate_up_proj", gate_up, packed, 1, 2 * start, scales, rows)
+            packed, scales = self.down_proj[:, :blocks], self.down_scales[:, :blocks]
+            yield from self._stack("down_proj", down, packed, 0, start, scales, self.middle)
+        elif moe.family.halves:
+            gate, up = both.chunk(2, dim=2)
+            yield from self._stack("gate_up_proj", gate_up, gate, 1, start)
+            yield from self._stack("gate_up_proj", gate_up, up, 1, total + start)
+            yield from self._stack("down_proj", down, turned, 0, start)
+        else:
+            yield from self._stack("gate_up_proj", gate_up, both, 1, 2 * start)
+            yield from self._stack("down_proj", down, turned, 0, start)
         if self.gate_up_bias is not None:
             bias = self.gate_up_bias[:, :rows]
-            stacks.append(_Stack("gate_up_proj_bias", (2 * total,), bias, 0, 2 * start))
+            yield from self._stack("gate_up_proj_bias", (2 * total,), bias, 0, 2 * start)
         if self.down_bias is not None:
-            stacks.append(_Stack("down_proj_bias", (size,), self.down_bias))
-        if moe.family.halves:
-            gate, up = both.chunk(2, dim=2)
-            stacks[0] = _Stack("gate_up_proj", gate_up, gate, 1, start)
-            stacks.append(_Stack("gate_up_proj", gate_up, up, 1, total + start))
-        for stack in stacks:
-            for index, target in enumerate(stack.targets if stack.targets.numel() else ()):
-                yield Piece(
-                    f"{self.name}.{stack.name}", (moe.num_experts, *stack.shape), target,
-                    stack.dim, stack.start, index=self.first + index, number=stack.number,
-                    scales=None if stack.scales is None else stack.scales[index],
-                )  # fmt: skip
+            yield from self._stack("down_proj_bias", (size,), self.down_bias)
 
-
-class _Stack(NamedTuple):
-    """A tensor of all experts, and where this rank's part of each goes; see `Piece`."""
-
-    name: str
-    shape: tuple[int, ...]
-    targets: Tensor
-    dim: int = 0
-    start: int = 0
-    scales: Tensor | None = None
-    number: int | None = None
+    def _stack(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        targets: Tensor,
+        dim: int = 0,
+        start: int = 0,
+        scales: Tensor | None = None,
+        number: int | None = None,
+    ) -> Iterator[Piece]:
+        """Of a tensor of all experts, this rank's part of each that it holds; see `Piece`."""
+        for index, target in enumerate(targets if targets.numel() else ()):
+            yield Piece(
+                f"{self.name}.{name}", (self.moe.num_experts, *shape), target, dim, start,
+                index=self.first + index, number=number,
+                scales=None if scales is None else scales[index],
+            )  # fmt: skip
 
 
 def _joined(moe: MoeConfig, shard: Shard) -> int:
@@ -293,39 +291,6 @@ def _new_mxfp4(held: int, rows: int, columns: int) -> tuple[nn.Parameter, nn.Par
     return nn.Parameter(words, requires_grad=False), nn.Parameter(scales, requires_grad=False)
 
 
-class SharedExperts(nn.Module):
-    """The MLP that all tokens go through; a rank's part of it, which is not summed yet."""
-
-    def __init__(
-        self,
-        name: str,
-        size: int,
-        moe: MoeConfig,
-        shard: Shard,
-        quantization: Quantization | None,
-    ) -> None:
-        super().__init__()
-        family, middle = moe.family, moe.shared_intermediate_size
-        unsummed = replace(shard, collectives=Alone())
-        self.mlp = GatedMLP(
-            f"{name}.{family.shared_experts}",
-            size,
-            middle,
-            unsummed,
-            bias=False,
-            quantization=quantization,
-        )
-        self.gate: ColumnLinear | None = None
-        if family.shared_gate is not None:
-            parts = [(f"{name}.{family.shared_gate}", 1, (0, 1))]
-            self.gate = ColumnLinear(size, parts, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[tokens, size] to [tokens, size]."""
-        out: Tensor = self.mlp(x)
-        return out if self.gate is None else out.mul_(self.gate(x).sigmoid_())
-
-
 class MoE(nn.Module):
     """Router, experts and shared experts, in the place of an MLP.
 
@@ -350,9 +315,17 @@ class MoE(nn.Module):
         self.shard, self.weighs_inputs = shard, moe.family.weighs_inputs
         self.gate = Router(f"{name}.{moe.family.router}", size, moe)
         self.experts = Experts(f"{name}.experts", size, moe, shard, quantization)
-        self.shared_experts: SharedExperts | None = None
+        self.shared_experts: GatedMLP | None = None
+        self.shared_gate: ColumnLinear | None = None
         if moe.shared_intermediate_size and not self.experts.shared:
-            self.shared_experts = SharedExperts(name, size, moe, shard, quantization)
+            unsummed = replace(shard, collectives=Alone())  # all is summed at the end
+            self.shared_experts = GatedMLP(
+                f"{name}.{moe.family.shared_experts}", size, moe.shared_intermediate_size, unsummed,
+                bias=False, quantization=quantization,
+            )  # fmt: skip
+            if moe.family.shared_gate is not None:
+                gate = f"{name}.{moe.family.shared_gate}"
+                self.shared_gate = whole_linear(gate, size, 1, None)
 
     def forward(self, x: Tensor) -> Tensor:
         """[tokens, size] to [tokens, size]."""
@@ -369,5 +342,8 @@ class MoE(nn.Module):
         if shared > joined:
             self.experts.add_shared(x, out)
         if self.shared_experts is not None:
-            out += self.shared_experts(x)
+            of_all = self.shared_experts(x)
+            if self.shared_gate is not None:
+                of_all *= self.shared_gate(x).sigmoid_()
+            out += of_all
         return self.shard.collectives.all_reduce(out)

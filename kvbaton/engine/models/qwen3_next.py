@@ -18,8 +18,10 @@ from kvbaton.engine.model_config import ModelConfig
 from kvbaton.engine.models.layers import (
     AttentionContext,
     ColumnLinear,
+    Heads,
     Piece,
     RMSNorm,
+    Rotary,
     RowLinear,
     WeightedModule,
     new_weight,
@@ -68,9 +70,7 @@ class GatedDeltaNet(WeightedModule):
             quantization=config.quantization,
         )
 
-    def forward(
-        self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attention: AttentionContext
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, rotary: Rotary, attention: AttentionContext) -> Tensor:
         """[tokens, hidden] to [tokens, hidden]; moves this layer's states on."""
         linear = self.linear
         assert attention.states is not None, "the cache has groups for all layers"
@@ -156,15 +156,14 @@ class GatedAttention(nn.Module):
         )
         self.o_proj = output_projection(name, config, dim, shard)
 
-    def forward(
-        self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attention: AttentionContext
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, rotary: Rotary, attention: AttentionContext) -> Tensor:
         """[tokens, hidden] to [tokens, hidden]; writes this layer's K and V into the cache."""
-        heads = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
-        query, key, value, gate = heads.split(
+        projected = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
+        query, key, value, gate = projected.split(
             (self.heads, self.kv_heads, self.kv_heads, self.heads), dim=1
         )
-        out = attention.attend(self.layer, self.q_norm(query), self.k_norm(key), value, rotary)
+        heads = Heads(self.q_norm(query), self.k_norm(key), value)
+        out = attention.attend(self.layer, heads, rotary)
         return self.o_proj((out * gate.sigmoid()).flatten(1))  # type: ignore[no-any-return]
 
 
