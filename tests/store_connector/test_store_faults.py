@@ -183,14 +183,13 @@ def test_a_store_that_hangs_holds_nobody_up(
 def test_a_store_that_owes_too_many_blocks_makes_the_node_unhealthy(
     nodes: Nodes,
     expected: Expected,
-    spec: str,
     box: Box,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """They can't be taken from it, so what does not fit beside them would wait for ever."""
     monkeypatch.setattr(store_connector, "LATE_S", 1.0)
-    node = nodes.start(spec, store_load_timeout=0.2, num_blocks=33, max_model_len=128)
+    node = nodes.start(box.spec, store_load_timeout=0.2, num_blocks=33, max_model_len=128)
     prompt = prompt_of(100)
     fill(node, [prompt])
     with box.held("load"):
@@ -342,11 +341,11 @@ def test_a_store_that_hangs_holds_no_more_than_a_quarter_of_the_pool(
 
 
 def test_a_prompt_that_lacks_what_a_store_that_hangs_reads_fails_once_that_is_late(
-    nodes: Nodes, expected: Expected, spec: str, box: Box, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, expected: Expected, box: Box, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It waited for its deadline, and all others behind it."""
     monkeypatch.setattr(store_saves, "SAVE_S", 0.3)
-    node = nodes.start(spec, num_blocks=33, max_model_len=128)
+    node = nodes.start(box.spec, num_blocks=33, max_model_len=128)
     first, long = prompt_of(20 * 4, 1), prompt_of(30 * 4, 2)
     with box.held("store"):
         assert node.generate(first).result() == expected(first)
