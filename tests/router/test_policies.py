@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
+from kvbaton.engine.chunk_limit import LEAST, chunk_tokens
 from kvbaton.errors import ConfigError
 from kvbaton.messages.engine import AddRequest, PrefixAt, SamplingParams
 from kvbaton.router.choose import Wanted, choose
@@ -402,6 +404,33 @@ def test_a_prediction_adds_queue_steps_and_own_tokens() -> None:
     costs.learn([told.info], NodeLoads())
     elsewhere = costs.prefill(told.info, NodeLoad(), None, 1500, 500)
     assert elsewhere.ttft_s > idle.ttft_s + 2000 * 3e-5, "another router has work there"
+
+
+def test_small_chunks_beside_texts_are_predicted() -> None:
+    costs, (node, *_) = CostModel(Clock()), nodes(1, load={**H200, "step_tokens": 1000.0})
+    busy = NodeLoad(sequences=8, tokens=8000)
+
+    def ttft_s(load: NodeLoad) -> float:
+        costs.learn([node.info], NodeLoads())  # a new list: objectives have changed
+        return costs.prefill(node.info, load, None, 1500, 0).ttft_s
+
+    def chunk_s() -> float:
+        costs.learn([node.info], NodeLoads())
+        return costs.decode(node.info, busy, None, 1000).chunk_s
+
+    plain, idle, whole = ttft_s(busy), ttft_s(NodeLoad()), chunk_s()
+    speed = costs.speed(node.info)
+    each = speed.step_s + speed.decode_s(8, 8000)
+    costs.max_itl_s = 1.5 * each
+    assert ttft_s(NodeLoad()) == idle, "nobody is there to be spared"
+    chunk = chunk_tokens(costs.max_itl_s, each, speed.prefill_token_s, 1000)
+    assert LEAST <= chunk < 500
+    assert ttft_s(busy) == pytest.approx(plain + (math.ceil(1500 / chunk) - 2) * each)
+    assert chunk_s() < whole
+    costs.ttft_slo_s = ttft_s(busy)
+    assert ttft_s(busy) == pytest.approx(plain), "it would come late by that"
+    costs.max_itl_s = 0.5 * each
+    assert chunk_s() == whole, "it can't be kept"
 
 
 def test_a_report_that_counted_our_own_prompt_is_no_work_of_other_routers() -> None:
