@@ -82,8 +82,7 @@ class ChunkLimit:
             return
         left_s = AIM * self._objective_s - self._alone_s
         found = prompts * left_s / max(seconds - self._alone_s, 1e-5)
-        if (
-            prompts >= int(self._limit) or found < self._limit
-        ):  # else a small one, which tells little
+        tells = prompts >= int(self._limit) or found < self._limit  # small chunks tell little more
+        if tells:
             found = min(max(found, SHRINK * self._limit), GROW * self._limit)
             self._limit = min(max(found, self._least), float(self._most))
