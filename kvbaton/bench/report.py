@@ -38,7 +38,7 @@ def new_figure(path: Path, height: float) -> Any:
     except ImportError as error:
         raise ConfigError("--plot", "needs matplotlib: pip install 'kvbaton[plots]'") from error
     if path.is_dir():
-        raise ConfigError("--plot", f"{path} is a folder")
+        raise ConfigError("--plot", f"can't be written: {path} is a folder")
     figure = Figure(figsize=(11, height), layout="constrained")
     known = figure.canvas.get_supported_filetypes()
     if path.suffix and path.suffix[1:].lower() not in known:
