@@ -37,6 +37,7 @@ from kvbaton.engine.step import StepPlan, StepResult
 from kvbaton.engine.upload import fetch
 from kvbaton.engine.worker import ModelWorker, WorkerSettings, choose_device, pool_blocks
 from kvbaton.errors import ConfigError
+from kvbaton.kernels.jit import make_launchers_one_by_one, triton
 
 log = logging.getLogger(__name__)
 
@@ -206,6 +207,7 @@ def cuda_executor(
     shards = [Shard(expert_parallel=experts)]
     group = WorkerGroup([CallerThread()])
     if size > 1:
+        make_launchers_one_by_one(triton.runtime.driver.active)
         communicators = Communicators(size)
         shards = [
             Shard(rank, size, NcclCollectives(communicators, rank, size), experts)
