@@ -80,9 +80,9 @@ class ChunkLimit:
             return
         if self._objective_s == math.inf:
             return
-        left_s = AIM * self._objective_s - self._alone_s
-        found = prompts * left_s / max(seconds - self._alone_s, 1e-5)
-        tells = prompts >= int(self._limit) or found < self._limit  # small chunks tell little more
-        if tells:
-            found = min(max(found, SHRINK * self._limit), GROW * self._limit)
-            self._limit = min(max(found, self._least), float(self._most))
+        aim_s = AIM * self._objective_s
+        if prompts < int(self._limit) and seconds <= aim_s:
+            return  # the end of a prompt: the first tokens of a chunk cost the most
+        found = prompts * (aim_s - self._alone_s) / max(seconds - self._alone_s, 1e-5)
+        found = min(max(found, SHRINK * self._limit), GROW * self._limit)
+        self._limit = min(max(found, self._least), float(self._most))

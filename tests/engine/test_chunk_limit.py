@@ -144,6 +144,21 @@ def test_a_longer_objective_lets_chunks_grow_again() -> None:
     assert limit.tokens == MOST
 
 
+def test_the_end_of_a_prompt_tells_nothing_unless_it_was_late() -> None:
+    limit = ChunkLimit(MOST)
+    for seconds in [step_s(0, 3)] * 50:
+        limit.observe((1.0, 0.0, 0.0, 3.0, 0.0), seconds)
+    for _ in range(20):
+        count = limit.for_objective(ITL_S)
+        limit.observe((1.0, float(count), 0.0, 3.0, 0.0), step_s(count, 3))
+    learned = limit.tokens
+    assert 200 < learned < MOST
+    limit.observe((1.0, 10.0, 0.0, 3.0, 0.0), step_s(10, 3))
+    assert limit.tokens == learned
+    limit.observe((1.0, 10.0, 0.0, 3.0, 0.0), 2 * ITL_S)
+    assert limit.tokens == learned // 2
+
+
 @given(
     st.lists(
         st.tuples(
