@@ -150,7 +150,8 @@ class Scheduler(LiveRequests):
                 continue
             running.append((end - sequence.num_scheduled, sequence))
         for decoding in (True, False):
-            if not decoding and (self.waiting or len(draft.scheduled) < len(running)):
+            beside = draft.scheduled and (self.waiting or len(draft.scheduled) < len(running))
+            if beside and not decoding:
                 draft.budget = min(draft.budget, self._chunk(draft))
             for remaining, sequence in running:
                 if not remaining or (remaining == 1) != decoding:
