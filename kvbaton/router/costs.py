@@ -72,6 +72,11 @@ class StepSpeed(Struct, frozen=True):
         """Most tokens of a prompt in a step that takes so long for those who decode in it."""
         return chunk_tokens(self.max_itl_s, step_s, self.prefill_token_s, self.step_tokens)
 
+    def chunk_s(self, step_s: float) -> float:
+        """What those add to it."""
+        tokens = self.chunk_tokens(step_s)
+        return self.full_s if tokens == self.step_tokens else self.prefill_s(tokens, 0)
+
     def prefill_s(self, new: int, cached: int) -> float:
         """To compute the last `new` tokens of a prompt, without the steps themselves."""
         attended = new * (cached + new / 2) / 1000
@@ -439,7 +444,7 @@ class CostModel:
             queued_s=queued_s,
             backlog_s=backlog_s,
             prefill_share=share,
-            chunk_s=step_s + speed.prefill_s(speed.chunk_tokens(step_s), 0),
+            chunk_s=step_s + speed.chunk_s(step_s),
             slower_s=after - before,
             sequences=sequences,
             room=room,
