@@ -94,14 +94,18 @@ def driver_of(runner: str, folder: Path, pool: EncoderPool, drive: Any) -> Any:
     return made
 
 
-@pytest.fixture
-def drivers(checkpoint: Callable[..., Path], drive: Any) -> tuple[Any, Any]:
-    """One of the plain runner and one of the CUDA runner, on the same model."""
-    folder = checkpoint()
-    plain, other = drive(folder), drive(folder)
+def both_runners(folder: Path, drive: Any, **settings: Any) -> tuple[Any, Any]:
+    """Drivers of the plain runner and of the CUDA runner, on one model."""
+    plain, other = (drive(folder, **settings) for _ in range(2))
     other.executor.close()
     other.executor = CpuExecutor(folder)
     return plain, other
+
+
+@pytest.fixture
+def drivers(checkpoint: Callable[..., Path], drive: Any) -> tuple[Any, Any]:
+    """See `both_runners`."""
+    return both_runners(checkpoint(), drive)
 
 
 @pytest.mark.parametrize("chunk", [7, 1000])
@@ -112,9 +116,7 @@ def test_groups_of_every_kind(
     family: str, chunk: int, checkpoint: Callable[..., Path], drive: Any
 ) -> None:
     folder = checkpoint(family=family, num_layers=7, tied=family == "gemma3")
-    plain, other = (drive(folder, num_blocks=1024) for _ in range(2))
-    other.executor.close()
-    other.executor = CpuExecutor(folder)
+    plain, other = both_runners(folder, drive, num_blocks=1024)
     assert play(plain, chunk) == play(other, chunk)
     cache, (handle, *_) = other.executor.cache, other.tokens
     length = other.computed[handle]
@@ -135,9 +137,7 @@ def test_contexts_of_latents_are_expanded_some_heads_at_a_time(
     monkeypatch.setattr("kvbaton.engine.cuda.latent_attention.ABSORBED_TOKENS", 0)
     monkeypatch.setattr("kvbaton.engine.cuda.latent_attention.EXPANDED_ELEMENTS", 2 * 30 * 64)
     folder = checkpoint(family="deepseek_v2")
-    plain, other = (drive(folder, num_blocks=1024) for _ in range(2))
-    other.executor.close()
-    other.executor = CpuExecutor(folder)
+    plain, other = both_runners(folder, drive, num_blocks=1024)
     assert play(plain, chunk) == play(other, chunk)
     found = []
     for driver in (plain, other):
@@ -176,9 +176,7 @@ def test_tokens_that_pad_a_step_change_nothing(
     family: str, checkpoint: Callable[..., Path], drive: Any
 ) -> None:
     folder = checkpoint(family=family)
-    plain, other = (drive(folder, num_blocks=1024) for _ in range(2))
-    other.executor.close()
-    other.executor = CpuExecutor(folder)
+    plain, other = both_runners(folder, drive, num_blocks=1024)
     runner, padded = other.executor.runner, list[int]()
 
     def forward(token_ids: Tensor, positions: Tensor, attention: Any, encoded: None) -> Tensor:
@@ -196,9 +194,7 @@ def test_what_whole_graphs_read_is_the_step(
 ) -> None:
     """Not replayed, but computed: with padding behind those that decode, and behind all tokens."""
     folder = checkpoint(family=family)
-    plain, other = (drive(folder, num_blocks=1024) for _ in range(2))
-    other.executor.close()
-    other.executor = CpuExecutor(folder)
+    plain, other = both_runners(folder, drive, num_blocks=1024)
     runner, seen = other.executor.runner, set[bool]()
     inputs = GraphInputs(runner.cache, 256, 8, runner.sequences.tables.shape[-1])
 
@@ -225,9 +221,7 @@ def test_what_whole_graphs_read_is_the_step(
 def test_drafts_are_verified(family: str, checkpoint: Callable[..., Path], drive: Any) -> None:
     """Good ones, bad ones and ones that are good in part, among others and beside prompts."""
     folder = checkpoint(family=family)
-    plain, other = (drive(folder, num_blocks=1024) for _ in range(2))
-    other.executor.close()
-    other.executor = CpuExecutor(folder)
+    plain, other = both_runners(folder, drive, num_blocks=1024)
     texts, good = [], 0
     for n, prompt in enumerate(PROMPTS):
         handle = plain.add(prompt, PARAMS[n % len(PARAMS)])
