@@ -22,7 +22,7 @@ from kvbaton.engine.pending import Pending
 from kvbaton.engine.profiler import TorchProfiler
 from kvbaton.engine.scheduler import Scheduler
 from kvbaton.engine.stats import StepTimes
-from kvbaton.engine.step import StepResult
+from kvbaton.engine.step import WHOLE_TOKENS, StepResult
 from kvbaton.engine.step_costs import Terms, step_costs, terms_of
 from kvbaton.errors import RequestError, StoreError
 from kvbaton.messages.engine import (
@@ -112,6 +112,7 @@ class EngineCore:
         self.step_costs = step_costs()
         self._terms: deque[Terms] = deque()
         self._launch_s = 0.0
+        self._all_decode = False  # in the step launched last
         self._await_until = 0.0
         self.times = StepTimes()
         self._busy_since = 0.0
@@ -234,9 +235,13 @@ class EngineCore:
             self.steps += 1
             num_tokens = plan.num_tokens
             self.step_tokens += num_tokens
+            if self.in_flight and num_tokens > WHOLE_TOKENS and self._all_decode:
+                self._take()  # else tokens that are there would wait for the launch
+                began = time.monotonic()
             if not self.in_flight:
                 self._busy_since = time.monotonic()
             self._terms.append(terms_of(plan.steps))
+            self._all_decode = all(step.decodes for step in plan.steps)
             self.times.launched(plan, num_tokens)
             self.in_flight.append(self.executor.launch(plan))
             self._launch_s = time.monotonic() - began
@@ -273,24 +278,28 @@ class EngineCore:
         """Apply what the oldest step sampled; wait for it unless it wakes us, or we listen."""
         waits = self._must_wait and not self._awaits()
         if self.in_flight and (waits or self.in_flight[0].ready()):
-            result = self.in_flight.popleft().result()
-            self.times.lap("wait")
-            since, self._busy_since = self._busy_since, time.monotonic()
-            self.scheduler.result_at = self._busy_since
-            self.step_seconds += self._busy_since - since
-            terms = self._terms.popleft()
-            self.step_costs.observe(terms, self._busy_since - since)
-            self.scheduler.chunk_limit.observe(terms, self._busy_since - since)
             # What peers asked for during the step comes first: it may want what the step computed.
-            self._hear()
-            outputs = self.scheduler.update(result)
-            self.times.lap("update")
-            self.send(outputs)
-            self.times.lap("send")
-            self.times.over(result, outputs, self._busy_since - since)
-            self._applied = True
+            self._take(self._hear)
             if self.in_flight:
                 self._expect()
+
+    def _take(self, first: Callable[[], None] = lambda: None) -> None:
+        """Wait for the oldest step, do something first, and apply what it sampled."""
+        result = self.in_flight.popleft().result()
+        self.times.lap("wait")
+        since, self._busy_since = self._busy_since, time.monotonic()
+        self.scheduler.result_at = self._busy_since
+        self.step_seconds += self._busy_since - since
+        terms = self._terms.popleft()
+        self.step_costs.observe(terms, self._busy_since - since)
+        self.scheduler.chunk_limit.observe(terms, self._busy_since - since)
+        first()
+        outputs = self.scheduler.update(result)
+        self.times.lap("update")
+        self.send(outputs)
+        self.times.lap("send")
+        self.times.over(result, outputs, self._busy_since - since)
+        self._applied = True
 
     def patience(self) -> float:
         """Seconds until there is something to do that nothing wakes us for."""

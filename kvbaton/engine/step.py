@@ -14,6 +14,10 @@ from msgspec import Struct
 from kvbaton.messages.engine import Item, SamplingParams
 from kvbaton.types import TokenLogprobs
 
+WHOLE_TOKENS = 1024
+"""Most tokens of a step with prompts in one graph; longer prompts' attention has a faster kernel,
+and its layers, enqueued one by one, take the thread of a single rank about 11 ms."""
+
 
 class NewSequence(Struct, frozen=True, array_like=True):
     """A sequence that the runner does not know yet (or again, after preemption).

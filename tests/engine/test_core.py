@@ -15,9 +15,10 @@ from kvbaton.engine.core import EngineCore
 from kvbaton.engine.cpu_worker import CpuWorker
 from kvbaton.engine.executor import Executor
 from kvbaton.engine.kv_connector import KVConnector
+from kvbaton.engine.pending import Pending
 from kvbaton.engine.scheduler import Scheduler
 from kvbaton.engine.stats import PARTS
-from kvbaton.engine.step import SequenceStep
+from kvbaton.engine.step import SequenceStep, StepPlan, StepResult
 from kvbaton.engine.step_costs import MIN_STEPS, terms_of
 from kvbaton.messages.engine import AddRequest, FromCore, Output
 from kvbaton.server.metrics import families
@@ -40,8 +41,8 @@ class Listener(KVConnector):
         return self.expects
 
     def poll(self, now: float) -> list[Output]:
-        (sequence,) = self.scheduler.requests["r"].sequences
-        self.heard.append(sequence.num_computed)
+        if request := self.scheduler.requests.get("r"):
+            self.heard.append(request.sequences[0].num_computed)
         return []
 
 
@@ -109,6 +110,41 @@ def test_connectors_are_heard_while_a_step_runs(core: EngineCore) -> None:
     assert not core.in_flight, "it is over before it was expected"
     core.turn()
     assert "r" not in core.scheduler.requests, "a step in which all decode is waited for"
+
+
+@pytest.mark.parametrize(("prompt", "waits"), [(12, True), (6, False)], ids=["long", "short"])
+def test_tokens_do_not_wait_for_a_long_launch(
+    core: EngineCore, monkeypatch: pytest.MonkeyPatch, prompt: int, waits: bool
+) -> None:
+    """A large step is launched when the one before has told its tokens, if all decode there."""
+    monkeypatch.setattr("kvbaton.engine.core.WHOLE_TOKENS", 8)
+    core.depth = 2
+    launch, beside = core.executor.launch, []
+
+    def noted(plan: StepPlan) -> Pending[StepResult]:
+        beside.append((plan.num_tokens, [step.number for step in core.scheduler.in_flight]))
+        return launch(plan)
+
+    monkeypatch.setattr(core.executor, "launch", noted)
+
+    def add(name: str, prompt: int, max_tokens: int) -> None:
+        params = greedy({"max_tokens": max_tokens})
+        core.add(
+            AddRequest(request_id=name, token_ids=tuple(range(40 - prompt, 40)), params=params)
+        )
+
+    add("decodes", 20, 20)
+    while core.steps < 4 or len(core.in_flight) == 2:
+        core.turn()
+    assert len(core.in_flight) == 1
+    first = len(beside)
+    add("comes", prompt, 2)
+    core.launch()
+    assert beside[:2] == [(16, [1]), (15, [1, 2])], "a prompt's step is not waited for"
+    numbers = [first + 1] if waits else [first, first + 1]
+    assert beside[first] == (prompt + 1, numbers)
+    while core.scheduler.requests:
+        core.turn()
 
 
 def test_a_steps_parts_add_up(core: EngineCore) -> None:

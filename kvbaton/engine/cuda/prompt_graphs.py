@@ -24,11 +24,8 @@ from kvbaton.engine.cache import KVCache
 from kvbaton.engine.cuda.attention import DecodeBatch, KernelAttention
 from kvbaton.engine.models.layers import AttentionContext, Heads, LatentHeads, Rotary
 from kvbaton.engine.models.llama import Encoded, LlamaForCausalLM
+from kvbaton.engine.step import WHOLE_TOKENS
 from kvbaton.kernels.prefill_attention import PrefillBatch
-
-WHOLE_TOKENS = 1024
-"""Most tokens of a step in one graph; the attention of longer prompts has a faster kernel. The
-device of a single rank takes twice as long for them as the host does without graphs."""
 
 RANKS_TOKENS = 512
 """With more tokens a device is slower than the host, times the square of the ranks: each of n
