@@ -345,20 +345,11 @@ def _advise_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _doctor_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--transport",
-        action="append",
-        default=[],
-        metavar="NAME[:JSON]",
-        help="only this one; may be given more than once (memory, tcp, nixl)",
-    )
-    parser.add_argument(
-        "--store",
-        action="append",
-        default=[],
-        metavar="NAME[:JSON]",
-        help="this one, too; may be given more than once",
-    )
+    for flag, text in (
+        ("--transport", "only this one; may be given more than once (memory, tcp, nixl)"),
+        ("--store", "this one, too; may be given more than once"),
+    ):
+        parser.add_argument(flag, action="append", default=[], metavar="NAME[:JSON]", help=text)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

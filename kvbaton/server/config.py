@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from urllib.parse import urlsplit
 
 from kvbaton.config import Count, LogLevel, Port, Seconds, flag
-from kvbaton.connectors.address import is_loopback, is_wildcard
+from kvbaton.connectors.address import host_of, is_loopback, is_wildcard
 from kvbaton.connectors.transfer.config import HandoverConfig
 from kvbaton.engine.config import EngineConfig
 from kvbaton.errors import ConfigError
@@ -265,12 +265,9 @@ class NodeConfig(EndpointConfig):
                 raise ConfigError(name, f"{limit} is not positive")
         for peer in self.peers:
             try:
-                parts = urlsplit(peer)
-                ok = parts.scheme == "tcp" and bool(parts.hostname) and bool(parts.port)
-            except ValueError:  # a port that is no number
-                ok = False
-            if not ok:
-                raise ConfigError("--peer", f"{peer!r} is not of the form tcp://host:port")
+                host_of(peer)
+            except ValueError as error:
+                raise ConfigError("--peer", f"{peer!r} names no peer: {error}") from None
         for router in self.routers:
             check_url("--router", router)
         check_transport(self.transport)
