@@ -72,10 +72,7 @@ class TransferWorker:
     channel: ControlChannel
 
     def __init__(
-        self,
-        machine: Machine[Any, Any],
-        transports: Sequence[Transport],
-        counters: Iterable[str],
+        self, machine: Machine[Any, Any], transports: Sequence[Transport], counters: Iterable[str]
     ) -> None:
         self.transports = transports
         self.counters = dict.fromkeys((*counters, "errors"), 0.0)
