@@ -213,9 +213,14 @@ def prompt_request(
     if max_tokens is None:
         room = max(1, facts.max_model_len - len(token_ids))
         max_tokens = min(room, defaults.get("max_tokens", room))
-    given = {name: value for name in COPIED if (value := getattr(body, name)) is not None}
+    named = {}
+    for field in COPIED:
+        value = getattr(body, field)
+        value = defaults.get(field) if value is None else value
+        if value is not None:
+            named[field] = value
     params = SamplingParams(
-        **{name: value for name, value in defaults.items() if name in COPIED} | given,
+        **named,
         seed=body.seed,
         max_tokens=max_tokens,
         stop_token_ids=tuple(body.stop_token_ids or ()),
