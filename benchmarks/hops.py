@@ -16,10 +16,11 @@ on their path starts). Requests come one at a time, so what is recorded belongs 
 What depends on the machine's load is left out. Requests come once the nodes have said what a step
 takes, so that all are priced. The request with the fewest calls counts, and the median of several
 tokens, so a heartbeat between does not matter. What a thread also calls while nothing is asked, or
-repeats at once, is polling and counts once. Of what happens side by side only that is on the way
-which the forward pass waits for: not the router once it has asked the prefill node, nor a core's
-loop that waits for that very pass, nor the prefill node once all has come to the decode node, nor
-the decode node before the block is sent.
+repeats at once, is polling and counts once; what it does because a period is over (`PERIODIC`) is
+on nobody's way, and falls into one request or another as the machine is quick or slow. Of what
+happens side by side only that is on the way which the forward pass waits for: not the router once
+it has asked the prefill node, nor a core's loop that waits for that very pass, nor the prefill node
+once all has come to the decode node, nor the decode node before the block is sent.
 
 Forms of the token ids are the different (holder, container) pairs in which functions on the
 prompt's way get them, as arguments or as fields of arguments.
@@ -59,6 +60,8 @@ IDLE_S = 2.0
 """So long nothing is asked, to see what is called then: heartbeats come each second."""
 LONGEST_TURN = 60
 """Calls of a loop's turn, at most."""
+PERIODIC = "TransferWorker._look_around"
+"""What a thread does whenever so long has passed; all that it calls is left out."""
 IDS = tuple(range(300, 337))
 """A prompt that no other sequence of numbers is taken for."""
 
@@ -87,6 +90,8 @@ def record(folder: Path) -> None:
                     note("resume", frame)
             else:
                 note("call", frame, " ".join(forms(frame)))
+        elif event == "return" and code.co_qualname == PERIODIC:
+            note("return", frame)
         elif event == "c_call" and arg.__name__ == "encode" and "msgspec" in repr(arg):
             note("encode", frame)
 
@@ -174,7 +179,8 @@ def read(folder: Path) -> dict[str, Process]:
         head, *lines = path.read_text().splitlines()
         parent, words = head.split("\t")
         parts = (line.split("\t") for line in lines)
-        events = [Event(path.name, int(at), *rest) for at, *rest in parts if len(rest) == 5]
+        every = [Event(path.name, int(at), *rest) for at, *rest in parts if len(rest) == 5]
+        events = [event for own in by_thread(every) for event in without_periods(own)]
         found[int(path.name)] = (int(parent), words, sorted(events, key=lambda e: e.at))
 
     def kind_of(pid: int) -> str:
@@ -262,6 +268,15 @@ def without_loops(events: Sequence[Event]) -> list[Event]:
                 del kept[-length:], names[-length:]
                 break
     return kept
+
+
+def without_periods(events: Sequence[Event]) -> Iterator[Event]:
+    """Events of one thread, without those from a call of `PERIODIC` to its end."""
+    is_inside = False
+    for event in events:
+        is_inside = (is_inside or event.name == PERIODIC) and event.kind != "return"
+        if not is_inside and event.kind != "return":
+            yield event
 
 
 def by_thread(events: Sequence[Event]) -> Iterator[list[Event]]:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import importlib
 import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvbaton import __version__
@@ -202,7 +202,7 @@ def _flags_of(path: str, **settings: Any) -> FillParser:
     """Adds the flags of a configuration, which is imported then; `settings` as of `add_flags`."""
 
     def fill(parser: argparse.ArgumentParser) -> None:
-        add_flags(parser, _named(path), **settings)
+        add_flags(parser, resolve_name(path), **settings)
 
     return fill
 
@@ -212,16 +212,10 @@ def _runs(path: str, config: str, *more: str) -> RunCommand:
 
     def run(args: argparse.Namespace) -> int:
         given = (getattr(args, name) for name in more)
-        status: int = _named(path)(from_args(_named(config), args), *given)
+        status: int = resolve_name(path)(from_args(resolve_name(config), args), *given)
         return status
 
     return run
-
-
-def _named(path: str) -> Any:
-    """What ``module:name`` is, imported now."""
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def run_node(args: argparse.Namespace) -> int:
@@ -258,7 +252,7 @@ def _url_flags(path: str, whose: str) -> FillParser:
     """As `_flags_of`, with the field `url` as an argument."""
 
     def fill(parser: argparse.ArgumentParser) -> None:
-        config = _named(path)
+        config = resolve_name(path)
         text = f"of {whose} ({config.url})"
         parser.add_argument("url", nargs="?", default=config.url, metavar="URL", help=text)
         add_flags(parser, config)
@@ -345,20 +339,11 @@ def _advise_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _doctor_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--transport",
-        action="append",
-        default=[],
-        metavar="NAME[:JSON]",
-        help="only this one; may be given more than once (memory, tcp, nixl)",
-    )
-    parser.add_argument(
-        "--store",
-        action="append",
-        default=[],
-        metavar="NAME[:JSON]",
-        help="this one, too; may be given more than once",
-    )
+    for flag, text in (
+        ("--transport", "only this one; may be given more than once (memory, tcp, nixl)"),
+        ("--store", "this one, too; may be given more than once"),
+    ):
+        parser.add_argument(flag, action="append", default=[], metavar="NAME[:JSON]", help=text)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

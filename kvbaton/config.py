@@ -130,6 +130,11 @@ def flag(
     return field(default=default, repr=not secret, metadata={"flag": told})
 
 
+def secret_flag(text: str, variable: str, default: Any = None, **more: Any) -> Any:
+    """A `flag` that the environment may give, and that ``repr`` does not show."""
+    return flag(default, f"{text} (${variable})", variable=variable, secret=True, **more)
+
+
 @dataclass(frozen=True)
 class Flag:
     """A flag and its place.

@@ -17,7 +17,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from kvbaton.cluster.conversation import FAILURES, Answer, Served, Watcher, stream_answer
-from kvbaton.config import flag, human_bytes
+from kvbaton.config import flag, human_bytes, secret_flag
 from kvbaton.server.config import check_url
 from kvbaton.server.network import TrustConfig, bearer, registration_token
 
@@ -43,19 +43,9 @@ class ChatConfig:
 
     url: str = "http://127.0.0.1:8000"
     model: str | None = flag(None, "as the endpoint names it (asks it)", metavar="NAME")
-    api_key: str | None = flag(
-        None,
-        "presented to it ($KVBATON_API_KEY)",
-        variable="KVBATON_API_KEY",
-        secret=True,
-        metavar="KEY",
-    )
-    cluster_key: str | None = flag(
-        None,
-        "lets it tell what crossed between nodes ($KVBATON_CLUSTER_KEY)",
-        variable="KVBATON_CLUSTER_KEY",
-        secret=True,
-        metavar="SECRET",
+    api_key: str | None = secret_flag("presented to it", "KVBATON_API_KEY", metavar="KEY")
+    cluster_key: str | None = secret_flag(
+        "lets it tell what crossed between nodes", "KVBATON_CLUSTER_KEY", metavar="SECRET"
     )
     system: str | None = flag(None, "what the model is told first", metavar="TEXT")
     max_tokens: int = flag(1024, "of an answer", metavar="N")

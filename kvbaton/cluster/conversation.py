@@ -66,10 +66,7 @@ class Answer:
 
 
 async def stream_answer(
-    session: aiohttp.ClientSession,
-    url: str,
-    body: Mapping[str, Any],
-    show: Callable[[str], None],
+    session: aiohttp.ClientSession, url: str, body: Mapping[str, Any], show: Callable[[str], None]
 ) -> Answer:
     """Ask for a completion, or a chat if the body has messages; shows what comes as it comes.
 

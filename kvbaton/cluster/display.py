@@ -43,9 +43,7 @@ class ClusterDisplay:
         if sys.stdout.isatty() and os.environ.get("TERM") not in (None, "dumb"):
             error = sys.stderr
             self._live = Live(
-                console=Console(highlight=False),
-                auto_refresh=False,
-                redirect_stderr=error.isatty(),
+                console=Console(highlight=False), auto_refresh=False, redirect_stderr=error.isatty()
             )
             self._live.start()
             self._handlers = [

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import aiohttp
 import msgspec
 
-from kvbaton.config import Seconds, flag
+from kvbaton.config import Seconds, flag, secret_flag
 from kvbaton.errors import ConfigError
 from kvbaton.messages.nodes import DrainProgress
 from kvbaton.messages.openai import ErrorBody
@@ -43,12 +43,8 @@ class DrainConfig:
         name="--settle",
         metavar="S",
     )
-    cluster_key: str | None = flag(
-        None,
-        "lets us in from another machine ($KVBATON_CLUSTER_KEY)",
-        variable="KVBATON_CLUSTER_KEY",
-        secret=True,
-        metavar="SECRET",
+    cluster_key: str | None = secret_flag(
+        "lets us in from another machine", "KVBATON_CLUSTER_KEY", metavar="SECRET"
     )
     trust: TrustConfig = field(default_factory=TrustConfig)
 

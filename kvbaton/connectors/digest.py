@@ -75,16 +75,6 @@ class BlockRange(NamedTuple):
     end: int
 
 
-def poll_all(pending: Iterable[PendingSums]) -> list[list[Sums]] | None:
-    """Of each, the sums per rank; None while any are on their way."""
-    found = []
-    for one in pending:
-        if (sums := one.poll()) is None:
-            return None
-        found.append(sums)
-    return found
-
-
 def unit_sums(sums: Sums, first_block: int, block_size: int, unit: int) -> tuple[int, Sums]:
     """Add consecutive blocks into units.
 

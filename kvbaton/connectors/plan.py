@@ -24,16 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.connectors.base import RangeColumn
-from kvbaton.connectors.layout import (
-    BLOCK,
-    FEATURE,
-    HEAD,
-    KV,
-    LAYER,
-    TOKEN,
-    KVLayout,
-    Plane,
-)
+from kvbaton.connectors.layout import BLOCK, FEATURE, HEAD, KV, LAYER, TOKEN, KVLayout, Plane
 from kvbaton.connectors.pairing import GroupPairing, PlaneShare
 from kvbaton.errors import LayoutMismatchError
 from kvbaton.types import Spans
@@ -81,11 +72,7 @@ def block_tables(spans: Spans, groups: Sequence[KVLayout], num_tokens: int) -> l
 
 
 def plan(
-    pairing: GroupPairing,
-    source_table: BlockTable,
-    target_table: BlockTable,
-    start: int,
-    end: int,
+    pairing: GroupPairing, source_table: BlockTable, target_table: BlockTable, start: int, end: int
 ) -> dict[tuple[int, int], Ranges]:
     """Plan the copy of tokens [start, end) of one group.
 

@@ -22,7 +22,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -377,3 +377,12 @@ def find_connector(kind: Kind, target: str) -> Any:
     if not callable(factory):
         raise ConfigError(kind.flag, f"{target} is not a class")
     return factory
+
+
+def declared(capabilities: Any) -> dict[str, Any]:
+    """What a connector says that it can, in words that JSON has."""
+    values = {item.name: getattr(capabilities, item.name) for item in fields(capabilities)}
+    return {
+        name: sorted(value) if isinstance(value, frozenset) else getattr(value, "name", value)
+        for name, value in values.items()
+    }

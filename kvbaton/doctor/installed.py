@@ -8,7 +8,6 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import fields
 from typing import Any
 
 import msgspec
@@ -18,6 +17,7 @@ from kvbaton.connectors.registry import (
     STORES,
     TRANSPORTS,
     Kind,
+    declared,
     find_connector,
     list_connectors,
     load_store,
@@ -91,13 +91,7 @@ def _look(kind: Kind, spec: str) -> Installed:
                     transport = load_transport(spec, name=f"list-{spec}")
                     ending.callback(transport.shutdown)
                     able = transport.capabilities
-                values = {field.name: getattr(able, field.name) for field in fields(able)}
-            found.capabilities = {
-                name: sorted(value)
-                if isinstance(value, frozenset)
-                else getattr(value, "name", value)
-                for name, value in values.items()
-            }
+            found.capabilities = declared(able)
     except (KvbatonError, OSError, RuntimeError) as error:
         found.problem = str(error)
     return found

@@ -62,10 +62,8 @@ class ConnectorTrial(Struct, kw_only=True):
                     self.failed_at = name
                     next(steps)
                 self.failed_at = None
-        except (
-            CaseFailure,
-            KitBroke,
-        ) as failure:  # of the remote process: no errors of ours by type
+        # Of the remote process: no errors of ours by type.
+        except (CaseFailure, KitBroke) as failure:
             self.error = str(failure)
         except (KvbatonError, OSError, RuntimeError, ValueError, ImportError) as error:
             self.error = f"{type(error).__name__}: {error}"

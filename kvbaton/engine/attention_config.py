@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import field
+from msgspec.structs import replace
 
 from kvbaton.engine.kv_groups import LayerKV
 from kvbaton.engine.rope_config import RotaryEntry
@@ -210,12 +212,13 @@ def read_mla(content: Mapping[str, Any], architecture: str) -> MlaConfig | None:
 LINEAR_ATTENTION_ARCHITECTURES = ("Qwen3NextForCausalLM",)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LinearAttentionConfig:
+class LinearAttentionConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The layers of a model that have a gated delta rule in the place of attention.
 
     Attributes:
-        layers: of each layer, whether it is one.
+        num_hidden_layers: of both kinds.
+        kinds: of each layer, ``linear_attention`` or ``full_attention``.
+        interval: layers from one with attention to the next, where `kinds` were not said.
         num_key_heads: heads of queries and keys.
         num_value_heads: a multiple; each key head serves as many that follow one another.
         key_head_dim: features of a query or key head.
@@ -223,12 +226,19 @@ class LinearAttentionConfig:
         conv_kernel: tokens that the convolution before sees, the token itself included.
     """
 
-    layers: tuple[bool, ...]
-    num_key_heads: int
-    num_value_heads: int
-    key_head_dim: int
-    value_head_dim: int
-    conv_kernel: int
+    num_hidden_layers: int
+    kinds: tuple[str, ...] | None = field(name="layer_types", default=None)
+    interval: int = field(name="full_attention_interval", default=4)
+    num_key_heads: int = field(name="linear_num_key_heads", default=16)
+    num_value_heads: int = field(name="linear_num_value_heads", default=32)
+    key_head_dim: int = field(name="linear_key_head_dim", default=128)
+    value_head_dim: int = field(name="linear_value_head_dim", default=128)
+    conv_kernel: int = field(name="linear_conv_kernel_dim", default=4)
+
+    @property
+    def layers(self) -> tuple[bool, ...]:
+        """Of each layer, whether it is one."""
+        return tuple(kind == "linear_attention" for kind in self.kinds or ())
 
     @property
     def values_per_key(self) -> int:
@@ -241,28 +251,12 @@ class LinearAttentionConfig:
         return 2 * self.key_head_dim + self.values_per_key * self.value_head_dim
 
     @property
-    def conv_rows(self) -> int:
-        """Rows of a state for what the convolution has yet to see again; the last is padded."""
-        return -(-self.channels * (self.conv_kernel - 1) // self.value_head_dim)
-
-    @property
     def state(self) -> LayerKV:
         """A layer's state: per key head the rows of the convolution, then keys x values."""
-        rows = self.conv_rows + self.values_per_key * self.key_head_dim
+        # What the convolution has yet to see again; its last row is padded.
+        conv_rows = -(-self.channels * (self.conv_kernel - 1) // self.value_head_dim)
+        rows = conv_rows + self.values_per_key * self.key_head_dim
         return LayerKV(heads=self.num_key_heads, head_dim=self.value_head_dim, state_rows=rows)
-
-
-class _RawLinearAttention(msgspec.Struct):
-    """The fields of ``config.json`` that we read, under their own names, with their defaults."""
-
-    num_hidden_layers: int
-    layer_types: list[str] | None = None
-    full_attention_interval: int = 4
-    linear_conv_kernel_dim: int = 4
-    linear_key_head_dim: int = 128
-    linear_value_head_dim: int = 128
-    linear_num_key_heads: int = 16
-    linear_num_value_heads: int = 32
 
 
 def read_linear_attention(
@@ -279,40 +273,33 @@ def read_linear_attention(
     """
     if architecture not in LINEAR_ATTENTION_ARCHITECTURES:
         return None
-    raw = convert_fields(content, _RawLinearAttention, architecture)
-    for name, least in [
-        ("full_attention_interval", 1),
-        ("linear_conv_kernel_dim", 2),
-        ("linear_key_head_dim", 1),
-        ("linear_value_head_dim", 1),
-        ("linear_num_key_heads", 1),
+    found = convert_fields(content, LinearAttentionConfig, architecture)
+    for name, value, least in [
+        ("full_attention_interval", found.interval, 1),
+        ("linear_conv_kernel_dim", found.conv_kernel, 2),
+        ("linear_key_head_dim", found.key_head_dim, 1),
+        ("linear_value_head_dim", found.value_head_dim, 1),
+        ("linear_num_key_heads", found.num_key_heads, 1),
     ]:
-        if getattr(raw, name) < least:
+        if value < least:
             raise ConfigError("--model", f"config.json: {name} must be at least {least}")
-    if raw.linear_num_value_heads < 1 or raw.linear_num_value_heads % raw.linear_num_key_heads:
+    if found.num_value_heads < 1 or found.num_value_heads % found.num_key_heads:
         raise ConfigError(
             "--model",
-            f"config.json: linear_num_value_heads {raw.linear_num_value_heads} is no multiple of "
-            f"linear_num_key_heads {raw.linear_num_key_heads}",
+            f"config.json: linear_num_value_heads {found.num_value_heads} is no multiple of "
+            f"linear_num_key_heads {found.num_key_heads}",
         )
-    kinds = raw.layer_types or [
-        "linear_attention" if (layer + 1) % raw.full_attention_interval else "full_attention"
-        for layer in range(raw.num_hidden_layers)
-    ]
-    if len(kinds) != raw.num_hidden_layers:
+    kinds = found.kinds or tuple(
+        "linear_attention" if (layer + 1) % found.interval else "full_attention"
+        for layer in range(found.num_hidden_layers)
+    )
+    if len(kinds) != found.num_hidden_layers:
         raise ConfigError("--model", "layer_types and num_hidden_layers differ in length")
     if unknown := set(kinds) - {"linear_attention", "full_attention"}:
         raise ConfigError("--model", f"layer_types has {sorted(unknown)}, which are unsupported")
     if "full_attention" not in kinds:
         raise ConfigError("--model", "layer_types needs a layer of 'full_attention'")
-    return LinearAttentionConfig(
-        layers=tuple(kind == "linear_attention" for kind in kinds),
-        num_key_heads=raw.linear_num_key_heads,
-        num_value_heads=raw.linear_num_value_heads,
-        key_head_dim=raw.linear_key_head_dim,
-        value_head_dim=raw.linear_value_head_dim,
-        conv_kernel=raw.linear_conv_kernel_dim,
-    )
+    return replace(found, kinds=kinds)
 
 
 GEMMA4_ARCHITECTURES = ("Gemma4ForCausalLM",)

@@ -14,13 +14,7 @@ from torch import Tensor
 
 from kvbaton.connectors.base import Device, Memory
 from kvbaton.connectors.digest import BlockRange, Sums
-from kvbaton.connectors.layout import (
-    ALIGNMENT,
-    BLOCK,
-    GroupKind,
-    KVLayout,
-    contiguous_plane,
-)
+from kvbaton.connectors.layout import ALIGNMENT, BLOCK, GroupKind, KVLayout, contiguous_plane
 from kvbaton.engine.upload import upload, upload_ids
 from kvbaton.errors import ConfigError
 from kvbaton.kernels.digest import block_sums

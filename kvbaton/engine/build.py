@@ -11,12 +11,7 @@ from typing import Protocol
 
 import msgspec
 
-from kvbaton.connectors.keys import (
-    IdentityRecord,
-    dummy_model_digest,
-    model_digest,
-    root_key,
-)
+from kvbaton.connectors.keys import IdentityRecord, dummy_model_digest, model_digest, root_key
 from kvbaton.connectors.layout import GroupKind, KVLayout
 from kvbaton.connectors.objects import ObjectForm
 from kvbaton.connectors.registry import load_store
@@ -366,10 +361,7 @@ def processor_digest(model: ModelConfig) -> str:
 
 
 def make_scheduler(
-    config: EngineConfig,
-    model: ModelConfig,
-    layouts: Sequence[KVLayout],
-    identity: bytes,
+    config: EngineConfig, model: ModelConfig, layouts: Sequence[KVLayout], identity: bytes
 ) -> Scheduler:
     """A scheduler over pools with these layouts.
 

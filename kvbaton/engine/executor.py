@@ -238,7 +238,7 @@ class Executor:
             Per rank, what `connectors.digest.Sums` says.
         """
         if not in_flight:
-            return join([worker.sums(group, blocks) for worker in self.workers])
+            return join([worker.sums(group, blocks) for worker in self.workers], list)
         asked = self.group.start(
             lambda rank: self.workers[rank].sums(group, blocks, in_flight=True)
         )
@@ -252,10 +252,8 @@ class Executor:
 
         May be called from another thread than `launch`.
         """
-        of_ranks = join([worker.digest(ranges) for worker in self.workers])
-        return of_ranks.then(
-            lambda found: [list(of_range) for of_range in zip(*found, strict=True)]
-        )
+        of_ranks = [worker.digest(ranges) for worker in self.workers]
+        return join(of_ranks, lambda found: list(map(list, zip(*found, strict=True))))
 
     def adopt(self, ranges: Sequence[BlockRange], sums: Sequence[Sequence[Sums]]) -> None:
         """Keep sums of blocks that arrived verified, as if a step had written them.

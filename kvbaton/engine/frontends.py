@@ -286,14 +286,10 @@ class FrontendServer:
         if self._ready is None:  # only a core that serves reads its messages
             return
         if message.version < MIN_ENGINE_VERSION or message.min_version > ENGINE_VERSION:
-            ours, theirs = (
-                f"{low} to {high}"
-                for low, high in (
-                    (MIN_ENGINE_VERSION, ENGINE_VERSION),
-                    (message.min_version, message.version),
-                )
+            reason = (
+                f"this engine speaks versions {MIN_ENGINE_VERSION} to {ENGINE_VERSION} of its "
+                f"messages, the frontend {message.min_version} to {message.version}"
             )
-            reason = f"this engine speaks versions {ours} of its messages, the frontend {theirs}"
             self._put(peer, Disconnected(reason=reason))
             return
         self._peers[peer.local, peer.identity] = peer

@@ -503,10 +503,7 @@ def _backend(file: GGUFFile, tokens: list[str], split: str) -> tokenizers.Tokeni
     if split == QWEN2:
         backend.normalizer = normalizers.NFC()
     backend.decoder = decoders.ByteLevel()
-    for kind, add in (
-        (CONTROL, backend.add_special_tokens),
-        (USER_DEFINED, backend.add_tokens),
-    ):
+    for kind, add in ((CONTROL, backend.add_special_tokens), (USER_DEFINED, backend.add_tokens)):
         chosen = (token for token, its in zip(tokens, types, strict=True) if its == kind)
         add([AddedToken(token, special=kind == CONTROL, normalized=False) for token in chosen])
     return backend

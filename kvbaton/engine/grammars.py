@@ -7,7 +7,7 @@ difference whether they were sampled here, by the node that prefilled, or before
 A mask is a row of bits, one per token of the vocabulary; end tokens are allowed exactly where the
 text may end.
 
-The library is imported when the first grammar comes; without it such requests are refused.
+The library is imported when the first grammar comes.
 """
 
 from __future__ import annotations
@@ -149,7 +149,6 @@ class Grammars(NoGrammars, KVConnector):
     def check(self, grammar: str) -> None:
         if not len(self._eos):
             raise RequestError("this model names no end token", param="grammar")
-        llguidance()
         self._compile(grammar)
 
     @override
@@ -184,7 +183,9 @@ class Grammars(NoGrammars, KVConnector):
     def masks(self, wanted: Sequence[tuple[requests.Sequence, tuple[int, ...]]]) -> dict[int, Bits]:
         if self._masks is None:
             threads = min(MASK_THREADS, len(os.sched_getaffinity(0)))
-            self._masks = llguidance().LLExecutor(threads)
+            from llguidance import LLExecutor
+
+            self._masks = LLExecutor(threads)
         firsts = np.cumsum([0, *(1 + len(draft) for _, draft in wanted)]).tolist()
         rows = np.zeros((firsts[-1], self._words), np.int32)
         plain, drafted = [], []
@@ -251,31 +252,15 @@ class Grammars(NoGrammars, KVConnector):
         return found
 
     def _matcher(self, grammar: str) -> Any:
-        library = llguidance()
+        from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
         if self._tokenizer is None:
             text = (self._folder / "tokenizer.json").read_text(encoding="utf-8")
-            self._tokenizer = library.LLTokenizer(
+            self._tokenizer = LLTokenizer(
                 text, n_vocab=self._vocab_size, eos_token=self._eos.tolist()
             )
-        limits = library.LLParserLimits(verbose_errors=False)
-        matcher = library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+        limits = LLParserLimits(verbose_errors=False)
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             raise ValueError(matcher.get_error())
         return matcher
-
-
-def llguidance() -> Any:
-    """The library.
-
-    Raises:
-        RequestError: it is not installed.
-    """
-    try:
-        import llguidance as library
-    except ImportError as error:
-        raise RequestError(
-            "structured output needs llguidance; pip install llguidance",
-            param="grammar",
-            code="unsupported",
-        ) from error
-    return library

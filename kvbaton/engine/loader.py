@@ -90,11 +90,7 @@ def load_model(
 
 
 def load_vision(
-    config: ModelConfig,
-    *,
-    device: torch.device,
-    load_format: LoadFormat = "auto",
-    seed: int = 0,
+    config: ModelConfig, *, device: torch.device, load_format: LoadFormat = "auto", seed: int = 0
 ) -> VisionTower:
     """Build the vision tower of a model, without its language model, and fill it.
 

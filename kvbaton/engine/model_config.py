@@ -49,7 +49,7 @@ _DEFAULTS: Mapping[str, dict[str, Any]] = {
         "head_dim": 256,
         "max_position_embeddings": 131_072,
         "sliding_window": 4096,
-    },
+    }
 }
 """What published folders leave out."""
 
@@ -71,13 +71,7 @@ def language_model(content: dict[str, Any]) -> dict[str, Any]:
     return _DEFAULTS.get(architecture, {}) | whole | own | ends | {"architectures": [architecture]}
 
 
-__all__ = [
-    "ModelConfig",
-    "MoeConfig",
-    "VisionConfig",
-    "load_model_config",
-    "resolve_max_model_len",
-]
+__all__ = ["ModelConfig", "MoeConfig", "VisionConfig", "load_model_config", "resolve_max_model_len"]
 
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -125,11 +119,7 @@ ARCHITECTURES = {
     "DeepseekV3ForCausalLM": Family(qkv_bias=False),
     "Dots1ForCausalLM": Family(qk_norm=True, windows="upper", max_window_layers=62),
     "Gemma3ForCausalLM": Family(
-        qk_norm=True,
-        windows="pattern",
-        rope_theta=1_000_000.0,
-        norm_offset=1.0,
-        gemma=True,
+        qk_norm=True, windows="pattern", rope_theta=1_000_000.0, norm_offset=1.0, gemma=True
     ),
     "Gemma4ForCausalLM": Family(qk_norm=True, windows="listed", gemma=True),
     "GptOssForCausalLM": Family(rope_theta=150_000.0, windows="listed", sinks=True),

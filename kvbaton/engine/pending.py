@@ -54,11 +54,12 @@ class Pending(Generic[T]):
         return Pending(self.ready, lambda: change(self._take()), self._wait)
 
 
-def join(parts: Sequence[Pending[T]]) -> Pending[list[T]]:
-    """The results of all parts, in their order."""
+def join(parts: Sequence[Pending[T]], change: Callable[[list[T]], U]) -> Pending[U]:
+    """What is made of the results of all parts, in their order, once they are there."""
     if len(parts) == 1:
         (only,) = parts
-        return Pending(only.ready, lambda: [only._take()], only._wait)
+        return Pending(only.ready, lambda: change([only._take()]), only._wait)
     return Pending(
-        lambda: all(part.ready() for part in parts), lambda: [part.result() for part in parts]
+        lambda: all(part.ready() for part in parts),
+        lambda: change([part.result() for part in parts]),
     )

@@ -109,14 +109,9 @@ class Sequence:
         return len(self.tokens) - len(self.request.prompt)
 
     @property
-    def num_total(self) -> int:
-        """Tokens, counting those being sampled."""
-        return len(self.tokens) + self.pending
-
-    @property
     def is_ending(self) -> bool:
         """Whether the token being sampled is its last, whatever it is."""
-        return self.pending > 0 and self.num_total >= self.request.limit
+        return self.pending > 0 and len(self.tokens) + self.pending >= self.request.limit
 
     @property
     def unforked(self) -> int:

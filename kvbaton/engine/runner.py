@@ -338,13 +338,7 @@ class Runner:
             np.concatenate(masks) if masks else None,
         )
 
-    def _report_prompts(
-        self,
-        output: StepOutput,
-        rows: Ints,
-        hidden: Tensor,
-        ends: Ints,
-    ) -> None:
+    def _report_prompts(self, output: StepOutput, rows: Ints, hidden: Tensor, ends: Ints) -> None:
         """Log probabilities of the prompt tokens that follow the positions computed now."""
         for number, (row, step) in enumerate(zip(rows, output.steps, strict=True)):
             count = self.sequences.sampling(row).prompt_logprobs

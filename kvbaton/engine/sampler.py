@@ -205,13 +205,7 @@ def _keep_min_p(logits: Tensor, rows: SampleRows, chosen: list[int]) -> None:
 
 
 Step = Callable[[Tensor, SampleRows, list[int]], None]
-STEPS: tuple[Step, ...] = (
-    _penalize,
-    _divide_by_temperature,
-    _keep_top_k,
-    _keep_top_p,
-    _keep_min_p,
-)
+STEPS: tuple[Step, ...] = (_penalize, _divide_by_temperature, _keep_top_k, _keep_top_p, _keep_min_p)
 
 
 # --- log probabilities ---

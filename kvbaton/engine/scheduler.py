@@ -592,9 +592,8 @@ class Scheduler(LiveRequests):
                 self.connectors.call(KVConnector.progressed, request)
                 if len(self.connectors.raised) > raised:
                     error = self.connectors.raised[-1][2]
-            self.blocks.trim(
-                sequence, scheduled.end
-            )  # after connectors took hold of what they need
+            # After connectors took hold of what they need.
+            self.blocks.trim(sequence, scheduled.end)
         for target in scheduled.targets:
             target.pending -= 1
         if not error and request.params.grammar:

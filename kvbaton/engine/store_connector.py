@@ -158,10 +158,7 @@ class StoreConnector(KVConnector):
             self.worker.submit(self._probe)
             return False
         lookup = _Lookup(
-            runs=runs,
-            sequence=sequence,
-            start=start,
-            deadline=now + self._lookup_timeout_s,
+            runs=runs, sequence=sequence, start=start, deadline=now + self._lookup_timeout_s
         )
         self._lookups.add(lookup)
         self.worker.submit(lookup)

@@ -456,10 +456,7 @@ class StoreWorker:
         try:
             targets = [[h, *pieces] for h, pieces in zip(headers, batch.pieces, strict=True)]
             there = yield from self.calls.load(
-                run.keys,
-                targets,
-                begun=futures.add,
-                cancelled=lambda: order.cancelled,
+                run.keys, targets, begun=futures.add, cancelled=lambda: order.cancelled
             )
             batch.write_back()
             yield batch.ready

@@ -124,9 +124,8 @@ def read_vision(
     return replace(
         vision,
         image_token_id=image_token_id,
-        rope_parameters=_Axial(
-            vision.rope_theta
-        ),  # equal, whether the file says the default or not
+        # Equal, whether the file says the default or not.
+        rope_parameters=_Axial(vision.rope_theta),
         **unused,
     )
 

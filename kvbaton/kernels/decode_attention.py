@@ -16,13 +16,7 @@ from kvbaton.kernels.decode_parts import (
     part_at,
     share_keys,
 )
-from kvbaton.kernels.jit import (
-    jit,
-    launch_next,
-    next_power_of_2,
-    tl,
-    use_triton,
-)
+from kvbaton.kernels.jit import jit, launch_next, next_power_of_2, tl, use_triton
 from kvbaton.kernels.paged_attention import (
     cap_logits,
     first_key,

@@ -72,14 +72,7 @@ def merge_attention_states_reference(
     return sum(parts, torch.zeros_like(out1, dtype=torch.float32)).to(out1.dtype), lse
 
 
-@jit(
-    "lse1",
-    "lse2",
-    "stride_l1_token",
-    "stride_l1_head",
-    "stride_l2_token",
-    "stride_l2_head",
-)
+@jit("lse1", "lse2", "stride_l1_token", "stride_l1_head", "stride_l2_token", "stride_l2_head")
 def _kernel(
     out1: tl.tensor,
     lse1: tl.tensor,

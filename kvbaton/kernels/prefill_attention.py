@@ -335,12 +335,6 @@ def _cudnn_batch(
     `causal` aligns the first query with the first key.
     """
     result = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        query,
-        key,
-        value,
-        None,
-        compute_log_sumexp=True,
-        is_causal=causal,
-        scale=scale,
+        query, key, value, None, compute_log_sumexp=True, is_causal=causal, scale=scale
     )
     return result[0], result[1]

@@ -7,13 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from kvbaton.kernels.jit import (
-    jit,
-    next_power_of_2,
-    tl,
-    use_triton,
-    wait_for_inputs,
-)
+from kvbaton.kernels.jit import jit, next_power_of_2, tl, use_triton, wait_for_inputs
 
 
 def rms_norm(

@@ -12,14 +12,7 @@ from typing import Any
 
 import torch
 
-from kvbaton.kernels.jit import (
-    cdiv,
-    jit,
-    next_power_of_2,
-    tl,
-    use_triton,
-    wait_for_inputs,
-)
+from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, tl, use_triton, wait_for_inputs
 from kvbaton.kernels.rms_norm import rms_norm
 
 

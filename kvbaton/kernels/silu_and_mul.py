@@ -49,13 +49,7 @@ def _launch(gate_up: torch.Tensor, *, gelu: bool) -> torch.Tensor:
     out = torch.empty(tokens, width // 2, dtype=gate_up.dtype, device=gate_up.device)
     if tokens:
         _kernel[(tokens, cdiv(width // 2, BLOCK))](
-            gate_up,
-            out,
-            gate_up.stride(0),
-            SIZE=width // 2,
-            GELU=gelu,
-            BLOCK=BLOCK,
-            num_warps=4,
+            gate_up, out, gate_up.stride(0), SIZE=width // 2, GELU=gelu, BLOCK=BLOCK, num_warps=4
         )
     return out
 

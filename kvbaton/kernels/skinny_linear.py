@@ -10,14 +10,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import linear
 
-from kvbaton.kernels.jit import (
-    jit,
-    launch_next,
-    next_power_of_2,
-    tl,
-    use_triton,
-    wait_for_inputs,
-)
+from kvbaton.kernels.jit import jit, launch_next, next_power_of_2, tl, use_triton, wait_for_inputs
 from kvbaton.kernels.quantize_fp8 import widen
 
 MAX_ROWS = 32

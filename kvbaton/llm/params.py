@@ -86,9 +86,7 @@ Logprobs = list[dict[int, Logprob] | None]
 
 
 def named_logprobs(
-    tokenizer: Tokenizer,
-    token_ids: Sequence[int],
-    entries: Sequence[TokenLogprobs | None],
+    tokenizer: Tokenizer, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]
 ) -> Logprobs:
     """Log probabilities of n tokens by candidate, from n entries."""
     found: Logprobs = []

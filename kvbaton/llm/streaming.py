@@ -119,8 +119,7 @@ class AsyncLLM:
         facts = ModelFacts(max_model_len=ready.max_model_len, vocab_size=ready.vocab_size)
         config = FrontendConfig(model_name=str(model), sampling_defaults=defaults)
         return cls(
-            client,
-            Frontend(source=client, tokenizer=tokenizer, config=config, facts=lambda: facts),
+            client, Frontend(source=client, tokenizer=tokenizer, config=config, facts=lambda: facts)
         )
 
     @property

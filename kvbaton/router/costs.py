@@ -14,6 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -317,12 +318,10 @@ class CostModel:
                 speed = StepSpeed(**terms, step_tokens=budget, max_itl_s=self.max_itl_s)
                 speed = replace(speed, full_s=speed.prefill_s(budget, 0))
             self._speeds[node.node_id] = node.load, speed
-        for node_id in self._overheads.keys() - self._speeds.keys():
-            del self._overheads[node_id]
-        for node_id in self._prefilled.keys() - self._speeds.keys():
-            del self._prefilled[node_id]
-        for node_id in self._targeted.keys() - self._speeds.keys():
-            del self._targeted[node_id]
+        of_nodes: tuple[dict[str, Any], ...] = (self._overheads, self._prefilled, self._targeted)
+        for by_node in of_nodes:
+            for node_id in by_node.keys() - self._speeds.keys():
+                del by_node[node_id]
         if len(self._handovers) > len(nodes) ** 2:
             self._handovers.clear()
         return measured

@@ -23,14 +23,7 @@ from kvbaton.router.loads import IDLE, NodeLoad, NodeLoads, RouterTotals
 from kvbaton.router.metrics import RouterMetrics
 from kvbaton.router.node_request import NodeError, NodeRequest
 from kvbaton.router.nodes import KnownNodes
-from kvbaton.router.relay import (
-    Action,
-    AskNode,
-    CancelNode,
-    Finished,
-    MoveEnded,
-    RequestRelay,
-)
+from kvbaton.router.relay import Action, AskNode, CancelNode, Finished, MoveEnded, RequestRelay
 from kvbaton.router.route import Route
 
 logger = logging.getLogger(__name__)

@@ -270,13 +270,7 @@ class Membership:
         return changes + self._follow_announced_state(member)
 
     def probed(
-        self,
-        node_id: str,
-        generation: str,
-        error: str | None,
-        now: float,
-        *,
-        answered: bool = True,
+        self, node_id: str, generation: str, error: str | None, now: float, *, answered: bool = True
     ) -> list[Change]:
         """A health probe came to an end.
 

@@ -86,6 +86,14 @@ class RouterMetrics:
         )
 
 
+IN_FLIGHT = (
+    ("kvbaton_router_in_flight", "Requests a node generates for.", "sequences"),
+    ("kvbaton_router_prompt_tokens_in_flight", "Being prefilled.", "prompt_tokens"),
+    ("kvbaton_router_item_rows_in_flight", "Being encoded.", "rows"),
+)
+"""Gauges by node: name, help, and field of `NodeLoad`."""
+
+
 class NodeCollector(Collector):
     """Gauges by node, read when they are asked for.
 
@@ -100,23 +108,16 @@ class NodeCollector(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Requests, prompt tokens and rows in flight by node, and nodes by state."""
-        running = GaugeMetricFamily(
-            "kvbaton_router_in_flight", "Requests a node generates for.", labels=["node"]
-        )
-        prompt = GaugeMetricFamily(
-            "kvbaton_router_prompt_tokens_in_flight", "Being prefilled.", labels=["node"]
-        )
-        rows = GaugeMetricFamily(
-            "kvbaton_router_item_rows_in_flight", "Being encoded.", labels=["node"]
-        )
         idle = dict.fromkeys((member.info.node_id for member in self._members()), IDLE)
-        for node, load in {**idle, **self._loads.own}.items():
-            running.add_metric([node], load.sequences)
-            prompt.add_metric([node], load.prompt_tokens)
-            rows.add_metric([node], load.rows)
+        loads = {**idle, **self._loads.own}
+        for name, text, what in IN_FLIGHT:
+            in_flight = GaugeMetricFamily(name, text, labels=["node"])
+            for node, load in loads.items():
+                in_flight.add_metric([node], getattr(load, what))
+            yield in_flight
         nodes = GaugeMetricFamily(
             "kvbaton_router_nodes", "1 per node.", labels=["node", "role", "state"]
         )
         for member in self._members():
             nodes.add_metric([member.info.node_id, member.info.role, member.state], 1)
-        yield from (running, prompt, rows, nodes)
+        yield nodes

@@ -208,11 +208,7 @@ class PrefixIndex:
         return iter_block_keys(root, request.token_ids, block_size, extras=extras)
 
     def match(
-        self,
-        hashes: Iterator[int],
-        groups: tuple[CachedGroup, ...],
-        nodes: int,
-        num_tokens: int,
+        self, hashes: Iterator[int], groups: tuple[CachedGroup, ...], nodes: int, num_tokens: int
     ) -> dict[int, int]:
         """Blocks of the longest prefix that each node can use; those without any are left out.
 

@@ -70,8 +70,7 @@ def make_app(
         text: whether it has the routes for texts and tokens.
     """
     app = web.Application(
-        client_max_size=frontend.config.max_body_bytes,
-        middlewares=[endpoint_middleware],
+        client_max_size=frontend.config.max_body_bytes, middlewares=[endpoint_middleware]
     )
     app[FRONTEND] = frontend
     app.on_response_prepare.append(echo_request_id)
@@ -254,9 +253,7 @@ async def model(request: web.Request) -> web.Response:
 
 def _card(frontend: Frontend, name: str) -> ModelCard:
     return ModelCard(
-        id=name,
-        created=frontend.created,
-        max_model_len=frontend.facts().max_model_len,
+        id=name, created=frontend.created, max_model_len=frontend.facts().max_model_len
     )
 
 

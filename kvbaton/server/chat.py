@@ -34,13 +34,7 @@ from kvbaton.server.bodies import read_body
 from kvbaton.server.frontend import FRONTEND, Frontend
 from kvbaton.server.images import load_images
 from kvbaton.server.openapi import contract
-from kvbaton.server.validation import (
-    PromptRequest,
-    check_common,
-    encode,
-    prompt_request,
-    public_id,
-)
+from kvbaton.server.validation import PromptRequest, check_common, encode, prompt_request, public_id
 from kvbaton.text.chat import ImageUrl, normalize_messages
 from kvbaton.text.harmony import HarmonyFormat
 from kvbaton.text.logprobs import chat_logprobs, prompt_logprobs

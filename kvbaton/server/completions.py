@@ -22,13 +22,7 @@ from kvbaton.server.auth import tenant
 from kvbaton.server.bodies import read_body
 from kvbaton.server.frontend import FRONTEND, Frontend
 from kvbaton.server.openapi import contract
-from kvbaton.server.validation import (
-    check_common,
-    encode,
-    prompt_request,
-    public_id,
-    split_prompts,
-)
+from kvbaton.server.validation import check_common, encode, prompt_request, public_id, split_prompts
 from kvbaton.text.logprobs import completion_logprobs, prompt_logprobs
 from kvbaton.text.structured import BODY, checked_grammar, joined, wanted
 from kvbaton.types import TokenLogprobs

@@ -7,8 +7,8 @@ from functools import cached_property
 from typing import ClassVar, Literal
 from urllib.parse import urlsplit
 
-from kvbaton.config import Count, LogLevel, Port, Seconds, flag
-from kvbaton.connectors.address import is_loopback, is_wildcard
+from kvbaton.config import Count, LogLevel, Port, Seconds, flag, secret_flag
+from kvbaton.connectors.address import host_of, is_loopback, is_wildcard
 from kvbaton.connectors.transfer.config import HandoverConfig
 from kvbaton.engine.config import EngineConfig
 from kvbaton.errors import ConfigError
@@ -96,21 +96,11 @@ class EndpointConfig:
     )
     media: MediaConfig = field(default_factory=MediaConfig)
     tls: TlsConfig = field(default_factory=TlsConfig)
-    api_keys: tuple[str, ...] = flag(
-        (),
-        "asked of clients ($KVBATON_API_KEY)",
-        name="--api-key",
-        variable="KVBATON_API_KEY",
-        secret=True,
-        nargs="+",
-        metavar="KEY",
+    api_keys: tuple[str, ...] = secret_flag(
+        "asked of clients", "KVBATON_API_KEY", (), name="--api-key", nargs="+", metavar="KEY"
     )
-    cluster_key: str | None = flag(
-        None,
-        "shared by all nodes and the router ($KVBATON_CLUSTER_KEY)",
-        variable="KVBATON_CLUSTER_KEY",
-        secret=True,
-        metavar="SECRET",
+    cluster_key: str | None = secret_flag(
+        "shared by all nodes and the router", "KVBATON_CLUSTER_KEY", metavar="SECRET"
     )
     allowed_origins: tuple[str, ...] = flag(
         (),
@@ -265,12 +255,10 @@ class NodeConfig(EndpointConfig):
                 raise ConfigError(name, f"{limit} is not positive")
         for peer in self.peers:
             try:
-                parts = urlsplit(peer)
-                ok = parts.scheme == "tcp" and bool(parts.hostname) and bool(parts.port)
-            except ValueError:  # a port that is no number
-                ok = False
-            if not ok:
-                raise ConfigError("--peer", f"{peer!r} is not of the form tcp://host:port")
+                host_of(peer)
+            except ValueError:
+                problem = f"{peer!r} is not of the form tcp://host:port"
+                raise ConfigError("--peer", problem) from None
         for router in self.routers:
             check_url("--router", router)
         check_transport(self.transport)

@@ -163,8 +163,7 @@ class PromptTimes:
 def exposition(text: bytes) -> web.Response:
     """Answer of ``GET /metrics``: Prometheus' text format 0.0.4."""
     return web.Response(
-        body=text,
-        headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
+        body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
     )
 
 

@@ -317,10 +317,7 @@ def make_encoder_app(
         forward: see `make_node_app`.
         vision: checks what items say of themselves.
     """
-    routes = [
-        web.post("/inference/v1/generate", encode),
-        web.route("*", "/v1/{path:.*}", no_text),
-    ]
+    routes = [web.post("/inference/v1/generate", encode), web.route("*", "/v1/{path:.*}", no_text)]
     nothing = Tokenizer.of_nothing()
     app = _engine_app(client, nothing, edge, forward, parse_transfer, routes, text=False)
     app[VISION] = vision

@@ -69,9 +69,7 @@ class KvTransferParams(Struct, kw_only=True):
     remote_prefix: RemotePrefix | None = None
 
 
-def parse_transfer(
-    params: dict[str, Any] | None,
-) -> tuple[TransferSpec | None, PrefixAt | None]:
+def parse_transfer(params: dict[str, Any] | None) -> tuple[TransferSpec | None, PrefixAt | None]:
     """A request's part in a hand-over, and who has the first tokens of its prompt.
 
     Each is None if there is none.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Mapping, Sequence
-from typing import Any, get_type_hints
+from collections.abc import Sequence
+from typing import get_type_hints
 
 from aiohttp import web
 from msgspec import Struct
@@ -213,10 +213,17 @@ def prompt_request(
     if max_tokens is None:
         room = max(1, facts.max_model_len - len(token_ids))
         max_tokens = min(room, defaults.get("max_tokens", room))
-    params = sampling_params(
-        body,
-        defaults,
+    named = {}
+    for field in COPIED:
+        value = getattr(body, field)
+        value = defaults.get(field) if value is None else value
+        if value is not None:
+            named[field] = value
+    params = SamplingParams(
+        **named,
+        seed=body.seed,
         max_tokens=max_tokens,
+        stop_token_ids=tuple(body.stop_token_ids or ()),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         grammar=grammar,
@@ -249,34 +256,6 @@ def prompt_request(
             min_tokens=body.min_tokens or 0,
         ),
         echo_only=echo_only,
-    )
-
-
-def sampling_params(
-    body: SamplingFields,
-    defaults: Mapping[str, Any],
-    *,
-    max_tokens: int,
-    logprobs: int | None,
-    prompt_logprobs: int | None,
-    grammar: str,
-) -> SamplingParams:
-    """The fields that were given, over `defaults`, over those of `SamplingParams`; not checked."""
-    named = {}
-    for name in COPIED:
-        value = getattr(body, name)
-        if value is None:
-            value = defaults.get(name)
-        if value is not None:
-            named[name] = value
-    return SamplingParams(
-        **named,
-        seed=body.seed,
-        max_tokens=max_tokens,
-        stop_token_ids=tuple(body.stop_token_ids or ()),
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-        grammar=grammar,
     )
 
 

@@ -10,7 +10,7 @@ at its end.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -217,7 +217,7 @@ class ModeledEngine:
         self._numbers = 0
         self._receivers: dict[str, OutputReceiver] = {}
         self._timings: dict[str, TokenTimes] = {}
-        self._inbox: list[Callable[[], Iterable[Output]]] = []
+        self._inbox: list[Callable[[], list[Output] | None]] = []
         self._run: Run | None = None
         self._turns = False
 
@@ -329,7 +329,7 @@ class ModeledEngine:
 
     # --- the core's loop ---
 
-    def post(self, job: Callable[[], Iterable[Output]]) -> None:
+    def post(self, job: Callable[[], list[Output] | None]) -> None:
         """Have something done after the step under way, before its result is applied."""
         self._inbox.append(job)
         if (run := self._run) is not None:
@@ -352,11 +352,11 @@ class ModeledEngine:
         while self._inbox:
             inbox, self._inbox = self._inbox, []
             for job in inbox:
-                self._send(list(job()))
+                self._send(job() or [])
         if run is not None:
             self._send(self._apply(run))
         while self._inbox:  # what that has posted
-            self._send(list(self._inbox.pop(0)()))
+            self._send(self._inbox.pop(0)() or [])
         self._launch()
         self.connectors.call(KVConnector.flush)
         self._turns = False

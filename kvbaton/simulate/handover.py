@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -34,7 +35,7 @@ class WiredEngine(Protocol):
     address: str
     wire_costs: WireCosts
 
-    def post(self, job: Callable[[], list[Output]]) -> None:
+    def post(self, job: Callable[[], list[Output] | None]) -> None:
         """Have something done between two steps."""
         ...
 
@@ -65,13 +66,12 @@ class WireTransfer:
     first: Output | None = None
     cached: int = 0
 
-    def release(self) -> list[Output]:
+    def release(self) -> None:
         """The source's blocks are read no more."""
         assert self.source is not None
         for spans in self.held:
             self.source.scheduler.blocks.release_outgoing(spans)
         self.held.clear()
-        return []
 
 
 class SimulatedWires:
@@ -99,11 +99,11 @@ class SimulatedWires:
         """By its name; whoever comes first makes it."""
         return self.transfers.setdefault(attempt, WireTransfer())
 
-    def engage(self, transfer: WireTransfer) -> list[Output]:
+    def engage(self, transfer: WireTransfer) -> None:
         """Source and reservation have met: push what there is, or compute it again."""
         source = transfer.source
         if source is None or transfer.load is None:
-            return []
+            return
         running = source.scheduler.requests.get(transfer.request_id)
         if running is not None:
             self.push(transfer, running)
@@ -112,7 +112,6 @@ class SimulatedWires:
             transfer.first = None
             again = msgspec.structs.replace(transfer.request, request_id=transfer.request_id)
             source.scheduler.add(again)
-        return []
 
     def push(self, transfer: WireTransfer, request: requests.Request) -> None:
         """Send what became final."""
@@ -147,7 +146,7 @@ class SimulatedWires:
         """Fill a load with what another engine has cached of it."""
         source, began = self.engines[peer], self.now()
 
-        def send() -> list[Output]:
+        def send() -> None:
             manager = source.scheduler.blocks
             size = manager.alignment
             first = load.start // size
@@ -161,30 +160,20 @@ class SimulatedWires:
                 if tokens:
                     crossing = Crossing(peer, True, tokens, began, self.now())
                     target.wire_costs.observe(crossing)
-                source.post(release)
+                source.post(partial(manager.release_outgoing, spans))
                 target.post(deliver)
 
-            def release() -> list[Output]:
-                manager.release_outgoing(spans)
-                return []
-
-            def deliver() -> list[Output]:
+            def deliver() -> None:
                 target.scheduler.cut_load(load, load.start + tokens)
                 target.scheduler.blocks.release_incoming(load.spans)
-                return []
 
             self._after(self._cross(source, tokens) if tokens else 0.0, end)
-            return []
 
         source.post(send)
 
     def _end(self, transfer: WireTransfer, tokens: int, began: float) -> None:
-        source, target, load, first = (
-            transfer.source,
-            transfer.target,
-            transfer.load,
-            transfer.first,
-        )
+        source, target = transfer.source, transfer.target
+        load, first = transfer.load, transfer.first
         assert source is not None
         source.post(transfer.release)
         if target is None or load is None or first is None:  # it was cancelled
@@ -310,9 +299,9 @@ class WireTarget(KVConnector):
     @override
     def start_load(self, load: Load) -> None:
         transfer = self._awaited[load.sequence.request.request_id]
-        transfer.load, wires = load, self._wires
+        transfer.load = load
         if transfer.source is not None:
-            transfer.source.post(lambda: wires.engage(transfer))
+            transfer.source.post(partial(self._wires.engage, transfer))
 
     @override
     def started(self, sequence: requests.Sequence) -> None:

@@ -9,7 +9,7 @@ import platform
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import kvbaton
-from kvbaton.connectors.registry import FIRST, find_connector, split_spec
+from kvbaton.connectors.registry import FIRST, declared, find_connector, split_spec
 from kvbaton.testing.check import Subject, check_all
 from kvbaton.testing.kit import LEVELS, CaseVerdict, Outcome
 
@@ -94,7 +94,7 @@ def certify(subject: Subject, speed: Speed, limit: float | None = None) -> tuple
             "plugin": getattr(found, "contract", FIRST),
             "kvbaton": str(subject.registry.contract),
         },
-        capabilities={item.name: _plain(getattr(able, item.name)) for item in fields(able)},
+        capabilities=declared(able),
         options=hide_secrets(options),
         door=None if door is None else f"{door.__module__}:{getattr(door, '__qualname__', door)}",
         capacity=capacity,
@@ -252,9 +252,3 @@ def _plugin(target: str, found: Any) -> dict[str, str | None]:
         "class": f"{found.__module__}:{found.__qualname__}",
         "package": told or "not installed as a package: it has no version",
     }
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, frozenset):
-        return sorted(value)
-    return getattr(value, "name", value)

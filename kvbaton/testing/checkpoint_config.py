@@ -473,8 +473,6 @@ def _tokenizer(spec: CheckpointSpec) -> Tokenizer:
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A",
-        pair=f"{BOS} $A $B",
-        special_tokens=[(BOS, tokenizer.token_to_id(BOS))],
+        single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
     )
     return tokenizer

@@ -18,13 +18,13 @@ Either says ``begun`` first, when all is imported: what is late from then on is 
 from __future__ import annotations
 
 import hashlib
-import importlib
 import os
 import select
 import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -49,9 +49,7 @@ def serve_transport(
     buffer = Buffer(device, num_bytes, FILLED)
     digest: Callable[[], object] = buffer.digest
     if function:
-        module, _, name = function.partition(":")
-        of_bytes = getattr(importlib.import_module(module), name)
-        digest = partial(of_bytes, buffer.memory.owner, *map(int, numbers))
+        digest = partial(resolve_name(function), buffer.memory.owner, *map(int, numbers))
     # Whoever started this has built one like it, by `load_transport`, which checks more.
     target, options = split_spec(spec, TRANSPORTS)
     arguments = {"name": fresh_name(), "host": "127.0.0.1"} | options

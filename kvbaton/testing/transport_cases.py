@@ -20,14 +20,7 @@ from kvbaton.connectors.plan import plan
 from kvbaton.connectors.protocol.notice import MIN_NOTICE_BYTES
 from kvbaton.errors import TransportError
 from kvbaton.testing.kit import SLOWER, Accounts, CaseFailure, require, require_quick
-from kvbaton.testing.transport_rig import (
-    SOURCE_SIZES,
-    TARGET_SIZES,
-    Pair,
-    case,
-    pack,
-    random_rows,
-)
+from kvbaton.testing.transport_rig import SOURCE_SIZES, TARGET_SIZES, Pair, case, pack, random_rows
 
 if TYPE_CHECKING:
     from kvbaton.testing.transport_rig import Row

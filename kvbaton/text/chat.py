@@ -147,8 +147,7 @@ class ChatTemplate:
             text = self._template.render(context)
         except Exception as error:  # a template may fail in any way on what a client sends
             raise RequestError(
-                f"the model's chat template does not take these messages: {error}",
-                param="messages",
+                f"the model's chat template does not take these messages: {error}", param="messages"
             ) from error
         if not continue_final_message:
             return text

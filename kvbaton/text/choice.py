@@ -64,10 +64,7 @@ class ChoiceText:
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], options: TextOptions) -> None:
         self._options = options
         self._detokenizer = Detokenizer.of(
-            tokenizer,
-            prompt,
-            skip_special_tokens=options.skip_special_tokens,
-            marks=options.marks,
+            tokenizer, prompt, skip_special_tokens=options.skip_special_tokens, marks=options.marks
         )
         self._stops = (
             StopStrings(options.stop, include=options.include_stop) if options.stop else None

@@ -20,13 +20,7 @@ from typing import Any, Literal
 from typing_extensions import override
 
 from kvbaton.text.detokenize import Detokenizer
-from kvbaton.text.output_parser import (
-    Kind,
-    MessagePart,
-    OutputFormat,
-    OutputParser,
-    split_calls,
-)
+from kvbaton.text.output_parser import Kind, MessagePart, OutputFormat, OutputParser, split_calls
 from kvbaton.text.structured import TEXT, Functions, OutputGrammar, quoted
 from kvbaton.text.tokenizer import Tokenizer
 

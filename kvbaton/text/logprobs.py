@@ -65,9 +65,7 @@ def chat_logprobs(
 
 
 def prompt_logprobs(
-    tokenizer: Tokenizer,
-    token_ids: Sequence[int],
-    logprobs: Sequence[TokenLogprobs | None],
+    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
 ) -> list[dict[str, Any] | None]:
     """The shape of vLLM: per prompt token None, or entries by token id, the prompt's own first."""
     entries: list[dict[str, Any] | None] = []

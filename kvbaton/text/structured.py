@@ -76,7 +76,9 @@ class StructuredOutputs(Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if self.regex is not None:
             if (len(self.regex) - len(self.regex.rstrip("\\"))) % 2:
                 raise RequestError("ends with a lone backslash", param=f"{field}.regex")
-            pattern = library(f"{field}.regex").regex_to_lark(self.regex, use_ascii="d")
+            from llguidance import regex_to_lark
+
+            pattern = regex_to_lark(self.regex, use_ascii="d")
             return {"lark_grammar": f"start: /{pattern}/"}
         if self.choice is not None:
             if not self.choice or "" in self.choice:
@@ -160,14 +162,14 @@ async def checked_grammar(grammar: str, field: str) -> str:
     """A grammar that was compiled once, in a thread, without a vocabulary.
 
     Raises:
-        RequestError: it is wrong, too large, or too hard; or the library is not installed.
+        RequestError: it is wrong, too large, or too hard.
     """
     if len(grammar) > MAX_GRAMMAR:
         problem = f"makes a grammar of more than {MAX_GRAMMAR} characters"
         raise RequestError(problem, param=field)
     try:
         async with asyncio.timeout(CHECK_S):
-            error = await asyncio.to_thread(_error, library(field), grammar)
+            error = await asyncio.to_thread(_error, grammar)
     except TimeoutError:
         error = f"took more than {CHECK_S:g} s to compile"
     if error:
@@ -176,14 +178,16 @@ async def checked_grammar(grammar: str, field: str) -> str:
 
 
 @lru_cache(maxsize=64)
-def _error(llguidance: Any, grammar: str) -> str:
+def _error(grammar: str) -> str:
     """What is wrong with a grammar; empty if nothing is."""
+    import llguidance
+
     limits = llguidance.LLParserLimits(verbose_errors=False)
     is_wrong, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, limits=limits)
     if is_wrong:
         return "; ".join(messages)
     # One that only leads to itself is no mistake by its form: no first byte fits it.
-    matcher = llguidance.LLMatcher(_bytes_alone(llguidance), grammar, log_level=0, limits=limits)
+    matcher = llguidance.LLMatcher(_bytes_alone(), grammar, log_level=0, limits=limits)
     if not matcher.is_error():  # as with special tokens, which only the model's vocabulary has
         matcher.compute_bitmask()
         if error := matcher.get_error():
@@ -192,13 +196,14 @@ def _error(llguidance: Any, grammar: str) -> str:
 
 
 @lru_cache(maxsize=1)
-def _bytes_alone(llguidance: Any) -> Any:
+def _bytes_alone() -> Any:
     """A vocabulary of single bytes."""
-    return llguidance.LLTokenizer("byte")
+    from llguidance import LLTokenizer
+
+    return LLTokenizer("byte")
 
 
 def _lark(text: str, field: str) -> str:
-    library(field)
     from llguidance.gbnf_to_lark import any_to_lark
 
     try:
@@ -206,23 +211,6 @@ def _lark(text: str, field: str) -> str:
     except Exception as error:  # whatever a parser of other people's text may raise
         raise RequestError(f"can't be read: {error}", param=field) from error
     return found
-
-
-def library(field: str) -> Any:
-    """`llguidance`, imported when first needed by this field of a request.
-
-    Raises:
-        RequestError: it is not installed.
-    """
-    try:
-        import llguidance
-    except ImportError as error:
-        raise RequestError(
-            "structured output needs llguidance; pip install llguidance",
-            param=field,
-            code="unsupported",
-        ) from error
-    return llguidance
 
 
 MAX_CALLS = 16

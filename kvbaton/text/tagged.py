@@ -23,21 +23,8 @@ from typing_extensions import override
 
 from kvbaton.errors import RequestError
 from kvbaton.text.call_syntax import CallSyntax
-from kvbaton.text.output_parser import (
-    Kind,
-    MessagePart,
-    OutputFormat,
-    OutputParser,
-    split_calls,
-)
-from kvbaton.text.structured import (
-    SPACE,
-    TEXT,
-    Functions,
-    OutputGrammar,
-    quoted,
-    repeated,
-)
+from kvbaton.text.output_parser import Kind, MessagePart, OutputFormat, OutputParser, split_calls
+from kvbaton.text.structured import SPACE, TEXT, Functions, OutputGrammar, quoted, repeated
 from kvbaton.text.tokenizer import Tokenizer
 
 FIRST_MARK: Final = 0xFDE0

@@ -363,9 +363,7 @@ class TieredStore(ComposedStore):
             self._deleting -= Counter(keys)
 
     async def _in_turn(
-        self,
-        keys: list[bytes],
-        ask: Callable[[Tier, list[int]], Awaitable[Sequence[bool] | None]],
+        self, keys: list[bytes], ask: Callable[[Tier, list[int]], Awaitable[Sequence[bool] | None]]
     ) -> list[int | None]:
         """Ask tier after tier for the objects that are left; per object the tier that said yes.
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from kvbaton.connectors.base import Handle, Peer, PreparesWrites, Ranges, Status, Transport
-from kvbaton.connectors.digest import Sums, claims, poll_all
+from kvbaton.connectors.digest import Sums, claims
 from kvbaton.connectors.pairing import GroupPairing
 from kvbaton.connectors.plan import needed_bytes, plan, total_bytes
 from kvbaton.connectors.protocol import events
@@ -134,9 +134,11 @@ class SourceWorker(TransferWorker):
 
     def _are_final(self, event: events.BlocksReady) -> bool:
         """Whether the blocks of a report are; their sums are kept until they are posted."""
-        found = poll_all(pending for _, pending in event.sums)
-        if found is None:
-            return False
+        found = list[list[Sums]]()
+        for _, pending in event.sums:
+            if (of_ranks := pending.poll()) is None:
+                return False
+            found.append(of_ranks)
         if event.attempt not in self.source.live:
             return True
         kept = self._sums.setdefault(event.attempt, [GroupSums(0, [])] * len(found))

@@ -66,15 +66,13 @@ class TransferWorker:
         published: totals and values as other threads may read them; replaced, never changed.
         outbox_fd: readable while `take` has something.
         linked: connections by session (P) or peer (D), and whom they are with.
+        mark: notes what happens to an attempt, see `Timelines.mark`.
     """
 
     channel: ControlChannel
 
     def __init__(
-        self,
-        machine: Machine[Any, Any],
-        transports: Sequence[Transport],
-        counters: Iterable[str],
+        self, machine: Machine[Any, Any], transports: Sequence[Transport], counters: Iterable[str]
     ) -> None:
         self.transports = transports
         self.counters = dict.fromkeys((*counters, "errors"), 0.0)
@@ -86,6 +84,7 @@ class TransferWorker:
         self._events: deque[events.Event] = deque()
         self._do: dict[type, Callable[[Any, float], None]] = {events.SendMessage: self._send}
         self._timelines = Timelines()
+        self.mark = self._timelines.mark
         self._deadline: float | None = None
         self._period_ends = 0.0
 
@@ -228,10 +227,6 @@ class TransferWorker:
             assert action.address is not None, "a message has one of the two"
             link = self.channel.dial(action.address)
         self.channel.send(link, encode_control(message))
-
-    def mark(self, attempt: Attempt, what: str, at: float | None = None, **detail: float) -> None:
-        """Note what happens to an attempt, now or at a time of the machine-wide clock."""
-        self._timelines.mark(attempt, what, at, **detail)
 
     def close(self) -> None:
         """Close all peers and shut the transports down."""

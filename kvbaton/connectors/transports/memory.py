@@ -20,15 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from kvbaton.connectors.base import (
-    Capabilities,
-    FenceScope,
-    Memory,
-    Notice,
-    Peer,
-    Region,
-    Status,
-)
+from kvbaton.connectors.base import Capabilities, FenceScope, Memory, Notice, Peer, Region, Status
 from kvbaton.connectors.transports.regions import (
     BaseHandle,
     Copies,

@@ -61,11 +61,8 @@ class NcclLibrary:
     """
 
     def __init__(self, backend: str) -> None:
-        try:
-            self.torch: Any = importlib.import_module("torch")
-            self.distributed: Any = importlib.import_module("torch.distributed")
-        except ImportError as error:
-            raise ConfigError("--transport", f"nccl needs torch: {error}") from error
+        self.torch: Any = importlib.import_module("torch")
+        self.distributed: Any = importlib.import_module("torch.distributed")
         if backend not in ("auto", "nccl", "gloo"):
             raise ConfigError("backend", f"must be auto, nccl or gloo, not {backend!r}")
         gpu = self.torch.cuda.is_available() and self.distributed.is_nccl_available()
@@ -267,7 +264,7 @@ class NcclTransport(TcpTransport):
             backend: ``nccl``, ``gloo``, or ``auto``: NCCL for a GPU's memory.
 
         Raises:
-            ConfigError: bad host or backend, or no torch.
+            ConfigError: bad host or backend.
         """
         self._library = NcclLibrary(backend)
         super().__init__(name, host=host)

@@ -52,9 +52,7 @@ class WritePart(NamedTuple):
 
 
 def cut(
-    copies: Copies,
-    ours: Sequence[Memory | None],
-    theirs: Sequence[RemoteRegion | None],
+    copies: Copies, ours: Sequence[Memory | None], theirs: Sequence[RemoteRegion | None]
 ) -> list[WritePart]:
     """Cut checked copies between our regions and theirs into parts."""
     parts = []

@@ -109,14 +109,11 @@ class GpuCopies:
         device_index: as CUDA numbers the devices that this process sees.
 
     Raises:
-        TransportError: torch is missing, or sees no such device.
+        TransportError: torch sees no such device.
     """
 
     def __init__(self, device_index: int) -> None:
-        try:
-            self._torch: Any = importlib.import_module("torch")
-        except ImportError as error:
-            raise TransportError(f"memory of a GPU needs torch: {error}") from error
+        self._torch: Any = importlib.import_module("torch")
         if device_index >= self._torch.cuda.device_count():
             raise TransportError(f"torch sees no CUDA device {device_index}")
         self._device = self._torch.device("cuda", device_index)

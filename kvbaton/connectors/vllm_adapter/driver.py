@@ -13,6 +13,7 @@ import itertools
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
@@ -416,10 +417,9 @@ class ConnectorDriver:
         return base
 
     def _class(self, base: Any) -> Any:
-        module, _, name = self._path.partition(":")
         try:
-            kind = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError) as error:
+            kind = resolve_name(self._path)
+        except (ImportError, AttributeError, ValueError) as error:
             raise ConfigError("connector", f"can't load {self._path}: {error}") from error
         if not (isinstance(kind, type) and issubclass(kind, base.KVConnectorBase_V1)):
             raise self._refusal("it is no class over vLLM's KVConnectorBase_V1")

@@ -149,11 +149,7 @@ class Readings:
     """
 
     def __init__(
-        self,
-        reader: ImageReader,
-        *,
-        pin: bool,
-        clock: Callable[[], float] = time.monotonic,
+        self, reader: ImageReader, *, pin: bool, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.seconds = 0.0
         self.levels, self.frames = torch.from_numpy(reader.levels), reader.frames

@@ -16,12 +16,7 @@ from typing_extensions import override
 
 from kvbaton.engine.collectives import Shard
 from kvbaton.engine.model_config import ModelConfig
-from kvbaton.engine.models.layers import (
-    AttentionContext,
-    Heads,
-    Rotary,
-    SelfAttention,
-)
+from kvbaton.engine.models.layers import AttentionContext, Heads, Rotary, SelfAttention
 from kvbaton.engine.models.llama import DecoderLayer, LlamaForCausalLM
 from kvbaton.kernels.rope_write import HeadNorms
 

@@ -114,12 +114,7 @@ class Experts(WeightedModule):
     """
 
     def __init__(
-        self,
-        name: str,
-        size: int,
-        moe: MoeConfig,
-        shard: Shard,
-        quantization: Quantization | None,
+        self, name: str, size: int, moe: MoeConfig, shard: Shard, quantization: Quantization | None
     ) -> None:
         super().__init__()
         self.name, self.moe, self.size = name, moe, size

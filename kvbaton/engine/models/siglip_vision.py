@@ -10,13 +10,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from kvbaton.engine.models.layers import (
-    ColumnLinear,
-    Piece,
-    RMSNorm,
-    WeightedModule,
-    new_weight,
-)
+from kvbaton.engine.models.layers import ColumnLinear, Piece, RMSNorm, WeightedModule, new_weight
 from kvbaton.engine.models.vision_layers import (
     EPS,
     GeluMLP,

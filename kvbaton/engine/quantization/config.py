@@ -205,8 +205,7 @@ def read_quantization(
         raise _refusal(str(error)) from error
     if asked not in (None, found.layout):
         raise ConfigError(
-            "--quantization",
-            f"the checkpoint is quantised as {found.layout} already; leave it out",
+            "--quantization", f"the checkpoint is quantised as {found.layout} already; leave it out"
         )
     return found
 
