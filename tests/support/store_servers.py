@@ -144,13 +144,23 @@ def redis_server(folder: Path, *flags: str) -> Server:
     )
 
 
+_S3 = """
+import logging, sys
+from moto.server import create_backend_app
+from werkzeug.serving import run_simple
+logging.getLogger("werkzeug").setLevel(logging.ERROR)
+run_simple(sys.argv[1], int(sys.argv[2]), create_backend_app("s3"), threaded=True)
+"""
+"""Of moto's services one: its own main looks on the disk for all of them at each request."""
+
+
 def s3_server() -> Server:
     """A moto server with an empty bucket, also after a restart."""
     need("moto", find_spec("moto"), "pip install 'moto[server]'")
     need("obstore", find_spec("obstore"), "pip install 'kvbaton[s3]'")
     server = Server(
         "s3",
-        lambda port: [sys.executable, "-m", "moto.server", "-H", HOST, "-p", str(port)],
+        lambda port: [sys.executable, "-c", _S3, HOST, str(port)],
         lambda port: {
             "url": "s3://bucket/some/prefix",
             "endpoint": f"http://{HOST}:{port}",
