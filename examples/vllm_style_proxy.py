@@ -23,13 +23,24 @@ SESSION = web.AppKey("session", aiohttp.ClientSession)
 URLS = web.AppKey("urls", tuple[str, str])
 
 
+def wrong(message: str) -> web.Response:
+    """An error as OpenAI's API words it. What fields a body needs is told by the prefill node."""
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+    return web.json_response({"error": error}, status=400)
+
+
 async def forward(request: web.Request) -> web.StreamResponse:
     """Serve one request on both nodes, one after the other."""
     session, (prefill, decode) = request.app[SESSION], request.app[URLS]
     headers = {"X-Request-Id": request.headers.get("X-Request-Id") or uuid.uuid4().hex}
     if "Authorization" in request.headers:
         headers["Authorization"] = request.headers["Authorization"]
-    body = await request.json()
+    try:
+        body = await request.json()
+    except ValueError as error:  # no JSON, or no text
+        return wrong(f"the body is no JSON: {error}")
+    if not isinstance(body, dict):
+        return wrong("the body must be a JSON object")
     first = {key: value for key, value in body.items() if key not in NOT_FOR_PREFILL}
     first |= {"max_tokens": 1, "stream": False}
     first["kv_transfer_params"] = {**ASK, **dict.fromkeys(FIELDS)}

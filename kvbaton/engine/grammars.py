@@ -41,6 +41,8 @@ COMPILE_S = 20.0
 KEPT = 64
 """Compiled grammars that are kept for who asks next."""
 MASK_THREADS = 8
+FAILED = "grammar_failed"
+"""The code of requests whose grammar can't be followed, on whatever node."""
 
 
 class NoGrammars:
@@ -61,8 +63,11 @@ class NoGrammars:
         """
         return True
 
-    def error(self, sequence: requests.Sequence) -> str | None:
-        """Why a sequence can't go on by its grammar; None if it can."""
+    def error(self, sequence: requests.Sequence) -> RequestError | None:
+        """Why a sequence can't go on by its grammar; without a code the node is to blame.
+
+        None if it can.
+        """
         return None
 
     def cut(self, sequence: requests.Sequence, draft: tuple[int, ...]) -> tuple[int, ...]:
@@ -110,7 +115,7 @@ class Grammars(NoGrammars, KVConnector):
         self._compiled: OrderedDict[str, tuple[float, Future[Any]]] = OrderedDict()
         self._waiting: dict[requests.Sequence, tuple[float, Future[Any]]] = {}
         self._matchers: dict[requests.Sequence, tuple[Any, int]] = {}
-        self._errors: dict[requests.Sequence, str] = {}
+        self._errors: dict[requests.Sequence, RequestError] = {}
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.wake_fds = (self._wake_fd,)
 
@@ -165,13 +170,12 @@ class Grammars(NoGrammars, KVConnector):
             if taken < len(tokens):
                 at = read + taken
                 unfit = f"token {tokens[taken]} at {at} does not fit it"
-                self._errors[sequence] = matcher.get_error() or unfit
+                self._errors[sequence] = _failed(matcher.get_error() or unfit)
         return True
 
     @override
-    def error(self, sequence: requests.Sequence) -> str | None:
-        error = self._errors.get(sequence)
-        return None if error is None else clip_text(f"the grammar can't be followed: {error}")
+    def error(self, sequence: requests.Sequence) -> RequestError | None:
+        return self._errors.get(sequence)
 
     @override
     def cut(self, sequence: requests.Sequence, draft: tuple[int, ...]) -> tuple[int, ...]:
@@ -211,7 +215,7 @@ class Grammars(NoGrammars, KVConnector):
             matcher = self._matchers[sequence][0]
             own = found[sequence.handle] = bits[first : first + 1 + len(draft)]
             if matcher.is_error() or not own.any(axis=1).all():
-                self._errors[sequence] = matcher.get_error() or "no token fits it"
+                self._errors[sequence] = _failed(matcher.get_error() or "no token fits it")
                 own[:, bytes_of[0]] |= bit_of[0]  # what is sampled is not used
         return found
 
@@ -227,9 +231,10 @@ class Grammars(NoGrammars, KVConnector):
             if (failure := future.exception()) is None:
                 self._matchers[sequence] = future.result().deep_copy(), 0
             else:
-                self._errors[sequence] = str(failure)
+                blamed = isinstance(failure, ValueError)  # else the model's folder, say
+                self._errors[sequence] = _failed(str(failure), FAILED if blamed else None)
         elif time.monotonic() >= since + COMPILE_S:
-            self._errors[sequence] = f"it was not compiled within {COMPILE_S:g} s"
+            self._errors[sequence] = _failed(f"it was not compiled within {COMPILE_S:g} s")
         else:
             self._waiting[sequence] = since, future
             return False
@@ -264,3 +269,7 @@ class Grammars(NoGrammars, KVConnector):
         if matcher.is_error():
             raise ValueError(matcher.get_error())
         return matcher
+
+
+def _failed(why: str, code: str | None = FAILED) -> RequestError:
+    return RequestError(clip_text(f"the grammar can't be followed: {why}"), code=code)

@@ -423,16 +423,20 @@ class LiveRequests:
                 self._shares = FairShares()
             self.connectors.call(KVConnector.finished, request)
 
-    def end(self, request: Request, reason: str, error: str | None = None) -> list[Output]:
+    def end(
+        self, request: Request, reason: str, error: str | None = None, code: str | None = None
+    ) -> list[Output]:
         """End all choices of a request, whatever state they are in."""
         while request.sequences[0].unforked > 0:
             known = request.sequences[0].tokens[: request.num_known]
             choice = len(request.sequences)
             request.sequences.append(Sequence(request, choice, known, len(self.blocks.groups)))
         live = [s for s in request.sequences if s.finish_reason is None]
-        return [self.end_choice(sequence, reason, error) for sequence in live]
+        return [self.end_choice(sequence, reason, error, code) for sequence in live]
 
-    def end_choice(self, sequence: Sequence, reason: str, error: str | None = None) -> Output:
+    def end_choice(
+        self, sequence: Sequence, reason: str, error: str | None = None, code: str | None = None
+    ) -> Output:
         """End one choice without a token."""
         request, sequence.finish_reason = sequence.request, reason
         output = Output(
@@ -444,16 +448,17 @@ class LiveRequests:
             cached_tokens=request.cached_tokens or 0,
             transferred_tokens=request.transferred_tokens,
             marks=request.take_marks(),
+            error_code=code,
         )
         self.retire(sequence)
         return output
 
-    def _reject(self, sequence: Sequence, error: str) -> None:
+    def _reject(self, sequence: Sequence, error: str, code: str | None = None) -> None:
         """End what can never fit; the outputs go out with the next ones."""
         if sequence.unforked:
-            self._outbox += self.end(sequence.request, "error", error)
+            self._outbox += self.end(sequence.request, "error", error, code)
         else:
-            self._outbox.append(self.end_choice(sequence, "error", error))
+            self._outbox.append(self.end_choice(sequence, "error", error, code))
 
     # --- loads ---
 

@@ -362,14 +362,14 @@ def resolve_max_model_len(max_model_len: int | None, model: ModelConfig) -> int:
     """The longest prompt plus output: what was asked for, or what the model was made for.
 
     Raises:
-        ConfigError: more was asked for than the model's positions.
+        ConfigError: more was asked for than the model's positions, or room for no prompt.
     """
     if max_model_len is None:
         return model.max_position_embeddings
-    if not 1 <= max_model_len <= model.max_position_embeddings:
+    if not 2 <= max_model_len <= model.max_position_embeddings:  # a token, and a new one
         raise ConfigError(
             "--max-model-len",
-            f"{max_model_len} is not within 1 and the model's {model.max_position_embeddings}",
+            f"{max_model_len} is not within 2 and the model's {model.max_position_embeddings}",
         )
     return max_model_len
 

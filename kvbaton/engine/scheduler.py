@@ -490,7 +490,7 @@ class Scheduler(LiveRequests):
                 self.park(sequence)
             return False
         if error := self.grammars.error(sequence):
-            self._reject(sequence, error)
+            self._reject(sequence, error.message, error.code)
             return False
         return True
 
@@ -596,10 +596,10 @@ class Scheduler(LiveRequests):
             self.blocks.trim(sequence, scheduled.end)
         for target in scheduled.targets:
             target.pending -= 1
-        if not error and request.params.grammar:
-            error = self.grammars.error(sequence)
         if error is not None:
             return self.end(request, "error", error)
+        if request.params.grammar and (failed := self.grammars.error(sequence)):
+            return self.end(request, "error", failed.message, failed.code)
         if scheduled.num_draft:
             return self._accept(scheduled, sampled)
         assert len(sampled.token_ids) == len(scheduled.targets), f"sampled: {sampled}"

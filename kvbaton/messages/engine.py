@@ -330,6 +330,8 @@ class Output(Struct, frozen=True, tag="output", kw_only=True, gc=False, omit_def
         transferred_tokens: prompt tokens received from another node.
         kv_transfer_params: on the last output of a source, what to paste into the target's request.
         marks: of a timed request, what happened since the output before.
+        error_code: for ``error``, what it is called if the request itself is to blame, which then
+            would fail on every node.
     """
 
     request_id: Name
@@ -345,6 +347,7 @@ class Output(Struct, frozen=True, tag="output", kw_only=True, gc=False, omit_def
     transferred_tokens: Count = 0
     kv_transfer_params: dict[str, Any] | None = None
     marks: tuple[Mark, ...] = ()
+    error_code: Name | None = None
 
 
 class Outputs(Struct, frozen=True, tag="outputs", kw_only=True, gc=False):

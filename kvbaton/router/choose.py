@@ -92,7 +92,7 @@ def choose(
         cached,
         loads.prefill_since,
         costs.learn(ready.serving, loads),
-        holders_of(senders, in_flight, cached, min_fetch_tokens) if cached else (),
+        holders_of(senders, in_flight, wanted, min_fetch_tokens, ready) if cached else (),
         min_fetch_tokens,
     )
     route = policy.choose(options)
@@ -126,7 +126,8 @@ def successor(
         wanted: what is left of the request.
     """
     too_large, _ = ready.too_large(wanted.num_tokens, wanted.choices)
-    able = [n for n in receivers if n.node_id not in too_large and (n.encodes or not wanted.items)]
+    out = too_large | ready.declining(wanted.num_tokens, wanted.num_tokens, wanted.choices)
+    able = [n for n in receivers if n.node_id not in out and (n.encodes or not wanted.items)]
     min_tokens = policy.settings.min_fetch_tokens
     if not able or not min_tokens:
         return None
@@ -155,19 +156,24 @@ def successor(
 def holders_of(
     senders: Sequence[tuple[NodeInfo, Set[str]]],
     loads: Mapping[str, NodeLoad],
-    cached: Mapping[str, int],
+    wanted: Wanted,
     min_tokens: int,
+    ready: ReadyNodes,
 ) -> Sequence[tuple[NodeInfo, Set[str], int]]:
-    """See `Options.holders`; `senders` as in `ReadyNodes`."""
+    """See `Options.holders`; `senders` as in `ReadyNodes`. Who has no room fetches nothing."""
     if not min_tokens:
         return ()
+    cached, num_tokens, choices = wanted.cached, wanted.num_tokens, wanted.choices
     found = [
         (cached[source.node_id], -loads.get(source.node_id, IDLE).prompt_tokens, source, able)
         for source, able in senders
         if cached.get(source.node_id, 0) >= min_tokens
     ]
     found.sort(key=lambda holder: (holder[0], holder[1], holder[2].node_id), reverse=True)
-    return [(source, able, held) for held, _, source, able in found]
+    return [
+        (source, able - ready.declining(min(held, num_tokens - 1), num_tokens, choices), held)
+        for held, _, source, able in found
+    ]
 
 
 def with_holder(route: Route, options: Options) -> Route:

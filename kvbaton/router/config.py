@@ -184,6 +184,8 @@ class RouterConfig(EndpointConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.workers < 1:
+            raise ConfigError("--workers", f"{self.workers} is not positive")
         check_secret("--node-api-key", self.node_api_key)
         for url, role in self.static_nodes:
             check_url(f"--{role}", url)

@@ -150,6 +150,23 @@ class ReadyNodes:
                 as_target.add(node.node_id)
         return frozenset(everywhere), frozenset(as_target)
 
+    def declining(self, held: int, num_tokens: int, choices: int) -> frozenset[str]:
+        """Ids of nodes that would compute a prompt whose first `held` tokens another one holds.
+
+        On one of role `any` the whole prompt counts, as it does where a prompt is handed over.
+        """
+        if num_tokens <= self._fits_all and choices == 1:
+            return frozenset()
+        return frozenset(
+            node.node_id
+            for node, limits in self._limited
+            if not (
+                limits.receives(num_tokens, choices)
+                if node.role == "any"
+                else held <= limits.received
+            )
+        )
+
     def receivers(self, source: NodeInfo) -> list[NodeInfo]:
         """Nodes to which another one may hand prompts over, and send cached prefixes."""
         if source.role not in SOURCES:

@@ -65,6 +65,7 @@ class NodeError:
         param: of its error.
         code: of its error.
         lost: the node is gone, and with it all that it had: that is no sign of too much to do.
+        final: the request would fail on every node, also where it is to go on from tokens.
     """
 
     message: str
@@ -72,6 +73,7 @@ class NodeError:
     param: str | None = None
     code: str | None = None
     lost: bool = False
+    final: bool = False
 
     @property
     def summary(self) -> str:

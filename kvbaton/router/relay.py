@@ -214,7 +214,9 @@ class RequestRelay:
             return self.ended(asked, now)  # the receiver has all it wanted and called it off
         if reason in ("error", "abort"):
             why = output.error or f"the node ended the request ({reason})"
-            return self.failed(asked, NodeError(why), now)
+            blamed = output.error_code is not None
+            told = NodeError(why, 400 if blamed else None, code=output.error_code, final=blamed)
+            return self.failed(asked, told, now)
         if asked.side == "successor":
             return self._from_successor(asked, output, now)
         self._heard_at = now
@@ -252,7 +254,7 @@ class RequestRelay:
             return [CancelNode(asked), MoveEnded(None)]
         moved = [MoveEnded(None)] if asked.side == "successor" or self.is_moving else []
         relayed = any(len(c.tokens) > self._first_index or c.finished for c in self._choices)
-        if error.blames_client and not relayed:
+        if error.final or (error.blames_client and not relayed):
             refusal = RequestError(
                 error.message, param=error.param, status=error.status or 400, code=error.code
             )

@@ -153,15 +153,17 @@ def raise_if_failed(output: Output, expired: bool) -> None:
     """An output that says ``abort`` or ``error`` ends the whole request.
 
     Raises:
-        RequestError: 504 after the deadline, else 503.
+        RequestError: 504 after the deadline; 400 if the request is to blame; else 503.
     """
     if output.finish_reason not in ("abort", "error"):
         return
     if expired:
         raise RequestError("the request took longer than its timeout", status=504, code="timeout")
     code = "aborted" if output.finish_reason == "abort" else "generation_failed"
-    reason = output.error or "it was aborted"
-    raise RequestError(f"the request did not complete: {reason}", status=503, code=code)
+    reason = f"the request did not complete: {output.error or 'it was aborted'}"
+    if output.error_code is not None:
+        raise RequestError(reason, status=400, code=output.error_code)
+    raise RequestError(reason, status=503, code=code)
 
 
 async def merge(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[T]:

@@ -190,7 +190,7 @@ def check_chat(frontend: Frontend, body: ChatRequest) -> None:
         raise RequestError("only text is generated", param="modalities", code="unsupported")
     if body.echo:
         raise RequestError("echo is for /v1/completions", param="echo", code="unsupported")
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs=true", param="top_logprobs")
     ranges = frontend.config.ranges
     if body.max_completion_tokens is not None:

@@ -594,6 +594,56 @@ def test_a_cap_on_blocks_per_peer() -> None:
     assert not of(rig.start(3), Fail)
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("start"), st.integers(0, 1)),
+            st.tuples(st.just("welcome"), st.integers(0, 1)),
+            st.tuples(st.just("cancel"), st.integers(0, 30)),
+            st.tuples(st.just("drained"), st.integers(0, 30)),
+            st.tuples(st.just("wait"), st.integers(1, 3)),
+        ),
+        max_size=30,
+    )
+)
+def test_no_order_of_events_reserves_more_than_the_cap(events: list[tuple[str, int]]) -> None:
+    """One source under two addresses, which are known to be its own once it has answered."""
+    rig, addresses, cap = Rig(max_blocks_per_peer=6), (ADDRESS, "tcp://p.example:1"), 6
+    held: dict[Attempt, bool] = {}  # attempts that have blocks, and whether P was told of them
+    hellos: dict[str, bytes] = {}
+    where: dict[Attempt, bytes] = {}
+
+    def take(actions: list[Any]) -> None:
+        for action in actions:
+            if isinstance(action, SendMessage) and isinstance(action.message, Hello):
+                if action.address is not None:
+                    hellos[action.address] = action.message.session
+        for reserve in sent(actions, Reserve):
+            name = Attempt(reserve.transfer_id, reserve.attempt)
+            held[name], where[name] = True, reserve.session
+        for free in of(actions, Unquarantine):
+            held.pop(free.attempt, None)
+        assert 3 * sum(held.values()) <= cap, "every attempt has 3 blocks"
+
+    for number, (kind, which) in enumerate(events):
+        names = list(held)
+        if kind == "start":
+            name = Attempt(NAME.transfer_id, number)
+            held[name] = False
+            take(rig.do(Start(name, addresses[which], KEY, 16, SPANS, 0.0)))
+        elif kind == "wait":
+            take(rig.wait(which * TIMERS.resend))
+        elif kind == "welcome" and addresses[which] in hellos:
+            rig.session = hellos[addresses[which]]
+            take(rig.welcome())
+        elif kind == "cancel" and names:
+            take(rig.do(CancelTarget(names[which % len(names)])))
+        elif kind == "drained" and (told := [name for name in names if held[name]]):
+            name = told[which % len(told)]
+            take(rig.hear(Drained, session=where[name], attempt=name.number))
+
+
 # --- junk ---
 
 

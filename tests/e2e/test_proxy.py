@@ -118,6 +118,16 @@ def test_16_at_once(proxy: Proxy, lenient: Pair, oracle: Oracle, prompt: Prompt)
     lenient.moves = "some"
 
 
+@pytest.mark.parametrize(
+    "body", [b"{", b"\xff", b"[]", b"null", b'{"model": "tiny"}', b'{"prompt": 1, "model": []}']
+)
+def test_it_says_what_is_wrong_with_a_body(proxy: Proxy, body: bytes) -> None:
+    with pytest.raises(HttpFailure) as refused:
+        proxy.post("/v1/completions", msgspec.Raw(body))
+    assert refused.value.status == 400
+    assert json.loads(refused.value.body)["error"]["message"]
+
+
 # --- params that are not what they should be ---
 
 

@@ -204,6 +204,7 @@ def test_what_can_not_be_followed_is_told(nodes: Callable[..., Node]) -> None:
     assert broken.result() == []
     assert broken.finish_reason == "error"
     assert "grammar" in str(broken.error)
+    assert broken.outputs[-1].error_code == "grammar_failed", "no other node is to try"
     request = AddRequest(
         request_id="unfit",
         token_ids=(5,),
@@ -217,6 +218,7 @@ def test_what_can_not_be_followed_is_told(nodes: Callable[..., Node]) -> None:
     large = node.generate(prompt_of(5), **FREE, grammar=grammar(grammar=f"start: {many}"))
     assert len(large.result()) < 3
     assert "items; max is" in str(large.error)
+    assert large.outputs[-1].error_code == "grammar_failed"
     for field, value in (("ignore_eos", True), ("min_tokens", 3), ("grammar", "x" * (1 << 19))):
         refused = node.generate(prompt_of(5), **(FREE | {"grammar": json_grammar(), field: value}))
         with pytest.raises(AssertionError, match=field):

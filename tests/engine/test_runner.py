@@ -358,6 +358,7 @@ def test_sums_can_be_left_out(checkpoint: Checkpoint, drive: Any) -> None:
         ({"num_blocks": 2**40}, "--num-blocks", "can't be had"),
         ({"kv_cache_memory_bytes": 2**53}, "--kv-cache-memory-bytes", "can't be had"),
         ({"max_model_len": 513}, "--max-model-len", "512"),
+        ({"max_model_len": 1}, "--max-model-len", "1 is not within 2"),
         ({"device": "cuda"}, "--device", "no CUDA"),
         ({"tensor_parallel_size": 3}, "--tensor-parallel-size", "one of 1, 2, 4"),
     ],

@@ -122,6 +122,9 @@ async def test_a_failed_generation(node: Any) -> None:
         text = await response.text()
     assert '"finish_reason":"error"' in text, "the router sees the end itself"
     assert text.endswith("data: [DONE]\n\n")
+    node.client.final = {"error": "no token fits", "error_code": "grammar_failed"}
+    status, answer = await node.post(GENERATE, body)
+    assert (status, answer["error"]["code"]) == (400, "grammar_failed"), "the request is to blame"
 
 
 async def test_cancelling_a_stream(node: Any) -> None:

@@ -65,6 +65,7 @@ def failure(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["prefill", "--model", "x", "--encoder-only"], "unrecognized arguments: --encoder-only"),
         (["router", "--max-ttft", "nan"], "--max-ttft: invalid number value: 'nan'"),
         (["router", "--max-itl", "0"], "--max-itl: 0.0 is not positive"),
+        (["router", "--workers", "0", "--model", "/nope"], "--workers: 0 is not positive"),
         (["router", "--port", "9" * 400], "--port: 99999999999999999999... is a number beyond"),
         (["router", "--shiny"], "unrecognized arguments: --shiny"),
         (["serve", "x", "--max-num-batch-tokens=5"], "did you mean --max-num-batched-tokens?"),

@@ -164,7 +164,9 @@ def test_a_policy_chooses_as_if_it_looked_at_every_pair(name: str, number: int) 
         cached,
         loads.prefill_since,
         costs.learn(ready.serving, loads),
-        holders_of(ready.pairs.without(avoid).sources, loads, cached, asked.min_fetch_tokens),
+        holders_of(
+            ready.pairs.without(avoid).sources, loads, wanted, asked.min_fetch_tokens, ready
+        ),
         asked.min_fetch_tokens,
     )
     node = found.prefills

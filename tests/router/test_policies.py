@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from kvbaton.engine.chunk_limit import LEAST, chunk_tokens
 from kvbaton.errors import ConfigError
 from kvbaton.messages.engine import AddRequest, PrefixAt, SamplingParams
-from kvbaton.router.choose import Wanted, choose
+from kvbaton.router.choose import Wanted, choose, successor
 from kvbaton.router.config import RoutingPolicy
 from kvbaton.router.costs import CostModel, Overhead, Prediction
 from kvbaton.router.loads import IDLE, NodeLoad, NodeLoads
@@ -573,6 +573,45 @@ def test_a_prefix_is_fetched_only_where_it_pays_and_may_cross() -> None:
     members = [member("a", "prefill"), member("b", "decode")]
     alone = route("threshold", members, 400, busy, cached={"a": 390})
     assert (ids(alone), alone.holder and alone.holder.node_id) == ((None, "b"), "a")
+
+
+@pytest.mark.parametrize("load", [{}, H200], ids=["unmeasured", "measured"])
+def test_who_has_no_room_for_what_another_node_holds_fetches_nothing(
+    load: dict[str, float],
+) -> None:
+    """It would compute what was priced as fetched."""
+
+    def held(role: str, received: int, choices: int = 1) -> int:
+        b = member("b", role, load=load, prompt_limits=limits(8000, received))
+        members = [member("a", "prefill", load=load), b]
+        members[0].paused = True  # it still sends
+        policy = load_policy(RoutingPolicy(policy="cost"), CostModel(Clock()))
+        wanted = Wanted(1500, cached={"a": 1000}, choices=choices)
+        found = choose(ReadyNodes(members), NodeLoads(), policy, wanted)
+        assert found is not None
+        assert ids(found) == (None, "b")
+        return found.held
+
+    assert held("any", 1500) == 1000
+    assert held("any", 1499) == 0
+    assert held("any", 1500, choices=2) == 0
+    assert held("decode", 1000, choices=2) == 1000, "only what crosses has to fit"
+    assert held("decode", 999) == 0
+
+
+def test_nothing_moves_to_who_has_no_room_for_it() -> None:
+    def goes_to(received: int) -> str | None:
+        members = [
+            member("a", "any", load=H200),
+            member("b", "any", load=H200, prompt_limits=limits(8000, received)),
+        ]
+        ready, a = ReadyNodes(members), members[0].info
+        policy = load_policy(RoutingPolicy(policy="cost"), CostModel(Clock()))
+        found = successor(a, ready.receivers(a), ready, NodeLoads(), policy, Wanted(1500))
+        return None if found is None else found.target.node_id
+
+    assert goes_to(1500) == "b"
+    assert goes_to(1499) is None
 
 
 # --- wires ---

@@ -705,3 +705,19 @@ def test_what_has_a_token_has_no_objective_for_the_first() -> None:
     bench.fail("target", lost=True)
     asked = bench.asked("source", 1).request
     assert (asked.resume_ids, asked.ttft_s) == ((11,), 0.0)
+
+
+@pytest.mark.parametrize("side", ["source", "target"])
+@pytest.mark.parametrize("relayed", [0, 2])
+def test_what_no_node_can_go_on_with_is_tried_once(side: str, relayed: int) -> None:
+    """A grammar that fails in mid-text, say: it would fail again from the same tokens."""
+    if side == "source" and relayed:
+        pytest.skip("a source says one token")
+    bench = Bench(request()).start()
+    if relayed:
+        bench.say("target", 0, *range(relayed))
+    why = "no token fits the grammar"
+    bench.say(side, relayed, finish_reason="error", error=why, error_code="grammar_failed")
+    assert (bench.error().status, bench.error().code) == (400, "grammar_failed")
+    assert why in bench.error().message
+    assert len(bench.routed) == 1

@@ -26,6 +26,15 @@ async def test_a_whole_answer(serve: Any) -> None:
     assert request.params.max_tokens == MAX_MODEL_LEN - len(request.token_ids)
 
 
+async def test_no_top_logprobs_need_no_logprobs(serve: Any) -> None:
+    """As vLLM has it: libraries say 0 for what was not asked for."""
+    status, answer = await (await serve(TEXT)).post(
+        "/v1/chat/completions", {"messages": ASK, "top_logprobs": 0}
+    )
+    assert status == 200
+    assert answer["choices"][0]["logprobs"] is None
+
+
 async def test_the_openai_client(serve: Any) -> None:
     endpoint = await serve(TEXT)
     async with openai.AsyncOpenAI(

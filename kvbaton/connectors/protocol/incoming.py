@@ -67,7 +67,6 @@ class Line:
         attempts: alive, those included that wait for a session or are in quarantine.
         unneeded: what P is told when there is one.
         mismatches: when digests did not match.
-        num_blocks: reserved and in quarantine.
     """
 
     address: str
@@ -78,7 +77,6 @@ class Line:
     attempts: dict[Attempt, Incoming] = field(default_factory=dict)
     unneeded: deque[Attempt] = field(default_factory=lambda: deque(maxlen=MAX_UNNEEDED))
     mismatches: list[float] = field(default_factory=list)
-    num_blocks: int = 0
 
     @property
     def up(self) -> TargetSession | None:

@@ -38,7 +38,7 @@ from kvbaton.connectors.protocol.machine import (
 from kvbaton.connectors.protocol.target_sessions import MAX_LINES, TargetSessions
 from kvbaton.errors import LocalProtocolError
 from kvbaton.messages import control
-from kvbaton.types import Attempt, TransferTimers
+from kvbaton.types import Attempt, NodeId, TransferTimers
 
 MAX_MISMATCHES = 3
 """Mismatches within `quarantine_limit` after which a peer is asked nothing for as long."""
@@ -55,9 +55,10 @@ class Target(TargetSessions):
         timers: of the protocol.
         new_id: makes 16 random bytes.
         pair: pairs the groups of layouts, source first; raises `ValueError` naming both values.
-        max_blocks_per_peer: blocks that may be reserved or in quarantine for one address; None for
-            no limit but the pool. For a peer that leaves more than a quarter of the pool in
-            quarantine for longer than `resend` nothing is reserved.
+        max_blocks_per_peer: blocks that may be reserved or in quarantine for one peer, whatever
+            the addresses by which it is asked; None for no limit but the pool. For a peer that
+            leaves more than a quarter of the pool in quarantine for longer than `resend` nothing is
+            reserved.
     """
 
     is_source = False
@@ -168,30 +169,37 @@ class Target(TargetSessions):
         record.began = self.now
         record.until = self.now + (event.deadline_s or self.timers.total)
         line.attempts[record.name] = record
-        line.num_blocks += record.num_blocks
         self._set_state(record, State.WAITING)
         self._heard(record)
-        reason = self._unwelcome(record)
-        if reason is not None:
-            self._fail(record, reason)
-        elif line.up is not None:
+        if line.up is not None:
             self._reserve(record, line.up)
+        elif reason := self._unwelcome(record, None):
+            self._fail(record, reason)
         else:
             self.open_line(line)
 
-    def _unwelcome(self, record: Incoming) -> str | None:
-        """Why P can't be asked now."""
-        line = record.line
+    def _unwelcome(self, record: Incoming, node: NodeId | None) -> str | None:
+        """Why P can't be asked now; its node is not known before the session is up."""
+        line, name = record.line, node and node.node
+
+        def is_peers(other: Incoming) -> bool:
+            if other.line is line:
+                return True
+            bound = other.session and other.session.node
+            return name is not None and bound is not None and bound.node == name
+
         since = self.now - self.timers.quarantine_limit
         line.mismatches = [at for at in line.mismatches if at > since]
         if len(line.mismatches) >= MAX_MISMATCHES:
             return f"{line.address} was put out after {len(line.mismatches)} mismatches"
-        blocks = line.num_blocks
-        if self._max_blocks is not None and blocks > self._max_blocks:
-            return f"{blocks} blocks would wait for {line.address}, at most {self._max_blocks} may"
+        if self._max_blocks is not None:
+            blocks = sum(r.num_blocks for r in self.live.values() if is_peers(r))
+            if blocks > self._max_blocks:
+                who, most = line.address, self._max_blocks
+                return f"{blocks} blocks would wait for {who}, at most {most} may"
         asked = self.now - self.timers.resend  # what P was told of since, it may yet drain
-        draining = (r for r in self._quarantine.values() if r.line is line)
-        left = sum(r.num_blocks for r in draining if r.since <= asked)
+        draining = (r for r in self._quarantine.values() if r.since <= asked)
+        left = sum(r.num_blocks for r in draining if is_peers(r))
         if left * UNHEALTHY_SHARE > self._num_blocks:
             return f"{line.address} leaves {left} blocks in quarantine"
         return None
@@ -214,7 +222,10 @@ class Target(TargetSessions):
     # --- Reserve and its answers ---
 
     def _reserve(self, record: Incoming, session: TargetSession) -> None:
-        """Send `Reserve`; from now on P knows of the blocks."""
+        """Send `Reserve`; from now on P knows of the blocks. Over the cap with what it was asked for at another address: fail."""
+        if reason := self._unwelcome(record, session.node):
+            self._fail(record, reason)
+            return
         record.session = session
         session.attempts[record.name] = record
         whole = record.start, record.num_tokens

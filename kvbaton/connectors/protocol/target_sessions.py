@@ -275,7 +275,6 @@ class TargetSessions(Machine[Incoming, TargetSession]):
         """An attempt has ended, its blocks are free."""
         line, session = record.line, record.session
         del line.attempts[record.name]
-        line.num_blocks -= record.num_blocks
         if session is not None:
             session.attempts.pop(record.name, None)
             self.forget_session(session)
