@@ -13,7 +13,7 @@ from kvbaton.messages.engine import SamplingParams
 from kvbaton.testing.checkpoints import CheckpointSpec, make_checkpoint
 
 
-@pytest.mark.parametrize(("block_size", "max_model_len"), [(16, 64), (16, 8), (4, 1), (2, 2)])
+@pytest.mark.parametrize(("block_size", "max_model_len"), [(16, 64), (16, 8), (4, 2), (2, 2)])
 def test_a_warm_block_is_as_good_as_a_fresh_one(
     tmp_path: Path, block_size: int, max_model_len: int
 ) -> None:
