@@ -112,7 +112,6 @@ class EngineCore:
         self.step_costs = step_costs()
         self._terms: deque[Terms] = deque()
         self._launch_s = 0.0
-        self._all_decode = False  # in the step launched last
         self._await_until = 0.0
         self.times = StepTimes()
         self._busy_since = 0.0
@@ -235,13 +234,14 @@ class EngineCore:
             self.steps += 1
             num_tokens = plan.num_tokens
             self.step_tokens += num_tokens
-            if self.in_flight and num_tokens > WHOLE_TOKENS and self._all_decode:
-                self._take()  # else tokens that are there would wait for the launch
-                began = time.monotonic()
+            if self.in_flight and num_tokens > WHOLE_TOKENS:
+                before = self.scheduler.in_flight[0].scheduled
+                if all(each.end - each.start == 1 for each in before):
+                    self._apply(*self._take())  # else tokens that are there wait for the launch
+                    began = time.monotonic()
             if not self.in_flight:
                 self._busy_since = time.monotonic()
             self._terms.append(terms_of(plan.steps))
-            self._all_decode = all(step.decodes for step in plan.steps)
             self.times.launched(plan, num_tokens)
             self.in_flight.append(self.executor.launch(plan))
             self._launch_s = time.monotonic() - began
@@ -278,27 +278,32 @@ class EngineCore:
         """Apply what the oldest step sampled; wait for it unless it wakes us, or we listen."""
         waits = self._must_wait and not self._awaits()
         if self.in_flight and (waits or self.in_flight[0].ready()):
+            result, step_s = self._take()
             # What peers asked for during the step comes first: it may want what the step computed.
-            self._take(self._hear)
+            self._hear()
+            self._apply(result, step_s)
             if self.in_flight:
                 self._expect()
 
-    def _take(self, first: Callable[[], None] = lambda: None) -> None:
-        """Wait for the oldest step, do something first, and apply what it sampled."""
+    def _take(self) -> tuple[StepResult, float]:
+        """Wait for the oldest step; its result, and the seconds that it took."""
         result = self.in_flight.popleft().result()
         self.times.lap("wait")
-        since, self._busy_since = self._busy_since, time.monotonic()
-        self.scheduler.result_at = self._busy_since
-        self.step_seconds += self._busy_since - since
+        began, self._busy_since = self._busy_since, time.monotonic()
+        self.scheduler.result_at, step_s = self._busy_since, self._busy_since - began
+        self.step_seconds += step_s
         terms = self._terms.popleft()
-        self.step_costs.observe(terms, self._busy_since - since)
-        self.scheduler.chunk_limit.observe(terms, self._busy_since - since)
-        first()
+        self.step_costs.observe(terms, step_s)
+        self.scheduler.chunk_limit.observe(terms, step_s)
+        return result, step_s
+
+    def _apply(self, result: StepResult, step_s: float) -> None:
+        """Apply what the step taken last sampled, and tell it."""
         outputs = self.scheduler.update(result)
         self.times.lap("update")
         self.send(outputs)
         self.times.lap("send")
-        self.times.over(result, outputs, self._busy_since - since)
+        self.times.over(result, outputs, step_s)
         self._applied = True
 
     def patience(self) -> float:
