@@ -66,14 +66,16 @@ def main(model: str, flags: list[str]) -> None:
         try:
             assert cluster.stdout is not None
             ready = (line for line in cluster.stdout if line.startswith("ready: "))
-            url = next(ready).removeprefix("ready: ").strip()
+            if not (line := next(ready, "")):
+                sys.exit("the cluster ended before it was ready")
+            url = line.removeprefix("ready: ").strip()
             for _ in range(2):
                 print(repr(ask(url, model, png(320, 200))))
             with urllib.request.urlopen(url.removesuffix("/v1") + "/metrics") as metrics:
                 counts = dict(COUNT.findall(metrics.read().decode()))
             print(f"given to the encoder node: {counts['encoder']} times")
         finally:
-            cluster.send_signal(signal.SIGINT)
+            cluster.send_signal(signal.SIGINT)  # nothing happens if it has ended
             cluster.communicate()
 
 

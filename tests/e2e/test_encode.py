@@ -346,22 +346,30 @@ class ForkedUp(ForkedCommand):
         assert command[:3] == [sys.executable, "-m", "kvbaton"]
         assert streams == {"stdout": subprocess.PIPE, "text": True}
         read, write = os.pipe()
-        self.stdout = open(read)
+        self._read = open(read)
+        self.stdout = self._lines()
         super().__init__(command[3:], write)
         os.close(write)
+
+    def _lines(self) -> Iterator[str]:
+        """What it says, shown if the test fails."""
+        for line in self._read:
+            print(line, end="", file=sys.stderr)
+            yield line
 
     def __enter__(self) -> ForkedUp:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        with self.stdout:
+        with self._read:
             self.kill()
+            self.wait(60.0)
 
-    def send_signal(self, number: int) -> None:
-        os.kill(self.pid, number)
+    def send_signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
 
     def communicate(self) -> None:
-        self.stdout.read()
+        list(self.stdout)
         assert self.wait(60.0) == 0, "it ends in good order"
 
 
