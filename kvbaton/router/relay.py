@@ -548,5 +548,5 @@ class RequestRelay:
         return RequestError(
             f"The request was not complete after {self.request.deadline_s:g} s.",
             status=504,
-            code="deadline_exceeded",
+            code="timeout",
         )

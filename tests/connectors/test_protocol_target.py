@@ -391,7 +391,7 @@ def test_nothing_is_reserved_at_an_address_that_has_not_drained_a_share_of_the_p
         rig.do(CancelTarget(Attempt(NAME.transfer_id, number)))
     assert not of(rig.start(9), Fail)  # what it was asked just now it can't have answered
     rig.wait(TIMERS.resend)
-    fail, _ = rig.start(10)
+    (fail,) = of(rig.start(10), Fail)
     assert "leaves 27 blocks in quarantine" in fail.reason
 
 
@@ -412,7 +412,7 @@ def test_a_few_quarantined_blocks_make_no_node_unhealthy_a_share_of_the_pool_doe
     rig.wait(2.0)
     assert rig.machine.unhealthy.startswith("27 of 100 blocks")
     assert rig.machine.unhealthy.endswith("because of p")
-    fail, _ = rig.start(9)
+    (fail,) = of(rig.start(9), Fail)
     assert "leaves 27 blocks in quarantine" in fail.reason
     rig.do(PeerGone(P))
     rig.do(Fenced(P))
@@ -577,9 +577,9 @@ def test_a_peer_with_several_mismatches_is_put_out_for_a_while() -> None:
             rig.welcome()
         rig.land(0, 4, 16, attempt=Attempt(NAME.transfer_id, number))
         rig.do(Verified(Attempt(NAME.transfer_id, number), 0, ((4, 16),)))
-    fail, free = rig.start(3)
-    assert "put out" in fail.reason
-    assert isinstance(free, Unquarantine)
+    actions = rig.start(3)
+    assert "put out" in of(actions, Fail)[0].reason
+    assert of(actions, Unquarantine)
     rig.now += TIMERS.quarantine_limit + 1
     assert sent(rig.start(4), Reserve)
 
@@ -592,6 +592,18 @@ def test_a_cap_on_blocks_per_peer() -> None:
     assert "9 blocks" in fail.reason
     rig.do(CancelTarget(NAME))
     assert not of(rig.start(3), Fail)
+
+
+def test_a_source_whose_hand_over_has_no_room_is_told_not_to_compute() -> None:
+    rig = Rig(max_blocks_per_peer=6)
+    for number in range(2):
+        rig.start(number)
+    rig.welcome()
+    actions = rig.start(2)
+    assert of(actions, Fail)
+    assert of(actions, Unquarantine)
+    (spared,) = sent(actions, NotNeeded)
+    assert spared.attempt == 2
 
 
 @settings(max_examples=200, deadline=None)

@@ -56,7 +56,7 @@ CALM_DEADLINE_S = 120.0
 MEMBERSHIP = MembershipTimers(heartbeat_s=0.5, probe_period_s=0.5, failures=2, forget_s=20.0)
 TIMERS = RelayTimers(idle_s=2.0, finish_grace_s=0.5, move_s=1.5)
 CALM_TIMERS = RelayTimers(move_s=5.0)
-ENDS_BADLY = frozenset({"deadline_exceeded", "no_node_ready", "node_failed", "draining"})
+ENDS_BADLY = frozenset({"timeout", "no_node_ready", "node_failed", "draining"})
 """Codes with which a request may fail where nodes do."""
 
 

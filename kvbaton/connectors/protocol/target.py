@@ -222,8 +222,10 @@ class Target(TargetSessions):
     # --- Reserve and its answers ---
 
     def _reserve(self, record: Incoming, session: TargetSession) -> None:
-        """Send `Reserve`; from now on P knows of the blocks. Over the cap with what it was asked for at another address: fail."""
+        """Send `Reserve`; from now on P knows of the blocks. Over the cap with what it was asked for at another address, or put out: `NotNeeded`, fail."""
         if reason := self._unwelcome(record, session.node):
+            if not record.order.keys:  # else P computes a prompt that nobody waits for
+                self.unneeded(events.Unneeded(record.name, record.line.address))
             self._fail(record, reason)
             return
         record.session = session
