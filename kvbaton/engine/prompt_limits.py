@@ -33,12 +33,12 @@ def prompt_limits(scheduler: Scheduler, most_blocks: int | None = None) -> Promp
     def held(num_tokens: int) -> int:
         return blocks.need(blocks.empty(), num_tokens + 1)
 
-    # Half of the blocks and seats is left to prompts for others, and each choice takes a block of
-    # every group: of a prompt that is shorter by a block, only groups that keep all give one back.
-    half, groups = blocks.pool.usable // 2, len(blocks.groups)
-    received = min(received, bisect_right(lengths, half, key=held))
+    # Some blocks and half of the seats are left to prompts for others; each choice takes a block
+    # of every group: of a prompt that is shorter by one, only groups that keep all give one back.
+    most, groups = int(scheduler.load_share * blocks.pool.usable), len(blocks.groups)
+    received = min(received, bisect_right(lengths, most, key=held))
     choices, keeping = config.max_num_seqs // 2, sum(group.keeps_all for group in blocks.groups)
     if keeping:
         return PromptLimits(computed, received, choices, -(-groups // keeping) * blocks.alignment)
-    spare = half - held(received) if received else 0
+    spare = most - held(received) if received else 0
     return PromptLimits(computed, received, min(choices, 1 + spare // groups))

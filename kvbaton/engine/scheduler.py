@@ -20,6 +20,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, Protocol
 
 import numpy as np
@@ -95,7 +96,8 @@ class Scheduler(LiveRequests):
         result_at: when the core had the result of the latest step, on the monotonic clock.
         both_sides: the node prefills for others and is prefilled for. Two such nodes, each full of
             loads that wait for the other's prompts, would wait for ever: so loads leave half of the
-            node to prompts, and who has no room before a load ends waits beside the queue.
+            seats to prompts, and blocks for any of them (`load_share`), and who has no room before
+            a load ends waits beside the queue.
     """
 
     def __init__(
@@ -113,6 +115,17 @@ class Scheduler(LiveRequests):
         self.result_at: float | None = None
         self._handles = itertools.count(1)
         self._launched = 0
+
+    @cached_property
+    def load_share(self) -> float:
+        """Share of the blocks that loads may take where `both_sides`: half of them, or more.
+
+        What is left is enough for the longest prompt with as many choices as have seats.
+        """
+        forks = self.config.max_num_seqs // 2 * len(self.blocks.groups)
+        longest = self.blocks.need(self.blocks.empty(), self.config.max_model_len) + forks
+        left = 1.0 - longest / max(1, self.blocks.pool.usable)
+        return max(0.5, min(self.config.max_loading_share, left))
 
     # --- plans ---
 
@@ -447,7 +460,7 @@ class Scheduler(LiveRequests):
                     continue  # the node that waits for it may be who these loads wait for
                 if self.loading and self._step_aside(sequence):
                     return "done"
-                if self._exceeds(sequence, 0.5):
+                if self._exceeds(sequence, self.load_share, 0.5):
                     continue  # there will never be room
             # Room comes with the end of a load, which has a deadline.
             if connector.waits_for_room or self.loading:
@@ -462,10 +475,10 @@ class Scheduler(LiveRequests):
 
     def _is_crowded_out(self, sequence: Sequence) -> bool:
         """Whether a sequence has no room before a load ends, on a node that prefills for others."""
-        return self.both_sides and bool(self.loading) and self._exceeds(sequence, 1.0)
+        return self.both_sides and bool(self.loading) and self._exceeds(sequence, 1.0, 1.0)
 
-    def _exceeds(self, sequence: Sequence, share: float) -> bool:
-        """Whether a sequence, beside all that load, takes more than a share of blocks or seats.
+    def _exceeds(self, sequence: Sequence, of_blocks: float, of_seats: float) -> bool:
+        """Whether a sequence, beside all that load, takes more than a share of blocks or of seats.
 
         Each with its cached prefix, and what it wants at its next step.
         """
@@ -474,8 +487,8 @@ class Scheduler(LiveRequests):
             blocks += self.blocks.need(self.blocks.empty(), len(one.tokens) + 1)
             blocks += one.unforked * len(self.blocks.groups)
             seats += 1 + one.unforked
-        usable = self.blocks.pool.usable
-        return blocks > share * usable or seats > share * self.config.max_num_seqs
+        too_many = blocks > of_blocks * self.blocks.pool.usable
+        return too_many or seats > of_seats * self.config.max_num_seqs
 
     def _holders(self) -> Iterable[Sequence]:
         """Who has blocks, or is getting some."""
@@ -526,15 +539,15 @@ class Scheduler(LiveRequests):
     def _has_room_to_load(self, sequence: Sequence, match: Match, start: int) -> bool:
         """Loads that have not come in may not reserve everything, unless one is alone.
 
-        On a node that prefills for others they leave half of it in any case, and half of the seats,
-        and none overtakes who waits for the end of one.
+        On a node that prefills for others they leave room for a prompt in any case, and half of the
+        seats, and none overtakes who waits for the end of one.
         """
         need = self.blocks.need(match.tables, len(sequence.tokens), start=start)
         incoming = self.blocks.num_incoming()
-        share = min(self.config.max_loading_share, 0.5 if self.both_sides else 1.0)
+        share = min(self.config.max_loading_share, self.load_share if self.both_sides else 1.0)
         if incoming and incoming + need > int(share * self.blocks.pool.usable):
             return False
-        if self.both_sides and (self.crowded or self._exceeds(sequence, 0.5)):
+        if self.both_sides and (self.crowded or self._exceeds(sequence, self.load_share, 0.5)):
             return False
         return self.blocks.fits(need, beside=self._claims(self._holders()), hits=match.tables)
 

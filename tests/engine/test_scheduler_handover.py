@@ -421,6 +421,18 @@ def test_who_leaves_while_others_wait_for_the_end_of_a_load_holds_nobody_up():
     assert [admitted.request_id for admitted in loop.admitted] == ["a", "c"]
 
 
+def test_loads_leave_less_than_half_where_no_prompt_needs_it():
+    loop = both_sides(
+        groups=(GroupSpec(block_size=4, num_blocks=65),), max_num_seqs=16, max_model_len=32
+    )
+    for number in range(8):
+        loop.add(ask(f"d{number}", prompt(24, number), transfer=target(number)))
+    compute_for_another(loop, 31)
+    assert len(loop.admitted) == 6, (
+        "of 7 blocks; 8 for the longest prompt and 8 for choices are left"
+    )
+
+
 def test_loads_of_many_choices_leave_half_of_the_seats():
     loop = both_sides(groups=(GroupSpec(block_size=4, num_blocks=200),), max_num_seqs=4)
     for number in range(2):
