@@ -136,6 +136,16 @@ class Dispatcher(TokenSource):
             running.perform(running.relay.client_gone())
             running.close("cancelled")
 
+    @override
+    def stop(self) -> None:
+        for running in list(self.running.values()):
+            running.perform(running.relay.client_gone())
+            running.close("failed")
+            running.receiver.end(
+                RequestError("the router is shutting down", status=503, code="shutting_down")
+            )
+            running.receiver.flush()
+
     def totals(self) -> RouterTotals:
         """What was done for clients, and is being done."""
         relays = [running.relay for running in self.running.values()]
