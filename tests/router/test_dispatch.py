@@ -115,6 +115,20 @@ async def test_without_any_decode_node_left_prefill_serves_alone(make_rig: Any) 
     assert rig.nodes["p0"].received[-1].transfer is None
 
 
+async def test_an_answer_is_not_continued_by_other_weights_while_its_own_are_left(
+    make_rig: Any,
+) -> None:
+    """It began with tokens of one model and went on with those of another."""
+    rig = await make_rig(decode=2, dispatch=DispatchConfig(policy="least-loaded"))
+    d0, d1 = rig.nodes["d0"], rig.nodes["d1"]
+    d1.info = msgspec.structs.replace(d1.info, identity="bb")
+    await rig.register("d1")
+    d0.die_after = 3
+    assert tokens(await collect(rig, request(max_tokens=6))) == expected(6)
+    assert rig.nodes["p0"].received[-1].resume_ids == tuple(expected(3))
+    assert d1.received == []
+
+
 @pytest.mark.parametrize("when", ["before the first token", "after it"])
 async def test_leaving_cancels_both_legs(make_rig: Any, when: str) -> None:
     rig = await make_rig()
