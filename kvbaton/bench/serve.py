@@ -22,6 +22,7 @@ import msgspec
 from kvbaton.bench.report import percentile, publish
 from kvbaton.config import flag, flag_of
 from kvbaton.errors import ConfigError
+from kvbaton.server.config import check_url
 from kvbaton.server.network import TrustConfig
 from kvbaton.server.sse import DONE, read_events
 
@@ -65,8 +66,7 @@ class ServeLoad:
     trust: TrustConfig = field(default_factory=TrustConfig)
 
     def __post_init__(self) -> None:
-        if not self.url.startswith(("http://", "https://")):
-            raise ConfigError("--url", f"must begin with http:// or https://, not {self.url!r}")
+        check_url("--url", self.url)
         for name in ("requests", "input_len", "output_len", "concurrency", "vocab_size"):
             if (value := getattr(self, name)) < 1:
                 raise ConfigError(flag_of(name), f"must be at least 1, not {value}")

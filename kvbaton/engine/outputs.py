@@ -51,6 +51,9 @@ class TokenSource(ABC):
     def cancel(self, request_id: str) -> None:
         """End a request that may still run; its receiver is told nothing more. Never fails."""
 
+    def stop(self) -> None:  # noqa: B027
+        """End what still runs, and tell why: nobody will be here to read more."""
+
     async def generate(self, request: AddRequest) -> AsyncGenerator[Output]:
         """Outputs of a request as they come; closing the generator early cancels it.
 

@@ -99,6 +99,7 @@ async def one_process(
         try:
             yield
         finally:
+            app[ROUTER].nodes.membership.hears = False
             await runner.cleanup()
 
 

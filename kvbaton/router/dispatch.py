@@ -136,6 +136,16 @@ class Dispatcher(TokenSource):
             running.perform(running.relay.client_gone())
             running.close("cancelled")
 
+    @override
+    def stop(self) -> None:
+        for running in list(self.running.values()):
+            running.perform(running.relay.client_gone())
+            running.close("failed")
+            running.receiver.end(
+                RequestError("the router is shutting down", status=503, code="shutting_down")
+            )
+            running.receiver.flush()
+
     def totals(self) -> RouterTotals:
         """What was done for clients, and is being done."""
         relays = [running.relay for running in self.running.values()]
@@ -259,6 +269,7 @@ class _Running:
         self._tokens_timed = 0
         self._first_at = 0.0
         self._second_at: tuple[float, int] | None = None
+        self._identity = ""
 
     def close(self, outcome: str) -> None:
         """The relay is done."""
@@ -283,9 +294,17 @@ class _Running:
         Raises:
             Exception: of the policy, for the first attempt: whoever asks is told.
         """
-        request = self.relay.request
+        request, chooser = self.relay.request, self.dispatcher.chooser
         try:
-            return self.dispatcher.chooser.route(request, num_tokens, items, avoid)
+            route, others = None, frozenset[str]()
+            if self.relay.num_generated:  # by other weights, the rest would not fit what was said
+                serving = self.dispatcher.nodes.membership.ready().serving
+                others = frozenset(n.node_id for n in serving if n.identity != self._identity)
+            if others:
+                route = chooser.route(request, num_tokens, items, avoid | others)
+            route = route or chooser.route(request, num_tokens, items, avoid)
+            self._identity = "" if route is None else route.target.identity
+            return route
         except Exception:  # a policy may be anybody's, and others go on
             if self.relay.attempt < 0:
                 raise

@@ -214,12 +214,16 @@ class Membership:
         timers: see there.
         loopback_only: refuse nodes elsewhere (there is no cluster key).
         model: the one model's name; None takes that of the first node.
+
+    Attributes:
+        hears: nodes can register. Once they can't, silence says nothing of them, and probes all.
     """
 
     timers: MembershipTimers = field(default_factory=MembershipTimers)
     loopback_only: bool = True
     model: str | None = None
     members: dict[str, Member] = field(default_factory=dict)
+    hears: bool = True
     _removed: dict[tuple[str, str], None] = field(default_factory=dict)
     _ready: ReadyNodes | None = None
 
@@ -327,7 +331,7 @@ class Membership:
         """Time has passed: notice silence."""
         changes: list[Change] = []
         for member in list(self.members.values()):
-            if member.static:
+            if member.static or not self.hears:
                 continue
             if now - member.heard_at >= self.timers.forget_s:
                 changes += self._move(member, NodeState.GONE, "silent for too long")
@@ -529,4 +533,4 @@ class Membership:
 
     def _silent(self, member: Member, now: float) -> bool:
         limit = self.timers.missed * self.timers.heartbeat_s
-        return not member.static and now - member.heard_at >= limit
+        return self.hears and not member.static and now - member.heard_at >= limit

@@ -231,6 +231,7 @@ async def workers(
                 await cluster.supervisor.start()
                 yield
             finally:
+                nodes.membership.hears = False
                 await cluster.supervisor.stop(config.shutdown_timeout_s)
 
 

@@ -52,6 +52,10 @@ logger = logging.getLogger(__name__)
 YOUNG_OBJECTS = 20_000
 """The garbage collector looks for cycles after so many more objects were made than freed."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+FINISH_PERIOD_S = 0.02
+"""So often it is looked whether requests have ended that a process waits for."""
+ENDING_S = 1.0
+"""For requests that were told to end."""
 TOLD_TWICE = 130
 """Exit status of a process that did not wait for its requests."""
 PREFLIGHT = "Access-Control-Request-Method"
@@ -113,12 +117,23 @@ async def serve_on(
     """Serve an application on a listening socket, which becomes the runner's.
 
     A handler is cancelled when its client goes away; the runner's ``cleanup`` waits for open
-    requests for as long as `config` says.
+    requests for as long as `config` says, then tells clients why theirs end.
     """
+
+    async def finish(app: web.Application) -> None:
+        if (frontend := app.get(FRONTEND)) is None:
+            return
+        deadline = time.monotonic() + config.shutdown_timeout_s
+        while frontend.metrics.in_flight and time.monotonic() < deadline:
+            await asyncio.sleep(FINISH_PERIOD_S)
+        frontend.source.stop()
+
+    app.on_shutdown.append(finish)
     runner = web.AppRunner(
         app,
         handler_cancellation=True,
-        shutdown_timeout=config.shutdown_timeout_s,
+        # aiohttp waits for so long twice: before it cancels a handler, and after.
+        shutdown_timeout=ENDING_S,
         keepalive_timeout=config.timeout_keep_alive_s,
         access_log=None,
         auto_decompress=False,  # `read_body` does

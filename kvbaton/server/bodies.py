@@ -181,6 +181,8 @@ def unpacked(data: bytes, encoding: str, limit: int) -> bytes:
         raise web.HTTPRequestEntityTooLarge(limit, len(found))
     if not packer.eof:
         raise RequestError("the body is not encoded as its headers say: its end is missing")
+    if packer.unused_data:  # perhaps more of it: to read many small pieces would take very long
+        raise RequestError("the body must be compressed in one piece: something follows its end")
     return found
 
 

@@ -10,11 +10,13 @@ comes for having been handed over, ``last_step`` tokens of it being computed in 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from kvbaton.engine.cost_fit import solve_nonnegative
@@ -23,6 +25,11 @@ from kvbaton.errors import ConfigError
 
 H200_8B = Path(__file__).with_name("h200-8b.json")
 TERMS = ("prompt_tokens", "context", "sequences", "sequence_tokens", "seconds", "last_step")
+LEAST = {
+    **dict.fromkeys(("block_size", "kv_tokens", "step_tokens", "max_num_seqs", "max_model_len"), 1),
+    **{"jitter": 0, "message_s": 0},
+}
+"""Of settings."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +85,14 @@ def load_engine(path: Path = H200_8B, **settings: Any) -> EngineModel:
         crossings = [((1.0, r["prompt_tokens"], r["last_step"]), r["seconds"]) for r in handovers]
         handover = _fit(crossings) if crossings else (0.0, 0.0, 0.0)
         model = EngineModel(costs=costs, handover=handover, **{**told, **settings})
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        msgspec.convert(asdict(model), EngineModel)  # names what is of a wrong type
+        for name, least in LEAST.items():
+            if not least <= getattr(model, name) < math.inf:
+                raise ValueError(f"{name} must be at least {least}, not {getattr(model, name)}")
+    except (
+        *(OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError),
+        *(RecursionError, msgspec.ValidationError),
+    ) as error:
         text = f"{path} holds no measurements: {type(error).__name__}: {error}"
         raise ConfigError("--engine", text) from error
     if model.step_s((1.0, 1.0, 0.0, 1.0, 0.0)) <= 0:

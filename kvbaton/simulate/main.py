@@ -23,6 +23,8 @@ SLOWEST = 1 / 64
 """Of a trace that comes so much slower the rate says nothing any more."""
 FASTEST = 1 << 20
 """So much faster all of it comes at once."""
+MOST_REQUESTS = 10_000_000
+"""Of a generator; each takes memory before the first of them is served."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +95,12 @@ class SimulateConfig:
             raise ConfigError("--goodput", f"{self.goodput} is no share: over 0, at most 1")
         if self.goodput is not None and self.ttft_slo is None:
             raise ConfigError("--goodput", "without --ttft-slo no rate is too high")
-        if self.rate is None and self.trace in GENERATORS:
-            raise ConfigError("--rate", f"how many requests per second of {self.trace}?")
+        if self.trace in GENERATORS:
+            if self.rate is None:
+                raise ConfigError("--rate", f"how many requests per second of {self.trace}?")
+            if self.rate * self.seconds > MOST_REQUESTS:
+                text = f"{self.rate:g} a second for {self.seconds:g} s are too many requests"
+                raise ConfigError("--rate", f"{text}; at most {MOST_REQUESTS}")
 
     def requests(self, seed: int) -> list[TraceRequest]:
         """The trace.

@@ -44,6 +44,7 @@ T = TypeVar("T")
 MAX_TOKENS = 4096
 """What clients allow; how long answers get is not told beforehand."""
 ROLES = {"P": "prefill", "D": "decode", "A": "any"}
+MOST_NODES = 64
 
 
 @dataclass
@@ -143,10 +144,10 @@ def parse_nodes(text: str) -> list[str]:
             continue
         if letter not in ROLES or not number:
             raise ConfigError("--nodes", f"{text!r} is not like 2P2D, 4A or 2P2D1A")
-        roles += [ROLES[letter]] * int(number)
+        roles += [ROLES[letter]] * (int(number) if len(number) < 4 else MOST_NODES + 1)
         number = ""
-    if not roles or len(roles) > 64:
-        raise ConfigError("--nodes", f"{text!r} are {len(roles)} nodes; 1 to 64")
+    if not 0 < len(roles) <= MOST_NODES:
+        raise ConfigError("--nodes", f"{text!r} are not 1 to {MOST_NODES} nodes")
     return roles
 
 

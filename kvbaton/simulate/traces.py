@@ -18,6 +18,8 @@ from kvbaton.errors import ConfigError
 
 MOONCAKE_BLOCK = 512
 """Tokens that one of a trace's ``hash_ids`` stands for."""
+MOST_TOKENS = 1 << 24
+"""Of a prompt, each of which takes memory; no model has so long a context."""
 END_TOKEN = 1
 """Ends a text; contents are above it."""
 FIRST_CONTENT = 2
@@ -96,7 +98,7 @@ def _mooncake(path: Path, text: str) -> list[TraceRequest]:
             row = json.loads(line)
             length, hashes = int(row["input_length"]), [int(h) for h in row["hash_ids"]]
             at, out = float(row["timestamp"]) / 1e3, max(1, int(row["output_length"]))
-        except (ValueError, KeyError, TypeError, OverflowError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise _malformed(path, number, error) from error
         whole = length // MOONCAKE_BLOCK
         if length < 1 or not math.isfinite(at) or len(hashes) < whole:
@@ -121,6 +123,8 @@ def _azure(path: Path, text: str) -> list[TraceRequest]:
             stamp = datetime.fromisoformat(row["TIMESTAMP"].strip())
             stamp = stamp.replace(tzinfo=stamp.tzinfo or UTC)
             length, out = int(row["ContextTokens"]), int(row["GeneratedTokens"])
+            if length > MOST_TOKENS:
+                raise ValueError(f"a prompt of {length} tokens")
         except csv.Error as error:  # the line was not counted
             raise _malformed(path, rows.line_num + 1, error) from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:

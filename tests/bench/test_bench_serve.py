@@ -113,7 +113,9 @@ def test_an_address_where_nobody_serves_is_named(capsys: pytest.CaptureFixture[s
         (["--input-len", "-1"], "--input-len: must be at least 1, not -1"),
         (["--output-len", "0"], "--output-len: must be at least 1, not 0"),
         (["--vocab-size", "-7"], "--vocab-size: must be at least 1, not -7"),
-        (["--url", "localhost:8000"], "--url: must begin with http:// or https://"),
+        (["--url", "localhost:8000"], "--url: 'localhost:8000' is no http URL"),
+        (["--url", "http://["], "--url: 'http://[' is no http URL"),
+        (["--url", "http://127.0.0.1:99999"], "--url: 'http://127.0.0.1:99999' is no http URL"),
     ],
 )
 def test_a_load_that_is_none_is_refused(

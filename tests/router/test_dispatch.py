@@ -115,6 +115,20 @@ async def test_without_any_decode_node_left_prefill_serves_alone(make_rig: Any) 
     assert rig.nodes["p0"].received[-1].transfer is None
 
 
+async def test_an_answer_is_not_continued_by_other_weights_while_its_own_are_left(
+    make_rig: Any,
+) -> None:
+    """It began with tokens of one model and went on with those of another."""
+    rig = await make_rig(decode=2, dispatch=DispatchConfig(policy="least-loaded"))
+    d0, d1 = rig.nodes["d0"], rig.nodes["d1"]
+    d1.info = msgspec.structs.replace(d1.info, identity="bb")
+    await rig.register("d1")
+    d0.die_after = 3
+    assert tokens(await collect(rig, request(max_tokens=6))) == expected(6)
+    assert rig.nodes["p0"].received[-1].resume_ids == tuple(expected(3))
+    assert d1.received == []
+
+
 @pytest.mark.parametrize("when", ["before the first token", "after it"])
 async def test_leaving_cancels_both_legs(make_rig: Any, when: str) -> None:
     rig = await make_rig()
@@ -263,7 +277,7 @@ async def test_a_policy_that_breaks_costs_no_other_request(
     await asyncio.wait_for(d.arrived.wait(), 5)
     d.gate.clear()
     refused = asyncio.create_task(collect(rig, request()))
-    await eventually(lambda: len(d.received) == 2)
+    await eventually(lambda: len(rig.dispatcher.running) == 2)
     monkeypatch.setattr(Breaking, "breaks", True)
     d.status = 500
     d.gate.set()
@@ -490,6 +504,24 @@ async def test_a_completion_is_whole_or_streamed(make_rig: Any) -> None:
     _, streamed, _ = await complete(rig, stream=True)
     pieces = [c["text"] for event in streamed["events"] for c in event["choices"]]
     assert "".join(pieces).strip() == text(expected(4))
+
+
+async def test_a_router_that_ends_tells_whom_it_does_not_serve_any_more(make_rig: Any) -> None:
+    """Streams were cut off and others got no answer, after twice the time that they had."""
+    rig = await make_rig()
+    p, d = rig.nodes["p0"], rig.nodes["d0"]
+    p.pause = d.pause = 0.1
+    body = {"model": "tiny", "prompt": list(PROMPT), "max_tokens": 300}
+    whole = asyncio.create_task(complete(rig, max_tokens=300))
+    async with rig.session.post("/v1/completions", json={**body, "stream": True}) as stream:
+        assert await stream.content.readline()
+        await eventually(lambda: len(rig.dispatcher.running) == 2)
+        await rig.runner.cleanup()
+        last = json.loads((await stream.content.read()).split(b"data: ")[-1])
+    status, told, _ = await whole
+    assert status == 503
+    assert told["error"]["code"] == last["error"]["code"] == "shutting_down"
+    assert rig.loads() == {}
 
 
 async def test_without_nodes_the_answer_is_503_with_a_hint(make_rig: Any) -> None:

@@ -57,6 +57,17 @@ def test_a_heartbeat_changes_nothing(membership: Membership) -> None:
     assert state(membership) is NodeState.READY
 
 
+def test_a_router_that_hears_nobody_any_more_goes_by_probes(membership: Membership) -> None:
+    """While it finished its requests, all nodes were lost to those that had to be tried again."""
+    make_ready(membership, info())
+    membership.hears = False
+    assert membership.tick(1000.0) == []
+    assert state(membership) is NodeState.READY
+    for _ in range(TIMERS.failures):
+        membership.probed("d0", "1", "no answer", 1000.0, answered=False)
+    assert state(membership) is NodeState.UNHEALTHY
+
+
 def test_encoder_nodes_are_members_but_serve_no_prompts(membership: Membership) -> None:
     make_ready(membership, info("e0", role="encode", max_model_len=33))
     assert len(membership.ready().nodes) == 1

@@ -200,6 +200,16 @@ async def test_a_body_may_be_compressed(serve: Any, encoding: str, pack: Any) ->
         assert "gzip" in (await response.json())["error"]["message"]
 
 
+@pytest.mark.parametrize("rest", [gzip.compress(b', "max_tokens": 1}'), b"?"])
+async def test_what_follows_a_compressed_body_is_not_left_out(serve: Any, rest: bytes) -> None:
+    endpoint = await serve()
+    data = gzip.compress(b'{"prompt": "Hi"' + b"}" * (rest == b"?")) + rest
+    headers = {"Content-Encoding": "gzip"}
+    async with endpoint.session.post("/v1/completions", data=data, headers=headers) as response:
+        assert response.status == 400
+        assert "follows its end" in (await response.json())["error"]["message"]
+
+
 @functools.cache
 def bomb() -> bytes:
     """A gibibyte of blanks in a megabyte: its parts are equal, so that one is packed."""

@@ -437,9 +437,13 @@ ENDLESS = '{"timestamp": 0, "input_length": 1e999, "output_length": 1, "hash_ids
 
 
 WIDE = f"TIMESTAMP,ContextTokens\n2023-11-16 18:17:03,{'1' * 200_000}"
+LONG = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,1000000000000,1"
+DEEP = '{"timestamp": ' * 100_000
 
 
-@pytest.mark.parametrize("line", ["{}", '{"timestamp": 1}', "[", "a,b\n1,2", ENDLESS, WIDE])
+@pytest.mark.parametrize(
+    "line", ["{}", '{"timestamp": 1}', "[", "a,b\n1,2", ENDLESS, WIDE, LONG, DEEP]
+)
 def test_a_malformed_trace_is_named(line: str, tmp_path: Path) -> None:
     good = {"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1]}
     path = tmp_path / "bad"
@@ -495,12 +499,24 @@ def test_the_model_of_an_h200_gives_back_what_was_measured() -> None:
         ({"steps": [{"sequence": 1, "seconds": 1}]}, "unknown"),
         ({"steps": [{"sequences": 1, "seconds": 0}]}, "must be positive"),
         ({"speed": 1}, "speed"),
+        ({"step_tokens": math.inf}, "infinity"),
+        ({"jitter": "some"}, "jitter"),
+        ({"block_size": 0}, "block_size"),
+        ({"block_size": 1.5}, "block_size"),
+        ({"message_s": math.nan}, "message_s"),
     ],
 )
 def test_a_wrong_engine_is_refused(change: dict[str, object], wrong: str, tmp_path: Path) -> None:
     path = tmp_path / "engine.json"
     path.write_text(json.dumps(json.loads(H200_8B.read_text()) | change))
     with pytest.raises(ConfigError, match=wrong):
+        load_engine(path)
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"steps": 5}', '{"steps": ' * 100_000])
+def test_what_is_no_engine_is_refused(text: str, tmp_path: Path) -> None:
+    (path := tmp_path / "engine.json").write_text(text)
+    with pytest.raises(ConfigError, match="holds no measurements"):
         load_engine(path)
 
 
@@ -554,6 +570,8 @@ def test_advice_says_what_pays() -> None:
         (["--trace", "chat"], "--rate"),
         (["--trace", "nowhere", "--rate", "1"], "--trace"),
         (["--trace", "chat", "--rate", "1", "--nodes", "2X"], "--nodes"),
+        (["--trace", "chat", "--rate", "1", "--nodes", f"{'9' * 20}D"], "--nodes"),
+        (["--trace", "chat", "--rate", "1e9", "--seconds", "1e9"], "--rate"),
         (["--trace", "chat", "--rate", "1", "--policy", "best"], "--policy"),
         (["--trace", "chat", "--rate", "1", "--seconds", "0"], "--seconds"),
         (["--trace", "chat", "--rate", "1", "--ttft-slo", "nan"], "--ttft-slo"),

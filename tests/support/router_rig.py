@@ -21,6 +21,7 @@ from kvbaton.router.dispatch import Dispatcher
 from kvbaton.router.nodes import Nodes
 from kvbaton.server.frontend import FRONTEND, FrontendConfig
 from kvbaton.text.tokenizer import Tokenizer
+from tests.support.listening import listen
 from tests.support.stand_in import MODEL, VOCAB_SIZE, StandIn, stand_in
 from tests.support.waiting import eventually
 
@@ -103,10 +104,8 @@ async def build_rig(
         stack.push_async_callback(node.stop)
     edge = FrontendConfig(model_name=MODEL, api_keys=config.api_keys)
     app = await stack.enter_async_context(watched_app(config, edge, tiny_tokenizer()))
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-    await runner.setup()
+    runner, _ = await listen(app, *at, grace_s=0.1)
     stack.push_async_callback(runner.cleanup)
-    await web.TCPSite(runner, *at).start()
     url = f"http://{at[0]}:{runner.addresses[0][1]}"
     session = await stack.enter_async_context(aiohttp.ClientSession(url))
     rig = Rig(url, app, session, {node.info.node_id: node for node in nodes}, sockets, runner)
