@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 """How long a test waits for what must happen but has no promised time."""
 
 
