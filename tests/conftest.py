@@ -10,11 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.support.making import making
 
 if TYPE_CHECKING:
     from tests.support.driver import Driver
+
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
+"""An example may take as long as it does, on a machine that has other things to do."""
 
 SHARED = (
     "tests/e2e/",

@@ -13,6 +13,7 @@ from aiohttp import web
 from kvbaton.bench.report import percentile
 from kvbaton.bench.serve import ServeLoad, Shot, make_prompts, measure, summary, tokens_of
 from kvbaton.cli import main
+from tests.support.waiting import PATIENCE_S
 
 
 class Endpoint:
@@ -68,10 +69,10 @@ def endpoint(request: pytest.FixtureRequest) -> Iterator[Endpoint]:
         target=lambda: loop.run_until_complete(found.run(started, stop)), daemon=True
     )
     thread.start()
-    assert started.wait(10)
+    assert started.wait(PATIENCE_S)
     yield found
     loop.call_soon_threadsafe(stop.set)
-    thread.join(10)
+    thread.join(PATIENCE_S)
     loop.close()
 
 

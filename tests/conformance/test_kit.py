@@ -21,6 +21,7 @@ from kvbaton.errors import ConfigError, StoreError
 from kvbaton.testing.check import main, make_subject
 from kvbaton.testing.kit import THREAD, Case, CaseVerdict, Kit, KitBroke, Outcome, require, run_case
 from kvbaton.testing.store_rig import STORE_KIT
+from tests.support.waiting import PATIENCE_S
 
 BROKEN = "tests.connectors_broken.stores:FindsEverything"
 
@@ -73,7 +74,7 @@ def test_a_hanging_case_fails_in_time_and_says_where() -> None:
     start = time.monotonic()
     outcome = run(lambda bench: never.wait(), limit=0.2)
     never.set()
-    assert time.monotonic() - start < 5.0
+    assert time.monotonic() - start < PATIENCE_S
     assert (outcome.verdict, outcome.hung) == (CaseVerdict.FAILED, True)
     assert "self._cond.wait" in outcome.text
 
@@ -97,7 +98,7 @@ def test_a_case_that_was_given_up_hides_no_error_of_the_next() -> None:
     def stumble(bench: Bench) -> None:
         never.set()
         for old in given_up:
-            old.join(5.0)
+            old.join(PATIENCE_S)
         thread = Thread(target=lambda: raise_it(ValueError("unheard")))
         thread.start()
         thread.join()

@@ -13,6 +13,7 @@ from kvbaton.connectors.channel import HIGH_WATER_MARK, ControlChannel
 from kvbaton.connectors.curve import derive_key_pair
 from kvbaton.connectors.protocol.events import Link
 from kvbaton.errors import ConfigError
+from tests.support.waiting import PATIENCE_S
 
 HOST = "127.0.0.1"
 
@@ -32,7 +33,7 @@ def receive(
     count: int = 1,
     *,
     helping: ControlChannel | None = None,
-    within: float = 10.0,
+    within: float = PATIENCE_S,
 ) -> list[tuple[Link, bytes]]:
     """Messages of `channel`, waiting for `count`; `helping` answers its handshakes meanwhile."""
     got: list[tuple[Link, bytes]] = []
@@ -46,7 +47,7 @@ def receive(
     return got
 
 
-def spin(until: Callable[[], bool], *sides: ControlChannel, within: float = 10.0) -> bool:
+def spin(until: Callable[[], bool], *sides: ControlChannel, within: float = PATIENCE_S) -> bool:
     limit = time.monotonic() + within
     while not (met := until()) and time.monotonic() < limit:
         for side in sides:

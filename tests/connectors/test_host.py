@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import msgspec
@@ -10,6 +9,7 @@ import pytest
 
 from kvbaton.connectors.address import is_loopback, is_wildcard
 from kvbaton.connectors.guard import ProcessCard, is_gone, this_process
+from tests.support.waiting import until
 
 # The main thread ends here while another still runs: the process shows as a zombie and is none.
 LEADER_EXITS = """
@@ -38,9 +38,7 @@ def test_an_ended_process_is_gone_before_and_after_it_is_reaped() -> None:
     card = card_of(process.pid)
     assert not is_gone(card)
     process.kill()
-    limit = time.monotonic() + 5
-    while not is_gone(card):
-        assert time.monotonic() < limit
+    until(lambda: is_gone(card), "it is gone")
     process.wait()
     assert is_gone(card)
 
@@ -50,9 +48,7 @@ def test_a_process_whose_main_thread_ended_is_not_gone() -> None:
     assert process.stdout is not None
     process.stdout.readline()
     card = card_of(process.pid)
-    limit = time.monotonic() + 5
-    while stat(process.pid)[0] != "Z":
-        assert time.monotonic() < limit
+    until(lambda: stat(process.pid)[0] == "Z", "a zombie")
     assert not is_gone(card)
     process.kill()
     process.communicate()

@@ -34,6 +34,7 @@ from kvbaton.connectors.transports.regions import Copies
 from kvbaton.errors import TransportError
 from kvbaton.testing.remote import RemoteProcess
 from kvbaton.testing.transport_rig import Pair, memory_of, pack
+from tests.support.waiting import PATIENCE_S
 
 OURS = [Memory(1 << 40, 1 << 34), Memory(1 << 41, 1 << 34, "cuda", 1), None]
 THEIRS = [RemoteRegion(1 << 42, 1 << 34, "cpu", 0), RemoteRegion(1 << 43, 1 << 34, "cuda", 2), None]
@@ -210,7 +211,7 @@ while True:
 def target(monkeypatch: pytest.MonkeyPatch) -> Iterator[RemoteProcess]:
     """Another process, reached through sockets only."""
     monkeypatch.setenv("UCX_TLS", "tcp")
-    with RemoteProcess([sys.executable, "-c", TARGET, str(STUCK_BYTES)], 20.0) as far:
+    with RemoteProcess([sys.executable, "-c", TARGET, str(STUCK_BYTES)], PATIENCE_S) as far:
         yield far
 
 
@@ -320,7 +321,7 @@ def test_a_fence_over_sockets_stops_a_living_writer_for_good(
     other.register(memory_of(bystander))
     target_at_other = other.connect(target.card())
     other_at_target = target.connect(other.card())
-    with RemoteProcess([sys.executable, "-c", WRITER, str(LARGE)], 30.0) as far:
+    with RemoteProcess([sys.executable, "-c", WRITER, str(LARGE)], PATIENCE_S) as far:
         writer = target.connect(bytes.fromhex(far.started()[1]))
         far.tell(target.card().hex())
         drive(target, lambda: bool((memory[::4096] == 7).any()), "some of a write", 30)

@@ -39,6 +39,7 @@ OFTEN = {
 """What must happen at least so often in 150 schedules, or the weather shows too little."""
 
 
+@pytest.mark.timeout(900)
 def test_schedules_hold_all_laws() -> None:
     reports = [simulate(seed) for seed in range(150)]
     totals = sum((report.totals for report in reports), Counter[str]())

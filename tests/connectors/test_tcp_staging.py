@@ -17,6 +17,7 @@ from kvbaton.errors import ConfigError, TransportError
 from kvbaton.testing.suite import TransportTests
 from kvbaton.testing.transport_rig import Pair, fresh_name, memory_of, pack, random_rows
 from tests.connectors.staged_tcp import FakeGpu, StagedTcp
+from tests.support.waiting import PATIENCE_S
 
 
 class TestStagedConforms(TransportTests):
@@ -113,17 +114,16 @@ def test_who_waits_for_pinned_memory_can_be_fenced(pair: Pair) -> None:
     def hold() -> None:
         with staging.incoming.lend(lambda: True):
             held.set()
-            done.wait(5.0)
+            done.wait(PATIENCE_S)
 
     thread = threading.Thread(target=hold)
     thread.start()
-    assert held.wait(5.0)
+    assert held.wait(PATIENCE_S)
     handle = pair.source.write(pair.peer, pack(random_rows(pair.random, 3)), b"late")
     time.sleep(0.05)
     assert handle.status() is Status.PENDING
-    began = time.monotonic()
     assert pair.target.fence(pair.back)
-    assert time.monotonic() - began < 0.5
+    assert thread.is_alive(), "the fence waited for the memory"
     done.set()
     thread.join()
     assert pair.finish(handle) is not Status.DONE
@@ -164,7 +164,7 @@ def test_a_device_that_is_none() -> None:
 
 def wait(done: object) -> None:
     assert callable(done)
-    limit = time.monotonic() + 20.0
+    limit = time.monotonic() + PATIENCE_S
     while not done():
         assert time.monotonic() < limit
         time.sleep(0.001)

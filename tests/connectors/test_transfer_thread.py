@@ -41,6 +41,7 @@ from kvbaton.messages.control import Control, DigestRun, Refused, decode_control
 from kvbaton.types import Attempt, TransferTimers
 from tests.connectors.transfer_rig import LAYOUT, Decode, Node, Prefill, hand_over, wait
 from tests.support.making import making
+from tests.support.waiting import PATIENCE_S
 
 SHORT = TransferTimers(resend=0.1)
 Make = Callable[..., Any]
@@ -369,7 +370,7 @@ def test_who_asks_a_thread_that_is_ending_need_not_wait(make: Make) -> None:
 
     def end() -> None:
         began.set()
-        asked.wait(10)
+        asked.wait(PATIENCE_S)
         raise SystemExit
 
     def ask_for_the_end() -> None:
@@ -379,12 +380,12 @@ def test_who_asks_a_thread_that_is_ending_need_not_wait(make: Make) -> None:
     last = threading.Thread(target=ask_for_the_end)
     second = threading.Thread(target=lambda: answers.append(d.thread.inspect(lambda: 5, 20.0)))
     last.start()
-    assert began.wait(10)
+    assert began.wait(PATIENCE_S)
     second.start()
     wait(lambda: bool(d.thread._inbox))
     asked.set()
-    second.join(10)
-    last.join(10)
+    second.join(PATIENCE_S)
+    last.join(PATIENCE_S)
     assert answers == [5]
 
 

@@ -19,7 +19,7 @@ from kvbaton.connectors.registry import load_store
 from kvbaton.connectors.store import Store
 from kvbaton.errors import ConfigError, StoreError
 from tests.support.store_objects import find, make_objects, pieces, read, save, wait
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "vllm_connector"
 BLOCK_BYTES = 4096
@@ -249,7 +249,7 @@ class Late(Example):  # type: ignore[misc]
     def _load(self, move: tuple[int, str]) -> None:
         import torch
 
-        self.hold.wait(20.0)
+        self.hold.wait(PATIENCE_S)
         block, name = move
         for cache in self._caches.values():
             data = bytearray((self._folder / name).read_bytes())

@@ -35,6 +35,7 @@ from kvbaton.connectors.transfer.thread import TransferThread
 from kvbaton.connectors.transports.memory import MemoryHub, MemoryTransport
 from kvbaton.messages.control import RankCard
 from kvbaton.types import Attempt, BlockSpan, ChoiceStart, NodeId, TransferTimers
+from tests.support.waiting import PATIENCE_S
 
 BLOCK_SIZE, NUM_BLOCKS, HEADS = 4, 64, 2
 TIMERS = TransferTimers(resend=0.05, progress_deadline=1.0)
@@ -198,7 +199,7 @@ def hand_over(p: Prefill, d: Decode, number: int = 0, num_tokens: int = 18) -> D
     return ended
 
 
-def wait(until: Callable[[], bool], *nodes: Node, within: float = 10.0) -> None:
+def wait(until: Callable[[], bool], *nodes: Node, within: float = PATIENCE_S) -> None:
     """Let nodes work until something holds."""
     limit = time.monotonic() + within
     while not until():

@@ -20,7 +20,7 @@ from tests.support.servers import poll
 
 pytestmark = pytest.mark.e2e
 
-STOP_S = 20.0
+STOP_S = 60.0
 UP = ("--port=0", "--num-blocks=64", "--max-model-len=256")
 
 

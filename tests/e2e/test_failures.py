@@ -20,6 +20,7 @@ from tests.support.processes import group_of, listening
 from tests.support.prompts import prompt_of
 from tests.support.served_pair import POOL
 from tests.support.servers import HttpFailure, Metrics, Node, Router, completion, poll
+from tests.support.waiting import PATIENCE_S, promised
 
 pytestmark = pytest.mark.e2e
 
@@ -110,7 +111,7 @@ class Crew:
             )
             return next(busy, None)
 
-        name: str = poll("a node decodes", find, 20.0, self.router.tail)
+        name: str = poll("a node decodes", find, PATIENCE_S, self.router.tail)
         return name
 
     def given_up(self) -> float:
@@ -125,7 +126,7 @@ class Crew:
             poll(
                 f"{node.name} at rest",
                 lambda node=node: not held(node.metrics()),  # type: ignore[misc]
-                seconds,
+                promised(seconds),
                 lambda node=node: f"{held(node.metrics())} {node.state()}",  # type: ignore[misc]
             )
             node.check_alive()
@@ -231,7 +232,7 @@ def until_mid_transfer(crew: Crew, posted: float) -> None:
     poll(
         "P posts",
         lambda: crew.p.metrics()("kvbaton_transfer_posted_bytes_total") > posted,
-        30.0,
+        PATIENCE_S,
         crew.p.tail,
     )
 
@@ -265,7 +266,7 @@ def test_p_stands_still_for_a_while(crew: Crew) -> None:
     finally:
         os.killpg(crew.p.pid, signal.SIGCONT)
     crew.settle(FENCED_S)
-    poll("both pairs again", lambda: crew.router.num_pairs() == 2, 30.0, crew.router.tail)
+    poll("both pairs again", lambda: crew.router.num_pairs() == 2, PATIENCE_S, crew.router.tail)
     short = prompt_of(60, seed=6)
     right = crew.expected(short)
     assert crew.ask(short) == right

@@ -185,7 +185,7 @@ def drafts_are_verified(models: Models) -> None:
     folder = models()
     with alone(Node("one", folder)) as one, alone(Node("two", folder, **SPECULATIVE)) as two:
         for params in ({}, {"temperature": 0.3, "seed": 5}, {"frequency_penalty": 0.1}):
-            found = two.generate(REPEATED, max_tokens=60, **params).result(5.0)
+            found = two.generate(REPEATED, max_tokens=60, **params).result(20.0)
             assert found == one.generate(REPEATED, max_tokens=60, **params).result()
         assert two.counters()["kvbaton_spec_decode_num_accepted_tokens_total"] > 0
 

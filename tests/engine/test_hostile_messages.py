@@ -41,6 +41,7 @@ from kvbaton.testing.checkpoint_config import TOKENIZER_SIZE
 from kvbaton.types import NodeId
 from tests.support.engine_node import ENGINE, QueueMailbox, greedy
 from tests.support.scripted_core import READY
+from tests.support.waiting import PATIENCE_S
 
 PROMPT = tuple(range(4, 14))
 VOCAB = TOKENIZER_SIZE
@@ -303,9 +304,9 @@ async def test_a_client_that_cannot_read_its_core_says_so(tmp_path: Path) -> Non
         identity, _ = await asyncio.to_thread(core.recv_multipart)
         output = Output(request_id="r", error="x" * 5000)  # longer than a `Text` may be
         core.send_multipart([identity, msgspec.msgpack.encode(Outputs(outputs=(output,)))])
-        await asyncio.wait_for(client.died.wait(), 20)
+        await asyncio.wait_for(client.died.wait(), PATIENCE_S)
         with pytest.raises(EngineDeadError, match="can't be read"):
-            await asyncio.wait_for(waiting, 20)
+            await asyncio.wait_for(waiting, PATIENCE_S)
 
 
 async def test_every_request_hears_of_a_core_that_reads_nothing(tmp_path: Path) -> None:
@@ -320,6 +321,6 @@ async def test_every_request_hears_of_a_core_that_reads_nothing(tmp_path: Path) 
             asked.append(receiver)
             if not number % 1000:
                 await asyncio.sleep(0)
-        await asyncio.wait_for(client.died.wait(), 20)
+        await asyncio.wait_for(client.died.wait(), PATIENCE_S)
         assert len(asked) < len(receivers), "they don't all fit into sockets"
         assert all(len(receiver.ended) == 1 for receiver in asked)

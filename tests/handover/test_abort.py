@@ -14,9 +14,8 @@ import pytest
 from kvbaton.decode.target_connector import TargetConnector
 from kvbaton.engine.request import Request
 from kvbaton.messages.engine import AbortRequest
-from kvbaton.types import TransferTimers
 from tests.support.engine_node import HUB, Call, Node
-from tests.support.engine_pair import PROMISE_S, Expected, Pair
+from tests.support.engine_pair import PATIENT, PROMISE_S, Expected, Pair
 from tests.support.prompts import prompt_of
 from tests.support.waiting import until
 
@@ -174,8 +173,6 @@ def test_a_storm_of_aborts(make_pair: Callable[..., Pair], expected: Expected, s
 
 
 # --- none is reused early ---
-
-PATIENT = TransferTimers(resend=0.1, progress_deadline=60.0, lease=60.0)
 
 
 @dataclass

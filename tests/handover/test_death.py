@@ -144,7 +144,7 @@ def test_p_stands_still(brisk: Pair, expected: Expected, wakes_up: str) -> None:
             until(lambda: not brisk.d.leftovers(), "D's blocks are free by its fence")
     HUB.release()
     until(at_p.over, "P's end")
-    brisk.settle(2 * SHORT.lease + 2.0)
+    brisk.settle(2 * SHORT.lease + PROMISE_S)
     prompt = prompt_of(30, seed=60)
     assert brisk.hand_over(prompt)[1].result() == expected(prompt)
     brisk.settle()
@@ -157,9 +157,9 @@ def test_d_stands_still(brisk: Pair, expected: Expected) -> None:
         at_p, at_d = brisk.hand_over(PROMPT)
         HUB.release()
         until(at_p.over, "P's end")
-        until(lambda: not brisk.p.leftovers(), "P's blocks are free", SHORT.lease + 3.0)
+        until(lambda: not brisk.p.leftovers(), "P's blocks are free", SHORT.lease + PROMISE_S)
     assert at_d.result() == expected(PROMPT)
-    brisk.settle(SHORT.total + 2.0)
+    brisk.settle(SHORT.total + PROMISE_S)
 
 
 def test_d_stands_still_after_reserving(brisk: Pair, expected: Expected) -> None:
@@ -170,23 +170,23 @@ def test_d_stands_still_after_reserving(brisk: Pair, expected: Expected) -> None
         stack.enter_context(brisk.d.frozen_transfers())
         HUB.release()
         until(at_p.over, "P's end")
-        until(lambda: not brisk.p.leftovers(), "P's blocks are free", SHORT.lease + 3.0)
+        until(lambda: not brisk.p.leftovers(), "P's blocks are free", SHORT.lease + PROMISE_S)
     assert at_d.result() == expected(PROMPT)
     brisk.settle()
 
 
-def test_d_forgets_what_lives_of_p_have_said(brisk: Pair, expected: Expected) -> None:
+def test_d_forgets_what_lives_of_p_have_said(pair: Pair, expected: Expected) -> None:
     """Layouts of sessions that are over are dropped, however often P comes back."""
-    receiver = brisk.d.transfers.receiver
+    receiver = pair.d.transfers.receiver
     assert receiver is not None
     seen: set[bytes] = set()
     for seed in range(4):
         prompt = prompt_of(20, seed=seed)
-        _, at_d = brisk.hand_over(prompt)
+        _, at_d = pair.hand_over(prompt)
         assert at_d.result() == expected(prompt)
         kept = set(receiver.target.known)
         seen |= kept
         assert len(kept) <= 2, "the session in use, and one that has ended since it began"
-        brisk.kill("p")
-        brisk.start_p_again()
+        pair.kill("p")
+        pair.start_p_again()
     assert len(seen) >= 2, "too few sessions to tell"

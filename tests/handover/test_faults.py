@@ -16,7 +16,7 @@ from kvbaton.connectors.transports.faulty import FaultyTransport
 from kvbaton.engine.core import EngineCore
 from kvbaton.prefill.source_connector import SourceConnector
 from kvbaton.types import TransferTimers
-from tests.support.engine_pair import Expected, Pair
+from tests.support.engine_pair import PATIENT, PROMISE_S, Expected, Pair
 from tests.support.prompts import prompt_of
 from tests.support.waiting import until
 
@@ -68,7 +68,7 @@ def crowd(pair: Pair, expected: Expected, order: random.Random) -> None:
 def test_any_mix(make_pair: Callable[..., Pair], expected: Expected, seed: int) -> None:
     pair = make_pair(timers=SHORT, transport=faulty(seed=seed, delay_polls=30, **RATES))
     crowd(pair, expected, random.Random(seed))
-    pair.settle(SHORT.lease + SHORT.total + 2.0)
+    pair.settle(SHORT.lease + SHORT.total + PROMISE_S)
 
 
 @pytest.mark.parametrize("fault", sorted(RATES))
@@ -78,7 +78,7 @@ def test_each_alone(make_pair: Callable[..., Pair], expected: Expected, fault: s
     prompt = PROMPTS[-1]
     assert pair.hand_over(prompt)[1].result() == expected(prompt)
     assert injected(pair.p.core) == {fault: 1}
-    pair.settle(CALM.lease + 2.0)
+    pair.settle(CALM.lease + PROMISE_S)
     for node in (pair.p, pair.d):  # a fenced write's blocks may be in use for a moment yet
         until(partial(node.ask, "reset_prefix_cache"), "an empty cache")
     moved = 'kvbaton_prompt_tokens_total{source="transferred"}'
@@ -86,7 +86,7 @@ def test_each_alone(make_pair: Callable[..., Pair], expected: Expected, fault: s
     until(lambda: pair.hand_over(prompt)[1].result() == expected(prompt), "a right answer")
     if fault != "disconnect":
         assert pair.d.counters()[moved] - before == len(prompt)
-    pair.settle(CALM.lease + 2.0)
+    pair.settle(CALM.lease + PROMISE_S)
 
 
 def test_a_flipped_byte_is_seen(make_pair: Callable[..., Pair], expected: Expected) -> None:
@@ -101,13 +101,13 @@ def test_a_flipped_byte_is_seen(make_pair: Callable[..., Pair], expected: Expect
 
 def test_wrong_bytes_again_and_again(make_pair: Callable[..., Pair], expected: Expected) -> None:
     """A peer that lies is put out; requests are answered all the same."""
-    timers = dataclasses.replace(SHORT, quarantine_limit=30.0)
+    timers = dataclasses.replace(PATIENT, quarantine_limit=600.0)
     pair = make_pair(timers=timers, transport=faulty(corrupt=1.0))
     for seed in range(8):
         prompt = prompt_of(20, seed=seed)
         assert pair.hand_over(prompt)[1].result() == expected(prompt)
     assert pair.d.counters()["kvbaton_transfer_digests_failed_total"] < 8, "nobody was put out"
-    pair.settle(SHORT.lease + SHORT.total)
+    pair.settle()
 
 
 @pytest.mark.parametrize("fault", ["error", "partial", "corrupt", "lose_notice"])
@@ -123,9 +123,9 @@ def test_policy_fail(make_pair: Callable[..., Pair], expected: Expected, fault: 
     assert at_d.result() == []
     assert at_d.finish_reason == "error"
     assert "could not be loaded" in str(at_d.error)
-    pair.settle(SHORT.lease + 2.0)
+    pair.settle(SHORT.lease + PROMISE_S)
     assert pair.hand_over(prompt)[1].result() == expected(prompt)
-    pair.settle(SHORT.lease + 2.0)
+    pair.settle(SHORT.lease + PROMISE_S)
 
 
 @pytest.mark.parametrize("host", ["[::1%?]", "[::1%a b]", "[::1", "x" * 245])

@@ -19,6 +19,7 @@ from kvbaton.server.node_app import make_node_app, make_starting_app, transfer_p
 from kvbaton.text.tokenizer import Tokenizer
 from tests.support.listening import listen
 from tests.support.scripted_source import EOS, MAX_MODEL_LEN, VOCAB, ScriptedClient
+from tests.support.waiting import PATIENCE_S
 
 GENERATE = "/inference/v1/generate"
 ID = "ab" * 16
@@ -137,9 +138,9 @@ async def test_cancelling_a_stream(node: Any) -> None:
 
     node.client.gate = hold
     response = await node.session.post(GENERATE, json={"token_ids": [1], "stream": True})
-    await asyncio.wait_for(reached.wait(), 10)
+    await asyncio.wait_for(reached.wait(), PATIENCE_S)
     response.close()
-    await asyncio.wait_for(node.client.cancellation.wait(), 10)
+    await asyncio.wait_for(node.client.cancellation.wait(), PATIENCE_S)
     assert len(node.client.cancelled) == 1
 
 

@@ -20,7 +20,7 @@ from kvbaton.router.page import FEED, MAX_STREAMS
 from kvbaton.router.status import WINDOW, ClusterStatus
 from kvbaton.server.sse import read_events
 from tests.support.router_rig import Rig
-from tests.support.waiting import eventually
+from tests.support.waiting import PATIENCE_S, eventually
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ async def opened(rig: Rig) -> AsyncIterator[AsyncIterator[bytes]]:
 
 
 async def until(events: AsyncIterator[bytes], text: str) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         async for event in events:
             if text in event.decode():
                 return
@@ -130,7 +130,7 @@ async def test_open_pages_do_not_keep_a_router_from_ending(make_rig: Any) -> Non
     rig = await make_rig()
     async with opened(rig) as events:
         await anext(events)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             await rig.app.shutdown()
             async for _ in events:
                 pass

@@ -19,7 +19,7 @@ from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.config import MembershipTimers
 from kvbaton.server import registration
 from kvbaton.server.registration import REFUSALS, NodeRegistrar, targets_of
-from tests.support.waiting import eventually
+from tests.support.waiting import PATIENCE_S, eventually
 
 Start = Callable[..., tuple[NodeRegistrar, "asyncio.Task[None]", list[tuple[str, ...]]]]
 
@@ -80,7 +80,7 @@ async def test_it_ends_however_news_and_its_cancellation_meet(make_rig: Any, sta
         for _ in range(turns):
             await asyncio.sleep(0)
         registrar.nudge()
-        done, _ = await asyncio.wait([task], timeout=5.0)
+        done, _ = await asyncio.wait([task], timeout=PATIENCE_S)
         assert done, f"it goes on, with news {turns} turns of the loop after it was cancelled"
 
 
@@ -91,7 +91,7 @@ async def test_it_waits_for_a_router_that_comes_later_but_not_for_ever(
     info = other.nodes["d0"].info
     _, task, _ = start("http://127.0.0.1:9", lambda: info, first_deadline_s=0.2)
     with pytest.raises(ConfigError, match=r"^--router: can't register at http://127.0.0.1:9/nodes"):
-        await asyncio.wait_for(task, 5)
+        await asyncio.wait_for(task, PATIENCE_S)
 
 
 @pytest.mark.parametrize("key", [None, "wrong"])
@@ -102,7 +102,7 @@ async def test_a_refusal_ends_it_with_the_routers_reason(
     other = await make_rig(prefill=0)
     _, task, _ = start(rig.url, lambda: other.nodes["d0"].info, cluster_key=key)
     with pytest.raises(ConfigError, match="--cluster-key"):
-        await asyncio.wait_for(task, 5)
+        await asyncio.wait_for(task, PATIENCE_S)
     _, _, told = start(rig.url, lambda: other.nodes["d0"].info, cluster_key="right")
     await eventually(lambda: told == [()])
 
@@ -116,7 +116,7 @@ async def test_a_node_whose_id_is_in_use_waits_is_told_whose_it_is_and_removes_n
     registrar, task, told = start(rig.url, lambda: info, first_deadline_s=0.2)
     where = rig.nodes["d0"].info.url
     with pytest.raises(ConfigError, match=rf"'d0' belongs to the node at {where}.*--node-id"):
-        await asyncio.wait_for(task, 5)
+        await asyncio.wait_for(task, PATIENCE_S)
     await registrar.leave()
     assert (rig.states(), told) == ({"d0": "ready"}, [])
     _, _, told = start(rig.url, lambda: info)
@@ -276,7 +276,7 @@ async def test_a_router_that_refuses_ends_nothing_while_another_does_not(
     await eventually(lambda: any(one.refusal for one in registrar._registrations.values()))
     good.directory.membership.remove("d0")  # for good: then all refuse it
     with pytest.raises(ConfigError, match="it refused this node"):
-        await asyncio.wait_for(task, 5)
+        await asyncio.wait_for(task, PATIENCE_S)
 
 
 async def test_a_name_without_addresses_is_told_after_a_while(
@@ -288,7 +288,7 @@ async def test_a_name_without_addresses_is_told_after_a_while(
     with pytest.raises(
         ConfigError, match=rf"^--router: can't register at http://{NAME}:8000/nodes"
     ):
-        await asyncio.wait_for(task, 5)
+        await asyncio.wait_for(task, PATIENCE_S)
 
 
 async def test_what_is_announced_is_known_at_once(make_rig: Any, start: Start) -> None:

@@ -22,7 +22,7 @@ from kvbaton.router.config import DispatchConfig
 from kvbaton.router.loads import IDLE, NodeLoad
 from kvbaton.types import PromptLimits
 from tests.support.router_rig import MakeRig, Rig
-from tests.support.waiting import eventually
+from tests.support.waiting import PATIENCE_S, eventually
 
 MEASURED = {"step_s": 0.001, "prefill_token_s": 1e-5, "step_tokens": 512.0}
 IDENTITY = "ab" * 32
@@ -190,7 +190,7 @@ async def test_a_paused_node_gets_nothing_until_it_is_resumed(make_rig: MakeRig)
     rig = await make_rig(prefill=0, decode=2)
     rig.nodes["d0"].gate.clear()
     first = asyncio.create_task(complete(rig))
-    await asyncio.wait_for(rig.nodes["d0"].arrived.wait(), 5)
+    await asyncio.wait_for(rig.nodes["d0"].arrived.wait(), PATIENCE_S)
     assert (await rig.session.post("/nodes/d0/pause")).status == 200
     rig.nodes["d0"].gate.set()
     assert (await first).status == 200, "what it has goes on"

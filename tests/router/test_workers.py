@@ -21,7 +21,7 @@ from kvbaton.server.sse import read_events
 from kvbaton.types import PromptLimits
 from tests.support.scripted_source import write_tokenizer
 from tests.support.stand_in import MODEL, StandIn, stand_in
-from tests.support.waiting import eventually
+from tests.support.waiting import PATIENCE_S, eventually
 
 WORKERS = 2
 
@@ -164,7 +164,7 @@ async def test_all_workers_know_the_nodes_and_one_that_dies_is_replaced(
 async def said(url: str, text: str) -> bool:
     """Whether a page, of any worker, says this soon."""
     async with aiohttp.ClientSession(url) as session, session.get("/events") as response:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             async for event in read_events(response.content):
                 if text in event.decode():
                     return True
@@ -187,7 +187,7 @@ async def test_what_runs_beside_a_worker_ends_it_with_itself() -> None:
         raise ValueError("a bug")
 
     with pytest.raises(ValueError, match="a bug"):
-        async with asyncio.timeout(10), _running(breaks()):
+        async with asyncio.timeout(PATIENCE_S), _running(breaks()):
             await asyncio.Event().wait()
 
 

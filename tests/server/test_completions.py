@@ -9,6 +9,7 @@ from aiohttp import ClientSession
 
 from kvbaton.errors import EngineDeadError, RequestError
 from tests.support.scripted_source import EOS
+from tests.support.waiting import PATIENCE_S
 
 TEXT = "Hello wide world."
 
@@ -329,7 +330,7 @@ async def open_narrow(endpoint: Any) -> tuple[asyncio.StreamReader, asyncio.Stre
     narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, small)
     narrow.setblocking(False)
     await asyncio.get_running_loop().sock_connect(narrow, ("127.0.0.1", endpoint.port))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while not endpoint.runner.server.connections:
             await asyncio.sleep(0.001)
     (server_side,) = endpoint.runner.server.connections
@@ -346,8 +347,8 @@ async def test_a_client_that_never_reads_is_hung_up_on(serve: Any) -> None:
     _, writer = await open_narrow(endpoint)
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
     writer.write(head.encode() + data)
-    await asyncio.wait_for(endpoint.source.cancellation.wait(), 10)
-    async with asyncio.timeout(10):
+    await asyncio.wait_for(endpoint.source.cancellation.wait(), PATIENCE_S)
+    async with asyncio.timeout(PATIENCE_S):
         while endpoint.runner.server.connections:  # until the endpoint has hung up
             await asyncio.sleep(0.01)
     writer.transport.abort()
@@ -387,13 +388,13 @@ async def test_a_client_that_goes_away_cancels(serve: Any, streamed: bool, promp
     body = {"prompt": prompts, "stream": streamed}
     async with ClientSession(endpoint.url) as session:
         post = asyncio.ensure_future(session.post("/v1/completions", json=body))
-        await asyncio.wait_for(waiting.wait(), 10)
+        await asyncio.wait_for(waiting.wait(), PATIENCE_S)
         if streamed:
             (await post).close()
         else:
             post.cancel()
         await asyncio.gather(post, return_exceptions=True)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while endpoint.source.running:
             await endpoint.source.cancellation.wait()
             endpoint.source.cancellation.clear()
@@ -411,9 +412,9 @@ async def test_a_reader_that_is_too_slow_loses_its_request(
     data = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
     writer.write(head.encode() + data)
-    await asyncio.wait_for(endpoint.source.cancellation.wait(), 10)
+    await asyncio.wait_for(endpoint.source.cancellation.wait(), PATIENCE_S)
     told = b""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while b'"code":"too_slow"' not in told:
             some = await reader.read(1 << 16)
             assert some, "hung up without a reason"

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.scripted_source import MAX_MODEL_LEN, VOCAB
+from tests.support.waiting import PATIENCE_S
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ async def test_a_body_that_does_not_come_is_a_408(serve: Any) -> None:
     endpoint = await serve(body_timeout_s=0.05)
     reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
-    status = await asyncio.wait_for(reader.readline(), 10)
+    status = await asyncio.wait_for(reader.readline(), PATIENCE_S)
     assert b" 408 " in status
     writer.close()
 
@@ -151,7 +152,7 @@ async def test_a_body_that_is_announced_as_too_long_is_not_waited_for(serve: Any
     endpoint = await serve(max_body_bytes=1000)
     reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1001\r\n\r\n")
-    status = await asyncio.wait_for(reader.readline(), 10)
+    status = await asyncio.wait_for(reader.readline(), PATIENCE_S)
     assert b" 413 " in status
     writer.close()
     await writer.wait_closed()
@@ -174,7 +175,7 @@ async def test_what_http_does_not_allow_is_no_failure_of_ours(
     length = b"Content-Length: %d" % len(body)
     lines = (b"POST /v1/completions HTTP/1.1", b"Host: x", head, length, b"", body)
     writer.write(b"\r\n".join(lines))
-    answer = await asyncio.wait_for(reader.readline(), 10)
+    answer = await asyncio.wait_for(reader.readline(), PATIENCE_S)
     assert answer.split()[1] == status
     writer.close()
     await writer.wait_closed()
@@ -394,7 +395,7 @@ async def fuzzed(serve: Any) -> Any:
 async def test_no_body_is_our_fault(fuzzed: Any, base: Any, strange: Any, chat: bool) -> None:
     path = "/v1/chat/completions" if chat else "/v1/completions"
     body = {**base, **strange}
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         async with fuzzed.session.post(path, data=json.dumps(body)) as response:
             text = await response.text()
     assert response.status in (200, 400, 404), (body, text)

@@ -20,6 +20,7 @@ from kvbaton.text.chat import ImageUrl
 from kvbaton.text.tokenizer import Tokenizer
 from kvbaton.text.vision import VisionText
 from tests.support.chats import picture
+from tests.support.waiting import PATIENCE_S
 
 CHAT = "/v1/chat/completions"
 OPEN = MediaConfig(
@@ -322,4 +323,4 @@ async def test_one_that_fails_ends_the_others(site: Start, vision: VisionText) -
     with pytest.raises(RequestError) as caught:
         await load_images(urls, vision, replace(OPEN, image_timeout_s=60.0))
     assert caught.value.param == "b"
-    await asyncio.wait_for(ended.wait(), 10)
+    await asyncio.wait_for(ended.wait(), PATIENCE_S)

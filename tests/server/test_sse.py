@@ -12,7 +12,7 @@ from aiohttp import web
 
 import kvbaton.server.sse
 from kvbaton.server.sse import send_events
-from tests.support.waiting import eventually
+from tests.support.waiting import PATIENCE_S, eventually
 
 EVENT = b"data: " + b"x" * (1 << 16) + b"\n\n"
 
@@ -44,7 +44,7 @@ async def test_a_reader_that_takes_nothing_is_left(monkeypatch: pytest.MonkeyPat
     try:
         with socket.create_connection(runner.addresses[0]) as reader:
             reader.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE_S):
                 await ended.wait()
             # What was made is what its sockets hold, and no more than one event beside.
             assert asked * len(EVENT) < 64 << 20

@@ -20,6 +20,7 @@ from kvbaton.text.tokenizer import Tokenizer
 from tests.server.conftest import make_frontend
 from tests.support.certificates import NAME, write_certificates
 from tests.support.scripted_source import ScriptedSource
+from tests.support.waiting import PATIENCE_S
 
 
 async def ask(url: str, trust: TrustConfig) -> int:
@@ -65,7 +66,7 @@ async def test_a_connection_does_not_outlive_the_start_of_a_node(tmp_path: Path)
         await runner.cleanup()
     await writer.start_tls(ssl.create_default_context(cafile=ca), server_hostname=NAME)
     writer.write(b"GET /health HTTP/1.1\r\nHost: node\r\n\r\n")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         assert (await late.read()).startswith(b"HTTP/1.1 503"), "to the connection's end"
     writer.close()
 

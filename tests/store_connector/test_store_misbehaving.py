@@ -39,7 +39,7 @@ from tests.support.engine_pair import Expected
 from tests.support.held_store import Box
 from tests.support.prompts import prompt_of
 from tests.support.store_nodes import Nodes, count, rest
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, promised, until
 
 REQUESTS = 24
 LOOKUP_S = LOAD_S = 0.2
@@ -83,7 +83,7 @@ def test_a_bug_costs_hits(
             if store is not OddFutureOfLoad or number == 3:  # its loads never end
                 rest(node)
             node.ask("reset_prefix_cache")
-    assert time.monotonic() - began < MOST_S
+    assert time.monotonic() - began < promised(MOST_S)
     assert node.gauges()["kvbaton_unhealthy"] == 0
     if store is RaisesInUsage:  # while its other calls work, it is used
         assert count(node, "store_lookups", outcome="hit") > 0
@@ -105,7 +105,10 @@ def test_a_bug_costs_hits(
     [ShortContains, RaisesInUsage, RaisesInHealth, SlowUsage, HangsInLookup, HangsAtStop],
 )
 def test_a_thousand_requests(nodes: Nodes, store: type[Sound]) -> None:
-    """Side by side with a node without a store: the same answers, and as soon but for 10 ms."""
+    """Side by side with a node without a store: the same answers, and as soon but for 10 ms.
+
+    On a machine that is busy, where a request takes longer, twice that.
+    """
     plain, ours = nodes.start(None), nodes.start(spec_of(store), store_lookup_timeout=0.5)
     waited: dict[Node, list[float]] = {plain: [], ours: []}
     for number in range(1000):
@@ -128,8 +131,8 @@ def test_a_thousand_requests(nodes: Nodes, store: type[Sound]) -> None:
         times = sorted(waited[node])
         told[name] = (sum(times) / 1000, times[500], times[990], times[-1])
         print(store.__name__, name, "mean p50 p99 max ms", *(f"{t * 1e3:.1f}" for t in told[name]))
-    assert told["with"][0] < told["without"][0] + 0.01
-    assert told["with"][1] < told["without"][1] + 0.01
+    for told_with, without in zip(told["with"][:2], told["without"][:2], strict=True):
+        assert told_with < without + max(0.01, without)
     nodes.stop(ours)
 
 
@@ -209,7 +212,11 @@ def test_a_wrong_option_is_told(nodes: Nodes, spec: str, told: str) -> None:
 def test_a_process_ends_though_a_store_hangs() -> None:
     """As a node's core does: the interpreter alone would wait for the thread of the pool."""
     done = subprocess.run(
-        [sys.executable, "-c", HANGING], timeout=30, capture_output=True, text=True, check=True
+        [sys.executable, "-c", HANGING],
+        timeout=PATIENCE_S,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert "ends without waiting for the threads HangsAtStop-store_0" in done.stderr
 

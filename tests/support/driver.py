@@ -15,6 +15,7 @@ from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.step import NewSequence, SequenceStep, StepPlan
 from kvbaton.messages.engine import SamplingParams
 from kvbaton.types import first_attended
+from tests.support.waiting import PATIENCE_S
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
 
@@ -143,7 +144,7 @@ class Driver:
 
     def wait(self, pending: Any) -> Any:
         """Sums of one rank, once they are there."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE_S
         while (found := pending.poll()) is None:
             assert time.monotonic() < deadline, "sums did not come"
             time.sleep(0.001)

@@ -183,7 +183,7 @@ class Hold:
 
         def hold() -> None:
             began.set()
-            gate.wait(60)
+            gate.wait(2 * PATIENCE_S)
 
         self._pool.submit(hold)
         return began
@@ -349,7 +349,7 @@ class Node:
 
         def freeze() -> None:
             began.set()
-            gate.wait(60)
+            gate.wait(2 * PATIENCE_S)
 
         thread = threading.Thread(target=self.transfers.inspect, args=(freeze, 61.0))
         thread.start()

@@ -24,10 +24,10 @@ from tests.support.engine_node import HUB, Call, Node, greedy
 from tests.support.making import making
 from tests.support.waiting import until
 
-PROMISE_S = 2.0
-"""Blocks are free again so long after an abort."""
+PROMISE_S = 20.0
+"""Blocks are free again so long after an abort: before any deadline of `PATIENT`."""
 
-QUICK = TransferTimers(resend=0.1, total=5.0, lease=5.0)
+PATIENT = TransferTimers(resend=0.1, progress_deadline=60.0, total=60.0, lease=60.0)
 """Answers come within milliseconds here, so questions may be repeated early."""
 
 Expected = Callable[..., list[int]]
@@ -48,7 +48,7 @@ class Pair:
         self,
         folder: Path,
         *,
-        timers: TransferTimers = QUICK,
+        timers: TransferTimers = PATIENT,
         transport: str | tuple[str, str] = "memory",
         p: Mapping[str, Any] | None = None,
         d: Mapping[str, Any] | None = None,

@@ -21,7 +21,7 @@ from kvbaton.testing.fork_server import fork_server
 from kvbaton.types import TransferTimers
 from tests.support.engine_node import Node
 from tests.support.forked_command import IMPORTS, quicken_ucx
-from tests.support.waiting import until
+from tests.support.waiting import promised, until
 
 Role = Literal["prefill", "decode", "encode", "alone"]
 ENGINE: dict[str, Any] = {
@@ -170,7 +170,7 @@ def main(words: list[str]) -> None:
             return not left
 
         try:
-            until(at_rest, "rest", 5.0)
+            until(at_rest, "rest", promised(5.0))
         except AssertionError:
             assert left
         return Books(node.counters(), left, node.imbalance, _story(node))

@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import wait
@@ -61,8 +62,9 @@ class ForkedCommand:
         names: Path | None = None,
         env: Mapping[str, str] | None = None,
     ) -> None:
-        self._status = open(os.memfd_create("status"), "rb", buffering=0)
-        status = f"/proc/{os.getpid()}/fd/{self._status.fileno()}"
+        self._status = os.memfd_create("status")
+        self._close_status = weakref.finalize(self, os.close, self._status)
+        status = f"/proc/{os.getpid()}/fd/{self._status}"
         words = [status, str(names or ""), json.dumps(dict(env or {})), *words]
         with open(os.devnull, "rb") as null:
             streams = (null.fileno(), output, output)
@@ -76,9 +78,9 @@ class ForkedCommand:
         """Its exit status, as from `subprocess`: of any signal -9; None while it runs."""
         if not wait([self._process.pidfd], 0):
             return None
-        if not self._status.closed:
-            with self._status:
-                self._returned = int(os.pread(self._status.fileno(), 8, 0) or -signal.SIGKILL)
+        if self._close_status.alive:
+            self._returned = int(os.pread(self._status, 8, 0) or -signal.SIGKILL)
+            self._close_status()
         return self._returned
 
     def wait(self, timeout: float | None = None) -> int:

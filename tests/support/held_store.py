@@ -11,8 +11,9 @@ from dataclasses import replace
 from kvbaton.connectors.store import Pieces, StoreCapabilities, Usage
 from kvbaton.connectors.stores.threaded import ThreadedStore
 from kvbaton.errors import StoreError
+from tests.support.waiting import PATIENCE_S
 
-HOLD_S = 60.0
+HOLD_S = 2 * PATIENCE_S
 
 
 class Box:

@@ -7,12 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    LogitsProcessorList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 
 class Oracle:
@@ -46,6 +40,13 @@ class Oracle:
         self, token_ids: Sequence[int], *, temperature: float, top_k: int, top_p: float
     ) -> Tensor:
         """Probabilities of the next token after transformers' warpers, [vocab]."""
+        from transformers import (
+            LogitsProcessorList,
+            TemperatureLogitsWarper,
+            TopKLogitsWarper,
+            TopPLogitsWarper,
+        )
+
         warpers = LogitsProcessorList(
             [
                 TemperatureLogitsWarper(temperature),

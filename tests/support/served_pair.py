@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from kvbaton.messages.nodes import GenerateResponse
 from tests.support.servers import HttpFailure, Metrics, Node, Router, poll
 
-SETTLE_S = 20.0
+SETTLE_S = 60.0
 POOL = ThreadPoolExecutor(64, thread_name_prefix="e2e")
 """Threads that wait for answers."""
 

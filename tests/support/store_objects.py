@@ -12,7 +12,7 @@ from kvbaton.connectors.store import KEY_BYTES, Found, Pieces, Store
 from kvbaton.connectors.stores.memory import MemoryStore
 
 T = TypeVar("T")
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def make_objects(count: int, num_bytes: int = 1_001, seed: int = 0) -> dict[bytes, bytes]:

@@ -8,8 +8,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-PATIENCE_S = 20.0
+from kvbaton.testing.kit import tasks_per_core
+
+PATIENCE_S = 60.0
 """How long a test waits for what must happen but has no promised time."""
+
+
+def promised(seconds: float) -> float:
+    """How long what is promised within some seconds may take here, where others may be at work."""
+    return seconds * tasks_per_core()
 
 
 def until(condition: Callable[[], Any], what: str, seconds: float = PATIENCE_S) -> None:

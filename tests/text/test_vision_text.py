@@ -22,6 +22,7 @@ from kvbaton.errors import ConfigError, RequestError
 from kvbaton.messages.engine import Item, TransferSpec
 from kvbaton.text import vision as module
 from kvbaton.text.vision import VisionText
+from tests.support.waiting import PATIENCE_S
 
 PAD = 7
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -178,7 +179,7 @@ def test_few_are_decoded_at_once(vision: VisionText, monkeypatch: pytest.MonkeyP
             counts["most"] = max(counts.values())
             if counts["most"] == module.DECODERS:
                 gate.set()
-        assert gate.wait(20)
+        assert gate.wait(PATIENCE_S)
         with lock:
             counts["now"] -= 1
         return decode(data)
