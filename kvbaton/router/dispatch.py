@@ -296,13 +296,10 @@ class _Running:
         """
         request, chooser = self.relay.request, self.dispatcher.chooser
         try:
-            route, others = None, frozenset[str]()
             if self.relay.num_generated:  # by other weights, the rest would not fit what was said
                 serving = self.dispatcher.nodes.membership.ready().serving
-                others = frozenset(n.node_id for n in serving if n.identity != self._identity)
-            if others:
-                route = chooser.route(request, num_tokens, items, avoid | others)
-            route = route or chooser.route(request, num_tokens, items, avoid)
+                avoid |= {n.node_id for n in serving if n.identity != self._identity}
+            route = chooser.route(request, num_tokens, items, avoid)
             self._identity = "" if route is None else route.target.identity
             return route
         except Exception:  # a policy may be anybody's, and others go on

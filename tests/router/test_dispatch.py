@@ -115,10 +115,7 @@ async def test_without_any_decode_node_left_prefill_serves_alone(make_rig: Any) 
     assert rig.nodes["p0"].received[-1].transfer is None
 
 
-async def test_an_answer_is_not_continued_by_other_weights_while_its_own_are_left(
-    make_rig: Any,
-) -> None:
-    """It began with tokens of one model and went on with those of another."""
+async def test_an_answer_goes_on_with_the_weights_that_it_began_with(make_rig: Any) -> None:
     rig = await make_rig(decode=2, dispatch=DispatchConfig(policy="least-loaded"))
     d0, d1 = rig.nodes["d0"], rig.nodes["d1"]
     d1.info = msgspec.structs.replace(d1.info, identity="bb")
@@ -127,6 +124,18 @@ async def test_an_answer_is_not_continued_by_other_weights_while_its_own_are_lef
     assert tokens(await collect(rig, request(max_tokens=6))) == expected(6)
     assert rig.nodes["p0"].received[-1].resume_ids == tuple(expected(3))
     assert d1.received == []
+
+
+async def test_an_answer_is_not_continued_by_other_weights(make_rig: Any) -> None:
+    rig = await make_rig(decode=2, dispatch=DispatchConfig(policy="least-loaded"))
+    for name, node in rig.nodes.items():
+        node.info = msgspec.structs.replace(node.info, identity=name)
+        node.die_after = 3
+        await rig.register(name)
+    with pytest.raises(RequestError, match="failed") as raised:
+        await collect(rig, request(max_tokens=6))
+    assert (raised.value.status, raised.value.code) == (502, "node_failed")
+    assert sum(bool(node.received) for node in rig.nodes.values()) == 1
 
 
 @pytest.mark.parametrize("when", ["before the first token", "after it"])
