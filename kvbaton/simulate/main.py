@@ -117,7 +117,9 @@ class SimulateConfig:
             speed = 1.0 if self.rate is None else self.rate / own
             found = cut(whole, begin=self.begin, seconds=self.seconds, speed=speed)
         if not found:
-            raise ConfigError("--seconds", "no request comes in that time")
+            raise ConfigError(
+                "--begin" if self.begin else "--seconds", "no request comes in that time"
+            )
         return found
 
     def arrival_seconds(self, trace: Sequence[TraceRequest]) -> float:

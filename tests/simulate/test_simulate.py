@@ -592,6 +592,15 @@ def test_wrong_settings_are_named(
     assert f"error: {wrong}: " in capsys.readouterr().err
 
 
+def test_a_begin_past_the_end_of_a_trace_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 9, "output_length": 2, "hash_ids": []}\n')
+    assert main(["simulate", "--trace", str(trace), "--begin", "9"]) == 2
+    assert "error: --begin: no request comes" in capsys.readouterr().err
+
+
 def test_late_requests_are_not_good() -> None:
     trace = [TraceRequest(0.0, ((10 + i, 4000),), 5, 1000 + i) for i in range(8)]
     done = serve(trace, "1D", "least-loaded")
