@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import faulthandler
 import logging
 import multiprocessing
 import multiprocessing.process
@@ -81,6 +82,7 @@ def core_main(
     """
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()  # a library that crashes would end it without a word
     sys.setswitchinterval(GIL_SWITCH_S)
     form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(level=log_level.upper(), format=form)

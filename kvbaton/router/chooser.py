@@ -185,7 +185,7 @@ class RouteChooser:
         too_large, as_target = ready.too_large(num_tokens, request.params.n)
         if too_large or as_target:
             pairs, singles = pairs.without(too_large, as_target), singles - len(too_large)
-        decision = self._decision(request, route, num_tokens, len(pairs), singles)
+        decision = self._decision(request, route, num_tokens, pairs.count, singles)
         decision.too_large, decision.too_large_as_target = sorted(too_large), sorted(as_target)
         again = avoid or num_tokens != len(request.token_ids)
         if predicted is not None and not again:  # what is begun is seen through

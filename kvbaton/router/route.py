@@ -25,6 +25,9 @@ class Pairs(Collection[Pair]):
     Args:
         sources: each with the ids of those that it can hand over to; one without any is left out.
         targets: all of those; pairs come by source, and in this order.
+
+    Attributes:
+        count: of pairs.
     """
 
     def __init__(
@@ -33,7 +36,7 @@ class Pairs(Collection[Pair]):
         self.sources = [(source, able) for source, able in sources if able]
         wanted = set[str]().union(*(able for _, able in self.sources))
         self.targets = [node for node in targets if node.node_id in wanted]
-        self._count = sum(map(len, (able for _, able in self.sources)))
+        self.count = sum(map(len, (able for _, able in self.sources)))
 
     def without(self, avoid: Set[str], targets: Set[str] = frozenset()) -> Pairs:
         """Those in which no node of these ids takes part, and of the others' none is the target."""
@@ -59,7 +62,7 @@ class Pairs(Collection[Pair]):
 
     @override
     def __len__(self) -> int:
-        return self._count
+        return self.count
 
 
 class Route(Struct, frozen=True):
