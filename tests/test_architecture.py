@@ -119,6 +119,18 @@ def test_every_room_is_listed() -> None:
     assert rooms <= set(MAY_IMPORT) | ANYTHING
 
 
+@pytest.mark.parametrize("room", ["connectors", "messages"])
+def test_what_several_threads_decode_is_taken_apart_when_it_is_imported(room: str) -> None:
+    """Not when it first comes: of two threads that msgspec does that for, one may crash."""
+    for path in FILES:
+        if room_of(module_name(path)) != room:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                typed = any(keyword.arg == "type" for keyword in node.keywords)
+                assert not (node.func.attr == "decode" and typed), f"{path}:{node.lineno}"
+
+
 def heavy_imports(module: str, heavy: tuple[str, ...]) -> str:
     code = f"import sys, kvbaton.{module}; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run(

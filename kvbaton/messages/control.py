@@ -246,6 +246,9 @@ class _Greeting(Struct, frozen=True, tag_field="type", tag="hello"):
     max_version: Count = 0
 
 
+_greeting = msgspec.msgpack.Decoder(_Greeting)
+
+
 def refuse_unreadable(data: bytes, error: msgspec.DecodeError) -> Refused | None:
     """What to answer to a `Hello` that can't be decoded; None if it is not even that.
 
@@ -257,7 +260,7 @@ def refuse_unreadable(data: bytes, error: msgspec.DecodeError) -> Refused | None
         error: what `decode_control` raised.
     """
     try:
-        hello = msgspec.msgpack.decode(data, type=_Greeting)
+        hello = _greeting.decode(data)
     except msgspec.DecodeError:
         return None
     code, why = version_problem(hello) or ("malformed", clip_text(str(error)))

@@ -30,6 +30,8 @@ MAX_GROUPS = 64
 MAX_BLOCK_SIZE = 1 << 16
 MAX_BLOCKS = 1 << 40
 
+_layouts = msgspec.msgpack.Decoder(list[KVLayout])
+
 
 class SessionState(Enum):
     """State of a session. D's goes from hello to up to over, P's from up to over."""
@@ -99,7 +101,7 @@ def decode_layouts(ranks: Sequence[RankCard]) -> list[list[KVLayout]]:
     if not 1 <= len(ranks) <= MAX_RANKS or [card.rank for card in ranks] != list(range(len(ranks))):
         raise RefusalError("malformed", f"ranks must be numbered 0 to at most {MAX_RANKS - 1}")
     try:
-        layouts = [msgspec.msgpack.decode(card.layouts, type=list[KVLayout]) for card in ranks]
+        layouts = [_layouts.decode(card.layouts) for card in ranks]
     except msgspec.DecodeError as error:
         raise RefusalError("malformed", f"layouts can't be read: {error}") from error
     # What the machines look at; `pair_groups` looks at the rest.

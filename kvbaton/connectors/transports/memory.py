@@ -44,6 +44,9 @@ class MemoryCard(msgspec.Struct, frozen=True):
     sizes: tuple[int, ...]
 
 
+_card = msgspec.msgpack.Decoder(MemoryCard)
+
+
 class MemoryHub:
     """All transports that can reach each other, and the writes that are in flight."""
 
@@ -195,7 +198,7 @@ class MemoryTransport:
         Raises:
             TransportError: the card is not one, or its owner is gone.
         """
-        decoded = decode_card(card, MemoryCard, "memory")
+        decoded = decode_card(card, _card, "memory")
         with self.hub.lock:
             if self.hub.find(decoded.name) is None:
                 raise TransportError(f"no transport {decoded.name!r} in this process")

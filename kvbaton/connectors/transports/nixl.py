@@ -124,6 +124,9 @@ class NixlCard(msgspec.Struct, frozen=True):
         return f"{self.name}/{self.number}"
 
 
+_card = msgspec.msgpack.Decoder(NixlCard)
+
+
 class NixlPeer:
     """A connection to one remote agent.
 
@@ -391,7 +394,7 @@ class NixlTransport:
         Raises:
             TransportError: it is no card, NIXL refuses it, or the guard does not answer.
         """
-        decoded = decode_card(card, NixlCard, "NIXL")
+        decoded = decode_card(card, _card, "NIXL")
         agent = self._running()
         reaches_gpus = any(m and m.device == "cuda" for m in self._regions.memories())
         lane = choose_lane(self._place, decoded.place, agent.tls, reaches_gpus=reaches_gpus)

@@ -32,10 +32,17 @@ def own_peer(peer: Peer, kind: type[T], transport: str) -> T:
     return peer
 
 
-def decode_card(card: bytes, kind: type[T], transport: str) -> T:
-    """What a card says. Raises `TransportError` if it is none of such a transport."""
+def decode_card(card: bytes, decoder: msgspec.msgpack.Decoder[T], transport: str) -> T:
+    """What a card says. Raises `TransportError` if it is none of such a transport.
+
+    Args:
+        card: as a peer sent it.
+        decoder: made when its module is imported. msgspec 0.22 takes a type apart when it first
+            decodes one, and a second thread that finds it half done crashes the process.
+        transport: its name.
+    """
     try:
-        return msgspec.msgpack.decode(card, type=kind)
+        return decoder.decode(card)
     except msgspec.MsgspecError as error:
         raise TransportError(f"not a card of the {transport} transport: {error}") from error
 

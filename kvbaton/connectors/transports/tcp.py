@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 JOIN_S = 1.0
 """`shutdown` waits so long for the threads of all connections."""
 
+_card = msgspec.msgpack.Decoder(TcpCard)
+
 
 class TcpTransport:
     """Writes into registered memory of other processes over TCP."""
@@ -126,7 +128,7 @@ class TcpTransport:
         Raises:
             TransportError: it is no card.
         """
-        peer = self.dial(decode_card(card, TcpCard, "TCP"))
+        peer = self.dial(decode_card(card, _card, "TCP"))
         self._peers.append(peer)
         return peer
 
