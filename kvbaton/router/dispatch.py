@@ -139,11 +139,8 @@ class Dispatcher(TokenSource):
     @override
     def stop(self) -> None:
         for running in list(self.running.values()):
-            running.perform(running.relay.client_gone())
-            running.close("failed")
-            running.receiver.end(
-                RequestError("the router is shutting down", status=503, code="shutting_down")
-            )
+            error = RequestError("the router is shutting down", status=503, code="shutting_down")
+            running.perform(running.relay.fail(error))
             running.receiver.flush()
 
     def totals(self) -> RouterTotals:

@@ -201,7 +201,7 @@ class RequestRelay:
 
     def start(self, now: float) -> list[Action]:
         """Dispatch the first attempt."""
-        return self._begin(now) or self._fail(no_node_ready())
+        return self._begin(now) or self.fail(no_node_ready())
 
     def output(self, asked: NodeRequest, output: Output, now: float) -> list[Action]:
         """A node says something."""
@@ -258,7 +258,7 @@ class RequestRelay:
             refusal = RequestError(
                 error.message, param=error.param, status=error.status or 400, code=error.code
             )
-            return self._fail(refusal)
+            return self.fail(refusal)
         if asked.side == "source" and self._target_spoke and not self._waiting:
             return [CancelNode(asked)]
         # A target whose source is gone would find out by a timer of seconds; a new attempt is
@@ -292,7 +292,7 @@ class RequestRelay:
         if self.done:
             return []
         if now >= self._expires_at:
-            return self._fail(self._expired())
+            return self.fail(self._expired())
         if self._confirm_by is not None and now >= self._confirm_by:
             return self._finish_as_announced()
         if now >= self._heard_at + self._timers.idle_s:
@@ -388,7 +388,7 @@ class RequestRelay:
             code="tokens_differ",
         )
         if len(self._choices) > 1:  # a forced prefix exists for a single choice only
-            return self._fail(error)
+            return self.fail(error)
         return self._retry(error, now)
 
     def _commit(
@@ -440,13 +440,13 @@ class RequestRelay:
         if all(c.finished or c.announced or len(c.tokens) >= limit for c in self._choices):
             return closing + self._finish_as_announced()
         if now >= self._expires_at:
-            return closing + self._fail(self._expired())
+            return closing + self.fail(self._expired())
         if self.attempt - self._moves >= self._timers.max_retries:
-            return closing + self._fail(error)
+            return closing + self.fail(error)
         if not lost and not self._may_retry():
             self.story.append("no attempt more: too many requests are tried again (--retry-budget)")
-            return closing + self._fail(error)
-        return closing + (self._begin(now) or self._fail(error))
+            return closing + self.fail(error)
+        return closing + (self._begin(now) or self.fail(error))
 
     def _without_encoder(self, asked: NodeRequest, now: float) -> list[Action]:
         """The node that prefills waits for an output that will not come."""
@@ -524,7 +524,8 @@ class RequestRelay:
                 actions.append(self._commit(last, last.token_ids[:1], reason, stop))
         return [*self._end(), *actions, FINISHED]
 
-    def _fail(self, error: RequestError) -> list[Action]:
+    def fail(self, error: RequestError) -> list[Action]:
+        """End the request with an error."""
         return [*self._end(), error]
 
     def _end(self) -> list[Action]:
