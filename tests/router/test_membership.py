@@ -66,6 +66,8 @@ def test_a_router_that_hears_nobody_any_more_goes_by_probes(membership: Membersh
     for _ in range(TIMERS.failures):
         membership.probed("d0", "1", "no answer", 1000.0, answered=False)
     assert state(membership) is NodeState.UNHEALTHY
+    membership.probed("d0", "1", None, 1001.0)
+    assert state(membership) is NodeState.READY
 
 
 def test_encoder_nodes_are_members_but_serve_no_prompts(membership: Membership) -> None:
