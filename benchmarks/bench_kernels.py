@@ -25,11 +25,11 @@ from torch.nn.functional import linear
 from kvbaton.engine.models.linear import FP8Method
 from kvbaton.kernels import delta_rule as rule
 from kvbaton.kernels import delta_rule_inputs as rule_inputs
-from kvbaton.kernels.copy_tokens import copy_tokens
 from kvbaton.kernels.decode_attention import decode_attention, decode_parts
 from kvbaton.kernels.digest import add_sums, block_sums
 from kvbaton.kernels.fused_moe import fused_moe, fused_moe_reference
 from kvbaton.kernels.fused_topk import fused_topk
+from kvbaton.kernels.gather_pages import gather_pages
 from kvbaton.kernels.jit import cdiv
 from kvbaton.kernels.latent_decode_attention import latent_decode_attention, latent_decode_parts
 from kvbaton.kernels.merge_attention_states import merge_attention_states
@@ -420,19 +420,18 @@ def _tried(op: str, case: str, call: Callable[[], object]) -> Iterator[Row]:
 
 
 def bench_moves() -> Iterator[Row]:
-    """Merging of states, and copies between block lists."""
+    """Merging of states, and keys of a sequence made contiguous."""
     states = [randn(2048, HEADS, HEAD_DIM) for _ in range(2)]
     lse = [torch.randn(2048, HEADS, device="cuda") for _ in range(2)]
     us = time_calls([partial(merge_attention_states, states[0], lse[0], states[1], lse[1])])
     moved = 3 * states[0].numel() * 2
     yield Row("merge_attention_states", "2048 tokens", us, moved / us / 1e6, "TB/s")
-    source, target = make_cache(257, LAYERS), make_cache(257, LAYERS)
-    ids = torch.randperm(256, device="cuda").to(torch.int32) + 1
-    for blocks in (1, 8, 128):
-        tokens = blocks * BLOCK_SIZE
-        us = time_calls([partial(copy_tokens, source, target, ids, ids.flip(0), tokens)])
-        moved = 2 * blocks * source[0].numel() * 2
-        yield Row("copy_tokens", f"{blocks} blocks of 2 MiB", us, moved / us / 1e6, "TB/s")
+    keys = make_cache(1025, 2)[:, :, 1, 0]
+    ids = torch.randperm(1024, device="cuda").to(torch.int32) + 1
+    for tokens in (1024, 4096, 16384):
+        us = time_calls([partial(gather_pages, keys, ids, 0, tokens, tokens)])
+        moved = 2 * tokens * KV_HEADS * HEAD_DIM * 2
+        yield Row("gather_pages", f"{tokens} tokens", us, moved / us / 1e6, "TB/s")
 
 
 def bench_digests() -> Iterator[Row]:

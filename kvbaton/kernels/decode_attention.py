@@ -181,7 +181,7 @@ def decode_attention_reference(
                 chunked=chunked,
                 softcap=softcap,
                 sinks=sinks,
-            )[0][0]
+            )[0]
     return out
 
 

@@ -44,7 +44,7 @@ def check(
             values[block, :, position % 16] = value[starts[row] + position - prefix]
     wide_keys, wide_values, tables = paged.wide()
     options = {"scale": head_dim**-0.5, **options}
-    expected, _ = paged_prefill_attention_reference(
+    expected = paged_prefill_attention_reference(
         query.cpu().double(), wide_keys, wide_values, tables, cu, paged.context_lens.cpu(),
         last_keys=last_keys, **options,
     )  # fmt: skip
@@ -69,8 +69,8 @@ def test_what_is_planned_before_ready_is_all_that_chunks_launch(
     shapes = _chunk_shapes(tokens, prefix)
     planned = (_chunk_shapes(*chunk) for chunk in chunks_of_each_shape(most))
     assert set(shapes) <= set(itertools.chain.from_iterable(planned))
-    assert sum(keys for form, _, _, keys in shapes if form == "prefix") == prefix // 1024 * 1024
-    assert shapes[0][3] >= prefix % 1024 + tokens
+    assert sum(keys for form, _, keys in shapes if form == "prefix") == prefix // 1024 * 1024
+    assert shapes[0][2] >= prefix % 1024 + tokens
     lengths = {_padded(n, GRANULE, 8) for n in prompts_of_each_shape(most)}
     assert _padded(tokens, GRANULE, 8) in lengths
 
