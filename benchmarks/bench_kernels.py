@@ -28,7 +28,7 @@ from kvbaton.kernels import delta_rule_inputs as rule_inputs
 from kvbaton.kernels.decode_attention import decode_attention, decode_parts
 from kvbaton.kernels.digest import add_sums, block_sums
 from kvbaton.kernels.fused_moe import fused_moe, fused_moe_reference
-from kvbaton.kernels.fused_topk import fused_topk
+from kvbaton.kernels.fused_topk import ExpertChoice, fused_topk
 from kvbaton.kernels.gather_pages import gather_pages
 from kvbaton.kernels.jit import cdiv
 from kvbaton.kernels.latent_decode_attention import latent_decode_attention, latent_decode_parts
@@ -173,7 +173,7 @@ def bench_experts() -> Iterator[Row]:
         down = randn(experts, size, middle, std=0.02)
         for tokens in (1, 8, 32, 128, 512, 2048, 8192):
             logits, x = randn(tokens, experts), randn(tokens, size)
-            route = partial(fused_topk, logits, top_k, renormalize=True, dtype=x.dtype)
+            route = partial(fused_topk, logits, ExpertChoice(top_k, True, x.dtype))
             weights, ids = route()
             hit = int(torch.bincount(ids.flatten()).count_nonzero())
             case = f"{name} {tokens} tokens"

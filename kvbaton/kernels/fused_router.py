@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import linear
 
-from kvbaton.kernels.fused_topk import choose_experts, fused_topk_reference
+from kvbaton.kernels.fused_topk import ExpertChoice, choose_experts, fused_topk_reference
 from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, tl, use_triton, wait_for_inputs
 
 MAX_TOKENS = 256
@@ -28,41 +28,22 @@ def fits(x: torch.Tensor) -> bool:
 def fused_router(
     x: torch.Tensor,
     weight: torch.Tensor,
-    top_k: int,
-    *,
-    renormalize: bool,
-    dtype: torch.dtype,
+    choice: ExpertChoice,
     logit_bias: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    num_groups: int = 1,
-    top_groups: int = 1,
-    scale: float = 1.0,
-    shared: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`fused_topk` of the logits x @ weight.T + logit_bias.
 
     Args:
         x: [T, H], contiguous.
         weight: [E, H], contiguous. Products are in its dtype, and logits are rounded to it.
-        top_k: see `fused_topk`, as what is not told here.
-        renormalize: likewise.
-        dtype: likewise.
+        choice: how.
         logit_bias: [E].
-        bias: likewise.
-        num_groups: likewise.
-        top_groups: likewise.
-        scale: likewise.
-        shared: likewise.
 
     Returns:
         See `fused_topk`.
     """
     if not use_triton(x):
-        logits = linear(x.to(weight.dtype), weight, logit_bias)
-        return fused_topk_reference(
-            logits, top_k, renormalize=renormalize, dtype=dtype, bias=bias,
-            num_groups=num_groups, top_groups=top_groups, scale=scale, shared=shared,
-        )  # fmt: skip
+        return fused_topk_reference(linear(x.to(weight.dtype), weight, logit_bias), choice)
     (tokens, depth), experts = x.shape, len(weight)
     share = cdiv(cdiv(depth, BLOCK_K), MAX_SPLITS) * BLOCK_K
     splits = cdiv(depth, share)
@@ -74,10 +55,7 @@ def fused_router(
             EXPERTS=experts, DEPTH=depth, SHARE=share, LONE=tokens == 1,
             BLOCK_M=rows, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, num_warps=4, num_stages=2,
         )  # fmt: skip
-    return choose_experts(
-        parts, weight, logit_bias, top_k, renormalize=renormalize, dtype=dtype, bias=bias,
-        num_groups=num_groups, top_groups=top_groups, scale=scale, shared=shared,
-    )  # fmt: skip
+    return choose_experts(parts, weight, logit_bias, choice)
 
 
 @jit("tokens", early=True)

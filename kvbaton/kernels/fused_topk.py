@@ -8,6 +8,7 @@ before the choice; DeepSeek-AI, "DeepSeek-V2", arXiv 2405.04434, section 2.2.2, 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,26 +16,14 @@ import torch.nn.functional as F
 from kvbaton.kernels.jit import jit, next_power_of_2, tl, use_triton, wait_for_inputs
 
 
-def fused_topk(
-    logits: torch.Tensor,
-    top_k: int,
-    *,
-    renormalize: bool,
-    dtype: torch.dtype,
-    bias: torch.Tensor | None = None,
-    num_groups: int = 1,
-    top_groups: int = 1,
-    scale: float = 1.0,
-    shared: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `top_k` best experts of each token, best first, and their weights, computed in fp32.
+class ExpertChoice(NamedTuple):
+    """How experts are chosen by their logits, and weighted.
 
     An expert's score is its part of softmax(logits). With `bias` it is sigmoid(logit), and experts
     are compared by score + bias. Only those of the `top_groups` best groups are: by a group's best
     expert, with `bias` by the sum of its two best. Weights are scores: renormalised, then scaled.
 
-    Args:
-        logits: [T, E], contiguous.
+    Attributes:
         top_k: at most the experts of `top_groups` groups.
         renormalize: divide the weights of a token by their sum.
         dtype: to round the weights to.
@@ -43,35 +32,39 @@ def fused_topk(
         top_groups: groups to choose from.
         scale: of all weights.
         shared: experts E, E + 1 and so on, that every token has after those chosen, of weight 1.
+    """
+
+    top_k: int
+    renormalize: bool
+    dtype: torch.dtype
+    bias: torch.Tensor | None = None
+    num_groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
+    shared: int = 0
+
+
+def fused_topk(logits: torch.Tensor, choice: ExpertChoice) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `top_k` best experts of each token, best first, and their weights, computed in fp32.
+
+    Args:
+        logits: [T, E], contiguous.
+        choice: how.
 
     Returns:
         Weights [T, top_k + shared] of `dtype`, and numbers of experts [T, top_k + shared], int32,
         of those chosen always within E, even where logits are NaN.
     """
     if not use_triton(logits):
-        return fused_topk_reference(
-            logits, top_k, renormalize=renormalize, dtype=dtype, bias=bias,
-            num_groups=num_groups, top_groups=top_groups, scale=scale, shared=shared,
-        )  # fmt: skip
-    return choose_experts(
-        logits, logits, None, top_k, renormalize=renormalize, dtype=dtype, bias=bias,
-        num_groups=num_groups, top_groups=top_groups, scale=scale, shared=shared,
-    )  # fmt: skip
+        return fused_topk_reference(logits, choice)
+    return choose_experts(logits, logits, None, choice)
 
 
 def choose_experts(
     parts: torch.Tensor,
     like: torch.Tensor,
     logit_bias: torch.Tensor | None,
-    top_k: int,
-    *,
-    renormalize: bool,
-    dtype: torch.dtype,
-    bias: torch.Tensor | None,
-    num_groups: int,
-    top_groups: int,
-    scale: float,
-    shared: int,
+    choice: ExpertChoice,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `fused_topk`, by its kernel, of logits in parts.
 
@@ -79,16 +72,10 @@ def choose_experts(
         parts: [..., T, E], contiguous; they add up to the logits.
         like: what has the dtype that logits are rounded to.
         logit_bias: [E], of logits, or None.
-        top_k: see `fused_topk`, as all others.
-        renormalize: likewise.
-        dtype: likewise.
-        bias: likewise.
-        num_groups: likewise.
-        top_groups: likewise.
-        scale: likewise.
-        shared: likewise.
+        choice: how.
     """
     *splits, tokens, experts = parts.shape
+    top_k, renormalize, dtype, bias, num_groups, top_groups, scale, shared = choice
     weights = torch.empty((tokens, top_k + shared), dtype=dtype, device=parts.device)
     ids = torch.empty((tokens, top_k + shared), dtype=torch.int32, device=parts.device)
     if tokens:
@@ -105,30 +92,22 @@ def choose_experts(
 
 
 def fused_topk_reference(
-    logits: torch.Tensor,
-    top_k: int,
-    *,
-    renormalize: bool,
-    dtype: torch.dtype,
-    bias: torch.Tensor | None = None,
-    num_groups: int = 1,
-    top_groups: int = 1,
-    scale: float = 1.0,
-    shared: int = 0,
+    logits: torch.Tensor, choice: ExpertChoice
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Plain torch for `fused_topk`."""
+    top_k, renormalize, dtype, bias, num_groups, top_groups, scale, shared = choice
     if bias is None:
-        scores = choice = torch.softmax(logits, dim=-1, dtype=torch.float32)
+        scores = ranks = torch.softmax(logits, dim=-1, dtype=torch.float32)
     else:
         scores = logits.float().sigmoid()
-        choice = scores + bias
+        ranks = scores + bias
     if num_groups > 1:
-        groups = choice.view(len(choice), num_groups, choice.shape[1] // num_groups)
+        groups = ranks.view(len(ranks), num_groups, ranks.shape[1] // num_groups)
         rating = groups.topk(1 if bias is None else 2, dim=-1).values.sum(dim=-1)
         best = rating.topk(top_groups, dim=-1).indices
         barred = torch.ones_like(rating).scatter_(1, best, 0.0).bool()
-        choice = groups.masked_fill(barred[..., None], -torch.inf).flatten(1)
-    ids = choice.topk(top_k, dim=-1).indices
+        ranks = groups.masked_fill(barred[..., None], -torch.inf).flatten(1)
+    ids = ranks.topk(top_k, dim=-1).indices
     weights = scores.gather(1, ids)
     if renormalize:
         weights /= weights.sum(dim=-1, keepdim=True)

@@ -16,7 +16,7 @@ from kvbaton.kernels.fused_moe import (
     token_counts,
 )
 from kvbaton.kernels.fused_router import fused_router
-from kvbaton.kernels.fused_topk import fused_topk, fused_topk_reference
+from kvbaton.kernels.fused_topk import ExpertChoice, fused_topk, fused_topk_reference
 from kvbaton.kernels.mxfp4 import WORDS, pack_mxfp4, quantize_mxfp4, unpack_mxfp4
 from kvbaton.kernels.quantize_fp8 import quantize_fp8_reference
 
@@ -250,9 +250,9 @@ def test_no_tokens(place: Any) -> None:
     x, weights = place.randn(0, 16), place.randn(0, 2)
     ids = torch.zeros((0, 2), dtype=torch.int32, device=place.device)
     assert fused_moe(x, gate_up, down, weights, ids).shape == (0, 16)
-    assert fused_topk(weights, 1, renormalize=True, dtype=place.dtype)[1].shape == (0, 1)
-    choice = fused_router(x, gate_up[0], 2, renormalize=True, dtype=place.dtype, shared=1)
-    assert choice[1].shape == (0, 3)
+    choice = ExpertChoice(1, True, place.dtype)
+    assert fused_topk(weights, choice)[1].shape == (0, 1)
+    assert fused_router(x, gate_up[0], choice._replace(shared=1))[1].shape == (0, 2)
 
 
 def test_token_counts_reach_every_tile() -> None:
@@ -272,13 +272,13 @@ def test_token_counts_reach_every_tile() -> None:
 def test_routes_are_those_of_torch(place: Any, experts: int, top_k: int, renormalize: bool) -> None:
     logits = torch.stack([torch.randperm(experts) for _ in range(20)])  # no two are equal
     logits = (logits * 0.25 - 3).to(place.device, place.dtype)
-    options: dict[str, Any] = {"renormalize": renormalize, "dtype": torch.float32}
-    weights, ids = fused_topk(logits, top_k, **options)
-    expected, where = fused_topk_reference(logits.cpu(), top_k, **options)
+    choice = ExpertChoice(top_k, renormalize, torch.float32)
+    weights, ids = fused_topk(logits, choice)
+    expected, where = fused_topk_reference(logits.cpu(), choice)
     assert ids.dtype == torch.int32
     assert torch.equal(ids.cpu(), where)
     torch.testing.assert_close(weights.cpu(), expected)
-    narrow = fused_topk(logits, top_k, renormalize=renormalize, dtype=place.dtype)[0]
+    narrow = fused_topk(logits, choice._replace(dtype=place.dtype))[0]
     assert torch.equal(narrow, weights.to(place.dtype))
 
 
@@ -292,17 +292,12 @@ def test_routes_of_groups_are_those_of_torch(
     logits = torch.stack([torch.randperm(experts) for _ in range(30)]) / 16 - 3  # all different
     logits = logits.to(place.device, place.dtype)
     bias = torch.randn(experts, device=place.device) if sigmoid else None
-    options: dict[str, Any] = {
-        "renormalize": True,
-        "dtype": torch.float32,
-        "num_groups": groups,
-        "top_groups": top_groups,
-        "scale": 2.5,
-        "shared": top_k % 3,
-    }
-    weights, ids = fused_topk(logits, top_k, bias=bias, **options)
-    of_cpu = None if bias is None else bias.cpu()
-    expected, where = fused_topk_reference(logits.cpu(), top_k, bias=of_cpu, **options)
+    choice = ExpertChoice(
+        top_k, True, torch.float32, bias, groups, top_groups, scale=2.5, shared=top_k % 3
+    )
+    weights, ids = fused_topk(logits, choice)
+    of_cpu = choice._replace(bias=None if bias is None else bias.cpu())
+    expected, where = fused_topk_reference(logits.cpu(), of_cpu)
     assert torch.equal(ids.cpu(), where)
     torch.testing.assert_close(weights.cpu(), expected)
 
@@ -319,8 +314,8 @@ def test_a_router_of_few_tokens(
     x, weight = place.randn(tokens, size), place.randn(60, size) * size**-0.5
     logit_bias = None if wide_weight else place.randn(60)
     weight = weight.float() if wide_weight else weight
-    options: dict[str, Any] = {"renormalize": True, "dtype": torch.float32, "shared": shared}
-    weights, ids = fused_router(x, weight, 6, logit_bias=logit_bias, **options)
+    choice = ExpertChoice(6, True, torch.float32, shared=shared)
+    weights, ids = fused_router(x, weight, choice, logit_bias)
     logits = x.cpu().double() @ weight.cpu().double().t()
     logits += 0 if logit_bias is None else logit_bias.cpu().double()
     assert ids.dtype == torch.int32
@@ -333,22 +328,19 @@ def test_a_router_of_few_tokens(
 
 
 def test_no_tokens_choose_none() -> None:
-    options: dict[str, Any] = {"renormalize": True, "dtype": torch.float32}
-    bias = torch.zeros(8)
-    weights, ids = fused_topk_reference(
-        torch.empty(0, 8), 3, bias=bias, num_groups=4, top_groups=2, **options
-    )
+    choice = ExpertChoice(3, True, torch.float32, torch.zeros(8), num_groups=4, top_groups=2)
+    weights, ids = fused_topk_reference(torch.empty(0, 8), choice)
     assert weights.shape == ids.shape == (0, 3)
 
 
 def test_experts_stay_in_range_whatever_the_logits(place: Any) -> None:
     logits = torch.tensor([[torch.nan] * 5, [-torch.inf] * 5, [torch.inf, torch.nan, 0, 1, 2]])
-    options: dict[str, Any] = {"renormalize": True, "dtype": place.dtype}
-    _, ids = fused_topk(logits.to(place.device, place.dtype), 5, **options)
+    choice = ExpertChoice(5, True, place.dtype)
+    _, ids = fused_topk(logits.to(place.device, place.dtype), choice)
     assert [sorted(row) for row in ids.tolist()] == [list(range(5))] * 3
     bias = torch.zeros(6, device=place.device)
     logits = torch.full((1, 6), torch.nan, device=place.device)
-    _, ids = fused_topk(logits, 4, bias=bias, num_groups=3, top_groups=2, **options)
+    _, ids = fused_topk(logits, ExpertChoice(4, True, place.dtype, bias, 3, 2))
     assert sorted(ids[0].tolist()) == [0, 1, 2, 3]
 
 
@@ -363,7 +355,7 @@ def test_a_graph_follows_what_the_router_chooses() -> None:
     down = (torch.randn(16, 256, 128, device="cuda") / 16).bfloat16()
 
     def layer() -> torch.Tensor:
-        routes = fused_topk(logits, 4, renormalize=True, dtype=torch.bfloat16)
+        routes = fused_topk(logits, ExpertChoice(4, True, torch.bfloat16))
         return fused_moe(x, gate_up, down, *routes)
 
     layer()

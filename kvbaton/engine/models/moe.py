@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ from kvbaton.engine.moe_config import MoeConfig
 from kvbaton.engine.quantization.config import Quantization
 from kvbaton.kernels.fused_moe import ClampedSwiGLU, fused_moe
 from kvbaton.kernels.fused_router import fits, fused_router
-from kvbaton.kernels.fused_topk import fused_topk
+from kvbaton.kernels.fused_topk import ExpertChoice, fused_topk
 from kvbaton.kernels.jit import cdiv
 from kvbaton.kernels.mxfp4 import COLUMNS, GROUP, WORDS
 from kvbaton.kernels.silu_and_mul import silu_and_mul
@@ -34,7 +33,7 @@ class Router(WeightedModule):
 
     Attributes:
         weight: [experts, size]; float32 if logits are.
-        choice_bias: [experts] float32: steers the choice alone; see `fused_topk`.
+        choice_bias: [experts] float32: steers the choice alone; see `ExpertChoice`.
         bias: [experts], of the logits.
     """
 
@@ -58,19 +57,20 @@ class Router(WeightedModule):
             shared: experts behind the routed ones, that all tokens go through.
         """
         moe = self.moe
-        choice: dict[str, Any] = {
-            "renormalize": moe.norm_topk_prob,
-            "dtype": torch.float32 if moe.family.float32_weights else x.dtype,
-            "bias": self.choice_bias,
-            "num_groups": moe.num_groups,
-            "top_groups": moe.top_groups,
-            "scale": moe.routed_scaling_factor,
-            "shared": shared,
-        }
+        choice = ExpertChoice(
+            moe.top_k,
+            moe.norm_topk_prob,
+            torch.float32 if moe.family.float32_weights else x.dtype,
+            self.choice_bias,
+            moe.num_groups,
+            moe.top_groups,
+            moe.routed_scaling_factor,
+            shared,
+        )
         if fits(x) and not moe.family.weighs_inputs:
-            return fused_router(x, self.weight, moe.top_k, logit_bias=self.bias, **choice)
+            return fused_router(x, self.weight, choice, self.bias)
         logits = product(x.to(self.weight.dtype), self.weight, self.bias)
-        weights, ids = fused_topk(logits, moe.top_k, **choice)
+        weights, ids = fused_topk(logits, choice)
         if moe.family.weighs_inputs:
             weights = logits.gather(1, ids.long()).float().sigmoid().to(x.dtype)
         return weights, ids
