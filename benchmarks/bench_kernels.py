@@ -33,6 +33,7 @@ from kvbaton.kernels.gather_pages import gather_pages
 from kvbaton.kernels.jit import cdiv
 from kvbaton.kernels.latent_decode_attention import latent_decode_attention, latent_decode_parts
 from kvbaton.kernels.merge_attention_states import merge_attention_states
+from kvbaton.kernels.paged_attention import Softmax
 from kvbaton.kernels.paged_prefill_attention import paged_prefill_attention
 from kvbaton.kernels.prefill_attention import PrefillBatch, planning, prefill_attention
 from kvbaton.kernels.rms_norm import rms_norm
@@ -45,6 +46,7 @@ RANK, ROPE = 512, 64
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 32, 4096, 32, 8, 128
 FFN, VOCABULARY, BLOCK_SIZE = 14336, 128256, 16
 SCALE = HEAD_DIM**-0.5
+SOFTMAX = Softmax(SCALE)
 COPIES = 4
 GEMMS = {
     "qkv": (6144, 4096),
@@ -242,10 +244,10 @@ def bench_decode_attention() -> Iterator[Row]:
         blocks = cdiv(tokens, BLOCK_SIZE) + batch
         tables = tables % blocks
         cache, query = make_cache(blocks, COPIES), randn(batch, HEADS, HEAD_DIM)
-        parts = decode_parts(query, cache[:, :, 0, 0], lengths)  # once a step
-        attend = partial(decode_attention, query, scale=SCALE, parts=parts)
+        parts = decode_parts(query, cache[:, :, 0, 0], lengths, SOFTMAX)  # once a step
+        attend = partial(decode_attention, query, parts=parts)
         calls = [
-            partial(attend, cache[:, :, layer, 0], cache[:, :, layer, 1], tables, lengths)
+            partial(attend, cache[:, :, layer, 0], cache[:, :, layer, 1], tables, lengths, SOFTMAX)
             for layer in range(COPIES)
         ]
         us = time_calls(calls)
@@ -312,10 +314,11 @@ def bench_prefill_attention() -> Iterator[Row]:
             query_lens=(fresh,) * batch,
             prefix_lens=(prefix,) * batch,
         )
-        chosen = partial(prefill_attention, query, key, value, *planes, both, scale=SCALE)
-        paged = partial(paged_prefill_attention, query, *planes, tables, cu, lengths, fresh)
+        chosen = partial(prefill_attention, query, key, value, *planes, both, SOFTMAX)
+        args = query, *planes, tables, cu, lengths, fresh, SOFTMAX
+        paged = partial(paged_prefill_attention, *args)
         work = 4 * batch * (fresh * prefix + fresh * fresh / 2) * HEADS * HEAD_DIM
-        for name, call in (("prefill", chosen), ("paged_prefill", partial(paged, scale=SCALE))):
+        for name, call in (("prefill", chosen), ("paged_prefill", paged)):
             with planning():
                 us = time_calls([call])
             case = f"{batch} x {fresh} after {prefix}"
@@ -509,7 +512,7 @@ class DecodeStep:
         if not parts.attention:
             return self.wide[HIDDEN][:batch]
         tables, lengths = self.tables[:batch], self.lengths[:batch]
-        out = decode_attention(query, *planes, tables, lengths, scale=SCALE)
+        out = decode_attention(query, *planes, tables, lengths, SOFTMAX)
         return out.flatten(1)
 
 

@@ -7,11 +7,29 @@ head's softmax (gpt-oss; Xiao et al., arXiv 2309.17453). Softcap: cap * tanh(log
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from kvbaton.kernels.jit import jit, tl
+
+
+class Softmax(NamedTuple):
+    """Which keys a query sees, and what its softmax is of.
+
+    Attributes:
+        scale: of the logits.
+        window: a query at position p sees only keys at positions > p - window, unless 0.
+        chunked: instead those of its own chunk of `window` tokens.
+        softcap: bound of the logits; 0: none.
+        sinks: [heads], fp32, or None.
+    """
+
+    scale: float
+    window: int = 0
+    chunked: bool = False
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
 
 
 def paged_attention_reference(
@@ -20,12 +38,7 @@ def paged_attention_reference(
     value_cache: torch.Tensor,
     block_table: torch.Tensor,
     context_len: int,
-    *,
-    scale: float,
-    window: int = 0,
-    chunked: bool = False,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
+    softmax: Softmax,
     last_keys: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Plain torch attention of one sequence's last tokens over its pages, in fp32 or wider.
@@ -36,16 +49,13 @@ def paged_attention_reference(
         value_cache: as `key_cache`, or of another width.
         block_table: block ids of the sequence, in order.
         context_len: tokens of the sequence to look at.
-        scale: of the logits.
-        window: a query at position p sees only keys at positions > p - window, unless 0.
-        chunked: instead those of its own chunk of `window` tokens.
-        softcap: bound of the logits; 0: none.
-        sinks: [heads].
+        softmax: see there.
         last_keys: [T]: the last position that each query sees; None: its own.
 
     Returns:
         [T, heads, value's D], dtype of `query`.
     """
+    scale, window, chunked, softcap, sinks = softmax
     num_blocks = -(-context_len // key_cache.shape[2])
     blocks = block_table[:num_blocks].long()
     wide = torch.promote_types(query.dtype, torch.float32)

@@ -11,6 +11,7 @@ import torch
 
 from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, tl, use_triton
 from kvbaton.kernels.paged_attention import (
+    Softmax,
     cap_logits,
     first_key,
     load_pages,
@@ -27,12 +28,8 @@ def paged_prefill_attention(
     cu_seqlens: torch.Tensor,
     context_lens: torch.Tensor,
     max_query_len: int,
+    softmax: Softmax,
     *,
-    scale: float,
-    window: int = 0,
-    chunked: bool = False,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
     last_keys: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -49,11 +46,7 @@ def paged_prefill_attention(
         cu_seqlens: [N + 1], int32: where each sequence's queries start, and T.
         context_lens: [N], int32: keys of each sequence, those of its queries included.
         max_query_len: at least the most queries of a sequence.
-        scale: of the logits.
-        window: a query at position p sees only keys at positions > p - window, unless 0.
-        chunked: instead those of its own chunk of `window` tokens.
-        softcap: bound of the logits; 0: none.
-        sinks: [heads], fp32, or None.
+        softmax: see there.
         last_keys: [T], int32: the last position that each query sees, its own or a later one of
             its sequence; None: its own.
         out: [T, heads, D], contiguous: written where `cu_seqlens` has queries; None makes one.
@@ -62,15 +55,16 @@ def paged_prefill_attention(
         [T, heads, D].
     """
     if not use_triton(query):
+        batch = block_tables, cu_seqlens, context_lens
         result = paged_prefill_attention_reference(
-            query, key_cache, value_cache, block_tables, cu_seqlens, context_lens, scale=scale,
-            window=window, chunked=chunked, softcap=softcap, sinks=sinks, last_keys=last_keys,
-        )  # fmt: skip
+            query, key_cache, value_cache, *batch, softmax, last_keys
+        )
         if out is None:
             return result
         first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
         out[first:last] = result[first:last]
         return out
+    scale, window, chunked, softcap, sinks = softmax
     tokens, heads, head_dim = query.shape
     kv_heads, block_size = key_cache.shape[1:3]
     if out is None:
@@ -123,12 +117,7 @@ def paged_prefill_attention_reference(
     block_tables: torch.Tensor,
     cu_seqlens: torch.Tensor,
     context_lens: torch.Tensor,
-    *,
-    scale: float,
-    window: int = 0,
-    chunked: bool = False,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
+    softmax: Softmax,
     last_keys: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Plain torch for `paged_prefill_attention`."""
@@ -137,11 +126,10 @@ def paged_prefill_attention_reference(
     for row, context_len in enumerate(context_lens.tolist()):
         span = slice(bounds[row], bounds[row + 1])
         if span.start < span.stop and context_len:
+            last = None if last_keys is None else last_keys[span]
             out[span] = paged_attention_reference(
-                query[span], key_cache, value_cache, block_tables[row], context_len,
-                scale=scale, window=window, chunked=chunked, softcap=softcap,
-                sinks=sinks, last_keys=None if last_keys is None else last_keys[span],
-            )  # fmt: skip
+                query[span], key_cache, value_cache, block_tables[row], context_len, softmax, last
+            )
     return out
 
 

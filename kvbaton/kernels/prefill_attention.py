@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 
 from kvbaton.kernels.gather_pages import gather_pages
 from kvbaton.kernels.merge_attention_states import merge_attention_states
+from kvbaton.kernels.paged_attention import Softmax
 from kvbaton.kernels.paged_prefill_attention import paged_prefill_attention
 
 MIN_QUERIES = 1024
@@ -77,17 +78,12 @@ def prefill_attention(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     batch: PrefillBatch,
-    *,
-    scale: float,
-    window: int = 0,
-    chunked: bool = False,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
+    softmax: Softmax,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute causal softmax(scale * q k^T) v of each sequence's queries, its last tokens.
 
-    `key` and `value` must be in the cache already. Options as in `paged_prefill_attention`.
+    `key` and `value` must be in the cache already.
 
     Args:
         query: [T, heads, D], the sequences one after the other; last axis contiguous.
@@ -96,11 +92,7 @@ def prefill_attention(
         key_cache: [num_blocks, kv_heads, block_size, D], of the query's dtype or float8_e4m3fn.
         value_cache: as `key_cache`, with the same strides.
         batch: lengths and block tables.
-        scale: of the logits.
-        window: keys at positions > own position - window only; 0: all.
-        chunked: instead those of the own chunk of `window` tokens.
-        softcap: bound of the logits; 0: none.
-        sinks: [heads], fp32, or None.
+        softmax: see there.
         out: [T, heads, D], contiguous, to fill; None makes one.
 
     Returns:
@@ -108,6 +100,7 @@ def prefill_attention(
     """
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    scale, window, _, softcap, sinks = softmax
     plain = softcap == 0.0 and sinks is None and key is not None and not batch.paged
     plain = plain and batch.last_keys is None and cudnn_fits(query, key_cache.shape[2])
     strides = (0 if x is None else x.stride(0) for x in (query, key, value))
@@ -128,8 +121,7 @@ def prefill_attention(
             paged_prefill_attention(
                 query, key_cache, value_cache,
                 batch.block_tables[rows], batch.cu_seqlens[rows.start : rows.stop + 1],
-                batch.context_lens[rows], max(batch.query_lens[rows]),
-                scale=scale, window=window, chunked=chunked, softcap=softcap, sinks=sinks,
+                batch.context_lens[rows], max(batch.query_lens[rows]), softmax,
                 last_keys=batch.last_keys, out=out,
             )  # fmt: skip
     return out

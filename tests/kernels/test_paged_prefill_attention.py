@@ -3,6 +3,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvbaton.kernels.paged_attention import Softmax
 from kvbaton.kernels.paged_prefill_attention import (
     paged_prefill_attention,
     paged_prefill_attention_reference,
@@ -32,16 +33,16 @@ def check(
     query = place.randn(sum(query_lens), heads, head_dim)
     keys, values, tables = paged.wide()
     wide_sinks = sinks.cpu().double() if sinks is not None else None
-    options = {"scale": head_dim**-0.5, **options}
+    softmax = Softmax(head_dim**-0.5, **options, sinks=sinks)
     expected = paged_prefill_attention_reference(
         query.cpu().double(), keys, values, tables, cu, paged.context_lens.cpu(),
-        sinks=wide_sinks, last_keys=last_keys, **options,
+        softmax._replace(sinks=wide_sinks), last_keys,
     )  # fmt: skip
     moved = None if last_keys is None else last_keys.to(place.device)
     out = paged_prefill_attention(
         query, paged.views[0], paged.views[1], paged.block_tables, cu.to(place.device),
         paged.context_lens,
-        max(query_lens), sinks=sinks, last_keys=moved, **options,
+        max(query_lens), softmax, last_keys=moved,
     )  # fmt: skip
     place.close(out, expected)
 
@@ -113,11 +114,11 @@ def test_pool_past_31_bits(place: Any) -> None:
     lens = torch.tensor([3000], dtype=torch.int32, device="cuda")
     views: Any = cache[:, :, 31, 0], cache[:, :, 31, 1]
     query = place.randn(130, 32, 128)
-    cu = torch.tensor([0, 130], dtype=torch.int32, device="cuda")
-    out = paged_prefill_attention(query, views[0], views[1], tables, cu, lens, 130, scale=0.1)
+    cu, softmax = torch.tensor([0, 130], dtype=torch.int32, device="cuda"), Softmax(0.1)
+    out = paged_prefill_attention(query, views[0], views[1], tables, cu, lens, 130, softmax)
     low: Any = [view[2100:].cpu().double() for view in views]
     expected = paged_prefill_attention_reference(
-        query.cpu().double(), low[0], low[1], tables.cpu() - 2100, cu.cpu(), lens.cpu(), scale=0.1
+        query.cpu().double(), low[0], low[1], tables.cpu() - 2100, cu.cpu(), lens.cpu(), softmax
     )
     place.close(out, expected)
 

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvbaton.kernels.paged_attention import Softmax
 from kvbaton.kernels.paged_prefill_attention import paged_prefill_attention_reference
 from kvbaton.kernels.prefill_attention import (
     GRANULE,
@@ -43,10 +44,10 @@ def check(
             keys[block, :, position % 16] = key[starts[row] + position - prefix]
             values[block, :, position % 16] = value[starts[row] + position - prefix]
     wide_keys, wide_values, tables = paged.wide()
-    options = {"scale": head_dim**-0.5, **options}
+    softmax = Softmax(head_dim**-0.5, **options)
     expected = paged_prefill_attention_reference(
         query.cpu().double(), wide_keys, wide_values, tables, cu, paged.context_lens.cpu(),
-        last_keys=last_keys, **options,
+        softmax, last_keys,
     )  # fmt: skip
     batch = PrefillBatch(
         block_tables=paged.block_tables,
@@ -57,7 +58,7 @@ def check(
         last_keys=None if last_keys is None else last_keys.to(place.device),
     )
     with planning():
-        found = prefill_attention(query, key, value, keys, values, batch, **options)
+        found = prefill_attention(query, key, value, keys, values, batch, softmax)
     place.close(found, expected)
 
 
