@@ -5,12 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from operator import add
+from typing import Self
 
 from msgspec import Struct
 from msgspec.structs import astuple
 
 
-class NodeLoad(Struct, frozen=True):
+class Counts(Struct, frozen=True):
+    """Numbers that add up."""
+
+    def plus(self, other: Self) -> Self:
+        """The sum, field by field."""
+        return type(self)(*map(add, astuple(self), astuple(other)))
+
+
+class NodeLoad(Counts, frozen=True):
     """What the router has in flight at a node.
 
     Attributes:
@@ -32,12 +41,8 @@ class NodeLoad(Struct, frozen=True):
     prefill_us: int = 0
     cached_tokens: int = 0
 
-    def plus(self, other: NodeLoad) -> NodeLoad:
-        """The sum."""
-        return NodeLoad(*map(add, astuple(self), astuple(other)))
 
-
-class RouterTotals(Struct, frozen=True):
+class RouterTotals(Counts, frozen=True):
     """What a router, or one worker of it, does for clients.
 
     Attributes:
@@ -53,10 +58,6 @@ class RouterTotals(Struct, frozen=True):
     finished: int = 0
     failed: int = 0
     tokens: int = 0
-
-    def plus(self, other: RouterTotals) -> RouterTotals:
-        """The sum."""
-        return RouterTotals(*map(add, astuple(self), astuple(other)))
 
 
 IDLE = NodeLoad()
