@@ -23,7 +23,7 @@ import zmq
 from msgspec.structs import replace
 
 from kvbaton.connectors.curve import CurveAuthenticator, bind_tcp, drain
-from kvbaton.engine.stats import RequestLatencies
+from kvbaton.engine.stats import LATENCIES, LatencyHistogram, RequestHistograms, RequestTimes
 from kvbaton.errors import ConfigError, RequestError
 from kvbaton.messages.engine import (
     ENGINE_VERSION,
@@ -121,11 +121,12 @@ class _Peer:
 
 @dataclass(eq=False)
 class _Owned:
-    """A live request: whose it is, what its frontend calls it, and how many choices are open."""
+    """A live request: whose it is, what its frontend calls it, how many choices are open, times."""
 
     peer: _Peer
     name: str
     open_choices: int
+    times: RequestTimes
 
 
 class CachedBlockSource(Protocol):
@@ -163,7 +164,7 @@ class FrontendServer:
         self._dismissed: list[_Peer] = []
         self._ready: Ready | None = None
         self._probe_at = 0.0
-        self._latencies = RequestLatencies()
+        self._seen = RequestHistograms(*(LatencyHistogram(bounds) for *_, bounds in LATENCIES))
         self._counts = {
             'kvbaton_frontend_requests_total{frontend="local"}': 0,
             'kvbaton_frontend_requests_total{frontend="remote"}': 0,
@@ -305,8 +306,7 @@ class FrontendServer:
         while key in self._owned:
             key = f"{name[:230]}#{next(self._numbers)}"
         peer.names[name] = key
-        self._owned[key] = _Owned(peer, name, request.params.n)
-        self._latencies.added(key, time.monotonic())
+        self._owned[key] = _Owned(peer, name, request.params.n, RequestTimes(self._seen))
         self._counts[f'kvbaton_frontend_requests_total{{frontend="{peer.kind}"}}'] += 1
         yield request if key == name else replace(request, request_id=key)
 
@@ -317,13 +317,12 @@ class FrontendServer:
         match message:
             case Outputs():
                 by_peer: dict[_Peer, list[Output]] = {}
-                now = time.monotonic()
                 for output in message.outputs:
                     key = output.request_id
                     owner = self._owned.get(key)
                     if owner is None:
                         continue
-                    self._latencies.output(key, output, now)
+                    owner.times.output(output)
                     if output.finish_reason is not None:
                         owner.open_choices -= 1
                         if not owner.open_choices:
@@ -372,13 +371,15 @@ class FrontendServer:
         owned = self._owned.pop(key, None)
         if owned is not None:
             del owned.peer.names[owned.name]
-            self._latencies.ended(key)
+            owned.times.close()
         return owned
 
     def completed(self, metrics: Metrics) -> Metrics:
         """The core's metrics, and ours."""
         refused = 0 if self._gate is None else self._gate.refused
         counters = {name: float(value) for name, value in self._counts.items()}
+        timed = zip(LATENCIES, self._seen, strict=True)
+        latencies = {f"{name}_seconds": seen.counts() for (name, *_), seen in timed}
         connected = {kind: 0 for kind in ("local", "remote")}
         for peer in self._peers.values():
             connected[peer.kind] += 1
@@ -392,7 +393,7 @@ class FrontendServer:
                 **metrics.gauges,
                 **{f'kvbaton_frontends{{frontend="{k}"}}': float(n) for k, n in connected.items()},
             },
-            histograms={**metrics.histograms, **self._latencies.histograms()},
+            histograms={**metrics.histograms, **latencies},
         )
 
     def _send_to_all(self, message: FromCore, *, local_only: bool = False) -> None:

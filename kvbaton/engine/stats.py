@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvbaton.messages.engine import HistogramCounts, Output
 
@@ -38,56 +38,56 @@ class LatencyHistogram:
         return HistogramCounts(bounds=self._bounds, counts=tuple(self._counts), total=self._total)
 
 
-@dataclass(slots=True)
-class _Timed:
-    """A live request: when it came, and when what was last sent, by choice."""
+LATENCIES: tuple[tuple[str, str, tuple[float, ...]], ...] = (
+    ("kvbaton_time_to_first_token", "Until the first token of a prompt.", TTFT_BUCKETS),
+    ("kvbaton_inter_token_latency", "Between outputs of one choice.", ITL_BUCKETS),
+    ("kvbaton_e2e_request_latency", "Until the last token of a prompt.", E2E_BUCKETS),
+)
+"""Name without its unit, text and bounds of each of `RequestHistograms`."""
 
-    start: float
-    last: dict[int, float] = field(default_factory=dict)
-    done: float | None = None
+
+class RequestHistograms(NamedTuple):
+    """What all `RequestTimes` of an engine or of an endpoint add up to."""
+
+    first_token: LatencyHistogram
+    inter_token: LatencyHistogram
+    whole: LatencyHistogram
 
 
-class RequestLatencies:
-    """Times live requests, by any frontend. Every clock is monotonic, in seconds."""
+class RequestTimes:
+    """When the outputs of a request come, from now on until it is closed.
 
-    def __init__(self) -> None:
-        self._live: dict[str, _Timed] = {}
-        self._first_token = LatencyHistogram(TTFT_BUCKETS)
-        self._inter_token = LatencyHistogram(ITL_BUCKETS)
-        self._whole = LatencyHistogram(E2E_BUCKETS)
+    Args:
+        seen: where that is counted.
+    """
 
-    def added(self, request_id: str, now: float) -> None:
-        """A request has come."""
-        self._live[request_id] = _Timed(now)
+    def __init__(self, seen: RequestHistograms) -> None:
+        self._seen, self._start = seen, time.monotonic()
+        self._last: dict[int, float] = {}
+        self._done: float | None = None
 
-    def output(self, request_id: str, output: Output, now: float) -> None:
-        """Part of its answer leaves. Requests that are not known are ignored."""
-        timed = self._live.get(request_id)
-        if timed is None:
-            return
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._start
+
+    def output(self, output: Output) -> None:
+        """One has come."""
+        now = time.monotonic()
         if output.token_ids:
-            last = timed.last.get(output.choice)
+            last = self._last.get(output.choice)
             if last is not None:
-                self._inter_token.observe(now - last)
-            elif not timed.last:
-                self._first_token.observe(now - timed.start)
-            timed.last[output.choice] = now
+                self._seen.inter_token.observe(now - last)
+            elif not self._last:
+                self._seen.first_token.observe(now - self._start)
+            self._last[output.choice] = now
         if output.finish_reason is not None and output.finish_reason != "abort":
-            timed.done = now
+            self._done = now
 
-    def ended(self, request_id: str) -> None:
-        """A request is over."""
-        timed = self._live.pop(request_id, None)
-        if timed is not None and timed.done is not None:
-            self._whole.observe(timed.done - timed.start)
-
-    def histograms(self) -> dict[str, HistogramCounts]:
-        """By Prometheus name."""
-        return {
-            "kvbaton_time_to_first_token_seconds": self._first_token.counts(),
-            "kvbaton_inter_token_latency_seconds": self._inter_token.counts(),
-            "kvbaton_e2e_request_latency_seconds": self._whole.counts(),
-        }
+    def close(self) -> None:
+        """Nothing more will come."""
+        if self._done is not None:
+            self._seen.whole.observe(self._done - self._start)
 
 
 KEPT = 2048

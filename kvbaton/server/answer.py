@@ -15,6 +15,7 @@ from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 
 from kvbaton.engine.outputs import OutputCollector, merge_outputs
+from kvbaton.engine.stats import RequestTimes
 from kvbaton.errors import EngineDeadError, RequestError
 from kvbaton.messages.engine import Output
 from kvbaton.messages.openai import (
@@ -27,7 +28,6 @@ from kvbaton.messages.openai import (
 )
 from kvbaton.server.bodies import json_response
 from kvbaton.server.frontend import Frontend
-from kvbaton.server.metrics import PromptTimes
 from kvbaton.server.sse import event, event_stream
 from kvbaton.server.tracing import TimedRequest
 from kvbaton.server.validation import PromptRequest
@@ -136,7 +136,7 @@ async def _run(
     if timeline is not None:
         timeline.submit()
     with (
-        closing(PromptTimes(frontend.metrics)) as times,
+        closing(RequestTimes(frontend.metrics.latencies)) as times,
         OutputCollector(frontend.source, request, sink) as outputs,
     ):
         async for output in outputs:

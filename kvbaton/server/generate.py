@@ -12,6 +12,7 @@ from aiohttp import web
 from msgspec.structs import asdict, replace
 
 from kvbaton.engine.outputs import merge_outputs
+from kvbaton.engine.stats import RequestTimes
 from kvbaton.engine.validate import INT32, Range, check_ids, check_range
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest, Output
@@ -21,7 +22,6 @@ from kvbaton.server.answer import raise_if_failed
 from kvbaton.server.auth import tenant
 from kvbaton.server.bodies import REQUEST_ID, clean, json_response, read_body
 from kvbaton.server.frontend import FRONTEND, Frontend
-from kvbaton.server.metrics import PromptTimes
 from kvbaton.server.openapi import contract
 from kvbaton.server.sse import event, event_stream
 from kvbaton.server.timeline import RequestTimeline
@@ -145,7 +145,7 @@ async def shown_outputs(
     """The source's outputs as they may be shown: the client's id, numbers that JSON can say."""
     if timeline is not None:
         timeline.submit()
-    with closing(PromptTimes(frontend.metrics)) as times:
+    with closing(RequestTimes(frontend.metrics.latencies)) as times:
         async with aclosing(frontend.source.generate(add)) as outputs:
             async for output in outputs:
                 times.output(output)

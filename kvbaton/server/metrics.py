@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -16,8 +15,8 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
-from kvbaton.engine.stats import E2E_BUCKETS, ITL_BUCKETS, TTFT_BUCKETS, LatencyHistogram
-from kvbaton.messages.engine import HistogramCounts, Metrics, Output
+from kvbaton.engine.stats import LATENCIES, LatencyHistogram, RequestHistograms
+from kvbaton.messages.engine import HistogramCounts, Metrics
 
 
 class SecondsHistogram(LatencyHistogram, Collector):
@@ -91,11 +90,11 @@ class HttpMetrics:
     Attributes:
         registry: where the owner may register collectors beside ours.
         in_flight: requests being served.
+        latencies: of prompts.
     """
 
     def __init__(self, *, latencies: bool = True) -> None:
         self.registry = CollectorRegistry()
-        self._timed = CollectorRegistry() if not latencies else self.registry
         self.requests = LabelledCounter(
             "kvbaton_http_requests",
             "Requests answered, by route and status.",
@@ -106,58 +105,10 @@ class HttpMetrics:
         Gauge(
             "kvbaton_http_requests_in_flight", "Requests being served.", registry=self.registry
         ).set_function(lambda: self.in_flight)
-        self.time_to_first_token = self._seconds(
-            "kvbaton_time_to_first_token", "Until the first token of a prompt.", TTFT_BUCKETS
+        timed = self.registry if latencies else CollectorRegistry()
+        self.latencies = RequestHistograms(
+            *(SecondsHistogram(name, text, bounds, timed) for name, text, bounds in LATENCIES)
         )
-        self.inter_token_latency = self._seconds(
-            "kvbaton_inter_token_latency", "Between outputs of one choice.", ITL_BUCKETS
-        )
-        self.e2e_request_latency = self._seconds(
-            "kvbaton_e2e_request_latency", "Until the last token of a prompt.", E2E_BUCKETS
-        )
-
-    def _seconds(self, name: str, text: str, bounds: tuple[float, ...]) -> SecondsHistogram:
-        return SecondsHistogram(name, text, bounds, self._timed)
-
-
-class PromptTimes:
-    """When the outputs of a prompt come, until it is closed.
-
-    Args:
-        metrics: where that is counted.
-
-    Attributes:
-        ended_s: seconds until its latest output that ends a choice; None if none did.
-    """
-
-    def __init__(self, metrics: HttpMetrics) -> None:
-        self._metrics = metrics
-        self._start = time.monotonic()
-        self._last: dict[int, float] = {}
-        self.ended_s: float | None = None
-
-    def close(self) -> None:
-        """Nothing more will come."""
-        if self.ended_s is not None:
-            self._metrics.e2e_request_latency.observe(self.ended_s)
-
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds since the start."""
-        return time.monotonic() - self._start
-
-    def output(self, output: Output) -> None:
-        """One has come."""
-        if output.token_ids:
-            now = time.monotonic()
-            last = self._last.get(output.choice)
-            if last is not None:
-                self._metrics.inter_token_latency.observe(now - last)
-            elif not self._last:
-                self._metrics.time_to_first_token.observe(now - self._start)
-            self._last[output.choice] = now
-        if output.finish_reason is not None:
-            self.ended_s = self.elapsed_s
 
 
 def exposition(text: bytes) -> web.Response:
