@@ -15,6 +15,8 @@ ENCODER_BLOCK_ROWS = 32
 
 Count = Annotated[int, Meta(ge=0, le=1 << 62)]
 
+Size = Annotated[int, Meta(ge=1, le=1 << 31)]
+
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 Id128 = Annotated[bytes, Meta(min_length=16, max_length=16)]

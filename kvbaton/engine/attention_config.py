@@ -15,15 +15,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
-from msgspec import field
+from msgspec import Meta, field
 from msgspec.structs import replace
 
 from kvbaton.engine.kv_groups import LayerKV
 from kvbaton.engine.rope_config import RotaryEntry
 from kvbaton.errors import ConfigError
+from kvbaton.types import Count, Size
 
 FieldsT = TypeVar("FieldsT")
 
@@ -78,11 +79,11 @@ class _RawNope(msgspec.Struct):
 
     num_hidden_layers: int
     no_rope_layers: list[int] | None = None
-    no_rope_layer_interval: int = 4
+    no_rope_layer_interval: Size = 4
     use_qk_norm: bool = True
     attn_temperature_tuning: bool | int = True
     attn_scale: float = 0.1
-    floor_scale: int = 8192
+    floor_scale: Size = 8192
 
 
 def read_nope(content: Mapping[str, Any], architecture: str) -> NopeConfig | None:
@@ -99,9 +100,6 @@ def read_nope(content: Mapping[str, Any], architecture: str) -> NopeConfig | Non
         return None
     raw = convert_fields(content, _RawNope, architecture)
     count, interval = raw.num_hidden_layers, raw.no_rope_layer_interval
-    for name in ("no_rope_layer_interval", "floor_scale"):
-        if getattr(raw, name) < 1:
-            raise ConfigError("--model", f"config.json: {name} must be positive")
     turned = raw.no_rope_layers or [(layer + 1) % interval for layer in range(count)]
     if len(turned) != count:
         raise ConfigError("--model", "no_rope_layers and num_hidden_layers differ in length")
@@ -153,10 +151,10 @@ class MlaConfig:
 class _RawMla(msgspec.Struct):
     """The fields of ``config.json`` that we read, under their own names."""
 
-    kv_lora_rank: int = 512
-    q_lora_rank: int | None = 1536
-    qk_nope_head_dim: int = 128
-    qk_rope_head_dim: int = 64
+    kv_lora_rank: Size = 512
+    q_lora_rank: Count | None = 1536
+    qk_nope_head_dim: Size = 128
+    qk_rope_head_dim: Size = 64
     v_head_dim: int = 128
     rope_interleave: bool | None = None
     attention_bias: bool = False
@@ -182,14 +180,8 @@ def read_mla(content: Mapping[str, Any], architecture: str) -> MlaConfig | None:
         if getattr(raw, name):
             raise ConfigError("--model", f"{name} of {architecture} is unsupported")
     head_dim = raw.qk_nope_head_dim + raw.qk_rope_head_dim
-    sizes = (
-        ("kv_lora_rank", raw.kv_lora_rank, 1 << 31),
-        ("q_lora_rank", raw.q_lora_rank or 1, 1 << 31),
-        ("qk_nope_head_dim", raw.qk_nope_head_dim, 1 << 31),
-        ("qk_rope_head_dim", raw.qk_rope_head_dim, 1 << 31),
-        ("v_head_dim", raw.v_head_dim, head_dim),  # attention kernels take one width for both
-    )
-    check_sizes(sizes)
+    # Attention kernels take one width for keys and values.
+    check_sizes([("v_head_dim", raw.v_head_dim, head_dim)])
     if raw.qk_rope_head_dim % 2:
         raise ConfigError("--model", f"qk_rope_head_dim {raw.qk_rope_head_dim} must be even")
     rope = raw.rope_parameters or raw.rope_scaling or RotaryEntry()
@@ -228,12 +220,12 @@ class LinearAttentionConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     num_hidden_layers: int
     kinds: tuple[str, ...] | None = field(name="layer_types", default=None)
-    interval: int = field(name="full_attention_interval", default=4)
-    num_key_heads: int = field(name="linear_num_key_heads", default=16)
-    num_value_heads: int = field(name="linear_num_value_heads", default=32)
-    key_head_dim: int = field(name="linear_key_head_dim", default=128)
-    value_head_dim: int = field(name="linear_value_head_dim", default=128)
-    conv_kernel: int = field(name="linear_conv_kernel_dim", default=4)
+    interval: Size = field(name="full_attention_interval", default=4)
+    num_key_heads: Size = field(name="linear_num_key_heads", default=16)
+    num_value_heads: Size = field(name="linear_num_value_heads", default=32)
+    key_head_dim: Size = field(name="linear_key_head_dim", default=128)
+    value_head_dim: Size = field(name="linear_value_head_dim", default=128)
+    conv_kernel: Annotated[int, Meta(ge=2)] = field(name="linear_conv_kernel_dim", default=4)
 
     @property
     def layers(self) -> tuple[bool, ...]:
@@ -274,16 +266,7 @@ def read_linear_attention(
     if architecture not in LINEAR_ATTENTION_ARCHITECTURES:
         return None
     found = convert_fields(content, LinearAttentionConfig, architecture)
-    for name, value, least in [
-        ("full_attention_interval", found.interval, 1),
-        ("linear_conv_kernel_dim", found.conv_kernel, 2),
-        ("linear_key_head_dim", found.key_head_dim, 1),
-        ("linear_value_head_dim", found.value_head_dim, 1),
-        ("linear_num_key_heads", found.num_key_heads, 1),
-    ]:
-        if value < least:
-            raise ConfigError("--model", f"config.json: {name} must be at least {least}")
-    if found.num_value_heads < 1 or found.num_value_heads % found.num_key_heads:
+    if found.num_value_heads % found.num_key_heads:
         raise ConfigError(
             "--model",
             f"config.json: linear_num_value_heads {found.num_value_heads} is no multiple of "

@@ -30,6 +30,7 @@ from kvbaton.engine.quantization.config import Quantization, read_quantization
 from kvbaton.engine.rope_config import RawRotary, RopeConfig, read_local_rope, read_rope
 from kvbaton.engine.vision_config import VISION_FAMILIES, VisionConfig, read_siglip, read_vision
 from kvbaton.errors import ConfigError
+from kvbaton.types import Size
 
 TEXT_ARCHITECTURES = {
     "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
@@ -248,9 +249,9 @@ class _Raw(RawRotary, kw_only=True):
     """The fields of ``config.json`` that we read, under their own names."""
 
     architectures: list[str]
-    vocab_size: int
-    intermediate_size: int
-    num_hidden_layers: int
+    vocab_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Size
     num_key_value_heads: int | None = None
     rms_norm_eps: float = 1e-6
     hidden_act: str | None = None
@@ -418,14 +419,9 @@ def _convert(content: dict[str, Any], folder: Path) -> _Raw:
         kept = {"architectures": content["architectures"], "tie_word_embeddings": tied}
         content = content | own | kept
     try:
-        raw = msgspec.convert(content, _Raw)
+        return msgspec.convert(content, _Raw)
     except msgspec.ValidationError as error:
         raise ConfigError("--model", f"{folder / 'config.json'}: {error}") from error
-    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
-    for name in (*sizes, "num_attention_heads", "max_position_embeddings"):
-        if getattr(raw, name) < 1:
-            raise ConfigError("--model", f"{folder / 'config.json'}: {name} must be positive")
-    return raw
 
 
 def _refuse_unsupported(raw: _Raw, family: Family) -> None:

@@ -12,6 +12,7 @@ import msgspec
 
 from kvbaton.engine.vision_config import VisionFamily
 from kvbaton.errors import ConfigError
+from kvbaton.types import Size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,10 +86,10 @@ class RotaryEntry(msgspec.Struct):
 class RawRotary(msgspec.Struct, kw_only=True):
     """The fields of ``config.json`` that say how heads are turned, under their own names."""
 
-    hidden_size: int
-    num_attention_heads: int
+    hidden_size: Size
+    num_attention_heads: Size
     head_dim: int | None = None
-    max_position_embeddings: int = 2048
+    max_position_embeddings: Size = 2048
     original_max_position_embeddings: int | None = None
     rope_theta: float | None = None
     rope_scaling: RotaryEntry | None = None

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from kvbaton.errors import ConfigError
 from kvbaton.image_file import has_processor, pooled_side
+from kvbaton.types import Size
 
 
 class _Axial(Struct, frozen=True):
@@ -37,17 +38,17 @@ class VisionConfig(Struct, frozen=True, kw_only=True):
         bidirectional: tokens of an image see all of it, in the language model.
     """
 
-    patch_size: int
-    depth: int
+    patch_size: Size
+    depth: Size
     hidden_size: int
-    num_heads: int
+    num_heads: Size
     intermediate_size: int
     out_hidden_size: int
     hidden_act: str
     rope_parameters: _Axial | None = None
-    temporal_patch_size: int = 2
-    merge_size: int = field(name="spatial_merge_size", default=2)
-    in_channels: int = 3
+    temporal_patch_size: Size = 2
+    merge_size: Size = field(name="spatial_merge_size", default=2)
+    in_channels: Size = 3
     window_size: int = 112
     full_attention_layers: tuple[int, ...] = field(
         name="fullatt_block_indexes", default=(7, 15, 23, 31)
@@ -132,15 +133,11 @@ def read_vision(
 
 def _refuse_unsupported(vision: VisionConfig, family: VisionFamily, hidden_size: int) -> None:
     where = "vision_config."
-    for name in ("patch_size", "temporal_patch_size", "merge_size", "in_channels", "depth"):
-        if getattr(vision, name) < 1:
-            said = "spatial_merge_size" if name == "merge_size" else name
-            raise ConfigError("--model", f"{where}{said} must be positive")
     if vision.hidden_act != family.hidden_act:
         raise ConfigError("--model", f"{where}hidden_act must be {family.hidden_act!r}")
     if vision.out_hidden_size != hidden_size:
         raise ConfigError("--model", f"{where}out_hidden_size must be hidden_size, {hidden_size}")
-    if vision.num_heads < 1 or vision.hidden_size % (4 * vision.num_heads):
+    if vision.hidden_size % (4 * vision.num_heads):
         raise ConfigError("--model", f"{where}hidden_size must be a multiple of 4 * num_heads")
     if not family.deepstack and vision.window_size < vision.patch_size * vision.merge_size:
         raise ConfigError("--model", f"{where}window_size must hold spatial_merge_size patches")
@@ -160,11 +157,11 @@ IMAGE_TOKEN = 262_144
 class _Siglip(msgspec.Struct):
     """``vision_config``, with the defaults of its class in `transformers`."""
 
-    hidden_size: int = 768
+    hidden_size: Size = 768
     intermediate_size: int = 3072
-    num_hidden_layers: int = 12
-    num_attention_heads: int = 12
-    num_channels: int = 3
+    num_hidden_layers: Size = 12
+    num_attention_heads: Size = 12
+    num_channels: Size = 3
     image_size: int = 224
     patch_size: int = 16
     hidden_act: str = "gelu_pytorch_tanh"
@@ -200,9 +197,6 @@ def read_siglip(content: dict[str, Any], folder: Path, hidden_size: int) -> Visi
     if tower is None or not has_processor(folder):
         return None
     where = "vision_config."
-    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_channels"):
-        if getattr(tower, name) < 1:
-            raise ConfigError("--model", f"{where}{name} must be positive")
     if tower.hidden_size % tower.num_attention_heads:
         raise ConfigError("--model", f"{where}hidden_size must be a multiple of the heads' number")
     for name, only in (("hidden_act", "gelu_pytorch_tanh"), ("layer_norm_eps", 1e-6)):
