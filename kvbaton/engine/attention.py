@@ -139,9 +139,9 @@ class _GroupBatch:
         """That of one group."""
         lens, tables = batch.context_lens, batch.block_tables[:, g]
         start = lens - batch.query_lens
-        behind = first_attended(start, group.window, group.chunked) // block_size
         if not group.window:
-            return cls(group, batch.query_lens, behind, lens, tables)
+            return cls(group, batch.query_lens, np.zeros_like(start), lens, tables)
+        behind = first_attended(start, group.window, group.chunked) // block_size
         left = -(-lens // block_size) - behind
         columns = np.arange(left.max())
         at = np.minimum(behind[:, None] + columns, tables.shape[1] - 1)

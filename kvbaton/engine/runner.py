@@ -225,7 +225,7 @@ class Runner:
     def _last_keys(self, steps: Sequence[SequenceStep], tokens: StepTokens) -> Ints | None:
         """Last position that each token sees; None if it is its own, of all."""
         vision = self.model.config.vision
-        if vision is None or not vision.bidirectional or not self.sequences.have_items:
+        if vision is None or not vision.bidirectional or not self.sequences.with_items:
             return None
         return last_keys(steps, tokens.positions)
 
@@ -271,7 +271,7 @@ class Runner:
 
     def _encoded(self, steps: Sequence[SequenceStep]) -> Encoded | None:
         """Rows of the items whose tokens the steps compute."""
-        found = item_tokens(steps) if self.sequences.have_items else None
+        found = item_tokens(steps) if self.sequences.with_items else None
         if found is None:
             return None
         at, blocks, offsets = found

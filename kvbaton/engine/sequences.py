@@ -44,6 +44,7 @@ class Sequences:
             group's window may be of others by now: nobody reads them.
         params: per row, None if it is free.
         deltas: [rows] int64, what generated tokens' rotary positions are ahead of their own.
+        with_items: rows that have some: what is about items costs nothing where there are none.
     """
 
     def __init__(
@@ -64,17 +65,12 @@ class Sequences:
         self.params: list[SamplingParams | None] = [None] * rows
         self.deltas = np.zeros(rows, np.int64)
         self._merge_size = merge_size
-        self._with_items: set[int] = set()
+        self.with_items: set[int] = set()
         self._rotary: dict[int, RotaryPositions] = {}  # of those, where they are not the positions
         self._table_lens = np.zeros((rows, groups), np.int64)
         self._branches: dict[int, Branches] = {}
         self._row: dict[int, int] = {}
         self._free = list(range(rows - 1, -1, -1))
-
-    @property
-    def have_items(self) -> bool:
-        """Whether any sequence has some: what is about items costs nothing where there are none."""
-        return bool(self._with_items)
 
     def rows(self, handles: Sequence[int]) -> npt.NDArray[np.int64]:
         """Rows of sequences, in their order."""
@@ -97,7 +93,7 @@ class Sequences:
             row = self._take(new.handle, len(tokens), new.num_prompt, new.choice, new.params)
             self.tokens[row, : len(tokens)] = tokens
             if new.items:
-                self._with_items.add(row)
+                self.with_items.add(row)
             if new.items and self._merge_size is not None:
                 self._rotary[row] = rotary_positions(new.items, self._merge_size)
                 self.deltas[row] = self._rotary[row].delta
@@ -110,8 +106,8 @@ class Sequences:
         row = self._take(fork.child, length + 1, int(self.num_prompt[parent]), fork.choice, params)
         self.tokens[row, :length] = self.tokens[parent, :length]
         self.tokens[row, length] = branches.tokens[fork.choice]
-        if parent in self._with_items:
-            self._with_items.add(row)
+        if parent in self.with_items:
+            self.with_items.add(row)
         if parent in self._rotary:
             self._rotary[row], self.deltas[row] = self._rotary[parent], self.deltas[parent]
 
@@ -121,7 +117,7 @@ class Sequences:
         if row is not None:
             self.params[row] = None
             self._branches.pop(row, None)
-            self._with_items.discard(row)
+            self.with_items.discard(row)
             self._rotary.pop(row, None)
             self.deltas[row] = 0
             self._free.append(row)

@@ -85,7 +85,7 @@ class CudaRunner(Runner):
         self.sequences.flush()
         steps = output.steps
         # An image that ends with the last token of its prompt is none of a graph's inputs.
-        images = self.sequences.have_items and any(step.items for step in steps)
+        images = self.sequences.with_items and any(step.items for step in steps)
         if not images and all(step.count == 1 and step.num_samples == 1 for step in steps):
             self._decode(output, rows)
         else:
