@@ -25,14 +25,15 @@ from torch.nn.functional import linear
 from kvbaton.engine.models.linear import FP8Method
 from kvbaton.kernels import delta_rule as rule
 from kvbaton.kernels import delta_rule_inputs as rule_inputs
-from kvbaton.kernels.copy_tokens import copy_tokens
 from kvbaton.kernels.decode_attention import decode_attention, decode_parts
 from kvbaton.kernels.digest import add_sums, block_sums
 from kvbaton.kernels.fused_moe import fused_moe, fused_moe_reference
 from kvbaton.kernels.fused_topk import ExpertChoice, fused_topk
+from kvbaton.kernels.gather_pages import gather_pages
 from kvbaton.kernels.jit import cdiv
 from kvbaton.kernels.latent_decode_attention import latent_decode_attention, latent_decode_parts
 from kvbaton.kernels.merge_attention_states import merge_attention_states
+from kvbaton.kernels.paged_attention import Softmax
 from kvbaton.kernels.paged_prefill_attention import paged_prefill_attention
 from kvbaton.kernels.prefill_attention import PrefillBatch, planning, prefill_attention
 from kvbaton.kernels.rms_norm import rms_norm
@@ -45,6 +46,7 @@ RANK, ROPE = 512, 64
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 32, 4096, 32, 8, 128
 FFN, VOCABULARY, BLOCK_SIZE = 14336, 128256, 16
 SCALE = HEAD_DIM**-0.5
+SOFTMAX = Softmax(SCALE)
 COPIES = 4
 GEMMS = {
     "qkv": (6144, 4096),
@@ -242,10 +244,10 @@ def bench_decode_attention() -> Iterator[Row]:
         blocks = cdiv(tokens, BLOCK_SIZE) + batch
         tables = tables % blocks
         cache, query = make_cache(blocks, COPIES), randn(batch, HEADS, HEAD_DIM)
-        parts = decode_parts(query, cache[:, :, 0, 0], lengths)  # once a step
-        attend = partial(decode_attention, query, scale=SCALE, parts=parts)
+        parts = decode_parts(query, cache[:, :, 0, 0], lengths, SOFTMAX)  # once a step
+        attend = partial(decode_attention, query, parts=parts)
         calls = [
-            partial(attend, cache[:, :, layer, 0], cache[:, :, layer, 1], tables, lengths)
+            partial(attend, cache[:, :, layer, 0], cache[:, :, layer, 1], tables, lengths, SOFTMAX)
             for layer in range(COPIES)
         ]
         us = time_calls(calls)
@@ -312,10 +314,11 @@ def bench_prefill_attention() -> Iterator[Row]:
             query_lens=(fresh,) * batch,
             prefix_lens=(prefix,) * batch,
         )
-        chosen = partial(prefill_attention, query, key, value, *planes, both, scale=SCALE)
-        paged = partial(paged_prefill_attention, query, *planes, tables, cu, lengths, fresh)
+        chosen = partial(prefill_attention, query, key, value, *planes, both, SOFTMAX)
+        args = query, *planes, tables, cu, lengths, fresh, SOFTMAX
+        paged = partial(paged_prefill_attention, *args)
         work = 4 * batch * (fresh * prefix + fresh * fresh / 2) * HEADS * HEAD_DIM
-        for name, call in (("prefill", chosen), ("paged_prefill", partial(paged, scale=SCALE))):
+        for name, call in (("prefill", chosen), ("paged_prefill", paged)):
             with planning():
                 us = time_calls([call])
             case = f"{batch} x {fresh} after {prefix}"
@@ -420,19 +423,18 @@ def _tried(op: str, case: str, call: Callable[[], object]) -> Iterator[Row]:
 
 
 def bench_moves() -> Iterator[Row]:
-    """Merging of states, and copies between block lists."""
+    """Merging of states, and keys of a sequence made contiguous."""
     states = [randn(2048, HEADS, HEAD_DIM) for _ in range(2)]
     lse = [torch.randn(2048, HEADS, device="cuda") for _ in range(2)]
     us = time_calls([partial(merge_attention_states, states[0], lse[0], states[1], lse[1])])
     moved = 3 * states[0].numel() * 2
     yield Row("merge_attention_states", "2048 tokens", us, moved / us / 1e6, "TB/s")
-    source, target = make_cache(257, LAYERS), make_cache(257, LAYERS)
-    ids = torch.randperm(256, device="cuda").to(torch.int32) + 1
-    for blocks in (1, 8, 128):
-        tokens = blocks * BLOCK_SIZE
-        us = time_calls([partial(copy_tokens, source, target, ids, ids.flip(0), tokens)])
-        moved = 2 * blocks * source[0].numel() * 2
-        yield Row("copy_tokens", f"{blocks} blocks of 2 MiB", us, moved / us / 1e6, "TB/s")
+    keys = make_cache(1025, 2)[:, :, 1, 0]
+    ids = torch.randperm(1024, device="cuda").to(torch.int32) + 1
+    for tokens in (1024, 4096, 16384):
+        us = time_calls([partial(gather_pages, keys, ids, 0, tokens, tokens)])
+        moved = 2 * tokens * KV_HEADS * HEAD_DIM * 2
+        yield Row("gather_pages", f"{tokens} tokens", us, moved / us / 1e6, "TB/s")
 
 
 def bench_digests() -> Iterator[Row]:
@@ -510,7 +512,7 @@ class DecodeStep:
         if not parts.attention:
             return self.wide[HIDDEN][:batch]
         tables, lengths = self.tables[:batch], self.lengths[:batch]
-        out = decode_attention(query, *planes, tables, lengths, scale=SCALE)
+        out = decode_attention(query, *planes, tables, lengths, SOFTMAX)
         return out.flatten(1)
 
 

@@ -18,6 +18,7 @@ from kvbaton.kernels.decode_parts import (
 )
 from kvbaton.kernels.jit import jit, launch_next, next_power_of_2, tl, use_triton
 from kvbaton.kernels.paged_attention import (
+    Softmax,
     cap_logits,
     first_key,
     load_pages,
@@ -35,12 +36,8 @@ def decode_attention(
     value_cache: torch.Tensor,
     block_tables: torch.Tensor,
     context_lens: torch.Tensor,
+    softmax: Softmax,
     *,
-    scale: float,
-    window: int = 0,
-    chunked: bool = False,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
     parts: Parts | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -56,11 +53,7 @@ def decode_attention(
         value_cache: as `key_cache`, with the same strides.
         block_tables: [B, max_blocks], int32.
         context_lens: [B], int32: tokens of each sequence, the query's own included; 0 is padding.
-        scale: of the logits.
-        window: keys at positions > own position - window only; 0: all.
-        chunked: instead those of the own chunk of `window` tokens.
-        softcap: bound of the logits; 0: none.
-        sinks: [heads], fp32, or None.
+        softmax: see there.
         parts: by `decode_parts` for these lengths; None decides anew.
         out: [B, heads, D], contiguous, to fill; None makes one.
 
@@ -69,16 +62,7 @@ def decode_attention(
     """
     if not use_triton(query):
         found = decode_attention_reference(
-            query,
-            key_cache,
-            value_cache,
-            block_tables,
-            context_lens,
-            scale=scale,
-            window=window,
-            chunked=chunked,
-            softcap=softcap,
-            sinks=sinks,
+            query, key_cache, value_cache, block_tables, context_lens, softmax
         )
         return found if out is None else out.copy_(found)
     batch, heads, head_dim = query.shape
@@ -88,7 +72,8 @@ def decode_attention(
     if not batch:
         return out
     if parts is None:
-        parts = decode_parts(query, key_cache, context_lens, window=window, chunked=chunked)
+        parts = decode_parts(query, key_cache, context_lens, softmax)
+    scale, window, chunked, softcap, sinks = softmax
     block_n, options = _tile(next_power_of_2(head_dim), query.element_size())
     states = torch.empty(len(parts.fields), heads, head_dim, dtype=torch.float32, device=out.device)
     lse = torch.empty(len(parts.fields), heads, dtype=torch.float32, device=out.device)
@@ -134,9 +119,8 @@ def decode_parts(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     context_lens: torch.Tensor,
+    softmax: Softmax,
     *,
-    window: int = 0,
-    chunked: bool = False,
     spare: int | None = None,
     pads: bool = True,
 ) -> Parts:
@@ -147,8 +131,8 @@ def decode_parts(
     tile, _ = _tile(next_power_of_2(query.shape[2]), query.element_size())
     heads = key_cache.shape[1]
     return share_keys(
-        context_lens, heads, tile,
-        places=PLACES, window=window, chunked=chunked, spare=spare, pads=pads,
+        context_lens, heads, tile, places=PLACES, window=softmax.window, chunked=softmax.chunked,
+        spare=spare, pads=pads,
     )  # fmt: skip
 
 
@@ -158,30 +142,17 @@ def decode_attention_reference(
     value_cache: torch.Tensor,
     block_tables: torch.Tensor,
     context_lens: torch.Tensor,
-    *,
-    scale: float,
-    window: int = 0,
-    chunked: bool = False,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
+    softmax: Softmax,
 ) -> torch.Tensor:
     """Plain torch for `decode_attention`."""
     shape = (*query.shape[:2], value_cache.shape[-1])
     out = torch.zeros(shape, dtype=query.dtype, device=query.device)
     for row, context_len in enumerate(context_lens.tolist()):
         if context_len:
-            out[row] = paged_attention_reference(
-                query[row : row + 1],
-                key_cache,
-                value_cache,
-                block_tables[row],
-                context_len,
-                scale=scale,
-                window=window,
-                chunked=chunked,
-                softcap=softcap,
-                sinks=sinks,
-            )[0][0]
+            found = paged_attention_reference(
+                query[[row]], key_cache, value_cache, block_tables[row], context_len, softmax
+            )
+            out[row] = found[0]
     return out
 
 

@@ -21,6 +21,7 @@ from kvbaton.kernels.decode_parts import (
     share_keys,
 )
 from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, tl, use_triton, wait_for_inputs
+from kvbaton.kernels.paged_attention import Softmax
 from kvbaton.kernels.quantize_fp8 import widen
 
 BLOCK_H = 16
@@ -132,9 +133,8 @@ def latent_decode_attention_reference(
 ) -> torch.Tensor:
     """Plain torch for `latent_decode_attention`."""
     rank, whole, keys = query.shape[2], torch.cat((query, query_rope), dim=-1), cache[:, None]
-    return decode_attention_reference(
-        whole, keys, keys[..., :rank], block_tables, context_lens, scale=scale
-    )
+    values, softmax = keys[..., :rank], Softmax(scale)
+    return decode_attention_reference(whole, keys, values, block_tables, context_lens, softmax)
 
 
 def tile(element_size: int) -> tuple[int, dict[str, int]]:

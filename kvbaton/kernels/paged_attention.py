@@ -7,13 +7,29 @@ head's softmax (gpt-oss; Xiao et al., arXiv 2309.17453). Softcap: cap * tanh(log
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from kvbaton.kernels.jit import jit, tl
 
-INFINITY = float("inf")
+
+class Softmax(NamedTuple):
+    """Which keys a query sees, and what its softmax is of.
+
+    Attributes:
+        scale: of the logits.
+        window: a query at position p sees only keys at positions > p - window, unless 0.
+        chunked: instead those of its own chunk of `window` tokens.
+        softcap: bound of the logits; 0: none.
+        sinks: [heads], fp32, or None.
+    """
+
+    scale: float
+    window: int = 0
+    chunked: bool = False
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
 
 
 def paged_attention_reference(
@@ -22,15 +38,9 @@ def paged_attention_reference(
     value_cache: torch.Tensor,
     block_table: torch.Tensor,
     context_len: int,
-    *,
-    scale: float,
-    causal: bool = True,
-    window: int = 0,
-    chunked: bool = False,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
+    softmax: Softmax,
     last_keys: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     """Plain torch attention of one sequence's last tokens over its pages, in fp32 or wider.
 
     Args:
@@ -39,17 +49,13 @@ def paged_attention_reference(
         value_cache: as `key_cache`, or of another width.
         block_table: block ids of the sequence, in order.
         context_len: tokens of the sequence to look at.
-        scale: of the logits.
-        causal: a query at position p sees keys at positions <= p only.
-        window: and only those > p - window, unless 0.
-        chunked: instead those of its own chunk of `window` tokens.
-        softcap: bound of the logits; 0: none.
-        sinks: [heads].
-        last_keys: [T]: the last position that each query sees if `causal`; None: its own.
+        softmax: see there.
+        last_keys: [T]: the last position that each query sees; None: its own.
 
     Returns:
-        out [T, heads, value's D], dtype of `query`, and lse [T, heads] (natural, fp32 or wider).
+        [T, heads, value's D], dtype of `query`.
     """
+    scale, window, chunked, softcap, sinks = softmax
     num_blocks = -(-context_len // key_cache.shape[2])
     blocks = block_table[:num_blocks].long()
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -64,19 +70,16 @@ def paged_attention_reference(
         logits = softcap * torch.tanh(logits / softcap)
     at = torch.arange(context_len - tokens, context_len, device=query.device)[:, None]
     seen = torch.arange(context_len, device=query.device)[None]
-    last = at if last_keys is None else last_keys[:, None]
-    visible = (seen <= last) if causal else torch.ones_like(seen <= at)
+    visible = seen <= (at if last_keys is None else last_keys[:, None])
     if window:
         visible &= seen >= (at - at % window if chunked else at - window + 1)
-    logits = logits.masked_fill(~visible, -INFINITY)
+    logits = logits.masked_fill(~visible, -torch.inf)
     if sinks is not None:
         sink = sinks.to(wide).view(-1, 1, 1).expand(heads, tokens, 1)
         logits = torch.cat((logits, sink), dim=-1)
-    lse = logits.logsumexp(-1)
-    share = torch.exp(logits - lse.masked_fill(lse == -INFINITY, 0.0)[..., None])[..., :context_len]
-    share = share.view(key.shape[1], -1, tokens, context_len)
+    share = logits.softmax(-1)[..., :context_len].view(key.shape[1], -1, tokens, context_len)
     out = torch.einsum("kgtn,nkd->tkgd", share, value).reshape(tokens, heads, -1)
-    return out.to(query.dtype), lse.transpose(0, 1)
+    return out.to(query.dtype)
 
 
 @jit()

@@ -11,6 +11,7 @@ import torch
 
 from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, tl, use_triton
 from kvbaton.kernels.paged_attention import (
+    Softmax,
     cap_logits,
     first_key,
     load_pages,
@@ -27,17 +28,12 @@ def paged_prefill_attention(
     cu_seqlens: torch.Tensor,
     context_lens: torch.Tensor,
     max_query_len: int,
+    softmax: Softmax,
     *,
-    scale: float,
-    causal: bool = True,
-    window: int = 0,
-    chunked: bool = False,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
     last_keys: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute out = softmax(scale * q k^T) v per sequence; its queries are its last tokens.
+) -> torch.Tensor:
+    """Compute causal softmax(scale * q k^T) v per sequence; its queries are its last tokens.
 
     Nothing is read on the host; the grid depends on shapes and `max_query_len` only.
 
@@ -50,37 +46,31 @@ def paged_prefill_attention(
         cu_seqlens: [N + 1], int32: where each sequence's queries start, and T.
         context_lens: [N], int32: keys of each sequence, those of its queries included.
         max_query_len: at least the most queries of a sequence.
-        scale: of the logits.
-        causal: a query at position p sees keys at positions <= p only, or as `last_keys` says.
-        window: and only those > p - window, unless 0.
-        chunked: instead those of its own chunk of `window` tokens.
-        softcap: bound of the logits; 0: none.
-        sinks: [heads], fp32, or None.
-        last_keys: [T], int32: the last position that each query sees if `causal`, its own or a
-            later one of its sequence; None: its own.
+        softmax: see there.
+        last_keys: [T], int32: the last position that each query sees, its own or a later one of
+            its sequence; None: its own.
         out: [T, heads, D], contiguous: written where `cu_seqlens` has queries; None makes one.
 
     Returns:
-        out and lse [T, heads], fp32, natural.
+        [T, heads, D].
     """
     if not use_triton(query):
-        result, lse = paged_prefill_attention_reference(
-            query, key_cache, value_cache, block_tables, cu_seqlens, context_lens,
-            scale=scale, causal=causal, window=window, chunked=chunked, softcap=softcap,
-            sinks=sinks, last_keys=last_keys,
-        )  # fmt: skip
+        batch = block_tables, cu_seqlens, context_lens
+        result = paged_prefill_attention_reference(
+            query, key_cache, value_cache, *batch, softmax, last_keys
+        )
         if out is None:
-            return result, lse
+            return result
         first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
         out[first:last] = result[first:last]
-        return out, lse
+        return out
+    scale, window, chunked, softcap, sinks = softmax
     tokens, heads, head_dim = query.shape
     kv_heads, block_size = key_cache.shape[1:3]
     if out is None:
         out = torch.empty(tokens, heads, head_dim, dtype=query.dtype, device=query.device)
-    lse = torch.empty(tokens, heads, dtype=torch.float32, device=query.device)
     if not tokens:
-        return out, lse
+        return out
     group = next_power_of_2(heads // kv_heads)
     max_context = block_tables.shape[1] * block_size
     tile = _tile(
@@ -98,7 +88,6 @@ def paged_prefill_attention(
         sinks,
         last_keys,
         out,
-        lse,
         scale,
         query.stride(0),
         query.stride(1),
@@ -111,7 +100,6 @@ def paged_prefill_attention(
         HEAD_DIM=head_dim,
         BLOCK_D=next_power_of_2(head_dim),
         BLOCK_SIZE=block_size,
-        CAUSAL=causal,
         WINDOW=window,
         CHUNKED=chunked,
         SOFTCAP=softcap,
@@ -119,7 +107,7 @@ def paged_prefill_attention(
         HAS_LAST=last_keys is not None,
         **{**tile, "BLOCK_M": rows * group},
     )
-    return out, lse
+    return out
 
 
 def paged_prefill_attention_reference(
@@ -129,28 +117,20 @@ def paged_prefill_attention_reference(
     block_tables: torch.Tensor,
     cu_seqlens: torch.Tensor,
     context_lens: torch.Tensor,
-    *,
-    scale: float,
-    causal: bool = True,
-    window: int = 0,
-    chunked: bool = False,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
+    softmax: Softmax,
     last_keys: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     """Plain torch for `paged_prefill_attention`."""
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
-    lse = torch.full(query.shape[:2], -torch.inf, dtype=torch.float32, device=query.device)
     bounds = cu_seqlens.tolist()
     for row, context_len in enumerate(context_lens.tolist()):
         span = slice(bounds[row], bounds[row + 1])
         if span.start < span.stop and context_len:
-            out[span], lse[span] = paged_attention_reference(
-                query[span], key_cache, value_cache, block_tables[row], context_len,
-                scale=scale, causal=causal, window=window, chunked=chunked, softcap=softcap,
-                sinks=sinks, last_keys=None if last_keys is None else last_keys[span],
-            )  # fmt: skip
-    return out, lse
+            last = None if last_keys is None else last_keys[span]
+            out[span] = paged_attention_reference(
+                query[span], key_cache, value_cache, block_tables[row], context_len, softmax, last
+            )
+    return out
 
 
 def _tile(block_d: int, element_size: int, rows: int, max_context: int) -> dict[str, int]:
@@ -177,7 +157,6 @@ def _kernel(
     sinks: tl.tensor,
     last_keys: tl.tensor,
     out: tl.tensor,
-    lse: tl.tensor,
     scale: tl.tensor,
     stride_q_token: tl.tensor,
     stride_q_head: tl.tensor,
@@ -192,7 +171,6 @@ def _kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -226,13 +204,10 @@ def _kernel(
     last_key = position
     if HAS_LAST:
         last_key = tl.load(last_keys + global_token, mask=inside, other=0)
-    begin, full, end = 0, length // BLOCK_N, tl.cdiv(length, BLOCK_N)
-    if CAUSAL:
-        last = tl.minimum(position0 + TOKENS, length)
-        if HAS_LAST:
-            last = tl.minimum(tl.max(last_key, 0) + 1, length)
-        full = tl.minimum(position0 + 1, length) // BLOCK_N
-        end = tl.cdiv(last, BLOCK_N)
+    last = tl.minimum(position0 + TOKENS, length)
+    if HAS_LAST:
+        last = tl.minimum(tl.max(last_key, 0) + 1, length)
+    begin, full, end = 0, tl.minimum(position0 + 1, length) // BLOCK_N, tl.cdiv(last, BLOCK_N)
     first = 0
     if WINDOW > 0:
         first = first_key(position0, WINDOW, CHUNKED)
@@ -252,16 +227,15 @@ def _kernel(
     acc, total, top = _attend(
         acc, total, top, q, key_head, value_head, table, begin, full, position, last_key, first,
         length, scale, stride_block, stride_token,
-        HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, CAUSAL, WINDOW, CHUNKED, SOFTCAP, False,
+        HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, WINDOW, CHUNKED, SOFTCAP, False,
     )  # fmt: skip
     acc, total, top = _attend(
         acc, total, top, q, key_head, value_head, table, full, end, position, last_key, first,
         length, scale, stride_block, stride_token,
-        HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, CAUSAL, WINDOW, CHUNKED, SOFTCAP, True,
+        HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, WINDOW, CHUNKED, SOFTCAP, True,
     )  # fmt: skip
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     place = global_token * (tl.num_programs(1) * GROUP) + query_head
-    tl.store(lse + place, (top + tl.log2(total)) * 0.6931471805599453, mask=inside)
     target = out + place[:, None] * HEAD_DIM + column[None, :]
     tl.store(target, acc.to(out.dtype.element_ty), mask=both)
 
@@ -288,7 +262,6 @@ def _attend(
     BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -307,9 +280,7 @@ def _attend(
             tl.dot(q, tl.trans(widen(k, q)), input_precision="ieee"), scale, SOFTCAP
         )
         if MASKED:
-            visible = valid[None, :]
-            if CAUSAL:
-                visible = visible & (token[None, :] <= last_key[:, None])
+            visible = valid[None, :] & (token[None, :] <= last_key[:, None])
             if WINDOW > 0:
                 visible = visible & (
                     token[None, :] >= first_key(position, WINDOW, CHUNKED)[:, None]

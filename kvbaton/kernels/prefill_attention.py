@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn.functional import pad
 
-from kvbaton.kernels.copy_tokens import copy_tokens
+from kvbaton.kernels.gather_pages import gather_pages
 from kvbaton.kernels.merge_attention_states import merge_attention_states
+from kvbaton.kernels.paged_attention import Softmax
 from kvbaton.kernels.paged_prefill_attention import paged_prefill_attention
 
 MIN_QUERIES = 1024
@@ -77,17 +78,12 @@ def prefill_attention(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     batch: PrefillBatch,
-    *,
-    scale: float,
-    window: int = 0,
-    chunked: bool = False,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
+    softmax: Softmax,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute causal softmax(scale * q k^T) v of each sequence's queries, its last tokens.
 
-    `key` and `value` must be in the cache already. Options as in `paged_prefill_attention`.
+    `key` and `value` must be in the cache already.
 
     Args:
         query: [T, heads, D], the sequences one after the other; last axis contiguous.
@@ -96,11 +92,7 @@ def prefill_attention(
         key_cache: [num_blocks, kv_heads, block_size, D], of the query's dtype or float8_e4m3fn.
         value_cache: as `key_cache`, with the same strides.
         batch: lengths and block tables.
-        scale: of the logits.
-        window: keys at positions > own position - window only; 0: all.
-        chunked: instead those of the own chunk of `window` tokens.
-        softcap: bound of the logits; 0: none.
-        sinks: [heads], fp32, or None.
+        softmax: see there.
         out: [T, heads, D], contiguous, to fill; None makes one.
 
     Returns:
@@ -108,6 +100,7 @@ def prefill_attention(
     """
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    scale, window, _, softcap, sinks = softmax
     plain = softcap == 0.0 and sinks is None and key is not None and not batch.paged
     plain = plain and batch.last_keys is None and cudnn_fits(query, key_cache.shape[2])
     strides = (0 if x is None else x.stride(0) for x in (query, key, value))
@@ -117,11 +110,10 @@ def prefill_attention(
         pieces = batch.pieces[plain, window, kind] = _cut(batch, plain, window, kind)
     for piece in pieces:
         rows, span = piece.rows, piece.tokens
-        if piece.form == "prompts":
-            count = rows.stop - rows.start
+        if piece.form == "prompt":
             assert key is not None
             assert value is not None
-            out[span] = _prompts(query[span], key[span], value[span], count, scale)
+            out[span] = _prompt(query[span], key[span], value[span], scale)
         elif piece.form == "chunk":
             table, prefix = batch.block_tables[rows.start], batch.prefix_lens[rows.start]
             out[span] = _chunk(query[span], key_cache, value_cache, table, prefix, scale)
@@ -129,8 +121,7 @@ def prefill_attention(
             paged_prefill_attention(
                 query, key_cache, value_cache,
                 batch.block_tables[rows], batch.cu_seqlens[rows.start : rows.stop + 1],
-                batch.context_lens[rows], max(batch.query_lens[rows]),
-                scale=scale, window=window, chunked=chunked, softcap=softcap, sinks=sinks,
+                batch.context_lens[rows], max(batch.query_lens[rows]), softmax,
                 last_keys=batch.last_keys, out=out,
             )  # fmt: skip
     return out
@@ -138,11 +129,11 @@ def prefill_attention(
 
 @dataclass(frozen=True)
 class BatchPart:
-    """Neighbours of a batch that go through one way: "prompts" and "chunk" are cuDNN's.
+    """Neighbours of a batch that go through one way: "prompt" and "chunk" are cuDNN's.
 
     Attributes:
-        form: "prompts" are equally long and without prefix; a "chunk" is one sequence's, after
-            a prefix; "paged" are any.
+        form: a "prompt" is one sequence's without prefix, a "chunk" one after a prefix; "paged"
+            are any.
         rows: sequences.
         tokens: their queries.
     """
@@ -156,33 +147,26 @@ def _cut(
     batch: PrefillBatch, plain: bool, window: int, kind: tuple[object, ...]
 ) -> list[BatchPart]:
     """All sequences of a batch, in their order."""
-    lengths = list(zip(batch.query_lens, batch.prefix_lens, strict=True))
     pieces: list[BatchPart] = []
-    row = token = 0
-    while row < len(lengths):
-        fresh, prefix = lengths[row]
-        form, count = "paged", 1
+    token = 0
+    for row, (fresh, prefix) in enumerate(zip(batch.query_lens, batch.prefix_lens, strict=True)):
+        form = "paged"
         if plain and fresh >= MIN_QUERIES and (window == 0 or fresh + prefix <= window):
-            if prefix:
-                form = "chunk" if _is_planned(kind, *_chunk_shapes(fresh, prefix)) else "paged"
-            else:
-                while lengths[row + count : row + 2 * count] == [lengths[row]] * count:
-                    count *= 2
-                padded = _padded_prompt(fresh)
-                while count and not _is_planned(kind, ("prompts", count, padded, padded)):
-                    count //= 2
-                form, count = "prompts" if count else "paged", max(count, 1)
-        rows, tokens = slice(row, row + count), slice(token, token + count * fresh)
+            padded = _padded_prompt(fresh)
+            shapes = _chunk_shapes(fresh, prefix) if prefix else [("prompt", padded, padded)]
+            if _is_planned(kind, *shapes):
+                form = "chunk" if prefix else "prompt"
+        rows, tokens = slice(row, row + 1), slice(token, token + fresh)
         if form == "paged" and pieces and pieces[-1].form == "paged":
             last = pieces.pop()
             rows, tokens = slice(last.rows.start, rows.stop), slice(last.tokens.start, tokens.stop)
         pieces.append(BatchPart(form, rows, tokens))
-        row, token = row + count, token + count * fresh
+        token += fresh
     return [p for p in pieces if p.tokens.start < p.tokens.stop]
 
 
-Shape = tuple[str, int, int, int]
-"""Of a launch: what the keys are, how many prompts, queries and keys of each."""
+Shape = tuple[str, int, int]
+"""Of a launch: what the keys are, how many queries and keys."""
 
 
 def _padded(tokens: int, granule: int, parts: int) -> int:
@@ -203,10 +187,10 @@ def _chunk_shapes(tokens: int, prefix: int) -> list[Shape]:
     """Of each launch of `_chunk`: own keys, then pieces of the prefix, the longest first."""
     own = _padded(prefix % PREFIX_GRANULE + tokens, PREFIX_GRANULE, 8)
     queries = _padded(tokens, 2 * GRANULE, 4)
-    shapes, whole = [("own", 1, own, own)], prefix // PREFIX_GRANULE * PREFIX_GRANULE
+    shapes, whole = [("own", own, own)], prefix // PREFIX_GRANULE * PREFIX_GRANULE
     while whole:
         keys = min(MAX_PREFIX_PIECE, 1 << (whole.bit_length() - 1))
-        shapes.append(("prefix", 1, queries, keys))
+        shapes.append(("prefix", queries, keys))
         whole -= keys
     return shapes
 
@@ -248,30 +232,25 @@ def cudnn_fits(query: torch.Tensor, block_size: int) -> bool:
     return GRANULE % block_size == 0 and torch.cuda.get_device_capability(query.device) >= (9, 0)
 
 
-def _prompts(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, count: int, scale: float
+def _prompt(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Prompts of equal length without prefix; causality hides the padding after their keys."""
-    tokens = query.shape[0] // count
-    parts = [x.view(count, tokens, *x.shape[1:]) for x in (query, key, value)]
-    extra = _padded_prompt(tokens) - tokens
-    if extra:
-        parts = [_pad_tokens(x, extra) for x in parts]
-    query, key, value = (x.transpose(1, 2) for x in parts)
+    """A prompt without prefix; causality hides the padding after its keys."""
+    tokens = len(query)
+    padded = [_pad_tokens(x, _padded_prompt(tokens)) for x in (query, key, value)]
+    query, key, value = (x.transpose(1, 2) for x in padded)
     out, _ = _cudnn_batch(query, key, value, True, scale)
-    return out.transpose(1, 2)[:, :tokens].flatten(0, 1)
+    return out[0].transpose(0, 1)[:tokens]
 
 
-def _pad_tokens(x: torch.Tensor, extra: int) -> torch.Tensor:
-    """[N, T, heads, D] with `extra` zeros after each T, strided as if they had been there."""
-    count, tokens, heads, dim = x.shape
-    row = x.stride(1)
-    padded = torch.empty_strided(
-        (count, tokens + extra, heads, dim), ((tokens + extra) * row, row, *x.stride()[2:]),
-        dtype=x.dtype, device=x.device,
-    )  # fmt: skip
-    padded[:, :tokens] = x
-    padded[:, tokens:] = 0
+def _pad_tokens(x: torch.Tensor, size: int) -> torch.Tensor:
+    """[1, size, heads, D] of [T, heads, D]: zeros behind, strided as if they had been there."""
+    if len(x) == size:
+        return x[None]
+    shape, strides = (1, size, *x.shape[1:]), (size * x.stride(0), *x.stride())
+    padded = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
+    padded[0, : len(x)] = x
+    padded[0, len(x) :] = 0
     return padded
 
 
@@ -285,14 +264,14 @@ def _chunk(
 ) -> torch.Tensor:
     """A chunk after `prefix` cached tokens."""
     tokens, rest = query.shape[0], prefix % PREFIX_GRANULE
-    (_, _, own, _), *earlier = _chunk_shapes(tokens, prefix)
+    (_, own, _), *earlier = _chunk_shapes(tokens, prefix)
 
     def among(
         before: int, queries: int, start: int, keys: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         padded = pad(query, (0, 0, 0, 0, before, queries - before - tokens))
         key, value = (
-            _gather(cache, block_table, start, keys, prefix + tokens - start).to(query.dtype)
+            gather_pages(cache, block_table, start, keys, prefix + tokens - start).to(query.dtype)
             for cache in (key_cache, value_cache)
         )
         parts = padded.transpose(0, 1)[None], key[None], value[None]  # [1, heads, tokens, D]
@@ -301,30 +280,10 @@ def _chunk(
         return out[before : before + tokens], lse[before : before + tokens]
 
     state, start = among(rest, own, prefix - rest, own), 0
-    for _, _, queries, keys in earlier:
+    for _, queries, keys in earlier:
         state = merge_attention_states(*state, *among(0, queries, start, keys))
         start += keys
     return state[0]
-
-
-def _gather(
-    cache: torch.Tensor, block_table: torch.Tensor, start: int, tokens: int, valid: int
-) -> torch.Tensor:
-    """[kv_heads, tokens, D] from the pages of one sequence, zero past `valid` tokens."""
-    heads, block_size, head_dim = cache.shape[1:]
-    buffer = torch.empty(heads, tokens, head_dim, dtype=cache.dtype, device=cache.device)
-    pages = buffer.view(heads, tokens // block_size, block_size, head_dim).transpose(0, 1)
-    order = torch.arange(pages.shape[0], device=cache.device)
-    copy_tokens(
-        cache[:, :, None, None],
-        pages[:, :, None, None],
-        block_table,
-        order,
-        tokens,
-        source_start=start,
-        num_valid=valid,
-    )
-    return buffer
 
 
 def _cudnn_batch(

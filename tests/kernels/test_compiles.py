@@ -130,8 +130,8 @@ for dtype, itemsize in (("bf16", 2), ("fp32", 4)):
 
 FP8 = """
 from kvbaton.kernels import (
-    block_scaled_linear, decode_attention, paged_prefill_attention, quantize_fp8, rope_write,
-    skinny_linear,
+    block_scaled_linear, decode_attention, gather_pages, paged_prefill_attention, quantize_fp8,
+    rope_write, skinny_linear,
 )
 
 def run(kernel, pointers, constants, floats=(), **options):
@@ -191,9 +191,11 @@ for rows, context in ((16, 8192), (4096, 8192)):
     tile = paged_prefill_attention._tile(128, 2, rows, context)
     run(
         paged_prefill_attention._kernel, caches | tables | {"cu_seqlens": "*i32"},
-        shape | options | dict(BLOCK_M=tile["BLOCK_M"], BLOCK_N=tile["BLOCK_N"], CAUSAL=True),
+        shape | options | dict(BLOCK_M=tile["BLOCK_M"], BLOCK_N=tile["BLOCK_N"]),
         ["scale"], num_stages=tile["num_stages"], num_warps=tile["num_warps"],
     )
+run(gather_pages._kernel, {"cache": "*fp8e4nv", "block_table": "*i32", "out": "*fp8e4nv"},
+    dict(HEAD_DIM=128, BLOCK_D=128, BLOCK_SIZE=16, BLOCK_T=16), num_warps=4)
 """
 
 

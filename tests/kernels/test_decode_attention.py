@@ -9,6 +9,7 @@ from kvbaton.kernels.decode_attention import (
     decode_attention_reference,
     decode_parts,
 )
+from kvbaton.kernels.paged_attention import Softmax
 
 SHAPES = [  # heads, kv_heads, head_dim, block_size
     (8, 2, 64, 16),
@@ -25,23 +26,15 @@ def check(
 ) -> torch.Tensor:
     """`spare` parts more than sequences."""
     keys, values, tables = paged.wide()
-    reference = dict(options)
-    if (sinks := options.get("sinks")) is not None:
-        reference["sinks"] = sinks.cpu().double()
+    softmax = reference = Softmax(**options)
+    if softmax.sinks is not None:
+        reference = softmax._replace(sinks=softmax.sinks.cpu().double())
     expected = decode_attention_reference(
-        query.cpu().double(), keys, values, tables, paged.context_lens.cpu(), **reference
+        query.cpu().double(), keys, values, tables, paged.context_lens.cpu(), reference
     )
-    sight = {k: v for k, v in options.items() if k in ("window", "chunked")}
-    parts = decode_parts(query, paged.views[0], paged.context_lens, spare=spare, **sight)
-    out = decode_attention(
-        query,
-        paged.views[0],
-        paged.views[1],
-        paged.block_tables,
-        paged.context_lens,
-        parts=parts,
-        **options,
-    )
+    parts = decode_parts(query, paged.views[0], paged.context_lens, softmax, spare=spare)
+    args = query, *paged.views, paged.block_tables, paged.context_lens, softmax
+    out = decode_attention(*args, parts=parts)
     place.close(out, expected)
     return out
 
@@ -100,8 +93,7 @@ def test_blocks_before_the_window_may_be_gone(place: Any, make_paged: Any) -> No
         paged.views[1],
         paged.block_tables,
         paged.context_lens,
-        scale=0.125,
-        window=20,
+        Softmax(0.125, window=20),
     )
     assert torch.equal(before, after)
 
@@ -121,11 +113,11 @@ def test_lengths_may_differ_much(place: Any, make_paged: Any) -> None:
 def test_padding_without_parts_is_not_written(place: Any, make_paged: Any, lens: list[int]) -> None:
     """Prompts' rows may be there, which are written at the same time."""
     paged, query = make_paged(lens, 2, 64, 16), place.randn(4, 8, 64)
-    args = query, *paged.views, paged.block_tables, paged.context_lens
-    parts = decode_parts(query, paged.views[0], paged.context_lens, spare=5, pads=False)
+    args = query, *paged.views, paged.block_tables, paged.context_lens, Softmax(0.1)
+    parts = decode_parts(query, paged.views[0], args[-2], args[-1], spare=5, pads=False)
     out = torch.full_like(query, 7.0)
-    decode_attention(*args, scale=0.1, parts=parts, out=out)
-    whole = decode_attention(*args, scale=0.1)
+    decode_attention(*args, parts=parts, out=out)
+    whole = decode_attention(*args)
     for row, length in enumerate(lens):
         if length:
             place.close(out[row], whole[row].cpu().double())
@@ -140,11 +132,12 @@ def test_graph_replays_with_other_lengths(place: Any, make_paged: Any) -> None:
     paged = make_paged([300, 40], 2, 128)
     query = place.randn(2, 8, 128)
     keys, values = paged.views
-    attend = partial(decode_attention, query, keys, values, paged.block_tables, paged.context_lens)
-    attend(scale=0.1)
+    lens = paged.context_lens
+    attend = partial(decode_attention, query, keys, values, paged.block_tables, lens, Softmax(0.1))
+    attend()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = attend(scale=0.1)
+        out = attend()
     paged.context_lens.copy_(torch.tensor([17, 33], dtype=torch.int32))
     query.copy_(place.randn(2, 8, 128))
     graph.replay()
@@ -162,10 +155,10 @@ def test_pool_past_31_bits(place: Any) -> None:
     lens = torch.tensor([1600, 77], dtype=torch.int32, device="cuda")
     views: Any = cache[:, :, 31, 0], cache[:, :, 31, 1]
     query = place.randn(2, 32, 128)
-    out = decode_attention(query, views[0], views[1], tables, lens, scale=0.1)
+    out = decode_attention(query, views[0], views[1], tables, lens, Softmax(0.1))
     low: Any = [view[2100:].cpu().double() for view in views]
     expected = decode_attention_reference(
-        query.cpu().double(), low[0], low[1], tables.cpu() - 2100, lens.cpu(), scale=0.1
+        query.cpu().double(), low[0], low[1], tables.cpu() - 2100, lens.cpu(), Softmax(0.1)
     )
     place.close(out, expected)
 

@@ -3,6 +3,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvbaton.kernels.paged_attention import Softmax
 from kvbaton.kernels.paged_prefill_attention import (
     paged_prefill_attention,
     paged_prefill_attention_reference,
@@ -32,21 +33,18 @@ def check(
     query = place.randn(sum(query_lens), heads, head_dim)
     keys, values, tables = paged.wide()
     wide_sinks = sinks.cpu().double() if sinks is not None else None
-    options = {"scale": head_dim**-0.5, **options}
-    expected, expected_lse = paged_prefill_attention_reference(
+    softmax = Softmax(head_dim**-0.5, **options, sinks=sinks)
+    expected = paged_prefill_attention_reference(
         query.cpu().double(), keys, values, tables, cu, paged.context_lens.cpu(),
-        sinks=wide_sinks, last_keys=last_keys, **options,
+        softmax._replace(sinks=wide_sinks), last_keys,
     )  # fmt: skip
     moved = None if last_keys is None else last_keys.to(place.device)
-    out, lse = paged_prefill_attention(
+    out = paged_prefill_attention(
         query, paged.views[0], paged.views[1], paged.block_tables, cu.to(place.device),
         paged.context_lens,
-        max(query_lens), sinks=sinks, last_keys=moved, **options,
+        max(query_lens), softmax, last_keys=moved,
     )  # fmt: skip
     place.close(out, expected)
-    empty = expected_lse == -torch.inf
-    assert torch.equal(lse.cpu() == -torch.inf, empty)
-    place.close(lse.cpu()[~empty], expected_lse[~empty])
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_size"), SHAPES)
@@ -65,7 +63,6 @@ def test_matches_fp64(
         {"window": 24, "chunked": True},
         {"window": 64, "chunked": True},
         {"softcap": 3.0},
-        {"causal": False},
         {"window": 33, "softcap": 2.0},
     ],
     ids=str,
@@ -95,11 +92,6 @@ def test_tokens_of_an_image_see_all_of_it(place: Any, make_paged: Any, options: 
     check(place, paged, counts, 4, 64, last_keys=torch.cat(last_keys), **options)
 
 
-def test_no_keys_give_nothing(place: Any, make_paged: Any) -> None:
-    paged = make_paged([0, 40], 1, 64)
-    check(place, paged, [7, 20], 2, 64, causal=False)
-
-
 def test_sequence_without_queries(place: Any, make_paged: Any) -> None:
     check(place, make_paged([40, 17, 33], 2, 64), [9, 0, 33], 4, 64)
 
@@ -122,11 +114,11 @@ def test_pool_past_31_bits(place: Any) -> None:
     lens = torch.tensor([3000], dtype=torch.int32, device="cuda")
     views: Any = cache[:, :, 31, 0], cache[:, :, 31, 1]
     query = place.randn(130, 32, 128)
-    cu = torch.tensor([0, 130], dtype=torch.int32, device="cuda")
-    out, _ = paged_prefill_attention(query, views[0], views[1], tables, cu, lens, 130, scale=0.1)
+    cu, softmax = torch.tensor([0, 130], dtype=torch.int32, device="cuda"), Softmax(0.1)
+    out = paged_prefill_attention(query, views[0], views[1], tables, cu, lens, 130, softmax)
     low: Any = [view[2100:].cpu().double() for view in views]
-    expected, _ = paged_prefill_attention_reference(
-        query.cpu().double(), low[0], low[1], tables.cpu() - 2100, cu.cpu(), lens.cpu(), scale=0.1
+    expected = paged_prefill_attention_reference(
+        query.cpu().double(), low[0], low[1], tables.cpu() - 2100, cu.cpu(), lens.cpu(), softmax
     )
     place.close(out, expected)
 

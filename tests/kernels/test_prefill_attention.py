@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvbaton.kernels.paged_attention import Softmax
 from kvbaton.kernels.paged_prefill_attention import paged_prefill_attention_reference
 from kvbaton.kernels.prefill_attention import (
     GRANULE,
@@ -43,10 +44,10 @@ def check(
             keys[block, :, position % 16] = key[starts[row] + position - prefix]
             values[block, :, position % 16] = value[starts[row] + position - prefix]
     wide_keys, wide_values, tables = paged.wide()
-    options = {"scale": head_dim**-0.5, **options}
-    expected, _ = paged_prefill_attention_reference(
+    softmax = Softmax(head_dim**-0.5, **options)
+    expected = paged_prefill_attention_reference(
         query.cpu().double(), wide_keys, wide_values, tables, cu, paged.context_lens.cpu(),
-        last_keys=last_keys, **options,
+        softmax, last_keys,
     )  # fmt: skip
     batch = PrefillBatch(
         block_tables=paged.block_tables,
@@ -57,7 +58,7 @@ def check(
         last_keys=None if last_keys is None else last_keys.to(place.device),
     )
     with planning():
-        found = prefill_attention(query, key, value, keys, values, batch, **options)
+        found = prefill_attention(query, key, value, keys, values, batch, softmax)
     place.close(found, expected)
 
 
@@ -69,8 +70,8 @@ def test_what_is_planned_before_ready_is_all_that_chunks_launch(
     shapes = _chunk_shapes(tokens, prefix)
     planned = (_chunk_shapes(*chunk) for chunk in chunks_of_each_shape(most))
     assert set(shapes) <= set(itertools.chain.from_iterable(planned))
-    assert sum(keys for form, _, _, keys in shapes if form == "prefix") == prefix // 1024 * 1024
-    assert shapes[0][3] >= prefix % 1024 + tokens
+    assert sum(keys for form, _, keys in shapes if form == "prefix") == prefix // 1024 * 1024
+    assert shapes[0][2] >= prefix % 1024 + tokens
     lengths = {_padded(n, GRANULE, 8) for n in prompts_of_each_shape(most)}
     assert _padded(tokens, GRANULE, 8) in lengths
 

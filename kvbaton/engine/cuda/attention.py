@@ -16,6 +16,7 @@ from kvbaton.engine.state_blocks import StateBatch
 from kvbaton.kernels.decode_attention import decode_attention, decode_parts
 from kvbaton.kernels.decode_parts import Parts
 from kvbaton.kernels.latent_decode_attention import latent_decode_parts
+from kvbaton.kernels.paged_attention import Softmax
 from kvbaton.kernels.prefill_attention import PrefillBatch, prefill_attention
 from kvbaton.kernels.rope_write import rope_write
 
@@ -121,27 +122,25 @@ class KernelAttention:
         keys, values = data[:, :, place, 0], data[:, :, place, 1]
         of_key, of_value = self._cache.scales(layer)
         scale = (query.shape[-1] ** -0.5 if scale is None else scale) * of_key
+        softmax = Softmax(scale, of.window, of.chunked, sinks=sinks)
         n, m, decodes = self._prompts_at, self._num_tokens, self.num_decodes
         if self._beside is not None:
             self._beside.wait_stream(torch.cuda.current_stream())
         if self.decode is not None:
             tables, lens = self.decode.block_tables[:, group], self.decode.context_lens
             if group not in self._parts:
-                self._parts[group] = decode_parts(
-                    query, keys, lens,
-                    window=of.window, chunked=of.chunked, pads=self._beside is None,
-                )  # fmt: skip
+                pads = self._beside is None
+                self._parts[group] = decode_parts(query, keys, lens, softmax, pads=pads)
             decode_attention(
-                query[:decodes], keys, values, tables, lens, scale=scale, window=of.window,
-                chunked=of.chunked, sinks=sinks, parts=self._parts[group], out=out[:decodes],
+                query[:decodes], keys, values, tables, lens, softmax,
+                parts=self._parts[group], out=out[:decodes],
             )  # fmt: skip
         if self.prefill:
             with torch.cuda.stream(self._beside):
                 key, value = (None if x is None else self._cache.kept(x[n:m]) for x in (key, value))
                 prefill_attention(
-                    query[n:m], key, value, keys, values, self.prefill[group],
-                    scale=scale, window=of.window, chunked=of.chunked, sinks=sinks, out=out[n:m],
-                )  # fmt: skip
+                    query[n:m], key, value, keys, values, self.prefill[group], softmax, out[n:m]
+                )
         if self._beside is not None:
             torch.cuda.current_stream().wait_stream(self._beside)
         return out if of_value == 1.0 else out.mul_(of_value)

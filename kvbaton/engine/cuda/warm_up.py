@@ -287,10 +287,8 @@ def _attention_plans(trial: TrialSteps, runner: CudaRunner, config: EngineConfig
         return
     chunk = config.max_num_batched_tokens
     for count in prompts_of_each_shape(chunk):
-        alike = 1
-        while trial.fits(alike * count) and alike * count <= chunk:
-            trial.run([count] * alike)
-            alike *= 2
+        if trial.fits(count):
+            trial.run([count])
     for count, prefix in chunks_of_each_shape(chunk):
         if trial.fits(prefix + count):
             trial.run([count], prefixes=[prefix])
