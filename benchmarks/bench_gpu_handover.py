@@ -11,7 +11,8 @@ instead what crossed for a prompt, by the metrics, stands beside what each group
 it: a latent once, of a window its tokens. For each length and load a table says what lay between
 P's last step and D's first one (`handover_parts`). With ``--one-gpu`` both nodes share the first
 GPU, their bytes cross by CUDA IPC, and there are no loops either: what crosses is the same as
-between two, the times are not, which every row says.
+between two, the times are not, which every row says. Beside each pair stands what P's steps took
+of its GPU, and that GPU's clock and power meanwhile (`gpu_clocks`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import json
 import re
 import tempfile
 import time
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from typing import Any, NamedTuple
 import aiohttp
 
 from benchmarks.bench_gpu_shapes import SHAPES
+from benchmarks.gpu_clocks import GpuClocks
 from benchmarks.handover_parts import print_parts, timelines
 from benchmarks.workload import MAX_MODEL_LEN, cluster_of, compared, dummy_folder, random_prompts
 from kvbaton.bench.report import percentile, publish
@@ -53,6 +55,12 @@ OF_SHAPES = (1024, 16384)
 BLOCK = 16
 """Tokens of a block."""
 
+ALONE = "alone"
+"""The way that asks the prefill node alone."""
+
+REPORT_S = 0.05
+"""A step of a prompt is in the list so soon after its token is with the client."""
+
 PAUSE_S = 1.0
 """Between requests of a pair: after 0.1 s of work the power cap lowers a GPU's clock by a sixth,
 and who comes next would pay for it (the prefill node decodes in one way, rests in the other)."""
@@ -70,11 +78,17 @@ def cluster(flags: list[str], gpus: list[str] | None = None) -> AbstractContextM
 
 
 async def compare(
-    session: aiohttp.ClientSession, urls: dict[str, str], model: str, length: int, pairs: int
+    session: aiohttp.ClientSession,
+    urls: dict[str, str],
+    model: str,
+    length: int,
+    pairs: int,
+    clocks: GpuClocks,
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Median milliseconds to first and second token, by way."""
+    """Median milliseconds to first and second token, by way; P's are the first GPU's `clocks`."""
     firsts: dict[str, list[float]] = {name: [] for name in urls}
     seconds: dict[str, list[float]] = {name: [] for name in urls}
+    whiles: dict[str, list[tuple[float, float]]] = {name: [] for name in urls}
     for number in range(pairs + 2):
         for name, url in urls.items():
             (prompt,) = random_prompts(1, length, number * 10 + len(name))
@@ -85,6 +99,17 @@ async def compare(
             if number >= 2:
                 firsts[name].append(1e3 * shot.after(0))
                 seconds[name].append(1e3 * shot.after(1))
+                whiles[name].append((shot.began, shot.times[0]))
+    steps = await get_json(session, f"{urls[ALONE]}/debug/steps")
+    rows = [dict(zip(steps["columns"], row, strict=True)) for row in steps["rows"]]
+    prompts = [(row["at"] - REPORT_S, 1e3 * row["device"]) for row in rows if row["tokens"] > 1]
+    for name, spans in whiles.items():
+        device = [sum(ms for at, ms in prompts if since <= at <= to) for since, to in spans]
+        seen = [clocks.between(*span) for span in spans]
+        mhz, watts, capped, samples = map(median, zip(*seen, strict=True))
+        print(f"  P's steps, {name}: {median(device):.2f} ms ({min(device):.2f}, "
+              f"{max(device):.2f}) at {mhz:.0f} MHz, {watts:.0f} W, capped in {capped:.0%} "
+              f"of {samples:.0f} samples", flush=True)  # fmt: skip
     return (
         {name: median(values) for name, values in firsts.items()},
         {name: median(values) for name, values in seconds.items()},
@@ -177,7 +202,7 @@ async def crossed(
 
 
 async def measure(
-    router: str, folder: Path, args: argparse.Namespace
+    router: str, folder: Path, args: argparse.Namespace, clocks: GpuClocks
 ) -> tuple[list[tuple[str, float, float | None]], bool]:
     """All rows of the table, and whether what crossed was as planned."""
     rows: list[tuple[str, float, float | None]] = []
@@ -199,16 +224,16 @@ async def measure(
         dump: Path | None = args.dump
         for length in ADDED if loops else OF_SHAPES:
             theirs = ADDED[length] if loops else None
-            ways = {"alone": urls["prefill"], "through P and D": router}
+            ways = {ALONE: urls["prefill"], "through P and D": router}
             pairs = PAIRS if loops else PAIRS // 2
             known = await timelines(session, urls["prefill"], urls["decode"])
-            first, second = await compare(session, ways, model, length, pairs)
+            first, second = await compare(session, ways, model, length, pairs, clocks)
             parts = await timelines(session, urls["prefill"], urls["decode"])
             for name in ways:
                 add(f"TTFT of {length}, {name}, ms", first[name])
                 add(f"second token of {length}, {name}, ms", second[name])
-            add(f"added TTFT at {length}, ms", first["through P and D"] - first["alone"], theirs)
-            gap = second["through P and D"] - second["alone"]
+            add(f"added TTFT at {length}, ms", first["through P and D"] - first[ALONE], theirs)
+            gap = second["through P and D"] - second[ALONE]
             add(f"added time to second token at {length}, ms", gap, theirs)
             print_parts({name: marks for name, marks in parts.items() if name not in known})
             groups = in_groups(folder, length, args.tensor_parallel_size)
@@ -274,8 +299,8 @@ def main() -> None:
     ]  # fmt: skip
     if args.one_gpu:
         flags.append(f"--kv-cache-memory-bytes={SHARED_POOL}")
-    with cluster(flags, gpus) as router:
-        rows, planned = asyncio.run(measure(router, folder, args))
+    with cluster(flags, gpus) as router, closing(GpuClocks(int(visible_gpus()[0]))) as clocks:
+        rows, planned = asyncio.run(measure(router, folder, args, clocks))
     if args.one_gpu:
         print("P and D shared one GPU: bytes are those between two GPUs, times are not")
     publish("gpu_handover", vars(args), compared(rows), args.json)
