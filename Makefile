@@ -90,13 +90,15 @@ test-ray: $(VENV)-extras/.done  ## nodes on a real Ray cluster of three raylets
 
 # Tests of one GPU are spread over all there are; then those of two GPUs and of whole clusters, some
 # beside each other; then what times a GPU. GPU_PYTHON=python3 takes a Python that has all packages
-# already. On one GPU what needs two skips; on none this fails.
+# already. On one GPU what needs two skips; on none this fails. CPUs compute the references, and all
+# workers share their cores: given all of them, the threads of each wait for those of the others.
 GPU_WORKERS = $(shell $(GPU_PYTHON) -c "import xdist; from kvbaton.cluster.config import visible_gpus; \
   print('-n', $(1) * len(visible_gpus()))" 2>/dev/null)
+test-gpu: export OMP_NUM_THREADS ?= 2
 test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.dev)  ## what needs GPUs: one, or two
 	$(GPU_PYTHON) -c "import torch, triton; print(torch.cuda.device_count(), torch.cuda.get_device_name())"
 	KVBATON_TESTS_SPREAD=1 $(GPU_PYTHON) -m pytest -q -m "gpu and not multigpu" \
-	  $(call GPU_WORKERS,8) tests/kernels
+	  $(call GPU_WORKERS,14) tests/kernels
 	KVBATON_TESTS_SPREAD=1 $(GPU_PYTHON) -m pytest -q -m "gpu and not (multigpu or alone or e2e)" \
 	  $(call GPU_WORKERS,5) tests/engine tests/connectors tests/store_connector
 	$(GPU_PYTHON) -m pytest -q -rs -m "not alone and (multigpu or (gpu and e2e))" $(call GPU_WORKERS,3) \

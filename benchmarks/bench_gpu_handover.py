@@ -102,9 +102,11 @@ async def compare(
                 whiles[name].append((shot.began, shot.times[0]))
     steps = await get_json(session, f"{urls[ALONE]}/debug/steps")
     rows = [dict(zip(steps["columns"], row, strict=True)) for row in steps["rows"]]
-    prompts = [(row["at"] - REPORT_S, 1e3 * row["device"]) for row in rows if row["tokens"] > 1]
+    prompts = [(row["at"], 1e3 * row["device"]) for row in rows if row["tokens"] > 1]
     for name, spans in whiles.items():
-        device = [sum(ms for at, ms in prompts if since <= at <= to) for since, to in spans]
+        device = [
+            sum(ms for at, ms in prompts if since <= at <= to + REPORT_S) for since, to in spans
+        ]
         seen = [clocks.between(*span) for span in spans]
         mhz, watts, capped, samples = map(median, zip(*seen, strict=True))
         print(f"  P's steps, {name}: {median(device):.2f} ms ({min(device):.2f}, "
