@@ -307,7 +307,7 @@ class Runner:
             if count > 1:
                 self.sequences.branch(row, output.tokens[start : start + count])
         own = first + np.where(samples > 1, self.sequences.choices[rows], 0)
-        self.sequences.put_tokens(rows, known, output.tokens[self._to_device(own)])
+        self.sequences.put_tokens(rows, known, output.tokens, own)
 
     def _sample_rows(self, rows: Ints, samples: Ints, known: Ints, plan: StepPlan) -> SampleRows:
         """What the sampler must know of each sample; `known` are tokens before it."""
