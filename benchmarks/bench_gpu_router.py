@@ -227,9 +227,9 @@ def main() -> None:
         for name, words in layouts.items():
             needed = {"1P1D": {"load", "cached"}, "alone": {"load"}}.get(name, set(PARTS[:3]))
             if needed.intersection(args.parts):
-                with cluster_of([*words, *flags, "--start-timeout=200"]) as router:
+                with cluster_of([*words, *flags, "--start-timeout=200"]) as (router, _):
                     rows += asyncio.run(measure(router, name, args))
-    publish("gpu_router", {k: str(v) for k, v in vars(args).items()}, rows, args.json)
+    publish("gpu_router", vars(args), rows, args.json)
 
 
 if __name__ == "__main__":
