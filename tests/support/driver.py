@@ -168,8 +168,8 @@ class Driver:
 
     def record_logits(self, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
         """Where the first rank's logits are kept from now on, of every step."""
-        model, seen = self.executor.workers[0].model, list[torch.Tensor]()
-        logits = model.logits
+        worker: Any = self.executor.workers[0]
+        model, logits, seen = worker.model, worker.model.logits, list[torch.Tensor]()
 
         def record(hidden: torch.Tensor) -> torch.Tensor:
             seen.append(logits(hidden))
