@@ -311,7 +311,7 @@ def main() -> None:
         (["--prefill=0", "--decode=2"], False),
     ]
     for nodes, separate in clusters:
-        with cluster([f"--model={folder}", *flags, *nodes]) as router:
+        with cluster([f"--model={folder}", *flags, *nodes]) as (router, _):
             rows += asyncio.run(measure(router, workload, separate=separate))
     publish("encode", vars(args), compared(rows), args.json)
 

@@ -34,8 +34,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows = [asyncio.run(measure(args, pace_s)) for pace_s in (args.pace / 1000, 0.0)]
-    settings = {name: str(value) for name, value in vars(args).items()}
-    publish("frontends", settings, rows, args.out)
+    publish("frontends", vars(args), rows, args.out)
 
 
 async def measure(args: argparse.Namespace, pace_s: float) -> dict[str, object]:

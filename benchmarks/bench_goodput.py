@@ -142,7 +142,7 @@ class Bench:
             f"--{'' if layout.cached else 'no-'}enable-prefix-caching", *layout.words,
             *shlex.split(args.flags),
         ]  # fmt: skip
-        with cluster_of(words) as url:
+        with cluster_of(words) as (url, _):
             cluster = Cluster(url, args, layout.cached)
             tally, length = str(self.tally), cluster.length
             known = [Ask(0.0, seed, 1, True) for seed in range(cluster.prompts)]

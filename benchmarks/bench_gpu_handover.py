@@ -70,8 +70,10 @@ SHARED_POOL = 4 << 30
 """Bytes of each node's KV pool where two share a GPU: what is free depends on who came first."""
 
 
-def cluster(flags: list[str], gpus: list[str] | None = None) -> AbstractContextManager[str]:
-    """One prefill and one decode node, a GPU each or on those named; yields the router's URL."""
+def cluster(
+    flags: list[str], gpus: list[str] | None = None
+) -> AbstractContextManager[tuple[str, int]]:
+    """One prefill and one decode node, a GPU each or on those named; see `cluster_of`."""
     words = ["--prefill=1", "--decode=1", "--policy=least-loaded", *flags]
     env = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
     return cluster_of(words, env, echo=True)
@@ -301,7 +303,7 @@ def main() -> None:
     ]  # fmt: skip
     if args.one_gpu:
         flags.append(f"--kv-cache-memory-bytes={SHARED_POOL}")
-    with cluster(flags, gpus) as router, closing(GpuClocks(int(visible_gpus()[0]))) as clocks:
+    with cluster(flags, gpus) as (router, _), closing(GpuClocks(int(visible_gpus()[0]))) as clocks:
         rows, planned = asyncio.run(measure(router, folder, args, clocks))
     if args.one_gpu:
         print("P and D shared one GPU: bytes are those between two GPUs, times are not")

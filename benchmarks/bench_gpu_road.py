@@ -16,14 +16,10 @@ import asyncio
 import json
 import multiprocessing
 import os
-import re
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
+import urllib.request
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -32,7 +28,7 @@ from typing import Literal
 
 import aiohttp
 
-from benchmarks.workload import SMALL, llama_8b, random_prompts
+from benchmarks.workload import SMALL, cluster_of, llama_8b, random_prompts
 from kvbaton.bench.report import percentile, publish
 from kvbaton.bench.serve import Shot, served_model, shoot
 from kvbaton.testing.checkpoints import make_checkpoint
@@ -86,27 +82,6 @@ def steady(times: Sequence[Sequence[float]]) -> Window:
 
 
 # --- processes ---
-
-
-@contextmanager
-def cluster(flags: list[str]) -> Iterator[tuple[str, int]]:
-    """A router and one node that serves alone; yields the router's URL and the process id."""
-    words = [sys.executable, "-m", "kvbaton", "up", "--port=0", "--prefill=0", "--decode=1"]
-    with (Path(tempfile.mkdtemp()) / "log").open("w+") as log:
-        process = subprocess.Popen([*words, *flags], stdout=log, stderr=log, text=True)
-        try:
-            give_up = time.monotonic() + 300
-            while time.monotonic() < give_up and process.poll() is None:
-                log.seek(0)
-                if found := re.search(r"ready: (http://\S+)/v1", log.read()):
-                    yield found[1], process.pid
-                    return
-                time.sleep(0.2)
-            log.seek(0)
-            raise SystemExit(f"the cluster did not start\n{log.read()[-4000:]}")
-        finally:
-            process.terminate()
-            process.wait(60)
 
 
 def cpu_seconds(root: int) -> float:
@@ -199,8 +174,10 @@ def main() -> None:
         *args.flags,
     ]  # fmt: skip
     rows = []
-    with cluster(flags) as (router, root), ProcessPoolExecutor(4, mp_context=context) as pool:
-        node = json.loads(asyncio.run(_get(f"{router}/nodes")))["nodes"][0]["url"]
+    cluster = cluster_of(["--prefill=0", "--decode=1", *flags])
+    with cluster as (router, root), ProcessPoolExecutor(4, mp_context=context) as pool:
+        with urllib.request.urlopen(f"{router}/nodes") as answer:
+            node = json.load(answer)["nodes"][0]["url"]
         online(pool, router, root, max(args.batches), args.tokens, 3)
         for batch in args.batches:
             found = {"offline": (engine[batch], 0.0)}
@@ -214,11 +191,6 @@ def main() -> None:
                              "p99/p50": p99 / p50, "tokens_per_chunk": window.tokens_per_chunk,
                              "cpu_us_per_token": cpu})  # fmt: skip
     publish("gpu_road", vars(args), rows, args.json)
-
-
-async def _get(url: str) -> bytes:
-    async with aiohttp.ClientSession() as session, session.get(url) as response:
-        return await response.read()
 
 
 if __name__ == "__main__":

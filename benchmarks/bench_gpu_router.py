@@ -29,7 +29,7 @@ import aiohttp
 
 from benchmarks.bench_gpu_handover import LOADS, get_json, load
 from benchmarks.workload import SMALL, cluster_of, counters, llama_8b, random_prompts
-from kvbaton.bench.report import percentile, publish
+from kvbaton.bench.report import percentile, prediction_error, publish
 from kvbaton.bench.serve import Shot, served_model, shoot
 from kvbaton.testing.checkpoints import make_checkpoint
 
@@ -92,7 +92,6 @@ async def loop(cluster: Cluster, name: str) -> list[Row]:
     gaps = [1e3 * gap for shot in shots for gap in shot.gaps[1:]]
     routes = (await get_json(cluster.session, f"{cluster.router}/debug/routes"))["routes"]
     pairs = [(r["ttft_s"], r["observed_ttft_s"]) for r in routes]
-    off = [abs(told - seen) / seen for told, seen in pairs if told is not None and seen]
     figures = {
         "requests/s": len(shots) / took,
         "TTFT p50, ms": 1e3 * percentile([shot.after(0) for shot in shots], 50),
@@ -100,7 +99,7 @@ async def loop(cluster: Cluster, name: str) -> list[Row]:
         "ITL p50, ms": percentile(gaps, 50),
         "ITL p99, ms": percentile(gaps, 99),
         "ITL p99 / p50": percentile(gaps, 99) / percentile(gaps, 50),
-        "predicted TTFT off by (median), %": 100 * median(off or [0.0]),
+        "predicted TTFT off by (median), %": 100 * prediction_error(pairs),
     }
     return [{"what": f"load, {name}: {what}", "value": value} for what, value in figures.items()]
 
@@ -227,9 +226,9 @@ def main() -> None:
         for name, words in layouts.items():
             needed = {"1P1D": {"load", "cached"}, "alone": {"load"}}.get(name, set(PARTS[:3]))
             if needed.intersection(args.parts):
-                with cluster_of([*words, *flags, "--start-timeout=200"]) as router:
+                with cluster_of([*words, *flags, "--start-timeout=200"]) as (router, _):
                     rows += asyncio.run(measure(router, name, args))
-    publish("gpu_router", {k: str(v) for k, v in vars(args).items()}, rows, args.json)
+    publish("gpu_router", vars(args), rows, args.json)
 
 
 if __name__ == "__main__":

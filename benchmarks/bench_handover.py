@@ -57,13 +57,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = make_checkpoint(Path(folder, "model"), MODEL)
         flags = [f"--max-num-batched-tokens={args.chunk}", f"--transport={args.transport}"]
-        with cluster(model, flags) as router:
+        with cluster(model, flags) as (router, _):
             rows = asyncio.run(measure(router, args.lengths, args.pairs))
     publish("handover", vars(args), rows, args.out)
 
 
-def cluster(model: Path, flags: list[str]) -> AbstractContextManager[str]:
-    """A cluster of one prefill and one decode node, one thread each; yields the router's URL."""
+def cluster(model: Path, flags: list[str]) -> AbstractContextManager[tuple[str, int]]:
+    """A cluster of one prefill and one decode node, one thread each; see `cluster_of`."""
     words = [f"--model={model}", "--prefill=1", "--decode=1", "--num-threads=1"]
     words.append("--policy=least-loaded")  # hands over always, unless flags say otherwise
     return cluster_of([*words, *flags], {"OMP_NUM_THREADS": "1"})

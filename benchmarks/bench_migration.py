@@ -52,13 +52,13 @@ def main() -> None:
             model = llama_8b(Path(folder, "model"))
             flags = ["--load-format=dummy", "--device=cuda", f"--max-model-len={MAX_MODEL_LEN}"]
         flags += [f"--model={model}", f"--transport={args.transport}", "--start-timeout=200"]
-        with cluster(flags) as router:
+        with cluster(flags) as (router, _):
             rows = asyncio.run(measure(router, args))
     publish("migration", vars(args), rows, args.out)
 
 
-def cluster(flags: list[str]) -> AbstractContextManager[str]:
-    """Two nodes of any role that serve alone; yields the router's URL."""
+def cluster(flags: list[str]) -> AbstractContextManager[tuple[str, int]]:
+    """Two nodes of any role that serve alone; see `cluster_of`."""
     words = ["--any=2", "--policy=least-loaded", "--min-handover-tokens=1000000"]
     return cluster_of([*words, *flags])
 

@@ -44,7 +44,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = make_checkpoint(Path(folder, "model"), SMALL)
         flags = [f"--transport={args.transport}", f"--policy={args.policy}"]
-        with cluster(model, flags) as router:
+        with cluster(model, flags) as (router, _):
             rows = asyncio.run(measure(router, args))
     publish("predictions", vars(args), rows, args.out)
 

@@ -112,7 +112,7 @@ def main() -> None:
         write_tokenizer(Path(folder))
         args.folder = folder
         rows = asyncio.run(measure(args))
-    publish("router", {k: str(v) for k, v in vars(args).items() if k != "folder"}, rows, args.out)
+    publish("router", vars(args), rows, args.out)
 
 
 # --- measuring ---

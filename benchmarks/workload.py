@@ -97,8 +97,8 @@ async def counters(session: aiohttp.ClientSession, url: str) -> dict[str, float]
 @contextmanager
 def cluster_of(
     words: Sequence[str], env: Mapping[str, str] | None = None, *, echo: bool = False
-) -> Iterator[str]:
-    """A cluster that ``kvbaton up`` starts; yields the router's URL.
+) -> Iterator[tuple[str, int]]:
+    """A cluster that ``kvbaton up`` starts; yields the router's URL and the process' id.
 
     Args:
         words: further words of the command.
@@ -121,7 +121,7 @@ def cluster_of(
                 print(line, end="", flush=True)
             if found := re.match(r"ready: (http://\S+)/v1", line):
                 threading.Thread(target=process.stdout.read, daemon=True).start()
-                yield found[1]
+                yield found[1], process.pid
                 return
         raise SystemExit("the cluster did not start")
     finally:

@@ -7,7 +7,7 @@ import math
 import os
 import platform
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,11 @@ def percentile(values: Sequence[float], percent: float) -> float:
 def median(values: Sequence[float]) -> float:
     """NaN of nothing."""
     return percentile(values, 50)
+
+
+def prediction_error(pairs: Iterable[tuple[float | None, float | None]]) -> float:
+    """Of what was predicted and then observed the median error, as a share of the latter."""
+    return median([abs(told - seen) / seen for told, seen in pairs if told is not None and seen])
 
 
 def new_figure(path: Path, height: float) -> Any:

@@ -23,7 +23,7 @@ from kvbaton.bench.report import percentile, publish
 from kvbaton.config import flag, flag_of
 from kvbaton.errors import ConfigError
 from kvbaton.server.config import check_url
-from kvbaton.server.network import TrustConfig
+from kvbaton.server.network import TrustConfig, bearer
 from kvbaton.server.sse import DONE, read_events
 
 FIRST_TOKEN_ID = 3
@@ -92,11 +92,10 @@ def run(load: ServeLoad, out: Path | None = None) -> int:
 
 async def measure(load: ServeLoad) -> tuple[list[Shot], float]:
     """All requests; returns what came, and the seconds from the first to the end of the last."""
-    headers = {"Authorization": f"Bearer {load.api_key}"} if load.api_key else {}
     connector = aiohttp.TCPConnector(limit=0, ssl=load.trust.client(load.base_url))
     timeout = aiohttp.ClientTimeout(total=load.timeout_s)
     async with aiohttp.ClientSession(
-        connector=connector, timeout=timeout, headers=headers
+        connector=connector, timeout=timeout, headers=bearer(load.api_key)
     ) as session:
         model = load.model or await served_model(session, load.base_url)
         prompts = make_prompts(load)

@@ -87,8 +87,7 @@ class Chat:
     def __init__(
         self, config: ChatConfig, console: Console, session: aiohttp.ClientSession, model: str
     ) -> None:
-        key = config.cluster_key
-        members = bearer(registration_token(key) if key else None)
+        members = bearer(registration_token(config.cluster_key))
         self._config, self._console, self._session, self._model = config, console, session, model
         self._watcher = Watcher(session, config.base_url, members)
         self._messages = self._beginning()

@@ -66,8 +66,7 @@ def run(config: DrainConfig) -> int:
 
 
 async def _drain(config: DrainConfig) -> bool:
-    url, key = f"{config.url.rstrip('/')}/drain", config.cluster_key
-    headers = bearer(operator_token(key) if key else None)
+    url, headers = f"{config.url.rstrip('/')}/drain", bearer(operator_token(config.cluster_key))
     began, answered, told = time.monotonic(), False, ""
     timeout = aiohttp.ClientTimeout(total=ANSWER_S)
     async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:

@@ -191,8 +191,7 @@ class Cluster:
             return None
 
     def _member_headers(self) -> Mapping[str, str]:
-        key = self.config.cluster_key
-        return bearer(registration_token(key) if key else None)
+        return bearer(registration_token(self.config.cluster_key))
 
     def _show_changes(self, view: NodesView) -> None:
         """Say what the router knows, but nothing of lives that have ended: it may be late."""

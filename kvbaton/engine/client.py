@@ -21,6 +21,7 @@ from kvbaton.engine.frontends import HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
 from kvbaton.engine.outputs import OutputReceiver, TokenSource, merge_outputs
 from kvbaton.errors import EngineDeadError, RequestError
 from kvbaton.messages.engine import (
+    NO_METRICS,
     AbortRequest,
     AddRequest,
     CachedBlocks,
@@ -109,7 +110,7 @@ class EngineClient(TokenSource):
 
     Attributes:
         ready: what the core said of itself.
-        metrics: the latest counters and gauges; a remote frontend is not told any.
+        metrics: the latest ones; a remote frontend is not told any.
         dead: why nothing can be asked any more, or None.
         died: set when `dead` is.
         draining: the core was asked to take no new requests.
@@ -120,7 +121,7 @@ class EngineClient(TokenSource):
     """Between the loss of the connection and the end of all requests."""
 
     def __init__(self) -> None:
-        self.metrics: Metrics | None = None
+        self.metrics = NO_METRICS
         self.dead: str | None = None
         self.died = asyncio.Event()
         self.draining = False

@@ -38,7 +38,6 @@ from kvbaton.messages.engine import (
     Shutdown,
     ToCore,
 )
-from kvbaton.messages.nodes import STEP_COSTS
 from kvbaton.types import clip_text
 
 logger = logging.getLogger(__name__)
@@ -256,8 +255,7 @@ class EngineCore:
         terms, expected = self._terms[0], 0.0
         # Not where all decode: tokens would come late by what is heard.
         if terms[1] and self._must_wait and any(self.connectors.call(KVConnector.awaits)):
-            costs = self.step_costs.costs()
-            expected = sum(costs.get(n, 0.0) * t for n, t in zip(STEP_COSTS, terms, strict=True))
+            expected = self.step_costs.predict(terms)
         margin = AWAIT_MARGIN_S + 2 * self._launch_s
         self._await_until = self._busy_since + min(AWAIT_SHARE * expected, expected - margin)
 

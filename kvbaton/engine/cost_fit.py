@@ -74,6 +74,11 @@ class CostFit:
             if here
         }
 
+    def predict(self, counts: Sequence[float]) -> float:
+        """Seconds that something with these counts is to take; 0 while few were observed."""
+        self._fit()
+        return float(self._costs @ counts) if self._seen >= self._min_count else 0.0
+
     def _fit(self) -> None:
         """Take in what has come since, and solve."""
         rows, self._rows = self._rows, []

@@ -104,6 +104,7 @@ class StepTokens:
         rows: [tokens], their sequences' rows.
         blocks: [groups of K and V, tokens], where they go.
         offsets: [tokens], slot in the block.
+        last_keys: [tokens], last position that each sees; None if it is its own, of all.
     """
 
     starts: Ints
@@ -113,6 +114,7 @@ class StepTokens:
     rows: Ints
     blocks: Ints
     offsets: Ints
+    last_keys: Ints | None
 
 
 class Runner:
@@ -163,7 +165,7 @@ class Runner:
         self.sequences.add(plan.new)
         output = StepOutput(plan)
         if plan.steps:
-            rows = self.sequences.rows([step.handle for step in plan.steps])
+            rows = self.sequences.rows(plan.steps)
             for row, step in zip(rows, plan.steps, strict=True):
                 for group, blocks in enumerate(step.new_blocks):
                     self.sequences.append_blocks(row, group, blocks)
@@ -187,8 +189,7 @@ class Runner:
         slots = slots.view(numbers.shape)
         most = int(-(-tokens.context_lens.max() // self.cache.block_size))
         tables = self.sequences.tables[rows, :, :most]
-        last = self._last_keys(output.steps, tokens)
-        batch = PagedBatch(slots, tokens.query_lens, tokens.context_lens, tables, last)
+        batch = PagedBatch(slots, tokens.query_lens, tokens.context_lens, tables, tokens.last_keys)
         hidden = self._layers(
             self.sequences.tokens[token_rows, positions].long(),
             positions,
@@ -199,7 +200,7 @@ class Runner:
         )
         ends = np.cumsum(tokens.query_lens)
         self._report_prompts(output, rows, hidden, ends)
-        self._sample(output, rows, hidden, ends)
+        self._sample(output, rows, tokens.context_lens, hidden, ends)
 
     def _states(self, tokens: StepTokens, rows: Ints) -> StateBatch | None:
         """The states that a step moves on, for a model that has some."""
@@ -213,21 +214,18 @@ class Runner:
 
     def _tokens(self, steps: Sequence[SequenceStep], rows: Ints) -> StepTokens:
         """Which tokens the steps compute, and where they go; accounts for them in the cache."""
-        starts = np.array([step.start for step in steps], np.int64)
-        counts = np.array([step.count for step in steps], np.int64)
+        starts, counts = np.array([(step.start, step.count) for step in steps], np.int64).T
         context_lens = starts + counts
         assert (context_lens <= self.sequences.lengths[rows]).all(), "a step is ahead of its tokens"
         positions = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - context_lens, counts)
         token_rows = np.repeat(rows, counts)
         blocks, offsets = self._places(token_rows, positions)
-        return StepTokens(starts, counts, context_lens, positions, token_rows, blocks, offsets)
-
-    def _last_keys(self, steps: Sequence[SequenceStep], tokens: StepTokens) -> Ints | None:
-        """Last position that each token sees; None if it is its own, of all."""
-        vision = self.model.config.vision
-        if vision is None or not vision.bidirectional or not self.sequences.with_items:
-            return None
-        return last_keys(steps, tokens.positions)
+        last, vision = None, self.model.config.vision
+        if vision is not None and vision.bidirectional and self.sequences.with_items:
+            last = last_keys(steps, positions)
+        return StepTokens(
+            starts, counts, context_lens, positions, token_rows, blocks, offsets, last
+        )
 
     def _places(self, rows: Ints, positions: Ints) -> tuple[Ints, Ints]:
         """Blocks of tokens [groups, tokens], and slots in them; accounts for writing there."""
@@ -281,10 +279,11 @@ class Runner:
         assert self.encoder is not None, "items come after their pool was attached"
         return self.encoder.gather(self._to_device(blocks), self._to_device(offsets))
 
-    def _sample(self, output: StepOutput, rows: Ints, hidden: Tensor, ends: Ints) -> None:
-        """Sample for the steps that ask for it, and append what was sampled."""
+    def _sample(
+        self, output: StepOutput, rows: Ints, known: Ints, hidden: Tensor, ends: Ints
+    ) -> None:
+        """Sample for the steps that ask for it, and append it; `known` are tokens before that."""
         samples = np.array([step.num_samples for step in output.steps], np.int64)
-        known = np.array([step.start + step.count for step in output.steps], np.int64)
         sampling = np.flatnonzero(samples)
         if not len(sampling):
             return
@@ -307,7 +306,7 @@ class Runner:
             if count > 1:
                 self.sequences.branch(row, output.tokens[start : start + count])
         own = first + np.where(samples > 1, self.sequences.choices[rows], 0)
-        self.sequences.put_tokens(rows, known, output.tokens[self._to_device(own)])
+        self.sequences.put_tokens(rows, known, output.tokens, own)
 
     def _sample_rows(self, rows: Ints, samples: Ints, known: Ints, plan: StepPlan) -> SampleRows:
         """What the sampler must know of each sample; `known` are tokens before it."""

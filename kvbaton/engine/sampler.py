@@ -112,7 +112,7 @@ def process_logits(logits: Tensor, rows: SampleRows, eos_token_ids: tuple[int, .
             # Tokens that would end the text are impossible until then.
             stops = {*p.stop_token_ids, *(() if p.ignore_eos else eos_token_ids)}
             biases += [(row, token, -math.inf) for token in stops]
-        if has_penalty(p):
+        if rows.tokens is not None and has_penalty(p):
             by_step.setdefault(_penalize, []).append(row)
         if p.temperature >= GREEDY_BELOW and p.temperature != 1.0:
             by_step.setdefault(_divide_by_temperature, []).append(row)

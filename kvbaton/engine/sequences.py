@@ -72,9 +72,9 @@ class Sequences:
         self._row: dict[int, int] = {}
         self._free = list(range(rows - 1, -1, -1))
 
-    def rows(self, handles: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Rows of sequences, in their order."""
-        return np.fromiter(map(self._row.__getitem__, handles), np.int64, len(handles))
+    def rows(self, steps: Sequence[SequenceStep]) -> npt.NDArray[np.int64]:
+        """Rows of the steps' sequences, in their order."""
+        return np.fromiter((self._row[step.handle] for step in steps), np.int64, len(steps))
 
     def sampling(self, row: int) -> SamplingParams:
         """Sampling of a row in use."""
@@ -135,18 +135,31 @@ class Sequences:
     def put_drafts(self, steps: Sequence[SequenceStep]) -> None:
         """Write drafts behind the last tokens."""
         drafted = [step for step in steps if step.draft]
-        rows = self.rows([step.handle for step in drafted])
         counts = [len(step.draft) for step in drafted]
         positions = [step.start + 1 + np.arange(len(step.draft)) for step in drafted]
         tokens = np.concatenate([np.array(step.draft, np.int64) for step in drafted])
-        (uploaded,) = upload([tokens], self.tokens.device)
-        self.put_tokens(np.repeat(rows, counts), np.concatenate(positions), uploaded)
+        rows, ends = np.repeat(self.rows(drafted), counts), np.concatenate(positions)
+        of, at, drafts = upload([rows, ends, tokens], self.tokens.device)
+        self.tokens[of, at] = drafts.int()
+        self.lengths[rows] = ends + 1
 
     def put_tokens(
-        self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], tokens: Tensor
+        self,
+        rows: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        tokens: Tensor,
+        chosen: npt.NDArray[np.int64],
     ) -> None:
-        """Write a token into each of these rows, which ends with it; a row's in their order."""
-        self.tokens[upload([rows, positions], self.tokens.device)] = tokens.int()
+        """Write one of `tokens` into each of these rows, which ends with it.
+
+        Args:
+            rows: [rows].
+            positions: [rows].
+            tokens: [tokens] int64.
+            chosen: [rows], index of each row's token.
+        """
+        of, at, index = upload([rows, positions, chosen], self.tokens.device)
+        self.tokens[of, at] = tokens[index].int()
         self.lengths[rows] = positions + 1
 
     def rotary_positions(

@@ -461,6 +461,10 @@ class Metrics(Struct, frozen=True, tag="metrics", kw_only=True):
     histograms: dict[str, HistogramCounts] = {}
 
 
+NO_METRICS = Metrics(counters={}, gauges={})
+"""Before a core has sent any."""
+
+
 class BlockChange(Struct, frozen=True, array_like=True, gc=False):
     """Blocks that entered or left a prefix cache.
 

@@ -62,7 +62,7 @@ class RouterState:
         trusted: bool = False,
     ) -> None:
         self.nodes, self.loads, self.totals, self.trusted = nodes, loads, totals, trusted
-        self.token = registration_token(cluster_key) if cluster_key else ""
+        self.token = registration_token(cluster_key)
 
 
 ROUTER = web.AppKey("router", RouterState)

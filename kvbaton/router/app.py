@@ -73,8 +73,7 @@ async def run(config: RouterConfig) -> int:
     ):
         folder, name = await find_model(config, listener)
         tokenizer = Tokenizer.load(folder, config.chat_template)
-        key = config.cluster_key
-        token = operator_token(key) if key else ""
+        token = operator_token(config.cluster_key)
         edge = FrontendConfig.of(config, folder, name, operator_token=token)
         if config.workers > 1:
             serving = workers(config, listener, edge, folder)
@@ -157,7 +156,7 @@ async def first_to_register(config: RouterConfig, listener: socket.socket) -> No
     It is told to come again, as all requests are until then: a node repeats its registration.
     """
     first: asyncio.Future[NodeInfo] = asyncio.get_running_loop().create_future()
-    token = registration_token(config.cluster_key) if config.cluster_key else ""
+    token = registration_token(config.cluster_key)
 
     async def introduce(request: web.Request) -> web.Response:
         check_member(request, token)

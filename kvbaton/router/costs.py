@@ -73,11 +73,6 @@ class StepSpeed(Struct, frozen=True):
         """Most tokens of a prompt in a step that takes so long for those who decode in it."""
         return chunk_tokens(self.max_itl_s, step_s, self.prefill_token_s, self.step_tokens)
 
-    def chunk_s(self, step_s: float) -> float:
-        """What those add to it."""
-        tokens = self.chunk_tokens(step_s)
-        return self.full_s if tokens == self.step_tokens else self.prefill_s(tokens, 0)
-
     def prefill_s(self, new: int, cached: int) -> float:
         """To compute the last `new` tokens of a prompt, without the steps themselves."""
         attended = new * (cached + new / 2) / 1000
@@ -434,6 +429,8 @@ class CostModel:
         if node.num_blocks:  # those whose prompts are on their way hold all their blocks, too
             room = room and node.num_blocks * node.block_size >= load.tokens + num_tokens
         step_s = speed.step_s + after
+        chunk = speed.chunk_tokens(step_s)
+        chunk_s = speed.full_s if chunk == speed.step_tokens else speed.prefill_s(chunk, 0)
         queued_s = load.prefill_us / 1e6
         backlog_s = max(0.0, self._left_s(load, since) - after_s)
         return Decode(
@@ -443,7 +440,7 @@ class CostModel:
             queued_s=queued_s,
             backlog_s=backlog_s,
             prefill_share=share,
-            chunk_s=step_s + speed.chunk_s(step_s),
+            chunk_s=step_s + chunk_s,
             slower_s=after - before,
             sequences=sequences,
             room=room,

@@ -182,7 +182,7 @@ class Nodes(KnownNodes):
         self._trust = TrustConfig() if trust is None else trust
         self.on_change: Callable[[], None] = lambda: None
         self._session = session
-        self._headers = bearer(operator_token(cluster_key) if cluster_key else None)
+        self._headers = bearer(operator_token(cluster_key))
         self._probes: set[asyncio.Task[None]] = set()
 
     @classmethod

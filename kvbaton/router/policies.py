@@ -282,7 +282,7 @@ class _Prices:
         self._options = options
         self._costs = costs
         self._ttft_slo, self._itl_slo = _seconds(settings.ttft_slo), _seconds(settings.itl_slo)
-        self._output_tokens = options.output_tokens(costs)
+        self._output_tokens = options.output_tokens
         # Texts of few tokens, half of all, are so much fewer among those that are there as they
         # are sooner over.
         self._short = min(costs.output_tokens, costs.short_output)

@@ -120,7 +120,7 @@ class Options(Struct, frozen=True):
         singles: nodes that may serve it alone; there is one, or a pair.
         loads: in flight, by node id; a node without an entry is idle.
         num_tokens: of the prompt, with what was generated elsewhere.
-        max_tokens: most that is to be generated.
+        output_tokens: that the request is expected to generate.
         cached: tokens of the prompt that nodes hold, by node id; empty for a policy that does not
             use prefixes.
         since: by node id, when it began the prompt that it computes, on the monotonic clock.
@@ -134,7 +134,7 @@ class Options(Struct, frozen=True):
     singles: Sequence[NodeInfo]
     loads: Mapping[str, NodeLoad]
     num_tokens: int
-    max_tokens: int = 16
+    output_tokens: float
     cached: Mapping[str, int] = {}
     since: Mapping[str, float] = {}
     measured: bool = False
@@ -144,10 +144,6 @@ class Options(Struct, frozen=True):
     def load(self, node: NodeInfo) -> NodeLoad:
         """What a node has in flight."""
         return self.loads.get(node.node_id, IDLE)
-
-    def queued_s(self, node: NodeInfo) -> float:
-        """Seconds that the prompts take which a node is to compute."""
-        return self.load(node).prefill_us / 1e6
 
     def hit(self, node: NodeInfo) -> int:
         """Tokens that a node holds; the last one is computed in any case."""
@@ -178,12 +174,9 @@ class Options(Struct, frozen=True):
 
     def decode(self, costs: CostModel, node: NodeInfo, after_s: float) -> Decode:
         """What is expected of a node that generates once the prompt is computed."""
-        expected = self.output_tokens(costs)
-        load, since = self.load(node), self.since.get(node.node_id)
-        alone = not self.loads
-        return costs.decode(
-            node, load, since, self.num_tokens, expected, after_s=after_s, alone=alone
-        )
+        load, since, alone = self.load(node), self.since.get(node.node_id), not self.loads
+        tokens, expected = self.num_tokens, self.output_tokens
+        return costs.decode(node, load, since, tokens, expected, after_s=after_s, alone=alone)
 
     def held_s(self, costs: CostModel, node: NodeInfo) -> float:
         """Until a node that generates can take a sequence into a step."""
@@ -200,8 +193,4 @@ class Options(Struct, frozen=True):
         decode, wire_s = self.decode(costs, route.target, prefill.ttft_s), None
         if route.source is not None:
             wire_s = costs.wire_s(route.source, route.target, self.new(route.target), prefill)
-        return Prediction.of(prefill, decode, wire_s, self.output_tokens(costs))
-
-    def output_tokens(self, costs: CostModel) -> float:
-        """How many tokens the request is expected to generate."""
-        return min(costs.output_tokens, float(self.max_tokens))
+        return Prediction.of(prefill, decode, wire_s, self.output_tokens)

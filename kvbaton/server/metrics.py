@@ -127,17 +127,15 @@ class CoreCollector(Collector):
     """Shows the latest `messages.engine.Metrics` in a registry.
 
     Args:
-        latest: gives them; None before the first.
+        latest: gives them.
     """
 
-    def __init__(self, latest: Callable[[], Metrics | None]) -> None:
+    def __init__(self, latest: Callable[[], Metrics]) -> None:
         self._latest = latest
 
     def collect(self) -> Iterable[Metric]:
-        """All metrics now; none before the core has sent any."""
+        """All metrics now."""
         metrics = self._latest()
-        if metrics is None:
-            return []
         counters = families(metrics.counters, "counter")
         histograms = dict[str, HistogramMetricFamily]()
         for key, found in metrics.histograms.items():

@@ -62,17 +62,20 @@ def url_of(sock: socket.socket, scheme: str = "http") -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def registration_token(cluster_key: str) -> str:
-    """The bearer token with which a node registers at its router: a keyed BLAKE2b, in hex."""
+def registration_token(cluster_key: str | None) -> str:
+    """The bearer token with which a node registers at its router; empty without a key."""
     return _token(cluster_key, b"registration")
 
 
-def operator_token(cluster_key: str) -> str:
-    """The bearer token with which a router asks a node for what only operators may ask."""
+def operator_token(cluster_key: str | None) -> str:
+    """The one with which a router asks a node for what only operators may ask, likewise."""
     return _token(cluster_key, b"operator")
 
 
-def _token(cluster_key: str, purpose: bytes) -> str:
+def _token(cluster_key: str | None, purpose: bytes) -> str:
+    """A keyed BLAKE2b, in hex."""
+    if not cluster_key:
+        return ""
     # BLAKE2b keys are at most 64 bytes; a passphrase may be longer.
     key = hashlib.blake2b(cluster_key.encode(), digest_size=32).digest()
     return hashlib.blake2b(purpose, key=key, person=b"kvbaton", digest_size=32).hexdigest()

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from kvbaton.config import LOG_FORMAT
 from kvbaton.engine.client import EngineClient
 from kvbaton.engine.process import EngineProcess
-from kvbaton.messages.engine import Metrics
+from kvbaton.messages.engine import NO_METRICS, Metrics
 from kvbaton.messages.nodes import STEP_COSTS, DrainProgress, NodeInfo
 from kvbaton.server.app import end_when_told_again, freeze_startup, serve_on, stop_requested
 from kvbaton.server.auth import require_operator
@@ -127,7 +127,7 @@ class Node:
             config,
             config.engine.model,
             config.model_name,
-            operator_token=operator_token(key) if key else "",
+            operator_token=operator_token(key),
             role=config.role,
             node=config.node_id,
         )
@@ -230,7 +230,7 @@ class Node:
     def info(self) -> NodeInfo:
         """What the node says of itself now."""
         ready = self.client.ready if self.client is not None else None
-        metrics = self.client.metrics if self.client is not None else None
+        metrics = self.client.metrics if self.client is not None else NO_METRICS
         return NodeInfo(
             node_id=self.id.node,
             generation=self.id.generation.hex(),
@@ -324,10 +324,10 @@ async def node_worker(
         await client.close()
 
 
-def wires_of(metrics: Metrics | None) -> dict[str, dict[str, float]]:
+def wires_of(metrics: Metrics) -> dict[str, dict[str, float]]:
     """`NodeInfo.wires` as an engine reports it."""
     wires: dict[str, dict[str, float]] = {}
-    for key, cost in metrics.gauges.items() if metrics is not None else ():
+    for key, cost in metrics.gauges.items():
         if key.startswith(WIRE_GAUGE):
             _, labels = split_name(key)
             wires.setdefault(labels["peer"], {})[labels["term"]] = cost
@@ -341,9 +341,9 @@ class LoadMeter:
         self._rates: dict[str, float] = {}
         self._before: dict[str, tuple[float, float]] = {}
 
-    def measure(self, metrics: Metrics | None) -> dict[str, float]:
+    def measure(self, metrics: Metrics) -> dict[str, float]:
         """Take a report in; returns what is known by now."""
-        counters = {} if metrics is None else metrics.counters
+        counters, gauges = metrics.counters, metrics.gauges
         for name, (timers, work) in RATES.items():
             total = sum(counters.get(timer, 0.0) for timer in timers), counters.get(work, 0.0)
             seconds, done = self._before.get(name, (0.0, 0.0))
@@ -352,7 +352,6 @@ class LoadMeter:
                 old = self._rates.get(name, rate)
                 self._rates[name] = NEWEST * rate + (1 - NEWEST) * old
                 self._before[name] = total
-        gauges = {} if metrics is None else metrics.gauges
         now = {name: gauges[gauge] for gauge, name in GAUGES.items() if gauge in gauges}
         done_so_far = {name: counters[c] for c, name in TOTALS.items() if c in counters}
         return {**self._rates, **now, **done_so_far}

@@ -192,8 +192,8 @@ def complaint(client: EngineClient) -> str | None:
     """Why the node is not healthy; None if it is."""
     if client.dead is not None:
         return f"the engine is down: {client.dead}"
-    gauges = {} if client.metrics is None else client.metrics.gauges
-    alarms = [key for key, value in gauges.items() if value and split_name(key)[0] in ALARMS]
+    gauges = client.metrics.gauges.items()
+    alarms = [key for key, value in gauges if value and split_name(key)[0] in ALARMS]
     return f"alarms: {', '.join(sorted(alarms))}" if alarms else None
 
 
@@ -223,8 +223,8 @@ async def load(request: web.Request) -> web.Response:
     """``GET /load``, as vLLM calls it: sequences that the engine has, whoever asked for them."""
     client = request.app[CLIENT]
     await _refresh(client)
-    gauges = {} if client.metrics is None else client.metrics.gauges
-    return json_response({"server_load": int(sum(gauges.get(name, 0) for name in SEQUENCES))})
+    running = sum(client.metrics.gauges.get(name, 0) for name in SEQUENCES)
+    return json_response({"server_load": int(running)})
 
 
 async def _refresh(client: EngineClient) -> None:

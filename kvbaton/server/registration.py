@@ -110,7 +110,7 @@ class NodeRegistrar:
         trust: TrustConfig | None = None,
     ) -> None:
         self.info = info
-        self.headers = bearer(registration_token(cluster_key) if cluster_key else None)
+        self.headers = bearer(registration_token(cluster_key))
         self.timeout = aiohttp.ClientTimeout(total=timeout_s)
         self.trust = TrustConfig() if trust is None else trust
         self.max_backoff_s = max_backoff_s

@@ -183,7 +183,7 @@ class ModeledEngine:
         self._prompts, self._tell_blocks = prompts, tell_blocks
         self._rng = np.random.default_rng(seed)
         self._costs, self._meter = step_costs(), LoadMeter()
-        self._steps = self._step_tokens = 0
+        self._step_tokens = 0
         self._report_at = 0.0
         blocks = model.kv_tokens // model.block_size + 1
         self.scheduler = Scheduler(
@@ -412,7 +412,6 @@ class ModeledEngine:
             self._costs.observe((*run.terms[:4], kv), took)
             self.scheduler.chunk_limit.observe(run.terms, took)
         self.busy_s += float(run.ends[more]) - run.begin
-        self._steps += run.steps
         self._step_tokens += run.plan.num_tokens + more * len(run.sequences)
         (step, *_) = self.scheduler.in_flight
         sampled = tuple(

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvbaton.bench.report import median, new_figure, percentile, publish, writing
+from kvbaton.bench.report import new_figure, percentile, prediction_error, publish, writing
 from kvbaton.config import flag
 from kvbaton.errors import ConfigError
 from kvbaton.router.config import RoutingPolicy
@@ -153,16 +153,8 @@ def summary(done: ServiceReport, config: SimulateConfig) -> dict[str, float]:
     ttfts = [o.ttft_s * 1e3 for o in outcomes if o.ttft_s is not None]
     gaps = [gap for o in outcomes for gap in (o.gaps * 1e3).tolist()]
     itls = [o.itl_s * 1e3 for o in outcomes if len(o.gaps)]
-    wrong = [
-        abs(d.ttft_s - d.observed_ttft_s) / d.observed_ttft_s
-        for d in done.decisions
-        if d.ttft_s is not None and d.observed_ttft_s
-    ]
-    wrong_itl = [
-        abs(d.itl_s - d.observed_itl_s) / d.observed_itl_s
-        for d in done.decisions
-        if d.itl_s is not None and d.observed_itl_s
-    ]
+    ttft_pairs = [(d.ttft_s, d.observed_ttft_s) for d in done.decisions]
+    itl_pairs = [(d.itl_s, d.observed_itl_s) for d in done.decisions]
     prompts = sum(o.request.prompt_tokens for o in outcomes)
     seconds = config.arrival_seconds([o.request for o in outcomes])
     return {
@@ -177,8 +169,8 @@ def summary(done: ServiceReport, config: SimulateConfig) -> dict[str, float]:
         "itl p99": percentile(gaps, 99),
         "hit": sum(o.cached for o in outcomes) / prompts,
         "failed": sum(o.error is not None for o in outcomes),
-        "ttft error": median(wrong),
-        "itl error": median(wrong_itl),
+        "ttft error": prediction_error(ttft_pairs),
+        "itl error": prediction_error(itl_pairs),
     }
 
 

@@ -225,15 +225,7 @@ def test_logits_are_those_of_transformers(
 ) -> None:
     plain = drive(folder, block_size=4)
     plain.executor.attach_encoder(pictures.pool)
-    model = plain.executor.workers[0].model
-    seen: list[torch.Tensor] = []
-    logits = model.logits
-
-    def record(hidden: torch.Tensor) -> torch.Tensor:
-        seen.append(logits(hidden))
-        return seen[-1].clone()
-
-    monkeypatch.setattr(model, "logits", record)
+    seen = plain.record_logits(monkeypatch)
     prompt = pictures.prompt(np.random.default_rng(8), 3, GRID, 1, GRID, 4)
     got = plain.generate(pictures.add(plain, prompt), 5)
     expected = pictures.logits(prompt, got)

@@ -58,15 +58,8 @@ def test_mixed_batches_generate_what_transformers_does(driver: Any, pictures: Pi
     rng = np.random.default_rng(1)
     prompts = [pictures.prompt(rng, *parts) for parts in MIXED]
     handles = [pictures.add(driver, prompt) for prompt in prompts]
-    counts = dict(zip(handles, (len(prompt.ids) for prompt in prompts), strict=True))
-    while min(len(driver.tokens[handle]) - count for handle, count in counts.items()) < 10:
-        work = []
-        for handle in rng.permutation(handles)[: rng.integers(1, 6)].tolist():
-            count = min(driver.left(handle), int(rng.integers(1, 24)))
-            work.append((handle, count, int(count == driver.left(handle))))
-        driver.step(*sorted(work, key=lambda item: item[1] > 1))
-    for handle, prompt in zip(handles, prompts, strict=True):
-        got = driver.tokens[handle][len(prompt.ids) :]
+    generated = driver.generate_mixed(handles, 10, rng)
+    for prompt, got in zip(prompts, generated, strict=True):
         expected = pictures.greedy_along(prompt, got, len(got))
         assert got == expected, f"items {prompt.items}"
 
@@ -90,15 +83,7 @@ def test_short_chunks(chunk: int, driver: Any, pictures: Pictures) -> None:
 def test_logits_are_those_of_transformers(
     plain: Any, pictures: Pictures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = plain.executor.workers[0].model
-    seen: list[torch.Tensor] = []
-    logits = model.logits
-
-    def record(hidden: torch.Tensor) -> torch.Tensor:
-        seen.append(logits(hidden))
-        return seen[-1].clone()
-
-    monkeypatch.setattr(model, "logits", record)
+    seen = plain.record_logits(monkeypatch)
     prompt = pictures.prompt(np.random.default_rng(8), 3, (1, 4, 6), 1, (1, 4, 4), 4)
     got = plain.generate(pictures.add(plain, prompt), 5, chunk=6)
     assert pictures.vision.image_token_id not in got, "transformers would take it for a picture"

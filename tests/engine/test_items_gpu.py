@@ -41,16 +41,12 @@ def check_mixed_batches(
     prompts = [pictures.prompt(rng, *parts) for parts in mixed]
     handles = [pictures.add(driver, prompt) for prompt in prompts]
     prompt_of = dict(zip(handles, prompts, strict=True))
-    counts = dict(zip(handles, (len(prompt.ids) for prompt in prompts), strict=True))
-    while min(len(driver.tokens[handle]) - count for handle, count in counts.items()) < 10:
-        work = []
-        for handle in rng.permutation(handles)[: rng.integers(1, 6)].tolist():
-            count = min(driver.left(handle), int(rng.integers(1, 24)))
-            count = pictures.uncut(prompt_of[handle], driver.computed[handle], count)
-            work.append((handle, count, int(count == driver.left(handle))))
-        driver.step(*sorted(work, key=lambda item: item[1] > 1))
-    for handle, prompt in zip(handles, prompts, strict=True):
-        got = driver.tokens[handle][len(prompt.ids) :]
+
+    def whole(handle: int, count: int) -> int:
+        return pictures.uncut(prompt_of[handle], driver.computed[handle], count)
+
+    generated = driver.generate_mixed(handles, 10, rng, cut=whole)
+    for prompt, got in zip(prompts, generated, strict=True):
         if pictures.vision.image_token_id in got:
             got = got[: got.index(pictures.vision.image_token_id) + 1]
         logits = pictures.logits(prompt, got)

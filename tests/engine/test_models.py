@@ -178,14 +178,8 @@ def test_a_mixed_batch_generates_what_transformers_does(
     rng = np.random.default_rng(1)
     prompts = [random_tokens(rng, count) for count in (1, 2, 5, 17, 33, 64)]
     handles = [driver.add(prompt) for prompt in prompts]
-    while min(len(driver.tokens[h]) - len(p) for h, p in zip(handles, prompts, strict=True)) < 16:
-        work = []
-        for handle in rng.permutation(handles)[: rng.integers(1, 7)].tolist():
-            count = min(driver.left(handle), int(rng.integers(1, 24)))
-            work.append((handle, count, int(count == driver.left(handle))))
-        driver.step(*sorted(work, key=lambda item: item[1] > 1))
-    for handle, prompt in zip(handles, prompts, strict=True):
-        got = driver.tokens[handle][len(prompt) :]
+    generated = driver.generate_mixed(handles, 16, rng)
+    for prompt, got in zip(prompts, generated, strict=True):
         expected = greedy_along(reference(folder), prompt, got, len(got))
         assert got == expected, f"prompt of {len(prompt)}"
 
@@ -264,15 +258,7 @@ def test_logits_are_close_in_every_dtype(
     folder = checkpoint(family=family)
     ids = random_tokens(np.random.default_rng(6), 30)
     driver = drive(folder, dtype=dtype)
-    model = driver.executor.workers[0].model
-    seen: list[torch.Tensor] = []
-    logits = model.logits
-
-    def record(hidden: torch.Tensor) -> torch.Tensor:
-        seen.append(logits(hidden))
-        return seen[-1].clone()
-
-    monkeypatch.setattr(model, "logits", record)
+    seen = driver.record_logits(monkeypatch)
     driver.generate(driver.add(ids), 4, chunk=13)
     full = driver.tokens[1][:-1]
     with torch.inference_mode():

@@ -77,15 +77,8 @@ def test_logits_are_close_in_other_dtypes(
 ) -> None:
     dense = {"mlp_only_layers": [0, 1, 2, 3]}  # experts that rate almost alike change places
     folder = checkpoint(**QWEN3_NEXT, config=dense)
-    driver, seen = drive(folder, dtype=dtype, block_size=16), list[torch.Tensor]()
-    model = driver.executor.workers[0].model
-    logits = model.logits
-
-    def record(hidden: torch.Tensor) -> torch.Tensor:
-        seen.append(logits(hidden))
-        return seen[-1].clone()
-
-    monkeypatch.setattr(model, "logits", record)
+    driver = drive(folder, dtype=dtype, block_size=16)
+    seen = driver.record_logits(monkeypatch)
     prompt = list(prompt_of(30))
     driver.generate(driver.add(prompt), 4, chunk=13)
     with torch.inference_mode():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvbaton.messages.engine import Metrics
+from kvbaton.messages.engine import NO_METRICS, Metrics
 from kvbaton.server.node import LoadMeter
 
 
@@ -14,7 +14,7 @@ def report(**totals: float) -> Metrics:
 
 def test_nothing_is_told_before_anything_was_done() -> None:
     meter = LoadMeter()
-    assert meter.measure(None) == {}
+    assert meter.measure(NO_METRICS) == {}
     assert meter.measure(report(encoder_rows=0.0, step_tokens=0.0)) == {}
 
 

@@ -9,7 +9,7 @@ from aiohttp.test_utils import make_mocked_request
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvbaton.errors import EngineDeadError, RequestError
-from kvbaton.messages.engine import HistogramCounts, Metrics, Output
+from kvbaton.messages.engine import NO_METRICS, HistogramCounts, Metrics, Output
 from kvbaton.messages.nodes import GenerateResponse
 from kvbaton.server.auth import require_operator
 from kvbaton.server.frontend import FrontendConfig
@@ -173,7 +173,7 @@ async def test_health(node: Any) -> None:
     status, answer = await node.get("/health")
     assert status == 503
     assert "kvbaton_unhealthy" in answer["error"]["message"]
-    node.client.metrics = None
+    node.client.metrics = NO_METRICS
     node.client.dead = "the core exited with code -9"
     status, answer = await node.get("/health")
     assert (status, "code -9" in answer["error"]["message"]) == (503, True)

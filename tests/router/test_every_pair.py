@@ -160,7 +160,7 @@ def test_a_policy_chooses_as_if_it_looked_at_every_pair(name: str, number: int) 
         nodes,
         loads,
         TOKENS,
-        wanted.max_tokens,
+        min(costs.output_tokens, float(wanted.max_tokens)),
         cached,
         loads.prefill_since,
         costs.learn(ready.serving, loads),
@@ -327,7 +327,7 @@ def by_cost(
     options: Options, pairs: list[Pair], costs: CostModel, asked: RoutingPolicy
 ) -> tuple[str | None, str]:
     """The first of the options that cost the least seconds."""
-    output_tokens = options.output_tokens(costs)
+    output_tokens = options.output_tokens
 
     def missed(seconds: float, objective_ms: float | None) -> float:
         if objective_ms is None:

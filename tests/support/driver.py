@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+import torch
 
 from kvbaton.engine.build import make_executor
 from kvbaton.engine.config import EngineConfig
@@ -141,6 +143,40 @@ class Driver:
             tokens = min(chunk, self.left(handle))
             self.step((handle, tokens, int(tokens == self.left(handle))))
         return self.tokens[handle][known:]
+
+    def generate_mixed(
+        self,
+        handles: Sequence[int],
+        count: int,
+        rng: np.random.Generator,
+        *,
+        most_tokens: int = 24,
+        cut: Callable[[int, int], int] = lambda handle, tokens: tokens,
+    ) -> list[list[int]]:
+        """Random batches, decoding sequences first, until each has so many tokens; those.
+
+        Of each sequence fewer than `most_tokens` are computed at a time, as `cut` has it.
+        """
+        known = {handle: len(self.tokens[handle]) for handle in handles}
+        while min(len(self.tokens[handle]) - before for handle, before in known.items()) < count:
+            work = []
+            for handle in rng.permutation(handles)[: rng.integers(1, len(handles) + 1)].tolist():
+                tokens = cut(handle, min(self.left(handle), int(rng.integers(1, most_tokens))))
+                work.append((handle, tokens, int(tokens == self.left(handle))))
+            self.step(*sorted(work, key=lambda item: item[1] > 1))
+        return [self.tokens[handle][before:] for handle, before in known.items()]
+
+    def record_logits(self, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+        """Where the first rank's logits are kept from now on, of every step."""
+        worker: Any = self.executor.workers[0]
+        model, logits, seen = worker.model, worker.model.logits, list[torch.Tensor]()
+
+        def record(hidden: torch.Tensor) -> torch.Tensor:
+            seen.append(logits(hidden))
+            return seen[-1].clone()
+
+        monkeypatch.setattr(model, "logits", record)
+        return seen
 
     def wait(self, pending: Any) -> Any:
         """Sums of one rank, once they are there."""

@@ -13,7 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from kvbaton.engine.client import EngineClient
 from kvbaton.engine.outputs import OutputReceiver, TokenSource
-from kvbaton.messages.engine import AddRequest, Metrics, Output, Ready
+from kvbaton.messages.engine import NO_METRICS, AddRequest, Output, Ready
 from kvbaton.text.tokenizer import Tokenizer
 from kvbaton.types import NodeId, TokenLogprobs, TopLogprob
 
@@ -194,7 +194,7 @@ class ScriptedClient(ScriptedSource, EngineClient):
             eos_token_ids=(EOS,),
             vocab_size=VOCAB,
         )
-        self.metrics: Metrics | None = None
+        self.metrics = NO_METRICS
         self.dead: str | None = None
         self.draining = False
         self.commands: list[str] = []

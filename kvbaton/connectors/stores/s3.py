@@ -177,11 +177,8 @@ class S3Objects(ClientBackend):
     def remove(self, keys: Sequence[bytes]) -> int:
         """See `Backend.remove`; of two who remove the same object, both may count it."""
         unique = list(dict.fromkeys(keys))
-        paths = [_path(k) for k, found in zip(unique, self.contains(unique), strict=True) if found]
-        if paths:
-            with self._asking("delete from"):
-                obstore.delete(self._bucket, paths)
-        return len(paths)
+        there = zip(unique, self.contains(unique), strict=True)
+        return self._delete([_path(key) for key, found in there if found])
 
     def claim(self, keys: Sequence[bytes]) -> list[bool]:
         """See `Claiming.claim`: two requests for each key, three for one that is there.
@@ -220,11 +217,8 @@ class S3Objects(ClientBackend):
 
     def clear(self, namespace: str) -> int:
         """See `Namespaced.clear`: as many requests as `namespaces` makes, and deletions."""
-        paths = [path for path, held_in, *_ in self._labelled() if held_in == namespace]
-        if paths:
-            with self._asking("delete from"):
-                obstore.delete(self._bucket, paths)
-        return len(paths)
+        found = self._labelled()
+        return self._delete([path for path, held_in, *_ in found if held_in == namespace])
 
     def _labelled(self) -> Iterator[tuple[str, str, str, int]]:
         """Path, namespace, tenant and bytes of every object."""
@@ -251,9 +245,14 @@ class S3Objects(ClientBackend):
 
     def _drop(self, keys: Sequence[bytes]) -> None:
         """Give back those claims of these keys that are ours."""
-        if ours := [_claim_path(key) for key in self._claims.take(keys)]:
+        self._delete([_claim_path(key) for key in self._claims.take(keys)])
+
+    def _delete(self, paths: list[str]) -> int:
+        """Delete what is at these paths; returns how many there are."""
+        if paths:
             with self._asking("delete from"):
-                obstore.delete(self._bucket, ours)
+                obstore.delete(self._bucket, paths)
+        return len(paths)
 
     def _sizes(self, keys: Sequence[bytes]) -> list[int | None]:
         """Bytes of the objects with their checksums, None for those that are not there."""

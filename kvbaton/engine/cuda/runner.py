@@ -111,7 +111,7 @@ class CudaRunner(Runner):
             if output.drafted:  # the graph has written its samples over them
                 self.sequences.put_drafts(output.plan.steps)
             self._report_prompts(output, rows, hidden, np.arange(1, len(rows) + 1))
-            self._sample(output, rows, hidden, np.arange(1, len(rows) + 1))
+            self._sample(output, rows, starts + 1, hidden, np.arange(1, len(rows) + 1))
 
     def _columns(self, rows: Ints, positions: Ints) -> Ints:
         """Inputs of `_decode_step`: [6, sequences]; float64 temperatures as their bits."""
@@ -170,7 +170,7 @@ class CudaRunner(Runner):
         bounds = np.concatenate(([0], np.cumsum(counts[leading:])))
         slots = tokens.blocks * self.cache.block_size + tokens.offsets
         turned = self.sequences.rotary_positions(rows, tokens.positions, counts)
-        last = self._last_keys(steps, tokens)
+        last = tokens.last_keys
         arrays = [tokens.positions, tokens.rows, slots, rows, context_lens, bounds, turned]
         at, of, slot_mapping, seq_rows, lens, cu, rotary, *lasts = upload(
             arrays if last is None else [*arrays, last[leading:]], self.device
@@ -212,7 +212,7 @@ class CudaRunner(Runner):
             known = context_lens[sampling]
             self._sample_plainly(output, rows[sampling], known, hidden, ends[sampling])
         else:
-            self._sample(output, rows, hidden, ends)
+            self._sample(output, rows, context_lens, hidden, ends)
 
     def _sample_plainly(
         self, output: StepOutput, rows: Ints, known: Ints, hidden: Tensor, ends: Ints
