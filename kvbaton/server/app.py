@@ -18,6 +18,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 from typing_extensions import override
 
+from kvbaton.engine.process import STOP_SIGNALS
 from kvbaton.engine.validate import INT32, check_ids
 from kvbaton.errors import RequestError
 from kvbaton.messages.openai import (
@@ -51,7 +52,6 @@ logger = logging.getLogger(__name__)
 
 YOUNG_OBJECTS = 20_000
 """The garbage collector looks for cycles after so many more objects were made than freed."""
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 FINISH_PERIOD_S = 0.02
 """So often it is looked whether requests have ended that a process waits for."""
 ENDING_S = 1.0
@@ -156,7 +156,7 @@ def freeze_startup() -> None:
 
 
 def stop_requested() -> asyncio.Event:
-    """Set by SIGINT or SIGTERM; a second one ends the process at once."""
+    """Set by one of `STOP_SIGNALS`; a second one ends the process at once."""
     stop = asyncio.Event()
 
     def on_signal() -> None:

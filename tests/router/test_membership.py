@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from kvbaton.errors import RequestError
@@ -48,6 +49,12 @@ def test_a_node_is_ready_once_it_has_answered_a_probe(membership: Membership) ->
     [change] = membership.probed("d0", "1", None, 0.1)
     assert (change.old, change.new) == (NodeState.STARTING, NodeState.READY)
     assert [node.node_id for node in membership.ready().nodes] == ["d0"]
+
+
+def test_a_model_in_a_deep_folder_has_a_long_name(membership: Membership) -> None:
+    told = msgspec.json.encode(info(model="/deep" * 200))
+    make_ready(membership, msgspec.json.decode(told, type=NodeInfo))
+    assert state(membership) is NodeState.READY
 
 
 def test_a_heartbeat_changes_nothing(membership: Membership) -> None:
