@@ -165,7 +165,7 @@ class Options(Struct, frozen=True):
         return costs.prefill(node, self.load(node), since, self.num_tokens - hit, hit, others)
 
     def holders_for(self, node: NodeInfo) -> list[tuple[NodeInfo, int]]:
-        """Of whom a node may fetch enough of the prompt to be worth it, and how much it then has."""
+        """Of whom a node may fetch enough of a prompt to be worth it, and what it has then."""
         name = node.node_id
         own = self.cached.get(name, 0)
         least, found = own + self.min_fetch_tokens, []

@@ -234,7 +234,7 @@ def test_bad_registrations_are_refused_by_name(
 
 def test_only_one_model_is_served(membership: Membership) -> None:
     membership.register(info("d0", model="a"), 0.0)
-    with pytest.raises(RequestError, match="'a'") as caught:
+    with pytest.raises(RequestError, match="'a' until it is restarted") as caught:
         membership.register(info("d1", model="b"), 0.0)
     assert caught.value.status == 409
 
