@@ -52,6 +52,7 @@ logger = logging.getLogger(__name__)
 
 YOUNG_OBJECTS = 20_000
 """The garbage collector looks for cycles after so many more objects were made than freed."""
+BACKLOG = 1024
 FINISH_PERIOD_S = 0.02
 """So often it is looked whether requests have ended that a process waits for."""
 ENDING_S = 1.0
@@ -112,7 +113,7 @@ class ServerLog(logging.LoggerAdapter[logging.Logger]):
 
 
 async def serve_on(
-    listener: socket.socket, app: web.Application, config: EndpointConfig, *, backlog: int = 128
+    listener: socket.socket, app: web.Application, config: EndpointConfig
 ) -> web.AppRunner:
     """Serve an application on a listening socket, which becomes the runner's.
 
@@ -141,7 +142,10 @@ async def serve_on(
     )
     await runner.setup()
     tls = config.tls.server()
-    await web.SockSite(runner, listener, ssl_context=tls, backlog=backlog).start()
+    # asyncio accepts as many at once as its backlog says. One leaves the rest to other workers; and
+    # where there are no files left, asyncio tries again as often, each time for each of them.
+    await web.SockSite(runner, listener, ssl_context=tls, backlog=1).start()
+    listener.listen(BACKLOG)
     return runner
 
 

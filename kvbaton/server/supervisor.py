@@ -47,7 +47,6 @@ STOP_MARGIN_S = 5.0
 CONNECT_TIMEOUT_S = 60.0
 FORWARD_TIMEOUT_S = 660.0
 """A supervisor waits 600 s for the end of a profile."""
-BACKLOG = 1024
 _HOP_BY_HOP = frozenset(("connection", "keep-alive", "transfer-encoding", "content-length", "te"))
 _PEER = "X-Kvbaton-Peer"
 _LENGTH = struct.Struct("<I")
@@ -431,11 +430,9 @@ class WorkerLink:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._stop.set)
         app.on_shutdown.append(self._end_streams)
-        # asyncio accepts as many at once as its backlog says: one leaves the rest to others.
-        runner = await serve_on(self._listener, app, config, backlog=1)
+        runner = await serve_on(self._listener, app, config)
         listening = asyncio.create_task(self._listen(registry))
         try:
-            self._listener.listen(BACKLOG)
             freeze_startup()
             self._send(WorkerStarted())
             await self._stop.wait()
