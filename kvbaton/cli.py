@@ -38,7 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = make_parser().parse_args(argv)
         run: RunCommand = args.run
-        return run(args)
+        status = run(args)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return status
+    except BrokenPipeError as error:
+        print(f"kvbaton: error: standard output: {error}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left to write is nobody's
+        return 1
     except ConfigError as error:
         print(f"kvbaton: error: {error}", file=sys.stderr)
         return 2

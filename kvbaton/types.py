@@ -13,6 +13,9 @@ MAX_MESSAGE_BYTES = 64 << 20
 ENCODER_BLOCK_ROWS = 32
 """Rows of one block of encoder output; an item's last block is filled up with zeros."""
 
+PINNED_SHARE_PER_PEER = 4
+"""A source pins a quarter of its pool for the block keys of one peer, and refuses what is more."""
+
 Count = Annotated[int, Meta(ge=0, le=1 << 62)]
 
 Size = Annotated[int, Meta(ge=1, le=1 << 31)]

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import shlex
-import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ import msgspec
 
 from kvbaton.cluster.config import ClusterConfig
 from kvbaton.cluster.placement import Child, LocalPlacement, NodeProcess, Placement, StartError
+from kvbaton.engine.process import STOP_SIGNALS
 from kvbaton.messages.nodes import NodesView
 from kvbaton.server.network import bearer, bind, registration_token, url_of
 
@@ -80,7 +80,7 @@ class Cluster:
             self._stop.set()
 
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in STOP_SIGNALS:
             loop.add_signal_handler(number, on_signal)
         living = asyncio.create_task(self._live())
         stopped = asyncio.create_task(self._stop.wait())

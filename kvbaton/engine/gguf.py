@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 WEIGHTS = "model.gguf"
 """Of a folder that `model_folder` has written: the link to the file."""
+NEEDS_CACHE = "a GGUF file needs a folder that can be written, which XDG_CACHE_HOME may name"
 MAGIC = b"GGUF"
 FORM = 1
 """Of the folders; goes up when what we write into them changes."""
@@ -87,7 +88,8 @@ def model_folder(model: str | Path) -> str:
     """The folder to serve: of a GGUF file the one that describes it, else the path itself.
 
     Raises:
-        ConfigError: the file is none of GGUF, is cut off, or holds what can't be served.
+        ConfigError: the file is none of GGUF, is cut off, or holds what can't be served; or the
+            folder has no place.
     """
     if not str(model).endswith(".gguf"):
         return str(model)
@@ -95,7 +97,10 @@ def model_folder(model: str | Path) -> str:
     with GGUFFile(path) as file:
         stat = path.stat()
         said = f"{FORM} {path} {stat.st_size} {stat.st_mtime_ns}".encode() + file.header
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        try:
+            cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        except RuntimeError as error:  # of a user without a home
+            raise ConfigError("--model", f"{NEEDS_CACHE}: {error}") from error
         folder = cache / "kvbaton" / "gguf" / hashlib.blake2b(said, digest_size=16).hexdigest()
         if not folder.is_dir():
             _write_folder(file, folder)
@@ -122,7 +127,7 @@ def _write_folder(file: GGUFFile, folder: Path) -> None:
             if not folder.is_dir():  # else another process was first
                 raise
     except OSError as error:
-        raise ConfigError("--model", f"can't write {folder}: {error.strerror}") from error
+        raise ConfigError("--model", f"{NEEDS_CACHE}: {folder}: {error.strerror}") from error
 
 
 # --- the file ---

@@ -40,6 +40,14 @@ GIL_SWITCH_S = 0.0005
 """Python's own 5 ms are a whole step: so long would the core's thread, back from a step, wait for
 the interpreter while another one computes (bursts of 8 ms: p95 of the wait 5.2 ms, and 0.7 with
 this; a decode node's transfer thread takes in a prompt of 2,000 tokens in bursts of 1.5 ms)."""
+STOP_SIGNALS = [signal.SIGINT, signal.SIGTERM]
+"""They end a process in good order, and so does its terminal's end, unless it runs by `nohup`."""
+if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+    STOP_SIGNALS.append(signal.SIGHUP)
+OF_TERMINALS = (signal.SIGINT, signal.SIGHUP)
+"""They come to children, too, which end when they are told to."""
+MAX_FOLDER = 70
+"""Bytes of a path to which `socket_folder` adds: the address of a Unix socket has 107."""
 LAST_WORDS_S = 1.0
 """A child that dies tells why: a lost connection to it ends its requests only after this."""
 
@@ -62,6 +70,15 @@ def die_with_parent(parent: int | None = None) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def socket_folder() -> str:
+    """Make a folder for Unix sockets, in ``/tmp`` if the path of ``TMPDIR`` is too long for them.
+
+    It has mode 0700: only we may connect.
+    """
+    long = len(os.fsencode(tempfile.gettempdir())) > MAX_FOLDER
+    return tempfile.mkdtemp(prefix="kvbaton-", dir="/tmp" if long else None)
+
+
 def core_main(
     config: EngineConfig,
     node: NodeId,
@@ -81,7 +98,8 @@ def core_main(
         log_level: of the log on standard error.
     """
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in OF_TERMINALS:
+        signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()  # a library that crashes would end it without a word
     sys.setswitchinterval(GIL_SWITCH_S)
     form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -162,7 +180,7 @@ class EngineProcess(EngineClient):
 
     def __init__(self) -> None:
         super().__init__()
-        self._folder = tempfile.mkdtemp(prefix="kvbaton-")  # mode 0700: only we may connect
+        self._folder = socket_folder()
         self.local_address = f"ipc://{self._folder}/engine"
         self._reports, self._child_end = multiprocessing.get_context("spawn").Pipe(duplex=False)
         self._first_report: asyncio.Future[Ready] = self._loop.create_future()

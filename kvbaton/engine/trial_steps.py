@@ -78,12 +78,31 @@ def _climb(
         run(end)
         found.append((terms_of(first.steps), took))
         done.append(trial)
+    found = _plausible(done, found)
     if done and done[-1].context:
         return found
     # What the tokens cost can't be told from what their context does.
     return [
         ((step, tokens, 0.0, sequences, 0.0), s) for (step, tokens, _, sequences, _), s in found
     ]
+
+
+def _plausible(
+    done: Sequence[Trial], found: Sequence[tuple[Terms, float]]
+) -> list[tuple[Terms, float]]:
+    """Without what noise alone explains, of which a fit could make steps that cost nothing.
+
+    No step takes longer than a larger one does. And of the quickest step that decodes half is taken
+    to be the step's own at least, so that another one takes less than its tokens would alone.
+    """
+    kept = list(found)
+    for i in range(len(done) - 1, 0, -1):
+        if not done[i].context:
+            kept[i - 1] = kept[i - 1][0], min(kept[i - 1][1], kept[i][1])
+    for i in range(1, len(done)):
+        if done[i].count == 1 and not done[i].context:
+            kept[i] = kept[i][0], min(kept[i][1], kept[0][1] * (1 + done[i].sequences) / 2)
+    return kept
 
 
 def _guess(trial: Trial, done: Sequence[Trial], found: Sequence[tuple[Terms, float]]) -> float:

@@ -108,7 +108,7 @@ class NodeInfo(Struct, frozen=True, kw_only=True):
     generation: Name
     role: Name
     url: Name
-    model: Name
+    model: Text
     control_address: Name | None = None
     identity: Name = ""
     transport: Name = ""

@@ -471,7 +471,7 @@ class Membership:
             self.model = info.model
         elif info.model != self.model:
             raise RequestError(
-                f"this router serves {self.model!r}, the node {info.model!r}",
+                f"this router serves {self.model!r} until it is restarted, the node {info.model!r}",
                 param="model",
                 status=409,
             )

@@ -12,6 +12,7 @@ from kvbaton.errors import RequestError
 from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.costs import CostModel, Decode, Prediction, Prefill
 from kvbaton.router.loads import IDLE, NodeLoad
+from kvbaton.types import PINNED_SHARE_PER_PEER
 
 MAX_HOLDERS = 2
 """So many are compared, if several could send a prefix."""
@@ -160,13 +161,17 @@ class Options(Struct, frozen=True):
         return costs.prefill(node, self.load(node), since, self.num_tokens - hit, hit, others)
 
     def holders_for(self, node: NodeInfo) -> list[tuple[NodeInfo, int]]:
-        """Of whom a node may fetch enough of the prompt to be worth it, and what they hold."""
+        """Of whom a node may fetch enough of a prompt to be worth it, and what it has then."""
         name = node.node_id
-        least, found = self.cached.get(name, 0) + self.min_fetch_tokens, []
+        own = self.cached.get(name, 0)
+        least, found = own + self.min_fetch_tokens, []
         for holder, able, held in self.holders:
             if held < least:
                 break
-            if name in able:
+            if holder.num_blocks:
+                lent = holder.num_blocks // PINNED_SHARE_PER_PEER * holder.block_size
+                held = min(held, own + lent)
+            if name in able and held >= least:
                 found.append((holder, held))
                 if len(found) == MAX_HOLDERS:
                     break

@@ -18,6 +18,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 from typing_extensions import override
 
+from kvbaton.engine.process import STOP_SIGNALS
 from kvbaton.engine.validate import INT32, check_ids
 from kvbaton.errors import RequestError
 from kvbaton.messages.openai import (
@@ -51,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 YOUNG_OBJECTS = 20_000
 """The garbage collector looks for cycles after so many more objects were made than freed."""
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+BACKLOG = 1024
 FINISH_PERIOD_S = 0.02
 """So often it is looked whether requests have ended that a process waits for."""
 ENDING_S = 1.0
@@ -112,7 +113,7 @@ class ServerLog(logging.LoggerAdapter[logging.Logger]):
 
 
 async def serve_on(
-    listener: socket.socket, app: web.Application, config: EndpointConfig, *, backlog: int = 128
+    listener: socket.socket, app: web.Application, config: EndpointConfig
 ) -> web.AppRunner:
     """Serve an application on a listening socket, which becomes the runner's.
 
@@ -141,7 +142,10 @@ async def serve_on(
     )
     await runner.setup()
     tls = config.tls.server()
-    await web.SockSite(runner, listener, ssl_context=tls, backlog=backlog).start()
+    # asyncio accepts as many at once as its backlog says. One leaves the rest to other workers; and
+    # where there are no files left, asyncio tries again as often, each time for each of them.
+    await web.SockSite(runner, listener, ssl_context=tls, backlog=1).start()
+    listener.listen(BACKLOG)
     return runner
 
 
@@ -156,7 +160,7 @@ def freeze_startup() -> None:
 
 
 def stop_requested() -> asyncio.Event:
-    """Set by SIGINT or SIGTERM; a second one ends the process at once."""
+    """Set by one of `STOP_SIGNALS`; a second one ends the process at once."""
     stop = asyncio.Event()
 
     def on_signal() -> None:

@@ -15,6 +15,7 @@ from kvbaton.errors import ConfigError
 from kvbaton.server.network import TlsConfig
 from kvbaton.text.generation import GenerationConfigMode
 from kvbaton.text.output_parser import ReasoningParserName, ToolCallParserName
+from kvbaton.types import MAX_NAME
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,8 +245,10 @@ class NodeConfig(EndpointConfig):
             raise ConfigError(
                 "--host", f"{self.host} is not loopback: that needs a --cluster-key of all nodes"
             )
-        if not self.node_id or "/" in self.node_id:
-            raise ConfigError("--node-id", "must not be empty and not contain a slash")
+        own = self.node_id
+        if not 0 < len(own) <= MAX_NAME or "/" in own or not own.isprintable():
+            problem = f"must have 1 to {MAX_NAME} printable characters, and no slash among them"
+            raise ConfigError("--node-id", problem)
         for name, limit in (
             ("--workers", self.workers),
             ("--max-transfers", self.max_transfers),

@@ -18,7 +18,6 @@ import shutil
 import signal
 import socket
 import struct
-import tempfile
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
@@ -30,7 +29,7 @@ from aiohttp.typedefs import Handler
 from prometheus_client import CollectorRegistry, generate_latest
 
 from kvbaton.config import LOG_FORMAT
-from kvbaton.engine.process import die_with_parent
+from kvbaton.engine.process import OF_TERMINALS, die_with_parent, socket_folder
 from kvbaton.errors import ConfigError, RequestError
 from kvbaton.server.app import freeze_startup, serve_on
 from kvbaton.server.auth import PEER
@@ -48,7 +47,6 @@ STOP_MARGIN_S = 5.0
 CONNECT_TIMEOUT_S = 60.0
 FORWARD_TIMEOUT_S = 660.0
 """A supervisor waits 600 s for the end of a profile."""
-BACKLOG = 1024
 _HOP_BY_HOP = frozenset(("connection", "keep-alive", "transfer-encoding", "content-length", "te"))
 _PEER = "X-Kvbaton-Peer"
 _LENGTH = struct.Struct("<I")
@@ -133,7 +131,7 @@ class Supervisor:
         self._main, self._payload, self._listener = main, payload, listener
         self._log_level = log_level
         self._count = count
-        self._folder = tempfile.mkdtemp(prefix="kvbaton-")
+        self._folder = socket_folder()
         self._control_path = f"{self._folder}/control"
         control.middlewares.insert(0, _restore_peer)
         self._runner = web.AppRunner(control, access_log=None, auto_decompress=False)
@@ -388,7 +386,8 @@ def worker_main(
 ) -> None:
     """Entry point of a worker's process; see `Supervisor`."""
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in OF_TERMINALS:
+        signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=log_level.upper(), format=LOG_FORMAT)
 
     async def work() -> None:
@@ -431,11 +430,9 @@ class WorkerLink:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._stop.set)
         app.on_shutdown.append(self._end_streams)
-        # asyncio accepts as many at once as its backlog says: one leaves the rest to others.
-        runner = await serve_on(self._listener, app, config, backlog=1)
+        runner = await serve_on(self._listener, app, config)
         listening = asyncio.create_task(self._listen(registry))
         try:
-            self._listener.listen(BACKLOG)
             freeze_startup()
             self._send(WorkerStarted())
             await self._stop.wait()

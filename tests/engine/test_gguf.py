@@ -62,6 +62,19 @@ def test_logits_are_those_of_the_dequantised_folder(
     assert torch.equal(found, wanted)
 
 
+@pytest.mark.parametrize("named", ["/proc/none", ""])
+def test_where_nothing_can_be_kept_it_is_said_what_to_set(
+    file: Path, monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    def nobodys() -> Path:
+        raise RuntimeError("Could not determine home directory.")  # as in containers of any user
+
+    monkeypatch.setattr(Path, "home", nobodys)
+    monkeypatch.setenv("XDG_CACHE_HOME", named)
+    with pytest.raises(ConfigError, match="XDG_CACHE_HOME"):
+        model_folder(file)
+
+
 def test_tied_embeddings(checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = checkpoint(tied=True)
     write_gguf(folder, tmp_path / "tiny.gguf")

@@ -92,6 +92,18 @@ def test_a_slow_machine_is_not_kept_long_and_knows_its_usual_steps(slower: float
     assert found["prefill_token_s"] == pytest.approx(slower * H200.costs[1], rel=0.05)
 
 
+@pytest.mark.parametrize("slower", [10.0, 40.0])
+def test_a_step_that_something_else_held_up_does_not_make_steps_free(slower: float) -> None:
+    for held_up in range(1, 20):
+        recorder = Recorder(slower)
+
+        def run(plan: StepPlan, recorder: Recorder = recorder, held_up: int = held_up) -> float:
+            return recorder.run(plan) * (30.0 if len(recorder.plans) == held_up else 1.0)
+
+        found = told(try_steps(run, limits()))
+        assert found["step_s"] > 0.4 * slower * H200.costs[0], held_up
+
+
 def test_a_pool_of_next_to_nothing_is_left_alone() -> None:
     assert try_steps(Recorder().run, limits(2, block_size=1, max_model_len=1)) == []
 

@@ -27,7 +27,7 @@ node.run_node(node.NodeConfig(engine=EngineConfig(model="m"), role="any", node_i
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_while_the_loop_closes_is_no_traceback(number: signal.Signals) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(int(number))], capture_output=True, text=True, timeout=60

@@ -18,6 +18,7 @@ from kvbaton.cluster.placement import LocalPlacement
 from kvbaton.config import attribute_docs, from_args, human_int, words_of
 from kvbaton.connectors.transfer.config import HandoverConfig
 from kvbaton.engine.config import EngineConfig
+from kvbaton.errors import ConfigError
 from kvbaton.server.config import MediaConfig, NodeConfig
 from tests.support.processes import processes_with
 from tests.support.waiting import until
@@ -281,6 +282,12 @@ def test_keys_do_not_show() -> None:
     assert "hush" not in repr(config) + repr(config.handover)
 
 
+@pytest.mark.parametrize("name", ["", "a/b", "x" * 257, "a\nb", "n\udcff"])
+def test_a_node_id_that_is_no_name_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="--node-id: must have 1 to 256"):
+        NodeConfig(engine=EngineConfig(model="m"), role="decode", node_id=name)
+
+
 def test_killing_up_kills_its_children(broken_model: str) -> None:
     (Path(broken_model) / "tokenizer.json").write_text(TOKENIZER)
     words = [sys.executable, "-m", "kvbaton", "up", "--model", broken_model, "--port", "0"]
@@ -288,6 +295,27 @@ def test_killing_up_kills_its_children(broken_model: str) -> None:
         until(lambda: len(processes_with(broken_model)) > 1, "children")
         up.send_signal(signal.SIGKILL)
     until(lambda: processes_with(broken_model) == [], "no children")
+
+
+def test_up_ends_what_it_started_when_its_terminal_goes(broken_model: str) -> None:
+    (Path(broken_model) / "tokenizer.json").write_text(TOKENIZER)
+    words = [sys.executable, "-m", "kvbaton", "up", "--model", broken_model, "--port", "0"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as up:
+        until(lambda: len(processes_with(broken_model)) > 1, "children")
+        up.send_signal(signal.SIGHUP)
+        _, told = up.communicate(timeout=60)
+    assert (up.returncode, b"stopping" in told) == (0, True)
+    assert processes_with(broken_model) == []
+
+
+def test_a_reader_that_goes_is_no_traceback() -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    words = [sys.executable, "-m", "kvbaton", "version"]
+    done = subprocess.run(words, stdout=writes, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writes)
+    assert done.stderr == "kvbaton: error: standard output: [Errno 32] Broken pipe\n"
+    assert done.returncode == 1
 
 
 def test_a_child_whose_parent_died_before_it_asked_ends_at_once() -> None:

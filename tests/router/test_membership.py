@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from kvbaton.errors import RequestError
@@ -48,6 +49,12 @@ def test_a_node_is_ready_once_it_has_answered_a_probe(membership: Membership) ->
     [change] = membership.probed("d0", "1", None, 0.1)
     assert (change.old, change.new) == (NodeState.STARTING, NodeState.READY)
     assert [node.node_id for node in membership.ready().nodes] == ["d0"]
+
+
+def test_a_model_in_a_deep_folder_has_a_long_name(membership: Membership) -> None:
+    told = msgspec.json.encode(info(model="/deep" * 200))
+    make_ready(membership, msgspec.json.decode(told, type=NodeInfo))
+    assert state(membership) is NodeState.READY
 
 
 def test_a_heartbeat_changes_nothing(membership: Membership) -> None:
@@ -227,7 +234,7 @@ def test_bad_registrations_are_refused_by_name(
 
 def test_only_one_model_is_served(membership: Membership) -> None:
     membership.register(info("d0", model="a"), 0.0)
-    with pytest.raises(RequestError, match="'a'") as caught:
+    with pytest.raises(RequestError, match="'a' until it is restarted") as caught:
         membership.register(info("d1", model="b"), 0.0)
     assert caught.value.status == 409
 

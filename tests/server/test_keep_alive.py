@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import socket
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -33,6 +36,35 @@ async def port(source: ScriptedSource, tokenizer: Tokenizer) -> AsyncIterator[in
     runner = await serve_on(bind("127.0.0.1", 0), app, config)
     yield runner.addresses[0][1]
     await runner.cleanup()
+
+
+async def test_without_files_a_connection_waits_and_is_tried_now_and_then(
+    source: ScriptedSource, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tried 128 times over, and again for each of these later, it takes all of a core."""
+    tries: list[float] = []
+
+    class Listener(socket.socket):
+        def accept(self) -> Any:
+            tries.append(time.monotonic())
+            if len(tries) <= 3:
+                raise OSError(errno.EMFILE, "Too many open files")
+            return super().accept()
+
+    monkeypatch.setattr("asyncio.constants.ACCEPT_RETRY_DELAY", 0.05)
+    with bind("127.0.0.1", 0) as bound:
+        listener = Listener(fileno=bound.detach())
+    runner = await serve_on(listener, make_app(make_frontend(source, tokenizer)), EndpointConfig())
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", runner.addresses[0][1])
+        writer.write(HEAD + b"\r\n")
+        async with asyncio.timeout(PATIENCE_S):
+            assert (await reader.readline()).endswith(b"200 OK\r\n")
+        assert tries[2] - tries[0] >= 0.1
+        writer.close()
+        await writer.wait_closed()
+    finally:
+        await runner.cleanup()
 
 
 @pytest.mark.parametrize("sent", [b"", HEAD, HEAD + b"\r\n", HEAD + b"\r\n" + HEAD])

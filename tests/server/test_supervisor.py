@@ -6,10 +6,13 @@ import asyncio
 import errno
 import itertools
 import os
+import shutil
 import signal
+import tempfile
 import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +20,8 @@ from aiohttp import ClientSession, ClientTimeout, TCPConnector, web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvbaton.engine.client import LONG_COMMANDS
+from kvbaton.engine.frontends import EngineEndpoints, FrontendServer
+from kvbaton.engine.process import socket_folder
 from kvbaton.errors import ConfigError
 from kvbaton.router.nodes import RESET_STORE_TIMEOUT_S
 from kvbaton.server.auth import PEER
@@ -129,6 +134,19 @@ async def test_workers_share_a_port_a_state_and_their_counts() -> None:
         assert value_of(text, "asked_total") == asked
         assert value_of(text, "up") == 2
         assert value_of(text, "mine") == 4
+
+
+async def test_a_long_path_of_temporary_files_is_too_long_for_sockets_only(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / ("long" * 25)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    async with supervised() as (_, url), fresh_session(url) as session:
+        assert await who(session)
+    sockets = socket_folder()
+    FrontendServer(EngineEndpoints(local=f"ipc://{sockets}/engine", host="127.0.0.1")).close()
+    shutil.rmtree(sockets)
 
 
 async def test_what_is_the_supervisors_is_passed_on() -> None:

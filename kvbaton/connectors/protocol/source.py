@@ -39,10 +39,10 @@ from kvbaton.connectors.protocol.outgoing import Outgoing, SourceSession
 from kvbaton.connectors.protocol.outgoing import SourceState as State
 from kvbaton.connectors.protocol.source_sessions import SourceSessions
 from kvbaton.messages import control
-from kvbaton.types import Attempt, TransferTimers, clip_text
+from kvbaton.types import PINNED_SHARE_PER_PEER, Attempt, TransferTimers, clip_text
 
-PINNED_SHARE, PINNED_SHARE_PER_PEER = 2, 4
-"""At most half of the pool is pinned for block keys, and a quarter of it for one peer."""
+PINNED_SHARE = 2
+"""At most half of the pool is pinned for block keys; see `PINNED_SHARE_PER_PEER`, too."""
 
 MAX_IDLE = 4096
 """Prompts that are computed and not reserved; above it the oldest are forgotten."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -237,9 +238,15 @@ def warm_up(runner: CudaRunner, config: EngineConfig) -> None:
     compiled = time.monotonic()
     runner.graphs = graphs
     captured = [one for one in (runner.prompt_graphs, graphs) if one is not None]
-    for one in captured:
-        for size in reversed(one.sizes):  # the largest first: the others share its memory
-            one.capture(size)
+    # A graph of an earlier runner that the collector frees meanwhile would end a capture.
+    gc.collect()
+    gc.disable()
+    try:
+        for one in captured:
+            for size in reversed(one.sizes):  # the largest first: the others share its memory
+                one.capture(size)
+    finally:
+        gc.enable()
     runner.cache.counted[:] = 0
     torch.cuda.synchronize()
     log.info(
