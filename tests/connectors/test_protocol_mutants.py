@@ -785,7 +785,7 @@ real_failed = RequestRelay.failed
 def a_failed_move_ends_the_request(self: Any, asked: Any, error: Any, now: float) -> Any:
     target = self.target
     if asked.open and asked.side == "successor" and target is not None:
-        return self._fail(RequestError(error.message, status=502, code="node_failed"))
+        return self.fail(RequestError(error.message, status=502, code="node_failed"))
     return real_failed(self, asked, error, now)
 
 

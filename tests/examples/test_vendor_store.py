@@ -30,7 +30,7 @@ def check(site: Path, options: str, *words: str) -> subprocess.CompletedProcess[
 def test_it_is_certified(installed: Path, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     door = ["--back-door", "kvbaton_sqlite_door:SqliteDoor"]
-    done = check(installed, ', "max_bytes": 100000000', *door, "--json", str(report))
+    done = check(installed, ', "max_bytes": 20000000', *door, "--json", str(report))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].endswith(": certified")
     written = json.loads(report.read_text())

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from kvbaton.types import TransferTimers
 from tests.support.engine_pair import Pair, expected, few_trial_steps, make_pair
+from tests.support.waiting import promised
 
 __all__ = ["expected", "few_trial_steps", "make_pair"]
 
@@ -18,3 +20,13 @@ def folder(checkpoint: Callable[..., Path]) -> Path:
 @pytest.fixture
 def pair(make_pair: Callable[..., Pair]) -> Pair:
     return make_pair()
+
+
+@pytest.fixture
+def brisk(make_pair: Callable[..., Pair]) -> Pair:
+    """Its deadlines are such that a test can wait for them, and a busy machine keeps them."""
+    deadline = promised(0.5)
+    timers = TransferTimers(
+        resend=0.1, progress_deadline=deadline, total=2 * deadline, lease=deadline
+    )
+    return make_pair(timers=timers)

@@ -157,13 +157,17 @@ def test_a_storm_of_aborts(make_pair: Callable[..., Pair], expected: Expected, s
     prompts = [prompt_of(rng.choice((1, 4, 17, 60)), seed=100 * seed + i) for i in range(18)]
     calls = [pair.hand_over(prompt) for prompt in prompts]
     doomed = {i: rng.randrange(160) for i in range(18) if rng.random() < 0.6}
-    while doomed:
+
+    def all_aborted() -> bool:
         emitted = sum(len(call.outputs) for pair_of in calls for call in pair_of)
         finished = all(at_d.over() for _, at_d in calls)
         for i in [i for i, when in doomed.items() if finished or when <= emitted]:
             del doomed[i]
             for call in rng.choice(((0, 1), (1, 0), (1,))):
                 calls[i][call].abort()
+        return not doomed
+
+    until(all_aborted, "the moment of the last abort")
     for prompt, (_, at_d) in zip(prompts, calls, strict=True):
         tokens = at_d.result()
         right = expected(prompt)

@@ -7,27 +7,12 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from kvbaton.types import TransferTimers
 from tests.support.engine_node import HUB, Call
 from tests.support.engine_pair import PROMISE_S, Expected, Pair
 from tests.support.prompts import prompt_of
 from tests.support.waiting import until
 
 PROMPT = prompt_of(100)
-SHORT = TransferTimers(
-    resend=0.1,
-    progress_deadline=0.5,
-    total=1.0,
-    lease=0.5,
-)
-"""Deadlines that a test can wait for."""
-
-
-@pytest.fixture
-def brisk(make_pair: Callable[..., Pair]) -> Pair:
-    return make_pair(timers=SHORT)
-
-
 Moment = Callable[[Pair], Iterator[tuple[Call, Call]]]
 
 
@@ -144,7 +129,7 @@ def test_p_stands_still(brisk: Pair, expected: Expected, wakes_up: str) -> None:
             until(lambda: not brisk.d.leftovers(), "D's blocks are free by its fence")
     HUB.release()
     until(at_p.over, "P's end")
-    brisk.settle(2 * SHORT.lease + PROMISE_S)
+    brisk.settle(2 * brisk.timers.lease + PROMISE_S)
     prompt = prompt_of(30, seed=60)
     assert brisk.hand_over(prompt)[1].result() == expected(prompt)
     brisk.settle()
@@ -157,9 +142,11 @@ def test_d_stands_still(brisk: Pair, expected: Expected) -> None:
         at_p, at_d = brisk.hand_over(PROMPT)
         HUB.release()
         until(at_p.over, "P's end")
-        until(lambda: not brisk.p.leftovers(), "P's blocks are free", SHORT.lease + PROMISE_S)
+        until(
+            lambda: not brisk.p.leftovers(), "P's blocks are free", brisk.timers.lease + PROMISE_S
+        )
     assert at_d.result() == expected(PROMPT)
-    brisk.settle(SHORT.total + PROMISE_S)
+    brisk.settle(brisk.timers.total + PROMISE_S)
 
 
 def test_d_stands_still_after_reserving(brisk: Pair, expected: Expected) -> None:
@@ -170,7 +157,9 @@ def test_d_stands_still_after_reserving(brisk: Pair, expected: Expected) -> None
         stack.enter_context(brisk.d.frozen_transfers())
         HUB.release()
         until(at_p.over, "P's end")
-        until(lambda: not brisk.p.leftovers(), "P's blocks are free", SHORT.lease + PROMISE_S)
+        until(
+            lambda: not brisk.p.leftovers(), "P's blocks are free", brisk.timers.lease + PROMISE_S
+        )
     assert at_d.result() == expected(PROMPT)
     brisk.settle()
 

@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import pytest
 
 from kvbaton.connectors.transfer import thread
-from kvbaton.types import TransferTimers
 from tests.support.engine_node import HUB
 from tests.support.engine_pair import Expected, Pair
 from tests.support.prompts import prompt_of
 from tests.support.waiting import until
 
 PROMPT = prompt_of(30)
-SHORT = TransferTimers(
-    resend=0.1,
-    progress_deadline=0.5,
-    lease=0.5,
-    total=1.0,
-)
-OUTLAST_S = 3 * SHORT.progress_deadline
-
-
-@pytest.fixture
-def brisk(make_pair: Callable[..., Pair]) -> Pair:
-    return make_pair(timers=SHORT)
 
 
 def test_on_p_while_it_prefills(brisk: Pair, expected: Expected) -> None:
@@ -34,7 +20,7 @@ def test_on_p_while_it_prefills(brisk: Pair, expected: Expected) -> None:
     with brisk.p.held_step() as held:
         _, at_d = brisk.hand_over(PROMPT)
         until(held.waited_for, "P in a step")
-        limit = time.monotonic() + OUTLAST_S
+        limit = time.monotonic() + 3 * brisk.timers.progress_deadline
         until(lambda: time.monotonic() > limit, "a long step")
     assert at_d.result() == expected(PROMPT)
     assert brisk.d.counters()["kvbaton_load_failures_total"] == 0

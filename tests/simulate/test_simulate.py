@@ -107,7 +107,7 @@ def test_with_an_objective_overload_makes_some_late_and_not_all(nodes: str) -> N
 def test_the_highest_rate_of_which_a_share_is_good() -> None:
     """Prompts take 0.1 s on average: nobody serves more than 10 per second for long."""
     config = SimulateConfig(
-        trace="conversation", rate=8.0, seconds=20.0, ttft_slo=2000.0, goodput=0.9
+        trace="conversation", rate=8.0, seconds=10.0, ttft_slo=2000.0, goodput=0.9
     )
     slow = replace(EVEN, costs=tuple(4 * cost for cost in EVEN.costs))
     one, two = (highest_rate(config, f"least-loaded@{nodes}", slow) for nodes in ("1D", "2D"))
