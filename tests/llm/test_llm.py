@@ -204,7 +204,7 @@ def test_a_script_from_standard_input_is_not_run_again(model: Path) -> None:
     """As little as one from a file, like the README's: neither asks whether it is the main one."""
     script = (
         f"import kvbaton\nllm = kvbaton.LLM({str(model)!r}, num_blocks=64, num_threads=1)\n"
-        "params = kvbaton.SamplingParams(max_tokens=2)\n"
+        "params = kvbaton.SamplingParams(max_tokens=2, ignore_eos=True)\n"
         "print(len(llm.generate('x', params, use_tqdm=False)[0].outputs[0].token_ids))\n"
     )
     done = subprocess.run(
