@@ -44,8 +44,6 @@ STOP_SIGNALS = [signal.SIGINT, signal.SIGTERM]
 """They end a process in good order, and so does its terminal's end, unless it runs by `nohup`."""
 if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
     STOP_SIGNALS.append(signal.SIGHUP)
-OF_TERMINALS = (signal.SIGINT, signal.SIGHUP)
-"""They come to children, too, which end when they are told to."""
 MAX_FOLDER = 70
 """Bytes of a path to which `socket_folder` adds: the address of a Unix socket has 107."""
 LAST_WORDS_S = 1.0
@@ -54,20 +52,28 @@ LAST_WORDS_S = 1.0
 _reports = msgspec.msgpack.Decoder(Ready | Dead)
 
 
-def die_with_parent(parent: int | None = None) -> None:
+def die_with_parent(parent: int) -> None:
     """Ask Linux to kill this process when its parent dies (prctl(2), PR_SET_PDEATHSIG).
 
     Args:
-        parent: its process id; None for whom multiprocessing names. If that one has died already,
-            this process ends now.
+        parent: its process id. If it has died already, this process ends now.
     """
-    if parent is None:
-        process = multiprocessing.parent_process()
-        assert process is not None, "no child of multiprocessing"
-        parent = process.pid
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def begin_child() -> None:
+    """What a child that multiprocessing made does first: die with its parent, but not sooner.
+
+    The signals of a terminal come to children, too; they end when their parent tells them to.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "no child of multiprocessing"
+    assert parent.pid is not None, "a parent has started"
+    die_with_parent(parent.pid)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def socket_folder() -> str:
@@ -97,9 +103,7 @@ def core_main(
         parent: gets `Ready` when the core is up, or `Dead` when it can't come up or go on.
         log_level: of the log on standard error.
     """
-    die_with_parent()
-    for number in OF_TERMINALS:
-        signal.signal(number, signal.SIG_IGN)
+    begin_child()
     faulthandler.enable()  # a library that crashes would end it without a word
     sys.setswitchinterval(GIL_SWITCH_S)
     form = "%(asctime)s %(levelname)s %(name)s: %(message)s"

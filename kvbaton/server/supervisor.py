@@ -29,7 +29,7 @@ from aiohttp.typedefs import Handler
 from prometheus_client import CollectorRegistry, generate_latest
 
 from kvbaton.config import LOG_FORMAT
-from kvbaton.engine.process import OF_TERMINALS, die_with_parent, socket_folder
+from kvbaton.engine.process import begin_child, socket_folder
 from kvbaton.errors import ConfigError, RequestError
 from kvbaton.server.app import freeze_startup, serve_on
 from kvbaton.server.auth import PEER
@@ -385,9 +385,7 @@ def worker_main(
     log_level: str,
 ) -> None:
     """Entry point of a worker's process; see `Supervisor`."""
-    die_with_parent()
-    for number in OF_TERMINALS:
-        signal.signal(number, signal.SIG_IGN)
+    begin_child()
     logging.basicConfig(level=log_level.upper(), format=LOG_FORMAT)
 
     async def work() -> None:

@@ -7,6 +7,8 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from kvbaton.connectors.transfer.config import HandoverConfig
 from kvbaton.engine.config import EngineConfig
 from kvbaton.errors import ConfigError
 from kvbaton.server.config import MediaConfig, NodeConfig
-from tests.support.processes import processes_with
+from tests.support.processes import is_alive, processes_with
 from tests.support.waiting import until
 
 
@@ -288,20 +290,23 @@ def test_a_node_id_that_is_no_name_is_refused(name: str) -> None:
         NodeConfig(engine=EngineConfig(model="m"), role="decode", node_id=name)
 
 
+@contextmanager
+def up_with_children(model: str) -> Iterator[subprocess.Popen[bytes]]:
+    (Path(model) / "tokenizer.json").write_text(TOKENIZER)
+    words = [sys.executable, "-m", "kvbaton", "up", "--model", model, "--port", "0"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as up:
+        until(lambda: len(processes_with(model)) > 1, "children")
+        yield up
+
+
 def test_killing_up_kills_its_children(broken_model: str) -> None:
-    (Path(broken_model) / "tokenizer.json").write_text(TOKENIZER)
-    words = [sys.executable, "-m", "kvbaton", "up", "--model", broken_model, "--port", "0"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as up:
-        until(lambda: len(processes_with(broken_model)) > 1, "children")
+    with up_with_children(broken_model) as up:
         up.send_signal(signal.SIGKILL)
     until(lambda: processes_with(broken_model) == [], "no children")
 
 
 def test_up_ends_what_it_started_when_its_terminal_goes(broken_model: str) -> None:
-    (Path(broken_model) / "tokenizer.json").write_text(TOKENIZER)
-    words = [sys.executable, "-m", "kvbaton", "up", "--model", broken_model, "--port", "0"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as up:
-        until(lambda: len(processes_with(broken_model)) > 1, "children")
+    with up_with_children(broken_model) as up:
         up.send_signal(signal.SIGHUP)
         _, told = up.communicate(timeout=60)
     assert (up.returncode, b"stopping" in told) == (0, True)
@@ -325,6 +330,30 @@ def test_a_child_whose_parent_died_before_it_asked_ends_at_once() -> None:
         for more in (0, 1)
     ]
     assert ends == [0, -signal.SIGKILL]
+
+
+CHILD = """
+import multiprocessing, os, time
+from kvbaton.engine.process import begin_child
+
+def work():
+    begin_child()
+    with open("/proc/self/status") as status:
+        print(os.getpid(), *(line.split()[1] for line in status if "SigIgn" in line), flush=True)
+    time.sleep(600)
+
+multiprocessing.get_context("fork").Process(target=work).start()
+"""
+
+
+def test_a_child_outlives_its_terminal_and_not_its_parent() -> None:
+    with subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child, ignored = parent.stdout.readline().split()
+        parent.kill()
+    for number in (signal.SIGINT, signal.SIGHUP):
+        assert int(ignored, 16) & 1 << number - 1
+    until(lambda: not is_alive(int(child)), "the child's end")
 
 
 TOKENIZER = """{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0},
