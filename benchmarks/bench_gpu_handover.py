@@ -303,7 +303,7 @@ def main() -> None:
     ]  # fmt: skip
     if args.one_gpu:
         flags.append(f"--kv-cache-memory-bytes={SHARED_POOL}")
-    with cluster(flags, gpus) as (router, _), closing(GpuClocks(int(visible_gpus()[0]))) as clocks:
+    with closing(GpuClocks(visible_gpus()[0])) as clocks, cluster(flags, gpus) as (router, _):
         rows, planned = asyncio.run(measure(router, folder, args, clocks))
     if args.one_gpu:
         print("P and D shared one GPU: bytes are those between two GPUs, times are not")

@@ -176,7 +176,7 @@ def main() -> None:
     rows = []
     cluster = cluster_of(["--prefill=0", "--decode=1", *flags])
     with cluster as (router, root), ProcessPoolExecutor(4, mp_context=context) as pool:
-        with urllib.request.urlopen(f"{router}/nodes") as answer:
+        with urllib.request.urlopen(f"{router}/nodes", timeout=30) as answer:
             node = json.load(answer)["nodes"][0]["url"]
         online(pool, router, root, max(args.batches), args.tokens, 3)
         for batch in args.batches:

@@ -32,19 +32,23 @@ class GpuClocks:
     """Samples one GPU from construction until `close`, by a thread.
 
     Args:
-        index: as NVML counts, that is of all GPUs of the machine.
+        gpu: as CUDA_VISIBLE_DEVICES names it: its number among all of the machine, or its UUID.
 
     Raises:
         ImportError: ``nvidia-ml-py`` is not installed.
         NVMLError: there is no such GPU.
     """
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, gpu: str) -> None:
         import pynvml
 
         pynvml.nvmlInit()
         self._nvml = pynvml
-        self._gpu = pynvml.nvmlDeviceGetHandleByIndex(index)
+        self._gpu = (
+            pynvml.nvmlDeviceGetHandleByIndex(int(gpu))
+            if gpu.isdigit()
+            else pynvml.nvmlDeviceGetHandleByUUID(gpu)
+        )
         self._rows: list[tuple[float, float, float, bool]] = []
         self._closed = threading.Event()
         self._sample()

@@ -37,6 +37,8 @@ SETTINGS: dict[str, Any] = {
     "max_num_seqs": 64, "max_model_len": 16_384, "max_num_batched_tokens": 2048,
 }  # fmt: skip
 PROMPT, SEQUENCES, CONTEXT, ROUNDS = 1500, 32, 500, 9
+REST_S = 1.0
+"""After 0.1 s of work the power cap lowers a GPU's clock by a sixth; trials are over by then."""
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -67,6 +69,7 @@ def test_a_prompt_and_a_token_take_what_trials_say(ranks: int, tmp_path: Path, d
     for handle in handles:
         driver.step((handle, CONTEXT, 1))
     for _ in range(ROUNDS):
+        time.sleep(REST_S)
         prompt = driver.add(random_tokens(rng, PROMPT))
         for took, work in (
             (prompts, [(prompt, PROMPT, 1)]),
@@ -79,6 +82,5 @@ def test_a_prompt_and_a_token_take_what_trials_say(ranks: int, tmp_path: Path, d
     of_texts: Terms = 1.0, 0.0, 0.0, SEQUENCES, SEQUENCES * CONTEXT / 1000
     for counts, observed in ((of_prompt, prompts), (of_texts, texts)):
         said = sum(cost * count for cost, count in zip(costs.values(), counts, strict=True))
-        # Trials are over before the power cap lowers the clock, which the best round saw least of.
         told = f"{said:.4f} of {sorted(observed)}: {costs}, {tried}"
-        assert min(observed) / 1.5 < said < 1.5 * median(observed), told
+        assert median(observed) / 1.5 < said < 1.5 * median(observed), told
