@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from importlib import import_module
@@ -50,6 +51,9 @@ NEEDS = {
 }
 collect_ignore = [file for name, files in NEEDS.items() if not find_spec(name) for file in files]
 """Not collected without a package of `dev`: GPU machines lack it, and no GPU test needs it."""
+
+KEPT_GPU_BYTES = 1 << 30
+"""A worker's, between two tests: up to 14 of them share a GPU."""
 
 PAIRS_GPU = "tests/e2e/test_pair_gpu.py"
 """Its models have servers each."""
@@ -113,6 +117,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return next((group for group in SHARED if nodeid.startswith(group)), nodeid)
 
     return Scheduling(config, log)
+
+
+@pytest.fixture(autouse=True)
+def gpu_memory_goes_back() -> Iterator[None]:
+    """Other workers share the GPU: what a test took, its allocator would keep for ever."""
+    yield
+    torch = sys.modules.get("torch")
+    if torch and torch.cuda.is_initialized() and torch.cuda.memory_reserved() > KEPT_GPU_BYTES:
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="session")
