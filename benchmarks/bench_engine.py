@@ -36,7 +36,7 @@ from kvbaton.types import NodeId
 
 DECODE = {1: 4.95, 32: 5.84, 128: 8.60, 256: 13.56}
 PREFILL = {(64, 1024): 42.5e3, (16, 4096): 40.5e3, (4, 16384): 33.4e3}
-TTFT = {128: None, 512: None, 1024: 28.3, 4096: 101.3, 16384: 493.0}
+TTFT = {128: None, 512: None, 1024: 28.3, 1500: None, 2048: None, 4096: 101.3, 16384: 493.0}
 THROUGHPUT = 3926.0
 DECODE_STEPS = 100
 

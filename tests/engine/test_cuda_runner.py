@@ -16,10 +16,14 @@ from kvbaton.engine.cache import KVCache
 from kvbaton.engine.collectives import Shard
 from kvbaton.engine.cuda.graphs import graph_sizes
 from kvbaton.engine.cuda.prompt_graphs import (
+    LONE,
+    MIXED,
     PADDED_TOKENS,
+    WHOLE,
     WHOLE_PROMPTS,
     GraphInputs,
     Recorder,
+    StepKind,
     padded_forward,
 )
 from kvbaton.engine.cuda.runner import CudaRunner
@@ -203,17 +207,19 @@ def test_what_whole_graphs_read_is_the_step(
     """Not replayed, but computed: with padding behind those that decode, and behind all tokens."""
     folder = checkpoint(family=family)
     plain, other = both_runners(folder, drive, num_blocks=1024)
-    runner, seen = other.executor.runner, set[bool]()
+    runner, seen = other.executor.runner, set[StepKind]()
     inputs = GraphInputs(runner.cache, 256, 8, runner.sequences.tables.shape[-1])
 
     def forward(token_ids: Tensor, positions: Tensor, attention: Any, encoded: None) -> Tensor:
-        n, decodes = len(token_ids), attention.num_decodes > 0
+        n, kind = len(token_ids), MIXED if attention.num_decodes else WHOLE
         if not 0 < attention.num_prompts <= WHOLE_PROMPTS:
             return runner.model(token_ids, positions, attention)  # type: ignore[no-any-return]
-        seen.add(decodes)
+        if kind == WHOLE and attention.prefill[0].prefix_lens == (0,):
+            kind = LONE
+        seen.add(kind)
         size = 32 * (n // 32 + 1)
         inputs.fill(token_ids, positions, attention)
-        of = inputs.attention(size, prompts=True, decodes=decodes)
+        of = inputs.attention(size, kind)
         assert not of.prefill[0].context_lens[attention.num_prompts :].any()
         assert of.decode is None or not of.decode.context_lens[attention.num_decodes :].any()
         hidden: Tensor = runner.model(*inputs.of(size), Recorder(None, of))
@@ -222,7 +228,7 @@ def test_what_whole_graphs_read_is_the_step(
     runner.prompt_graphs = forward
     for _ in range(2):  # the second begins with fewer sequences than the first ended with
         assert play(other, 5) == play(plain, 5)
-    assert seen == {False, True}
+    assert seen == {LONE, WHOLE, MIXED}
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gpt_oss"])

@@ -3,15 +3,15 @@
 What a layer's products, norms and sums launch depends on the number of tokens alone, and is padded
 to one of a few; its attention depends on every sequence. So what lies between two attentions is a
 graph (vLLM calls it piecewise), and attention is launched as it is; but for a few prompts, with or
-without others that decode, whose attention has a launch that suits all, and is within one graph
-with the rest. The host is quick then, which counts where the device is, too: for few tokens, and
-for ranks, whose threads share an interpreter. Launching the attention of 32 layers takes it 6 to
-11 ms, for which the tokens of the step before wait as well.
+without others that decode, and for a longer one alone, whose attention has a launch that suits all,
+and is within one graph with the rest. The host is quick then, which counts where the device is,
+too: for few tokens, and for ranks, whose threads share an interpreter. Launching the attention of
+32 layers takes it 6 to 11 ms, for which the tokens of the step before wait as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +25,7 @@ from kvbaton.engine.cuda.attention import DecodeBatch, KernelAttention
 from kvbaton.engine.models.layers import AttentionContext, Heads, LatentHeads, Rotary
 from kvbaton.engine.models.llama import Encoded, LlamaForCausalLM
 from kvbaton.engine.step import WHOLE_TOKENS
-from kvbaton.kernels.prefill_attention import PrefillBatch
+from kvbaton.kernels.prefill_attention import PrefillBatch, planning
 
 RANKS_TOKENS = 512
 """With more tokens a device is slower than the host, times the square of the ranks: each of n
@@ -34,11 +34,23 @@ computes an n-th, and launching takes them more than n times as long."""
 WHOLE_PROMPTS = 4
 """Most prompts of one: the attention's launch is as if each had all the tokens."""
 
+LONG_TOKENS = 2048
+"""Most tokens of one: launching what has more takes the host less time than the device needs."""
+
 MIXED_TOKENS = 32
 """One with sequences that decode has a multiple of it: every other size of few tokens will do."""
 
 Attend = Callable[[KernelAttention], object]
 """Launches the attention of a step."""
+
+StepKind = tuple[int, bool]
+"""How many prompts the attention of a graph is for, and whether for sequences that decode, too."""
+
+BY_PIECE: StepKind = 0, False
+WHOLE: StepKind = WHOLE_PROMPTS, False
+MIXED: StepKind = WHOLE_PROMPTS, True
+LONE: StepKind = 1, False
+"""A prompt without prefix, which cuDNN attends to: what pads it comes behind, so none sees it."""
 
 PADDED_TOKENS = 128
 """A step without graphs has a multiple of it: cuBLAS takes 1 to 2 ms to choose a kernel for each
@@ -213,20 +225,21 @@ class GraphInputs:
         """Tokens and positions of a step of so many."""
         return self._token_ids[:size], self._positions[:size]
 
-    def attention(self, size: int, *, prompts: bool, decodes: bool) -> KernelAttention:
-        """Over so many tokens, of prompts and of sequences that decode; of neither: none."""
+    def attention(self, size: int, kind: StepKind) -> KernelAttention:
+        """Over so many tokens; of `BY_PIECE` there is none."""
+        prompts, decodes = kind
         decode = beside = None
         if decodes:
             decode = DecodeBatch(self._decode.block_tables[:size], self._decode.context_lens[:size])
             beside = self._beside
         batches = [
             PrefillBatch(
-                block_tables=table,
-                cu_seqlens=self._cu_seqlens,
-                context_lens=self._context_lens,
-                query_lens=(size, *[0] * (WHOLE_PROMPTS - 1)),
-                prefix_lens=(0,) * WHOLE_PROMPTS,
-                paged=True,
+                block_tables=table[:prompts],
+                cu_seqlens=self._cu_seqlens[: prompts + 1],
+                context_lens=self._context_lens[:prompts],
+                query_lens=(size, *[0] * (prompts - 1)),
+                prefix_lens=(0,) * prompts,
+                paged=kind != LONE,
             )
             for table in self._tables
         ]
@@ -261,16 +274,23 @@ class PromptGraphs:
         most_blocks: int,
     ) -> None:
         self._model, self._collectives = model, model.shard.collectives
-        most = max(WHOLE_TOKENS, RANKS_TOKENS * model.shard.size**2)
-        self.sizes = padded_sizes(min(most_tokens, most))
+        ranks = model.shard.size
+        padded = padded_sizes(min(most_tokens, max(WHOLE_TOKENS, RANKS_TOKENS * ranks**2)))
+        whole = WHOLE_TOKENS if ranks == 1 else LONG_TOKENS
+        lone_most = min(most_tokens, most_blocks * cache.block_size, LONG_TOKENS)
+        of_kind: dict[StepKind, Iterable[int]] = {BY_PIECE: padded}
+        if model.config.mla is None:
+            of_kind[WHOLE] = [size for size in padded if size <= whole]
+            of_kind[MIXED] = [size for size in of_kind[WHOLE] if size % MIXED_TOKENS == 0]
+            of_kind[LONE] = range(WHOLE_TOKENS + PADDED_TOKENS, lone_most + 1, PADDED_TOKENS)
+        self._sizes = {kind: set(sizes) for kind, sizes in of_kind.items()}
+        self.sizes = sorted(set().union(*self._sizes.values()))
+        self._captured: dict[StepKind, dict[int, CapturedStep]] = {kind: {} for kind in of_kind}
         tokens = max(self.sizes, default=0)
         device = cache.data.device
         self._stream, beside = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
         self._inputs = GraphInputs(cache, tokens, min(most_sequences, tokens), most_blocks, beside)
         self._pool = torch.cuda.graph_pool_handle()
-        self._whole: dict[int, CapturedStep] = {}
-        self._mixed: dict[int, CapturedStep] = {}
-        self._by_piece: dict[int, CapturedStep] = {}
 
     def __call__(
         self,
@@ -283,10 +303,7 @@ class PromptGraphs:
         n = len(token_ids)
         assert isinstance(attention, KernelAttention)
         assert encoded is None, "models that see have no graphs"
-        captured = None
-        if 0 < attention.num_prompts <= WHOLE_PROMPTS:
-            captured = self._found(self._mixed if attention.num_decodes else self._whole, n)
-        captured = captured or self._found(self._by_piece, n)
+        captured = self._find(n, attention)
         if captured is None:
             return padded_forward(self._model, token_ids, positions, attention)
         self._inputs.fill(token_ids, positions, attention)
@@ -297,24 +314,32 @@ class PromptGraphs:
                 piece.attend(attention)
         return captured.hidden[:n]
 
-    def _found(self, captured: dict[int, CapturedStep], n: int) -> CapturedStep | None:
-        return captured.get(min((size for size in captured if size >= n), default=-1))
+    def _find(self, n: int, attention: KernelAttention) -> CapturedStep | None:
+        kinds = [BY_PIECE]
+        if 0 < attention.num_prompts <= WHOLE_PROMPTS:
+            kinds.insert(0, MIXED if attention.num_decodes else WHOLE)
+            starts = attention.prefill[0].prefix_lens
+            if n > WHOLE_TOKENS and not attention.num_decodes and starts == (0,):
+                kinds.insert(0, LONE)
+        for kind in kinds:
+            captured = self._captured.get(kind, {})
+            if size := min((size for size in captured if size >= n), default=0):
+                return captured[size]
+        return None
 
     def capture(self, size: int) -> None:
-        """Record a step of so many tokens; the largest first, since the others share its memory."""
-        self._by_piece[size] = self._record(size)
-        if size <= WHOLE_TOKENS and self._model.config.mla is None:
-            self._whole[size] = self._record(size, prompts=True)
-            if size % MIXED_TOKENS == 0:
-                self._mixed[size] = self._record(size, prompts=True, decodes=True)
+        """Record steps of so many tokens; the largest first, since the others share its memory."""
+        for kind, sizes in self._sizes.items():
+            if size in sizes:
+                self._captured[kind][size] = self._record(size, kind)
 
-    def _record(self, size: int, *, prompts: bool = False, decodes: bool = False) -> CapturedStep:
+    def _record(self, size: int, kind: StepKind) -> CapturedStep:
         def recorder() -> Recorder:
-            attention = self._inputs.attention(size, prompts=prompts, decodes=decodes)
-            return Recorder(self._pool, attention)
+            return Recorder(self._pool, self._inputs.attention(size, kind))
 
         inputs = self._inputs.of(size)
-        self._model(*inputs, recorder())  # loads kernels, and makes what layers keep
+        with planning():
+            self._model(*inputs, recorder())  # loads kernels, and makes what layers keep
         torch.cuda.synchronize()
         recording = recorder()
         with torch.cuda.stream(self._stream):
