@@ -70,11 +70,13 @@ class DecodeGraphs:
         captured.graph.replay()
         return captured.hidden[:count], captured.tokens[:count]
 
+    def load(self, size: int) -> None:
+        """Run the step once, to load what it needs: a capture can't."""
+        self._step(self._inputs(size))
+
     def capture(self, size: int) -> Captured:
-        """Run the step once to load what it needs, then record it."""
-        inputs = torch.from_numpy(self._pad(np.zeros((COLUMNS, size), np.int64)))
-        inputs = inputs.to(self._sequences.tokens.device)
-        self._step(inputs)
+        """Record the step."""
+        inputs = self._inputs(size)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # Not `torch.cuda.graph`: it empties the caches of all devices, while others capture.
@@ -86,6 +88,10 @@ class DecodeGraphs:
                 graph.capture_end()
         self._graphs[size] = Captured(graph, inputs, hidden, tokens)
         return self._graphs[size]
+
+    def _inputs(self, size: int) -> Tensor:
+        inputs = torch.from_numpy(self._pad(np.zeros((COLUMNS, size), np.int64)))
+        return inputs.to(self._sequences.tokens.device)
 
     def _pad(self, columns: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Fill with sequences that are none."""

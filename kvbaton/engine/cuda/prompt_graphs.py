@@ -327,25 +327,29 @@ class PromptGraphs:
                 return captured[size]
         return None
 
+    def load(self, size: int) -> None:
+        """Run steps of so many tokens once, to load what they need: a capture can't."""
+        for kind in self._kinds(size):
+            with planning():
+                self._model(*self._inputs.of(size), self._recorder(size, kind))
+
     def capture(self, size: int) -> None:
         """Record steps of so many tokens; the largest first, since the others share its memory."""
-        for kind, sizes in self._sizes.items():
-            if size in sizes:
-                self._captured[kind][size] = self._record(size, kind)
+        for kind in self._kinds(size):
+            recording = self._recorder(size, kind)
+            torch.cuda.synchronize()
+            with torch.cuda.stream(self._stream):
+                recording.begin()
+                try:
+                    hidden: Tensor = self._model(*self._inputs.of(size), recording)
+                finally:
+                    recording.end()
+            self._captured[kind][size] = CapturedStep(
+                recording.pieces, borrowed(hidden), recording.attention
+            )
 
-    def _record(self, size: int, kind: StepKind) -> CapturedStep:
-        def recorder() -> Recorder:
-            return Recorder(self._pool, self._inputs.attention(size, kind))
+    def _kinds(self, size: int) -> list[StepKind]:
+        return [kind for kind, sizes in self._sizes.items() if size in sizes]
 
-        inputs = self._inputs.of(size)
-        with planning():
-            self._model(*inputs, recorder())  # loads kernels, and makes what layers keep
-        torch.cuda.synchronize()
-        recording = recorder()
-        with torch.cuda.stream(self._stream):
-            recording.begin()
-            try:
-                hidden: Tensor = self._model(*inputs, recording)
-            finally:
-                recording.end()
-        return CapturedStep(recording.pieces, borrowed(hidden), recording.attention)
+    def _recorder(self, size: int, kind: StepKind) -> Recorder:
+        return Recorder(self._pool, self._inputs.attention(size, kind))

@@ -6,7 +6,7 @@ import gc
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -243,7 +243,9 @@ def warm_up(runner: CudaRunner, config: EngineConfig) -> None:
     gc.disable()
     try:
         for one in captured:
-            for size in reversed(one.sizes):  # the largest first: the others share its memory
+            for number, size in enumerate(reversed(one.sizes)):  # which share the largest's memory
+                with layers_of_each_kind(runner.model) if number else nullcontext():
+                    one.load(size)
                 one.capture(size)
     finally:
         gc.enable()
