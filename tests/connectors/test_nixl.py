@@ -162,21 +162,6 @@ def test_what_was_prepared_before_the_end_is_not_posted(loses: str) -> None:
     pair.close()
 
 
-def test_a_peers_memory_is_read_ahead_of_the_first_write() -> None:
-    """So that UCX has dialled it and mapped its memory by then."""
-    pair = Pair(make_pair)
-    assert isinstance(pair.source, NixlTransport)
-    assert pair.source._agent is not None
-    scratch, live = pair.source._agent.scratch, pair.source._live
-    assert scratch is not None
-    assert [handle.is_read for handle in live] == [True]
-    pair.wait(lambda: not any(handle.moves for handle in live), "the end of the read")
-    count = min(len(scratch), len(pair.target_memory[0]))
-    assert bytes(scratch.view()[:count]) == pair.target_memory[0][:count].tobytes()
-    assert not pair.notices
-    pair.close()
-
-
 def test_a_card_of_somebody_else_is_refused() -> None:
     left, right = make_pair()
     fields = msgspec.msgpack.decode(right.card())

@@ -12,10 +12,6 @@ after all are done.
 A write can be prepared before its bytes are there (`NixlTransport.prepare`): only the post is left
 for the moment in which they are.
 
-UCX dials and maps a peer's memory with the first transfer: 10 ms between GPUs (H100), and 80 ms
-more with the process's first one, for which the interpreter stands still. So `connect` reads a
-little of the peer's memory into some of its own that nobody looks at.
-
 Descriptor lists are made per part from N x 3 arrays with `initialize_xfer`: measured in 1.5.1 on a
 CPU, 0.15 ms for 128 ranges and 0.57 ms for 4,096 (two prepared lists per write: 0.24 and 1.32 ms;
 one list prepared per region, picked by index: 0.04 and 0.32 ms, but only for equal blocks). Posting
@@ -49,7 +45,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 
 from kvbaton.connectors.address import is_loopback
 from kvbaton.connectors.base import (
@@ -97,8 +92,6 @@ RETRY_S = 0.5
 """Between two tries to make an agent where the first has failed."""
 CALL_OFF_S = 2.0
 """After `close` UCX has so long to find by itself that whom it writes to is no more."""
-TOUCHED_BYTES = 4096
-"""Read of a peer's memory by `connect`."""
 _MARK = b"N"
 """Leads every notice, since NIXL takes an empty one for none."""
 _MEMORY_TYPE: dict[Device, str] = {"cpu": "DRAM", "cuda": "VRAM"}
@@ -181,18 +174,13 @@ class NixlPeer:
 class NixlHandle(BaseHandle):
     """One write: parts not yet posted, some of them prepared, and NIXL transfers in flight.
 
-    Or one read, which `connect` does, with neither a notice nor somebody who asks for its status.
-
     What was posted stays in flight until NIXL says that it has ended: giving a transfer back early
     does not stop UCX from reading its source (measured over TCP with a stopped target: the rest
     was read and sent once it went on).
     """
 
-    def __init__(
-        self, agent: NixlAgent, peer: NixlPeer, parts: list[WritePart], *, is_read: bool = False
-    ) -> None:
+    def __init__(self, agent: NixlAgent, peer: NixlPeer, parts: list[WritePart]) -> None:
         self.peer = peer
-        self.is_read = is_read
         self._agent = agent
         self._parts = deque(parts)
         self._prepared: deque[Any] = deque()
@@ -206,7 +194,7 @@ class NixlHandle(BaseHandle):
         limit = time.monotonic() + POST_BUDGET_S
         with suppress(*self._agent.errors):
             while self._parts and time.monotonic() < limit:
-                self._prepared.append(self._make(self._parts[0]))
+                self._prepared.append(self._agent.prepare(self.peer.agent_name, self._parts[0]))
                 self._parts.popleft()
 
     def begin(self, notice: bytes) -> None:
@@ -225,13 +213,13 @@ class NixlHandle(BaseHandle):
 
     @property
     def reads(self) -> bool:
-        """Whether UCX may still read our memory for it, as of the last `status`."""
-        return bool(self._active) and not self.is_read
+        """Whether UCX may still read its source, as of the last `status`."""
+        return bool(self._active)
 
     @property
     def moves(self) -> bool:
         """Whether there is anything to drive, as of the last `status`."""
-        return self._status is Status.PENDING or bool(self._active)
+        return self._status is Status.PENDING or self.reads
 
     def fail(self, reason: str) -> None:
         """Post no more; what was posted goes on."""
@@ -257,12 +245,12 @@ class NixlHandle(BaseHandle):
             for transfer in tuple(self._active):
                 self._take_state(transfer, api.check_xfer_state)
             limit = time.monotonic() + POST_BUDGET_S
-            notice = self._notice if self._rides_along and not self.is_read else b""
+            notice = self._notice if self._rides_along else b""
             while (self._prepared or self._parts) and time.monotonic() < limit:
                 if self._prepared:
                     transfer = self._prepared.popleft()
                 else:
-                    transfer = self._make(self._parts.popleft())
+                    transfer = self._agent.prepare(self.peer.agent_name, self._parts.popleft())
                 self._active.append(transfer)
                 self._take_state(transfer, lambda of: api.transfer(of, notice))
             if not self._parts and not self._prepared and not self._active:
@@ -270,11 +258,8 @@ class NixlHandle(BaseHandle):
                     api.send_notif(self.peer.agent_name, self._notice)
                 self._status = Status.DONE
         except self._agent.errors as error:
-            self.peer.lost |= isinstance(error, self._agent.disconnect) and not self.is_read
+            self.peer.lost |= isinstance(error, self._agent.disconnect)
             self.fail(f"peer {self.peer.name}: {error}")
-
-    def _make(self, part: WritePart) -> Any:
-        return self._agent.prepare(self.peer.agent_name, part, "READ" if self.is_read else "WRITE")
 
     def _take_state(self, transfer: Any, ask: Callable[[Any], str]) -> None:
         """Ask for a transfer's state; one that has ended, well or not, is given back."""
@@ -309,9 +294,6 @@ class NixlHandle(BaseHandle):
 class NixlAgent:
     """A NIXL agent and the names of its module that the transport uses."""
 
-    scratch: Memory | None = None
-    """Where `connect` reads to; of the kind of what was registered first."""
-
     def __init__(self, name: str) -> None:
         library = load_nixl("--transport")
         self.errors = library.errors
@@ -324,28 +306,18 @@ class NixlAgent:
 
     def register(self, memory: Memory) -> Any:
         """Register memory; raises one of `errors`."""
-        registered = self._register(memory)
-        if self.scratch is None:
-            scratch = _scratch(memory)
-            self._scratch = self._register(scratch)
-            self.scratch = scratch
-        return registered
-
-    def _register(self, memory: Memory) -> Any:
         entry = (memory.address, memory.num_bytes, memory.device_index, "")
         return self.api.register_memory([entry], _MEMORY_TYPE[memory.device])
 
     def close(self) -> None:
         """Destroy it, although handles that failed still hold this object."""
-        if self.scratch is not None:
-            self.api.deregister_memory(self._scratch)
         self.api = None
 
-    def prepare(self, peer: str, part: WritePart, operation: str) -> Any:
+    def prepare(self, peer: str, part: WritePart) -> Any:
         """Make a transfer of a part; the notice is given when it is posted."""
         local = self.api.get_xfer_descs(part.source, _MEMORY_TYPE[part.source_device])
         remote = self.api.get_xfer_descs(part.target, _MEMORY_TYPE[part.target_device])
-        return self.api.initialize_xfer(operation, local, remote, peer)
+        return self.api.initialize_xfer("WRITE", local, remote, peer)
 
 
 class NixlTransport:
@@ -414,7 +386,7 @@ class NixlTransport:
         )
 
     def connect(self, card: bytes) -> NixlPeer:
-        """Load the metadata of a card, dial its guard, and let UCX begin to dial.
+        """Load the metadata of a card and dial its guard; UCX dials with the first write.
 
         Takes a round trip to the peer's machine, at most `DIAL_S`: without its guard a peer could
         not be fenced.
@@ -440,7 +412,6 @@ class NixlTransport:
         for other in self._peers:
             other.replaced |= other.name == peer.name and other.agent_number < peer.agent_number
         self._peers.append(peer)
-        self._touch(peer)
         return peer
 
     def close(self, peer: Peer) -> bool:
@@ -518,21 +489,6 @@ class NixlTransport:
         sizes = tuple(region.num_bytes if region else 0 for region in own.regions)
         copies = expand(ranges, self._regions.sizes, sizes)
         return NixlHandle(own.made_of, own, cut(copies, self._regions.memories(), own.regions))
-
-    def _touch(self, peer: NixlPeer) -> None:
-        """Begin to read some of a peer's memory; whether that works, its writes will tell."""
-        scratch = peer.made_of.scratch
-        region = next((region for region in peer.regions if region), None)
-        if scratch is None or region is None:
-            return
-        count = min(TOUCHED_BYTES, region.num_bytes)
-        local, remote = (
-            np.array([(of.address, count, of.device_index)], np.uint64) for of in (scratch, region)
-        )
-        part = WritePart(local, scratch.device, remote, region.device)
-        read = NixlHandle(peer.made_of, peer, [part], is_read=True)
-        self._live.append(read)
-        read.status()
 
     def _reaches(self, peer: NixlPeer) -> bool:
         """Whether writes to a peer may be posted."""
@@ -631,7 +587,7 @@ class NixlTransport:
     def _reap(self) -> None:
         """Drive the writes to closed peers; forget the agents that nobody needs any more."""
         for handle in self._live:
-            if handle.is_read or not handle.peer.open:
+            if not handle.peer.open:
                 handle.status()
         self._live = [handle for handle in self._live if handle.moves]
         needed = {id(handle.peer) for handle in self._live}
@@ -661,18 +617,6 @@ class NixlTransport:
             return
         for messages in self._agent.api.get_new_notifs().values():
             self._inbox += [Notice(m[len(_MARK) :]) for m in messages if m.startswith(_MARK)]
-
-
-def _scratch(like: Memory) -> Memory:
-    """A little memory on the same device."""
-    if like.device == "cpu":
-        array = np.empty(TOUCHED_BYTES, np.uint8)
-        return Memory(array.ctypes.data, array.nbytes, owner=array)
-    import torch
-
-    where = torch.device(like.device, like.device_index)
-    tensor = torch.empty(TOUCHED_BYTES, dtype=torch.uint8, device=where)
-    return Memory(tensor.data_ptr(), TOUCHED_BYTES, like.device, like.device_index, tensor)
 
 
 def _give_back(transfer: Any) -> None:
