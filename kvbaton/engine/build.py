@@ -10,6 +10,7 @@ from functools import partial
 from typing import Protocol
 
 import msgspec
+import numpy.ma  # noqa: F401 - `np.unique` would, for up to 60 ms of the first hand-over
 
 from kvbaton.connectors.keys import IdentityRecord, dummy_model_digest, model_digest, root_key
 from kvbaton.connectors.layout import GroupKind, KVLayout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -62,3 +63,18 @@ async def test_nothing_holds_up_the_cores_thread_for_longer_than_a_step(
         assert gauges["objects_looked_at"] < 10_000
     finally:
         await engine.shutdown(0.0)
+
+
+def test_numpy_imports_nothing_while_a_core_serves() -> None:
+    """Its parts that come in when they are first called hold the interpreter for so long."""
+    code = """
+import sys
+import kvbaton.engine.build
+import numpy as np
+before = set(sys.modules)
+ids = np.arange(3)
+np.unique(ids), np.union1d(ids, ids), np.isin(ids, ids), np.lexsort((ids, ids))
+print(*set(sys.modules) - before)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not found.stdout.split()
