@@ -29,7 +29,7 @@ settings.load_profile("kvbaton")
 SHARED = (
     "tests/e2e/",
     "tests/matrix/",
-    "tests/llm/test_llm.py",
+    "tests/llm/",
     "tests/conformance/test_remote_stores_conform.py::TestS3",
 )
 """Tests below one of these share servers that take long to start, so they run in one worker.

@@ -35,22 +35,22 @@ WORDS_PER_PROGRAM = 4096
 """Of the tokens that a program looks at together: rows of latents and encoder outputs are long."""
 
 
-def token_sums(x: Tensor, positions: Tensor, kv: int) -> Tensor:
-    """Sum of each token by itself; on the CPU, by NumPy: torch is slower on integers.
+def token_sums(x: Tensor, positions: Tensor) -> Tensor:
+    """Sum of each token by itself, on the CPU; by NumPy: torch is slower on integers.
 
     Args:
-        x: [T, H, D], any dtype of a KV cache, any strides.
+        x: [T, H, L, KV, D], any dtype of a KV cache, any strides.
         positions: [T], int64, absolute positions.
-        kv: 0 if `x` is K, 1 if V.
 
     Returns:
-        [T, H] int64, two's complement of the sums.
+        [T, L, KV, H] int64, two's complement of the sums.
     """
     words = _words(x).numpy()
-    weights = word_weights(words.shape[-1], kv, x.device)
-    rows = np.einsum("thw,w->th", words, _unsigned(weights)).view(np.int64)
+    weights = plane_weights(words.shape[-1], words.shape[-2], x.device)
+    rows = np.einsum("thlkw,kw->tlkh", words, _unsigned(weights)).view(np.int64)
     # The sum of the weights is that of the `+ 1`.
-    return (torch.from_numpy(rows) + weights.sum()) * _position_weights(positions)[:, None]
+    sums = torch.from_numpy(rows) + weights.sum(1)[:, None]
+    return sums * _position_weights(positions)[:, None, None, None]
 
 
 def block_sums(cache: Tensor, blocks: Tensor, first_position: int, start: int, end: int) -> Tensor:
@@ -339,15 +339,12 @@ def add_sums_reference(
     sums: Tensor, cache: Tensor, slot_mapping: Tensor, positions: Tensor, sign: int
 ) -> None:
     """Plain torch for `add_sums`."""
-    _, heads, layers, planes, size, _ = cache.shape
     there = slot_mapping >= 0
     slots, positions = slot_mapping[there], positions[there]
+    size = cache.shape[-2]
     blocks = slots // size
-    data = cache[blocks, :, :, :, slots % size]
-    for kv in range(planes):
-        rows = token_sums(data[:, :, :, kv].flatten(1, 2), positions, kv)
-        rows = rows.view(-1, heads, layers).transpose(1, 2).contiguous()
-        sums[:, :, kv].index_add_(0, blocks, rows, alpha=sign)
+    rows = token_sums(cache[blocks, :, :, :, slots % size], positions)
+    sums.index_add_(0, blocks, rows, alpha=sign)
 
 
 @jit("slot_mapping")

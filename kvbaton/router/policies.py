@@ -478,12 +478,14 @@ def load_policy(settings: RoutingPolicy, costs: CostModel) -> Policy:
         ConfigError: there is none of that name, or it can't be imported.
     """
     name = settings.policy
-    points = {point.name: point.value for point in entry_points(group=GROUP)}
-    path = {**points, **BUILT_IN}.get(name, name)
+    known = BUILT_IN
+    if name not in known:  # to find others the metadata of all packages is read
+        known = {**{point.name: point.value for point in entry_points(group=GROUP)}, **known}
+    path = known.get(name, name)
     module, _, attribute = path.partition(":")
     try:
         if not attribute:
-            raise ImportError(f"known: {sorted({**points, **BUILT_IN})}, or package.module:Class")
+            raise ImportError(f"known: {sorted(known)}, or package.module:Class")
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError("--policy", f"{name!r} can't be loaded: {error}") from error

@@ -50,19 +50,11 @@ def run(*words: str) -> None:
 
 
 class Link:
-    """A namespace for one node and the cable to it.
-
-    Attributes:
-        inside: runs a command there, in a pid namespace of its own; it ends with us.
-    """
+    """A namespace for one node and the cable to it."""
 
     def __init__(self) -> None:
         self.name = f"kvb{os.getpid()}"
         self.ours, self.theirs = f"{self.name}d", f"{self.name}p"
-        self.inside = [
-            *("ip", "netns", "exec", self.name),
-            *("unshare", "--pid", "--fork", "--mount-proc", "--kill-child=SIGKILL"),
-        ]
 
     def lay(self) -> None:
         there = ("ip", "-n", self.name)
@@ -88,8 +80,7 @@ class Link:
 
 @pytest.fixture(scope="module")
 def link() -> Iterator[Link]:
-    tools = all(map(shutil.which, ("ip", "unshare")))
-    need("netns", os.geteuid() == 0 and tools, "namespaces need root, ip and unshare")
+    need("netns", os.geteuid() == 0 and shutil.which("ip"), "namespaces need root and ip")
     link = Link()
     try:
         link.lay()
@@ -135,8 +126,8 @@ class Nodes:
             role,
             f"{role}-{self._transport}-{self._far}",
             {**flags, "transport": self._transport, "host": host},
-            inside=link.inside if far else (),
             env={"UCX_TLS": "tcp", "UCX_NET_DEVICES": link.theirs if far else link.ours},
+            network=link.name if far else "",
         )
 
     @property
@@ -173,7 +164,7 @@ def nodes_of(
         nodes = Nodes(cluster, link, transport, model, far)
         cluster.until_up(nodes.p, nodes.d)
         yield nodes
-        nodes.kill_far()  # `unshare` passes no SIGTERM on
+        nodes.kill_far()  # SIGTERM is not passed on
     finally:
         cluster.stop()
 

@@ -10,10 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvbaton.kernels.digest import (
-    block_sums,
-    token_sums,
-)
+from kvbaton.kernels.digest import block_sums, token_sums
 from tests.support.digests import block_sums_reference
 
 MASK = (1 << 64) - 1
@@ -38,6 +35,12 @@ def row_sum(row: Tensor, position: int, kv: int) -> int:
     return total & MASK
 
 
+def plane_sums(x: Tensor, positions: Tensor, kv: int) -> Tensor:
+    """Sums [T, H] of rows [T, H, D] that are K, or with `kv` 1 V."""
+    planes = x[:, :, None, None].expand(-1, -1, 1, kv + 1, -1)
+    return token_sums(planes, positions)[:, 0, kv]
+
+
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     if not dtype.is_floating_point:
         return torch.randint(-100, 100, shape, dtype=dtype)
@@ -56,10 +59,10 @@ def unsigned(sums: Tensor) -> list[int]:
 def test_golden_values() -> None:
     """Neighbouring releases compare these."""
     x = torch.arange(24, dtype=torch.int8).view(2, 1, 12)
-    sums = token_sums(x, torch.tensor([5, 1 << 40]), 1)
+    sums = plane_sums(x, torch.tensor([5, 1 << 40]), 1)
     assert unsigned(sums) == [8448360214844922369, 1004017536942914847]
     negative = -torch.arange(1, 9, dtype=torch.float32).view(1, 1, 8)
-    assert unsigned(token_sums(negative, torch.tensor([5]), 0)) == [10128262042100877814]
+    assert unsigned(plane_sums(negative, torch.tensor([5]), 0)) == [10128262042100877814]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -69,13 +72,13 @@ def test_reference_is_the_formula(dtype: torch.dtype, head_dim: int) -> None:
     positions = torch.tensor([0, 7, 1 << 33])
     for kv in range(2):
         expected = [row_sum(x[t, h], int(positions[t]), kv) for t in range(3) for h in range(2)]
-        assert unsigned(token_sums(x, positions, kv)) == expected
+        assert unsigned(plane_sums(x, positions, kv)) == expected
 
 
 def test_reference_reads_any_strides() -> None:
     x = random(6, 4, 16)
     positions = torch.arange(6)
-    expected = token_sums(x, positions, 0)
+    expected = plane_sums(x, positions, 0)
     for view in (
         x.transpose(0, 2).contiguous().transpose(0, 2),
         torch.stack([x, x], 2)[:, :, 1],
@@ -83,7 +86,7 @@ def test_reference_reads_any_strides() -> None:
         torch.cat([x[..., :1], x], 2)[:, :, 1:],
     ):
         assert torch.equal(view, x)
-        assert torch.equal(token_sums(view, positions, 0), expected)
+        assert torch.equal(plane_sums(view, positions, 0), expected)
 
 
 def paged(x: Tensor, block_size: int, first: int) -> tuple[Tensor, Tensor]:
@@ -108,10 +111,7 @@ def test_block_sums_add_token_sums(block_size: int, start: int, count: int) -> N
     sums = block_sums_reference(cache, blocks, base, start, start + count)
     assert sums.shape == (len(blocks), 3, 2, 2)
     expected = torch.zeros_like(sums)
-    for kv in range(2):
-        rows = token_sums(x[:, :, :, kv].flatten(1, 2), positions, kv)
-        index = (positions - base) // block_size
-        expected[:, :, kv].index_add_(0, index, rows.view(count, 2, 3).transpose(1, 2))
+    expected.index_add_(0, (positions - base) // block_size, token_sums(x, positions))
     assert torch.equal(sums, expected)
 
 
@@ -152,11 +152,11 @@ def test_sums_leave_no_tensor_behind() -> None:
 def test_every_bit_counts() -> None:
     x = random(2, 1, 4, dtype=torch.bfloat16)
     positions = torch.tensor([3, 4])
-    seen = {tuple(unsigned(token_sums(x, positions, 0)))}
+    seen = {tuple(unsigned(plane_sums(x, positions, 0)))}
     for bit in range(128):
         changed = x.clone()
         changed.view(torch.uint8).view(-1)[bit // 8] ^= 1 << bit % 8
-        seen.add(tuple(unsigned(token_sums(changed, positions, 0))))
+        seen.add(tuple(unsigned(plane_sums(changed, positions, 0))))
     assert len(seen) == 129
 
 
@@ -167,7 +167,7 @@ def test_place_counts() -> None:
     here = torch.tensor([3, 4])
 
     def total(x: Tensor, positions: Tensor, kv: int = 0) -> int:
-        return int(token_sums(x, positions, kv).sum())
+        return int(plane_sums(x, positions, kv).sum())
 
     other = x.clone()
     other[1] += 1

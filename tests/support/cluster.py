@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -49,9 +49,9 @@ class Cluster:
         *,
         model: Path | None = None,
         router: Router | None = None,
-        inside: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         names: Path | None = None,
+        network: str = "",
     ) -> Node:
         """Start a node; it comes up while the caller goes on, until `until_up`.
 
@@ -62,9 +62,9 @@ class Cluster:
                 without a value.
             model: other than the cluster's.
             router: to register with.
-            inside: see `Server`.
             env: see `Server`.
             names: see `Server`.
+            network: see `Server`.
         """
         common = {"port": "0", "node-id": name, "served-model-name": "tiny"}
         common["model"] = str(model or self.model)
@@ -72,7 +72,7 @@ class Cluster:
             common["router"] = router.url
         engine = {} if role == "encode" else ENGINE
         words = ["serve" if role == "any" else role, *_words({**common, **engine, **(flags or {})})]
-        node = Node(name, words, self.folder, inside=inside, env=env, names=names)
+        node = Node(name, words, self.folder, env=env, names=names, network=network)
         self.servers.append(node)
         return node
 

@@ -43,6 +43,8 @@ IMPORTS = (
     "nixl_cu13",
 )
 PR_SET_PDEATHSIG = 1
+CLONE_NEWNS, CLONE_NEWPID, CLONE_NEWNET = 0x20000, 0x20000000, 0x40000000
+MS_REC, MS_PRIVATE = 0x4000, 0x40000
 
 
 class ForkedCommand:
@@ -53,6 +55,8 @@ class ForkedCommand:
         output: descriptor that takes what it writes.
         names: a file with addresses by host name (JSON), which is read at each look-up, as DNS is.
         env: beyond our own.
+        network: a network namespace to run in, by `ip`'s name for it, with a process table of its
+            own; it then takes no signal but ``SIGKILL`` and ``SIGSTOP``.
     """
 
     def __init__(
@@ -61,11 +65,12 @@ class ForkedCommand:
         output: int,
         names: Path | None = None,
         env: Mapping[str, str] | None = None,
+        network: str = "",
     ) -> None:
         self._status = os.memfd_create("status")
         self._close_status = weakref.finalize(self, os.close, self._status)
         status = f"/proc/{os.getpid()}/fd/{self._status}"
-        words = [status, str(names or ""), json.dumps(dict(env or {})), *words]
+        words = [status, str(names or ""), network, json.dumps(dict(env or {})), *words]
         with open(os.devnull, "rb") as null:
             streams = (null.fileno(), output, output)
             pidfd = fork_server().start(__spec__.name, words, streams, IMPORTS)
@@ -109,7 +114,7 @@ class ForkedCommand:
 
 def main(words: list[str]) -> None:
     """Run a command; it ends with the fork server, which ends with the tests."""
-    told, names, env, *words = words
+    told, names, network, env, *words = words
     file = open(told, "wb", buffering=0)
     os.environ.update(json.loads(env))
     if names:
@@ -121,12 +126,30 @@ def main(words: list[str]) -> None:
 
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setsid()
+    if network:
+        _isolate(network)
     multiprocessing.util.spawnv_passfds = _fork  # type: ignore[assignment]
     subprocess._fork_exec = _fork_kvbaton  # type: ignore[attr-defined]
     status = exit_status(lambda: _command(words))
     file.write(b"%d" % status)
     file.close()
     sys.exit(status)
+
+
+def _isolate(network: str) -> None:
+    """Go on as the first process of new namespaces, as in a container; this one waits for it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{network}") as file:
+        failed = [libc.setns(file.fileno(), CLONE_NEWNET)]
+    failed.append(libc.unshare(CLONE_NEWNS | CLONE_NEWPID))
+    if pid := os.fork():
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) & 0xFF)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    failed.append(libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None))
+    for kind, folder in ((b"proc", b"/proc"), (b"sysfs", b"/sys")):  # of these namespaces
+        failed.append(libc.mount(kind, folder, kind, 0, None))
+    if any(failed):
+        raise OSError(ctypes.get_errno(), f"namespaces of {network}: {failed}")
 
 
 def quicken_ucx() -> None:

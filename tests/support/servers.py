@@ -34,14 +34,6 @@ ANSWER_S = 60.0
 STOP_S = 60.0
 POLL_S = 0.02
 
-# Linux kills the child when we die (prctl(2), PR_SET_PDEATHSIG), which survives an exec.
-_LAUNCH = """
-import ctypes, os, sys
-ctypes.CDLL(None).prctl(1, 9)
-if os.getppid() == int(sys.argv[1]):
-    os.execvp(sys.argv[2], sys.argv[2:])
-"""
-
 
 def poll(what: str, check: Callable[[], Any], deadline_s: float, why: Callable[[], str]) -> Any:
     """Wait until `check` answers something true, and return it."""
@@ -89,13 +81,13 @@ class Server:
         name: of its log.
         words: of the command line.
         folder: for its log.
-        inside: a command that runs it elsewhere: in namespaces of its own, say. It is executed
-            anew then, as by a shell; else forked off a process that has imported what it needs.
         env: beyond our own.
-        names: host names that a forked process finds; see `ForkedCommand`.
+        names: host names that it finds; see `ForkedCommand`.
+        network: see `ForkedCommand`.
     """
 
     says_url = r"listening on (https?://\S+)"
+    _process: subprocess.Popen[bytes] | ForkedCommand
 
     def __init__(
         self,
@@ -103,28 +95,16 @@ class Server:
         words: Sequence[str],
         folder: Path,
         *,
-        inside: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         names: Path | None = None,
+        network: str = "",
     ) -> None:
         self.name = name
         self.log = folder / f"{name}.log"
         self._url: str | None = None
-        self._process: subprocess.Popen[bytes] | ForkedCommand
-        words = [*words, "--log-level=info"]
-        command = [*inside, sys.executable, "-m", "kvbaton", *words]
         with self.log.open("ab") as log:
-            if not inside:
-                self._process = ForkedCommand(words, log.fileno(), names, env)
-                return
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _LAUNCH, str(os.getpid()), *command],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
-            )
+            words = [*words, "--log-level=info"]
+            self._process = ForkedCommand(words, log.fileno(), names, env, network)
 
     # --- life ---
 
