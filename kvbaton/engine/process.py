@@ -112,8 +112,8 @@ def core_main(
     frontends: FrontendServer | None = None
     try:
         frontends = FrontendServer(endpoints)
-        # Torch comes in here, in the child, and nowhere else. It makes 180,000 objects that stay: to
-        # look for garbage while they come takes a sixth of the start, and later 0.1 s at a time,
+        # Torch comes in here, in the child, and nowhere else. It makes 180,000 objects that stay:
+        # to look for garbage while they come takes a sixth of the start, and later 0.1 s at a time,
         # for which everybody's tokens would wait.
         gc.disable()
         from kvbaton.engine.build import build_engine
@@ -123,9 +123,9 @@ def core_main(
         engine = build_engine(config, node, connectors, frontends)
         try:
             ready = msgspec.structs.replace(engine.ready, engine_address=frontends.address)
-            frontends.send(ready)
             gc.collect()
             gc.freeze()
+            frontends.send(ready)
             _report(ready, parent)
             engine.core.run()
         finally:
