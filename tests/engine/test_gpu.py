@@ -310,7 +310,7 @@ def test_sums_asked_for_during_a_step_are_those_after_it(
     asked, launch = [], driver.executor.launch
 
     def launch_and_ask(plan: Any) -> Any:
-        torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]  # cycles: 10 ms
+        torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]  # cycles: 0.1 s
         step = launch(plan)
         asked.append(driver.executor.sums(0, driver.tables[handle], in_flight=True))
         assert asked[-1].poll() is None, "the step has not even begun"
