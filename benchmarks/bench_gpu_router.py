@@ -9,7 +9,8 @@ The 8B shape, over HTTP, random prompts, greedy. Parts:
   on two that serve alone, and on two of any role by the `cost` policy; and how far off the router's
   predictions were.
 - ``chat``: conversations of 8 turns over a history of 8 k, through the router to two nodes of any
-  role, and of as many more with one of them directly, which has its prefix cached: TTFT by turn.
+  role, and of as many more with one of them directly, which has its prefix cached: TTFT by turn,
+  and how many of the former were handed over, or fetched a prefix.
 - ``fetch``: a prompt of 16 k whose prefix only the other node has (which is paused meanwhile, so
   that it gets no requests), beside a new one of that length.
 - ``cached``: a prompt of 64,000 tokens of which P has 95 %, through P and D, beside P alone.
@@ -105,22 +106,26 @@ async def loop(cluster: Cluster, name: str) -> list[Row]:
 
 
 async def chat(cluster: Cluster) -> list[Row]:
-    """TTFT of each turn, medians of conversations in turns."""
+    """TTFT of each turn, medians of conversations in turns, and how many turns moved KV."""
+    moved = [0] * TURNS
     ways = {"through the router": cluster.router, "one node directly": cluster.urls[0]}
     times: dict[str, list[list[float]]] = {name: [] for name in ways}
     for _ in range(5):
         for name, url in ways.items():
             prompt, turns = list(cluster.new(8192)), list[float]()
-            for _ in range(TURNS):
+            for turn in range(TURNS):
                 shot = await cluster.ask(url, prompt, SAID)
                 turns.append(1e3 * shot.after(0))
+                if url == cluster.router:
+                    route = (await get_json(cluster.session, f"{url}/debug/routes"))["routes"][0]
+                    moved[turn] += bool(route["source"] or route["holder"])
                 prompt += [*shot.token_ids, *cluster.new(NEW * cluster.scale)]
             times[name].append(turns)
     rows = []
     for turn in range(TURNS):
         ours, alone = (median(turns[turn] for turns in found) for found in times.values())
-        what = f"chat: TTFT of turn {turn + 1}, ms (directly {alone:.1f}; ratio {ours / alone:.2f})"
-        rows.append({"what": what, "value": ours})
+        told = f"directly {alone:.1f}; ratio {ours / alone:.2f}; {moved[turn]} of 5 moved KV"
+        rows.append({"what": f"chat: TTFT of turn {turn + 1}, ms ({told})", "value": ours})
     return rows
 
 
