@@ -3,7 +3,7 @@
 Each node tells in its heartbeats what its steps take by what is in them, so all routers know the
 same. What lies between a node's steps and a client (sockets, queues inside the engine, other
 programs of the machine) is learned here: observed times to the first token are regressed on
-predicted ones, per node that prefills, older ones fading.
+predicted ones, older ones fading, and each node that prefills has a factor of its own.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ many sequences come to it; between, it is as long as `SHARE_TEXTS` texts take.""
 SHARE_TEXTS = 8.0
 MOST_SHARE = 0.95
 DEFAULT_STEP_TOKENS = 2048
-GUESSED_FETCH = 0.25
-"""Of what computing a prefix takes, its way from a node while no wire has been measured: a free one
-would have prompts travel to who has them not."""
+GUESSED_WIRE = 0.25
+"""Of what computing tokens takes, their way from a node while no wire has been measured: a free one
+would have prompts travel to who has them not, and hand-overs made for nothing."""
 FIRST_OUTPUT = 128.0
 """Tokens that a request is expected to generate, while none has ended."""
 
@@ -193,29 +193,32 @@ class Prediction(Struct, frozen=True):
 
 @dataclass
 class Overhead:
-    """Observed against modelled times of one node: ``observed = base + slope * modelled``.
+    """Observed against modelled times: ``observed = base + slope * modelled``.
 
-    A few late tokens lift that mean; `scale` follows the median of what is left.
+    Sockets and queues on the way are alike for all nodes, so all of them are taken together: who
+    has only computed long prompts can't tell the constant from the factor. A few late tokens lift
+    that mean; what is left of each node's differs by a factor of its own, which follows the median.
     """
 
     sums: tuple[float, float, float, float, float] = (0.0,) * 5
     base: float = 0.0
     slope: float = 1.0
-    scale: float = 1.0
+    scales: dict[str, float] = field(default_factory=dict)
     count: int = 0
 
-    def predict(self, modelled: float) -> float:
-        """Seconds that are to be expected where the node's figures give `modelled`."""
-        return self.scale * (self.base + self.slope * modelled)
+    def predict(self, node_id: str, modelled: float) -> float:
+        """Seconds that are to be expected of a node whose figures give `modelled`."""
+        return self.scales.get(node_id, 1.0) * (self.base + self.slope * modelled)
 
-    def observe(self, modelled: float, observed: float) -> None:
+    def observe(self, node_id: str, modelled: float, observed: float) -> None:
         """Take one in, errors counting as shares of what was modelled.
 
         As shares of what was observed they would draw predictions towards the lucky ones.
         """
         low, high = SLOPES
-        step = MEDIAN_STEP if observed > self.predict(modelled) else 1 / MEDIAN_STEP
-        self.scale = min(max(self.scale * step, low), high)
+        late = observed > self.predict(node_id, modelled)
+        scale = self.scales.get(node_id, 1.0) * (MEDIAN_STEP if late else 1 / MEDIAN_STEP)
+        self.scales[node_id] = min(max(scale, low), high)
         weight = 1.0 / max(modelled, 1e-4) ** 2
         n, x, xx, y, xy = self.sums
         n, x = FADE * n + weight, FADE * x + weight * modelled
@@ -263,7 +266,7 @@ class CostModel:
         self._lengths = deque[int](maxlen=LENGTHS)
         self._handovers: dict[tuple[str, str], Handovers] = {}
         self._clock = clock
-        self._overheads: dict[str, Overhead] = {}
+        self._overhead = Overhead()
         self._speeds: dict[str, tuple[Mapping[str, float], StepSpeed | None]] = {}
         self._learned: Sequence[NodeInfo] | None = None
         self._measured = False
@@ -313,7 +316,11 @@ class CostModel:
                 speed = StepSpeed(**terms, step_tokens=budget, max_itl_s=self.max_itl_s)
                 speed = replace(speed, full_s=speed.prefill_s(budget, 0))
             self._speeds[node.node_id] = node.load, speed
-        of_nodes: tuple[dict[str, Any], ...] = (self._overheads, self._prefilled, self._targeted)
+        of_nodes: tuple[dict[str, Any], ...] = (
+            self._overhead.scales,
+            self._prefilled,
+            self._targeted,
+        )
         for by_node in of_nodes:
             for node_id in by_node.keys() - self._speeds.keys():
                 del by_node[node_id]
@@ -357,7 +364,7 @@ class CostModel:
             wire = self.wires.speed(other, node)
             on_way = wire.fetch_s + wire.token_s * (less - cached) + self.wires.queued_s(other)
             if wire is UNKNOWN:
-                on_way = GUESSED_FETCH * (computed - rest)
+                on_way = GUESSED_WIRE * (computed - rest)
             saved = computed - rest - on_way
             if saved_s is None or saved > saved_s:
                 saved_s = saved
@@ -378,8 +385,7 @@ class CostModel:
         if model > IN_TIME * self.ttft_slo_s:
             budget = speed.step_tokens
             model = alone_s + math.ceil(all_tokens / budget) * each
-        overhead = self._overheads.get(node.node_id)
-        ttft = model if overhead is None else overhead.predict(model)
+        ttft = self._overhead.predict(node.node_id, model)
         work = own + (0.0 if decoding else math.ceil(new / budget) * each)
         chunk = each + own * min(1.0, budget / new)
         last = new - (new - 1) // budget * budget
@@ -501,11 +507,14 @@ class CostModel:
             prefill: what is expected of the source.
         """
         wire = self.wires.speed(source, target)
-        if not wire.token_s:
+        token_s = wire.token_s
+        if wire is UNKNOWN:
+            token_s = GUESSED_WIRE * self.speed(source).prefill_token_s
+        if not token_s:
             return wire.handover_s
         last = min(prefill.last, tokens)
         meanwhile = prefill.work_s * (1.0 - prefill.last / prefill.new)
-        behind = max(wire.token_s * last, wire.token_s * tokens - meanwhile)
+        behind = max(token_s * last, token_s * tokens - meanwhile)
         waits = self.wires.queued_s(source) - prefill.ttft_s
         return wire.handover_s + behind + max(0.0, waits)
 
@@ -527,7 +536,7 @@ class CostModel:
 
     def observed(self, node_id: str, predicted: Prediction, ttft_s: float) -> None:
         """A first token came after so long."""
-        self._overheads.setdefault(node_id, Overhead()).observe(predicted.model_s, ttft_s)
+        self._overhead.observe(node_id, predicted.model_s, ttft_s)
 
     def handed_over(self, source: NodeInfo, target: NodeInfo, late_s: float) -> None:
         """A second token came so much later than `wire_s` and the target's steps explain."""

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kvbaton.messages.nodes import WIRE_COSTS, NodeInfo
 from kvbaton.router.choose import Wanted, choose, holders_of
 from kvbaton.router.config import RoutingPolicy
-from kvbaton.router.costs import GUESSED_FETCH, CostModel, Decode
+from kvbaton.router.costs import GUESSED_WIRE, CostModel, Decode
 from kvbaton.router.loads import NodeLoad, NodeLoads
 from kvbaton.router.membership import Member, ReadyNodes
 from kvbaton.router.policies import (
@@ -52,6 +52,8 @@ WIRES = [
     {"handover_s": 4 * EXACT, "token_s": EXACT / 16},
     {"fetch_s": 8 * EXACT, "token_s": EXACT / 128},
 ]
+FREE = {"tcp://elsewhere:1": {"handover_s": 0.0}}
+"""A wire that has been measured: others are believed to be as it is."""
 POLICIES: dict[str, type[Policy]] = {
     "cost": LeastCost,
     "least-loaded": LeastLoaded,
@@ -190,7 +192,7 @@ def test_a_policy_chooses_as_if_it_looked_at_every_pair(name: str, number: int) 
 def test_of_equal_pairs_the_first_is_chosen_even_if_a_later_one_seemed_cheaper() -> None:
     slow = member("p0", "prefill", load=SPEEDS[0])
     fast = member("p1", "prefill", load={**SPEEDS[0], "step_s": 4 * EXACT})
-    d = member("d", "decode", load=SPEEDS[0])
+    d = member("d", "decode", load=SPEEDS[0], wires=FREE)
     costs = CostModel(lambda: NOW)
     policy = LeastCost(RoutingPolicy(), costs)
 
@@ -203,7 +205,8 @@ def test_of_equal_pairs_the_first_is_chosen_even_if_a_later_one_seemed_cheaper()
 
 
 def test_a_pair_waits_for_the_step_that_its_target_is_in() -> None:
-    p, d = member("p", "prefill", load=SPEEDS[0]), member("d", "any", load=SPEEDS[0])
+    p = member("p", "prefill", load=SPEEDS[0])
+    d = member("d", "any", load=SPEEDS[0], wires=FREE)
     loads = NodeLoads(lambda: NOW)
     loads.own["d"] = NodeLoad(8192, 1, 8192, prefill_us=500_000)
     costs = CostModel(lambda: NOW)
@@ -293,7 +296,7 @@ def fetched(
         wire, tokens = way(costs, holder, node), options.hit(holder)
         computed = speed.prefill_s(TOKENS - hit, hit) - speed.prefill_s(TOKENS - tokens, tokens)
         takes = wire["fetch_s"] + wire["token_s"] * (tokens - hit)
-        saved = computed - takes if any(wire.values()) else computed * (1 - GUESSED_FETCH)
+        saved = computed - takes if any(wire.values()) else computed * (1 - GUESSED_WIRE)
         best = max(best, (saved, holder), key=lambda saved: saved[0])
     saved_s, holder = best
     assert options.prefill(costs, node).saved_s == pytest.approx(saved_s, abs=1e-12)
@@ -319,8 +322,10 @@ def wire_s(options: Options, costs: CostModel, source: NodeInfo, target: NodeInf
     tokens, budget = options.new(target), costs.speed(source).step_tokens
     last = prefill.new % budget or budget
     before = prefill.work_s * (1 - last / prefill.new)
-    rest = max(min(last, tokens) * wire["token_s"], tokens * wire["token_s"] - before)
-    return wire["handover_s"] + rest
+    token_s = wire["token_s"]
+    if not any(wire.values()):
+        token_s = GUESSED_WIRE * costs.speed(source).prefill_token_s
+    return wire["handover_s"] + max(min(last, tokens) * token_s, tokens * token_s - before)
 
 
 def by_cost(

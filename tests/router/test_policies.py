@@ -286,7 +286,7 @@ def test_a_prompt_is_not_computed_where_sequences_come_fast_though_none_is_there
         costs.assigned(both[1].info, both[0].info, predicted)
         clock.now += 0.05
     assert costs.targets_per_s(both[0].info) == pytest.approx(20, rel=0.2)
-    assert ids(route("cost", both, 8000, loads, costs=costs, **slos)) == ("a1", "a0")
+    assert route("cost", both, 8000, loads, costs=costs, **slos).prefills.node_id == "a1"
     clock.now += 60.0
     assert costs.targets_per_s(both[0].info) < 0.01, "that was long ago"
     assert route("cost", both, 8000, loads, costs=costs, **slos).prefills.node_id == "a0"
@@ -500,21 +500,34 @@ def test_cost_says_what_both_ways_cost() -> None:
 
 
 def test_what_lies_beyond_the_nodes_is_learned() -> None:
+    """Of all nodes together: "b" has computed long prompts only, and "c" none."""
     overhead = Overhead()
     for i in range(40):
         modelled = 0.01 * (1 + i % 7)
-        overhead.observe(modelled, 0.004 + 1.3 * modelled)
-    assert overhead.base == pytest.approx(0.004, rel=0.01)
-    assert overhead.slope == pytest.approx(1.3, rel=0.01)
+        overhead.observe("a", modelled, 0.004 + 1.3 * modelled)
+        overhead.observe("b", 0.2, 0.004 + 1.3 * 0.2)
+    for name in "abc":
+        assert overhead.predict(name, 0.2) == pytest.approx(0.264, rel=0.04)
+        assert overhead.predict(name, 0.005) == pytest.approx(0.0105, rel=0.04)
+
+
+def test_a_slow_node_does_not_make_others_look_slow() -> None:
+    overhead = Overhead()
+    for i in range(100):
+        modelled = 0.01 * (1 + i % 7)
+        overhead.observe("a", modelled, modelled)
+        overhead.observe("b", modelled, 2 * modelled)
+    assert overhead.predict("a", 0.03) == pytest.approx(0.03, rel=0.05)
+    assert overhead.predict("b", 0.03) == pytest.approx(0.06, rel=0.05)
 
 
 def test_a_few_late_tokens_do_not_move_what_is_expected_of_most() -> None:
     overhead = Overhead()
     for i in range(400):
         modelled = 0.01 * (1 + i % 7)
-        overhead.observe(modelled, modelled * (6.0 if i % 5 == 0 else 1.0))
+        overhead.observe("a", modelled, modelled * (6.0 if i % 5 == 0 else 1.0))
     for modelled in (0.01, 0.04, 0.07):
-        assert overhead.predict(modelled) == pytest.approx(modelled, rel=0.25)
+        assert overhead.predict("a", modelled) == pytest.approx(modelled, rel=0.25)
 
 
 def test_what_another_node_holds_is_fetched() -> None:
@@ -684,6 +697,9 @@ def test_a_wire_that_nobody_has_measured_is_not_free() -> None:
     assert (away.prefills.node_id, away.holder and away.holder.node_id) == ("b", "a")
     assert away.predicted is not None
     assert away.predicted.fetch_s > 0
+    members[1] = member("b", "any", load={**SLOW, "step_s": 0.0059})
+    turn = route("cost", members, 1148, cached={"a": 1040})
+    assert ids(turn) == (None, "a"), "nor have a hand it over to generate a little faster"
 
 
 def test_who_has_sent_much_is_asked_for_no_more_while_it_sends() -> None:

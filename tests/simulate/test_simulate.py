@@ -78,6 +78,20 @@ def test_every_request_ends_once_with_all_its_tokens(nodes: str, policy: str) ->
     assert done.leaked == 0
 
 
+def test_a_chat_stays_where_it_is_while_nobody_else_asks() -> None:
+    """Noise of what nodes say of their speed sent one of ten turns elsewhere."""
+    turns: list[TraceRequest] = []
+    pieces: tuple[tuple[int, int], ...] = ((100, 8192),)
+    for turn in range(8):
+        after = turn - 1 if turn else None
+        turns.append(TraceRequest(0.002 if turn else 1.0, pieces, 64, 101 + 2 * turn, after))
+        pieces = (*pieces, *turns[-1].answer(), (102 + 2 * turn, 100))
+    for seed in range(6):
+        done = serve(turns, "2A", "cost", load_engine(step_tokens=2048, message_s=0.006), seed=seed)
+        moved = [d.describe() for d in done.decisions[1:] if d.source or d.holder]
+        assert moved == []
+
+
 def test_a_policy_that_raises_ends_the_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it should have placed would never end: it used to hang."""
 
