@@ -16,7 +16,8 @@ from kvbaton.engine.step_costs import Terms, terms_of
 from kvbaton.messages.engine import SamplingParams
 
 TRIAL_S = 0.25
-"""A kind of step is not tried any larger if that would let all of its trials take longer."""
+"""A kind of step is not tried any larger if that would let all of its trials take longer, once it
+is known what prompts cost."""
 PROMPTS = (16, 64, 256, 1024)
 PREFIX = 7168
 """Tokens before the end of a prompt that is tried last."""
@@ -25,6 +26,9 @@ CONTEXT = 2048
 """Tokens before each of the most sequences that decode, likewise."""
 LONGER = 1.5
 """What a step takes longer with such a context, as far as is known before it is tried."""
+FELT = 1.1
+"""A prompt's tokens cost something if its step takes so many times the quickest one's: few are
+computed while the weights are read, and by these alone prompts would be free."""
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -68,7 +72,8 @@ def _climb(
     found, spent, done = list[tuple[Terms, float]](), 0.0, list[Trial]()
     for trial in trials:
         if len(done) >= least and spent + _guess(trial, done, found) > TRIAL_S:
-            break
+            if trial.count == 1 or found[-1][1] > FELT * min(took for _, took in found):
+                break
         start, first, again, end = _plans(trial, limits)
         run(start)
         spent += (took := run(first))
