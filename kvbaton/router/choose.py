@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence, Set
+from operator import itemgetter
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -165,15 +166,16 @@ def holders_of(
         return ()
     cached, num_tokens, choices = wanted.cached, wanted.num_tokens, wanted.choices
     found = [
-        (cached[source.node_id], -loads.get(source.node_id, IDLE).prompt_tokens, source, able)
+        (held, -loads.get(source.node_id, IDLE).prompt_tokens, source.node_id, source, able)
         for source, able in senders
-        if cached.get(source.node_id, 0) >= min_tokens
+        if (held := cached.get(source.node_id, 0)) >= min_tokens
     ]
-    found.sort(key=lambda holder: (holder[0], holder[1], holder[2].node_id), reverse=True)
-    return [
-        (source, able - ready.declining(min(held, num_tokens - 1), num_tokens, choices), held)
-        for held, _, source, able in found
-    ]
+    found.sort(key=itemgetter(0, 1, 2), reverse=True)
+    holders = []
+    for held, _, _, source, able in found:
+        out = ready.declining(min(held, num_tokens - 1), num_tokens, choices)
+        holders.append((source, able - out if out else able, held))
+    return holders
 
 
 def with_holder(route: Route, options: Options) -> Route:

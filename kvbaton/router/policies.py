@@ -295,24 +295,28 @@ class _Prices:
         """The cheapest pair and its seconds; of several the first.
 
         A pair costs at least what its source does without delaying others, and what its target
-        does if neither a hand-over nor prompts there delay anything. Cheap sources and targets come
-        first, so that most sources and pairs are left out by that bound.
+        does if neither a hand-over nor prompts there delay anything. Likely sources and cheap
+        targets come first, so that most sources and pairs are left out by that bound.
         """
         options, costs = self._options, self._costs
         targets = [
             (*self._target(node), place, node) for place, node in enumerate(options.pairs.targets)
         ]
         targets.sort(key=_bound_and_place)
-        sources = []
-        for place, (node, able) in enumerate(options.pairs.sources):
-            expected, cost = self._prefill(node)
-            sources.append((cost, 0.0, place, node, able, expected))
-        sources.sort(key=_bound_and_place)
+        # Who waits least, and then has most of it, first: most others need not be asked.
+        sources = [
+            (options.wait_s(costs, node), options.new(node), place, node, able)
+            for place, (node, able) in enumerate(options.pairs.sources)
+        ]
+        sources.sort(key=itemgetter(0, 1, 2))
         cheapest, place_of = math.inf, (0, 0)
         pair: Pair | None = None
-        for cost, _, place, source, able, expected in sources:
-            if cost + targets[0][0] > cheapest:
+        for wait_s, _, place, source, able in sources:
+            if wait_s + targets[0][0] > cheapest:
                 break
+            expected, cost = self._prefill(source)
+            if cost + targets[0][0] > cheapest:
+                continue
             delay = self._delay(source, expected.decoding, 0.0, expected.work_s)
             before, ttft_s = cost + delay, expected.ttft_s
             for after, others, spot, target in targets:

@@ -154,6 +154,13 @@ class Options(Struct, frozen=True):
         """Tokens that a node would compute."""
         return self.num_tokens - self.hit(node)
 
+    def wait_s(self, costs: CostModel, node: NodeInfo) -> float:
+        """Until a first token at least, by the prompts that a node has already."""
+        load = self.loads.get(node.node_id)
+        if load is None or not load.prefill_us:
+            return 0.0
+        return costs.wait_s(node, load, self.since.get(node.node_id))
+
     def prefill(self, costs: CostModel, node: NodeInfo) -> Prefill:
         """What is expected of a node that computes the prompt."""
         since, hit = self.since.get(node.node_id), self.hit(node)
