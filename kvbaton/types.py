@@ -108,12 +108,15 @@ class PromptLimits(Struct, frozen=True):
             longer it computes, though the other one did.
         choices: most that a prompt which it takes may have.
         choice_tokens: it must be so many tokens shorter for each choice beyond the first.
+        lent: tokens of the longest prefix that it sends to one other node at a time; None of one
+            that does not say.
     """
 
     computed: Count
     received: Count = 0
     choices: Count = 0
     choice_tokens: Count = 0
+    lent: Count | None = None
 
     def receives(self, num_tokens: int, choices: int = 1) -> bool:
         """Whether a prompt is taken from another node."""

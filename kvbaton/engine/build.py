@@ -163,7 +163,7 @@ def build_engine(
     target = roles.get("target")
     limits = prompt_limits(scheduler, None if target is None else target.most_blocks)
     if target is None:
-        limits = PromptLimits(limits.computed)
+        limits = PromptLimits(limits.computed, lent=limits.lent)
     if isinstance(mailbox, FrontendServer):
         connectors.append(BlockFeed(scheduler.blocks, mailbox))
     if encoder is not None:

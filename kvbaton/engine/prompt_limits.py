@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 
 from kvbaton.engine.scheduler import Scheduler
-from kvbaton.types import PromptLimits
+from kvbaton.types import PINNED_SHARE_PER_PEER, PromptLimits
 
 
 def prompt_limits(scheduler: Scheduler, most_blocks: int | None = None) -> PromptLimits:
@@ -23,12 +23,15 @@ def prompt_limits(scheduler: Scheduler, most_blocks: int | None = None) -> Promp
     lengths = range(1, config.max_model_len)
     computed = bisect_left(lengths, True, key=lambda n: blocks.too_large(n) is not None)
     received, lengths = computed, lengths[:computed]
+
+    def within(most: int) -> int:
+        return bisect_right(lengths, most, key=lambda n: blocks.need(blocks.empty(), n, start=n))
+
+    lent = within(config.groups[0].num_blocks // PINNED_SHARE_PER_PEER)
     if most_blocks is not None:
-        received = bisect_right(
-            lengths, most_blocks, key=lambda n: blocks.need(blocks.empty(), n, start=n)
-        )
+        received = within(most_blocks)
     if not scheduler.both_sides:
-        return PromptLimits(computed, received, config.max_num_seqs)
+        return PromptLimits(computed, received, config.max_num_seqs, lent=lent)
 
     def held(num_tokens: int) -> int:
         return blocks.need(blocks.empty(), num_tokens + 1)
@@ -39,6 +42,7 @@ def prompt_limits(scheduler: Scheduler, most_blocks: int | None = None) -> Promp
     received = min(received, bisect_right(lengths, most, key=held))
     choices, keeping = config.max_num_seqs // 2, sum(group.keeps_all for group in blocks.groups)
     if keeping:
-        return PromptLimits(computed, received, choices, -(-groups // keeping) * blocks.alignment)
+        each = -(-groups // keeping) * blocks.alignment
+        return PromptLimits(computed, received, choices, each, lent)
     spare = most - held(received) if received else 0
-    return PromptLimits(computed, received, min(choices, 1 + spare // groups))
+    return PromptLimits(computed, received, min(choices, 1 + spare // groups), lent=lent)

@@ -12,7 +12,6 @@ from kvbaton.errors import RequestError
 from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.costs import CostModel, Decode, Prediction, Prefill
 from kvbaton.router.loads import IDLE, NodeLoad
-from kvbaton.types import PINNED_SHARE_PER_PEER
 
 MAX_HOLDERS = 2
 """So many are compared, if several could send a prefix."""
@@ -175,9 +174,9 @@ class Options(Struct, frozen=True):
         for holder, able, held in self.holders:
             if held < least:
                 break
-            if holder.num_blocks:
-                lent = holder.num_blocks // PINNED_SHARE_PER_PEER * holder.block_size
-                held = min(held, own + lent)
+            limits = holder.prompt_limits
+            if limits is not None and limits.lent is not None:
+                held = min(held, own + limits.lent)
             if name in able and held >= least:
                 found.append((holder, held))
                 if len(found) == MAX_HOLDERS:

@@ -200,7 +200,9 @@ class ModeledEngine:
         )
         self.scheduler.both_sides = role == "any"
         limits = prompt_limits(self.scheduler)
-        self._limits = PromptLimits(limits.computed) if role == "prefill" else limits
+        if role == "prefill":
+            limits = PromptLimits(limits.computed, lent=limits.lent)
+        self._limits = limits
         self.address = f"tcp://{name}:1"
         self.wire_costs = WireCosts()
         wires.engines[self.address] = self

@@ -78,3 +78,14 @@ def test_what_one_peer_may_hold_bounds_what_is_taken() -> None:
     loop = make(["full"], 40, 4, False)
     assert prompt_limits(loop.scheduler).received == 119, "as the model"
     assert prompt_limits(loop.scheduler, most_blocks=7).received == 28
+
+
+@pytest.mark.parametrize(
+    ("kinds", "lent"),
+    [(["full"], 40), (["full", "full"], 20), (["full", "window"], 28), (["state"], 119)],
+)
+def test_the_longest_prefix_that_it_lends_takes_a_quarter_of_its_pool(
+    kinds: list[str], lent: int
+) -> None:
+    """Ten blocks, of all groups together."""
+    assert prompt_limits(make(kinds, 40, 4, True).scheduler).lent == lent

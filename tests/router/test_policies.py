@@ -560,17 +560,18 @@ def test_what_another_node_holds_is_fetched() -> None:
 
 @pytest.mark.parametrize("policy", ["prefix-aware", "cost"])
 def test_no_more_is_fetched_than_its_holder_lends_at_once(policy: str) -> None:
-    """A quarter of its pool, beyond what is there already; else it would refuse all of it."""
+    """Beyond what is there already; else it would refuse all of it."""
     busy = {"a": NodeLoad(prompt_tokens=40_000, sequences=40, tokens=99_999, prefill_us=2_000_000)}
 
-    def held(num_blocks: int) -> int:
+    def held(lent: int | None) -> int:
         members = wired(QUICK)
-        members[0].info = replace(members[0].info, num_blocks=num_blocks)
+        told = PromptLimits(8000, 8000, 8, lent=lent)
+        members[0].info = replace(members[0].info, prompt_limits=told)
         found = route(policy, members, 5000, busy, cached={"a": 4000, "b": 512}, ttft_slo=500.0)
         assert found.prefills.node_id == "b"
         return found.held
 
-    assert (held(0), held(1000), held(400), held(40)) == (4000, 4000, 512 + 1600, 0)
+    assert (held(None), held(4000), held(1600), held(160)) == (4000, 4000, 512 + 1600, 0)
 
 
 @pytest.mark.parametrize("state", ["paused", "draining", "gone", "unhealthy"])
