@@ -118,6 +118,7 @@ def _fork_server(pid: int, folder: str) -> ForkServer:
 def _serve(requests: socket.socket) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel then forgets whoever has ended
+    gc.disable()  # what is imported stays
     while True:
         data, streams, _, _ = socket.recv_fds(requests, _MAX_BYTES, 3)
         if not data:
@@ -128,13 +129,17 @@ def _serve(requests: socket.socket) -> None:
                 importlib.import_module(name)
         alone = len(os.listdir("/proc/self/task")) == 1
         gc.freeze()  # to look for garbage in what is imported would copy its memory, too
+        held, begin = os.pipe()
         pid = os.fork()
         if not pid:
             requests.close()
+            os.close(begin)
+            os.read(held, 1)
+            os.close(held)
             _become(start, streams, alone)
-        pidfd = os.pidfd_open(pid)
+        pidfd = os.pidfd_open(pid)  # nobody's, once it had ended: so it begins only now
         socket.send_fds(requests, [b"+"], [pidfd])
-        for descriptor in (pidfd, *streams):
+        for descriptor in (begin, held, pidfd, *streams):
             os.close(descriptor)
 
 
@@ -144,6 +149,7 @@ def _become(start: _Start, streams: Sequence[int], alone: bool) -> NoReturn:
     def run() -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        gc.enable()
         for number, descriptor in enumerate(streams):
             os.dup2(descriptor, number)
             os.close(descriptor)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from kvbaton.testing.fork_server import ForkedProcess, fork_server
+from kvbaton.testing.fork_server import ForkedProcess, ForkServer, fork_server
 from kvbaton.testing.kit import CaseFailure
 from kvbaton.testing.remote import RemoteProcess
 
@@ -59,3 +60,14 @@ def test_what_was_killed_has_ended_and_may_be_killed_again() -> None:
         process.kill()
         assert process.all_lines()[1][0] == "card", "its end of the stream is closed"
         process.kill()
+
+
+def test_a_process_that_ends_at_once_ends_no_server() -> None:
+    """Where they share a core, it may have ended before the server has looked at it."""
+    server = ForkServer()
+    os.sched_setaffinity(server._process.pid, {min(os.sched_getaffinity(0))})
+    with open(os.devnull, "r+b") as null:
+        for _ in range(150):
+            server.start("no_such_module", [], [null.fileno()] * 3, [])
+    server.close()
+    assert server._process.returncode == 0

@@ -34,7 +34,8 @@ def ask(pair: Pair, oracle: Oracle, ids: list[int]) -> tuple[Sources, Sources]:
     """
     settle(pair.p, pair.d)
     before_p, before_d = pair.p.metrics(), pair.d.metrics()
-    assert pair.tokens(ids, max_tokens=6) == oracle.greedy(ids, 6)
+    said = pair.tokens(ids, max_tokens=6)
+    assert said == oracle.greedy(ids, 6, said)
     settle(pair.p, pair.d)
     p, d = pair.p.metrics() - before_p, pair.d.metrics() - before_d
     local, moved, computed = sources(p)
@@ -223,4 +224,5 @@ def test_many_at_once_between_unequal_sizes(
     prompts = [shared[: 1 + 9 * i % 70] + prompt(1 + 5 * i % 40) for i in range(16)]
     futures = [pair.submit(ids, max_tokens=5) for ids in prompts]
     answers = [list(future.result().choices[0].token_ids) for future in futures]
-    assert answers == [oracle.greedy(ids, 5) for ids in prompts]
+    for ids, answer in zip(prompts, answers, strict=True):
+        assert answer == oracle.greedy(ids, 5, answer)

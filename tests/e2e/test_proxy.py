@@ -113,7 +113,8 @@ def test_min_tokens_that_it_does_not_tell_the_prefill_node(
 def test_16_at_once(proxy: Proxy, lenient: Pair, oracle: Oracle, prompt: Prompt) -> None:
     prompts = [prompt(5 + 11 * i % 60) for i in range(16)]
     sent = [POOL.submit(proxy.tokens, ids, max_tokens=6) for ids in prompts]
-    assert [future.result() for future in sent] == [oracle.greedy(ids, 6) for ids in prompts]
+    for ids, future in zip(prompts, sent, strict=True):
+        assert (said := future.result()) == oracle.greedy(ids, 6, said)
     assert lenient.at_d()("kvbaton_prompt_tokens_total", source="transferred") > 0
     lenient.moves = "some"
 

@@ -54,7 +54,8 @@ def test_tokens_are_those_of_one_rank(
     ranks: Pair, oracle: Oracle, prompt: Callable[[int], list[int]], length: int
 ) -> None:
     ids = prompt(length)
-    assert ranks.tokens(ids, max_tokens=12) == oracle.greedy(ids, 12)
+    said = ranks.tokens(ids, max_tokens=12)
+    assert said == oracle.greedy(ids, 12, said)
     assert ranks.at_d()("kvbaton_prompt_tokens_total", source="transferred") == length
 
 

@@ -192,7 +192,8 @@ def test_a_store_that_owes_too_many_blocks_makes_the_node_unhealthy(
     monkeypatch.setattr(store_connector, "LATE_S", 1.0)
     node = nodes.start(box.spec, store_load_timeout=0.2, num_blocks=33, max_model_len=128)
     prompt = prompt_of(100)
-    fill(node, [prompt])
+    for end in (28, 56, 84, 100):  # of 33 blocks no more than 8 wait to be saved
+        fill(node, [prompt[:end]])
     with box.held("load"):
         call = node.generate(prompt)
         until(lambda: count(node, "store_loads", outcome="late") == 1, "its deadline")

@@ -21,9 +21,14 @@ class Oracle:
         logits: Tensor = self._model(torch.tensor([list(token_ids)])).logits[0, -1]
         return logits
 
-    def greedy(self, token_ids: Sequence[int], count: int) -> list[int]:
-        """The next tokens, each the likeliest."""
+    @torch.inference_mode()
+    def greedy(self, token_ids: Sequence[int], count: int, guess: Sequence[int] = ()) -> list[int]:
+        """The next tokens, each the likeliest; where they are the guess, one pass tells so."""
         known = list(token_ids)
+        if len(guess) == count > 0:
+            logits = self._model(torch.tensor([[*known, *guess[:-1]]])).logits[0, len(known) - 1 :]
+            if (likeliest := logits.argmax(-1).tolist()) == list(guess):
+                return list(likeliest)
         for _ in range(count):
             known.append(int(self.logits(known).argmax()))
         return known[len(token_ids) :]
