@@ -296,8 +296,7 @@ class TargetConnector(KVConnector):
 
     @override
     def gauges(self) -> dict[str, float]:
-        failed = self.transfers.failure is not None
-        unhealthy = failed or self.receiver.published.get("unhealthy", 0.0) > 0
+        unhealthy = self.receiver.published.get("unhealthy", 0.0) or self.transfers.unhealthy
         return {
             "kvbaton_transfers_live": float(len(self._live)),
             "kvbaton_transfers_quarantined": float(len(self._reserved) - len(self._live)),
