@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import select
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -43,6 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
         return status
     except BrokenPipeError as error:
+        output = select.poll()
+        output.register(1, 0)
+        if not any(event & select.POLLERR for _, event in output.poll(0)):
+            raise  # another pipe's
         print(f"kvbaton: error: standard output: {error}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left to write is nobody's
         return 1

@@ -279,7 +279,9 @@ def _build(kind: Kind, spec: str, context: dict[str, Any]) -> Any:
     try:
         inspect.signature(factory).bind(**arguments)
     except (TypeError, ValueError) as error:
-        raise ConfigError(kind.flag, f"{target} does not take these options: {error}") from error
+        ours = next((name for name in context if f"argument '{name}'" in str(error)), None)
+        what = "these options" if ours is None else f"{ours}, which each {kind.noun} is given"
+        raise ConfigError(kind.flag, f"{target} does not take {what}: {error}") from error
     _check_types(kind, target, factory, {name: arguments[name] for name in options})
     try:
         connector = factory(**arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import os
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -33,6 +34,8 @@ from kvbaton.errors import RequestError
 from kvbaton.messages.control import MAX_KEYS
 from kvbaton.messages.engine import AddRequest, Mark, Output, TransferSpec
 from kvbaton.types import Attempt, Spans
+
+logger = logging.getLogger(__name__)
 
 
 def target_of(request: AddRequest) -> TransferSpec | None:
@@ -262,6 +265,8 @@ class TargetConnector(KVConnector):
             whole = all(group.keeps_all for group in self.scheduler.blocks.groups)
             self.scheduler.cut_load(load, action.valid_through if whole else load.start)
             return []
+        request_id = load.sequence.request.request_id
+        logger.warning("request %s: the hand-over failed: %s", request_id, action.reason)
         return self.scheduler.fail_load(load, action.valid_through, action.reason)
 
     # --- accounts ---
@@ -291,8 +296,7 @@ class TargetConnector(KVConnector):
 
     @override
     def gauges(self) -> dict[str, float]:
-        failed = self.transfers.failure is not None
-        unhealthy = failed or self.receiver.published.get("unhealthy", 0.0) > 0
+        unhealthy = self.receiver.published.get("unhealthy", 0.0) or self.transfers.unhealthy
         return {
             "kvbaton_transfers_live": float(len(self._live)),
             "kvbaton_transfers_quarantined": float(len(self._reserved) - len(self._live)),

@@ -165,7 +165,9 @@ def _server(certfile: str, keyfile: str | None) -> ssl.SSLContext:
         context.load_cert_chain(certfile, keyfile, password="")  # or it would ask the terminal
     except (OSError, ValueError) as error:
         files = certfile if keyfile is None else f"{certfile} with {keyfile}"
-        raise ConfigError("--ssl-certfile", f"{files} can't be used: {error}") from error
+        alone = keyfile is None and isinstance(error, ssl.SSLError)
+        hint = "; if its private key is in another file: --ssl-keyfile" if alone else ""
+        raise ConfigError("--ssl-certfile", f"{files} can't be used: {error}{hint}") from error
     return context
 
 

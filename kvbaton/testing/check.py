@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -36,11 +37,13 @@ from kvbaton.testing import (
 )
 from kvbaton.testing.kit import (
     LEVELS,
+    THREAD,
     Case,
     CaseFailure,
     CaseVerdict,
     Kit,
     Outcome,
+    hangs_in,
     run_case,
     tasks_per_core,
 )
@@ -138,12 +141,33 @@ class Subject:
             return Outcome(case.id, case.law, CaseVerdict.SKIPPED, f"{EXCLUDED}: {reason}")
         return run_case(case, self.rig, limit or LIMIT_S * tasks_per_core())
 
-    def probe(self) -> None:
-        """See that it can be built and opened at all.
+    def probe(self, limit: float | None = None) -> None:
+        """See that it can be built, opened and closed at all.
+
+        Args:
+            limit: see `run`.
 
         Raises:
-            ConfigError: it can't.
+            ConfigError: it can't, or not in time.
         """
+        limit, errors = limit or LIMIT_S * tasks_per_core(), list[BaseException]()
+
+        def look() -> None:
+            try:
+                self._probe()
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=look, name=f"{THREAD} probe", daemon=True)
+        thread.start()
+        thread.join(limit)
+        if thread.is_alive():
+            told = f"{self.spec} is not built, opened and closed within {limit:g} s; it hangs in"
+            raise ConfigError(f"--{self.kind}", f"{told}\n{hangs_in(thread)}")
+        if errors:
+            raise errors[0]
+
+    def _probe(self) -> None:
         flag = f"--{self.kind}"
         try:
             with self.rig() as rig:
@@ -160,7 +184,7 @@ class Subject:
             raise ConfigError(flag, f"{self.spec} can't be opened: {error}") from error
         except KvbatonError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             told = f"{self.spec} can't be opened: {type(error).__name__}: {error}"
             raise ConfigError(flag, told) from error
 

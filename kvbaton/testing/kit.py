@@ -34,7 +34,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 from xml.etree import ElementTree
 
 LEVELS = ("API", "data", "concurrency", "crash", "identity", "soak")
@@ -192,10 +192,9 @@ def run_case(
             break
     hung = thread.is_alive()
     if hung:
-        frame = sys._current_frames().get(thread.ident or 0)
-        where = "".join(traceback.format_stack(frame)[-4:]) if frame else "(it just ended)"
         own = thread.own_s() >= own_limit
-        told = f"not over within {limit + own_limit * own:g} s; it hangs in\n{where}"
+        told = f"not over within {limit + own_limit * own:g} s; it hangs in\n{hangs_in(thread)}"
+        told = "\n".join([*thread.failed, told])
         answers = [(CaseVerdict.BROKE if own else CaseVerdict.FAILED, told)]
     verdict, text = answers[0]
     return Outcome(case.id, case.law, verdict, text, time.monotonic() - start, hung)
@@ -205,6 +204,11 @@ class _CaseThread(threading.Thread):
     """Runs a case, and knows for how long the kit was busy with itself."""
 
     _finished_s, _own_since = 0.0, math.inf
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.failed: list[str] = []
+        """What the case found, if it hangs in what comes after it."""
 
     def own_s(self) -> float:
         """Seconds until now, those of a block that goes on included."""
@@ -218,6 +222,12 @@ class _CaseThread(threading.Thread):
             yield
         finally:
             self._finished_s, self._own_since = self.own_s(), math.inf
+
+
+def hangs_in(thread: threading.Thread) -> str:
+    """The innermost lines in which it is."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    return "".join(traceback.format_stack(frame)[-4:]) if frame else "(it just ended)"
 
 
 def kits_own_time() -> AbstractContextManager[None]:
@@ -234,7 +244,13 @@ def _attempt(
             for need in case.needs:
                 if (reason := rig.lacks(need)) is not None:
                     return CaseVerdict.SKIPPED, reason
-            case.check(rig)
+            try:
+                case.check(rig)
+            except CaseFailure as failure:
+                thread = threading.current_thread()
+                if isinstance(thread, _CaseThread):
+                    thread.failed.append(str(failure))
+                raise
     except CaseFailure as failure:
         text = "\n".join([str(failure), *getattr(failure, "__notes__", ())])
         return CaseVerdict.FAILED, text

@@ -8,8 +8,8 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from threading import Event, Thread
 from threading import enumerate as enumerate_threads
@@ -17,6 +17,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from kvbaton.connectors.stores.memory import MemoryStore
 from kvbaton.errors import ConfigError, StoreError
 from kvbaton.testing.check import main, make_subject
 from kvbaton.testing.kit import THREAD, Case, CaseVerdict, Kit, KitBroke, Outcome, require, run_case
@@ -77,6 +78,23 @@ def test_a_hanging_case_fails_in_time_and_says_where() -> None:
     assert time.monotonic() - start < PATIENCE_S
     assert (outcome.verdict, outcome.hung) == (CaseVerdict.FAILED, True)
     assert "self._cond.wait" in outcome.text
+
+
+def test_a_case_that_hangs_after_it_failed_tells_both() -> None:
+    never = Event()
+
+    @contextmanager
+    def make_rig() -> Iterator[Bench]:
+        try:
+            yield Bench()
+        finally:
+            never.wait()
+
+    case = Case[Bench](0, "L0.any", "a law", (), lambda bench: require(False, "it is gone"))
+    outcome = run_case(case, make_rig, 0.2)
+    never.set()
+    assert outcome.verdict is CaseVerdict.FAILED
+    assert outcome.text.startswith("it is gone\nnot over within 0.2 s; it hangs in\n")
 
 
 def test_an_error_in_a_thread_fails_the_case() -> None:
@@ -177,6 +195,49 @@ def test_a_store_that_hangs_does_not_hang_the_command(tmp_path: Path) -> None:
     )
     assert done.returncode == 1, done.stderr
     assert "not over within 0.5 s; it hangs in" in done.stdout
+
+
+class Late(MemoryStore):
+    """Hangs in one of its calls until it may go on."""
+
+    gate = Event()
+
+    def __init__(self, name: str, *, hangs_in: str = "") -> None:
+        super().__init__(name, max_bytes=16_000_000)
+        self._hangs_in = hangs_in
+
+    def open(self) -> None:
+        if self._hangs_in == "licence":
+            sys.exit("no licence")
+        if self._hangs_in == "open":
+            self.gate.wait()
+        super().open()
+
+    def close(self) -> None:
+        if self._hangs_in == "close":
+            self.gate.wait()
+        super().close()
+
+
+@pytest.mark.parametrize(
+    ("where", "says"),
+    [
+        ("open", "not built, opened and closed within 2 s; it hangs in(.|\n)*self.gate.wait"),
+        ("close", "not built, opened and closed within 2 s; it hangs in(.|\n)*self.gate.wait"),
+        ("licence", "can't be opened: SystemExit: no licence"),
+    ],
+)
+def test_a_store_that_can_not_be_opened_or_closed_is_refused(where: str, says: str) -> None:
+    subject = make_subject(f'tests.conformance.test_kit:Late:{{"hangs_in": "{where}"}}')
+    try:
+        with pytest.raises(ConfigError, match=says):
+            subject.probe(2)
+    finally:
+        Late.gate.set()
+        for thread in enumerate_threads():
+            if thread.name.startswith(THREAD):
+                thread.join(PATIENCE_S)
+        Late.gate.clear()
 
 
 def pytest_run(folder: Path, *words: str) -> str:

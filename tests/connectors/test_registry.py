@@ -60,6 +60,10 @@ def test_options_reach_the_constructor_and_win_over_the_context() -> None:
         ("kvbaton.connectors.base:RANGES", "can't load"),
         ("kvbaton.messages.control:PROTOCOL_VERSION", "is not a class"),
         ("builtins:dict", "does not take these options"),
+        (
+            "builtins:object",
+            "does not take name, which each transport is given: got an unexpected",
+        ),
         ("argparse:Namespace", "is not a Transport: it lacks capabilities, card"),
     ],
 )

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -541,6 +542,35 @@ def test_a_removed_directory_is_empty_and_can_be_used_again(make: Make, tmp_path
     assert held(store, objects) == []
     assert save(make(), objects) == [True] * 50
     assert len(held(store, objects)) == 50, "lookups stay in a folder that is gone"
+
+
+def test_a_directory_that_went_with_its_file_system_is_not_made_where_that_was(
+    make: Make, tmp_path: Path
+) -> None:
+    mount, objects = tmp_path / "shared", make_objects(3, 100)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as disk:
+        if os.stat(disk).st_dev == os.stat(tmp_path).st_dev:
+            pytest.skip("TMPDIR is in /dev/shm, so there is no other file system")
+        mount.symlink_to(disk)
+        store = make()
+        save(store, objects)
+        mount.unlink()
+        mount.mkdir()
+        for call in (
+            lambda: find(store, list(objects)),
+            lambda: save(store, make_objects(1, 100, seed=1)),
+            lambda: wait(store.delete(list(objects))),
+            lambda: wait(store.claim(list(objects))),
+        ):
+            with pytest.raises(StoreError, match="file system that it was on is not mounted"):
+                call()
+        assert read(store, objects) == [None] * 3
+        assert not list(mount.iterdir())
+        mount.rmdir()
+        mount.symlink_to(disk)
+        assert read(store, objects) == list(objects.values())
+        assert store.health() is None
+        store.close()
 
 
 def test_a_lock_that_nobody_gives_back_is_done_without(

@@ -29,6 +29,7 @@ from kvbaton.connectors.protocol.events import (
     Unneeded,
 )
 from kvbaton.connectors.protocol.notice import MIN_NOTICE_BYTES, pack_notice
+from kvbaton.connectors.transfer import thread as thread_module
 from kvbaton.connectors.transports.memory import (
     MemoryHandle,
     MemoryHub,
@@ -362,6 +363,22 @@ def test_what_is_asked_of_the_thread_raises_at_the_asker(make: Make) -> None:
     with pytest.raises(ZeroDivisionError):
         d.thread.inspect(lambda: 1 / 0)
     assert d.thread.inspect(lambda: 5) == 5
+
+
+def test_a_thread_that_hangs_is_unhealthy_and_says_where(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(thread_module, "ASK_S", 0.0)
+    d, gate = make(Decode), threading.Event()
+    asker = threading.Thread(target=d.thread.inspect, args=(gate.wait, PATIENCE_S))
+    asker.start()
+    wait(lambda: d.thread.unhealthy)
+    assert caplog.text.count("the transfer thread hangs in") == 1
+    assert "self._cond.wait(" in caplog.text
+    gate.set()
+    asker.join(PATIENCE_S)
+    wait(lambda: not d.thread.unhealthy)
+    assert isinstance(hand_over(make(Prefill), d), Deliver)
 
 
 def test_who_asks_a_thread_that_is_ending_need_not_wait(make: Make) -> None:

@@ -71,6 +71,15 @@ def test_any_mix(make_pair: Callable[..., Pair], expected: Expected, seed: int) 
     pair.settle(SHORT.lease + SHORT.total + PROMISE_S)
 
 
+def test_why_a_hand_over_failed_is_in_the_log(
+    make_pair: Callable[..., Pair], expected: Expected, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = make_pair(timers=CALM, transport=faulty(corrupt=[0]))
+    assert pair.hand_over(PROMPTS[0])[1].result() == expected(PROMPTS[0])
+    [line] = [r.getMessage() for r in caplog.records if "hand-over" in r.getMessage()]
+    assert line.endswith("do not match their digests")
+
+
 @pytest.mark.parametrize("fault", sorted(RATES))
 def test_each_alone(make_pair: Callable[..., Pair], expected: Expected, fault: str) -> None:
     """The first write is hit; a hand-over after that works again."""

@@ -323,6 +323,17 @@ def test_a_reader_that_goes_is_no_traceback() -> None:
     assert done.returncode == 1
 
 
+def test_another_broken_pipe_is_not_taken_for_standard_output(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(args: object) -> int:
+        raise BrokenPipeError("of a child")
+
+    monkeypatch.setattr("kvbaton.cli.run_version", fail)
+    with pytest.raises(BrokenPipeError, match="of a child"):
+        main(["version"])
+
+
 def test_a_child_whose_parent_died_before_it_asked_ends_at_once() -> None:
     ask = f"from kvbaton.engine.process import die_with_parent; die_with_parent({os.getpid()} + %d)"
     ends = [

@@ -79,6 +79,8 @@ def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
         TlsConfig(ssl_certfile="/nope")
     with pytest.raises(ConfigError, match=r"--ssl-certfile: .* can't be used"):
         TlsConfig(ssl_certfile=ca, ssl_keyfile=key)
+    with pytest.raises(ConfigError, match="private key is in another file: --ssl-keyfile"):
+        TlsConfig(ssl_certfile=ca)
     for wrong in ("/nope", key):
         with pytest.raises(ConfigError, match=r"--ssl-ca-certs: .* can't be used"):
             TrustConfig(ssl_ca_certs=wrong)

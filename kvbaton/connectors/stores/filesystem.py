@@ -17,6 +17,8 @@ byte. `filesystem_space.py` keeps the account and evicts.
   `DEPTH_SECONDS` older when it is stored.
 - The directory is the only truth: an entry that another process removed is a miss, and one that it
   stored a hit, from the next call on. A network file system may show either a little later.
+- A directory that somebody removed is made anew; one that went with its file system is an error
+  until that is mounted again.
 - A full disk evicts what was used least recently, then stores after all, or says False.
 """
 
@@ -160,7 +162,7 @@ class Files(ClientBackend):
         self.on_forget: Callable[[Sequence[bytes]], None] | None = None
         """See `Forgetting`."""
         self._space = SpaceManager(self._root, max_bytes, self._forgotten)
-        self._claims = EntryClaims(os.path.join(self._root, "claims"))
+        self._claims = EntryClaims(os.path.join(self._root, "claims"), self._space.open_file)
         self._expiring: list[tuple[float, str]] = []
         self._expiring_lock = threading.Lock()
         self._index = EntryIndex(self._root)
@@ -203,6 +205,7 @@ class Files(ClientBackend):
                 self._remove_expired()
                 return self._index.find(keys)
             except FileNotFoundError:  # somebody took the whole directory away
+                self._space.check_mounted()
                 return [False] * len(keys)
 
     def claim(self, keys: Sequence[bytes]) -> list[bool]:

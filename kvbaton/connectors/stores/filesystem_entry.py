@@ -30,7 +30,6 @@ import numpy as np
 from msgspec import Struct
 
 from kvbaton.connectors.store import CLAIM_S, KEY_BYTES, Hints, Pieces
-from kvbaton.connectors.stores.filesystem_space import open_file
 
 logger = logging.getLogger(__name__)
 
@@ -312,10 +311,11 @@ class EntryClaims:
 
     Args:
         folder: where all processes keep theirs, absolute.
+        open_file: see `SpaceManager.open_file`.
     """
 
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
+    def __init__(self, folder: str, open_file: Callable[[str, int], int]) -> None:
+        self._folder, self._open_file = folder, open_file
         self._lock = threading.Lock()
         self._ours: dict[bytes, tuple[int, int]] = {}
         """Which files they are; inodes are used again at once, so with the time."""
@@ -357,7 +357,7 @@ class EntryClaims:
     def _make(self, path: str) -> tuple[int, int] | None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         try:
-            file = open_file(path, flags)
+            file = self._open_file(path, flags)
         except FileExistsError:
             return None
         try:

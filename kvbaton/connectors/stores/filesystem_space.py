@@ -22,6 +22,7 @@ is the file's mtime, which use renews.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import itertools
@@ -109,6 +110,7 @@ class SpaceManager:
         self._writer = _writer_name(this_process())
         self._run, self._numbers = secrets.token_hex(8), itertools.count()
         os.makedirs(self._in("tmp"), 0o770, exist_ok=True)
+        self._device = os.stat(self._root).st_dev
         self._sweep()
         counted = os.path.exists(self._in("usage"))
         with self._account():  # fails where locks don't work
@@ -143,7 +145,30 @@ class SpaceManager:
             with suppress(FileNotFoundError):
                 os.unlink(spare)
         path = self._temporary()
-        return path, open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        return path, self.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+
+    def open_file(self, path: str, flags: int) -> int:
+        """Open a file of the directory, and make its folder if somebody took it away.
+
+        Raises:
+            OSError: it can't be opened; see `check_mounted`, too.
+        """
+        try:
+            return os.open(path, flags | os.O_CLOEXEC, 0o660)
+        except FileNotFoundError:
+            self._make_folder(path)
+            return os.open(path, flags | os.O_CLOEXEC, 0o660)
+
+    def check_mounted(self) -> None:
+        """Raise `OSError` if the directory is gone with the file system that it was on.
+
+        To make it anew would fill the disk on which that one was mounted.
+        """
+        there = self._root
+        while not os.path.exists(there):
+            there = os.path.dirname(there)
+        if there != self._root and os.stat(there).st_dev != self._device:
+            raise OSError(errno.ENODEV, "the file system that it was on is not mounted any more")
 
     def publish(self, files: Sequence[Written], deadline: float) -> int:
         """Make entries of the first so many files, those for which there is room in time."""
@@ -248,6 +273,10 @@ class SpaceManager:
             with suppress(FileNotFoundError), os.scandir(self._in(f"{folder:02x}")) as found:
                 yield from [item.path for item in found if item.name.endswith(SUFFIX)]
 
+    def _make_folder(self, path: str) -> None:
+        self.check_mounted()
+        os.makedirs(os.path.dirname(path), 0o770, exist_ok=True)
+
     def _temporary(self) -> str:
         return f"{self._root}/tmp/{self._writer}.{self._run}-{next(self._numbers)}"
 
@@ -263,7 +292,7 @@ class SpaceManager:
                 try:
                     os.rename(temporary, path)
                 except FileNotFoundError:  # somebody took the folder away
-                    os.makedirs(os.path.dirname(path), 0o770, exist_ok=True)
+                    self._make_folder(path)
                     os.rename(temporary, path)
                 rows[_folder_of(path)] += change
                 room -= change[1]
@@ -337,7 +366,7 @@ class SpaceManager:
 
     @contextmanager
     def _open(self, name: str) -> Iterator[int]:
-        file = open_file(self._in(name), os.O_RDWR | os.O_CREAT)
+        file = self.open_file(self._in(name), os.O_RDWR | os.O_CREAT)
         try:
             yield file
         finally:
@@ -409,15 +438,6 @@ class RecycledFiles:
 def _unlink(path: str) -> None:
     with suppress(FileNotFoundError):  # swept by another process
         os.unlink(path)
-
-
-def open_file(path: str, flags: int) -> int:
-    """Open a file, and make its folder if somebody took it away."""
-    try:
-        return os.open(path, flags | os.O_CLOEXEC, 0o660)
-    except FileNotFoundError:
-        os.makedirs(os.path.dirname(path), 0o770, exist_ok=True)
-        return os.open(path, flags | os.O_CLOEXEC, 0o660)
 
 
 def _read_rows(file: int) -> Rows:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -47,6 +49,10 @@ ANSWER_S = 5.0
 MAX_FAILED_TURNS = 100
 """After so many in a row the thread gives up, and the node turns unhealthy."""
 
+ASK_S = 2.0
+MAX_MISSED = 15
+"""See `TransferThread.unhealthy`."""
+
 FOR_SOURCE = (control.Hello, control.Reserve, control.Ack, control.NotNeeded, control.Cancel)
 
 
@@ -75,6 +81,8 @@ class TransferThread:
         self.workers = [worker for worker in (sender, receiver) if worker is not None]
         self._busy = False
         self._looks = 0
+        self._turn = self._turn_met = self._missed = 0
+        self._asked_at = 0.0
         self._inbox: deque[events.Event | Callable[[], None]] = deque()
         self._inbox_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = threading.Event()
@@ -90,6 +98,25 @@ class TransferThread:
         return self._own_errors + sum(int(worker.counters["errors"]) for worker in self.workers)
 
     # --- called by the engine's thread ---
+
+    @property
+    def unhealthy(self) -> bool:
+        """Whether the thread ended by an exception, or hangs.
+
+        It hangs if `MAX_MISSED` who asked this, `ASK_S` apart, met the same turn; so a process that
+        was stopped as a whole is not taken for one that hangs.
+        """
+        now, turn = time.monotonic(), self._turn
+        if turn != self._turn_met:
+            self._turn_met, self._missed = turn, 0
+        elif self._thread.is_alive() and now >= self._asked_at + ASK_S:
+            self._asked_at = now
+            self._missed += 1
+            if self._missed == MAX_MISSED:
+                frame = sys._current_frames().get(self._thread.ident or 0)
+                where = "".join(traceback.format_stack(frame))
+                logger.error("the transfer thread hangs in\n%s", where)
+        return self._missed >= MAX_MISSED or self.failure is not None
 
     def start(self) -> None:
         """Start the thread."""
@@ -177,6 +204,7 @@ class TransferThread:
     def _turns(self) -> None:
         failed_in_a_row = 0
         while not self._stopping.is_set():
+            self._turn += 1
             try:
                 if not self._busy:
                     pause_until = (now := time.monotonic()) + 1.0
