@@ -296,7 +296,7 @@ class TargetConnector(KVConnector):
 
     @override
     def gauges(self) -> dict[str, float]:
-        unhealthy = self.receiver.published.get("unhealthy", 0.0) or self.transfers.unhealthy
+        unhealthy = self.receiver.published.get("unhealthy", 0.0) or self.transfers.is_unhealthy()
         return {
             "kvbaton_transfers_live": float(len(self._live)),
             "kvbaton_transfers_quarantined": float(len(self._reserved) - len(self._live)),

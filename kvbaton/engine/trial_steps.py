@@ -26,7 +26,7 @@ CONTEXT = 2048
 """Tokens before each of the most sequences that decode, likewise."""
 LONGER = 1.5
 """What a step takes longer with such a context, as far as is known before it is tried."""
-FELT = 1.1
+SLOWER = 1.1
 """A prompt's tokens cost something if its step takes so many times the quickest one's: few are
 computed while the weights are read, and by these alone prompts would be free."""
 GREEDY = SamplingParams(temperature=0.0)
@@ -72,7 +72,7 @@ def _climb(
     found, spent, done = list[tuple[Terms, float]](), 0.0, list[Trial]()
     for trial in trials:
         if len(done) >= least and spent + _guess(trial, done, found) > TRIAL_S:
-            if trial.count == 1 or found[-1][1] > FELT * min(took for _, took in found):
+            if trial.count == 1 or found[-1][1] > SLOWER * min(took for _, took in found):
                 break
         start, first, again, end = _plans(trial, limits)
         run(start)

@@ -507,7 +507,7 @@ class SourceConnector(KVConnector):
             "kvbaton_transfers_live": float(leases),
             "kvbaton_transfers_announced": float(len(self._sources) - engaged),
             "kvbaton_leases": float(leases),
-            "kvbaton_unhealthy": float(self.transfers.unhealthy),
+            "kvbaton_unhealthy": float(self.transfers.is_unhealthy()),
         }
 
     @override

@@ -372,12 +372,12 @@ def test_a_thread_that_hangs_is_unhealthy_and_says_where(
     d, gate = make(Decode), threading.Event()
     asker = threading.Thread(target=d.thread.inspect, args=(gate.wait, PATIENCE_S))
     asker.start()
-    wait(lambda: d.thread.unhealthy)
+    wait(d.thread.is_unhealthy)
     assert caplog.text.count("the transfer thread hangs in") == 1
     assert "self._cond.wait(" in caplog.text
     gate.set()
     asker.join(PATIENCE_S)
-    wait(lambda: not d.thread.unhealthy)
+    wait(lambda: not d.thread.is_unhealthy())
     assert isinstance(hand_over(make(Prefill), d), Deliver)
 
 

@@ -51,7 +51,7 @@ MAX_FAILED_TURNS = 100
 
 ASK_S = 2.0
 MAX_MISSED = 15
-"""See `TransferThread.unhealthy`."""
+"""See `TransferThread.is_unhealthy`."""
 
 FOR_SOURCE = (control.Hello, control.Reserve, control.Ack, control.NotNeeded, control.Cancel)
 
@@ -99,9 +99,8 @@ class TransferThread:
 
     # --- called by the engine's thread ---
 
-    @property
-    def unhealthy(self) -> bool:
-        """Whether the thread ended by an exception, or hangs.
+    def is_unhealthy(self) -> bool:
+        """Whether the thread ended by an exception, or hangs; to be asked every few seconds.
 
         It hangs if `MAX_MISSED` who asked this, `ASK_S` apart, met the same turn; so a process that
         was stopped as a whole is not taken for one that hangs.
