@@ -115,15 +115,19 @@ def cluster_of(
         env={**os.environ, **(env or {})},
     )
     assert process.stdout is not None
+    rest = threading.Thread(target=process.stdout.read, daemon=True)
     try:
         for line in process.stdout:
             if echo:
                 print(line, end="", flush=True)
             if found := re.match(r"ready: (http://\S+)/v1", line):
-                threading.Thread(target=process.stdout.read, daemon=True).start()
+                rest.start()
                 yield found[1], process.pid
                 return
         raise SystemExit("the cluster did not start")
     finally:
         process.terminate()
         process.wait(60)
+        if rest.is_alive():
+            rest.join(10)
+        process.stdout.close()

@@ -73,7 +73,9 @@ async def test_both_legs_get_their_parts_at_once(make_rig: Any) -> None:
 async def test_nodes_are_told_what_tokens_may_take(make_rig: Any) -> None:
     rig = await make_rig(dispatch=DispatchConfig(max_itl=20.0, policy="least-loaded"))
     await collect(rig, request())
-    assert [rig.nodes[name].received[0].itl_s for name in ("p0", "d0")] == [0.02, 0.02]
+    p, d = rig.nodes["p0"], rig.nodes["d0"]
+    await asyncio.wait_for(p.arrived.wait(), PATIENCE_S)  # whose part d's does not wait for
+    assert [node.received[0].itl_s for node in (p, d)] == [0.02, 0.02]
 
 
 async def test_a_dead_prefill_node_costs_no_request(make_rig: Any) -> None:

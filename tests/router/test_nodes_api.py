@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -9,6 +10,7 @@ import pytest
 
 from kvbaton.server.network import operator_token
 from kvbaton.server.openapi import describe
+from tests.support.waiting import PATIENCE_S
 
 
 async def complete(rig: Any, **headers: str) -> Any:
@@ -17,10 +19,17 @@ async def complete(rig: Any, **headers: str) -> Any:
         return response.status, response.headers, await response.json()
 
 
+async def both_have_it(rig: Any) -> None:
+    """D may answer before P has its part of a request."""
+    arrived = (node.arrived.wait() for node in rig.nodes.values())
+    await asyncio.wait_for(asyncio.gather(*arrived), PATIENCE_S)
+
+
 async def test_both_legs_carry_the_clients_request_id(make_rig: Any) -> None:
     rig = await make_rig()
     status, headers, _ = await complete(rig, **{"X-Request-Id": "order-66"})
     assert (status, headers["X-Request-Id"]) == (200, "order-66")
+    await both_have_it(rig)
     (p,), (d,) = (rig.nodes[name].received for name in ("p0", "d0"))
     assert p.request_id == d.request_id
     assert "order-66" in p.request_id
@@ -31,6 +40,7 @@ async def test_both_legs_carry_the_priority(make_rig: Any) -> None:
     body = {"prompt": [1, 2, 3], "max_tokens": 4, "priority": -3}
     async with rig.session.post("/v1/completions", json=body) as response:
         assert response.status == 200
+    await both_have_it(rig)
     assert [node.received[0].priority for node in rig.nodes.values()] == [-3, -3]
 
 
