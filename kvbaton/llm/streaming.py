@@ -201,7 +201,10 @@ class AsyncLLM:
         if isinstance(prompt, Rendered):
             ids, items = prompt.token_ids, prompt.items
         elif isinstance(prompt, str):
-            ids = await encode(frontend.tokenizer, prompt, add_special_tokens=True)
+            try:
+                ids = await encode(frontend.tokenizer, prompt, add_special_tokens=True)
+            except UnicodeEncodeError as error:
+                raise RequestError(f"a prompt must be Unicode: {error}", param="prompt") from None
         else:
             try:
                 ids = [index(token) for token in prompt]  # NumPy's, too

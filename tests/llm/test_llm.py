@@ -158,6 +158,7 @@ def test_what_is_wrong_is_named(llm: LLM, model: Path) -> None:
         ([["x", "y"]], None, "prompt"),
         ([None], None, "prompt"),
         ([[1.5]], None, "prompt"),
+        (["a\ud800b"], None, "prompt"),
     ]:
         with pytest.raises(RequestError) as raised:
             llm.generate(prompts, params, use_tqdm=False)  # type: ignore[arg-type]
