@@ -317,8 +317,9 @@ class PromptGraphs:
     def _find(self, n: int, attention: KernelAttention) -> CapturedStep | None:
         kinds = [BY_PIECE]
         if 0 < attention.num_prompts <= WHOLE_PROMPTS:
-            kinds.insert(0, MIXED if attention.num_decodes else WHOLE)
             starts = attention.prefill[0].prefix_lens
+            if n <= WHOLE_TOKENS or max(starts) <= LONG_TOKENS:  # else cuDNN is much faster
+                kinds.insert(0, MIXED if attention.num_decodes else WHOLE)
             if n > WHOLE_TOKENS and not attention.num_decodes and starts == (0,):
                 kinds.insert(0, LONE)
         for kind in kinds:
