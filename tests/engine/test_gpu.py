@@ -217,18 +217,23 @@ def test_kept_sums_are_those_of_the_bytes(checkpoint: Callable[..., Path], drive
     assert (kept.view(np.int64) == reference).all()
 
 
+def noting_replays(monkeypatch: pytest.MonkeyPatch) -> list[torch.cuda.CUDAGraph]:
+    """Graphs, in the order in which they are replayed from now on."""
+    found, replay = list[torch.cuda.CUDAGraph](), torch.cuda.CUDAGraph.replay
+
+    def noted(graph: torch.cuda.CUDAGraph) -> None:
+        found.append(graph)
+        replay(graph)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", noted)
+    return found
+
+
 def test_steps_with_prompts_are_graphs(
     checkpoint: Callable[..., Path], drive: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = drive(checkpoint(**MODELS["llama"]), **GPU)
-    rng, replays = np.random.default_rng(7), list[object]()
-    replay = torch.cuda.CUDAGraph.replay
-
-    def counted(graph: torch.cuda.CUDAGraph) -> None:
-        replays.append(graph)
-        replay(graph)
-
-    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", counted)
+    rng, replays = np.random.default_rng(7), noting_replays(monkeypatch)
     handles = [driver.add(random_tokens(rng, count)) for count in (40, 470, 5, 7, 9, 11, 13)]
     pieces = len(driver.executor.workers[0].model.layers) + 1
     driver.step((handles[0], 40, 1))
@@ -252,20 +257,13 @@ def test_a_long_prompt_alone_is_one_graph(
     drive: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of any length, twice, since what pads a prompt is left over from the one before."""
+    """Of any length; what pads a prompt is left over from the one before."""
     if name in MIXTURES and dtype != "float32":
         pytest.skip("two experts that a router rates almost alike change places")
     folder = checkpoint(**MODELS[name])
     settings = GPU | {"max_model_len": 3000, "max_num_batched_tokens": 2300, "num_blocks": 4096}
     driver = drive(folder, dtype=dtype, **settings)
-    rng, replays = np.random.default_rng(9), list[object]()
-    replay = torch.cuda.CUDAGraph.replay
-
-    def counted(graph: torch.cuda.CUDAGraph) -> None:
-        replays.append(graph)
-        replay(graph)
-
-    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", counted)
+    rng, replays = np.random.default_rng(9), noting_replays(monkeypatch)
     for number, length in enumerate((2048, 1030, 1500, 1700), 1):
         prompt = random_tokens(rng, length)
         handle = driver.add(prompt)

@@ -273,7 +273,8 @@ def test_prompts_each_of_which_would_do_no_harm_are_counted_together() -> None:
 
 def test_a_prompt_is_not_computed_where_sequences_come_fast_though_none_is_there_now() -> None:
     """Of short texts few are there at any time, but many come while a prompt is computed."""
-    both = [member(f"a{i}", "any", load=H200) for i in range(2)]
+    wires = {"tcp://elsewhere:1": {"handover_s": 0.0}}
+    both = [member(f"a{i}", "any", load=H200, wires=wires) for i in range(2)]
     slos: dict[str, Any] = {"ttft_slo": 3000.0, "itl_slo": 15.0}
     clock = Clock()
     costs = CostModel(clock)
@@ -286,7 +287,7 @@ def test_a_prompt_is_not_computed_where_sequences_come_fast_though_none_is_there
         costs.assigned(both[1].info, both[0].info, predicted)
         clock.now += 0.05
     assert costs.targets_per_s(both[0].info) == pytest.approx(20, rel=0.2)
-    assert route("cost", both, 8000, loads, costs=costs, **slos).prefills.node_id == "a1"
+    assert ids(route("cost", both, 8000, loads, costs=costs, **slos)) == ("a1", "a0")
     clock.now += 60.0
     assert costs.targets_per_s(both[0].info) < 0.01, "that was long ago"
     assert route("cost", both, 8000, loads, costs=costs, **slos).prefills.node_id == "a0"
