@@ -13,7 +13,8 @@ one), and the load stays on until the last of them has ended: neither filling no
 Beside it the wall of D's memory: with r requests per second of n tokens a step reads the weights,
 and of r * n * (its own time) sequences the KV of their mean context, at the measured copy speed.
 Of each rate, steps around an arrival or an end stand beside the others, part by part.
-Layouts: ``1P1D``; ``shared``, two nodes of role any; ``colocated``, two nodes that hand nothing
+Layouts: ``1P1D``; ``shared``, two nodes of role any, whose router knows the first objective (run it
+once for each); ``colocated``, two nodes that hand nothing
 over, once per ``--chunks``; ``colocated-max-itl``, such two that compute prompts in chunks by the
 first objective (``--max-itl``). With ``--one-gpu`` there are both with one node (twice its rate is
 an estimate of two, not a measurement), and ``cached``: one node that decodes from prompts in its
@@ -260,7 +261,7 @@ def layouts(args: argparse.Namespace) -> list[Layout]:
         Layout(
             "shared",
             ["--any=2", "--policy=cost", f"--ttft-slo={1000 * args.ttft:g}",
-             f"--itl-slo={args.itl[0]:g}", f"--max-itl={args.itl[0]:g}", chunk(args.chunk)],
+             f"--itl-slo={args.itl[0]:g}", "--itl-percentile=95", chunk(args.chunk)],
             0.9, 2,
         ),
         Layout(

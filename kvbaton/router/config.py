@@ -63,7 +63,8 @@ class RoutingPolicy:
             `choose.with_encoders`).
         policy: name of the policy, or its dotted path; see `router.policies`.
         ttft_slo: milliseconds within which a first token is to come; None for no objective.
-        itl_slo: milliseconds within which each further token is to come.
+        itl_slo: milliseconds within which each further token is to come: a request's mean.
+        itl_percentile: of a request's times between tokens, instead of their mean.
         max_itl: milliseconds that no token is to take: nodes compute prompts in chunks that are
             short enough for who generates beside them, but for those that would be late by that.
         max_ttft: milliseconds; a request whose first token is expected later is refused (429). None
@@ -92,6 +93,11 @@ class RoutingPolicy:
     )
     ttft_slo: float | None = flag(None, "the first token is to come within this", metavar="MS")
     itl_slo: float | None = flag(None, "each further token is to come within this", metavar="MS")
+    itl_percentile: float | None = flag(
+        None,
+        "of a request's times between tokens, which --itl-slo is for (not given: their mean)",
+        metavar="P",
+    )
     max_itl: float | None = flag(
         None,
         "compute prompts in chunks so short that no token beside them takes longer",
@@ -120,6 +126,11 @@ class RoutingPolicy:
         ):
             if objective is not None and objective <= 0:
                 raise ConfigError(name, f"{objective} is not positive")
+        percentile = self.itl_percentile
+        if percentile is not None and not 0 < percentile < 100:
+            raise ConfigError("--itl-percentile", f"{percentile:g} is not between 0 and 100")
+        if percentile is not None and self.itl_slo is None:
+            raise ConfigError("--itl-percentile", "without --itl-slo it is of no objective")
 
 
 @dataclass(frozen=True)

@@ -127,6 +127,8 @@ class Decode(Struct, frozen=True):
         backlog_s: what is left of that when this one is generated.
         prefill_share: of the node's time that prompts take, of late.
         chunk_s: of a step that is full of a prompt.
+        full_s: of that, the prompt.
+        prompt_s: what prompts add to a step that has some, as those of late did.
         slower_s: what each step takes longer for one more sequence.
         sequences: that generate at a time, of those that are there already.
         room: the node has blocks for it.
@@ -139,6 +141,8 @@ class Decode(Struct, frozen=True):
     backlog_s: float
     prefill_share: float
     chunk_s: float
+    full_s: float
+    prompt_s: float
     slower_s: float
     sequences: float
     room: bool
@@ -272,7 +276,7 @@ class CostModel:
         self._measured = False
         self._share_s = SHARE_S[1]
         self._elsewhere: dict[str, tuple[float, int]] = {}
-        self._prefilled: dict[str, tuple[float, float]] = {}
+        self._prefilled: dict[str, tuple[float, float, float]] = {}
         self._targeted: dict[str, tuple[float, float, float]] = {}
 
     # --- speeds ---
@@ -452,6 +456,8 @@ class CostModel:
             backlog_s=backlog_s,
             prefill_share=share,
             chunk_s=step_s + chunk_s,
+            full_s=chunk_s,
+            prompt_s=min(chunk_s, self._step_of_prompts_s(node) or chunk_s),
             slower_s=after - before,
             sequences=sequences,
             room=room,
@@ -459,8 +465,13 @@ class CostModel:
 
     def prefill_share(self, node: NodeInfo) -> float:
         """Share of a node's time that prompts of ours take, of late."""
-        at, share = self._prefilled.get(node.node_id, (0.0, 0.0))
+        at, share, _ = self._prefilled.get(node.node_id, (0.0, 0.0, 0.0))
         return min(MOST_SHARE, share * self._kept(at)) if share else 0.0
+
+    def _step_of_prompts_s(self, node: NodeInfo) -> float:
+        """What prompts of ours add to a node's step on average, of late; 0 if there were none."""
+        _, share, per_s = self._prefilled.get(node.node_id, (0.0, 0.0, 0.0))
+        return share / per_s if per_s else 0.0
 
     def _generating(self, node: NodeInfo, seconds: float) -> float:
         """Share of its time at a node that a sequence generates, which takes so many seconds.
@@ -484,9 +495,12 @@ class CostModel:
         """A prompt was given to a node, and what it generates to the same or another one."""
         # Means, not sums: how long they reach back changes with how long texts take.
         now, share_s = self._clock(), self._share_s
-        at, share = self._prefilled.get(prefills.node_id, (now, 0.0))
-        fresh = share * self._kept(at) + predicted.work_s / share_s
-        self._prefilled[prefills.node_id] = now, fresh
+        at, share, steps = self._prefilled.get(prefills.node_id, (now, 0.0, 0.0))
+        kept, work_s = self._kept(at), predicted.work_s
+        _, speed = self._speeds.get(prefills.node_id, (None, None))
+        count = math.ceil(work_s / speed.full_s) if speed is not None and speed.full_s else 1
+        fresh = now, kept * share + work_s / share_s, kept * steps + count / share_s
+        self._prefilled[prefills.node_id] = fresh
         at, per_s, waits = self._targeted.get(target.node_id, (now, 0.0, 0.0))
         kept = self._kept(at)
         given = now, kept * per_s + 1.0 / share_s, kept * waits + predicted.ttft_s / share_s

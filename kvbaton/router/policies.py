@@ -22,6 +22,7 @@ from kvbaton.errors import ConfigError
 from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.config import RoutingPolicy
 from kvbaton.router.costs import CostModel, Decode, Prefill
+from kvbaton.router.objectives import ItlObjective, MeanItl, PercentileItl, missed_s
 from kvbaton.router.route import Options, Pair, Route
 
 BUILT_IN = {
@@ -37,10 +38,6 @@ SATURATED_TOKENS = 8192
 """`Sticky` leaves a node that has so many more prompt tokens queued than the least loaded one,"""
 SATURATED_SEQUENCES = 16
 """or so many more sequences."""
-MISSED_S = 30.0
-"""A request that misses an objective counts as so many seconds."""
-CERTAINTY = 8.0
-"""What is expected to take half its objective misses it once in 2 to this power."""
 NO_ROOM_S = 5.0
 """What a node without room for a request costs it."""
 
@@ -246,12 +243,17 @@ class LeastCost(Policy):
     def __init__(self, settings: RoutingPolicy, costs: CostModel) -> None:
         super().__init__(settings, costs)
         self._unmeasured = _KeptApart(settings, costs)
+        self._itl: ItlObjective | None = None
+        if slo_s := _seconds(settings.itl_slo):
+            self._itl = MeanItl(slo_s, costs)
+            if settings.itl_percentile is not None:
+                self._itl = PercentileItl(slo_s, settings.itl_percentile, costs)
 
     @override
     def choose(self, options: Options) -> Route:
         if not options.measured:
             return self._unmeasured.choose(options)
-        prices = _Prices(options, self.costs, self.settings)
+        prices = _Prices(options, self.costs, self.settings, self._itl)
         least_pair, pair = prices.cheapest_pair()
         least_single, single = prices.cheapest_single()
         short = options.num_tokens < self.settings.min_handover_tokens
@@ -275,18 +277,21 @@ class _Prices:
     Args:
         options: of the request.
         costs: of nodes.
-        settings: with the objectives.
+        settings: with the objective of first tokens.
+        itl: the objective of those after it, if there is one.
     """
 
-    def __init__(self, options: Options, costs: CostModel, settings: RoutingPolicy) -> None:
+    def __init__(
+        self,
+        options: Options,
+        costs: CostModel,
+        settings: RoutingPolicy,
+        itl: ItlObjective | None,
+    ) -> None:
         self._options = options
         self._costs = costs
-        self._ttft_slo, self._itl_slo = _seconds(settings.ttft_slo), _seconds(settings.itl_slo)
+        self._ttft_slo, self._itl = _seconds(settings.ttft_slo), itl
         self._output_tokens = options.output_tokens
-        # Texts of few tokens, half of all, are so much fewer among those that are there as they
-        # are sooner over.
-        self._short = min(costs.output_tokens, costs.short_output)
-        self._short_share = self._short / (2 * costs.output_tokens)
         self._prefills: dict[str, tuple[Prefill, float]] = {}
         self._decodes: dict[str, tuple[Decode, float, float]] = {}
         self._targets: dict[str, tuple[float, float]] = {}
@@ -393,7 +398,7 @@ class _Prices:
         found = self._prefills.get(node.node_id)
         if found is None:
             expected = self._options.prefill(self._costs, node)
-            cost = expected.ttft_s + expected.work_s + _missed(expected.ttft_s, self._ttft_slo)
+            cost = expected.ttft_s + expected.work_s + missed_s(expected.ttft_s, self._ttft_slo)
             found = self._prefills[node.node_id] = expected, cost
         return found
 
@@ -406,7 +411,7 @@ class _Prices:
         found = self._decodes.get(node.node_id)
         if found is None:
             decode = self._options.decode(self._costs, node, math.inf)
-            anyway = self._missed_there(decode.others_s, decode.queued_s)
+            anyway = self._itl.there(decode) if self._itl is not None else 0.0
             found = self._decodes[node.node_id] = decode, self._own(decode), anyway
         return found
 
@@ -421,23 +426,13 @@ class _Prices:
 
     def _own(self, decode: Decode) -> float:
         """What it costs a request to be generated for on a node."""
-        cost, missed, slo = self._output_tokens * decode.itl_s, 0.0, self._itl_slo
-        if slo is not None:  # short texts, half of all, come all beside prompts, or none of them
-            between = _missed(decode.step_s + decode.backlog_s / self._costs.short_output, slo)
-            if share := decode.prefill_share:
-                between += share * (_missed(decode.chunk_s, slo) - between)
-            missed = (_missed(decode.itl_s, slo) + between) / 2
+        cost, itl = self._output_tokens * decode.itl_s, self._itl
+        missed = itl.own(decode) if itl is not None else 0.0
         if decode.room:
             return cost + missed
-        return cost + max(missed, _missed(NO_ROOM_S / self._output_tokens, slo)) + NO_ROOM_S
-
-    def _missed_there(self, itl_s: float, wait_s: float) -> float:
-        """What a sequence may miss that waits for prompts: short ones can't make up for much."""
-        slo, share = self._itl_slo, self._short_share
-        if slo is None:
-            return 0.0
-        missed = _missed(itl_s + wait_s / self._costs.output_tokens, slo)
-        return missed + share * (_missed(itl_s + wait_s / self._short, slo) - missed)
+        if itl is not None:
+            missed = max(missed, itl.waiting(NO_ROOM_S, self._output_tokens))
+        return cost + missed + NO_ROOM_S
 
     def _delay(self, node: NodeInfo, sequences: float, slower_s: float, work_s: float) -> float:
         """What it costs sequences that steps take longer, and that they wait for one more prompt.
@@ -450,15 +445,11 @@ class _Prices:
         if not sequences and not coming:
             return 0.0
         there, _, anyway = self._decode(node)
-        each = self._costs.output_tokens * slower_s + work_s
-        if self._itl_slo is None:
+        each, itl = self._costs.output_tokens * slower_s + work_s, self._itl
+        if itl is None:
             return sequences * each
-        longer_s, wait_s = there.others_s + slower_s, there.queued_s + work_s
-        each += self._missed_there(longer_s, wait_s) - anyway
-        if not coming:
-            return sequences * each
-        late = self._missed_there(longer_s, work_s / 2) - self._missed_there(there.others_s, 0.0)
-        return sequences * each + coming * late
+        cost = sequences * (each + itl.there(there, slower_s, work_s) - anyway)
+        return cost + coming * itl.coming(there, slower_s, work_s / 2) if coming else cost
 
 
 _bound_and_place = itemgetter(0, 2)
@@ -466,13 +457,6 @@ _bound_and_place = itemgetter(0, 2)
 
 def _seconds(objective_ms: float | None) -> float | None:
     return None if objective_ms is None else objective_ms / 1e3
-
-
-def _missed(seconds: float, objective_s: float | None) -> float:
-    """What it costs that something is expected to take so long: likelihood of a miss times cost."""
-    if objective_s is None or seconds < 1e-6:
-        return 0.0
-    return MISSED_S / (1.0 + math.pow(objective_s / seconds, CERTAINTY))
 
 
 def load_policy(settings: RoutingPolicy, costs: CostModel) -> Policy:

@@ -42,6 +42,7 @@ class SimulateConfig:
         engine: measurements, see `simulate.engine_model`.
         ttft_slo: milliseconds to the first token that are good enough; None for any.
         itl_slo: milliseconds per token after it, as a request's mean.
+        itl_percentile: see `RoutingPolicy`; then that is what counts of a request.
         max_itl: see `RoutingPolicy`.
         min_handover_tokens: as of a router.
         goodput: also find the highest rate at which this share is served within both objectives;
@@ -73,6 +74,9 @@ class SimulateConfig:
     ttft_slo: float | None = flag(None, "the first token is to come within this", metavar="MS")
     itl_slo: float | None = flag(
         None, "each further token is to come within this, on average", metavar="MS"
+    )
+    itl_percentile: float | None = flag(
+        None, "of a request's times between tokens, instead of their average", metavar="P"
     )
     max_itl: float | None = flag(None, "as a router's: prompts come in short chunks", metavar="MS")
     min_handover_tokens: int = flag(0, "serve shorter prompts on one node", metavar="N")
@@ -122,6 +126,10 @@ class SimulateConfig:
             )
         return found
 
+    def is_met(self, outcome: RequestRecord) -> bool:
+        """Whether a request was served within both objectives."""
+        return is_good(outcome, self.ttft_slo, self.itl_slo, self.itl_percentile)
+
     def arrival_seconds(self, trace: Sequence[TraceRequest]) -> float:
         """How long requests come: a recorded trace may end before its time."""
         last = max(request.at for request in trace if request.after is None)
@@ -134,22 +142,28 @@ class SimulateConfig:
             min_handover_tokens=self.min_handover_tokens,
             ttft_slo=self.ttft_slo,
             itl_slo=self.itl_slo,
+            itl_percentile=self.itl_percentile,
             max_itl=self.max_itl,
         )
 
 
-def is_good(outcome: RequestRecord, ttft_slo: float | None, itl_slo: float | None) -> bool:
+def is_good(
+    outcome: RequestRecord,
+    ttft_slo: float | None,
+    itl_slo: float | None,
+    itl_percentile: float | None = None,
+) -> bool:
     """Whether a request was served within its objectives (ms)."""
     if outcome.error is not None or outcome.ttft_s is None:
         return False
     late = ttft_slo is not None and outcome.ttft_s * 1e3 > ttft_slo
-    return not late and (itl_slo is None or outcome.itl_s * 1e3 <= itl_slo)
+    return not late and (itl_slo is None or outcome.itl_of(itl_percentile) * 1e3 <= itl_slo)
 
 
 def summary(done: ServiceReport, config: SimulateConfig) -> dict[str, float]:
     """The figures of one run."""
     outcomes = done.outcomes
-    good = sum(is_good(outcome, config.ttft_slo, config.itl_slo) for outcome in outcomes)
+    good = sum(map(config.is_met, outcomes))
     ttfts = [o.ttft_s * 1e3 for o in outcomes if o.ttft_s is not None]
     gaps = [gap for o in outcomes for gap in (o.gaps * 1e3).tolist()]
     itls = [o.itl_s * 1e3 for o in outcomes if len(o.gaps)]
@@ -199,7 +213,7 @@ def highest_rate(config: SimulateConfig, spec: str, model: EngineModel) -> float
         good = 0
         for seed, trace in traces.items():
             done = run_one(config, spec, model, cut(trace, speed=speed), seed)
-            good += sum(is_good(o, config.ttft_slo, config.itl_slo) for o in done.outcomes)
+            good += sum(map(config.is_met, done.outcomes))
         if good >= config.goodput * count:
             low = speed if speed < FASTEST else math.inf
         else:

@@ -72,7 +72,15 @@ class RequestRecord:
     @property
     def itl_s(self) -> float:
         """Mean seconds per token after the first; 0 if there was one only."""
-        return float(self.gaps.mean()) if len(self.gaps) else 0.0
+        return self.itl_of(None)
+
+    def itl_of(self, percentile: float | None) -> float:
+        """A percentile of the times between tokens, or their mean; 0 if there was one token."""
+        if not len(self.gaps):
+            return 0.0
+        return float(
+            self.gaps.mean() if percentile is None else np.percentile(self.gaps, percentile)
+        )
 
 
 @dataclass(frozen=True)

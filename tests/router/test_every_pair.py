@@ -18,12 +18,11 @@ from hypothesis import strategies as st
 from kvbaton.messages.nodes import WIRE_COSTS, NodeInfo
 from kvbaton.router.choose import Wanted, choose, holders_of
 from kvbaton.router.config import RoutingPolicy
-from kvbaton.router.costs import GUESSED_WIRE, CostModel, Decode
+from kvbaton.router.costs import GUESSED_WIRE, CostModel, Decode, Prediction
 from kvbaton.router.loads import NodeLoad, NodeLoads
 from kvbaton.router.membership import Member, ReadyNodes
+from kvbaton.router.objectives import CERTAINTY, MISJUDGED, MISSED_S
 from kvbaton.router.policies import (
-    CERTAINTY,
-    MISSED_S,
     NO_ROOM_S,
     SATURATED_SEQUENCES,
     LeastCost,
@@ -54,6 +53,7 @@ WIRES = [
 ]
 FREE = {"tcp://elsewhere:1": {"handover_s": 0.0}}
 """A wire that has been measured: others are believed to be as it is."""
+ELSEWHERE = member("elsewhere", "decode").info
 POLICIES: dict[str, type[Policy]] = {
     "cost": LeastCost,
     "least-loaded": LeastLoaded,
@@ -138,11 +138,13 @@ def test_a_policy_chooses_as_if_it_looked_at_every_pair(name: str, number: int) 
     nodes = [one.info for one in members if one.info.node_id not in avoid]
     loads = work(chance, members)
     cached = {name: chance.choice([16, 512, 1024]) for name in names if chance.random() < 0.5}
+    itl_slo = chance.choice([None, 7.0, 20.0])
     asked = RoutingPolicy(
         policy=name,
         min_handover_tokens=chance.choice([0, 0, 0, 600, 1001]),
         ttft_slo=chance.choice([None, 50.0, 500.0]),
-        itl_slo=chance.choice([None, 7.0, 20.0]),
+        itl_slo=itl_slo,
+        itl_percentile=chance.choice([None, 95.0, 99.0]) if itl_slo is not None else None,
         min_fetch_tokens=chance.choice([0, 256]),
     )
     costs, ready = CostModel(lambda: NOW), ReadyNodes(members)
@@ -151,6 +153,9 @@ def test_a_policy_chooses_as_if_it_looked_at_every_pair(name: str, number: int) 
     late_s = chance.choice([[], [0.0, EXACT, 4 * EXACT, 8 * EXACT]])
     for pair in pairs if late_s else ():
         costs.handed_over(*pair, chance.choice(late_s))
+    beside = chance.choice([0.0, 8 * EXACT, 64 * EXACT])
+    for node in nodes if beside else ():  # of prompts that were computed here of late
+        costs.assigned(node, ELSEWHERE, Prediction(beside, 0.0, 0.0, 0.0, 0.0, 0.0, work_s=beside))
     wanted = Wanted(TOKENS, chance.choice([1, 128]), (), cached)
     found = choose(ready, loads, POLICIES[name](asked, costs), wanted, avoid=avoid)
     if not nodes:
@@ -340,8 +345,34 @@ def by_cost(
         times = objective_ms / 1e3 / max(seconds, 1e-6)
         return MISSED_S / (1 + math.pow(times, CERTAINTY))
 
+    def likely(seconds: float) -> float:
+        return missed(seconds, asked.itl_slo) / MISSED_S
+
+    def exceeds(tokens: float, slow: float) -> float:
+        """More gaps than may be, if so many are expected."""
+        may = (1 - (asked.itl_percentile or 0.0) / 100) * tokens
+        if not slow:
+            return 0.0
+        known = math.erfc((may - slow) / math.sqrt(2 * slow)) / 2
+        return known + MISJUDGED * (min(1.0, slow / may) - known)
+
+    def meets(node: Decode, step_s: float, tokens: float, waits_s: float) -> float:
+        """What it costs that a percentile of a text's gaps may be too long."""
+        met = tokens * step_s / node.prompt_s * node.prefill_share / (1 - node.prefill_share)
+        slow = met * likely(step_s + node.prompt_s)
+        if waits_s:
+            steps = max(1.0, waits_s / node.full_s)
+            slow += steps * likely(step_s + waits_s / steps)
+        stalls = exceeds(tokens, slow)
+        return MISSED_S * (stalls + (1 - stalls) * likely(step_s))
+
     def delay(there: Decode, slower_s: float, work_s: float) -> float:
         tokens, slo = costs.output_tokens, asked.itl_slo
+        if asked.itl_percentile is not None:
+            step_s = there.others_s * (1 - there.prefill_share)
+            now = meets(there, step_s, tokens, there.queued_s)
+            then = meets(there, step_s + slower_s, tokens, there.queued_s + work_s)
+            return tokens * slower_s + work_s + (then - now)
         anyway = there.others_s + there.queued_s / tokens
         later = anyway + slower_s + work_s / tokens
         return tokens * slower_s + work_s + (missed(later, slo) - missed(anyway, slo))
@@ -351,9 +382,12 @@ def by_cost(
         between = decode.step_s + decode.backlog_s / costs.short_output
         if_short = share * missed(decode.chunk_s, slo) + (1 - share) * missed(between, slo)
         misses = (missed(decode.itl_s, slo) + if_short) / 2
+        late = missed(NO_ROOM_S / output_tokens, slo)
+        if asked.itl_percentile is not None:
+            misses = meets(decode, decode.step_s, costs.output_tokens, decode.backlog_s)
+            late = MISSED_S * exceeds(output_tokens, likely(NO_ROOM_S))
         cost = output_tokens * decode.itl_s + misses
         if not decode.room:
-            late = missed(NO_ROOM_S / output_tokens, slo)
             cost = output_tokens * decode.itl_s + max(misses, late) + NO_ROOM_S
         return cost + decode.sequences * delay(decode, decode.slower_s, work_s)
 

@@ -293,6 +293,44 @@ def test_a_prompt_is_not_computed_where_sequences_come_fast_though_none_is_there
     assert route("cost", both, 8000, loads, costs=costs, **slos).prefills.node_id == "a0"
 
 
+def beside_prompts(tokens: int, percentile: float | None, *, per_s: float) -> str:
+    """Who gets a prompt of 3,000 tokens (0.1 s), if the idle node has a queue of 3 s.
+
+    The other one generates texts of so many tokens, beside so many prompts a second of late.
+    """
+    clock = Clock()
+    costs, both = CostModel(clock), [member(f"a{i}", "any", load=H200) for i in range(2)]
+    for _ in range(300):
+        costs.finished(tokens)
+    costs.learn([one.info for one in both], NodeLoads())
+    predicted = Prediction(0.1, 0.006, 0.006, 0.0, 0.1, 0.0, work_s=0.1)
+    for _ in range(int(20 * per_s)):
+        costs.assigned(both[0].info, member("gone", "decode").info, predicted)
+        clock.now += 1 / per_s
+    loads = {
+        "a0": NodeLoad(sequences=8, tokens=8 * 1000),
+        "a1": NodeLoad(prompt_tokens=90_000, prefill_us=3_000_000),
+    }
+    slos: dict[str, Any] = {"ttft_slo": 1000.0, "itl_slo": 12.0, "itl_percentile": percentile}
+    return route("cost", both, 3000, loads, costs=costs, **slos).prefills.node_id
+
+
+def test_a_percentile_of_the_times_between_tokens_forgives_some_prompts_and_no_more() -> None:
+    assert beside_prompts(1000, 95.0, per_s=0.5) == "a0", "3 of 1,000 gaps are long, 50 may be"
+    assert beside_prompts(1000, 99.5, per_s=0.5) == "a1", "5 may be"
+    assert beside_prompts(10, 95.0, per_s=0.1) == "a1", "of a short text not even one"
+    assert beside_prompts(10, 60.0, per_s=0.1) == "a0", "four of ten"
+    assert beside_prompts(1000, None, per_s=0.5) == "a0", "the mean"
+
+
+@pytest.mark.parametrize("percentile", [0.0, 100.0, math.nan])
+def test_what_is_no_percentile(percentile: float) -> None:
+    with pytest.raises(ConfigError, match="--itl-percentile"):
+        RoutingPolicy(itl_slo=10.0, itl_percentile=percentile)
+    with pytest.raises(ConfigError, match="without --itl-slo"):
+        RoutingPolicy(itl_percentile=95.0)
+
+
 def test_what_a_node_was_given_is_no_more_once_texts_are_known_to_be_short() -> None:
     """Sums over four seconds were taken for sums over one, and nodes for four times as busy."""
     clock = Clock()

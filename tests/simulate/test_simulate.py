@@ -52,8 +52,11 @@ def serve(
     seed: int = 0,
     ttft_slo: float | None = None,
     itl_slo: float | None = None,
+    itl_percentile: float | None = None,
 ) -> ServiceReport:
-    settings = RoutingPolicy(policy=policy, ttft_slo=ttft_slo, itl_slo=itl_slo)
+    settings = RoutingPolicy(
+        policy=policy, ttft_slo=ttft_slo, itl_slo=itl_slo, itl_percentile=itl_percentile
+    )
     return simulate(trace, parse_nodes(nodes), model, settings, seed=seed)
 
 
@@ -360,6 +363,26 @@ def test_nodes_of_any_role_follow_a_mix_that_shifts() -> None:
     assert good.pop("3A") >= 1.5 * max(good.values())
 
 
+def test_nodes_are_chosen_by_the_percentile_that_is_asked_for() -> None:
+    """Of a text of 20 tokens one time between two may be long, whatever their mean is."""
+    trace = GENERATORS["code"](0, 8.0, 50.0)
+
+    def good(percentile: float | None) -> float:
+        done = serve(
+            trace,
+            "4A",
+            "cost",
+            load_engine(),
+            ttft_slo=1000.0,
+            itl_slo=25.0,
+            itl_percentile=percentile,
+        )
+        return sum(is_good(one, 1000, 25, 95) for one in done.outcomes) / len(trace)
+
+    assert good(95.0) > 0.97
+    assert good(None) < 0.92, "the mean is another objective"
+
+
 def test_mooncakes_format(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     rows = [
@@ -591,6 +614,7 @@ def test_advice_says_what_pays() -> None:
         (["--trace", "chat", "--rate", "1", "--ttft-slo", "nan"], "--ttft-slo"),
         (["--trace", "chat", "--rate", "1", "--seed", "0", "-1"], "--seed"),
         (["--trace", "chat", "--rate", "1", "--plot", "a.doc"], "--plot"),
+        (["--trace", "chat", "--rate", "1", "--itl-percentile", "95"], "--itl-percentile"),
         (["--trace", "chat", "--rate", "1", "--begin", "-1"], "--begin"),
         (
             ["--trace", "chat", "--rate", "1", "--min-handover-tokens", "-1"],

@@ -1,0 +1,152 @@
+"""What it costs that requests are expected to miss their objectives: by how likely that is.
+
+Of the tokens after the first either a text's mean time per token is to be within the objective
+(`MeanItl`), or a percentile of its times between tokens (`PercentileItl`).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+
+from typing_extensions import override
+
+from kvbaton.router.costs import CostModel, Decode
+
+MISSED_S = 30.0
+"""A request that misses an objective counts as so many seconds."""
+CERTAINTY = 8.0
+"""What is expected to take half its objective misses it once in 2 to this power."""
+MISJUDGED = 0.1
+"""So often how many prompts will come beside a text is not known at all."""
+
+
+def missed_s(seconds: float, objective_s: float | None) -> float:
+    """What it costs that something is expected to take so long: likelihood of a miss times cost."""
+    return 0.0 if objective_s is None else MISSED_S * _likely(seconds, objective_s)
+
+
+def _likely(seconds: float, objective_s: float) -> float:
+    if seconds < 1e-6:
+        return 0.0
+    return 1.0 / (1.0 + math.pow(objective_s / seconds, CERTAINTY))
+
+
+class ItlObjective(ABC):
+    """How fast the tokens after the first are to come; methods give what misses cost, in seconds.
+
+    Texts of few tokens, half of all, are judged apart, as they can't make up for a wait. They are
+    so much fewer among those that are there as they are sooner over.
+
+    Args:
+        slo_s: the objective.
+        costs: with the lengths of texts.
+    """
+
+    def __init__(self, slo_s: float, costs: CostModel) -> None:
+        self._slo_s, self._costs = slo_s, costs
+
+    @abstractmethod
+    def own(self, decode: Decode) -> float:
+        """Of a request that is generated on a node."""
+
+    @abstractmethod
+    def waiting(self, seconds: float, tokens: float) -> float:
+        """Of a text of so many tokens that waits once for so long."""
+
+    @abstractmethod
+    def _of(self, tokens: float, decode: Decode, slower_s: float, wait_s: float) -> float:
+        """Of a text of so many tokens on a node: steps take longer, and it waits for prompts."""
+
+    def there(self, decode: Decode, slower_s: float = 0.0, work_s: float = 0.0) -> float:
+        """Of a sequence that is on a node, if steps take longer and one more prompt is computed.
+
+        It waits for that after all prompts which are there already.
+        """
+        return self._of_any(decode, slower_s, decode.queued_s + work_s)
+
+    def coming(self, decode: Decode, slower_s: float, wait_s: float) -> float:
+        """Of a sequence that comes to the node meanwhile, what it misses more than otherwise."""
+        return self._of_any(decode, slower_s, wait_s) - self._of_any(decode, 0.0, 0.0)
+
+    def _of_any(self, decode: Decode, slower_s: float, wait_s: float) -> float:
+        mean = self._costs.output_tokens
+        short = min(mean, self._costs.short_output)
+        missed = self._of(mean, decode, slower_s, wait_s)
+        return missed + short / (2 * mean) * (self._of(short, decode, slower_s, wait_s) - missed)
+
+
+class MeanItl(ItlObjective):
+    """A text's mean time per token is to be within the objective."""
+
+    @override
+    def own(self, decode: Decode) -> float:
+        # Short texts come all beside prompts, or none of them.
+        between = self._missed(decode.step_s + decode.backlog_s / self._costs.short_output)
+        if share := decode.prefill_share:
+            between += share * (self._missed(decode.chunk_s) - between)
+        return (self._missed(decode.itl_s) + between) / 2
+
+    @override
+    def waiting(self, seconds: float, tokens: float) -> float:
+        return self._missed(seconds / tokens)
+
+    @override
+    def _of(self, tokens: float, decode: Decode, slower_s: float, wait_s: float) -> float:
+        return self._missed(decode.others_s + slower_s + wait_s / tokens)
+
+    def _missed(self, seconds: float) -> float:
+        return missed_s(seconds, self._slo_s)
+
+
+class PercentileItl(ItlObjective):
+    """A percentile of a text's times between tokens is to be within the objective.
+
+    So a text may meet some prompts, however long, but not more. How many come is a Poisson
+    variable, taken for a normal one, or is misjudged: then each that is expected counts for its
+    part of those that are forgiven. So prompts come together at few nodes while others have none.
+
+    Args:
+        slo_s: the objective.
+        percentile: which; 0 to 100.
+        costs: with the lengths of texts.
+    """
+
+    def __init__(self, slo_s: float, percentile: float, costs: CostModel) -> None:
+        super().__init__(slo_s, costs)
+        self._forgiven = 1.0 - percentile / 100
+
+    @override
+    def own(self, decode: Decode) -> float:
+        lengths = self._costs.output_tokens, self._costs.short_output
+        return sum(self._missed(n, decode.step_s, decode, decode.backlog_s) for n in lengths) / 2
+
+    @override
+    def waiting(self, seconds: float, tokens: float) -> float:
+        return MISSED_S * self._too_many(tokens, _likely(seconds, self._slo_s))
+
+    @override
+    def _of(self, tokens: float, decode: Decode, slower_s: float, wait_s: float) -> float:
+        step_s = decode.others_s * (1 - decode.prefill_share) + slower_s
+        return self._missed(tokens, step_s, decode, wait_s)
+
+    def _missed(self, tokens: float, step_s: float, decode: Decode, wait_s: float) -> float:
+        """Of a text with steps of such a time, prompts as of late, and some that surely come."""
+        share, full_s, prompt_s = decode.prefill_share, decode.full_s, decode.prompt_s
+        slow = 0.0
+        if share:
+            prompts = tokens * step_s / prompt_s * share / (1 - share)
+            slow = prompts * _likely(step_s + prompt_s, self._slo_s)
+        if wait_s:  # of several prompts in full steps
+            steps = max(1.0, wait_s / full_s)
+            slow += steps * _likely(step_s + wait_s / steps, self._slo_s)
+        stalled = self._too_many(tokens, slow)
+        return MISSED_S * (stalled + (1 - stalled) * _likely(step_s, self._slo_s))
+
+    def _too_many(self, tokens: float, slow: float) -> float:
+        """How likely more of a text's gaps are slow than may be, of which so many are expected."""
+        if not slow:
+            return 0.0
+        forgiven = self._forgiven * tokens
+        known = math.erfc((forgiven - slow) / math.sqrt(2 * slow)) / 2
+        return known + MISJUDGED * (min(1.0, slow / forgiven) - known)
