@@ -309,8 +309,8 @@ def draw(
     ttft, itl = figure.subplots(1, 2)
     for spec, ended in outcomes.items():
         firsts = sorted(o.ttft_s * 1e3 for o in ended if o.ttft_s is not None)
-        means = sorted(o.itl_s * 1e3 for o in ended if len(o.gaps))
-        for axes, values in ((ttft, firsts), (itl, means)):
+        itls = sorted(o.itl_of(config.itl_percentile) * 1e3 for o in ended if len(o.gaps))
+        for axes, values in ((ttft, firsts), (itl, itls)):
             shares = [(i + 1) / len(values) for i in range(len(values))]
             axes.step(values, shares, where="post", label=spec)
     for axes, name, slo in (
