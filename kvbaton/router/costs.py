@@ -44,6 +44,8 @@ many sequences come to it; between, it is as long as `SHARE_TEXTS` texts take.""
 SHARE_TEXTS = 8.0
 MOST_SHARE = 0.95
 DEFAULT_STEP_TOKENS = 2048
+LEAST_S = 1e-6
+"""That a step full of a prompt is believed to take longer, also by those who say it is nothing."""
 GUESSED_WIRE = 0.25
 """Of what computing tokens takes, their way from a node while no wire has been measured: a free one
 would have prompts travel to who has them not, and hand-overs made for nothing."""
@@ -456,8 +458,8 @@ class CostModel:
             backlog_s=backlog_s,
             prefill_share=share,
             chunk_s=step_s + chunk_s,
-            full_s=chunk_s,
-            prompt_s=min(chunk_s, self._step_of_prompts_s(node) or chunk_s),
+            full_s=(full_s := max(chunk_s, LEAST_S)),
+            prompt_s=min(full_s, self._step_of_prompts_s(node) or full_s),
             slower_s=after - before,
             sequences=sequences,
             room=room,

@@ -323,6 +323,22 @@ def test_a_percentile_of_the_times_between_tokens_forgives_some_prompts_and_no_m
     assert beside_prompts(1000, None, per_s=0.5) == "a0", "the mean"
 
 
+def test_prompts_that_are_said_to_take_nothing_divide_nothing() -> None:
+    free = {**H200, "prefill_token_s": 0.0, "prefill_context_s": 0.0}
+    clock, before = Clock(), [member(f"a{i}", "any", load=H200) for i in range(2)]
+    costs = CostModel(clock)
+    costs.learn([one.info for one in before], NodeLoads())
+    predicted = Prediction(0.1, 0.006, 0.006, 0.0, 0.1, 0.0, work_s=0.1)
+    for one in before:
+        costs.assigned(one.info, one.info, predicted)
+    both = [member(f"a{i}", "any", load=free) for i in range(2)]
+    loads = {one.info.node_id: NodeLoad(2000, sequences=4, prefill_us=50_000) for one in both}
+    slos: dict[str, Any] = {"ttft_slo": 1000.0, "itl_slo": 12.0, "itl_percentile": 95.0}
+    found = route("cost", both, 3000, loads, costs=costs, **slos)
+    assert found.predicted is not None
+    assert math.isfinite(found.single_cost_s or math.nan)
+
+
 @pytest.mark.parametrize("percentile", [0.0, 100.0, math.nan])
 def test_what_is_no_percentile(percentile: float) -> None:
     with pytest.raises(ConfigError, match="--itl-percentile"):
