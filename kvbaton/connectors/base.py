@@ -110,15 +110,12 @@ class Handle(Protocol):
 
     def status(self) -> Status:
         """State now; never blocks. Drives progress where the transport needs driving."""
-        ...
 
     def error(self) -> str | None:
         """Why it failed, once `status` is `ERROR` or `DRAINED`."""
-        ...
 
     def release(self) -> None:
         """Give the handle back. Only after a terminal status or a closed peer. Idempotent."""
-        ...
 
 
 @runtime_checkable
@@ -128,7 +125,6 @@ class Peer(Protocol):
     @property
     def name(self) -> str:
         """The remote transport's name, as in its card."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -178,42 +174,34 @@ class Transport(Protocol):
     @property
     def name(self) -> str:
         """Unique per process and generation: a restarted process has another name."""
-        ...
 
     @property
     def capabilities(self) -> Capabilities:
         """What this transport can do."""
-        ...
 
     def register(self, memory: Memory) -> Region:
         """Make memory reachable. Raises `TransportError`."""
-        ...
 
     def deregister(self, region: Region) -> None:
         """Undo `register`. Only when no write can touch the region any more."""
-        ...
 
     def card(self) -> bytes:
         """All that a peer needs to `connect`: taken after the last `register`. A secret."""
-        ...
 
     def connect(self, card: bytes) -> Peer:
         """Reach the owner of a card. Raises `TransportError`; never dials before this call."""
-        ...
 
     def close(self, peer: Peer) -> bool:
         """Stop posting to a peer, and try to end the writes to it that are in flight.
 
         Returns True once they no longer read our memory, else False; the caller asks again later.
         """
-        ...
 
     def fence(self, peer: Peer) -> bool:
         """Try to make sure that no byte of this peer can land here any more.
 
         Returns True once that is proven, else False; the caller asks again later.
         """
-        ...
 
     def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> Handle:
         """Start copying ranges from our regions into the peer's; `notice` follows the bytes.
@@ -221,19 +209,15 @@ class Transport(Protocol):
         A failure to start gives a handle whose status says so; it raises only `ValueError` for
         arguments that break this contract. An empty `ranges` sends the notice alone.
         """
-        ...
 
     def notices(self) -> Sequence[Notice]:
         """Writes that have landed here since the last call; never blocks; drives progress."""
-        ...
 
     def lost(self) -> Sequence[Peer]:
         """Peers found to be gone since the last call."""
-        ...
 
     def shutdown(self) -> None:
         """Close every peer and give everything back. Idempotent."""
-        ...
 
 
 @runtime_checkable
@@ -245,12 +229,9 @@ class PreparesWrites(Protocol):
 
         `ranges` may change as soon as it returns.
         """
-        ...
 
     def post(self, prepared: Any, notice: bytes) -> Handle:
         """Start a write that was made ready, once, as `write` does: with the bytes of now."""
-        ...
 
     def discard(self, prepared: Any) -> None:
         """Give back what was made ready and will not be posted. Idempotent."""
-        ...

@@ -48,7 +48,6 @@ class PendingResult(Protocol[T_co]):
 
     def poll(self) -> T_co | None:
         """It, or None while it is on its way."""
-        ...
 
 
 PendingSums = PendingResult[list[Sums]]

@@ -18,19 +18,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvbaton.connectors.base import RangeColumn
+from kvbaton.connectors.base import RangeColumn, Ranges
 from kvbaton.connectors.layout import BLOCK, FEATURE, HEAD, KV, LAYER, TOKEN, KVLayout, Plane
 from kvbaton.connectors.pairing import GroupPairing, PlaneShare
 from kvbaton.errors import LayoutMismatchError
 from kvbaton.types import Spans
-
-if TYPE_CHECKING:
-    from kvbaton.connectors.base import Ranges
 
 Ints = npt.NDArray[np.int64]
 

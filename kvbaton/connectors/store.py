@@ -157,12 +157,10 @@ class Store(Protocol):
     @property
     def name(self) -> str:
         """What metrics and events call it: the *medium* of its objects."""
-        ...
 
     @property
     def capabilities(self) -> StoreCapabilities:
         """What this store can do."""
-        ...
 
     def open(self) -> None:
         """Connect, make folders, start threads; may block for seconds.
@@ -171,11 +169,9 @@ class Store(Protocol):
             ConfigError: an option is wrong.
             StoreError: the back end can't be reached.
         """
-        ...
 
     def health(self) -> str | None:
         """Why the store can't serve now, from what it knows; None if it can. Never blocks."""
-        ...
 
     def lookup(self, keys: Sequence[bytes], *, pin: bool = False) -> Future[Found]:
         """Which objects are there. With `pin`, those found stay until `release`.
@@ -183,18 +179,15 @@ class Store(Protocol):
         One that declares `prefix` takes it as a keyword: after the first object that is not there
         all answers are False, so it need not look further, and pins nothing there.
         """
-        ...
 
     def release(self, ticket: int) -> None:
         """Give pins back. Unknown and released tickets are ignored; never blocks."""
-        ...
 
     def load(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> Future[list[bool]]:
         """Fill `targets` with the objects; per key whether all its bytes are right.
 
         After False a target's bytes may be anything. An object of another length is a miss.
         """
-        ...
 
     def store(self, keys: Sequence[bytes], sources: Sequence[Pieces]) -> Future[list[bool]]:
         """Keep the objects; per key whether it is there now. False: there was no room.
@@ -202,19 +195,15 @@ class Store(Protocol):
         One that declares `hints` takes as a keyword ``hints: Sequence[Hints]``, one per key, which
         may be left out.
         """
-        ...
 
     def delete(self, keys: Sequence[bytes]) -> Future[int]:
         """Forget objects; how many were there."""
-        ...
 
     def usage(self) -> Usage:
         """What it holds; never blocks."""
-        ...
 
     def close(self) -> None:
         """Finish or fail what is running, then give everything back. Idempotent; may block."""
-        ...
 
 
 @runtime_checkable
@@ -246,7 +235,6 @@ class Registering(Protocol):
         Raises:
             StoreError: it can't be registered; the store works without, and gets no `Memory`.
         """
-        ...
 
 
 @runtime_checkable
@@ -271,7 +259,6 @@ class Claiming(Protocol):
         A claim ends with the `store` of its object, whatever comes of it, or after `CLAIM_S`
         without one. To store without a claim is allowed.
         """
-        ...
 
 
 CLAIM_S = 30.0
@@ -283,8 +270,6 @@ class Namespaced(Protocol):
 
     def namespaces(self) -> Future[dict[str, Usage]]:
         """What it holds by `Hints.namespace`; it may have to look at every object."""
-        ...
 
     def clear(self, namespace: str) -> Future[int]:
         """Forget all objects of a namespace; how many there were."""
-        ...

@@ -34,22 +34,18 @@ class StagedBlocks(Protocol):
     @property
     def pieces(self) -> Sequence[AnyPieces]:
         """Per block its bytes in canonical order (see `connectors.objects`)."""
-        ...
 
     def ready(self) -> bool:
         """Whether the bytes are where they were to go.
 
         That is here after `fetch`, and in the blocks after `write_back`.
         """
-        ...
 
     def write_back(self) -> None:
         """Begin to bring what was filled in to the blocks."""
-        ...
 
     def release(self) -> None:
         """Give the memory back."""
-        ...
 
 
 class BlockStaging(Protocol):
@@ -58,25 +54,20 @@ class BlockStaging(Protocol):
     @property
     def max_blocks(self) -> int:
         """Most blocks of one batch."""
-        ...
 
     @property
     def loads_together(self) -> int:
         """Batches of one load."""
-        ...
 
     @property
     def regions(self) -> AnyPieces:
         """The memory in which all pieces lie."""
-        ...
 
     def fetch(self, group: int, blocks: Sequence[int]) -> StagedBlocks | None:
         """Begin to bring blocks here, which no step in flight writes; None if all is lent out."""
-        ...
 
     def lend(self, group: int, blocks: Sequence[int]) -> StagedBlocks | None:
         """Memory to be filled for blocks; None if all is lent out."""
-        ...
 
 
 OnePiece = TypeVar("OnePiece", memoryview, Memory)

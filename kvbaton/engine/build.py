@@ -73,18 +73,15 @@ class ConnectorFactory(Protocol):
     @property
     def sends_blocks(self) -> bool:
         """Whether blocks are handed over from this node, so that their digests must be kept."""
-        ...
 
     @property
     def items(self) -> ConnectorFactory:
         """Makes the connector of the encoder beside a language model, which receives outputs."""
-        ...
 
     def __call__(
         self, executor: Executor, scheduler: Scheduler, surroundings: ConnectorContext
     ) -> Sequence[KVConnector]:
         """Make them and start what they need."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -24,15 +24,12 @@ class Collectives(Protocol):
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks, the same bits on each."""
-        ...
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """[rows, n] of each rank, side by side in the order of ranks: [rows, size * n]."""
-        ...
 
     def tick(self) -> None:
         """A graph that may hold collectives was launched; see `Lockstep`."""
-        ...
 
 
 class Alone:

@@ -59,11 +59,9 @@ class Mailbox(Protocol):
 
     def receive(self, timeout: float, wake_fd: int) -> Iterable[ToCore]:
         """Messages that have arrived; waits up to `timeout` seconds for one or for `wake_fd`."""
-        ...
 
     def send(self, message: FromCore) -> None:
         """Send to whom it concerns."""
-        ...
 
 
 class EngineCore:

@@ -136,7 +136,6 @@ class CachedBlockSource(Protocol):
 
     def snapshot(self) -> Iterator[tuple[BlockChange, ...]]:
         """All blocks that are cached now."""
-        ...
 
 
 class FrontendServer:

@@ -24,15 +24,12 @@ class OutputReceiver(Protocol):
 
     def put(self, output: Output) -> None:
         """New tokens of a choice."""
-        ...
 
     def end(self, error: Exception | None) -> None:
         """Nothing more will come: all choices are complete, or the request has failed."""
-        ...
 
     def flush(self) -> None:
         """All that came at once was said by `put` and `end`: now is the time to act on it."""
-        ...
 
 
 class TokenSource(ABC):

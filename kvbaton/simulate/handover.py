@@ -37,7 +37,6 @@ class WiredEngine(Protocol):
 
     def post(self, job: Callable[[], list[Output] | None]) -> None:
         """Have something done between two steps."""
-        ...
 
 
 @dataclass(eq=False)

@@ -64,7 +64,6 @@ class Rig(Protocol):
 
     def lacks(self, need: str) -> str | None:
         """Why the connector, or this machine, lacks what a case needs; None if it does not."""
-        ...
 
 
 AnyRig = TypeVar("AnyRig", bound=Rig)

@@ -42,23 +42,18 @@ class BackDoor(Protocol):
 
     def get(self, key: bytes) -> bytes | None:
         """The bytes of an object as they are kept, or None."""
-        ...
 
     def put(self, key: bytes, data: bytes) -> None:
         """Keep an object as the store would."""
-        ...
 
     def cut(self, key: bytes, num_bytes: int) -> None:
         """Leave only the first bytes of what is kept of an object."""
-        ...
 
     def spoil(self, key: bytes) -> None:
         """Change one byte of what is kept of an object, if the store notices such things."""
-        ...
 
     def fail(self, failing: bool) -> None:
         """Make all that the store does at its back end an error, until told that it is over."""
-        ...
 
 
 class StoreRig:

@@ -11,22 +11,18 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from kvbaton.connectors.base import Device, Handle, Memory, Peer, Ranges, Status, Transport
 from kvbaton.connectors.registry import load_transport
 from kvbaton.errors import TransportError
 from kvbaton.testing.kit import CaseFailure, Kit, require
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from kvbaton.connectors.base import Ranges
-
-    Bytes = npt.NDArray[np.uint8]
-    Row = tuple[int, int, int, int, int, int, int, int]
+Bytes = npt.NDArray[np.uint8]
+Row = tuple[int, int, int, int, int, int, int, int]
 
 MakePair = Callable[[], tuple[Transport, Transport]]
 SOURCE_SIZES = (300_037, 65_536)

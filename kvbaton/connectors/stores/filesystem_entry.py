@@ -47,7 +47,6 @@ class FileMover(Protocol):
 
         False if the file ends before, or takes no more; raises `OSError` otherwise.
         """
-        ...
 
 
 class SystemCalls:

@@ -44,39 +44,30 @@ class Backend(Protocol):
     @property
     def capabilities(self) -> StoreCapabilities:
         """What the store can do; `pins` is False, since threads can't keep others from evicting."""
-        ...
 
     def open(self) -> None:
         """See `Store.open`."""
-        ...
 
     def health(self) -> str | None:
         """See `Store.health`."""
-        ...
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Which of the keys are there."""
-        ...
 
     def get(self, key: bytes, target: Pieces) -> bool:
         """Fill `target`; False if the object is gone, torn, corrupt or of another length."""
-        ...
 
     def put(self, key: bytes, source: Pieces) -> bool:
         """Keep an object, whole or not at all; True if it is there now, False without room."""
-        ...
 
     def remove(self, keys: Sequence[bytes]) -> int:
         """Forget objects; how many were there."""
-        ...
 
     def usage(self) -> Usage:
         """See `Store.usage`."""
-        ...
 
     def close(self) -> None:
         """Give everything back; no other call is running."""
-        ...
 
 
 @runtime_checkable
@@ -85,11 +76,9 @@ class BatchBackend(Protocol):
 
     def get_many(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> Sequence[bool]:
         """`Backend.get` of many, whose targets do not overlap; a key may be there twice."""
-        ...
 
     def put_many(self, keys: Sequence[bytes], sources: Sequence[Pieces]) -> Sequence[bool]:
         """`Backend.put` of many: those that are kept are whole, whatever becomes of the others."""
-        ...
 
 
 class DeclaredBackend(Protocol):
@@ -97,19 +86,15 @@ class DeclaredBackend(Protocol):
 
     def longest_prefix(self, keys: Sequence[bytes]) -> int:
         """``prefix``: how many of the keys are there before the first one that is not."""
-        ...
 
     def claim(self, keys: Sequence[bytes]) -> list[bool]:
         """``claims``: see `Claiming.claim`."""
-        ...
 
     def namespaces(self) -> dict[str, Usage]:
         """``namespaces``: see `Namespaced.namespaces`."""
-        ...
 
     def clear(self, namespace: str) -> int:
         """Likewise: see `Namespaced.clear`."""
-        ...
 
 
 _DECLARED = {

@@ -28,11 +28,9 @@ class TargetMemory(Protocol):
 
     def digest(self, ranges: Sequence[BlockRange]) -> PendingDigests:
         """Digest sums recomputed from the bytes in memory now; called from the transfer thread."""
-        ...
 
     def adopt(self, ranges: Sequence[BlockRange], sums: Sequence[Sequence[Sums]]) -> None:
         """Keep verified sums with blocks, as if a step had written them; likewise."""
-        ...
 
 
 @dataclass

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -32,15 +31,13 @@ from kvbaton.connectors.base import (
     Notice,
     Peer,
     RangeColumn,
+    Ranges,
     Region,
     Status,
     Transport,
 )
 from kvbaton.connectors.faults import Schedule, Schedules
 from kvbaton.connectors.registry import load_transport
-
-if TYPE_CHECKING:
-    from kvbaton.connectors.base import Ranges
 
 FAULTS = ("delay", "error", "partial", "corrupt", "lose_notice", "disconnect")
 _LOST = b"\0kvbaton lost notice\0"

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from typing_extensions import override
 
@@ -34,12 +34,9 @@ from kvbaton.connectors.transports.tcp_connections import (
     TcpListener,
     TcpPeer,
 )
-from kvbaton.connectors.transports.tcp_staging import tensor_of
+from kvbaton.connectors.transports.tcp_staging import Run, tensor_of
 from kvbaton.connectors.transports.tcp_wire import MAX_NOTICE_BYTES
 from kvbaton.errors import ConfigError, RemoteProtocolError, TransportError
-
-if TYPE_CHECKING:
-    from kvbaton.connectors.transports.tcp_staging import Run
 
 CHUNK_BYTES = 16 << 20
 OPEN_S = 5.0

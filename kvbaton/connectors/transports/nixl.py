@@ -42,7 +42,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -54,6 +54,7 @@ from kvbaton.connectors.base import (
     Memory,
     Notice,
     Peer,
+    Ranges,
     Region,
     Status,
 )
@@ -76,9 +77,6 @@ from kvbaton.connectors.transports.regions import (
     own_peer,
 )
 from kvbaton.errors import ConfigError, TransportError
-
-if TYPE_CHECKING:
-    from kvbaton.connectors.base import Ranges
 
 MAX_NOTICE_BYTES = 1 << 16
 POST_BUDGET_S = 0.002

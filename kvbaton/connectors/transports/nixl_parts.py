@@ -10,18 +10,16 @@ import os
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from kvbaton.connectors.base import Device, Memory
 from kvbaton.connectors.transports.regions import Copies
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    Descriptors = npt.NDArray[np.uint64]
+Descriptors = npt.NDArray[np.uint64]
 
 PART_BYTES = 8 << 20
 """Most bytes of a part: some 2 ms where the CPU copies."""

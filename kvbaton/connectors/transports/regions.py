@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from kvbaton.connectors.base import Memory, Peer, RangeColumn, Region, Status
+from kvbaton.connectors.base import Memory, Peer, RangeColumn, Ranges, Region, Status
 from kvbaton.errors import TransportError
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from kvbaton.connectors.base import Ranges
-
-    Int64s = npt.NDArray[np.int64]
+Int64s = npt.NDArray[np.int64]
 
 MAX_COPIES = 1 << 24
 """Most single copies that one write may come to."""

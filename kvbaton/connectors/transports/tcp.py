@@ -14,12 +14,11 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvbaton.connectors.address import is_wildcard
-from kvbaton.connectors.base import Capabilities, FenceScope, Memory, Notice, Peer, Region
+from kvbaton.connectors.base import Capabilities, FenceScope, Memory, Notice, Peer, Ranges, Region
 from kvbaton.connectors.guard import guard_card
 from kvbaton.connectors.transports.regions import RegionTable, decode_card, expand, own_peer
 from kvbaton.connectors.transports.tcp_connections import TcpCard, TcpHandle, TcpListener, TcpPeer
@@ -31,9 +30,6 @@ from kvbaton.connectors.transports.tcp_staging import (
 )
 from kvbaton.connectors.transports.tcp_wire import MAX_NAME_BYTES, MAX_NOTICE_BYTES
 from kvbaton.errors import ConfigError, TransportError
-
-if TYPE_CHECKING:
-    from kvbaton.connectors.base import Ranges
 
 JOIN_S = 1.0
 """`shutdown` waits so long for the threads of all connections."""

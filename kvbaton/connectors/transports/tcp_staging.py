@@ -15,25 +15,21 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import cycle
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
+from kvbaton.connectors.base import Memory
 from kvbaton.connectors.transports import tcp_wire
 from kvbaton.errors import TransportError
 
-if TYPE_CHECKING:
-    import socket
-
-    import numpy.typing as npt
-
-    from kvbaton.connectors.base import Memory
-
-    Int64s = npt.NDArray[np.int64]
+Int64s = npt.NDArray[np.int64]
 
 BUFFER_BYTES = 4 << 20
 LANE_BYTES = 2 * BUFFER_BYTES

@@ -22,14 +22,12 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from kvbaton.errors import RemoteProtocolError
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
 
 MAGIC = b"kvbaton1"
 NONCE_BYTES = 32

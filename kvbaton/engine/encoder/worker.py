@@ -63,7 +63,6 @@ class Tower(Protocol):
         Returns:
             [rows of all images, levels, hidden].
         """
-        ...
 
 
 class Encoder:

@@ -429,7 +429,6 @@ class AttentionContext(Protocol):
         Returns:
             As the query.
         """
-        ...
 
     def attend_latent(self, layer: int, heads: LatentHeads, rotary: Rotary) -> Tensor:
         """Multi-head latent attention: turn, store rows of latent and `key_rope`, attend causally.
@@ -442,7 +441,6 @@ class AttentionContext(Protocol):
         Returns:
             [tokens, query heads, value_dim].
         """
-        ...
 
 
 def head_projections(

@@ -49,21 +49,17 @@ class Stored(Protocol):
     @property
     def where(self) -> str:
         """Its name and file, for errors."""
-        ...
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of all of it."""
-        ...
 
     @property
     def dtype(self) -> str:
         """As safetensors names it."""
-        ...
 
     def read(self, *index: slice) -> Tensor:
         """A part of it; axes that are not given are whole."""
-        ...
 
 
 def find_tensor(
