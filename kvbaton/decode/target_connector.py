@@ -13,15 +13,7 @@ from typing_extensions import override
 from kvbaton.connectors.address import host_of
 from kvbaton.connectors.keys import prompt_key
 from kvbaton.connectors.layout import GroupKind
-from kvbaton.connectors.protocol.events import (
-    CancelTarget,
-    Deliver,
-    Fail,
-    SetMembers,
-    Start,
-    Unneeded,
-    Unquarantine,
-)
+from kvbaton.connectors.protocol import events
 from kvbaton.connectors.transfer.target_worker import TargetWorker
 from kvbaton.connectors.transfer.thread import TransferThread
 from kvbaton.connectors.transfer.worker import Timelines, attempt_name
@@ -108,7 +100,7 @@ class TargetConnector(KVConnector):
         members = self._static | frozenset(addresses)
         if members != self._members:
             self._members = members
-            self.transfers.submit(SetMembers(members))
+            self.transfers.submit(events.SetMembers(members))
 
     @override
     def accept(self, request: AddRequest) -> AddRequest:
@@ -179,7 +171,7 @@ class TargetConnector(KVConnector):
     @override
     def decline(self, transfer: TransferSpec) -> None:
         if transfer.peer is not None and self._is_member(transfer.peer):
-            self.transfers.submit(Unneeded(transfer.name, transfer.peer))
+            self.transfers.submit(events.Unneeded(transfer.name, transfer.peer))
 
     @override
     def start_load(self, load: Load) -> None:
@@ -189,9 +181,11 @@ class TargetConnector(KVConnector):
         attempt = transfer.name
         key = prompt_key(request.root, tokens, extras=request.extras)
         deadline_s = max(0.0, request.deadline - self.scheduler.clock())
-        self.begin(load, Start(attempt, transfer.peer, key, len(tokens), load.spans, deadline_s))
+        self.begin(
+            load, events.Start(attempt, transfer.peer, key, len(tokens), load.spans, deadline_s)
+        )
 
-    def begin(self, load: Load, order: Start) -> None:
+    def begin(self, load: Load, order: events.Start) -> None:
         """Let the transfer thread fill the blocks of a load, also of another connector's."""
         self._live[order.attempt] = load
         self._reserved[order.attempt] = load.spans
@@ -206,7 +200,7 @@ class TargetConnector(KVConnector):
         if load is not None and load.sequence.request is request:
             del self._live[attempt]
             self._outcomes(load)["cancelled"] += 1
-            self.transfers.submit(CancelTarget(attempt))
+            self.transfers.submit(events.CancelTarget(attempt))
 
     def _outcomes(self, load: Load) -> dict[str, int]:
         return self.outcomes if load.connector is self else self.prefix_outcomes
@@ -228,7 +222,7 @@ class TargetConnector(KVConnector):
         outputs = []
         for action in self.receiver.take():
             match action:
-                case Deliver() if (load := self._live.pop(action.attempt, None)) is not None:
+                case events.Deliver() if (load := self._live.pop(action.attempt, None)) is not None:
                     if action.crossing is not None:
                         self.wires.observe(action.crossing)
                     if (marks := load.sequence.request.marks) is not None:
@@ -243,19 +237,19 @@ class TargetConnector(KVConnector):
                     else:
                         self.prefix_outcomes["delivered"] += 1
                         self.scheduler.cut_load(load, action.num_tokens)
-                case Fail():
+                case events.Fail():
                     outputs += self._fail(action)
-                case Unquarantine():
+                case events.Unquarantine():
                     spans = self._reserved.pop(action.attempt, None)
                     if spans is not None:
                         self.scheduler.blocks.release_incoming(spans)
         if self.transfers.failure is not None:  # nothing more arrives: serve what is left
             reason = f"the transfer thread died: {self.transfers.failure}"
             for attempt in list(self._live):
-                outputs += self._fail(Fail(attempt, 0, reason))
+                outputs += self._fail(events.Fail(attempt, 0, reason))
         return outputs
 
-    def _fail(self, action: Fail) -> list[Output]:
+    def _fail(self, action: events.Fail) -> list[Output]:
         load = self._live.pop(action.attempt, None)
         if load is None:
             return []
@@ -379,7 +373,9 @@ class PrefixConnector(KVConnector):
         keys = load.sequence.chain(size)[first : load.end // size]
         left = max(0.001, min(request.deadline - clock(), MAX_FETCH_S))
         peer, joined = request.spec.prefix.peer, b"".join(keys)
-        self._target.begin(load, Start(attempt, peer, keys[-1], load.end, load.spans, left, joined))
+        self._target.begin(
+            load, events.Start(attempt, peer, keys[-1], load.end, load.spans, left, joined)
+        )
 
     @override
     def finished(self, request: requests.Request) -> None:

@@ -20,28 +20,7 @@ from kvbaton.connectors.curve import secure_client
 from kvbaton.engine.frontends import HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
 from kvbaton.engine.outputs import OutputReceiver, TokenSource, merge_outputs
 from kvbaton.errors import EngineDeadError, RequestError
-from kvbaton.messages.engine import (
-    NO_METRICS,
-    AbortRequest,
-    AddRequest,
-    CachedBlocks,
-    Command,
-    Connect,
-    Dead,
-    Disconnected,
-    FromCore,
-    Mark,
-    Metrics,
-    Output,
-    Outputs,
-    Ping,
-    Pong,
-    Ready,
-    Rejected,
-    Reply,
-    ToCore,
-    WatchBlocks,
-)
+from kvbaton.messages import engine as messages
 from kvbaton.types import MAX_MESSAGE_BYTES
 
 DRIFT = 2e-4
@@ -100,7 +79,7 @@ _POLLIN = int(zmq.POLLIN)
 """As `zmq` has it, it takes more time than to ask."""
 
 _encoder = msgspec.msgpack.Encoder()
-_from_core = msgspec.msgpack.Decoder(FromCore)
+_from_core = msgspec.msgpack.Decoder(messages.FromCore)
 
 
 class EngineClient(TokenSource):
@@ -116,28 +95,28 @@ class EngineClient(TokenSource):
         draining: the core was asked to take no new requests.
     """
 
-    ready: Ready
+    ready: messages.Ready
     last_words_s: ClassVar[float] = 0.0
     """Between the loss of the connection and the end of all requests."""
 
     def __init__(self) -> None:
-        self.metrics = NO_METRICS
+        self.metrics = messages.NO_METRICS
         self.dead: str | None = None
         self.died = asyncio.Event()
         self.draining = False
         self._loop = asyncio.get_running_loop()
         self._receivers: dict[str, OutputReceiver] = {}
         self._open_choices: dict[str, int] = {}
-        self._unread: dict[tuple[str, int], list[Output]] = {}
+        self._unread: dict[tuple[str, int], list[messages.Output]] = {}
         self._unflushed: dict[OutputReceiver, None] = {}
         self._asked_at: dict[str, float] = {}
         self._clock = ClockOffset()
         self._unsent: list[bytes] = []
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count(1)
-        self._on_blocks: Callable[[CachedBlocks], None] | None = None
+        self._on_blocks: Callable[[messages.CachedBlocks], None] | None = None
         self._next_blocks = 0
-        self._connected: asyncio.Future[Ready] = self._loop.create_future()
+        self._connected: asyncio.Future[messages.Ready] = self._loop.create_future()
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
 
@@ -199,7 +178,7 @@ class EngineClient(TokenSource):
             socket.connect(address)
         except zmq.ZMQError as error:
             raise ValueError(f"can't connect to {address!r}: {error}") from error
-        self._send(Connect())
+        self._send(messages.Connect())
         self._read_monitor()  # the descriptor speaks of what comes after a look at the socket
         try:
             # `asyncio.wait_for` of Python 3.11 forgets a cancellation that comes with the answer.
@@ -245,7 +224,7 @@ class EngineClient(TokenSource):
     # --- ask ---
 
     @override
-    def submit(self, request: AddRequest, receiver: OutputReceiver) -> None:
+    def submit(self, request: messages.AddRequest, receiver: OutputReceiver) -> None:
         if self.dead is not None:
             raise EngineDeadError(self.dead)
         name = request.request_id
@@ -259,7 +238,7 @@ class EngineClient(TokenSource):
     @override
     def cancel(self, request_id: str) -> None:
         if self._release(request_id) is not None and self.dead is None:
-            self._send(AbortRequest(request_id=request_id))
+            self._send(messages.AbortRequest(request_id=request_id))
 
     def _release(self, request_id: str) -> OutputReceiver | None:
         self._open_choices.pop(request_id, None)
@@ -279,7 +258,7 @@ class EngineClient(TokenSource):
             TimeoutError: no answer within `timeout_s`.
         """
         number = next(self._numbers)
-        await self._ask(number, Ping(number=number), timeout_s)
+        await self._ask(number, messages.Ping(number=number), timeout_s)
 
     async def command(self, name: str, argument: Any = None) -> Any:
         """Ask the core something (`messages.engine.Command`); a remote frontend gets no answer.
@@ -290,7 +269,7 @@ class EngineClient(TokenSource):
             ValueError: the core does not know the command, or refuses it.
         """
         number = next(self._numbers)
-        command = Command(command_id=number, name=name, argument=argument)
+        command = messages.Command(command_id=number, name=name, argument=argument)
         return await self._ask(number, command, LONG_COMMANDS.get(name, COMMAND_TIMEOUT_S))
 
     async def drain(self) -> bool:
@@ -304,7 +283,7 @@ class EngineClient(TokenSource):
         idle: bool = await self.command("drain")
         return idle
 
-    def watch_blocks(self, on_blocks: Callable[[CachedBlocks], None]) -> None:
+    def watch_blocks(self, on_blocks: Callable[[messages.CachedBlocks], None]) -> None:
         """Be told what the core's prefix caches hold.
 
         Args:
@@ -315,9 +294,9 @@ class EngineClient(TokenSource):
         """
         self._check_alive()
         self._on_blocks, self._next_blocks = on_blocks, 0
-        self._send(WatchBlocks())
+        self._send(messages.WatchBlocks())
 
-    async def _ask(self, number: int, message: ToCore, timeout_s: float) -> Any:
+    async def _ask(self, number: int, message: messages.ToCore, timeout_s: float) -> Any:
         self._check_alive()
         answer = self._answers[number] = self._loop.create_future()
         try:
@@ -330,7 +309,7 @@ class EngineClient(TokenSource):
         if self.dead is not None:
             raise EngineDeadError(self.dead)
 
-    def _send(self, message: ToCore) -> None:
+    def _send(self, message: messages.ToCore) -> None:
         """Send at the end of this turn of the loop: all of its messages wake ZMQ once."""
         if not self._unsent:
             self._loop.call_soon(self._send_all)
@@ -376,37 +355,37 @@ class EngineClient(TokenSource):
         for receiver in unflushed:
             receiver.flush()
 
-    def _take(self, message: FromCore) -> None:
-        if isinstance(message, Outputs):
+    def _take(self, message: messages.FromCore) -> None:
+        if isinstance(message, messages.Outputs):
             for output in message.outputs:
                 self._unread.setdefault((output.request_id, output.choice), []).append(output)
             return
         self._put_outputs()  # which came before
         match message:
-            case Rejected():
+            case messages.Rejected():
                 refusal = RequestError(
                     message.message, param=message.param, status=message.status, code=message.code
                 )
                 self._end(message.request_id, refusal)
-            case Metrics():
+            case messages.Metrics():
                 self.metrics = message
-            case Reply():
+            case messages.Reply():
                 self._answer(message.command_id, message.result, message.error)
-            case CachedBlocks():
+            case messages.CachedBlocks():
                 if self._on_blocks is not None:
                     if message.number in (0, self._next_blocks):
                         self._next_blocks = message.number + 1
                         self._on_blocks(message)
                     elif self._next_blocks:  # else it was asked, and has yet to begin anew
                         self.watch_blocks(self._on_blocks)
-            case Pong():
+            case messages.Pong():
                 self._answer(message.number, None, None)
-            case Ready():
+            case messages.Ready():
                 if not self._connected.done():
                     self._connected.set_result(message)
-            case Disconnected():
+            case messages.Disconnected():
                 self._fail(message.reason)
-            case Dead():
+            case messages.Dead():
                 self._fail(message.error)
 
     def _put_outputs(self) -> None:
@@ -427,7 +406,7 @@ class EngineClient(TokenSource):
                     if not self._open_choices[name]:
                         self._end(name, None)
 
-    def _on_our_clock(self, output: Output) -> Output:
+    def _on_our_clock(self, output: messages.Output) -> messages.Output:
         """What an engine tells the times of, by the clock of this machine."""
         first, last = output.marks[0], output.marks[-1]
         sent = self._asked_at.get(output.request_id)
@@ -436,7 +415,7 @@ class EngineClient(TokenSource):
         ahead = self._clock.seconds
         if not ahead:
             return output
-        marks = (Mark(mark.name, mark.at - ahead) for mark in output.marks)
+        marks = (messages.Mark(mark.name, mark.at - ahead) for mark in output.marks)
         return replace(output, marks=tuple(marks))
 
     def _end(self, request_id: str, error: RequestError | None) -> None:
@@ -465,6 +444,6 @@ class EngineClient(TokenSource):
             elif self.dead is None:
                 # Before the core has answered: ZMQ tries again, and what we said may be lost.
                 try:
-                    self._socket.send(_encoder.encode(Connect()), zmq.NOBLOCK)
+                    self._socket.send(_encoder.encode(messages.Connect()), zmq.NOBLOCK)
                 except zmq.Again:  # ZMQ tries no more: the handshake itself failed
                     self._fail("the engine refused the connection; are the cluster keys the same?")

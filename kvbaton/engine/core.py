@@ -25,19 +25,7 @@ from kvbaton.engine.stats import StepTimes
 from kvbaton.engine.step import WHOLE_TOKENS, StepResult
 from kvbaton.engine.step_costs import Terms, step_costs, terms_of
 from kvbaton.errors import RequestError, StoreError
-from kvbaton.messages.engine import (
-    AbortRequest,
-    AddRequest,
-    Command,
-    FromCore,
-    Metrics,
-    Output,
-    Outputs,
-    Rejected,
-    Reply,
-    Shutdown,
-    ToCore,
-)
+from kvbaton.messages import engine as messages
 from kvbaton.types import clip_text
 
 logger = logging.getLogger(__name__)
@@ -57,10 +45,10 @@ IDLE_WAIT_S = 0.5
 class Mailbox(Protocol):
     """What frontends say to the core, and the core to them."""
 
-    def receive(self, timeout: float, wake_fd: int) -> Iterable[ToCore]:
+    def receive(self, timeout: float, wake_fd: int) -> Iterable[messages.ToCore]:
         """Messages that have arrived; waits up to `timeout` seconds for one or for `wake_fd`."""
 
-    def send(self, message: FromCore) -> None:
+    def send(self, message: messages.FromCore) -> None:
         """Send to whom it concerns."""
 
 
@@ -112,7 +100,7 @@ class EngineCore:
         self._await_until = 0.0
         self.times = StepTimes()
         self._busy_since = 0.0
-        self._unsent: list[Output] = []
+        self._unsent: list[messages.Output] = []
         self._applied = False  # a result since the last plan, so that there may be another one
         self._stop_at = math.inf
         self._metrics_at = self._audit_at = 0.0
@@ -120,10 +108,10 @@ class EngineCore:
         self._replies: list[tuple[int, Future[int]]] = []
         self.refused = 0
         self._handlers = {
-            AddRequest: self.add,
-            AbortRequest: self.abort,
-            Command: self.command,
-            Shutdown: self.shut_down,
+            messages.AddRequest: self.add,
+            messages.AbortRequest: self.abort,
+            messages.Command: self.command,
+            messages.Shutdown: self.shut_down,
         }
 
     @property
@@ -210,9 +198,9 @@ class EngineCore:
                 continue
             self._replies.remove((number, future))
             try:
-                self.mailbox.send(Reply(command_id=number, result=future.result()))
+                self.mailbox.send(messages.Reply(command_id=number, result=future.result()))
             except StoreError as error:
-                self.mailbox.send(Reply(command_id=number, error=clip_text(str(error))))
+                self.mailbox.send(messages.Reply(command_id=number, error=clip_text(str(error))))
         raised, self.connectors.raised = self.connectors.raised, []
         for failure in raised:
             self._unsent += self.scheduler.fail_connector(*failure)
@@ -321,7 +309,7 @@ class EngineCore:
 
     # --- messages ---
 
-    def add(self, request: AddRequest) -> None:
+    def add(self, request: messages.AddRequest) -> None:
         """Take a request, or say why not."""
         try:
             if self.draining:
@@ -330,27 +318,29 @@ class EngineCore:
                 )
             self.scheduler.add(request)
         except RequestError as error:
-            self.mailbox.send(Rejected.of(request.request_id, error))
+            self.mailbox.send(messages.Rejected.of(request.request_id, error))
         else:
             if request.items and not self.scheduler.is_cached(request.request_id):
                 self.executor.expect(request)
 
-    def fail_message(self, message: ToCore, reason: str) -> None:
+    def fail_message(self, message: messages.ToCore, reason: str) -> None:
         """End what a message that could not be carried out has begun, and say so."""
-        if isinstance(message, Command):
-            self.mailbox.send(Reply(command_id=message.command_id, error=clip_text(reason)))
-        elif isinstance(message, AddRequest | AbortRequest):
+        if isinstance(message, messages.Command):
+            self.mailbox.send(
+                messages.Reply(command_id=message.command_id, error=clip_text(reason))
+            )
+        elif isinstance(message, messages.AddRequest | messages.AbortRequest):
             outputs = self.scheduler.abort(message.request_id, reason)
             self.send(outputs)
-            if isinstance(message, AddRequest) and not outputs:
+            if isinstance(message, messages.AddRequest) and not outputs:
                 error = RequestError(reason, status=500, code="internal_error")
-                self.mailbox.send(Rejected.of(message.request_id, error))
+                self.mailbox.send(messages.Rejected.of(message.request_id, error))
 
-    def abort(self, message: AbortRequest) -> None:
+    def abort(self, message: messages.AbortRequest) -> None:
         """Stop a request."""
         self.send(self.scheduler.abort(message.request_id))
 
-    def command(self, command: Command) -> None:
+    def command(self, command: messages.Command) -> None:
         """Answer a question."""
         actions: dict[str, Callable[[], Any]] = {
             "state": self.state,
@@ -370,12 +360,12 @@ class EngineCore:
                 if isinstance(result, Future):  # `poll` replies
                     self._replies.append((number, result))
                     return
-                reply = Reply(command_id=number, result=result)
+                reply = messages.Reply(command_id=number, result=result)
             except (TimeoutError, RequestError) as error:  # of a thread that is stuck, or a refusal
-                reply = Reply(command_id=number, error=clip_text(str(error)))
+                reply = messages.Reply(command_id=number, error=clip_text(str(error)))
         else:
             text = f"unknown command {command.name!r}; known: {sorted(actions)}"
-            reply = Reply(command_id=number, error=clip_text(text))
+            reply = messages.Reply(command_id=number, error=clip_text(text))
         self.mailbox.send(reply)
 
     def set_members(self, addresses: Sequence[str]) -> None:
@@ -397,14 +387,14 @@ class EngineCore:
         self.draining = True
         return self.is_idle()
 
-    def shut_down(self, message: Shutdown) -> None:
+    def shut_down(self, message: messages.Shutdown) -> None:
         """Finish what runs within the grace given, then leave the loop."""
         self.draining = True
         self._stop_at = time.monotonic() + message.grace_s
 
     # --- what goes out ---
 
-    def send(self, outputs: Iterable[Output]) -> None:
+    def send(self, outputs: Iterable[messages.Output]) -> None:
         """Send outputs to their clients, after those that connectors had before."""
         outgoing, self._unsent = [*self._unsent, *outputs], []
         if not outgoing:
@@ -415,7 +405,7 @@ class EngineCore:
             except Exception as error:
                 self.connectors.contain(connector, error)
         if outgoing:
-            self.mailbox.send(Outputs(outputs=tuple(outgoing)))
+            self.mailbox.send(messages.Outputs(outputs=tuple(outgoing)))
 
     def report(self, force: bool = False) -> None:
         """Send the metrics, now and then."""
@@ -424,10 +414,10 @@ class EngineCore:
             self._metrics_at = now + METRICS_PERIOD_S
             self.mailbox.send(self.metrics())
 
-    def metrics(self) -> Metrics:
+    def metrics(self) -> messages.Metrics:
         """All counters and gauges now."""
         timed = self.connectors.call(KVConnector.histograms)
-        return Metrics(
+        return messages.Metrics(
             counters=self.counters(),
             gauges=self.gauges(),
             histograms={name: found for part in timed for name, found in part.items()},

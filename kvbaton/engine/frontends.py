@@ -25,32 +25,7 @@ from msgspec.structs import replace
 from kvbaton.connectors.curve import CurveAuthenticator, bind_tcp, drain
 from kvbaton.engine.stats import LATENCIES, LatencyHistogram, RequestHistograms, RequestTimes
 from kvbaton.errors import ConfigError, RequestError
-from kvbaton.messages.engine import (
-    ENGINE_VERSION,
-    MIN_ENGINE_VERSION,
-    AbortRequest,
-    AddRequest,
-    BlockChange,
-    CachedBlocks,
-    CachedGroup,
-    Command,
-    Connect,
-    Disconnected,
-    FromCore,
-    Metrics,
-    Output,
-    Outputs,
-    Ping,
-    Pong,
-    Ready,
-    Rejected,
-    Reply,
-    Shutdown,
-    ToCore,
-    Undecodable,
-    WatchBlocks,
-    decode_to_core,
-)
+from kvbaton.messages import engine as messages
 from kvbaton.types import MAX_MESSAGE_BYTES
 
 logger = logging.getLogger(__name__)
@@ -132,9 +107,9 @@ class _Owned:
 class CachedBlockSource(Protocol):
     """What there is to tell those who watch the prefix caches."""
 
-    groups: tuple[CachedGroup, ...]
+    groups: tuple[messages.CachedGroup, ...]
 
-    def snapshot(self) -> Iterator[tuple[BlockChange, ...]]:
+    def snapshot(self) -> Iterator[tuple[messages.BlockChange, ...]]:
         """All blocks that are cached now."""
 
 
@@ -161,7 +136,7 @@ class FrontendServer:
         self._lost: list[_Peer] = []
         self.block_watchers: dict[_Peer, None] = {}
         self._dismissed: list[_Peer] = []
-        self._ready: Ready | None = None
+        self._ready: messages.Ready | None = None
         self._probe_at = 0.0
         self._seen = RequestHistograms(*(LatencyHistogram(bounds) for *_, bounds in LATENCIES))
         self._counts = {
@@ -210,7 +185,7 @@ class FrontendServer:
 
     # --- what frontends say ---
 
-    def receive(self, timeout: float, wake_fd: int) -> Iterator[ToCore]:
+    def receive(self, timeout: float, wake_fd: int) -> Iterator[messages.ToCore]:
         """Messages that have arrived, each to be carried out before the next is asked for.
 
         Waits up to `timeout` seconds for one or for `wake_fd`. Of frontends that are gone it yields
@@ -234,9 +209,9 @@ class FrontendServer:
             self._probe()
         while self._lost:
             for request_id in tuple(self._lost.pop().names.values()):
-                yield AbortRequest(request_id=request_id)
+                yield messages.AbortRequest(request_id=request_id)
 
-    def _take(self, socket: zmq.Socket[bytes], frames: list[bytes]) -> Iterator[ToCore]:
+    def _take(self, socket: zmq.Socket[bytes], frames: list[bytes]) -> Iterator[messages.ToCore]:
         """What the core is to do about a message; nothing if it is answered here."""
         identity, *data = frames
         local = socket is self._local
@@ -244,37 +219,37 @@ class FrontendServer:
         if len(data) != 1:
             self._count_drop()
             return
-        message = decode_to_core(data[0])
-        if isinstance(message, Undecodable):
+        message = messages.decode_to_core(data[0])
+        if isinstance(message, messages.Undecodable):
             self._count_drop()
             logger.warning("dropped a message of a frontend that can't be read: %s", message.error)
             if peer is not None and message.request_id is not None:  # who asked is told
                 error = RequestError(f"the request can't be read: {message.error}")
-                self._put(peer, Rejected.of(message.request_id, error))
+                self._put(peer, messages.Rejected.of(message.request_id, error))
             return
-        if isinstance(message, Connect):
+        if isinstance(message, messages.Connect):
             self._connect(peer or _Peer(socket, identity, local), message)
             return
         if peer is None:
             self._count_drop()
             return
         match message:
-            case AddRequest():
+            case messages.AddRequest():
                 yield from self._add(peer, message)
-            case AbortRequest():
+            case messages.AbortRequest():
                 known = peer.names.get(message.request_id)
                 if known is not None:  # else it has just ended, or is another frontend's
                     yield replace(message, request_id=known)
-            case Ping():
-                self._put(peer, Pong(number=message.number))
-            case WatchBlocks():
+            case messages.Ping():
+                self._put(peer, messages.Pong(number=message.number))
+            case messages.WatchBlocks():
                 peer.next_blocks = 0
                 self.block_watchers[peer] = None
-            case Command() if local:
+            case messages.Command() if local:
                 number = next(self._numbers)
                 self._commands[number] = peer, message.command_id
                 yield replace(message, command_id=number)
-            case Shutdown() if local:
+            case messages.Shutdown() if local:
                 yield message
             case _:
                 self._count_drop()
@@ -282,24 +257,25 @@ class FrontendServer:
     def _count_drop(self) -> None:
         self._counts["kvbaton_frontend_messages_dropped_total"] += 1
 
-    def _connect(self, peer: _Peer, message: Connect) -> None:
+    def _connect(self, peer: _Peer, message: messages.Connect) -> None:
         if self._ready is None:  # only a core that serves reads its messages
             return
-        if message.version < MIN_ENGINE_VERSION or message.min_version > ENGINE_VERSION:
+        low, high = messages.MIN_ENGINE_VERSION, messages.ENGINE_VERSION
+        if message.version < low or message.min_version > high:
             reason = (
-                f"this engine speaks versions {MIN_ENGINE_VERSION} to {ENGINE_VERSION} of its "
-                f"messages, the frontend {message.min_version} to {message.version}"
+                f"this engine speaks versions {low} to {high} of its messages, "
+                f"the frontend {message.min_version} to {message.version}"
             )
-            self._put(peer, Disconnected(reason=reason))
+            self._put(peer, messages.Disconnected(reason=reason))
             return
         self._peers[peer.local, peer.identity] = peer
         self._put(peer, self._ready)
 
-    def _add(self, peer: _Peer, request: AddRequest) -> Iterator[ToCore]:
+    def _add(self, peer: _Peer, request: messages.AddRequest) -> Iterator[messages.ToCore]:
         name = request.request_id
         if name in peer.names:
             error = RequestError(f"request id {name!r} is in use", param="request_id", status=409)
-            self._put(peer, Rejected.of(name, error))
+            self._put(peer, messages.Rejected.of(name, error))
             return
         key = name
         while key in self._owned:
@@ -311,11 +287,11 @@ class FrontendServer:
 
     # --- what the core says ---
 
-    def send(self, message: FromCore) -> None:
+    def send(self, message: messages.FromCore) -> None:
         """Send to whom it concerns. What nobody waits for any more is left out."""
         match message:
-            case Outputs():
-                by_peer: dict[_Peer, list[Output]] = {}
+            case messages.Outputs():
+                by_peer: dict[_Peer, list[messages.Output]] = {}
                 for output in message.outputs:
                     key = output.request_id
                     owner = self._owned.get(key)
@@ -332,29 +308,31 @@ class FrontendServer:
                     tokens = sum(len(output.token_ids) for output in mine)
                     kind = f'kvbaton_frontend_tokens_total{{frontend="{of_peer.kind}"}}'
                     self._counts[kind] += tokens
-                    self._put(of_peer, Outputs(outputs=tuple(mine)))
-            case Rejected():
+                    self._put(of_peer, messages.Outputs(outputs=tuple(mine)))
+            case messages.Rejected():
                 owned = self._end(message.request_id)
                 if owned is not None:
                     self._put(owned.peer, replace(message, request_id=owned.name))
-            case Reply():
+            case messages.Reply():
                 peer, command_id = self._commands.pop(message.command_id, (None, 0))
                 if peer is not None:
                     self._put(peer, replace(message, command_id=command_id))
-            case Ready():
+            case messages.Ready():
                 self._ready = message
-            case Metrics():
+            case messages.Metrics():
                 self._send_to_all(self.completed(message), local_only=True)
             case _:
                 self._send_to_all(message)
 
-    def tell_watchers(self, changes: tuple[BlockChange, ...], source: CachedBlockSource) -> None:
+    def tell_watchers(
+        self, changes: tuple[messages.BlockChange, ...], source: CachedBlockSource
+    ) -> None:
         """Tell those who watch what happened to the prefix caches since the last call."""
         for peer in tuple(self.block_watchers):
             if peer.next_blocks == 0:
                 if peer.backlog:
                     continue
-                self._put(peer, CachedBlocks.beginning(source.groups))
+                self._put(peer, messages.CachedBlocks.beginning(source.groups))
                 parts = source.snapshot()
                 peer.next_blocks = 1
             else:
@@ -363,7 +341,7 @@ class FrontendServer:
                 if peer.backlog_bytes > MAX_WATCHER_BACKLOG_BYTES:
                     peer.next_blocks = 0  # when it has read that, it begins anew
                     break
-                self._put(peer, CachedBlocks(number=peer.next_blocks, changes=part))
+                self._put(peer, messages.CachedBlocks(number=peer.next_blocks, changes=part))
                 peer.next_blocks += 1
 
     def _end(self, key: str) -> _Owned | None:
@@ -373,7 +351,7 @@ class FrontendServer:
             owned.times.close()
         return owned
 
-    def completed(self, metrics: Metrics) -> Metrics:
+    def completed(self, metrics: messages.Metrics) -> messages.Metrics:
         """The core's metrics, and ours."""
         refused = 0 if self._gate is None else self._gate.refused
         counters = {name: float(value) for name, value in self._counts.items()}
@@ -382,7 +360,7 @@ class FrontendServer:
         connected = {kind: 0 for kind in ("local", "remote")}
         for peer in self._peers.values():
             connected[peer.kind] += 1
-        return Metrics(
+        return messages.Metrics(
             counters={
                 **metrics.counters,
                 **counters,
@@ -395,12 +373,12 @@ class FrontendServer:
             histograms={**metrics.histograms, **latencies},
         )
 
-    def _send_to_all(self, message: FromCore, *, local_only: bool = False) -> None:
+    def _send_to_all(self, message: messages.FromCore, *, local_only: bool = False) -> None:
         for peer in tuple(self._peers.values()):
             if peer.local or not local_only:
                 self._put(peer, message)
 
-    def _put(self, peer: _Peer, message: FromCore) -> None:
+    def _put(self, peer: _Peer, message: messages.FromCore) -> None:
         if peer.lost:
             return
         data = _encoder.encode(message)
@@ -411,7 +389,7 @@ class FrontendServer:
         if peer.backlog_bytes > MAX_BACKLOG_BYTES:
             self._lose(peer, "did_not_read")
             reason = "this frontend did not read what it was sent; its requests were cancelled"
-            last_words = _encoder.encode(Disconnected(reason=reason))
+            last_words = _encoder.encode(messages.Disconnected(reason=reason))
             self._dismissed.append(
                 _Peer(peer.socket, peer.identity, peer.local, backlog=deque([last_words]))
             )
@@ -450,7 +428,7 @@ class FrontendServer:
             self._probe_at = now + PROBE_S
             for peer in tuple(self._peers.values()):
                 if not peer.backlog:
-                    self._put(peer, Pong())
+                    self._put(peer, messages.Pong())
 
     def close(self) -> None:
         """Send what is queued, for at most two seconds, and close."""

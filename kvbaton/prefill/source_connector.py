@@ -15,17 +15,7 @@ from typing_extensions import override
 from kvbaton.connectors.digest import BlockRange, PendingDigests, PendingSums
 from kvbaton.connectors.keys import prompt_key
 from kvbaton.connectors.layout import GroupKind
-from kvbaton.connectors.protocol.events import (
-    Announce,
-    BlocksReady,
-    Engage,
-    EvictSource,
-    FirstTokens,
-    RefuseAnnounce,
-    Release,
-    SourceFailed,
-    StopSource,
-)
+from kvbaton.connectors.protocol import events
 from kvbaton.connectors.transfer.source_worker import SourceWorker
 from kvbaton.connectors.transfer.thread import TransferThread
 from kvbaton.connectors.transfer.worker import attempt_name
@@ -45,7 +35,9 @@ logger = logging.getLogger(__name__)
 OTHERS = -1
 """In a table, a block that its target has already."""
 
-ToSource = Engage | Release | StopSource | EvictSource | RefuseAnnounce
+ToSource = (
+    events.Engage | events.Release | events.StopSource | events.EvictSource | events.RefuseAnnounce
+)
 MAX_UNCLAIMED_TOKENS = 1 << 23
 """Of computed prompts that nobody has reserved; above it the oldest are forgotten."""
 
@@ -75,7 +67,7 @@ class _Source:
     start: int | None = None
     counted: tuple[int, ...] = ()
     reported: int = 0
-    last: BlocksReady | None = None
+    last: events.BlocksReady | None = None
     held: list[Spans] = field(default_factory=list)
     first: dict[int, ChoiceStart] = field(default_factory=dict)
     cached_tokens: int = 0
@@ -174,7 +166,7 @@ class SourceConnector(KVConnector):
         self._by_request[request.request_id] = source
         root, extras = sequence.request.root, sequence.request.extras
         key = prompt_key(root, sequence.tokens, extras=extras)
-        self.transfers.submit(Announce(attempt, key, len(sequence.tokens)))
+        self.transfers.submit(events.Announce(attempt, key, len(sequence.tokens)))
         return False
 
     def _failed(self, request_id: str, reason: str) -> None:
@@ -182,7 +174,7 @@ class SourceConnector(KVConnector):
         if source is None:
             return
         source.running = False
-        self.transfers.submit(SourceFailed(source.attempt, reason))
+        self.transfers.submit(events.SourceFailed(source.attempt, reason))
         if source.start is None:
             self._forget(source.attempt)
 
@@ -208,7 +200,7 @@ class SourceConnector(KVConnector):
                     source.cached_tokens = output.cached_tokens
                 if len(source.first) == source.request.params.n:
                     choices = tuple(source.first[i] for i in range(source.request.params.n))
-                    first = FirstTokens(
+                    first = events.FirstTokens(
                         source.attempt, choices, source.cached_tokens, self.scheduler.result_at
                     )
                     last, source.last = source.last, None
@@ -314,7 +306,7 @@ class SourceConnector(KVConnector):
 
     def _report(
         self, source: _Source, request: requests.Request, end: int, *, in_flight: bool = False
-    ) -> BlocksReady:
+    ) -> events.BlocksReady:
         """Hold the blocks of what was not reported up to `end`; returns the report of them."""
         start, source.reported = source.reported, end
         tables = request.sequences[0].tables
@@ -333,7 +325,7 @@ class SourceConnector(KVConnector):
         counted: tuple[int, ...],
         *,
         in_flight: bool = False,
-    ) -> BlocksReady:
+    ) -> events.BlocksReady:
         """Hold the blocks of tokens [start, end); returns the report that they are ready."""
         manager = self.scheduler.blocks
         sizes = [group.span_tokens for group in manager.groups]
@@ -357,9 +349,9 @@ class SourceConnector(KVConnector):
                 anew = self.executor.digest([whole, whole._replace(start=begin)])
                 pending = CutSums(pending, anew)
             sums.append((held[0].first if held else 0, pending))
-        return BlocksReady(attempt, start, end, spans, tuple(sums))
+        return events.BlocksReady(attempt, start, end, spans, tuple(sums))
 
-    def _send_held(self, action: Engage) -> None:
+    def _send_held(self, action: events.Engage) -> None:
         """Pin the blocks named by key that are still in the cache, and report them at once."""
         manager, start = self.scheduler.blocks, action.start
         keys = [action.keys[i : i + KEY_BYTES] for i in range(0, len(action.keys), KEY_BYTES)]
@@ -377,7 +369,9 @@ class SourceConnector(KVConnector):
         if held < end and not all(group.keeps_all for group in manager.groups):
             held = 0  # what the target has reserved is what the whole prefix needs
         if held <= start:
-            self.transfers.submit(SourceFailed(action.attempt, "none of it is held any more"))
+            self.transfers.submit(
+                events.SourceFailed(action.attempt, "none of it is held any more")
+            )
             return
         tables = []
         for group, hit in zip(manager.groups, hits, strict=True):
@@ -385,7 +379,7 @@ class SourceConnector(KVConnector):
             tables.append([NULL_BLOCK] * first + hit[first : held // size])
         report = self._report_blocks(action.attempt, tables, start, held, action.counted)
         self._pinned[action.attempt] = report.spans
-        self.transfers.submit(report, FirstTokens(action.attempt, ()))
+        self.transfers.submit(report, events.FirstTokens(action.attempt, ()))
 
     # --- what the transfer thread says ---
 
@@ -397,11 +391,11 @@ class SourceConnector(KVConnector):
         for action in cast("list[ToSource]", self.sender.take()):
             source = self._sources.get(action.attempt)
             match action:
-                case Engage() if action.keys:
+                case events.Engage() if action.keys:
                     self._send_held(action)
-                case Engage():
+                case events.Engage():
                     self._engage(source, action)
-                case Release():
+                case events.Release():
                     self.outcomes[action.outcome] = self.outcomes.get(action.outcome, 0) + 1
                     self._ahead.discard(action.attempt)
                     if (pinned := self._pinned.pop(action.attempt, None)) is not None:
@@ -412,15 +406,15 @@ class SourceConnector(KVConnector):
                         self._end_run(source)
                         for spans in source.held:
                             self.scheduler.blocks.release_outgoing(spans)
-                case StopSource() if source is not None:
+                case events.StopSource() if source is not None:
                     self._end_run(source)
                     if source.start is None:
                         self._forget(action.attempt)
-                case EvictSource():
+                case events.EvictSource():
                     pinned = self._pinned.get(action.attempt)
                     for spans in source.held if source is not None else filter(None, [pinned]):
                         self.scheduler.blocks.evict(spans, action.bad)
-                case RefuseAnnounce() if source is not None:
+                case events.RefuseAnnounce() if source is not None:
                     self._forget(action.attempt)
                     self._by_request.pop(source.request_id, None)
                     # A target that was faster than the request, and wants nothing of it, is no
@@ -433,10 +427,10 @@ class SourceConnector(KVConnector):
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def _engage(self, source: _Source | None, action: Engage) -> None:
+    def _engage(self, source: _Source | None, action: events.Engage) -> None:
         """A target has reserved: report what is computed, or compute it again if it came late."""
         if source is None:
-            self.transfers.submit(SourceFailed(action.attempt, "the prompt is gone"))
+            self.transfers.submit(events.SourceFailed(action.attempt, "the prompt is gone"))
             return
         source.start = source.reported = action.start
         source.counted = action.counted

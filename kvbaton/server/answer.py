@@ -17,15 +17,8 @@ from msgspec.structs import replace
 from kvbaton.engine.outputs import OutputCollector, merge_outputs
 from kvbaton.engine.stats import RequestTimes
 from kvbaton.errors import EngineDeadError, RequestError
+from kvbaton.messages import openai
 from kvbaton.messages.engine import Output
-from kvbaton.messages.openai import (
-    ChatRequest,
-    CompletionRequest,
-    PromptTokensDetails,
-    RequestTimings,
-    StreamOptions,
-    TokenUsage,
-)
 from kvbaton.server.bodies import json_response
 from kvbaton.server.frontend import Frontend
 from kvbaton.server.sse import event, event_stream
@@ -34,7 +27,7 @@ from kvbaton.server.validation import PromptRequest
 from kvbaton.text.choice import ChoiceText, TextDelta
 
 T = TypeVar("T")
-Body = TypeVar("Body", CompletionRequest, ChatRequest)
+Body = TypeVar("Body", openai.CompletionRequest, openai.ChatRequest)
 
 _encoder = msgspec.json.Encoder()
 
@@ -244,24 +237,24 @@ class ResponseFormatter(ABC, Generic[Body]):
         scored = body.logprobs is not None and body.logprobs is not False  # 0 candidates count
         self._is_plain = not scored and not body.return_token_ids
         self._frames: dict[int, tuple[bytes, bytes]] = {}
-        options: StreamOptions = body.stream_options or StreamOptions()
+        options: openai.StreamOptions = body.stream_options or openai.StreamOptions()
         self.usage = UsageCounter(prompts) if options.include_usage else None
         self._usage_always = bool(options.continuous_usage_stats)
-        self.timings: Callable[[], RequestTimings] | None = None
+        self.timings: Callable[[], openai.RequestTimings] | None = None
         self.error = ""
 
     @abstractmethod
-    def chunk(self, new: Event, usage: TokenUsage | None) -> Struct:
+    def chunk(self, new: Event, usage: openai.TokenUsage | None) -> Struct:
         """What a stream tells of an event."""
 
     @abstractmethod
     def last_chunk(
-        self, usage: TokenUsage | UnsetType, timings: RequestTimings | UnsetType
+        self, usage: openai.TokenUsage | UnsetType, timings: openai.RequestTimings | UnsetType
     ) -> Struct:
         """The last event of a stream that reports usage or times."""
 
     @abstractmethod
-    def whole(self, events: Sequence[Event], usage: TokenUsage) -> Struct:
+    def whole(self, events: Sequence[Event], usage: openai.TokenUsage) -> Struct:
         """All choices at once."""
 
     def event(self, new: Event) -> bytes:
@@ -279,7 +272,7 @@ class ResponseFormatter(ABC, Generic[Body]):
             frame = self._frames[new.choice] = head + field.removesuffix(b'""'), tail
         return frame[0] + _encoder.encode(delta.text) + frame[1]
 
-    def times(self) -> RequestTimings | UnsetType:
+    def times(self) -> openai.RequestTimings | UnsetType:
         """The field ``timings`` of the answer now."""
         return UNSET if self.timings is None else self.timings()
 
@@ -308,13 +301,13 @@ class UsageCounter:
         self._completion_tokens += len(new.delta.token_ids)
         self._cached[new.prompt] = max(self._cached[new.prompt], new.output.cached_tokens)
 
-    def usage(self) -> TokenUsage:
+    def usage(self) -> openai.TokenUsage:
         """All counted until now; a prompt with several choices counts once."""
-        return TokenUsage(
+        return openai.TokenUsage(
             prompt_tokens=self._prompt_tokens,
             completion_tokens=self._completion_tokens,
             total_tokens=self._prompt_tokens + self._completion_tokens,
-            prompt_tokens_details=PromptTokensDetails(sum(self._cached)),
+            prompt_tokens_details=openai.PromptTokensDetails(sum(self._cached)),
         )
 
 

@@ -21,14 +21,7 @@ from typing_extensions import override
 from kvbaton.engine.process import STOP_SIGNALS
 from kvbaton.engine.validate import INT32, check_ids
 from kvbaton.errors import RequestError
-from kvbaton.messages.openai import (
-    DetokenizeRequest,
-    DetokenizeResponse,
-    ModelCard,
-    ModelList,
-    TokenizeRequest,
-    TokenizeResponse,
-)
+from kvbaton.messages import openai
 from kvbaton.server.auth import PROTECTED, check_key
 from kvbaton.server.bodies import (
     HEADER,
@@ -253,15 +246,15 @@ async def allow_origin(request: web.Request, response: web.StreamResponse) -> No
 # --- answers ---
 
 
-@contract(answer=ModelList)
+@contract(answer=openai.ModelList)
 async def models(request: web.Request) -> web.Response:
     """``GET /v1/models``."""
     frontend = request.app[FRONTEND]
     names = (frontend.config.model_name, *frontend.config.aliases)
-    return json_response(ModelList(data=[_card(frontend, name) for name in names]))
+    return json_response(openai.ModelList(data=[_card(frontend, name) for name in names]))
 
 
-@contract(answer=ModelCard)
+@contract(answer=openai.ModelCard)
 async def model(request: web.Request) -> web.Response:
     """``GET /v1/models/{model}``."""
     frontend = request.app[FRONTEND]
@@ -270,8 +263,8 @@ async def model(request: web.Request) -> web.Response:
     return json_response(_card(frontend, name))
 
 
-def _card(frontend: Frontend, name: str) -> ModelCard:
-    return ModelCard(
+def _card(frontend: Frontend, name: str) -> openai.ModelCard:
+    return openai.ModelCard(
         id=name, created=frontend.created, max_model_len=frontend.facts().max_model_len
     )
 
@@ -281,11 +274,11 @@ async def version(request: web.Request) -> web.Response:
     return json_response({"version": __version__})
 
 
-@contract(body=TokenizeRequest, answer=TokenizeResponse)
+@contract(body=openai.TokenizeRequest, answer=openai.TokenizeResponse)
 async def tokenize(request: web.Request) -> web.Response:
     """Token ids of a text or a conversation."""
     frontend = request.app[FRONTEND]
-    body = await read_body(request, TokenizeRequest)
+    body = await read_body(request, openai.TokenizeRequest)
     check_model(frontend, body.model)
     if body.prompt is not None and body.messages is not None:
         raise RequestError("give prompt or messages, not both", param="messages")
@@ -298,7 +291,7 @@ async def tokenize(request: web.Request) -> web.Response:
         ids = await encode(frontend.tokenizer, body.prompt, add_special_tokens=special)
     texts = [frontend.tokenizer.token_text(i) for i in ids] if body.return_token_strs else None
     return json_response(
-        TokenizeResponse(
+        openai.TokenizeResponse(
             count=len(ids),
             max_model_len=frontend.facts().max_model_len,
             tokens=ids,
@@ -307,12 +300,12 @@ async def tokenize(request: web.Request) -> web.Response:
     )
 
 
-@contract(body=DetokenizeRequest, answer=DetokenizeResponse)
+@contract(body=openai.DetokenizeRequest, answer=openai.DetokenizeResponse)
 async def detokenize(request: web.Request) -> web.Response:
     """Text of token ids, special tokens included."""
     frontend = request.app[FRONTEND]
-    body = await read_body(request, DetokenizeRequest)
+    body = await read_body(request, openai.DetokenizeRequest)
     check_model(frontend, body.model)
     check_ids("tokens", body.tokens, frontend.facts().vocab_size, most=INT32)
     text = frontend.tokenizer.decode(body.tokens, skip_special_tokens=False)
-    return json_response(DetokenizeResponse(prompt=text))
+    return json_response(openai.DetokenizeResponse(prompt=text))

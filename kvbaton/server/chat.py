@@ -13,21 +13,8 @@ from typing_extensions import override
 
 from kvbaton.engine.validate import check_range
 from kvbaton.errors import RequestError
+from kvbaton.messages import openai
 from kvbaton.messages.engine import Item
-from kvbaton.messages.openai import (
-    ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatLogprobs,
-    ChatMessage,
-    ChatRequest,
-    FunctionCall,
-    RequestTimings,
-    TokenizeRequest,
-    TokenUsage,
-    ToolCall,
-)
 from kvbaton.server.answer import Event, ResponseFormatter, respond
 from kvbaton.server.auth import tenant
 from kvbaton.server.bodies import read_body
@@ -51,11 +38,11 @@ REASONING_EFFORTS = ("low", "medium", "high")
 """Of models that write OpenAI's harmony format; templates of others take what they know."""
 
 
-@contract(body=ChatRequest, answer=ChatCompletion, streams=True)
+@contract(body=openai.ChatRequest, answer=openai.ChatCompletion, streams=True)
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Answer a conversation."""
     frontend = request.app[FRONTEND]
-    body = await read_body(request, ChatRequest)
+    body = await read_body(request, openai.ChatRequest)
     check_common(frontend, body)
     check_chat(frontend, body)
     request_id = f"chatcmpl-{public_id(request, body)}"
@@ -86,13 +73,13 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     )
 
 
-def is_read(form: OutputFormat, body: ChatRequest, functions: Functions | None) -> bool:
+def is_read(form: OutputFormat, body: openai.ChatRequest, functions: Functions | None) -> bool:
     """Whether anything is told apart; a client may want the text as it is written."""
     wanted = form.reasons or form.always_read or functions is not None
     return wanted and body.skip_special_tokens is not False
 
 
-def callable_functions(frontend: Frontend, body: ChatRequest) -> Functions | None:
+def callable_functions(frontend: Frontend, body: openai.ChatRequest) -> Functions | None:
     """The functions whose calls are told apart; None if none are."""
     form, tools = frontend.output_format, body.tools
     if form is None or not form.calls or not tools or body.tool_choice == "none":
@@ -113,7 +100,7 @@ def callable_functions(frontend: Frontend, body: ChatRequest) -> Functions | Non
 
 
 async def chat_grammar(
-    frontend: Frontend, body: ChatRequest, prompt: Sequence[int], functions: Functions | None
+    frontend: Frontend, body: openai.ChatRequest, prompt: Sequence[int], functions: Functions | None
 ) -> str:
     """The grammar of all that the model writes; empty for any.
 
@@ -162,7 +149,7 @@ def with_marks(asked: PromptRequest, form: OutputFormat, *, calls: bool) -> Prom
     )
 
 
-def check_chat(frontend: Frontend, body: ChatRequest) -> None:
+def check_chat(frontend: Frontend, body: openai.ChatRequest) -> None:
     """Refuse what only conversations can ask for, and can't have here.
 
     Raises:
@@ -200,7 +187,7 @@ def check_chat(frontend: Frontend, body: ChatRequest) -> None:
 
 
 async def encode_chat(
-    frontend: Frontend, body: ChatRequest | TokenizeRequest
+    frontend: Frontend, body: openai.ChatRequest | openai.TokenizeRequest
 ) -> tuple[list[int], tuple[Item, ...]]:
     """Token ids of a conversation, and its images; its special tokens come from the template.
 
@@ -222,7 +209,7 @@ async def encode_chat(
     tools = body.tools or None
     if (form := frontend.output_format) is not None:
         messages, tools = form.messages(messages), form.tools(tools or []) or None
-    effort = body.reasoning_effort if isinstance(body, ChatRequest) else None
+    effort = body.reasoning_effort if isinstance(body, openai.ChatRequest) else None
     text = template.render(
         messages,
         tools=tools,
@@ -242,16 +229,16 @@ async def encode_chat(
     return vision.expand(ids, await load_images(images, vision, frontend.config.media))
 
 
-class ChatFormatter(ResponseFormatter[ChatRequest]):
+class ChatFormatter(ResponseFormatter[openai.ChatRequest]):
     """Formats events for ``/v1/chat/completions``; the first chunk of a choice names the role."""
 
     EMPTY_TEXT = b'"content":""'
     OPERATION = "chat"
 
-    def chunk(self, new: Event, usage: TokenUsage | None) -> ChatChunk:
+    def chunk(self, new: Event, usage: openai.TokenUsage | None) -> openai.ChatChunk:
         """See `ResponseFormatter`."""
         delta, first = new.delta, new.first
-        choice = ChatChunkChoice(
+        choice = openai.ChatChunkChoice(
             index=new.choice,
             delta=self.message(new),
             logprobs=self._logprobs(new),
@@ -259,7 +246,7 @@ class ChatFormatter(ResponseFormatter[ChatRequest]):
             stop_reason=delta.stop_reason if delta.finish_reason else UNSET,
             token_ids=self._ids(delta.token_ids),
         )
-        return ChatChunk(
+        return openai.ChatChunk(
             **self.head,
             choices=[choice],
             usage=UNSET if usage is None else usage,
@@ -267,27 +254,27 @@ class ChatFormatter(ResponseFormatter[ChatRequest]):
             kv_transfer_params=new.output.kv_transfer_params or UNSET,
         )
 
-    def message(self, new: Event) -> ChatMessage:
+    def message(self, new: Event) -> openai.ChatMessage:
         """What an event adds to the assistant's message."""
-        return ChatMessage(role="assistant" if new.first else UNSET, content=new.delta.text)
+        return openai.ChatMessage(role="assistant" if new.first else UNSET, content=new.delta.text)
 
     def finish_reason(self, new: Event) -> str | None:
         """Why the choice is over, as of an event that `message` was told of."""
         return new.delta.finish_reason
 
     def last_chunk(
-        self, usage: TokenUsage | UnsetType, timings: RequestTimings | UnsetType
-    ) -> ChatChunk:
+        self, usage: openai.TokenUsage | UnsetType, timings: openai.RequestTimings | UnsetType
+    ) -> openai.ChatChunk:
         """See `ResponseFormatter`."""
-        return ChatChunk(**self.head, choices=[], usage=usage, timings=timings)
+        return openai.ChatChunk(**self.head, choices=[], usage=usage, timings=timings)
 
-    def whole(self, events: Sequence[Event], usage: TokenUsage) -> ChatCompletion:
+    def whole(self, events: Sequence[Event], usage: openai.TokenUsage) -> openai.ChatCompletion:
         """See `ResponseFormatter`."""
         prompt, outputs = self.prompts[0], [new.output for new in events]
         scores = (o.prompt_logprobs for o in outputs if o.prompt_logprobs is not None)
         transfers = (o.kv_transfer_params for o in outputs if o.kv_transfer_params)
         choices = [
-            ChatChoice(
+            openai.ChatChoice(
                 index=new.choice,
                 message=self.message(new),
                 logprobs=self._logprobs(new),
@@ -297,7 +284,7 @@ class ChatFormatter(ResponseFormatter[ChatRequest]):
             )
             for new in events
         ]
-        return ChatCompletion(
+        return openai.ChatCompletion(
             **self.head,
             choices=choices,
             usage=usage,
@@ -312,7 +299,7 @@ class ChatFormatter(ResponseFormatter[ChatRequest]):
     def _ids(self, token_ids: list[int]) -> list[int] | UnsetType:
         return token_ids if self.body.return_token_ids else UNSET
 
-    def _logprobs(self, new: Event) -> ChatLogprobs | None:
+    def _logprobs(self, new: Event) -> openai.ChatLogprobs | None:
         if not self.body.logprobs:
             return None
         return chat_logprobs(self.tokenizer, new.delta.token_ids, new.delta.logprobs or ())
@@ -324,7 +311,7 @@ class ParsedFormatter(ChatFormatter):
     def __init__(
         self,
         frontend: Frontend,
-        body: ChatRequest,
+        body: openai.ChatRequest,
         request_id: str,
         prompts: Sequence[list[int]],
         form: OutputFormat,
@@ -336,10 +323,10 @@ class ParsedFormatter(ChatFormatter):
         self._parsers = defaultdict[int, OutputParser](partial(form.parser, prompts[0], functions))
 
     @override
-    def message(self, new: Event) -> ChatMessage:
+    def message(self, new: Event) -> openai.ChatMessage:
         parser, streams = self._parsers[new.choice], bool(self.body.stream)
         texts: defaultdict[str, str] = defaultdict(str)
-        calls: dict[int, ToolCall] = {}
+        calls: dict[int, openai.ToolCall] = {}
         for part in parser.push(new.delta.text, last=new.delta.finish_reason is not None):
             if part.kind != "call":
                 texts[part.kind] += part.text
@@ -347,14 +334,16 @@ class ParsedFormatter(ChatFormatter):
             if part.number and self.body.parallel_tool_calls is False:
                 continue
             index = part.number if streams else UNSET
-            call = calls.setdefault(part.number, ToolCall(index=index, function=FunctionCall()))
+            call = calls.setdefault(
+                part.number, openai.ToolCall(index=index, function=openai.FunctionCall())
+            )
             if part.function is not None:
                 call.id, call.type = self._call_id(), "function"
                 call.function.name = part.function
             call.function.arguments += part.text
         nothing = UNSET if streams else None if texts or calls else ""
         reasoning = texts.get("reasoning", UNSET)
-        return ChatMessage(
+        return openai.ChatMessage(
             role="assistant" if new.first else UNSET,
             content=texts.get("content", nothing),
             reasoning_content=reasoning,

@@ -9,14 +9,7 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from kvbaton.errors import RequestError
-from kvbaton.messages.openai import (
-    Completion,
-    CompletionChoice,
-    CompletionLogprobs,
-    CompletionRequest,
-    RequestTimings,
-    TokenUsage,
-)
+from kvbaton.messages import openai
 from kvbaton.server.answer import Event, ResponseFormatter, respond
 from kvbaton.server.auth import tenant
 from kvbaton.server.bodies import read_body
@@ -30,11 +23,11 @@ from kvbaton.types import TokenLogprobs
 DEFAULT_MAX_TOKENS = 16
 
 
-@contract(body=CompletionRequest, answer=Completion, streams=True)
+@contract(body=openai.CompletionRequest, answer=openai.Completion, streams=True)
 async def completions(request: web.Request) -> web.StreamResponse:
     """Complete one or several prompts."""
     frontend = request.app[FRONTEND]
-    body = await read_body(request, CompletionRequest)
+    body = await read_body(request, openai.CompletionRequest)
     check_common(frontend, body)
     grammar, asks = "", wanted(body.response_format, body.structured_outputs)
     if asks is not None:
@@ -66,7 +59,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     return await respond(request, frontend, asked, formatter)
 
 
-async def encode_prompts(frontend: Frontend, body: CompletionRequest) -> list[list[int]]:
+async def encode_prompts(frontend: Frontend, body: openai.CompletionRequest) -> list[list[int]]:
     """Token ids of each prompt.
 
     Raises:
@@ -87,7 +80,7 @@ async def encode_prompts(frontend: Frontend, body: CompletionRequest) -> list[li
     ]
 
 
-class CompletionFormatter(ResponseFormatter[CompletionRequest]):
+class CompletionFormatter(ResponseFormatter[openai.CompletionRequest]):
     """Formats events for ``/v1/completions``, where a chunk has the shape of a whole answer."""
 
     EMPTY_TEXT = b'"text":""'
@@ -96,7 +89,7 @@ class CompletionFormatter(ResponseFormatter[CompletionRequest]):
     def __init__(
         self,
         frontend: Frontend,
-        body: CompletionRequest,
+        body: openai.CompletionRequest,
         request_id: str,
         prompts: Sequence[list[int]],
     ) -> None:
@@ -104,31 +97,31 @@ class CompletionFormatter(ResponseFormatter[CompletionRequest]):
         self._offsets: dict[int, int] = {}
         self._scores: dict[int, Sequence[TokenLogprobs | None]] = {}
 
-    def chunk(self, new: Event, usage: TokenUsage | None) -> Completion:
+    def chunk(self, new: Event, usage: openai.TokenUsage | None) -> openai.Completion:
         """See `ResponseFormatter`."""
         return self._answer([new], UNSET if usage is None else usage)
 
     def last_chunk(
-        self, usage: TokenUsage | UnsetType, timings: RequestTimings | UnsetType
-    ) -> Completion:
+        self, usage: openai.TokenUsage | UnsetType, timings: openai.RequestTimings | UnsetType
+    ) -> openai.Completion:
         """See `ResponseFormatter`."""
         return self._answer([], usage, timings)
 
-    def whole(self, events: Sequence[Event], usage: TokenUsage) -> Completion:
+    def whole(self, events: Sequence[Event], usage: openai.TokenUsage) -> openai.Completion:
         """See `ResponseFormatter`."""
         return self._answer(events, usage, self.times())
 
     def _answer(
         self,
         events: Sequence[Event],
-        usage: TokenUsage | UnsetType,
-        timings: RequestTimings | UnsetType = UNSET,
-    ) -> Completion:
+        usage: openai.TokenUsage | UnsetType,
+        timings: openai.RequestTimings | UnsetType = UNSET,
+    ) -> openai.Completion:
         transfers = (new.output.kv_transfer_params for new in events)
         for new in events:  # they come once per prompt, and every choice shows them
             if new.output.prompt_logprobs is not None:
                 self._scores[new.prompt] = new.output.prompt_logprobs
-        return Completion(
+        return openai.Completion(
             **self.head,
             choices=[self._choice(new) for new in events],
             usage=usage,
@@ -136,7 +129,7 @@ class CompletionFormatter(ResponseFormatter[CompletionRequest]):
             timings=timings,
         )
 
-    def _choice(self, new: Event) -> CompletionChoice:
+    def _choice(self, new: Event) -> openai.CompletionChoice:
         delta, body, first, prompt = new.delta, self.body, new.first, self.prompts[new.prompt]
         text, scores = delta.text, self._scores.get(new.prompt)
         if first and body.echo:
@@ -145,7 +138,7 @@ class CompletionFormatter(ResponseFormatter[CompletionRequest]):
         shown: list[dict[str, Any] | None] | UnsetType = UNSET
         if first and body.prompt_logprobs is not None and scores is not None:
             shown = prompt_logprobs(self.tokenizer, prompt, scores)
-        return CompletionChoice(
+        return openai.CompletionChoice(
             index=new.choice,
             text=text,
             logprobs=None if body.logprobs is None else self._logprobs(new, scores),
@@ -158,7 +151,7 @@ class CompletionFormatter(ResponseFormatter[CompletionRequest]):
 
     def _logprobs(
         self, new: Event, scores: Sequence[TokenLogprobs | None] | None
-    ) -> CompletionLogprobs:
+    ) -> openai.CompletionLogprobs:
         """Of new tokens, behind those of an echoed prompt."""
         ids = list(new.delta.token_ids)
         entries: list[TokenLogprobs | None] = list(new.delta.logprobs or ())

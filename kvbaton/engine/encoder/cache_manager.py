@@ -37,21 +37,10 @@ from kvbaton.engine.request import ItemOutputs, Request, Sequence, SequenceState
 from kvbaton.engine.scheduler import Scheduler
 from kvbaton.engine.step import ItemRows
 from kvbaton.errors import RequestError
-from kvbaton.messages.engine import (
-    AbortRequest,
-    AddRequest,
-    FromCore,
-    Item,
-    Output,
-    Outputs,
-    Rejected,
-    SamplingParams,
-    ToCore,
-    TransferSpec,
-)
+from kvbaton.messages import engine as messages
 from kvbaton.types import ENCODER_BLOCK_ROWS
 
-PARAMS = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, seed=0)
+PARAMS = messages.SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, seed=0)
 DEADLINE_S = 3600.0
 """No output is pending for longer; those who wait for it have deadlines of their own."""
 
@@ -67,13 +56,13 @@ class Answers:
     """
 
     def __init__(self) -> None:
-        self.unread: list[FromCore] = []
+        self.unread: list[messages.FromCore] = []
 
-    def receive(self, timeout: float, wake_fd: int) -> list[ToCore]:
+    def receive(self, timeout: float, wake_fd: int) -> list[messages.ToCore]:
         """Nothing comes this way: `EncoderCacheManager` calls the core."""
         return []
 
-    def send(self, message: FromCore) -> None:
+    def send(self, message: messages.FromCore) -> None:
         """Leave a message to be read."""
         self.unread.append(message)
 
@@ -83,7 +72,7 @@ class _Need:
     """One item that one sequence waits for, or has: then `blocks` are pinned."""
 
     sequence: Sequence
-    item: Item
+    item: messages.Item
     key: Key
     blocks: list[int] | None = None
 
@@ -106,7 +95,7 @@ class PendingEncode:
 
     request_id: str
     key: Key
-    transfer: TransferSpec | None
+    transfer: messages.TransferSpec | None
     has_data: bool
     needs: list[_Need]
 
@@ -143,7 +132,7 @@ class EncoderCacheManager(ItemOutputs, KVConnector):
     # --- what the scheduler asks ---
 
     @override
-    def check(self, request: AddRequest) -> None:
+    def check(self, request: messages.AddRequest) -> None:
         most, end = self._outputs.pool.usable * ENCODER_BLOCK_ROWS, 0
         whole = self._scheduler.config.whole_items
         for number, item in enumerate(request.items):
@@ -243,7 +232,7 @@ class EncoderCacheManager(ItemOutputs, KVConnector):
             if not pending.needs and pending.request_id not in computing:
                 self._finish(pending.request_id)
                 self._asked = True
-                self.core.abort(AbortRequest(request_id=pending.request_id))
+                self.core.abort(messages.AbortRequest(request_id=pending.request_id))
 
     # --- pending outputs ---
 
@@ -261,7 +250,7 @@ class EncoderCacheManager(ItemOutputs, KVConnector):
             self._decline(transfer)
             self._pin(need, blocks)
 
-    def _use_transfer(self, request: Request, item: Item) -> TransferSpec | None:
+    def _use_transfer(self, request: Request, item: messages.Item) -> messages.TransferSpec | None:
         """The hand-over of an item, if it was not used before."""
         used = self._used.setdefault(request.request_id, set())
         if item.start in used:
@@ -269,7 +258,7 @@ class EncoderCacheManager(ItemOutputs, KVConnector):
         used.add(item.start)
         return item.transfer
 
-    def _decline(self, transfer: TransferSpec | None) -> None:
+    def _decline(self, transfer: messages.TransferSpec | None) -> None:
         """Tell an encoder node that its output is not needed."""
         if transfer is not None:
             self.core.connectors.call(KVConnector.decline, transfer)
@@ -283,7 +272,7 @@ class EncoderCacheManager(ItemOutputs, KVConnector):
         match = self._outputs.match([chain], len(zeros))
         return match.tables[0] if match.num_tokens == len(zeros) else None
 
-    def _submit(self, needs: list[_Need], transfer: TransferSpec | None) -> None:
+    def _submit(self, needs: list[_Need], transfer: messages.TransferSpec | None) -> None:
         """Ask the core for the output that these need."""
         self._numbers += 1
         first = needs[0]
@@ -293,7 +282,7 @@ class EncoderCacheManager(ItemOutputs, KVConnector):
         self._pending[first.key] = self._by_id[pending.request_id] = pending
         self._asked = True
         self.core.add(
-            AddRequest(
+            messages.AddRequest(
                 request_id=pending.request_id,
                 token_ids=(0,) * first.item.padded_rows,
                 params=PARAMS,
@@ -309,7 +298,7 @@ class EncoderCacheManager(ItemOutputs, KVConnector):
         pending = self._by_id.pop(request_id, None)
         return None if pending is None else self._pending.pop(pending.key)
 
-    def _ended(self, output: Output) -> None:
+    def _ended(self, output: messages.Output) -> None:
         """A request of the core is over. If all went well, its blocks are in the cache now."""
         pending = self._finish(output.request_id)
         if pending is None or not pending.needs:
@@ -392,7 +381,7 @@ class EncoderCacheManager(ItemOutputs, KVConnector):
         self._used.pop(request.request_id, None)
 
     @override
-    def poll(self, now: float) -> list[Output]:
+    def poll(self, now: float) -> list[messages.Output]:
         self._asked = False
         oldest = min((step.number for step in self._scheduler.in_flight), default=sys.maxsize)
         for number, blocks in self._left:
@@ -420,11 +409,11 @@ class EncoderCacheManager(ItemOutputs, KVConnector):
         unread, self._answers.unread = self._answers.unread, []
         for message in unread:
             match message:
-                case Outputs(outputs=outputs):
+                case messages.Outputs(outputs=outputs):
                     for output in outputs:
                         if output.finish_reason is not None:
                             self._ended(output)
-                case Rejected():
+                case messages.Rejected():
                     pending = self._finish(message.request_id)
                     if pending is not None and pending.transfer is None:
                         self._fail(pending, message.message)
