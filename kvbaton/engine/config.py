@@ -20,21 +20,10 @@ KVCacheDType = Literal["auto", "fp8"]
 LoadFailurePolicy = Literal["recompute", "fail"]
 
 ENCODER_SETTINGS = (
-    "model",
-    "dtype",
-    "load_format",
-    "device",
-    "seed",
-    "max_num_seqs",
-    "num_threads",
-    "store",
-    "store_lookup_timeout",
-    "store_load_timeout",
-    "store_ttl",
-    "encoder_cache_tokens",
-    "max_num_encoder_tokens",
-    "profile_dir",
-)
+    "model", "dtype", "load_format", "device", "seed", "max_num_seqs", "num_threads", "store",
+    "store_lookup_timeout", "store_load_timeout", "store_ttl", "encoder_cache_tokens",
+    "max_num_encoder_tokens", "profile_dir",
+)  # fmt: skip
 """Settings that an engine with `encoder_only` heeds."""
 
 LEAST: dict[str, float] = {

@@ -211,20 +211,9 @@ class SessionDrained(Message, frozen=True, tag="session_drained", kw_only=True):
 
 
 Control = (
-    Hello
-    | Welcome
-    | SessionDrained
-    | Reserve
-    | Accepted
-    | Refused
-    | Progress
-    | Complete
-    | Ack
-    | NotNeeded
-    | Failed
-    | Cancel
-    | Drained
-)
+    Hello | Welcome | SessionDrained | Reserve | Accepted | Refused | Progress | Complete
+    | Ack | NotNeeded | Failed | Cancel | Drained
+)  # fmt: skip
 
 encode_control: Callable[[Control], bytes] = msgspec.msgpack.Encoder().encode
 """Encode a control message."""

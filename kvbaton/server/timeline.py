@@ -190,21 +190,19 @@ class RequestTimeline:
 
     def timings(self) -> RequestTimings:
         """What a client is told that asks for it, in milliseconds."""
-        paths = {token: self.path(token) for token in ("first_token", "second_token")}
         reserve = [stage for stage in self.stages() if stage.name == "reserve"]
         return RequestTimings(
             total_ms=_ms((self.ended or time.monotonic()) - self.arrived),
             first_token_ms=self._after("first_token"),
             second_token_ms=self._after("second_token"),
-            first_token={
-                stage.name: _ms(stage.end - stage.start) for stage in paths["first_token"]
-            },
-            second_token={
-                stage.name: _ms(stage.end - stage.start) for stage in paths["second_token"]
-            },
+            first_token=self._parts_of("first_token"),
+            second_token=self._parts_of("second_token"),
             reserve_ms=_ms(reserve[-1].end - reserve[-1].start) if reserve else None,
             nodes={part.part: part.node for part in self.parts if part.node},
         )
+
+    def _parts_of(self, token: Token) -> dict[str, float]:
+        return {stage.name: _ms(stage.end - stage.start) for stage in self.path(token)}
 
     def _after(self, token: Token) -> float | None:
         at = self.written.get(token)

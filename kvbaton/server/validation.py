@@ -29,18 +29,9 @@ MAX_SALT = 4096
 _FIELDS = get_type_hints(ChatRequest, include_extras=True)
 UNSUPPORTED = tuple(name for name, kind in _FIELDS.items() if kind == Refused)
 COPIED = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "n",
-    "min_tokens",
-    "ignore_eos",
-)
+    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "logit_bias", "n", "min_tokens", "ignore_eos",
+)  # fmt: skip
 
 Prompt = str | list[int]
 

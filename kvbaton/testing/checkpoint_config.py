@@ -14,25 +14,10 @@ from typing import Any, Literal
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 Family = Literal[
-    "deepseek_v2",
-    "deepseek_v3",
-    "dots1",
-    "gemma3",
-    "gemma3_vl",
-    "gemma4",
-    "gpt_oss",
-    "llama",
-    "llama4",
-    "mistral",
-    "mixtral",
-    "qwen2",
-    "qwen2_moe",
-    "qwen3",
-    "qwen3_moe",
-    "qwen3_next",
-    "qwen2_5_vl",
-    "qwen3_vl",
-]
+    "deepseek_v2", "deepseek_v3", "dots1", "gemma3", "gemma3_vl", "gemma4", "gpt_oss", "llama",
+    "llama4", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next",
+    "qwen2_5_vl", "qwen3_vl",
+]  # fmt: skip
 
 ARCHITECTURES: dict[Family, str] = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
@@ -55,12 +40,7 @@ ARCHITECTURES: dict[Family, str] = {
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
 }
 VISION_FAMILIES = ("gemma3_vl", "qwen2_5_vl", "qwen3_vl")
-_DEEPSEEK: dict[str, Any] = {
-    "kv_lora_rank": 48,
-    "q_lora_rank": 40,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 24,
+_GROUPED_EXPERTS: dict[str, Any] = {
     "n_routed_experts": 8,
     "n_shared_experts": 2,
     "num_experts_per_tok": 3,
@@ -69,6 +49,13 @@ _DEEPSEEK: dict[str, Any] = {
     "routed_scaling_factor": 2.5,
     "n_group": 4,
     "topk_group": 2,
+}
+_DEEPSEEK = _GROUPED_EXPERTS | {
+    "kv_lora_rank": 48,
+    "q_lora_rank": 40,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
     "rope_scaling": {
         "type": "yarn",
         "factor": 8.0,
@@ -91,19 +78,8 @@ _QWEN_SHARED = {"shared_expert_intermediate_size": 48}
 EXPERTS: dict[str, dict[str, Any]] = {
     "deepseek_v2": _DEEPSEEK | {"topk_method": "group_limited_greedy", "norm_topk_prob": False},
     "deepseek_v3": _DEEPSEEK | {"topk_method": "noaux_tc", "norm_topk_prob": True},
-    "dots1": {
-        "n_routed_experts": 8,
-        "n_shared_experts": 2,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 32,
-        "first_k_dense_replace": 1,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "n_group": 4,
-        "topk_group": 2,
-        "sliding_window": None,
-        "max_window_layers": 62,
-    },
+    "dots1": _GROUPED_EXPERTS
+    | {"norm_topk_prob": True, "sliding_window": None, "max_window_layers": 62},
     "gpt_oss": {
         "attention_bias": True,
         "num_local_experts": 8,

@@ -18,7 +18,7 @@ from kvbaton.engine.models.layers import (
     LatentProjection,
     RMSNorm,
     Rotary,
-    RowLinear,
+    output_projection,
 )
 from kvbaton.engine.models.llama import DecoderLayer, LlamaForCausalLM
 
@@ -59,10 +59,7 @@ class LatentAttention(nn.Module):
             self.q_b_proj = ColumnLinear(mla.q_rank, own, bias=False, quantization=quantization)
         self.kv_norm = RMSNorm(f"{name}.kv_a_layernorm", mla.kv_rank, LATENT_EPS)
         self.kv_b_proj = LatentProjection(f"{name}.kv_b_proj", mla, total, shard)
-        width, size = total * mla.value_dim, config.hidden_size
-        self.o_proj = RowLinear(
-            f"{name}.o_proj", width, size, shard, bias=False, quantization=quantization
-        )
+        self.o_proj = output_projection(name, config, mla.value_dim, shard)
 
     def forward(self, hidden: Tensor, rotary: Rotary, attention: AttentionContext) -> Tensor:
         """[tokens, hidden] to [tokens, hidden]; writes this layer's latents into the cache."""
