@@ -73,11 +73,6 @@ class VisionConfig(Struct, frozen=True, kw_only=True):
         """Features of a head."""
         return self.hidden_size // self.num_heads
 
-    @property
-    def patch_dim(self) -> int:
-        """Numbers of a patch."""
-        return self.in_channels * self.temporal_patch_size * self.patch_size**2
-
 
 @dataclass(frozen=True)
 class VisionFamily:

@@ -459,7 +459,7 @@ def test_any_workload_gives_the_right_tokens_and_ends_balanced(
     for op in ops:
         perform(loop, op)
     loop.run()
-    check_all(loop)
+    loop.check_streams()
     loop.check_empty()
 
 
@@ -481,13 +481,3 @@ def perform(loop: Loop, op: object) -> None:
         case "reset":
             loop.scheduler.blocks.reset_cache()
             loop.check()
-
-
-def check_all(loop: Loop) -> None:
-    for request in loop.requests.values():
-        for choice in range(request.params.n):
-            loop.check_stream(request.request_id, choice)
-            stream = loop.streams[request.request_id, choice]
-            if stream.finish == "error":
-                length = len(request.token_ids) + len(stream.tokens)
-                assert loop.scheduler.blocks.too_large(length) is not None

@@ -71,6 +71,12 @@ class Moved:
         self.do(self.relay.move(to or Route(B, holder=A, held=held), self.now))
         return self.asked[-1]
 
+    def begin_move(self) -> tuple[NodeRequest, NodeRequest]:
+        """The target has said four tokens; it and its successor."""
+        (target,) = self.asked
+        self.go_on(target, 0, 4)
+        return target, self.move()
+
     def say(self, asked: NodeRequest, index: int, *tokens: int, end: str | None = None) -> None:
         output = Output(request_id="x", index=index, token_ids=tokens, finish_reason=end)
         self.do(self.relay.output(asked, output, self.now))
@@ -95,9 +101,7 @@ class Moved:
 
 def test_a_successor_that_caught_up_takes_over() -> None:
     moved = Moved()
-    (a,) = moved.asked
-    moved.go_on(a, 0, 4)
-    b = moved.move()
+    a, b = moved.begin_move()
     assert (b.node, b.side, b.request.resume_ids) == (B, "successor", tuple(map(token, range(4))))
     assert b.request.prefix == PrefixAt(peer=str(A.control_address), num_tokens=7)
     assert (b.request.token_ids, b.request.params) == (PROMPT, PARAMS), "all goes on as it was"
@@ -115,9 +119,7 @@ def test_a_successor_that_caught_up_takes_over() -> None:
 
 def test_a_target_that_was_faster_is_stopped_and_all_that_it_said_counts() -> None:
     moved = Moved()
-    (a,) = moved.asked
-    moved.go_on(a, 0, 4)
-    b = moved.move()
+    a, b = moved.begin_move()
     moved.go_on(a, 4, 8)
     moved.say(b, 4, token(4))
     again = moved.asked[-1]
@@ -137,9 +139,7 @@ def test_a_target_that_was_faster_is_stopped_and_all_that_it_said_counts() -> No
 
 def test_tokens_computed_elsewhere_are_not_told_as_cached() -> None:
     moved = Moved()
-    (a,) = moved.asked
-    moved.go_on(a, 0, 4)
-    b = moved.move()
+    _, b = moved.begin_move()
     for index in (4, 5):
         output = Output(request_id="x", index=index, token_ids=(token(index),), cached_tokens=3)
         moved.do(moved.relay.output(b, output, moved.now))
@@ -149,9 +149,7 @@ def test_tokens_computed_elsewhere_are_not_told_as_cached() -> None:
 @pytest.mark.parametrize("how", ["error", "abort", "refused", "late", "another", "skips"])
 def test_a_successor_that_fails_changes_nothing(how: str) -> None:
     moved = Moved()
-    (a,) = moved.asked
-    moved.go_on(a, 0, 4)
-    b = moved.move()
+    a, b = moved.begin_move()
     moved.go_on(a, 4, 6)
     if how in ("error", "abort"):
         moved.say(b, 4, end=how)
@@ -173,9 +171,7 @@ def test_a_successor_that_fails_changes_nothing(how: str) -> None:
 @pytest.mark.parametrize("late", [False, True])
 def test_a_successor_that_fails_after_the_target_was_stopped_is_a_retry(late: bool) -> None:
     moved = Moved(retries=1)
-    (a,) = moved.asked
-    moved.go_on(a, 0, 4)
-    b = moved.move()
+    a, b = moved.begin_move()
     moved.go_on(a, 4, 8)
     moved.say(b, 4, token(4))
     again = moved.asked[-1]
@@ -194,9 +190,7 @@ def test_a_successor_that_fails_after_the_target_was_stopped_is_a_retry(late: bo
 
 def test_a_target_that_dies_meanwhile_is_a_retry() -> None:
     moved = Moved(retries=1)
-    (a,) = moved.asked
-    moved.go_on(a, 0, 4)
-    b = moved.move()
+    a, b = moved.begin_move()
     moved.do(moved.relay.failed(a, NodeError("gone"), moved.now))
     retried = moved.asked[-1]
     assert b in moved.cancelled
@@ -221,9 +215,7 @@ def test_moves_are_no_retries() -> None:
 
 def test_the_end_ends_a_move() -> None:
     moved = Moved()
-    (a,) = moved.asked
-    moved.go_on(a, 0, 4)
-    b = moved.move()
+    a, b = moved.begin_move()
     moved.go_on(a, 4, 12)
     assert moved.cancelled == [b]
     moved.complete()
@@ -231,9 +223,7 @@ def test_the_end_ends_a_move() -> None:
 
 def test_who_leaves_ends_both() -> None:
     moved = Moved()
-    (a,) = moved.asked
-    moved.go_on(a, 0, 4)
-    b = moved.move()
+    a, b = moved.begin_move()
     moved.do(moved.relay.client_gone())
     assert set(moved.cancelled) == {a, b}
     assert not moved.relay.is_moving

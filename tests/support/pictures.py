@@ -93,12 +93,14 @@ class Pictures:
         """So many random tokens for a number, a random picture for a grid."""
         ids: list[int] = []
         items: list[Item] = []
-        patches = [torch.zeros(0, self.vision.patch_dim)]
+        vision = self.vision
+        patch_dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        patches = [torch.zeros(0, patch_dim)]
         for part in parts:
             if isinstance(part, int):
                 ids += rng.integers(10, 384, part).tolist()
                 continue
-            values = rng.standard_normal((math.prod(part), self.vision.patch_dim))
+            values = rng.standard_normal((math.prod(part), patch_dim))
             patches.append(torch.from_numpy(values).float())
             length = math.prod(part) // self.vision.merge_size**2
             digest = hashlib.sha256(values.tobytes()).digest()

@@ -592,6 +592,16 @@ class Loop:
             return
         assert (stream.tokens, stream.finish) == (tokens, reason)
 
+    def check_streams(self) -> None:
+        """So did all choices; only what the pool could never hold ended with an error."""
+        for request in self.requests.values():
+            for choice in range(request.params.n):
+                self.check_stream(request.request_id, choice)
+                stream = self.streams[request.request_id, choice]
+                if stream.finish == "error":
+                    length = len(request.token_ids) + len(stream.tokens)
+                    assert self.scheduler.blocks.too_large(length) is not None
+
 
 def prompt(length: int, start: int = 1) -> list[int]:
     """So many tokens, other ones for another start."""

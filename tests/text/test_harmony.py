@@ -9,6 +9,7 @@ import pytest
 from kvbaton.text.harmony import MARKERS, HarmonyParser, harmony_messages, harmony_tools
 from kvbaton.text.parsers import find_output_format
 from kvbaton.text.tokenizer import Tokenizer
+from tests.support.parsed_output import read_pieces
 
 WHOLE = (
     "<|channel|>analysis<|message|>The user\nwants it.<|end|>"
@@ -33,19 +34,8 @@ def marked(text: str) -> str:
 
 def read(pieces: list[str], *, begun: str = "<|start|>assistant", calls: bool = True) -> object:
     parser = HarmonyParser(marked(begun), calls=calls)
-    texts, names, arguments = {"reasoning": "", "content": ""}, list[str](), list[str]()
-    for number, piece in enumerate(pieces):
-        for part in parser.push(piece, last=number == len(pieces) - 1):
-            if part.kind != "call":
-                texts[part.kind] += part.text
-                continue
-            if part.function is not None:
-                assert part.number == len(names)
-                names.append(part.function)
-                arguments.append("")
-            arguments[part.number] += part.text
-    assert parser.num_calls == len(names)
-    return {**texts, "calls": list(zip(names, arguments, strict=True))}
+    reasoning, content, found = read_pieces(parser, pieces)
+    return {"reasoning": reasoning, "content": content, "calls": found}
 
 
 def test_all_at_once() -> None:

@@ -19,6 +19,7 @@ from kvbaton.text.parsers import find_output_format
 from kvbaton.text.structured import Functions
 from kvbaton.text.tagged import TaggedFormat
 from kvbaton.text.tokenizer import Tokenizer
+from tests.support.parsed_output import Read, read_pieces
 from tests.support.scripted_source import SPECIAL, train_backend
 
 FAMILIES = [name for name in CALL_SYNTAXES if name != "deepseek_v31"]
@@ -34,9 +35,6 @@ FUNCTIONS: Functions = {
 BEGIN, CALL, SEP, CALL_END, END = (
     f"<｜tool▁{name}｜>" for name in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")
 )
-
-Read = tuple[str, str, list[tuple[str, str]]]
-"""Reasoning, content, and function and arguments of each call."""
 
 
 def forms(family: str) -> list[TaggedFormat]:
@@ -63,21 +61,7 @@ def read(
 ) -> Read:
     tokenizer = WITH_TAGS if form.marks(calls=True) else WITHOUT_TAGS
     parser = form.parser(tokenizer.encode(begun, add_special_tokens=False), functions)
-    texts, names, arguments = {"reasoning": "", "content": ""}, list[str](), list[str]()
-    for number, piece in enumerate(pieces):
-        for part in parser.push(piece, last=number == len(pieces) - 1):
-            if part.kind != "call":
-                assert part.text
-                texts[part.kind] += part.text
-                continue
-            if part.function is not None:
-                assert part.number == len(names)
-                names.append(part.function)
-                arguments.append("")
-            assert part.number == len(names) - 1
-            arguments[part.number] += part.text
-    assert parser.num_calls == len(names)
-    return texts["reasoning"], texts["content"], list(zip(names, arguments, strict=True))
+    return read_pieces(parser, pieces)
 
 
 def write(family: str, calls: list[tuple[str, dict[str, Any]]], spaced: bool) -> list[str]:

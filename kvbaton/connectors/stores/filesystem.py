@@ -51,6 +51,7 @@ from kvbaton.connectors.stores.filesystem_space import (
     SUFFIX,
     SpaceManager,
     Written,
+    remove_file,
     status_of,
 )
 from kvbaton.connectors.stores.threaded import (
@@ -378,8 +379,7 @@ class Files(ClientBackend):
             done = self._space.publish(files, deadline)
         finally:
             for written in files[done:]:
-                with suppress(FileNotFoundError):
-                    os.unlink(written.temporary)
+                remove_file(written.temporary)
         if self._fsync:  # makes names durable, the folders' own included
             folders = {os.path.dirname(written.path) for written in files[:done]}
             for folder in (*folders, *{os.path.dirname(path) for path in folders}):

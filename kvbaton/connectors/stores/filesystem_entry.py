@@ -30,6 +30,7 @@ import numpy as np
 from msgspec import Struct
 
 from kvbaton.connectors.store import CLAIM_S, KEY_BYTES, Hints, Pieces
+from kvbaton.connectors.stores.filesystem_space import remove_file
 
 logger = logging.getLogger(__name__)
 
@@ -325,14 +326,14 @@ class EntryClaims:
         with os.scandir(self._folder) as found:
             for item in found:
                 if self._is_void(item.path):
-                    _unlink(item.path)
+                    remove_file(item.path)
 
     def take(self, key: bytes) -> bool:
         """Whether it is ours from now on."""
         path = self._path(key)
         made = self._make(path)
         if made is None and self._is_void(path):
-            _unlink(path)
+            remove_file(path)
             made = self._make(path)
         if made is not None:
             with self._lock:
@@ -377,8 +378,3 @@ class EntryClaims:
 
 def _which(status: os.stat_result) -> tuple[int, int]:
     return status.st_ino, status.st_mtime_ns
-
-
-def _unlink(path: str) -> None:
-    with suppress(FileNotFoundError):
-        os.unlink(path)

@@ -142,8 +142,7 @@ class SpaceManager:
         if spare is not None:
             with suppress(OSError):  # swept, or another user's
                 return spare, os.open(spare, os.O_WRONLY | os.O_CLOEXEC)
-            with suppress(FileNotFoundError):
-                os.unlink(spare)
+            remove_file(spare)
         path = self._temporary()
         return path, self.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
 
@@ -402,7 +401,7 @@ class RecycledFiles:
                 self._room -= num_bytes
                 self._by_size.setdefault(num_bytes, []).append(path)
                 return
-        _unlink(path)
+        remove_file(path)
 
     def take(self, num_bytes: int) -> str | None:
         """A file of that size; if there is none, as many bytes of others go, since one is made."""
@@ -415,7 +414,7 @@ class RecycledFiles:
                 others.append(self._pop(size))
                 num_bytes -= size
         for path in others:
-            _unlink(path)
+            remove_file(path)
         return None
 
     def clear(self) -> None:
@@ -425,7 +424,7 @@ class RecycledFiles:
             self._room += sum(size * len(paths) for size, paths in spares.items())
         for paths in spares.values():
             for path in paths:
-                _unlink(path)
+                remove_file(path)
 
     def _pop(self, size: int) -> str:
         path = self._by_size[size].pop()
@@ -435,8 +434,9 @@ class RecycledFiles:
         return path
 
 
-def _unlink(path: str) -> None:
-    with suppress(FileNotFoundError):  # swept by another process
+def remove_file(path: str) -> None:
+    """Remove a file, unless another process was faster."""
+    with suppress(FileNotFoundError):
         os.unlink(path)
 
 

@@ -101,7 +101,7 @@ class ConnectorDriver:
         config = self._config()
         layout = kind.get_required_kvcache_layout(config)
         if layout not in (None, "NHD", "HND", "LBNHC", "LBHNC"):
-            raise self._refusal(f"get_required_kvcache_layout asks for {layout!r}")
+            raise self.refusal(f"get_required_kvcache_layout asks for {layout!r}")
         memory = np.zeros(self._num_blocks * self.block_bytes, np.uint8)
         self._memory = memory.data
         features = self.block_bytes // (2 * _DTYPE.itemsize * self._tokens)
@@ -117,10 +117,10 @@ class ConnectorDriver:
         self._scheduler, self._worker = self._sides
         self._hma = base.supports_hma(self._worker)
         if getattr(self._worker, "prefer_cross_layer_blocks", False):
-            raise self._refusal("prefer_cross_layer_blocks: there is one tensor for each layer")
+            raise self.refusal("prefer_cross_layer_blocks: there is one tensor for each layer")
         self._worker.register_kv_caches({LAYER: self._cache})
         if self._worker.get_handshake_metadata() is not None:
-            raise self._refusal(
+            raise self.refusal(
                 "get_handshake_metadata: it moves blocks between engines that live, and keeps none"
             )
         self._free = list(range(_FIRST, self._num_blocks))
@@ -302,7 +302,7 @@ class ConnectorDriver:
             else self._scheduler.request_finished(request, ids)
         )
         if params is not None:
-            raise self._refusal("request_finished: it hands blocks to another engine")
+            raise self.refusal("request_finished: it hands blocks to another engine")
         return bool(kept)
 
     # --- a step ---
@@ -401,7 +401,8 @@ class ConnectorDriver:
         starts = (number, number + self._num_blocks) if self._planes else (number,)
         return [self._memory[start * size : (start + 1) * size] for start in starts]
 
-    def _refusal(self, why: str) -> ConfigError:
+    def refusal(self, why: str) -> ConfigError:
+        """That the connector can't be used here; to be raised."""
         return ConfigError("connector", f"{self._path} can't be a store: {why}")
 
     def _base(self) -> Any:
@@ -422,9 +423,9 @@ class ConnectorDriver:
         except (ImportError, AttributeError, ValueError) as error:
             raise ConfigError("connector", f"can't load {self._path}: {error}") from error
         if not (isinstance(kind, type) and issubclass(kind, base.KVConnectorBase_V1)):
-            raise self._refusal("it is no class over vLLM's KVConnectorBase_V1")
+            raise self.refusal("it is no class over vLLM's KVConnectorBase_V1")
         if missing := sorted(getattr(kind, "__abstractmethods__", ())):
-            raise self._refusal(f"it lacks {', '.join(missing)}")
+            raise self.refusal(f"it lacks {', '.join(missing)}")
         return kind
 
     def _config(self) -> Any:

@@ -110,12 +110,12 @@ class ConnectorBlocks(ClientBackend):
         data = memoryview(_TRIAL * 8)
         target = bytearray(len(data))
         if not self.put(_TRIAL, [data]):
-            raise self._refusal("get_num_new_matched_tokens does not find what was saved")
+            raise self._driver.refusal("get_num_new_matched_tokens does not find what was saved")
         self._driver.wipe()
         if not self.get(_TRIAL, [memoryview(target)]):
-            raise self._refusal("start_load_kv does not load what was saved")
+            raise self._driver.refusal("start_load_kv does not load what was saved")
         if self.contains([bytes(32)])[0]:
-            raise self._refusal("get_num_new_matched_tokens finds what nobody saved")
+            raise self._driver.refusal("get_num_new_matched_tokens finds what nobody saved")
 
     def close(self) -> None:
         """Let the connector shut down."""
@@ -181,9 +181,6 @@ class ConnectorBlocks(ClientBackend):
         for part, found in zip(parts, kept, strict=True):
             whole[part.item] &= found
         return whole
-
-    def _refusal(self, why: str) -> ConfigError:
-        return ConfigError("connector", f"{self._path} can't be a store: {why}")
 
     def _parts(self, many: Sequence[Pieces]) -> list[_Part]:
         size = self._driver.block_bytes
