@@ -11,7 +11,6 @@ of that peer can land, whatever its process does.
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Sequence
 
@@ -86,8 +85,7 @@ class TcpTransport:
         """
         view: memoryview | GpuRegion
         if memory.device == "cpu":
-            array = (ctypes.c_ubyte * memory.num_bytes).from_address(memory.address)
-            view = memoryview(array).cast("B")
+            view = memory.view()
         else:
             if self._staging is None:
                 gpu = self.gpu_copies(memory.device_index)

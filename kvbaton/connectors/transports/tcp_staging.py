@@ -13,7 +13,6 @@ what a fence and `close` promise holds as for memory of the host.
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import socket
 import threading
@@ -305,5 +304,4 @@ def tensor_of(torch: Any, memory: Memory) -> Any:
     """Memory as a uint8 tensor [num_bytes] that shares it."""
     if memory.device == "cuda":
         return torch.as_tensor(_CudaBytes(memory), device=f"cuda:{memory.device_index}")
-    array = (ctypes.c_ubyte * memory.num_bytes).from_address(memory.address)
-    return torch.frombuffer(array, dtype=torch.uint8)
+    return torch.frombuffer(memory.view(), dtype=torch.uint8)
