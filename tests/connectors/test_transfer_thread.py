@@ -40,7 +40,7 @@ from kvbaton.connectors.transports.tcp import TcpTransport
 from kvbaton.errors import TransportError
 from kvbaton.messages.control import Control, DigestRun, Refused, decode_control
 from kvbaton.types import Attempt, TransferTimers
-from tests.connectors.transfer_rig import LAYOUT, Decode, Node, Prefill, hand_over, wait
+from tests.connectors.transfer_rig import LAYOUT, Decode, Node, Prefill, begin, hand_over, wait
 from tests.support.making import making
 from tests.support.waiting import PATIENCE_S
 
@@ -157,9 +157,7 @@ def test_a_plug_in_that_raises_ends_no_thread(
     p = make(Prefill, hostile if side is Prefill else None)
     d = make(Decode, hostile if side is Decode else None)
     hostile.broken = method
-    attempt = Attempt(os.urandom(16), 0)
-    p.announce(attempt, 18)
-    d.begin(attempt, p.channel.address, 18)
+    attempt = begin(p, d)
     wait(lambda: d.outcome(attempt) is not None, p, d)
     hostile.broken = ""
     wait(lambda: d.freed(attempt), p, d)
@@ -233,9 +231,7 @@ def test_a_fence_that_raises_is_tried_again(make: Make, hub: MemoryHub) -> None:
     p, d = make(Prefill), make(Decode, hostile)
     assert isinstance(hand_over(p, d), Deliver)
     hub.hold()
-    attempt = Attempt(os.urandom(16), 0)
-    p.announce(attempt, 18)
-    d.begin(attempt, p.channel.address, 18)
+    attempt = begin(p, d)
     wait(lambda: bool(p.worker._writes) and p.machine.counters.started == 2, p, d)
     hostile.broken = "fence"
     p.close()
@@ -254,9 +250,7 @@ def test_a_source_holds_its_blocks_while_a_transport_cannot_close(
     unfenced.broken = "fence"
     p, d = make(Prefill, hostile), make(Decode, unfenced)
     hub.hold()
-    attempt = Attempt(os.urandom(16), 0)
-    p.announce(attempt, 18)
-    d.begin(attempt, p.channel.address, 18)
+    begin(p, d)
     wait(lambda: p.thread.inspect(lambda: len(p.worker._writes)) == 1, p, d)
     hostile.broken = "close"
     p.thread.inspect(lambda: p.worker.handle(PeerGone(d.id), time.monotonic()))
@@ -300,9 +294,7 @@ def test_a_peer_that_could_write_is_fenced_though_it_cannot_be_reached_again(
     transport = Fickle("fickle", hub=hub)
     p, d = make(Prefill), make(Decode, transport)
     p.push = lambda *_: None  # the prompt is never computed
-    attempt = Attempt(os.urandom(16), 0)
-    p.announce(attempt, 18)
-    d.begin(attempt, p.channel.address, 18)
+    attempt = begin(p, d)
     wait(lambda: bool(p.of(Engage)), p, d)
 
     def admit_again() -> None:
@@ -485,9 +477,7 @@ def test_two_thousand_sessions_cost_no_more_than_a_few(make: Make) -> None:
 def test_a_source_that_stops_fails_what_is_left_and_says_that_it_has_drained(make: Make) -> None:
     p, d = make(Prefill), make(Decode)
     p.push = lambda *_: None  # the prompt is never computed
-    attempt = Attempt(os.urandom(16), 0)
-    p.announce(attempt, 18)
-    d.begin(attempt, p.channel.address, 18)
+    attempt = begin(p, d)
     wait(lambda: bool(p.of(Engage)), p, d)
     p.close()
     wait(lambda: d.outcome(attempt) is not None and d.freed(attempt), d)

@@ -188,11 +188,17 @@ class Decode(Node):
         return any(action.attempt == attempt for action in self.of(Unquarantine))
 
 
-def hand_over(p: Prefill, d: Decode, number: int = 0, num_tokens: int = 18) -> Deliver | Fail:
-    """One whole hand-over; what it ended with at D, once its blocks are free."""
+def begin(p: Prefill, d: Decode, number: int = 0, num_tokens: int = 18) -> Attempt:
+    """Have a prompt announced by one, and asked for by the other."""
     attempt = Attempt(os.urandom(16), number)
     p.announce(attempt, num_tokens)
     d.begin(attempt, p.channel.address, num_tokens)
+    return attempt
+
+
+def hand_over(p: Prefill, d: Decode, number: int = 0, num_tokens: int = 18) -> Deliver | Fail:
+    """One whole hand-over; what it ended with at D, once its blocks are free."""
+    attempt = begin(p, d, number, num_tokens)
     wait(lambda: d.outcome(attempt) is not None and d.freed(attempt), p, d)
     ended = d.outcome(attempt)
     assert ended is not None

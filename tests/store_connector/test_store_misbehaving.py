@@ -38,7 +38,7 @@ from tests.support.engine_node import Node
 from tests.support.engine_pair import Expected
 from tests.support.held_store import Box
 from tests.support.prompts import prompt_of
-from tests.support.store_nodes import Nodes, count, rest
+from tests.support.store_nodes import Nodes, count, rest, save
 from tests.support.waiting import PATIENCE_S, promised, until
 
 REQUESTS = 24
@@ -167,9 +167,7 @@ def test_what_works_again_is_used_again(
 def test_cancelled_loads_are_not_missing(nodes: Nodes, box: Box) -> None:
     node = nodes.start(box.spec)
     prompt = prompt_of(24)
-    node.generate(prompt).result()
-    rest(node)
-    node.ask("reset_prefix_cache")
+    save(node, prompt)
     with box.held("load"):
         call = node.generate(prompt)
         until(lambda: box.is_waiting("load"), "a load")

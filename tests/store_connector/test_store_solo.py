@@ -13,7 +13,7 @@ from tests.support.engine_node import greedy
 from tests.support.engine_pair import Expected
 from tests.support.held_store import Box
 from tests.support.prompts import prompt_of
-from tests.support.store_nodes import Nodes, count, rest
+from tests.support.store_nodes import Nodes, count, rest, save
 from tests.support.waiting import until
 
 
@@ -66,9 +66,7 @@ def test_the_local_cache_is_asked_first_and_the_store_for_the_rest(
 ) -> None:
     prompt = prompt_of(60)
     node = nodes.start(box.spec)
-    node.generate(prompt).result()
-    rest(node)
-    node.ask("reset_prefix_cache")
+    save(node, prompt)
     node.generate(prompt[:24], max_tokens=1).result()
     rest(node)
     asked = box.calls["load"]
@@ -81,9 +79,7 @@ def test_the_local_cache_is_asked_first_and_the_store_for_the_rest(
 def test_a_reset_of_the_cache_is_local(nodes: Nodes, expected: Expected, box: Box) -> None:
     prompt = prompt_of(40)
     node = nodes.start(box.spec)
-    node.generate(prompt).result()
-    rest(node)
-    node.ask("reset_prefix_cache")
+    save(node, prompt)
     assert node.generate(prompt).result() == expected(prompt)
     assert count(node, "prompt_tokens", source="store") == 39
     rest(node)
@@ -128,9 +124,7 @@ def test_what_was_saved_is_not_saved_again(nodes: Nodes, box: Box) -> None:
 def test_choices_share_what_was_loaded(nodes: Nodes, expected: Expected, box: Box) -> None:
     prompt = prompt_of(40)
     node = nodes.start(box.spec)
-    node.generate(prompt).result()
-    rest(node)
-    node.ask("reset_prefix_cache")
+    save(node, prompt)
     call = node.generate(prompt, n=3)
     assert call.result() == expected(prompt)
     assert count(node, "prompt_tokens", source="store") == 39

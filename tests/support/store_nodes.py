@@ -55,6 +55,13 @@ def rest(node: Node) -> None:
     assert node.imbalance == 0
 
 
+def save(node: Node, prompt: tuple[int, ...]) -> None:
+    """Let a node compute a prompt and save it; it is nowhere but in the store then."""
+    node.generate(prompt).result()
+    rest(node)
+    node.ask("reset_prefix_cache")
+
+
 def count(node: Node, name: str, **labels: str) -> float:
     """A counter's sum over the labels that are not given."""
     wanted = [f'{key}="{value}"' for key, value in labels.items()]
