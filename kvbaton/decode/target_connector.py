@@ -36,6 +36,15 @@ def target_of(request: AddRequest) -> TransferSpec | None:
     return transfer if transfer is not None and transfer.role == "target" else None
 
 
+def _peer(load: Load) -> str:
+    """Who is to send what a load waits for."""
+    spec = load.sequence.request.spec
+    place = target_of(spec) or spec.prefix
+    peer = None if place is None else place.peer
+    assert peer is not None, "checked in accept"
+    return peer
+
+
 class TargetConnector(KVConnector):
     """Receives prompts from other nodes.
 
@@ -223,6 +232,7 @@ class TargetConnector(KVConnector):
         for action in self.receiver.take():
             match action:
                 case events.Deliver() if (load := self._live.pop(action.attempt, None)) is not None:
+                    self.wires.ended(_peer(load), failed=False)
                     if action.crossing is not None:
                         self.wires.observe(action.crossing)
                     if (marks := load.sequence.request.marks) is not None:
@@ -254,6 +264,7 @@ class TargetConnector(KVConnector):
         if load is None:
             return []
         self._outcomes(load)["failed"] += 1
+        self.wires.ended(_peer(load), failed=True)
         if load.connector is not self:
             # With windows or states a shorter prefix needs blocks that were not reserved.
             whole = all(group.keeps_all for group in self.scheduler.blocks.groups)

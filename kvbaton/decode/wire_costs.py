@@ -25,6 +25,7 @@ class WireCosts:
 
     def __init__(self) -> None:
         self._peers: dict[str, tuple[CostFit, float]] = {}  # and when its last one ended
+        self._failures: dict[str, int] = {}  # in a row
 
     def observe(self, crossing: Crossing) -> None:
         """One has come."""
@@ -39,9 +40,21 @@ class WireCosts:
         if len(self._peers) > MAX_PEERS:
             del self._peers[next(iter(self._peers))]
 
+    def ended(self, address: str, *, failed: bool) -> None:
+        """What a peer was to send has come, or has not."""
+        before = self._failures.pop(address, 0)
+        if failed:
+            self._failures[address] = before + 1
+            if len(self._failures) > MAX_PEERS:
+                del self._failures[next(iter(self._failures))]
+
     def gauges(self, now: float) -> dict[str, float]:
-        """Seconds by Prometheus name, per peer and term."""
-        return {
+        """Seconds by Prometheus name, per peer and term; per peer failures in a row, if any."""
+        failures = {
+            f'kvbaton_wire_failures{{peer="{peer}"}}': float(count)
+            for peer, count in self._failures.items()
+        }
+        return failures | {
             f'kvbaton_wire_cost_seconds{{peer="{peer}",term="{term}"}}': (
                 cost * 2.0 ** (min(0.0, ended - now) / HALF_S)
             )

@@ -100,7 +100,7 @@ class NodeInfo(Struct, frozen=True, kw_only=True):
             by the cluster key, or ``ipc:///...`` on one machine without one; empty until ready.
         num_blocks: of its KV cache; 0 of a node that does not say.
         wires: how long KV of late took to come here, by the control address of who sent it:
-            `WIRE_COSTS`, as far as they were seen.
+            `WIRE_COSTS`, as far as they were seen, and ``failures`` in a row since anything came.
         prompt_limits: how long prompts may be there; None of a node that does not say.
     """
 
@@ -213,6 +213,24 @@ class RouterTraffic(Struct, frozen=True, kw_only=True):
     sent_bytes_per_s: float = 0.0
 
 
+class FailingPairView(Struct, frozen=True, kw_only=True):
+    """Two nodes between which nothing gets through, in the answer of ``GET /nodes``.
+
+    Attributes:
+        source: node id of who sends.
+        target: of who tells that nothing comes.
+        failures: hand-overs and prefixes in a row that did not.
+        trials: that were made possible since.
+        trial_in_s: until the next one.
+    """
+
+    source: str
+    target: str
+    failures: int
+    trials: int
+    trial_in_s: float
+
+
 class NodesView(Struct, frozen=True, kw_only=True):
     """Answer of the router's ``GET /nodes``.
 
@@ -220,6 +238,7 @@ class NodesView(Struct, frozen=True, kw_only=True):
         nodes: all of them.
         pairs: (prefill node id, decode node id) that can hand over now.
         encoder_pairs: (encoder node id, other node id), too.
+        failing_pairs: that get no requests but trials.
         traffic: what goes through the router.
     """
 
@@ -227,3 +246,4 @@ class NodesView(Struct, frozen=True, kw_only=True):
     pairs: list[tuple[str, str]]
     encoder_pairs: list[tuple[str, str]]
     traffic: RouterTraffic = RouterTraffic()
+    failing_pairs: list[FailingPairView] = []

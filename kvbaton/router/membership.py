@@ -9,6 +9,8 @@ Laws:
    until `failures` probes in a row failed, its heartbeats stopped, or it was drained.
 3. A node that registered itself and falls silent is forgotten; one named by a flag is probed for
    ever.
+4. Between two nodes that live, but of which one tells that nothing comes of the other, goes nothing
+   but trials (`failing_pairs`); each of them goes on alone, and with others.
 
 The clock is an argument of every event, in seconds of a monotonic clock.
 """
@@ -26,6 +28,7 @@ from kvbaton.connectors.address import is_loopback
 from kvbaton.errors import ConfigError, RequestError
 from kvbaton.messages.nodes import Members, NodeInfo
 from kvbaton.router.config import MembershipTimers
+from kvbaton.router.failing_pairs import FailingPair, failing_pairs
 from kvbaton.router.route import Pair, Pairs
 from kvbaton.server.config import check_url
 from kvbaton.server.transfer_params import tcp_host
@@ -63,6 +66,7 @@ class Member:
             has its own ``--peer`` flags.
         reason: why it is in its state, for people.
         paused: it gets no new requests until it is resumed, whatever its state.
+        failing: what does not arrive here, by the control address of who sends it.
     """
 
     info: NodeInfo
@@ -73,6 +77,17 @@ class Member:
     told: frozenset[str] | None = None
     reason: str = ""
     paused: bool = False
+    failing: dict[str, FailingPair] = field(default_factory=dict)
+
+    def may_dial(self, address: str) -> bool:
+        """Whether it may ask the node there for KV.
+
+        A registered node dials only addresses that it was told of, and learns of a new node with
+        its next heartbeat; until then the two do not pair.
+        """
+        failing = self.failing.get(address)
+        known = self.told is None or address in self.told
+        return known and (failing is None or failing.is_due)
 
 
 class ReadyNodes:
@@ -175,15 +190,23 @@ class ReadyNodes:
         return [n for n in self._dialling(kind, source) if n.node_id != source.node_id]
 
     def _dialling(self, kind: tuple[str, ...], source: NodeInfo) -> list[NodeInfo]:
-        """Of a kind of receivers those that may dial a node.
-
-        A registered node dials only addresses that it was told of, and learns of a new node with
-        its next heartbeat; until then the two do not pair.
-        """
+        """Of a kind of receivers those that may dial a node."""
         address, members = source.control_address, self._receivers.get(kind, ())
         if address is None:
             return []
-        return [m.info for m in members if m.told is None or address in m.told]
+        return [m.info for m in members if m.may_dial(address)]
+
+
+def failing(members: Iterable[Member]) -> list[tuple[str, str, FailingPair]]:
+    """Ids of sender and receiver of each pair between which nothing gets through."""
+    known = list(members)
+    senders = {member.info.control_address: member.info.node_id for member in known}
+    return [
+        (senders[address], member.info.node_id, pair)
+        for member in known
+        for address, pair in member.failing.items()
+        if address in senders
+    ]
 
 
 @dataclass(frozen=True)
@@ -256,8 +279,8 @@ class Membership:
             if member is not None:
                 self._check_replaces(info, member, now)
             member, changes = self._join(info, member, static=False, now=now)
-        member.info, member.heard_at, self._ready = info, now, None
-        changes += self._follow_announced_state(member)
+        member.heard_at = now
+        changes += self._follow(member, info, now)
         others = [m.info.control_address for m in self.members.values() if m is not member]
         addresses = tuple(sorted(address for address in others if address is not None))
         member.told = frozenset(addresses)
@@ -283,12 +306,11 @@ class Membership:
         except RequestError as error:
             return self._move(known, NodeState.UNHEALTHY, error.message)
         if known.info.generation == info.generation:
-            known.info, self._ready = info, None
-            return self._follow_announced_state(known)
+            return self._follow(known, info, now)
         del self.members[known.info.node_id]
         old = known if known.info.generation else None
         member, changes = self._join(info, old, static=True, now=now)
-        return changes + self._follow_announced_state(member)
+        return changes + self._follow(member, info, now)
 
     def probed(
         self, node_id: str, generation: str, error: str | None, now: float, *, answered: bool = True
@@ -328,9 +350,11 @@ class Membership:
         return self._move(member, NodeState.UNHEALTHY, error, lost=True)
 
     def tick(self, now: float) -> list[Change]:
-        """Time has passed: notice silence."""
+        """Time has passed: notice silence, and let pairs that fail be tried again."""
         changes: list[Change] = []
         for member in list(self.members.values()):
+            if any([pair.tick(now) for pair in member.failing.values()]):
+                self._ready = None
             if member.static or not self.hears:
                 continue
             if now - member.heard_at >= self.timers.forget_s:
@@ -396,6 +420,14 @@ class Membership:
         del self.members[node_id]
         return changes
 
+    def sent(self, sender: NodeInfo, receiver: NodeInfo) -> None:
+        """A node was asked to send KV to another one; if that was a trial, it is the only one."""
+        member = self.members.get(receiver.node_id)
+        failing = {} if member is None else member.failing
+        pair = failing.get(sender.control_address or "")
+        if pair is not None and pair.is_due:
+            pair.made_trials, self._ready = pair.trials, None
+
     # --- questions ---
 
     def ready(self) -> ReadyNodes:
@@ -423,8 +455,12 @@ class Membership:
 
     def show(self, members: Iterable[Member]) -> None:
         """Take another table's members in place of all of ours."""
+        before, self._ready = self.members, None
         self.members = {member.info.node_id: member for member in members}
-        self._ready = None
+        for node_id, member in self.members.items():
+            for address, pair in member.failing.items():  # who publishes them sends nothing
+                old = before[node_id].failing.get(address) if node_id in before else None
+                pair.made_trials = old.made_trials if old is not None else 0
 
     def probe_targets(self) -> list[Member]:
         """Members whose health is worth asking."""
@@ -505,14 +541,20 @@ class Membership:
             Change(info.node_id, NodeState.GONE, NodeState.STARTING, "joined"),
         ]
 
+    def _lives(self) -> dict[str, str]:
+        infos = [member.info for member in self.members.values()]
+        return {i.control_address: i.generation for i in infos if i.control_address is not None}
+
     def _forget_for_good(self, member: Member) -> None:
         self._removed[member.info.node_id, member.info.generation] = None
         while len(self._removed) > MAX_REMOVED:
             del self._removed[next(iter(self._removed))]
 
-    def _follow_announced_state(self, member: Member) -> list[Change]:
+    def _follow(self, member: Member, info: NodeInfo, now: float) -> list[Change]:
         """What a node says of itself counts, except that only a probe makes it ready."""
-        announced = member.info.state
+        member.info, self._ready = info, None
+        member.failing = failing_pairs(member.failing, info.wires, self._lives(), now)
+        announced = info.state
         if announced == NodeState.DRAINING:
             return self._move(member, NodeState.DRAINING, "the node is shutting down")
         if announced == NodeState.LOADING and member.state is NodeState.STARTING:

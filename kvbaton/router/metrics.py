@@ -9,7 +9,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from kvbaton.router.loads import IDLE, NodeLoads
-from kvbaton.router.membership import Member
+from kvbaton.router.membership import Member, failing
 from kvbaton.server.metrics import LabelledCounter, RatioHistogram, SecondsHistogram
 
 FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10, 20, 40, 80)
@@ -121,3 +121,11 @@ class NodeCollector(Collector):
         for member in self._members():
             nodes.add_metric([member.info.node_id, member.info.role, member.state], 1)
         yield nodes
+        failures = GaugeMetricFamily(
+            "kvbaton_router_pair_failures",
+            "Of pairs that get trials only: hand-overs and prefixes that failed in a row.",
+            labels=["source", "target"],
+        )
+        for source, target, pair in failing(self._members()):
+            failures.add_metric([source, target], pair.failures)
+        yield failures

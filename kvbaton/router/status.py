@@ -7,9 +7,15 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvbaton.messages.nodes import NodeInfo, NodesView, NodeView, RouterTraffic
+from kvbaton.messages.nodes import (
+    FailingPairView,
+    NodeInfo,
+    NodesView,
+    NodeView,
+    RouterTraffic,
+)
 from kvbaton.router.loads import IDLE, NodeLoads, RouterTotals
-from kvbaton.router.membership import Member, Membership
+from kvbaton.router.membership import Member, Membership, failing
 
 INTERVAL_S = 1.0
 WINDOW = 5
@@ -143,6 +149,16 @@ class ClusterStatus:
             pairs=[(source.node_id, target.node_id) for source, target in ready.pairs],
             encoder_pairs=[(one.node_id, node.node_id) for one, node in ready.encoder_pairs],
             traffic=traffic,
+            failing_pairs=[
+                FailingPairView(
+                    source=source,
+                    target=target,
+                    failures=int(pair.failures),
+                    trials=pair.trials,
+                    trial_in_s=max(0.0, pair.trial_at - now.time),
+                )
+                for source, target, pair in failing(members)
+            ],
         )
 
     def _node(self, member: Member, now: _Sample, old: _Sample, seconds: float) -> NodeView:

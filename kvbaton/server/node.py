@@ -55,6 +55,7 @@ GAUGES = {
 }
 """What the router is told as it is, and its name there."""
 WIRE_GAUGE = "kvbaton_wire_cost_seconds{"
+WIRE_FAILURES = "kvbaton_wire_failures{"
 TOTALS = {
     "kvbaton_generation_tokens_total": "generated_tokens",
     "kvbaton_transfer_sent_bytes_total": "sent_bytes",
@@ -327,10 +328,10 @@ async def node_worker(
 def wires_of(metrics: Metrics) -> dict[str, dict[str, float]]:
     """`NodeInfo.wires` as an engine reports it."""
     wires: dict[str, dict[str, float]] = {}
-    for key, cost in metrics.gauges.items():
-        if key.startswith(WIRE_GAUGE):
+    for key, value in metrics.gauges.items():
+        if key.startswith((WIRE_GAUGE, WIRE_FAILURES)):
             _, labels = split_name(key)
-            wires.setdefault(labels["peer"], {})[labels["term"]] = cost
+            wires.setdefault(labels["peer"], {})[labels.get("term", "failures")] = value
     return wires
 
 

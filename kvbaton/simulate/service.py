@@ -177,12 +177,12 @@ class SteadyMembership(Membership):
     def __init__(self, engines: Sequence[ModeledEngine]) -> None:
         super().__init__(MembershipTimers(), True, "simulated")
         for engine in engines:
-            self.heard(engine.info)
+            self.heard(engine.info, 0.0)
 
-    def heard(self, info: NodeInfo) -> None:
+    def heard(self, info: NodeInfo, now: float) -> None:
         """A heartbeat."""
-        self.members[info.node_id] = Member(info, True, 0.0, NodeState.READY)
-        self._ready = None
+        fresh = Member(info, True, now, NodeState.READY)
+        self._follow(self.members.setdefault(info.node_id, fresh), info, now)
 
 
 class ModeledEngines(EngineClients):
@@ -318,7 +318,8 @@ class _Service:
         )
 
     def _heartbeat(self, engine: ModeledEngine) -> None:
-        self._nodes.steady.heard(engine.heartbeat())
+        self._nodes.steady.heard(engine.heartbeat(), self.loop.time())
+        self._nodes.steady.tick(self.loop.time())
         period = self._nodes.membership.timers.heartbeat_s
         self.loop.call_later(period, self._heartbeat, engine)
 

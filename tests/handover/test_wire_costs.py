@@ -63,3 +63,12 @@ def test_peers_are_bounded() -> None:
             costs.observe(Crossing(f"tcp://p:{number}", True, 100, number, number + 0.1))
     assert len(told(costs, 99.0)) == MAX_PEERS
     assert "tcp://p:9" not in told(costs, 99.0)
+
+
+def test_failures_in_a_row_are_told_until_something_comes() -> None:
+    costs = WireCosts()
+    costs.ended(PEER, failed=True)
+    costs.ended(PEER, failed=True)
+    assert told(costs, 0.0) == {PEER: {"failures": 2.0}}
+    costs.ended(PEER, failed=False)
+    assert told(costs, 0.0) == {}

@@ -20,7 +20,7 @@ from kvbaton.simulate import engine
 from kvbaton.simulate.engine import ModeledEngine, Prompts
 from kvbaton.simulate.engine_model import H200_8B, EngineModel, load_engine
 from kvbaton.simulate.generators import GENERATORS, Conversations, Lengths
-from kvbaton.simulate.handover import SimulatedWires
+from kvbaton.simulate.handover import SimulatedWires, WireTransfer
 from kvbaton.simulate.main import SimulateConfig, advice, highest_rate, is_good, summary
 from kvbaton.simulate.service import (
     ServiceReport,
@@ -644,3 +644,35 @@ def test_late_requests_are_not_good() -> None:
     done = serve(trace, "1D", "least-loaded")
     config = SimulateConfig(trace="code", rate=1.0, ttft_slo=450.0)
     assert 0.2 < summary(done, config)["good"] < 0.8
+
+
+def test_a_pair_between_which_nothing_arrives_is_used_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of two decode nodes one never has what is handed over, and computes it after 5 s."""
+    crosses, broken = SimulatedWires._end, "tcp://decode-1:1"
+
+    def lose(self: SimulatedWires, transfer: WireTransfer, tokens: int, began: float) -> None:
+        source, target, load = transfer.source, transfer.target, transfer.load
+        if load is None or source is None or target is not self.engines.get(broken):
+            crosses(self, transfer, tokens, began)
+            return
+        assert target is not None
+
+        def fail() -> list[Output]:
+            target.wire_costs.ended(source.address, failed=True)
+            outputs = target.scheduler.fail_load(load, load.start, "it was lost")
+            target.scheduler.blocks.release_incoming(load.spans)
+            transfer.load = None
+            return outputs
+
+        source.post(transfer.release)
+        self._after(5.0, lambda: target.post(fail))
+
+    monkeypatch.setattr(SimulatedWires, "_end", lose)
+    trace = [TraceRequest(0.1 * i, ((10 + i, 500),), 20, 1000 + i) for i in range(300)]
+    done = serve(trace, "1P2D", "round-robin")
+    asked = [d.source is not None and d.target == "decode-1" for d in done.decisions]
+    assert sum(asked[:80]) >= 2, "as often as the other"
+    assert sum(asked[80:]) <= 4, "trials"
+    assert done.leaked == 0

@@ -1,0 +1,86 @@
+"""Two nodes that live, and between which nothing gets through: requests must not pay for it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbaton.types import TransferTimers
+from tests.support.cluster import Cluster
+from tests.support.prompts import prompt_of
+from tests.support.served_pair import POOL
+from tests.support.servers import Router, poll
+
+pytestmark = pytest.mark.e2e
+
+ROOT = Path(__file__).parents[2]
+LOST_S = TransferTimers().progress_deadline
+"""What a request pays whose KV does not arrive."""
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_pair_that_hands_nothing_over_is_put_out_and_comes_back(
+    checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    workers: int,
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=":")
+    cluster, deaf = Cluster(tmp_path, checkpoint()), tmp_path / "deaf"
+
+    def over(file: str) -> dict[str, str | None]:
+        options = json.dumps({"inner": "tcp", "deaf": file})
+        return {"transport": f"tests.connectors_broken.switched:DeafTransport:{options}"}
+
+    try:
+        router = cluster.start_router("router", f"--workers={workers}")
+        p = cluster.start_node("prefill", "p", over(""), router=router)
+        d = cluster.start_node("decode", "d", over(str(deaf)), router=router)
+        cluster.until_up(p, d, router=router, pairs=1)
+        seeds = iter(range(1, 10_000))
+
+        def ask() -> float:
+            """Seconds that a prompt takes which nobody knows; its tokens must be right."""
+            prompt = prompt_of(40, seed=next(seeds))
+            began = time.monotonic()
+            (choice,) = router.complete(prompt, max_tokens=4)["choices"]
+            seconds = time.monotonic() - began
+            (right,) = p.generate(prompt, max_tokens=4).choices
+            assert tuple(choice["token_ids"]) == tuple(right.token_ids)
+            return seconds
+
+        def delivered() -> float:
+            return d.metrics()("kvbaton_transfers_total", role="target", outcome="delivered")
+
+        # Each worker learns by itself who pairs.
+        poll("hand-overs", lambda: ask() and delivered() >= 2 * workers, 30.0, router.tail)
+
+        deaf.touch()
+        assert min(POOL.map(lambda _: ask(), range(3))) > 0.9 * LOST_S
+        poll("the pair is out", lambda: _failing(router), 10.0, router.tail)
+        (pair,) = _failing(router)
+        assert (pair["source"], pair["target"]) == ("p", "d")
+        shown = router.metrics()("kvbaton_router_pair_failures", source="p", target="d")
+        assert shown >= 2
+        paid = [seconds > 0.9 * LOST_S for seconds in (ask() for _ in range(30))]
+        (pair,) = _failing(router)
+        # And one that went before its worker was told.
+        assert sum(paid) <= 1 + workers * pair["trials"] <= 1 + workers * 2, paid
+        assert {node["state"] for node in router.get("/nodes")["nodes"]} == {"ready"}
+
+        deaf.unlink()
+        poll("the pair is back", lambda: ask() and not _failing(router), 60.0, router.tail)
+        assert router.num_pairs() == 1
+        assert ask() < LOST_S
+    finally:
+        cluster.stop()
+
+
+def _failing(router: Router) -> list[dict[str, Any]]:
+    pairs: list[dict[str, Any]] = router.get("/nodes")["failing_pairs"]
+    return pairs
