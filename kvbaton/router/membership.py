@@ -364,6 +364,11 @@ class Membership:
                 changes += self._move(member, NodeState.UNHEALTHY, "heartbeats stopped")
         return changes
 
+    def stood_still(self, seconds: float, now: float) -> None:
+        """Whoever keeps this table has not listened for so long: that was nobody's silence."""
+        for member in self.members.values():
+            member.heard_at = min(member.heard_at + seconds, now)
+
     def misfits(self, node_id: str) -> list[str]:
         """Why a ready node and others never hand over, though their roles would let them."""
         mine = self.members[node_id].info

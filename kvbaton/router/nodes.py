@@ -311,15 +311,21 @@ class Nodes(KnownNodes):
 
     async def _watch(self) -> None:
         """Probe all nodes for ever."""
+        due, timers = time.monotonic(), self.membership.timers
         while True:
             try:
-                self._announce(self.membership.tick(time.monotonic()))
+                now = time.monotonic()
+                if now - due > timers.heartbeat_s:  # what came meanwhile waits in sockets
+                    logger.warning("this process stood still for %.1f s", now - due)
+                    self.membership.stood_still(now - due, now)
+                self._announce(self.membership.tick(now))
                 for member in self.membership.probe_targets():
                     self._probe_soon(member)
                 await self.engines.sweep()
             except Exception:  # of whoever is told, perhaps: without probes nothing would be right
                 logger.exception("a look at the nodes failed")
-            await asyncio.sleep(self.membership.timers.probe_period_s)
+            due = time.monotonic() + timers.probe_period_s
+            await asyncio.sleep(timers.probe_period_s)
 
     def _probe_soon(self, member: Member) -> None:
         # One probe of a node at a time: a silent one must not collect them.

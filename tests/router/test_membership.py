@@ -353,3 +353,15 @@ def test_a_node_with_a_key_is_told_that_the_router_has_none(membership: Membersh
     keyed = Membership(TIMERS, loopback_only=False)
     keyed.register(info(engine_address="tcp://10.0.0.1:5"), 0.0)
     assert state(keyed) is NodeState.STARTING
+
+
+def test_what_the_router_itself_did_not_hear_is_nobodys_silence(membership: Membership) -> None:
+    limit = TIMERS.missed * TIMERS.heartbeat_s
+    make_ready(membership, info("d0"))
+    membership.tick(0.5)
+    membership.stood_still(99.0, 100.0)
+    assert membership.tick(100.0) == []
+    assert membership.probed("d0", "1", None, 100.0) == []
+    assert state(membership) is NodeState.READY
+    [change] = membership.tick(99.0 + limit)
+    assert (change.new, change.reason) == (NodeState.UNHEALTHY, "heartbeats stopped")
