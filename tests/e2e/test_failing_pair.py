@@ -23,7 +23,7 @@ LOST_S = TransferTimers().progress_deadline
 """What a request pays whose KV does not arrive."""
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_pair_that_hands_nothing_over_is_put_out_and_comes_back(
     checkpoint: Callable[..., Path],
     tmp_path: Path,
