@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import contextmanager
 from typing import Any
 
 from kvbaton.errors import StoreError
@@ -35,14 +35,14 @@ class _Remote:
         return {k: d for i, (k, d) in enumerate(self.objects.items()) if i in done}
 
 
-def _writers(rig: StoreRig, stack: ExitStack, count: int) -> list[_Remote]:
-    """Writers that are ready to begin; they start side by side."""
-    writers = [_Remote(rig, "write") for _ in range(count)]
-    for writer in writers:
-        stack.enter_context(writer.process)
-    for writer in writers:
-        writer.process.started()
-    return writers
+@contextmanager
+def _writer(rig: StoreRig) -> Iterator[_Remote]:
+    """A writer that is ready to begin, and killed in the end; the rig's store is open then."""
+    with rig.elsewhere():
+        writer = _Remote(rig, "write")
+        with writer.process as process:
+            process.started()
+            yield writer
 
 
 def _seconds_of_one(writer: _Remote) -> float:
@@ -58,42 +58,43 @@ def _seconds_of_one(writer: _Remote) -> float:
 @case(3, "persistent")
 def a_killed_writer(rig: StoreRig) -> None:
     """Whenever a writer is killed, its objects are whole or absent, and those kept are there."""
-    with ExitStack() as stack:
-        measured, *writers = _writers(rig, stack, 1 + len(FRACTIONS) * rig.depth)
-        seconds = _seconds_of_one(measured)
-        rig.reopen()
-        rig.expect(measured.objects, "stored by a process that has ended")
-        for number, writer in enumerate(writers):
+    with _writer(rig) as writer:
+        seconds = _seconds_of_one(writer)
+    rig.reopen()
+    rig.expect(writer.objects, "stored by a process that has ended")
+    for number in range(len(FRACTIONS) * rig.depth):
+        with _writer(rig) as writer:
             writer.process.tell("go")
             for _ in range(1 + number % COUNT):
                 writer.process.line("begin")
             time.sleep(seconds * FRACTIONS[number % len(FRACTIONS)])
             writer.process.kill()
-            rig.reopen()  # and look at once: a small store makes room for the next one's
-            found = rig.found(list(writer.objects))
-            whole = rig.expect_whole(writer.objects, "stored by a process that was killed")
-            there = [key in whole for key in writer.objects]
-            told = f"lookup said {found} of what a killed writer left, load {there}"
-            require(list(found) == there, told)
-            rig.expect(writer.known_done(), "kept, as its writer was told before it was killed")
+            done = writer.known_done()
+        rig.reopen()  # and look at once: a small store makes room for the next one's
+        found = rig.found(list(writer.objects))
+        whole = rig.expect_whole(writer.objects, "stored by a process that was killed")
+        there = [key in whole for key in writer.objects]
+        told = f"lookup said {found} of what a killed writer left, load {there}"
+        require(list(found) == there, told)
+        rig.expect(done, "kept, as its writer was told before it was killed")
 
 
 @case(3, "persistent")
 def what_a_killed_writer_leaves(rig: StoreRig) -> None:
     """What a killed writer left behind stands in nobody's way: its objects can be stored again."""
-    with ExitStack() as stack:
-        measured, *writers = _writers(rig, stack, 3)
-        seconds = _seconds_of_one(measured)
-        for writer in writers:
+    with _writer(rig) as writer:
+        seconds = _seconds_of_one(writer)
+    stored: dict[bytes, bytes] = {}
+    for _ in range(2):
+        with _writer(rig) as writer:
             writer.process.tell("go")
             writer.process.line("begin")
             time.sleep(seconds / 2)
-            writer.process.kill()
-            rig.put(writer.objects)
-            rig.expect(writer.objects, "stored again after its first writer was killed")
-        rig.reopen()
-        for writer in writers:
-            rig.expect(writer.objects, "after the store was opened again")
+        rig.put(writer.objects)
+        rig.expect(writer.objects, "stored again after its first writer was killed")
+        stored |= writer.objects
+    rig.reopen()
+    rig.expect(stored, "after the store was opened again")
 
 
 @case(3, "shared")

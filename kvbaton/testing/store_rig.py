@@ -8,8 +8,9 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
@@ -133,6 +134,16 @@ class StoreRig:
     def reopen(self) -> None:
         """Close the store and open it again: what it then has comes from where it keeps things."""
         self.close(self.store)
+        self.store = self.open()
+
+    @contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """While others have the store: one that is not `shared` is closed here meanwhile."""
+        if self.store.capabilities.shared:
+            yield
+            return
+        self.close(self.store)
+        yield
         self.store = self.open()
 
     def lacks(self, need: str) -> str | None:
