@@ -487,8 +487,10 @@ class _NodeCall:
             why = NodeError(error.message, error.status, error.param, error.code)
             running.failed(asked, why)
         else:
-            running.failed(asked, NodeError(str(error), lost=True))
-            running.dispatcher.nodes.unreachable(asked.node, str(error))
+            nodes = running.dispatcher.nodes
+            leaving = nodes.membership.is_draining(asked.node)
+            running.failed(asked, NodeError(str(error), lost=True, leaving=leaving))
+            nodes.unreachable(asked.node, str(error))
 
     def cancel(self) -> None:
         """Nobody listens any more."""

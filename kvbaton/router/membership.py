@@ -341,6 +341,13 @@ class Membership:
             return self._move(member, NodeState.READY, "")
         return []
 
+    def is_draining(self, node: NodeInfo) -> bool:
+        """Whether a node, in this life of its, was told to stop or to take nothing new."""
+        member = self.members.get(node.node_id)
+        if member is None or member.info.generation != node.generation:
+            return False
+        return member.state is NodeState.DRAINING
+
     def unreachable(self, node_id: str, generation: str, error: str) -> list[Change]:
         """A node refused a connection: no need to wait for more probes."""
         member = self.members.get(node_id)

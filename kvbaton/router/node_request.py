@@ -65,6 +65,8 @@ class NodeError:
         param: of its error.
         code: of its error.
         lost: the node is gone, and with it all that it had: that is no sign of too much to do.
+        leaving: it is lost because it was told to stop, which is no sign that the request is to
+            blame either, and says nothing of who comes in its place.
         final: the request would fail on every node, also where it is to go on from tokens.
     """
 
@@ -73,6 +75,7 @@ class NodeError:
     param: str | None = None
     code: str | None = None
     lost: bool = False
+    leaving: bool = False
     final: bool = False
 
     @property

@@ -139,7 +139,7 @@ class RequestRelay:
         self._expires_at = now + request.deadline_s
         self._heard_at = now
         self._confirm_by: float | None = None
-        self._moves = 0
+        self._excused = 0  # attempts that moves began, or that nodes left which were told to stop
         self._move_by = math.inf
         self._moving_to: Route | None = None
         self._first_index = len(request.resume_ids)
@@ -263,7 +263,10 @@ class RequestRelay:
             return [CancelNode(asked)]
         # A target whose source is gone would find out by a timer of seconds; a new attempt is
         # faster, and with nobody else to prefill it is the target alone.
-        self._avoid |= {node_id}
+        if error.leaving:
+            self._excused += 1
+        else:
+            self._avoid |= {node_id}
         busy = error.status in (429, 503)
         failure = RequestError(
             f"node {node_id} failed: {error.summary}",
@@ -441,7 +444,7 @@ class RequestRelay:
             return closing + self._finish_as_announced()
         if now >= self._expires_at:
             return closing + self.fail(self._expired())
-        if self.attempt - self._moves >= self._timers.max_retries:
+        if self.attempt - self._excused >= self._timers.max_retries:
             return closing + self.fail(error)
         if not lost and not self._may_retry():
             self.story.append("no attempt more: too many requests are tried again (--retry-budget)")
@@ -451,7 +454,7 @@ class RequestRelay:
     def _without_encoder(self, asked: NodeRequest, now: float) -> list[Action]:
         """The node that prefills waits for an output that will not come."""
         self._avoid |= {asked.node.node_id}
-        if self._prefilled or self.attempt - self._moves >= self._timers.max_retries:
+        if self._prefilled or self.attempt - self._excused >= self._timers.max_retries:
             return []
         # It would find out by a timer of seconds: a new attempt is faster, and what the first one
         # has computed, encoded and received is in caches.
@@ -480,7 +483,7 @@ class RequestRelay:
     def _ask_successor(self, route: Route, now: float, fetched: int = 0) -> AskNode:
         """Ask for what comes after all that is committed, of which it has so many tokens."""
         self.attempt += 1
-        self._moves += 1
+        self._excused += 1
         if fetched:
             route = route.having(len(self.request.token_ids) + fetched)
         (asked,) = self._node_requests(route, tuple(self._choices[0].tokens), now)

@@ -473,6 +473,24 @@ async def test_an_encoder_that_fails_costs_no_request_and_no_time(make_rig: Any,
         await eventually(lambda: rig.states()[used.info.node_id] == "unhealthy")
 
 
+async def test_a_request_outlives_any_number_of_nodes_that_are_told_to_stop(make_rig: Any) -> None:
+    rig = await make_rig(prefill=0, decode=5)
+    for node in rig.nodes.values():
+        node.gate.clear()
+    running = asyncio.create_task(collect(rig, request()))
+    for _ in range(4):
+        arrived = [asyncio.create_task(n.arrived.wait()) for n in rig.nodes.values()]
+        await asyncio.wait(arrived, timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
+        for task in arrived:
+            task.cancel()
+        (name,) = [name for name, node in rig.nodes.items() if node.arrived.is_set()]
+        rig.directory.drain(name)
+        await rig.nodes.pop(name).stop()
+    (last,) = rig.nodes.values()
+    last.gate.set()
+    assert tokens(await running) == expected(4)
+
+
 async def test_encoder_nodes_alone_serve_nothing_but_are_shown(make_rig: Any) -> None:
     rig = await make_rig(prefill=0, decode=0, encode=1)
     assert (await rig.session.get("/health")).status == 503

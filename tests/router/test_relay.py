@@ -721,3 +721,15 @@ def test_what_no_node_can_go_on_with_is_tried_once(side: str, relayed: int) -> N
     assert (bench.error().status, bench.error().code) == (400, "grammar_failed")
     assert why in bench.error().message
     assert len(bench.routed) == 1
+
+
+def test_nodes_that_are_told_to_stop_cost_no_attempt() -> None:
+    bench = Bench(request()).start()
+    for attempt in range(4):
+        bench.fail("target" if attempt % 2 else "source", attempt, lost=True, leaving=True)
+    assert [avoid for _, avoid in bench.routed] == [frozenset()] * 5, (
+        "others may come in their place"
+    )
+    for attempt in range(4, 7):
+        bench.fail("target", attempt, lost=True)
+    assert bench.error().status == 502, "two attempts more, as ever"
