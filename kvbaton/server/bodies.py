@@ -101,9 +101,11 @@ def error_body(error: RequestError) -> bytes:
     kind = TYPES.get(error.status)
     if kind is None:
         kind = "invalid_request_error" if error.status < 500 else "server_error"
-    info = ErrorInfo(
-        message=error.message, type=kind, param=error.param, code=error.code or error.status
-    )
+    message, param = error.message, error.param
+    if param and param not in message:  # most clients show the message alone
+        field = param.rpartition(".")[2]
+        message = f"{param}: {message.removeprefix(f'{field}: ')}"
+    info = ErrorInfo(message=message, type=kind, param=param, code=error.code or error.status)
     return msgspec.json.encode(ErrorBody(error=info))
 
 

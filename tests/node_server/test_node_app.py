@@ -320,7 +320,7 @@ async def test_a_refusal_of_the_core_keeps_its_fields(node: Any) -> None:
         status, answer = await node.post(GENERATE, body)
         assert status == 400
         assert answer["error"] == {
-            "message": "not a member",
+            "message": "kv_transfer_params.remote_host: not a member",
             "type": "invalid_request_error",
             "param": "kv_transfer_params.remote_host",
             "code": "not_a_member",

@@ -190,6 +190,7 @@ async def test_what_is_refused_is_named(serve: Any, extra: Any, param: str) -> N
     endpoint = await serve(TEXT)
     status, answer = await endpoint.post("/v1/chat/completions", {"messages": ASK, **extra})
     assert (status, answer["error"]["param"]) == (400, param), answer
+    assert param in answer["error"]["message"], "which is all that most clients show"
     assert endpoint.source.requests == []
 
 
