@@ -172,7 +172,8 @@ class RouteChooser:
             RequestError: its first token would come too late (429), or no node can have so long a
                 prompt (400).
         """
-        ready, index = self._nodes.membership.ready(), self._nodes.index
+        membership, index = self._nodes.membership, self._nodes.index
+        ready = membership.ready()
         cached = index.cached(request) if index is not None else {}
         wanted = Wanted(num_tokens, request.params.max_tokens, items, cached, request.params.n)
         route = choose(ready, self._loads, self.policy, wanted, avoid=avoid)
@@ -197,7 +198,7 @@ class RouteChooser:
             if route.source is not None:
                 lacking = num_tokens - min(cached.get(route.target.node_id, 0), num_tokens - 1)
                 costs.wires.sent(route.source, route.target, lacking)
-        self._tried(route)
+        membership.sent(route)
         self.decisions.append(decision)
         if again:
             self._open.pop(request.request_id, None)  # its times say nothing about this choice
@@ -221,17 +222,9 @@ class RouteChooser:
         route = successor(holder, receivers, membership.ready(), self._loads, self.policy, wanted)
         if route is not None:
             self._open.pop(request.request_id, None)  # nobody predicted what becomes of it now
-            self._tried(route)
+            membership.sent(route)
             self.decisions.append(self._decision(request, route, num_tokens, 0, len(receivers)))
         return route
-
-    def _tried(self, route: Route) -> None:
-        """Let the table know of whom KV is to come."""
-        membership = self._nodes.membership
-        if route.source is not None:
-            membership.sent(route.source, route.target)
-        if route.holder is not None:
-            membership.sent(route.holder, route.prefills)
 
     def _decision(
         self, request: AddRequest, route: Route, num_tokens: int, pairs: int, singles: int

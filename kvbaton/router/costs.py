@@ -448,6 +448,8 @@ class CostModel:
         step_s = speed.step_s + after
         chunk = speed.chunk_tokens(step_s)
         chunk_s = speed.full_s if chunk == speed.step_tokens else speed.prefill_s(chunk, 0)
+        full_s = max(chunk_s, LEAST_S)
+        _, in_all, per_s = self._prefilled.get(node.node_id, (0.0, 0.0, 1.0))
         queued_s = load.prefill_us / 1e6
         backlog_s = max(0.0, self._left_s(load, since) - after_s)
         return Decode(
@@ -458,8 +460,8 @@ class CostModel:
             backlog_s=backlog_s,
             prefill_share=share,
             chunk_s=step_s + chunk_s,
-            full_s=(full_s := max(chunk_s, LEAST_S)),
-            prompt_s=min(full_s, self._step_of_prompts_s(node) or full_s),
+            full_s=full_s,
+            prompt_s=min(full_s, in_all / per_s) if share else full_s,
             slower_s=after - before,
             sequences=sequences,
             room=room,
@@ -469,11 +471,6 @@ class CostModel:
         """Share of a node's time that prompts of ours take, of late."""
         at, share, _ = self._prefilled.get(node.node_id, (0.0, 0.0, 0.0))
         return min(MOST_SHARE, share * self._kept(at)) if share else 0.0
-
-    def _step_of_prompts_s(self, node: NodeInfo) -> float:
-        """What prompts of ours add to a node's step on average, of late; 0 if there were none."""
-        _, share, per_s = self._prefilled.get(node.node_id, (0.0, 0.0, 0.0))
-        return share / per_s if per_s else 0.0
 
     def _generating(self, node: NodeInfo, seconds: float) -> float:
         """Share of its time at a node that a sequence generates, which takes so many seconds.

@@ -29,7 +29,7 @@ from kvbaton.errors import ConfigError, RequestError
 from kvbaton.messages.nodes import Members, NodeInfo
 from kvbaton.router.config import MembershipTimers
 from kvbaton.router.failing_pairs import FailingPair, failing_pairs
-from kvbaton.router.route import Pair, Pairs
+from kvbaton.router.route import Pair, Pairs, Route
 from kvbaton.server.config import check_url
 from kvbaton.server.transfer_params import tcp_host
 
@@ -432,13 +432,16 @@ class Membership:
         del self.members[node_id]
         return changes
 
-    def sent(self, sender: NodeInfo, receiver: NodeInfo) -> None:
-        """A node was asked to send KV to another one; if that was a trial, it is the only one."""
-        member = self.members.get(receiver.node_id)
-        failing = {} if member is None else member.failing
-        pair = failing.get(sender.control_address or "")
-        if pair is not None and pair.is_due:
-            pair.made_trials, self._ready = pair.trials, None
+    def sent(self, route: Route) -> None:
+        """Nodes were asked to send KV to others; what was a trial of a pair is the only one."""
+        prefills = route.source or route.target
+        for sender, receiver in ((route.source, route.target), (route.holder, prefills)):
+            member = self.members.get(receiver.node_id) if sender is not None else None
+            if member is None or not member.failing or sender is None:
+                continue
+            pair = member.failing.get(sender.control_address or "")
+            if pair is not None and pair.is_due:
+                pair.made_trials, self._ready = pair.trials, None
 
     # --- questions ---
 

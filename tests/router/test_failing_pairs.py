@@ -17,6 +17,7 @@ from kvbaton.router.failing_pairs import (
     MAX_PERIOD_S,
 )
 from kvbaton.router.membership import Member, Membership, NodeState
+from kvbaton.router.route import Route
 
 ROLES = {"p": "prefill", "d": "decode", "e": "decode", "q": "prefill"}
 
@@ -64,7 +65,7 @@ class Table:
         """The pair P, D is chosen."""
         assert ("p", "d") not in self.apart()
         nodes = self.membership.members
-        self.membership.sent(nodes["p"].info, nodes["d"].info)
+        self.membership.sent(Route(nodes["d"].info, nodes["p"].info))
 
 
 @pytest.fixture
@@ -152,7 +153,7 @@ def test_workers_try_once_each_whatever_is_published_meanwhile(table: Table) -> 
     table.passes(1.01 * FIRST_TRIAL_S)
     publish()
     assert paired()
-    worker.sent(worker.members["p"].info, worker.members["d"].info)
+    worker.sent(Route(worker.members["d"].info, worker.members["p"].info))
     assert not paired()
     publish()
     assert not paired()
