@@ -217,7 +217,8 @@ def _normalize(message: Message, where: str, images: list[ImageUrl] | None) -> M
         return result
     result.pop("tool_calls", None)  # templates ask whether there are any by the name alone
     if content is None:
-        if reasoning is None and calls is None:
+        is_answer = role == "assistant" and "content" in message  # its reasoning may be left out
+        if reasoning is None and calls is None and not is_answer:
             raise RequestError("content is missing", param=f"{where}.content")
         # Without calls it was cut off before there was any.
         result["content"] = "" if calls is None else NoContent()

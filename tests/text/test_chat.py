@@ -133,12 +133,20 @@ def test_an_empty_list_of_calls_is_none() -> None:
         assert ChatTemplate(source, {}).render(normalize_messages([message])) == ""
 
 
+def test_an_answer_that_was_cut_within_its_reasoning_may_be_sent_back_without_it() -> None:
+    """Clients that know no reasoning keep what the answer's message has beside it: null."""
+    (message,) = normalize_messages([{"role": "assistant", "content": None}])
+    assert message == {"role": "assistant", "content": ""}
+
+
 @pytest.mark.parametrize(
     ("message", "param"),
     [
         ({"content": "x"}, "messages[0].role"),
         ({"role": 1, "content": "x"}, "messages[0].role"),
         ({"role": "user"}, "messages[0].content"),
+        ({"role": "user", "content": None}, "messages[0].content"),
+        ({"role": "assistant"}, "messages[0].content"),
         ({"role": "user", "content": 5}, "messages[0].content"),
         ({"role": "user", "content": [{"type": "image_url"}]}, "messages[0].content[0]"),
         ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
