@@ -39,10 +39,12 @@ def test_nodes_of_a_router_that_stood_still_were_not_silent(
             time.sleep(STOPPED_S)
         finally:
             os.killpg(router.pid, signal.SIGCONT)
-        poll("the pair", lambda: router.num_pairs() == 1, 5.0, router.tail)
+
+        def noticed() -> bool:
+            return "this process stood still for" in router.log.read_text()
+
+        poll("the pair", lambda: noticed() and router.num_pairs() == 1, 5.0, router.tail)
         assert router.complete(prompt, max_tokens=4)["choices"][0]["token_ids"] == right
-        log = router.log.read_text()
-        assert "this process stood still for" in log
-        assert "heartbeats stopped" not in log
+        assert "heartbeats stopped" not in router.log.read_text()
     finally:
         cluster.stop()
