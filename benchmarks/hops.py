@@ -302,7 +302,8 @@ def without_polling(events: Sequence[Event], polling: Set[tuple[str, str]]) -> l
 def until_forward(core: Process, start: int, at: int) -> list[Event]:
     """Calls in a core until a forward pass begins, without its loop's that waits for that pass."""
     launched = core.first(start, "launch", is_at("engine/executor.py:Executor.launch"))
-    waits = core.first(launched, "wait for a step", is_at("engine/core.py:EngineCore.update"))
+    begins = is_at("engine/core.py:EngineCore._expect"), is_at("engine/core.py:EngineCore.update")
+    waits = core.first(launched, "wait for a step", lambda e: any(is_it(e) for is_it in begins))
     return [e for e in core.between(start, at) if e.at < waits or e.thread != "MainThread"]
 
 
