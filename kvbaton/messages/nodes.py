@@ -100,7 +100,9 @@ class NodeInfo(Struct, frozen=True, kw_only=True):
             by the cluster key, or ``ipc:///...`` on one machine without one; empty until ready.
         num_blocks: of its KV cache; 0 of a node that does not say.
         wires: how long KV of late took to come here, by the control address of who sent it:
-            `WIRE_COSTS`, as far as they were seen, and ``failures`` in a row since anything came.
+            `WIRE_COSTS`, as far as they were seen.
+        wire_failures: hand-overs and prefixes in a row that did not come here, if any, by the
+            control address of who was to send them.
         prompt_limits: how long prompts may be there; None of a node that does not say.
     """
 
@@ -124,6 +126,7 @@ class NodeInfo(Struct, frozen=True, kw_only=True):
     engine_address: Name = ""
     num_blocks: int = 0
     wires: dict[str, dict[str, float]] = {}
+    wire_failures: dict[str, int] = {}
     prompt_limits: PromptLimits | None = None
 
 

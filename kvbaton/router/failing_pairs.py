@@ -1,8 +1,9 @@
 """Pairs of nodes between which nothing gets through, though both live: who sends to whom.
 
-Receivers tell how many hand-overs and prefixes of each sender failed in a row (`NodeInfo.wires`).
-From `LEAST_FAILURES` on nothing goes that way but *trials*: one request (of each worker of a
-router) a period, which doubles with each trial that fails. One that arrives ends it.
+Receivers tell how many hand-overs and prefixes of each sender failed in a row
+(`NodeInfo.wire_failures`). From `LEAST_FAILURES` on nothing goes that way but *trials*: one request
+(of each worker of a router) a period, which doubles with each trial that fails. One that arrives
+ends it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class FailingPair:
     """
 
     sender_life: str
-    failures: float
+    failures: int
     trial_at: float
     period_s: float = FIRST_PERIOD_S
     trials: int = 0
@@ -54,7 +55,7 @@ class FailingPair:
         self.trial_at = now + self.period_s
         return True
 
-    def failed(self, failures: float, now: float) -> None:
+    def failed(self, failures: int, now: float) -> None:
         """The receiver tells of so many now; what was sent before the last trial is no trial."""
         if failures > self.failures and self.trials > self.failed_trials:
             self.failed_trials = self.trials
@@ -65,7 +66,7 @@ class FailingPair:
 
 def failing_pairs(
     known: Mapping[str, FailingPair],
-    wires: Mapping[str, Mapping[str, float]],
+    told: Mapping[str, int],
     lives: Mapping[str, str],
     now: float,
 ) -> dict[str, FailingPair]:
@@ -73,13 +74,13 @@ def failing_pairs(
 
     Args:
         known: of them, until now.
-        wires: as the receiver tells (`NodeInfo.wires`).
+        told: failures by the same address, as the receiver tells (`NodeInfo.wire_failures`).
         lives: generations of all nodes, by control address.
         now: the clock.
     """
     found: dict[str, FailingPair] = {}
-    for address, told in wires.items():
-        failures, life = told.get("failures", 0.0), lives.get(address)
+    for address, failures in told.items():
+        life = lives.get(address)
         if failures < LEAST_FAILURES or life is None:
             continue
         pair = known.get(address)

@@ -568,7 +568,7 @@ class Membership:
     def _follow(self, member: Member, info: NodeInfo, now: float) -> list[Change]:
         """What a node says of itself counts, except that only a probe makes it ready."""
         member.info, self._ready = info, None
-        member.failing = failing_pairs(member.failing, info.wires, self._lives(), now)
+        member.failing = failing_pairs(member.failing, info.wire_failures, self._lives(), now)
         announced = info.state
         if announced == NodeState.DRAINING:
             return self._move(member, NodeState.DRAINING, "the node is shutting down")

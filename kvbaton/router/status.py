@@ -7,13 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvbaton.messages.nodes import (
-    FailingPairView,
-    NodeInfo,
-    NodesView,
-    NodeView,
-    RouterTraffic,
-)
+from kvbaton.messages.nodes import FailingPairView, NodeInfo, NodesView, NodeView, RouterTraffic
 from kvbaton.router.loads import IDLE, NodeLoads, RouterTotals
 from kvbaton.router.membership import Member, Membership, failing
 
@@ -153,7 +147,7 @@ class ClusterStatus:
                 FailingPairView(
                     source=source,
                     target=target,
-                    failures=int(pair.failures),
+                    failures=pair.failures,
                     trials=pair.trials,
                     trial_in_s=max(0.0, pair.trial_at - now.time),
                 )

@@ -41,14 +41,14 @@ class Wires:
         Of what a receiver has never had of a sender the mean of all others is taken.
         """
         known, self._told = self._told, {}
-        if not any(costs.keys() & WIRE_COSTS for node in nodes for costs in node.wires.values()):
+        if not any(node.wires for node in nodes):
             self._mean = UNKNOWN
             return
         told = defaultdict[str, list[float]](list)
         for node in nodes:
             for costs in node.wires.values():
-                for term in costs.keys() & WIRE_COSTS:
-                    told[term].append(costs[term])
+                for term, seconds in costs.items():
+                    told[term].append(seconds)
         mean = {t: sum(told[t]) / len(told[t]) if told[t] else 0.0 for t in WIRE_COSTS}
         before, self._mean = self._mean, WireSpeed(**mean)
         for node in nodes:

@@ -253,6 +253,7 @@ class Node:
             engine_address=ready.engine_address if ready else "",
             num_blocks=ready.num_blocks if ready else 0,
             wires=wires_of(metrics),
+            wire_failures=wire_failures_of(metrics),
             prompt_limits=ready.prompt_limits if ready else None,
         )
 
@@ -328,11 +329,20 @@ async def node_worker(
 def wires_of(metrics: Metrics) -> dict[str, dict[str, float]]:
     """`NodeInfo.wires` as an engine reports it."""
     wires: dict[str, dict[str, float]] = {}
-    for key, value in metrics.gauges.items():
-        if key.startswith((WIRE_GAUGE, WIRE_FAILURES)):
+    for key, cost in metrics.gauges.items():
+        if key.startswith(WIRE_GAUGE):
             _, labels = split_name(key)
-            wires.setdefault(labels["peer"], {})[labels.get("term", "failures")] = value
+            wires.setdefault(labels["peer"], {})[labels["term"]] = cost
     return wires
+
+
+def wire_failures_of(metrics: Metrics) -> dict[str, int]:
+    """`NodeInfo.wire_failures`, likewise."""
+    return {
+        split_name(key)[1]["peer"]: int(count)
+        for key, count in metrics.gauges.items()
+        if key.startswith(WIRE_FAILURES)
+    }
 
 
 class LoadMeter:

@@ -35,7 +35,7 @@ from kvbaton.engine.trial_steps import try_steps
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest, BlockChange, CachedBlocks, Metrics, Output
 from kvbaton.messages.nodes import NodeInfo
-from kvbaton.server.node import LoadMeter, wires_of
+from kvbaton.server.node import LoadMeter, wire_failures_of, wires_of
 from kvbaton.simulate.engine_model import EngineModel
 from kvbaton.simulate.handover import SimulatedWires, WirePrefix, WireSource, WireTarget
 from kvbaton.simulate.traces import END_TOKEN, TraceRequest, token_ids
@@ -241,6 +241,7 @@ class ModeledEngine:
             num_blocks=self.model.kv_tokens // self.model.block_size,
             load=self._meter.measure(self._report),
             wires=wires_of(self._report),
+            wire_failures=wire_failures_of(self._report),
             prompt_limits=self._limits,
         )
 

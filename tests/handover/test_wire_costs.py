@@ -9,7 +9,7 @@ import pytest
 from kvbaton.connectors.protocol.events import Crossing
 from kvbaton.decode.wire_costs import HALF_S, MAX_PEERS, MIN_CROSSINGS, WireCosts
 from kvbaton.messages.engine import Metrics
-from kvbaton.server.node import wires_of
+from kvbaton.server.node import wire_failures_of, wires_of
 
 FETCH_S, HANDOVER_S, TOKEN_S = 0.004, 0.002, 5e-7
 PEER = "tcp://p:1"
@@ -18,6 +18,13 @@ PEER = "tcp://p:1"
 def told(costs: WireCosts, now: float) -> dict[str, dict[str, float]]:
     """As it gets into a heartbeat."""
     return wires_of(Metrics(counters={}, gauges={"kvbaton_other": 1.0, **costs.gauges(now)}))
+
+
+def failures(costs: WireCosts) -> dict[str, int]:
+    """Likewise."""
+    return wire_failures_of(
+        Metrics(counters={}, gauges={"kvbaton_other": 1.0, **costs.gauges(0.0)})
+    )
 
 
 def test_costs_of_a_way_are_found_through_noise() -> None:
@@ -69,6 +76,7 @@ def test_failures_in_a_row_are_told_until_something_comes() -> None:
     costs = WireCosts()
     costs.ended(PEER, failed=True)
     costs.ended(PEER, failed=True)
-    assert told(costs, 0.0) == {PEER: {"failures": 2.0}}
+    assert failures(costs) == {PEER: 2}
+    assert told(costs, 0.0) == {}, "which is no wire that costs nothing"
     costs.ended(PEER, failed=False)
-    assert told(costs, 0.0) == {}
+    assert failures(costs) == {}

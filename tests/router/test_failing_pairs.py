@@ -22,7 +22,7 @@ from kvbaton.router.route import Route
 ROLES = {"p": "prefill", "d": "decode", "e": "decode", "q": "prefill"}
 
 
-def info(node_id: str, failures: dict[str, float] | None = None, life: str = "1") -> NodeInfo:
+def info(node_id: str, failures: dict[str, int] | None = None, life: str = "1") -> NodeInfo:
     return NodeInfo(
         node_id=node_id,
         generation=life,
@@ -31,7 +31,7 @@ def info(node_id: str, failures: dict[str, float] | None = None, life: str = "1"
         model="m",
         control_address=address(node_id),
         identity="aa",
-        wires={address(peer): {"failures": n} for peer, n in (failures or {}).items()},
+        wire_failures={address(peer): n for peer, n in (failures or {}).items()},
     )
 
 
@@ -49,7 +49,7 @@ class Table:
                 self.tell(node_id)
                 self.membership.probed(node_id, "1", None, 0.0)
 
-    def tell(self, node_id: str, failures: dict[str, float] | None = None, **more: Any) -> None:
+    def tell(self, node_id: str, failures: dict[str, int] | None = None, **more: Any) -> None:
         self.membership.register(info(node_id, failures, **more), self.now)
 
     def passes(self, seconds: float) -> None:
