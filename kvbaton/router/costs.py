@@ -128,8 +128,7 @@ class Decode(Struct, frozen=True):
         queued_s: that prompts take which are there already.
         backlog_s: what is left of that when this one is generated.
         prefill_share: of the node's time that prompts take, of late.
-        chunk_s: of a step that is full of a prompt.
-        full_s: of that, the prompt.
+        full_s: what a prompt adds to a step that is full of it.
         prompt_s: what prompts add to a step that has some, as those of late did.
         slower_s: what each step takes longer for one more sequence.
         sequences: that generate at a time, of those that are there already.
@@ -142,7 +141,6 @@ class Decode(Struct, frozen=True):
     queued_s: float
     backlog_s: float
     prefill_share: float
-    chunk_s: float
     full_s: float
     prompt_s: float
     slower_s: float
@@ -447,8 +445,8 @@ class CostModel:
             room = room and node.num_blocks * node.block_size >= load.tokens + num_tokens
         step_s = speed.step_s + after
         chunk = speed.chunk_tokens(step_s)
-        chunk_s = speed.full_s if chunk == speed.step_tokens else speed.prefill_s(chunk, 0)
-        full_s = max(chunk_s, LEAST_S)
+        full_s = speed.full_s if chunk == speed.step_tokens else speed.prefill_s(chunk, 0)
+        full_s = max(full_s, LEAST_S)
         _, in_all, per_s = self._prefilled.get(node.node_id, (0.0, 0.0, 1.0))
         queued_s = load.prefill_us / 1e6
         backlog_s = max(0.0, self._left_s(load, since) - after_s)
@@ -459,7 +457,6 @@ class CostModel:
             queued_s=queued_s,
             backlog_s=backlog_s,
             prefill_share=share,
-            chunk_s=step_s + chunk_s,
             full_s=full_s,
             prompt_s=min(full_s, in_all / per_s) if share else full_s,
             slower_s=after - before,

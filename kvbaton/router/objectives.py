@@ -84,7 +84,7 @@ class MeanItl(ItlObjective):
         # Short texts come all beside prompts, or none of them.
         between = self._missed(decode.step_s + decode.backlog_s / self._costs.short_output)
         if share := decode.prefill_share:
-            between += share * (self._missed(decode.chunk_s) - between)
+            between += share * (self._missed(decode.step_s + decode.full_s) - between)
         return (self._missed(decode.itl_s) + between) / 2
 
     @override

@@ -380,7 +380,9 @@ def by_cost(
     def generate(decode: Decode, work_s: float) -> float:
         slo, share = asked.itl_slo, decode.prefill_share
         between = decode.step_s + decode.backlog_s / costs.short_output
-        if_short = share * missed(decode.chunk_s, slo) + (1 - share) * missed(between, slo)
+        if_short = share * missed(decode.step_s + decode.full_s, slo) + (1 - share) * missed(
+            between, slo
+        )
         misses = (missed(decode.itl_s, slo) + if_short) / 2
         late = missed(NO_ROOM_S / output_tokens, slo)
         if asked.itl_percentile is not None:

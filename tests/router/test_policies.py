@@ -471,7 +471,8 @@ def test_small_chunks_beside_texts_are_predicted() -> None:
 
     def chunk_s() -> float:
         costs.learn([node.info], NodeLoads())
-        return costs.decode(node.info, busy, None, 1000).chunk_s
+        decode = costs.decode(node.info, busy, None, 1000)
+        return decode.step_s + decode.full_s
 
     plain, idle, whole = ttft_s(busy), ttft_s(NodeLoad()), chunk_s()
     speed = costs.speed(node.info)
