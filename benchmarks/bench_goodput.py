@@ -14,9 +14,9 @@ Beside it the wall of D's memory: with r requests per second of n tokens a step 
 and of r * n * (its own time) sequences the KV of their mean context, at the measured copy speed.
 Of each rate, steps around an arrival or an end stand beside the others, part by part.
 Layouts: ``1P1D``; ``shared``, two nodes of role any, whose router knows the first objective (run it
-once for each); ``colocated``, two nodes that hand nothing
-over, once per ``--chunks``; ``colocated-max-itl``, such two that compute prompts in chunks by the
-first objective (``--max-itl``). With ``--one-gpu`` there are both with one node (twice its rate is
+once for each); ``colocated``, two nodes that hand nothing over, once per ``--chunks``;
+``colocated-max-itl``, such two that compute prompts in chunks by the first objective
+(``--max-itl``). With ``--one-gpu`` there are both with one node (twice its rate is
 an estimate of two, not a measurement), and ``cached``: one node that decodes from prompts in its
 prefix cache, so what D does at this mix *without* reserving, receiving and verifying hand-overs.
 """

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvbaton.cli import main
@@ -23,6 +24,7 @@ from kvbaton.simulate.generators import GENERATORS, Conversations, Lengths
 from kvbaton.simulate.handover import SimulatedWires, WireTransfer
 from kvbaton.simulate.main import SimulateConfig, advice, highest_rate, is_good, summary
 from kvbaton.simulate.service import (
+    RequestRecord,
     ServiceReport,
     VirtualLoop,
     parse_nodes,
@@ -381,6 +383,17 @@ def test_nodes_are_chosen_by_the_percentile_that_is_asked_for() -> None:
 
     assert good(95.0) > 0.97
     assert good(None) < 0.92, "the mean is another objective"
+
+
+def test_a_request_is_judged_by_what_the_objective_is_for() -> None:
+    """Two of 20 times between tokens are long."""
+    gaps = np.array([0.01] * 18 + [0.2] * 2)
+    request = TraceRequest(0.0, ((2, 10),), 21, 3)
+    record = RequestRecord(request, 0.0, ttft_s=0.1, gaps=gaps, done=True)
+    by_mean = SimulateConfig(trace="chat", rate=1.0, itl_slo=30.0)
+    assert by_mean.is_met(record), "29 ms"
+    assert not replace(by_mean, itl_percentile=95.0).is_met(record)
+    assert replace(by_mean, itl_percentile=80.0).is_met(record)
 
 
 def test_mooncakes_format(tmp_path: Path) -> None:
