@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from kvbaton.version import __version__
@@ -12,6 +13,11 @@ if TYPE_CHECKING:
     from kvbaton.llm.params import TextSamplingParams as SamplingParams
     from kvbaton.llm.streaming import AsyncLLM as AsyncLLM
     from kvbaton.text.structured import StructuredOutputs as StructuredOutputs
+
+# Torch reads it when it is imported. cuBLAS alone does not split long rows of a weight among enough
+# programs: products of 32 to 192 rows with the down projection of an 8B model take it 1.06 to 1.17
+# of the time.
+os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", "1")
 
 __all__ = ["LLM", "AsyncLLM", "SamplingParams", "StructuredOutputs", "__version__"]
 

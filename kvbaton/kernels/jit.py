@@ -49,6 +49,7 @@ __all__ = [
     "launch_next",
     "make_launchers_one_by_one",
     "next_power_of_2",
+    "shared_memory",
     "tl",
     "triton",
     "use_triton",
@@ -125,6 +126,14 @@ def wait_for_inputs(LAUNCH: tl.constexpr = True) -> None:
 def use_triton(tensor: torch.Tensor) -> bool:
     """Whether an op on `tensor` runs its Triton kernel rather than its plain torch reference."""
     return tensor.is_cuda or INTERPRETED
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of a multiprocessor's memory that a program may use; interpreted, an H100's."""
+    if device.type != "cuda":
+        return 232448
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
 def next_power_of_2(value: int) -> int:

@@ -3,23 +3,60 @@
 A tile of the weight's rows is split along the columns until the programs fill the GPU; the last
 program of a tile adds the parts, in their order, whoever it is; so the result is deterministic.
 Source of the pattern: Osama et al., "Stream-K", arXiv 2301.03598, section 4.
+
+A weight of floats is the left factor, so that its rows fill the tensor cores' tiles, however few
+rows `x` has; one that has to be widened first was measured slower there.
 """
 
 from __future__ import annotations
 
+from functools import cache
+from typing import NamedTuple
+
 import torch
 from torch.nn.functional import linear
 
-from kvbaton.kernels.jit import jit, launch_next, next_power_of_2, tl, use_triton, wait_for_inputs
+from kvbaton.kernels.jit import (
+    jit,
+    launch_next,
+    next_power_of_2,
+    shared_memory,
+    tl,
+    use_triton,
+    wait_for_inputs,
+)
 from kvbaton.kernels.quantize_fp8 import widen
 
-MAX_ROWS = 32
-"""With more rows the library's product is faster."""
+MAX_ROWS, MAX_ROWS_OF_LARGE = 32, 64
+"""With more rows the library's product is faster; so with a weight of 64 Mi floats or more."""
+
+MAX_ROWS_TO_WIDEN = 16
+"""Of a weight in FP8: with more, products of quantised rows are faster, quantising included."""
 
 MAX_QUANTISED_ROWS, MAX_QUANTISED_SIZE = 128, 4096
 """Likewise where `x` is FP8 too, and with more outputs."""
 
-BLOCK_N, BLOCK_K = 64, 128
+LARGE = 128
+"""Rows of a tile of a weight of so many of floats that there is one for each multiprocessor."""
+
+BLOCK_K = 128
+"""Columns that share a scale, if not all of a row do; what a part's are a multiple of."""
+
+
+class _Tile(NamedTuple):
+    """How a product is cut into programs.
+
+    Attributes:
+        rows: of the weight.
+        depth_bytes: of each of them at a time.
+        stages: loads in flight.
+        splits: parts along the columns.
+    """
+
+    rows: int
+    depth_bytes: int
+    stages: int
+    splits: int = 1
 
 
 class Workspace:
@@ -85,10 +122,11 @@ def skinny_linear(
     size = weight.shape[0]
     out = torch.empty(rows, size, dtype=dtype, device=x.device)
     runs = 0 if scales is None else scales.shape[1]
-    splits = _splits(size, depth, runs, quantised)
-    share = depth // splits
-    wide = runs == 1 and share % (2 * BLOCK_K) == 0 and not quantised  # bytes as of 16 bits
-    _kernel[(size // BLOCK_N, splits)](
+    tile = _tile_of(size, depth, runs, quantised)
+    block_m = max(64 if quantised else 16, next_power_of_2(rows))
+    block_k = tile.depth_bytes // weight.itemsize
+    stage = (tile.rows * weight.itemsize + block_m * x.itemsize) * block_k
+    _kernel[(size // tile.rows, tile.splits)](
         x,
         weight,
         scales,
@@ -99,17 +137,18 @@ def skinny_linear(
         rows,
         size,
         depth,
-        share,
+        depth // tile.splits,
         x.stride(0),
         0 if x_scales is None else x_scales.stride(0),
-        SPLITS=splits,
+        SPLITS=tile.splits,
         RUNS=runs,
         QUANTISED=quantised,
-        BLOCK_M=max(64 if quantised else 16, next_power_of_2(rows)),
-        BLOCK_N=BLOCK_N,
-        BLOCK_K=2 * BLOCK_K if wide else BLOCK_K,
+        SWAPPED=not runs,
+        BLOCK_M=block_m,
+        BLOCK_N=tile.rows,
+        BLOCK_K=block_k,
         num_warps=4,
-        num_stages=5 if quantised or runs > 1 else 3,
+        num_stages=min(tile.stages, shared_memory(x.device) // stage),
         early=runs > 0,  # of floats it was measured slower, with few rows by 3 %
     )
     return out
@@ -136,32 +175,41 @@ def wins(
     """Whether the kernel is for this product: few rows, even tiles, measured faster on an H200."""
     size, depth = weight.shape
     runs = 0 if scales is None else scales.shape[1]
-    splits = _splits(size, depth, runs, quantised)
-    even = size % BLOCK_N == 0 and depth % (BLOCK_K * splits) == 0
+    tile = _tile_of(size, depth, runs, quantised)
+    even = size % tile.rows == 0 and depth % (BLOCK_K * tile.splits) == 0
     if quantised:
         return 0 < rows <= MAX_QUANTISED_ROWS and size <= MAX_QUANTISED_SIZE and runs == 1 and even
-    if not 0 < rows <= MAX_ROWS or not even:
-        return False
-    return runs in (1, depth // BLOCK_K) if runs else size <= 4096 or size >= 65536
+    if runs:
+        return 0 < rows <= MAX_ROWS_TO_WIDEN and even and runs in (1, depth // BLOCK_K)
+    large = tile.rows == LARGE and size * depth >= 1 << 26
+    return 0 < rows <= (MAX_ROWS_OF_LARGE if large else MAX_ROWS) and even
 
 
-def _splits(size: int, depth: int, runs: int, quantised: bool) -> int:
-    """Parts along the columns: about four programs for each of some 128 multiprocessors.
+@cache
+def _tile_of(size: int, depth: int, runs: int, quantised: bool) -> _Tile:
+    """The tile for a weight of [size, depth] with so many scales a row.
 
-    Of FP8, which is read in half the time, more and shorter ones; of more rows fewer.
+    Of floats a program has as many loads in flight as its multiprocessor has room for, so that half
+    of some 128 of these are enough, unless rows are long, and more than one for each are too many.
+    Of FP8, which is read in half the time, there are about four programs for each; where inputs are
+    FP8, too, fewer and shorter ones.
     """
-    most, programs, least = (8, 512, 1024) if runs else (4, 256, BLOCK_K)
-    if quantised:
-        programs, least = 128, 512
+    if not runs and size >= 128 * LARGE and size % LARGE == 0:
+        return _Tile(LARGE, 256, 4)
+    programs, least = (128 if quantised else 512, 512 if quantised else 1024) if runs else (64, 512)
     splits = 1
     while (
-        splits < most
-        and size // BLOCK_N * splits < programs
+        splits < 8
+        and size // 64 * splits < programs
         and depth % (2 * splits * BLOCK_K) == 0
         and depth // (2 * splits) >= least
     ):
         splits *= 2
-    return splits
+    if not runs:
+        long = size // 64 * splits == programs and depth // splits >= 1 << 13
+        return _Tile(64, 256, 6, 2 * splits if long else splits)
+    wide = runs == 1 and depth // splits % (2 * BLOCK_K) == 0 and not quantised
+    return _Tile(64, 256 if wide else 128, 3 if wide else 5, splits)
 
 
 @jit("rows", early=True)
@@ -182,6 +230,7 @@ def _kernel(
     SPLITS: tl.constexpr,
     RUNS: tl.constexpr,
     QUANTISED: tl.constexpr,
+    SWAPPED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -189,7 +238,7 @@ def _kernel(
     """One program: BLOCK_N rows of the weight, one of SPLITS parts of their columns.
 
     The weight has RUNS scales a row, one for each BLOCK_K columns if there are several. With
-    QUANTISED the inputs have one a row.
+    QUANTISED the inputs have one a row. With SWAPPED the weight is the left factor.
     """
     tile, split = tl.program_id(0), tl.program_id(1)
     row = tl.arange(0, BLOCK_M)
@@ -199,16 +248,23 @@ def _kernel(
     wait_for_inputs(LAUNCH=False)
     weights = weight + column.to(tl.int64)[:, None] * depth + inner[None, :]
     inputs = x + row[:, None] * stride + inner[None, :]
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if SWAPPED:
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    else:
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k in tl.range(split * share, (split + 1) * share, BLOCK_K):
         if RUNS > 1:  # asked for first, since nothing else has it come early
             scale = tl.load(scales + column * RUNS + k // BLOCK_K)
         a = tl.load(inputs + k, mask=inside, other=0.0)
         w = widen(tl.load(weights + k), a)
-        if RUNS > 1:
+        if SWAPPED:
+            acc = tl.dot(w, tl.trans(a), acc, input_precision="ieee")
+        elif RUNS > 1:
             acc += tl.dot(a, tl.trans(w), input_precision="ieee") * scale[None, :]
         else:
             acc = tl.dot(a, tl.trans(w), acc, input_precision="ieee")
+    if SWAPPED:
+        acc = tl.trans(acc)
     launch_next()  # not before: the next one's programs would take room from this one's
     if RUNS == 1:
         acc *= tl.load(scales + column)[None, :]

@@ -7,7 +7,9 @@ from kvbaton.kernels.quantize_fp8 import quantize_fp8_reference
 from kvbaton.kernels.skinny_linear import Workspace, skinny_linear, wins
 
 
-@pytest.mark.parametrize(("rows", "size", "depth"), [(1, 64, 256), (5, 128, 512), (32, 192, 128)])
+@pytest.mark.parametrize(
+    ("rows", "size", "depth"), [(1, 64, 256), (5, 128, 512), (32, 192, 128), (9, 16384, 128)]
+)
 def test_matches_fp64(place: Any, rows: int, size: int, depth: int) -> None:
     x, weight = place.randn(rows, depth), place.randn(size, depth)
     assert wins(rows, weight)
@@ -17,7 +19,7 @@ def test_matches_fp64(place: Any, rows: int, size: int, depth: int) -> None:
 @pytest.mark.parametrize("by_run", [False, True], ids=["rows", "runs"])
 @pytest.mark.parametrize(
     ("rows", "size", "depth"),
-    [(1, 64, 128), (5, 128, 384), (17, 64, 2048), (32, 128, 8192), (2, 192, 3200)],
+    [(1, 64, 128), (5, 128, 384), (9, 64, 2048), (16, 128, 8192), (2, 192, 3200)],
 )
 def test_weights_in_fp8(place: Any, rows: int, size: int, depth: int, by_run: bool) -> None:
     weight, scales = quantize_fp8_reference(torch.randn(size, depth), 128 if by_run else depth)
@@ -72,10 +74,16 @@ def test_other_shapes_take_the_library(place: Any, rows: int, size: int, depth: 
     place.close(skinny_linear(x, weight), x.cpu().double() @ weight.cpu().double().T)
 
 
+def test_more_rows_with_large_weights() -> None:
+    assert wins(64, torch.empty(28672, 4096, device="meta"))
+    assert not wins(65, torch.empty(28672, 4096, device="meta"))
+    assert not wins(33, torch.empty(16384, 2048, device="meta"))
+
+
 def test_what_it_is_for_in_fp8() -> None:
     weight = torch.empty(64, 256)
-    assert wins(32, weight, torch.empty(64, 2))
-    assert not wins(33, weight, torch.empty(64, 2))
+    assert wins(16, weight, torch.empty(64, 2))
+    assert not wins(17, weight, torch.empty(64, 2))
     assert not wins(0, weight, torch.empty(64, 2))
     assert not wins(1, weight, torch.empty(64, 4))
     assert not wins(1, torch.empty(32, 256), torch.empty(32, 1))
