@@ -377,7 +377,7 @@ def by_cost(
         later = anyway + slower_s + work_s / tokens
         return tokens * slower_s + work_s + (missed(later, slo) - missed(anyway, slo))
 
-    def generate(decode: Decode, work_s: float) -> float:
+    def generate(decode: Decode, work_s: float, is_late: bool) -> float:
         slo, share = asked.itl_slo, decode.prefill_share
         between = decode.step_s + decode.backlog_s / costs.short_output
         if_short = share * missed(decode.step_s + decode.full_s, slo) + (1 - share) * missed(
@@ -388,26 +388,38 @@ def by_cost(
         if asked.itl_percentile is not None:
             misses = meets(decode, decode.step_s, costs.output_tokens, decode.backlog_s)
             late = MISSED_S * exceeds(output_tokens, likely(NO_ROOM_S))
-        cost = output_tokens * decode.itl_s + misses
+        cost = output_tokens * decode.itl_s
         if not decode.room:
-            cost = output_tokens * decode.itl_s + max(misses, late) + NO_ROOM_S
+            cost, misses = cost + NO_ROOM_S, max(misses, late)
+        if not is_late:  # who is has missed its objectives
+            cost += misses
         return cost + decode.sequences * delay(decode, decode.slower_s, work_s)
 
     def of_pair(pair: Pair) -> float:
         source, target = pair
         prefill = options.prefill(costs, source)
-        cost = prefill.ttft_s + prefill.work_s + missed(prefill.ttft_s, asked.ttft_slo)
+        cost = prefill.ttft_s + prefill.work_s + missed(prefill.risk_s, asked.ttft_slo)
         there = options.decode(costs, source, math.inf)
         late = prefill.decoding * delay(there, 0.0, prefill.work_s)
         cost += late + costs.handover(source, target)
-        cost += generate(options.decode(costs, target, prefill.ttft_s), 0.0)
+        cost += generate(options.decode(costs, target, prefill.ttft_s), 0.0, prefill.late)
+        if prefill.late:
+            load, each = options.load(target), NO_ROOM_S
+            taken = missed(load.taken(target, TOKENS), 1e3) - missed(load.taken(target), 1e3)
+            if asked.itl_percentile is not None:
+                each += MISSED_S * exceeds(costs.output_tokens, likely(NO_ROOM_S))
+            else:
+                each += missed(NO_ROOM_S / costs.output_tokens, asked.itl_slo)
+            cost += prefill.ttft_s * costs.targets_per_s(target) * taken / MISSED_S * each
         held_s = options.held_s(costs, target) - prefill.ttft_s
         return cost + max(0.0, held_s, wire_s(options, costs, source, target))
 
     def alone(node: NodeInfo) -> float:
         prefill = options.prefill(costs, node)
-        cost = prefill.ttft_s + prefill.work_s + missed(prefill.ttft_s, asked.ttft_slo)
-        return cost + generate(options.decode(costs, node, prefill.ttft_s), prefill.work_s)
+        cost = prefill.ttft_s + prefill.work_s + missed(prefill.risk_s, asked.ttft_slo)
+        return cost + generate(
+            options.decode(costs, node, prefill.ttft_s), prefill.work_s, prefill.late
+        )
 
     singles = [n for n in options.singles if n.role != "prefill"] or options.singles
     node = min(singles, key=alone)
