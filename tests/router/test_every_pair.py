@@ -33,6 +33,7 @@ from kvbaton.router.policies import (
     Threshold,
 )
 from kvbaton.router.route import MAX_HOLDERS, Options
+from kvbaton.types import PromptLimits
 from tests.router.test_pairing import ids, member
 
 NOW, TOKENS = 128.0, 1024
@@ -78,6 +79,8 @@ def cluster(chance: Random) -> list[Member]:
             load=chance.choice(speeds),
             control_address=f"tcp://127.0.0.1:{number}",
             block_size=16,
+            num_blocks=chance.choice([0, 300]),
+            prompt_limits=chance.choice([None, PromptLimits(4096, 4096, choices=4)]),
             wires={
                 f"tcp://127.0.0.1:{other}": chance.choice(WIRES)
                 for other in range(8)
@@ -103,6 +106,7 @@ def work(chance: Random, members: list[Member]) -> NodeLoads:
                 sequences=sequences,
                 tokens=chance.choice([1024, 1024, 4096]),
                 pending=min(sequences, chance.choice([0, 1])),
+                late=min(sequences, chance.choice([0, 1])),
                 prefill_us=queued * chance.choice([0, 31, 125]),
             )
             loads.own[one.info.node_id] = load
@@ -156,6 +160,13 @@ def test_a_policy_chooses_as_if_it_looked_at_every_pair(name: str, number: int) 
     beside = chance.choice([0.0, 8 * EXACT, 64 * EXACT])
     for node in nodes if beside else ():  # of prompts that were computed here of late
         costs.assigned(node, ELSEWHERE, Prediction(beside, 0.0, 0.0, 0.0, 0.0, 0.0, work_s=beside))
+    costs.ttft_slo_s = (asked.ttft_slo or math.inf) / 1e3
+    for node in nodes if chance.random() < 0.5 else ():
+        for place in range(chance.randrange(6)):
+            lasts, full = chance.choice([EXACT, 32 * EXACT, 256 * EXACT]), chance.random() < 0.5
+            late = full and chance.random() < 0.5
+            waits = Prediction(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, work_s=lasts, full=full, late=late)
+            costs.queued(f"{node.node_id} {place}", node, waits)
     wanted = Wanted(TOKENS, chance.choice([1, 128]), (), cached)
     found = choose(ready, loads, POLICIES[name](asked, costs), wanted, avoid=avoid)
     if not nodes:
