@@ -193,6 +193,7 @@ class RouteChooser:
             self._check_soon(request, predicted)
             costs = self.policy.costs
             costs.assigned(route.prefills, route.target, predicted)
+            costs.queued(request.request_id, route.prefills, predicted)
             if route.holder is not None:
                 costs.wires.sent(route.holder, route.prefills, route.held - route.cached)
             if route.source is not None:
@@ -201,6 +202,7 @@ class RouteChooser:
         membership.sent(route)
         self.decisions.append(decision)
         if again:
+            self.policy.costs.computed(request.request_id)
             self._open.pop(request.request_id, None)  # its times say nothing about this choice
         else:
             self._open[request.request_id] = _Open(decision, route)
@@ -282,6 +284,7 @@ class RouteChooser:
 
     def first_token(self, request_id: str, ttft_s: float) -> None:
         """The client of a request has its first token."""
+        in_turn = self.policy.costs.computed(request_id)
         known = self._open.get(request_id)
         if known is None:
             return
@@ -291,7 +294,8 @@ class RouteChooser:
             if route.source is not None:
                 load, since = self._loads.get(target, IDLE), self._loads.prefill_since.get(target)
                 known.held_s = costs.held_s(route.target, load, since)
-            costs.observed(route.prefills.node_id, route.predicted, ttft_s)
+            if in_turn:
+                costs.observed(route.prefills.node_id, route.predicted, ttft_s)
             later = ttft_s - route.predicted.ttft_s
             if route.margin_s is not None:
                 known.decision.regret_s = max(0.0, later - route.margin_s)
@@ -314,6 +318,7 @@ class RouteChooser:
 
     def ended(self, request_id: str, generated: int, itl_s: float | None) -> None:
         """A request is over, after so many tokens; with so long between them, if that is known."""
+        self.policy.costs.computed(request_id)
         known = self._open.pop(request_id, None)
         if known is None or not generated:
             return

@@ -22,6 +22,7 @@ from msgspec.structs import replace
 from kvbaton.engine.chunk_limit import IN_TIME, chunk_tokens
 from kvbaton.messages.nodes import STEP_COSTS, NodeInfo
 from kvbaton.router.loads import NodeLoad, NodeLoads
+from kvbaton.router.prompt_queue import PromptQueue
 from kvbaton.router.wires import UNKNOWN, Wires
 
 FADE = 0.97
@@ -31,6 +32,9 @@ MEDIAN_STEP = 1.03
 """By so much each observation moves the median that is followed."""
 SLOPES = (0.25, 4.0)
 """Observed times may be so many times what was predicted, beyond a constant."""
+SURPRISE = 2.0
+"""An observation counts as at most so many times what was usual, and at least such a part of it: a
+prompt that stood behind one of which nothing was known says little of the next."""
 LENGTHS = 128
 """Of the last texts, of which a quarter is short."""
 HANDOVERS = 15
@@ -94,7 +98,7 @@ class Prefill(Struct, frozen=True):
         wait_s: of `model_s`, for what is there already.
         work_s: that the prompt itself takes.
         chunk_s: the longest step of it.
-        decoding: sequences that wait meanwhile.
+        decoding: sequences that wait meanwhile, those left out whose first token was late.
         new: tokens that are computed.
         last: of those, what its last step computes.
         fetch_s: of `model_s`, for the tokens that are fetched.
@@ -102,6 +106,9 @@ class Prefill(Struct, frozen=True):
         held: tokens that it has.
         saved_s: what that saves against computing them, or would if they were fetched (then it is
             negative); None if nobody has them.
+        risk_s: `ttft_s` if nobody stepped back for anybody: beyond the objective one of the queue
+            is late, this one or a longer one.
+        late: it is this one.
     """
 
     ttft_s: float
@@ -109,13 +116,15 @@ class Prefill(Struct, frozen=True):
     wait_s: float
     work_s: float
     chunk_s: float
-    decoding: int
+    decoding: float
     new: int
     last: int
     fetch_s: float = 0.0
     holder: NodeInfo | None = None
     held: int = 0
     saved_s: float | None = None
+    risk_s: float = 0.0
+    late: bool = False
 
 
 class Decode(Struct, frozen=True):
@@ -131,7 +140,7 @@ class Decode(Struct, frozen=True):
         full_s: what a prompt adds to a step that is full of it.
         prompt_s: what prompts add to a step that has some, as those of late did.
         slower_s: what each step takes longer for one more sequence.
-        sequences: that generate at a time, of those that are there already.
+        sequences: that generate at a time, of those that are there already and not late.
         room: the node has blocks for it.
     """
 
@@ -161,6 +170,8 @@ class Prediction(Struct, frozen=True):
         work_s: that computing the prompt takes.
         fetch_s: the part of `model_s` that is for a prefix on its way.
         wire_s: from the first token until the rest of a prompt that is handed over has come.
+        full: of the queue with it one is late.
+        late: it is this one.
     """
 
     ttft_s: float
@@ -172,10 +183,17 @@ class Prediction(Struct, frozen=True):
     work_s: float
     fetch_s: float = 0.0
     wire_s: float = 0.0
+    full: bool = False
+    late: bool = False
 
     @classmethod
     def of(
-        cls, prefill: Prefill, decode: Decode, wire_s: float | None, output_tokens: float
+        cls,
+        prefill: Prefill,
+        decode: Decode,
+        wire_s: float | None,
+        output_tokens: float,
+        ttft_slo_s: float = math.inf,
     ) -> Prediction:
         """Of a route's parts.
 
@@ -185,13 +203,14 @@ class Prediction(Struct, frozen=True):
             wire_s: see `Prediction`; None if that is the same node, whose other sequences wait for
                 the prompt.
             output_tokens: that are expected.
+            ttft_slo_s: objective of first tokens.
         """
         delay = decode.sequences * decode.slower_s * output_tokens
         if wire_s is None:
             delay += prefill.decoding * prefill.work_s
         model_s, wait_s, work_s = prefill.model_s, prefill.wait_s, prefill.work_s
         itl_s, step_s = decode.itl_s, decode.step_s
-        crossing = prefill.fetch_s, wire_s or 0.0
+        crossing = prefill.fetch_s, wire_s or 0.0, prefill.risk_s > ttft_slo_s, prefill.late
         return cls(prefill.ttft_s, itl_s, step_s, delay, model_s, wait_s, work_s, *crossing)
 
 
@@ -223,6 +242,9 @@ class Overhead:
         late = observed > self.predict(node_id, modelled)
         scale = self.scales.get(node_id, 1.0) * (MEDIAN_STEP if late else 1 / MEDIAN_STEP)
         self.scales[node_id] = min(max(scale, low), high)
+        if self.count >= MIN_OBSERVED:
+            usual = self.base + self.slope * modelled
+            observed = min(max(observed, usual / SURPRISE), usual * SURPRISE)
         weight = 1.0 / max(modelled, 1e-4) ** 2
         n, x, xx, y, xy = self.sums
         n, x = FADE * n + weight, FADE * x + weight * modelled
@@ -278,6 +300,8 @@ class CostModel:
         self._elsewhere: dict[str, tuple[float, int]] = {}
         self._prefilled: dict[str, tuple[float, float, float]] = {}
         self._targeted: dict[str, tuple[float, float, float]] = {}
+        self._queues: dict[str, PromptQueue] = {}
+        self._queued_at: dict[str, str] = {}
 
     # --- speeds ---
 
@@ -324,6 +348,7 @@ class CostModel:
             self._overhead.scales,
             self._prefilled,
             self._targeted,
+            self._queues,
         )
         for by_node in of_nodes:
             for node_id in by_node.keys() - self._speeds.keys():
@@ -383,28 +408,41 @@ class CostModel:
             queued = left
         decoding = load.sequences - load.pending
         each = speed.step_s + (speed.decode_s(decoding, load.tokens) if decoding else 0.0)
-        wait = self._left_s(load, since) + queued + (each / 2 if decoding else 0.0)
+        late_s, queue = 0.0, self._queues.get(node.node_id)
+        if queue is not None:
+            late_s = queue.late_s
+        wait = self._left_s(load, since, late_s) + queued + (each / 2 if decoding else 0.0)
         budget = speed.chunk_tokens(each) if decoding else speed.step_tokens
         alone_s, all_tokens = wait + fetch_s + own, queued_tokens + new
         model = alone_s + math.ceil(all_tokens / budget) * each
         if model > IN_TIME * self.ttft_slo_s:
             budget = speed.step_tokens
             model = alone_s + math.ceil(all_tokens / budget) * each
-        ttft = self._overhead.predict(node.node_id, model)
+        ttft = risk = self._overhead.predict(node.node_id, model)
+        late = ttft > self.ttft_slo_s
+        if late and queue is not None:
+            late = own >= queue.longest_s
+            more = late_s if late else -min(wait, queue.longest_s)
+            wait, model = wait + more, model + more
+            ttft = self._overhead.predict(node.node_id, model)
         work = own + (0.0 if decoding else math.ceil(new / budget) * each)
         chunk = each + own * min(1.0, budget / new)
         last = new - (new - 1) // budget * budget
-        how = holder, 0 if holder is None else end - new, saved_s
-        return Prefill(ttft, model, wait, work, chunk, decoding, new, last, fetch_s, *how)
+        how = holder, 0 if holder is None else end - new, saved_s, risk, late
+        beside = decoding * load.hopeful if load.late else decoding
+        return Prefill(ttft, model, wait, work, chunk, beside, new, last, fetch_s, *how)
 
     def wait_s(self, node: NodeInfo, load: NodeLoad, since: float | None) -> float:
         """No first token of `prefill` comes sooner; found faster."""
-        return self._overhead.predict(node.node_id, self._left_s(load, since))
+        left, queue = self._left_s(load, since), self._queues.get(node.node_id)
+        if queue is not None:
+            left = max(0.0, left - queue.late_s - queue.longest_s)
+        return self._overhead.predict(node.node_id, left)
 
-    def _left_s(self, load: NodeLoad, since: float | None) -> float:
-        """Seconds of our prompts at a node that are to come."""
+    def _left_s(self, load: NodeLoad, since: float | None, late_s: float = 0.0) -> float:
+        """Seconds of our prompts at a node that are to come, without some that go last."""
         done_s = self._clock() - since if since is not None else 0.0
-        return max(0.0, load.prefill_us / 1e6 - done_s)
+        return max(0.0, load.prefill_us / 1e6 - late_s - done_s)
 
     def decode(
         self,
@@ -460,7 +498,7 @@ class CostModel:
             full_s=full_s,
             prompt_s=min(full_s, in_all / per_s) if share else full_s,
             slower_s=after - before,
-            sequences=sequences,
+            sequences=sequences * load.hopeful if load.late else sequences,
             room=room,
         )
 
@@ -497,10 +535,18 @@ class CostModel:
         count = math.ceil(work_s / speed.full_s) if speed is not None and speed.full_s else 1
         fresh = now, kept * share + work_s / share_s, kept * steps + count / share_s
         self._prefilled[prefills.node_id] = fresh
+        if predicted.late:
+            return
         at, per_s, waits = self._targeted.get(target.node_id, (now, 0.0, 0.0))
         kept = self._kept(at)
         given = now, kept * per_s + 1.0 / share_s, kept * waits + predicted.ttft_s / share_s
         self._targeted[target.node_id] = given
+
+    def queued(self, request_id: str, node: NodeInfo, predicted: Prediction) -> None:
+        """A prompt waits at a node until it is `computed`."""
+        queue = self._queues.setdefault(node.node_id, PromptQueue())
+        queue.add(request_id, predicted.work_s, full=predicted.full, late=predicted.late)
+        self._queued_at[request_id] = node.node_id
 
     def handover(self, source: NodeInfo, target: NodeInfo) -> float:
         """Seconds that second tokens come later for a hand-over than `wire_s` says; 0 or more."""
@@ -549,8 +595,15 @@ class CostModel:
 
     # --- what comes of them ---
 
+    def computed(self, request_id: str) -> bool:
+        """A prompt waits no more; False if it came sooner or later in turn than was expected."""
+        queue = self._queues.get(self._queued_at.pop(request_id, ""))
+        return queue is None or queue.remove(request_id)
+
     def observed(self, node_id: str, predicted: Prediction, ttft_s: float) -> None:
         """A first token came after so long."""
+        if predicted.full and predicted.model_s > self.ttft_slo_s:
+            return  # when it comes depends on who else does
         self._overhead.observe(node_id, predicted.model_s, ttft_s)
 
     def handed_over(self, source: NodeInfo, target: NodeInfo, late_s: float) -> None:

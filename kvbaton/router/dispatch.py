@@ -453,9 +453,11 @@ class _NodeCall:
         """The node says this."""
         asked, running = self._asked, self._running
         load = self._load
-        if load.prompt_tokens or load.pending:  # not any more, if it has a token
-            self._set_load(NodeLoad(0, load.sequences, load.tokens))
         now = running.loop.time()
+        if load.prompt_tokens or load.pending:  # not any more, if it has a token
+            due = running.started_at + running.dispatcher.chooser.policy.costs.ttft_slo_s
+            late = load.sequences if now > due else 0
+            self._set_load(NodeLoad(0, load.sequences, load.tokens, late=late))
         running.read_at = running.read_at or now
         if output.marks:
             running.take_marks(asked, output.marks)

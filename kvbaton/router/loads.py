@@ -10,6 +10,8 @@ from typing import Self
 from msgspec import Struct
 from msgspec.structs import astuple
 
+from kvbaton.messages.nodes import NodeInfo
+
 
 class Counts(Struct, frozen=True):
     """Numbers that add up."""
@@ -31,6 +33,7 @@ class NodeLoad(Counts, frozen=True):
         pending: of `sequences`, those that have no token yet.
         prefill_us: microseconds that computing those prompts is expected to take.
         cached_tokens: of the same prompts, those that need not be computed.
+        late: of `sequences`, those whose first token is not, or was not, in time.
     """
 
     prompt_tokens: int = 0
@@ -40,6 +43,28 @@ class NodeLoad(Counts, frozen=True):
     pending: int = 0
     prefill_us: int = 0
     cached_tokens: int = 0
+    late: int = 0
+
+    @property
+    def hopeful(self) -> float:
+        """Share of `sequences` that may still be within all objectives: others can't miss them."""
+        return 1.0 - self.late / self.sequences if self.sequences else 1.0
+
+    def taken(self, node: NodeInfo, tokens: int = 0) -> float:
+        """Share that is taken of what a node has for sequences, or for those that are to come.
+
+        Args:
+            node: whose load it is.
+            tokens: of one more prompt that is handed over; 0 for none.
+        """
+        limits, share = node.prompt_limits, 0.0
+        if node.num_blocks:
+            share = (self.tokens + tokens) / (node.num_blocks * node.block_size)
+        if limits is None or not limits.choices or not limits.received:
+            return share
+        expected = self.tokens * self.pending / self.sequences if self.pending else 0.0
+        seats = (self.pending + bool(tokens)) / limits.choices
+        return max(share, seats, (expected + tokens) / limits.received)
 
 
 class RouterTotals(Counts, frozen=True):
@@ -96,6 +121,7 @@ class NodeLoads(Mapping[str, NodeLoad]):
             before.pending + new.pending - old.pending,
             before.prefill_us + new.prefill_us - old.prefill_us,
             before.cached_tokens + new.cached_tokens - old.cached_tokens,
+            before.late + new.late - old.late,
         )
         if not total.prefill_us:
             self.prefill_since.pop(node_id, None)

@@ -123,18 +123,18 @@ def node_requests(
         assert route.holder.control_address is not None, "whoever hands over has one"
         prefix = PrefixAt(peer=route.holder.control_address, num_tokens=route.held)
     work_s = 0.0 if route.predicted is None else route.predicted.work_s
-    work_us = int(work_s * 1e6)
+    work_us, late = int(work_s * 1e6), route.predicted is not None and route.predicted.late
     told_s = min(work_s, request.deadline_s)
     prefilled = replace(request, items=items, prefix=prefix, prefill_s=told_s)
     if route.source is None:
-        load = NodeLoad(new, 1, tokens, rows, 1, work_us, tokens - new)
+        load = NodeLoad(new, 1, tokens, rows, 1, work_us, tokens - new, int(late))
         asked = NodeRequest(attempt, "target", route.target, prefilled, load, 0, num_items, True)
         return [*encodings, asked]
     expected = _received_from(route.source, transfer_id, attempt)
     received = replace(request, transfer=expected, ttft_s=0.0)  # the source hurries
     transfer = TransferSpec(role="source", transfer_id=transfer_id, attempt=attempt)
     pushed = replace(prefilled, transfer=transfer)
-    load = NodeLoad(sequences=1, tokens=tokens, pending=1)
+    load = NodeLoad(sequences=1, tokens=tokens, pending=1, late=int(late))
     prefill = NodeLoad(new, rows=rows, prefill_us=work_us, cached_tokens=tokens - new)
     return [
         NodeRequest(attempt, "source", route.source, pushed, prefill, 0, num_items, True),

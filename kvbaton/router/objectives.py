@@ -23,10 +23,11 @@ MISJUDGED = 0.1
 
 def missed_s(seconds: float, objective_s: float | None) -> float:
     """What it costs that something is expected to take so long: likelihood of a miss times cost."""
-    return 0.0 if objective_s is None else MISSED_S * _likely(seconds, objective_s)
+    return 0.0 if objective_s is None else MISSED_S * likely(seconds, objective_s)
 
 
-def _likely(seconds: float, objective_s: float) -> float:
+def likely(seconds: float, objective_s: float) -> float:
+    """That what is expected to be so much is more than an objective."""
     if seconds < 1e-6:
         return 0.0
     return 1.0 / (1.0 + math.pow(objective_s / seconds, CERTAINTY))
@@ -123,7 +124,7 @@ class PercentileItl(ItlObjective):
 
     @override
     def waiting(self, seconds: float, tokens: float) -> float:
-        return MISSED_S * self._too_many(tokens, _likely(seconds, self._slo_s))
+        return MISSED_S * self._too_many(tokens, likely(seconds, self._slo_s))
 
     @override
     def _of(self, tokens: float, decode: Decode, slower_s: float, wait_s: float) -> float:
@@ -136,12 +137,12 @@ class PercentileItl(ItlObjective):
         slow = 0.0
         if share:
             prompts = tokens * step_s / prompt_s * share / (1 - share)
-            slow = prompts * _likely(step_s + prompt_s, self._slo_s)
+            slow = prompts * likely(step_s + prompt_s, self._slo_s)
         if wait_s:  # of several prompts in full steps
             steps = max(1.0, wait_s / full_s)
-            slow += steps * _likely(step_s + wait_s / steps, self._slo_s)
+            slow += steps * likely(step_s + wait_s / steps, self._slo_s)
         stalled = self._too_many(tokens, slow)
-        return MISSED_S * (stalled + (1 - stalled) * _likely(step_s, self._slo_s))
+        return MISSED_S * (stalled + (1 - stalled) * likely(step_s, self._slo_s))
 
     def _too_many(self, tokens: float, slow: float) -> float:
         """How likely more of a text's gaps are slow than may be, of which so many are expected."""

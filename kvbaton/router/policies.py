@@ -22,7 +22,7 @@ from kvbaton.errors import ConfigError
 from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.config import RoutingPolicy
 from kvbaton.router.costs import CostModel, Decode, Prefill
-from kvbaton.router.objectives import ItlObjective, MeanItl, PercentileItl, missed_s
+from kvbaton.router.objectives import ItlObjective, MeanItl, PercentileItl, likely, missed_s
 from kvbaton.router.route import Options, Pair, Route
 
 BUILT_IN = {
@@ -293,8 +293,8 @@ class _Prices:
         self._ttft_slo, self._itl = _seconds(settings.ttft_slo), itl
         self._output_tokens = options.output_tokens
         self._prefills: dict[str, tuple[Prefill, float]] = {}
-        self._decodes: dict[str, tuple[Decode, float, float]] = {}
-        self._targets: dict[str, tuple[float, float]] = {}
+        self._decodes: dict[str, tuple[Decode, float, float, float]] = {}
+        self._targets: dict[str, tuple[float, float, float]] = {}
 
     def cheapest_pair(self) -> tuple[float, Pair | None]:
         """The cheapest pair and its seconds; of several the first.
@@ -308,6 +308,9 @@ class _Prices:
             (*self._target(node), place, node) for place, node in enumerate(options.pairs.targets)
         ]
         targets.sort(key=_bound_and_place)
+        least = targets[0][0] if targets else 0.0
+        if self._itl is not None:  # who is late anyway misses nothing more
+            least = min((bound - missed for bound, _, missed, _, _ in targets), default=0.0)
         # Who waits least, and then has most of it, first: most others need not be asked.
         sources = [
             (options.wait_s(costs, node), options.new(node), place, node, able)
@@ -317,24 +320,28 @@ class _Prices:
         cheapest, place_of = math.inf, (0, 0)
         pair: Pair | None = None
         for wait_s, _, place, source, able in sources:
-            if wait_s + targets[0][0] > cheapest:
+            if wait_s + least > cheapest:
                 break
             expected, cost = self._prefill(source)
-            if cost + targets[0][0] > cheapest:
+            late = expected.late
+            if cost + (least if late else targets[0][0]) > cheapest:
                 continue
             delay = self._delay(source, expected.decoding, 0.0, expected.work_s)
             before, ttft_s = cost + delay, expected.ttft_s
-            for after, others, spot, target in targets:
-                bound = before + after
+            for after, others, missed, spot, target in targets:
+                bound = before + after - (missed if late else 0.0)
                 if bound > cheapest:
+                    if late:  # they are in order of costs with what it would miss
+                        continue
                     break
                 if target.node_id not in able or (bound == cheapest and (place, spot) > place_of):
                     continue
                 total = cost + (delay + costs.handover(source, target))
-                decode, _, _ = self._decode(target)
+                decode, own_s, _, _ = self._decode(target)
                 if decode.queued_s > ttft_s:  # what is left of it then comes in between
-                    after = self._own(options.decode(costs, target, ttft_s)) + others
-                total += after
+                    own_s, missed = self._own(options.decode(costs, target, ttft_s))
+                total += own_s + others
+                total += self._room(target, ttft_s) if late else missed
                 # Its last blocks come while the target is in a step, and then wait for the next.
                 wire_s = costs.wire_s(source, target, options.new(target), expected)
                 total += max(wire_s, options.held_s(costs, target) - ttft_s)
@@ -355,13 +362,15 @@ class _Prices:
             (*self._target(node), place, node) for place, node in enumerate(others or singles)
         ]
         ordered.sort(key=_bound_and_place)
-        for bound, _, place, node in ordered:
-            if bound > cheapest:
-                break
+        for bound, _, missed, place, node in ordered:
+            if bound - missed > cheapest:
+                continue
             expected, cost = self._prefill(node)
-            decode, own, _ = self._decode(node)
+            decode, own, _, _ = self._decode(node)
             if decode.queued_s > expected.ttft_s:  # late ones, which come after it
-                own = self._own(self._options.decode(self._costs, node, expected.ttft_s))
+                own, missed = self._own(self._options.decode(self._costs, node, expected.ttft_s))
+            if not expected.late:
+                own += missed
             cost += own + self._delay(node, decode.sequences, decode.slower_s, expected.work_s)
             if cost < cheapest or (cost == cheapest and place < place_of):
                 cheapest, single, place_of = cost, node, place
@@ -398,41 +407,62 @@ class _Prices:
         found = self._prefills.get(node.node_id)
         if found is None:
             expected = self._options.prefill(self._costs, node)
-            cost = expected.ttft_s + expected.work_s + missed_s(expected.ttft_s, self._ttft_slo)
+            cost = expected.ttft_s + expected.work_s + missed_s(expected.risk_s, self._ttft_slo)
             found = self._prefills[node.node_id] = expected, cost
         return found
 
-    def _decode(self, node: NodeInfo) -> tuple[Decode, float, float]:
+    def _decode(self, node: NodeInfo) -> tuple[Decode, float, float, float]:
         """Of a node that generates once all prompts there are computed.
 
         Returns:
-            What is expected, what it costs the request, and what a sequence there may miss anyway.
+            What is expected, what it costs the request in seconds and in what it misses, and what
+            a sequence there may miss anyway.
         """
         found = self._decodes.get(node.node_id)
         if found is None:
             decode = self._options.decode(self._costs, node, math.inf)
             anyway = self._itl.there(decode) if self._itl is not None else 0.0
-            found = self._decodes[node.node_id] = decode, self._own(decode), anyway
+            found = self._decodes[node.node_id] = decode, *self._own(decode), anyway
         return found
 
-    def _target(self, node: NodeInfo) -> tuple[float, float]:
-        """What generating on a node costs at least; of that, others, whose steps it slows."""
+    def _target(self, node: NodeInfo) -> tuple[float, float, float]:
+        """What generating on a node costs at least.
+
+        Returns:
+            All; of that, others, whose steps it slows; and what the request misses.
+        """
         found = self._targets.get(node.node_id)
         if found is None:
-            decode, own, _ = self._decode(node)
+            decode, own, missed, _ = self._decode(node)
             others = self._delay(node, decode.sequences, decode.slower_s, 0.0)
-            found = self._targets[node.node_id] = own + others, others
+            found = self._targets[node.node_id] = own + missed + others, others, missed
         return found
 
-    def _own(self, decode: Decode) -> float:
-        """What it costs a request to be generated for on a node."""
+    def _own(self, decode: Decode) -> tuple[float, float]:
+        """What it costs a request to be generated for on a node: seconds, and what it misses.
+
+        The latter is nothing to one whose first token is late: it has missed its objectives.
+        """
         cost, itl = self._output_tokens * decode.itl_s, self._itl
         missed = itl.own(decode) if itl is not None else 0.0
         if decode.room:
-            return cost + missed
+            return cost, missed
         if itl is not None:
             missed = max(missed, itl.waiting(NO_ROOM_S, self._output_tokens))
-        return cost + missed + NO_ROOM_S
+        return cost + NO_ROOM_S, missed
+
+    def _room(self, target: NodeInfo, seconds: float) -> float:
+        """What it costs others that a prompt has room at a target for as long as it is late.
+
+        Those that are given to it meanwhile may find none.
+        """
+        load = self._options.load(target)
+        none_left = likely(load.taken(target, self._options.num_tokens), 1.0)
+        none_left -= likely(load.taken(target), 1.0)
+        each, itl = NO_ROOM_S, self._itl
+        if itl is not None:
+            each += itl.waiting(NO_ROOM_S, self._costs.output_tokens)
+        return seconds * self._costs.targets_per_s(target) * none_left * each
 
     def _delay(self, node: NodeInfo, sequences: float, slower_s: float, work_s: float) -> float:
         """What it costs sequences that steps take longer, and that they wait for one more prompt.
@@ -444,7 +474,7 @@ class _Prices:
         coming = work_s * self._costs.targets_per_s(node) if work_s else 0.0
         if not sequences and not coming:
             return 0.0
-        there, _, anyway = self._decode(node)
+        there, _, _, anyway = self._decode(node)
         each, itl = self._costs.output_tokens * slower_s + work_s, self._itl
         if itl is None:
             return sequences * each
@@ -452,7 +482,7 @@ class _Prices:
         return cost + coming * itl.coming(there, slower_s, work_s / 2) if coming else cost
 
 
-_bound_and_place = itemgetter(0, 2)
+_bound_and_place = itemgetter(0, 3)
 
 
 def _seconds(objective_ms: float | None) -> float | None:

@@ -204,4 +204,4 @@ class Options(Struct, frozen=True):
         decode, wire_s = self.decode(costs, route.target, prefill.ttft_s), None
         if route.source is not None:
             wire_s = costs.wire_s(route.source, route.target, self.new(route.target), prefill)
-        return Prediction.of(prefill, decode, wire_s, self.output_tokens)
+        return Prediction.of(prefill, decode, wire_s, self.output_tokens, costs.ttft_slo_s)

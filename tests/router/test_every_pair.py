@@ -33,6 +33,7 @@ from kvbaton.router.policies import (
     Threshold,
 )
 from kvbaton.router.route import MAX_HOLDERS, Options
+from kvbaton.types import PromptLimits
 from tests.router.test_pairing import ids, member
 
 NOW, TOKENS = 128.0, 1024
@@ -78,6 +79,8 @@ def cluster(chance: Random) -> list[Member]:
             load=chance.choice(speeds),
             control_address=f"tcp://127.0.0.1:{number}",
             block_size=16,
+            num_blocks=chance.choice([0, 300]),
+            prompt_limits=chance.choice([None, PromptLimits(4096, 4096, choices=4)]),
             wires={
                 f"tcp://127.0.0.1:{other}": chance.choice(WIRES)
                 for other in range(8)
@@ -103,6 +106,7 @@ def work(chance: Random, members: list[Member]) -> NodeLoads:
                 sequences=sequences,
                 tokens=chance.choice([1024, 1024, 4096]),
                 pending=min(sequences, chance.choice([0, 1])),
+                late=min(sequences, chance.choice([0, 1])),
                 prefill_us=queued * chance.choice([0, 31, 125]),
             )
             loads.own[one.info.node_id] = load
@@ -156,6 +160,13 @@ def test_a_policy_chooses_as_if_it_looked_at_every_pair(name: str, number: int) 
     beside = chance.choice([0.0, 8 * EXACT, 64 * EXACT])
     for node in nodes if beside else ():  # of prompts that were computed here of late
         costs.assigned(node, ELSEWHERE, Prediction(beside, 0.0, 0.0, 0.0, 0.0, 0.0, work_s=beside))
+    costs.ttft_slo_s = (asked.ttft_slo or math.inf) / 1e3
+    for node in nodes if chance.random() < 0.5 else ():
+        for place in range(chance.randrange(6)):
+            lasts, full = chance.choice([EXACT, 32 * EXACT, 256 * EXACT]), chance.random() < 0.5
+            late = full and chance.random() < 0.5
+            waits = Prediction(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, work_s=lasts, full=full, late=late)
+            costs.queued(f"{node.node_id} {place}", node, waits)
     wanted = Wanted(TOKENS, chance.choice([1, 128]), (), cached)
     found = choose(ready, loads, POLICIES[name](asked, costs), wanted, avoid=avoid)
     if not nodes:
@@ -377,7 +388,7 @@ def by_cost(
         later = anyway + slower_s + work_s / tokens
         return tokens * slower_s + work_s + (missed(later, slo) - missed(anyway, slo))
 
-    def generate(decode: Decode, work_s: float) -> float:
+    def generate(decode: Decode, work_s: float, is_late: bool) -> float:
         slo, share = asked.itl_slo, decode.prefill_share
         between = decode.step_s + decode.backlog_s / costs.short_output
         if_short = share * missed(decode.step_s + decode.full_s, slo) + (1 - share) * missed(
@@ -388,26 +399,38 @@ def by_cost(
         if asked.itl_percentile is not None:
             misses = meets(decode, decode.step_s, costs.output_tokens, decode.backlog_s)
             late = MISSED_S * exceeds(output_tokens, likely(NO_ROOM_S))
-        cost = output_tokens * decode.itl_s + misses
+        cost = output_tokens * decode.itl_s
         if not decode.room:
-            cost = output_tokens * decode.itl_s + max(misses, late) + NO_ROOM_S
+            cost, misses = cost + NO_ROOM_S, max(misses, late)
+        if not is_late:  # who is has missed its objectives
+            cost += misses
         return cost + decode.sequences * delay(decode, decode.slower_s, work_s)
 
     def of_pair(pair: Pair) -> float:
         source, target = pair
         prefill = options.prefill(costs, source)
-        cost = prefill.ttft_s + prefill.work_s + missed(prefill.ttft_s, asked.ttft_slo)
+        cost = prefill.ttft_s + prefill.work_s + missed(prefill.risk_s, asked.ttft_slo)
         there = options.decode(costs, source, math.inf)
         late = prefill.decoding * delay(there, 0.0, prefill.work_s)
         cost += late + costs.handover(source, target)
-        cost += generate(options.decode(costs, target, prefill.ttft_s), 0.0)
+        cost += generate(options.decode(costs, target, prefill.ttft_s), 0.0, prefill.late)
+        if prefill.late:
+            load, each = options.load(target), NO_ROOM_S
+            taken = missed(load.taken(target, TOKENS), 1e3) - missed(load.taken(target), 1e3)
+            if asked.itl_percentile is not None:
+                each += MISSED_S * exceeds(costs.output_tokens, likely(NO_ROOM_S))
+            else:
+                each += missed(NO_ROOM_S / costs.output_tokens, asked.itl_slo)
+            cost += prefill.ttft_s * costs.targets_per_s(target) * taken / MISSED_S * each
         held_s = options.held_s(costs, target) - prefill.ttft_s
         return cost + max(0.0, held_s, wire_s(options, costs, source, target))
 
     def alone(node: NodeInfo) -> float:
         prefill = options.prefill(costs, node)
-        cost = prefill.ttft_s + prefill.work_s + missed(prefill.ttft_s, asked.ttft_slo)
-        return cost + generate(options.decode(costs, node, prefill.ttft_s), prefill.work_s)
+        cost = prefill.ttft_s + prefill.work_s + missed(prefill.risk_s, asked.ttft_slo)
+        return cost + generate(
+            options.decode(costs, node, prefill.ttft_s), prefill.work_s, prefill.late
+        )
 
     singles = [n for n in options.singles if n.role != "prefill"] or options.singles
     node = min(singles, key=alone)
