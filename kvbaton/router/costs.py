@@ -543,7 +543,8 @@ class CostModel:
         self._targeted[target.node_id] = given
 
     def queued(self, request_id: str, node: NodeInfo, predicted: Prediction) -> None:
-        """A prompt waits at a node until it is `computed`."""
+        """A prompt waits at a node until it is `computed`, or given to another."""
+        self.computed(request_id)
         queue = self._queues.setdefault(node.node_id, PromptQueue())
         queue.add(request_id, predicted.work_s, full=predicted.full, late=predicted.late)
         self._queued_at[request_id] = node.node_id
