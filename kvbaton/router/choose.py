@@ -17,10 +17,10 @@ from msgspec.structs import replace
 
 from kvbaton.messages.engine import Item
 from kvbaton.messages.nodes import NodeInfo
-from kvbaton.router.costs import Prefill
 from kvbaton.router.loads import IDLE, NodeLoad, NodeLoads
 from kvbaton.router.membership import ReadyNodes
 from kvbaton.router.policies import Policy
+from kvbaton.router.predictions import Prefill
 from kvbaton.router.route import Options, Pairs, Route
 
 BOUND = 1.25

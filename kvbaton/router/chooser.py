@@ -12,11 +12,11 @@ from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest, Item
 from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.choose import Wanted, choose, successor
-from kvbaton.router.costs import Prediction
 from kvbaton.router.loads import IDLE, NodeLoads
 from kvbaton.router.metrics import RouterMetrics
 from kvbaton.router.nodes import KnownNodes
 from kvbaton.router.policies import Policy
+from kvbaton.router.predictions import Prediction
 from kvbaton.router.route import Route
 
 MAX_RETRY_AFTER_S = 60.0

@@ -1,9 +1,7 @@
 """What a choice of nodes costs, in seconds, from what nodes say of their speed (`NodeInfo.load`).
 
 Each node tells in its heartbeats what its steps take by what is in them, so all routers know the
-same. What lies between a node's steps and a client (sockets, queues inside the engine, other
-programs of the machine) is learned here: observed times to the first token are regressed on
-predicted ones, older ones fading, and each node that prefills has a factor of its own.
+same. What lies between a node's steps and a client is learned from requests (`router.overheads`).
 """
 
 from __future__ import annotations
@@ -12,8 +10,6 @@ import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 from msgspec import Struct
@@ -22,26 +18,13 @@ from msgspec.structs import replace
 from kvbaton.engine.chunk_limit import IN_TIME, chunk_tokens
 from kvbaton.messages.nodes import STEP_COSTS, NodeInfo
 from kvbaton.router.loads import NodeLoad, NodeLoads
+from kvbaton.router.overheads import Handovers, Overhead
+from kvbaton.router.predictions import Decode, Prediction, Prefill
 from kvbaton.router.prompt_queue import PromptQueue
 from kvbaton.router.wires import UNKNOWN, Wires
 
-FADE = 0.97
-"""What an observation still counts when the next one has come."""
-MIN_OBSERVED = 3
-MEDIAN_STEP = 1.03
-"""By so much each observation moves the median that is followed."""
-SLOPES = (0.25, 4.0)
-"""Observed times may be so many times what was predicted, beyond a constant."""
-SURPRISE = 2.0
-"""An observation counts as at most so many times what was usual, and at least such a part of it: a
-prompt that stood behind one of which nothing was known says little of the next."""
 LENGTHS = 128
 """Of the last texts, of which a quarter is short."""
-HANDOVERS = 15
-"""Of a pair, whose median counts."""
-HANDOVER_HALF_S = 30.0
-"""After so long without a hand-over half of what it took is believed, or one bad time would keep
-the pair from being tried ever again."""
 SHARE_S = (1.0, 4.0)
 """Least and most time over which it is averaged how much of a node's time prompts take, and how
 many sequences come to it; between, it is as long as `SHARE_TEXTS` texts take."""
@@ -87,188 +70,6 @@ class StepSpeed(Struct, frozen=True):
     def decode_s(self, sequences: float, tokens: float) -> float:
         """What decoding sequences with so many tokens in all add to a step."""
         return self.decode_sequence_s * sequences + self.decode_context_s * tokens / 1000
-
-
-class Prefill(Struct, frozen=True):
-    """What is expected of computing a prompt on one node.
-
-    Attributes:
-        ttft_s: until the first token, all that waits before it included.
-        model_s: of that, what the node's own figures give.
-        wait_s: of `model_s`, for what is there already.
-        work_s: that the prompt itself takes.
-        chunk_s: the longest step of it.
-        decoding: sequences that wait meanwhile, those left out whose first token was late.
-        new: tokens that are computed.
-        last: of those, what its last step computes.
-        fetch_s: of `model_s`, for the tokens that are fetched.
-        holder: who has those; None if there are none.
-        held: tokens that it has.
-        saved_s: what that saves against computing them, or would if they were fetched (then it is
-            negative); None if nobody has them.
-        risk_s: `ttft_s` if nobody stepped back for anybody: beyond the objective one of the queue
-            is late, this one or a longer one.
-        late: it is this one.
-    """
-
-    ttft_s: float
-    model_s: float
-    wait_s: float
-    work_s: float
-    chunk_s: float
-    decoding: float
-    new: int
-    last: int
-    fetch_s: float = 0.0
-    holder: NodeInfo | None = None
-    held: int = 0
-    saved_s: float | None = None
-    risk_s: float = 0.0
-    late: bool = False
-
-
-class Decode(Struct, frozen=True):
-    """What is expected of generating on one node.
-
-    Attributes:
-        itl_s: between two tokens on average, prompts that are computed there meanwhile included.
-        step_s: of a step that decodes only.
-        others_s: between two tokens of the sequences that are there, without this one.
-        queued_s: that prompts take which are there already.
-        backlog_s: what is left of that when this one is generated.
-        prefill_share: of the node's time that prompts take, of late.
-        full_s: what a prompt adds to a step that is full of it.
-        prompt_s: what prompts add to a step that has some, as those of late did.
-        slower_s: what each step takes longer for one more sequence.
-        sequences: that generate at a time, of those that are there already and not late.
-        room: the node has blocks for it.
-    """
-
-    itl_s: float
-    step_s: float
-    others_s: float
-    queued_s: float
-    backlog_s: float
-    prefill_share: float
-    full_s: float
-    prompt_s: float
-    slower_s: float
-    sequences: float
-    room: bool
-
-
-class Prediction(Struct, frozen=True):
-    """What is expected of a route.
-
-    Attributes:
-        ttft_s: until the first token.
-        itl_s: between tokens.
-        step_s: of a step without prompts.
-        delay_s: what others wait longer for it, all of them together.
-        model_s: the part of `ttft_s` that the nodes' own figures give.
-        wait_s: the part of `model_s` that is for what is there already.
-        work_s: that computing the prompt takes.
-        fetch_s: the part of `model_s` that is for a prefix on its way.
-        wire_s: from the first token until the rest of a prompt that is handed over has come.
-        full: of the queue with it one is late.
-        late: it is this one.
-    """
-
-    ttft_s: float
-    itl_s: float
-    step_s: float
-    delay_s: float
-    model_s: float
-    wait_s: float
-    work_s: float
-    fetch_s: float = 0.0
-    wire_s: float = 0.0
-    full: bool = False
-    late: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        prefill: Prefill,
-        decode: Decode,
-        wire_s: float | None,
-        output_tokens: float,
-        ttft_slo_s: float = math.inf,
-    ) -> Prediction:
-        """Of a route's parts.
-
-        Args:
-            prefill: where the prompt is computed.
-            decode: where tokens are generated.
-            wire_s: see `Prediction`; None if that is the same node, whose other sequences wait for
-                the prompt.
-            output_tokens: that are expected.
-            ttft_slo_s: objective of first tokens.
-        """
-        delay = decode.sequences * decode.slower_s * output_tokens
-        if wire_s is None:
-            delay += prefill.decoding * prefill.work_s
-        model_s, wait_s, work_s = prefill.model_s, prefill.wait_s, prefill.work_s
-        itl_s, step_s = decode.itl_s, decode.step_s
-        crossing = prefill.fetch_s, wire_s or 0.0, prefill.risk_s > ttft_slo_s, prefill.late
-        return cls(prefill.ttft_s, itl_s, step_s, delay, model_s, wait_s, work_s, *crossing)
-
-
-@dataclass
-class Overhead:
-    """Observed against modelled times: ``observed = base + slope * modelled``.
-
-    Sockets and queues on the way are alike for all nodes, so all of them are taken together: who
-    has only computed long prompts can't tell the constant from the factor. A few late tokens lift
-    that mean; what is left of each node's differs by a factor of its own, which follows the median.
-    """
-
-    sums: tuple[float, float, float, float, float] = (0.0,) * 5
-    base: float = 0.0
-    slope: float = 1.0
-    scales: dict[str, float] = field(default_factory=dict)
-    count: int = 0
-
-    def predict(self, node_id: str, modelled: float) -> float:
-        """Seconds that are to be expected of a node whose figures give `modelled`."""
-        return self.scales.get(node_id, 1.0) * (self.base + self.slope * modelled)
-
-    def observe(self, node_id: str, modelled: float, observed: float) -> None:
-        """Take one in, errors counting as shares of what was modelled.
-
-        As shares of what was observed they would draw predictions towards the lucky ones.
-        """
-        low, high = SLOPES
-        late = observed > self.predict(node_id, modelled)
-        scale = self.scales.get(node_id, 1.0) * (MEDIAN_STEP if late else 1 / MEDIAN_STEP)
-        self.scales[node_id] = min(max(scale, low), high)
-        if self.count >= MIN_OBSERVED:
-            usual = self.base + self.slope * modelled
-            observed = min(max(observed, usual / SURPRISE), usual * SURPRISE)
-        weight = 1.0 / max(modelled, 1e-4) ** 2
-        n, x, xx, y, xy = self.sums
-        n, x = FADE * n + weight, FADE * x + weight * modelled
-        xx = FADE * xx + weight * (modelled * modelled)
-        y, xy = FADE * y + weight * observed, FADE * xy + weight * (modelled * observed)
-        self.sums = n, x, xx, y, xy
-        self.count += 1
-        if self.count < MIN_OBSERVED:
-            return
-        spread = n * xx - x * x
-        slope = (n * xy - x * y) / spread if spread > 1e-3 * n * xx else 1.0
-        self.slope = min(max(slope, low), high)
-        self.base = (y - self.slope * x) / n
-        if self.base < 0:
-            self.base, self.slope = 0.0, min(max(xy / xx, low), high)
-
-
-@dataclass
-class Handovers:
-    """How much later second tokens came for a hand-over, of late; `at` is the last one's time."""
-
-    late_s: deque[float] = field(default_factory=lambda: deque(maxlen=HANDOVERS))
-    median_s: float = 0.0
-    at: float = 0.0
 
 
 class CostModel:
@@ -552,9 +353,7 @@ class CostModel:
     def handover(self, source: NodeInfo, target: NodeInfo) -> float:
         """Seconds that second tokens come later for a hand-over than `wire_s` says; 0 or more."""
         known = self._handovers.get((source.node_id, target.node_id))
-        if known is None:
-            return 0.0
-        return known.median_s * math.exp2((known.at - self._clock()) / HANDOVER_HALF_S)
+        return 0.0 if known is None else known.predict(self._clock())
 
     def wire_s(self, source: NodeInfo, target: NodeInfo, tokens: int, prefill: Prefill) -> float:
         """Seconds from the first token until all of a prompt has come to its target.
@@ -610,8 +409,7 @@ class CostModel:
     def handed_over(self, source: NodeInfo, target: NodeInfo, late_s: float) -> None:
         """A second token came so much later than `wire_s` and the target's steps explain."""
         known = self._handovers.setdefault((source.node_id, target.node_id), Handovers())
-        known.late_s.append(late_s)
-        known.median_s, known.at = median(known.late_s), self._clock()
+        known.observe(late_s, self._clock())
 
     def finished(self, tokens: int) -> None:
         """A request has generated so many tokens."""

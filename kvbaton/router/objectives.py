@@ -11,7 +11,8 @@ from abc import ABC, abstractmethod
 
 from typing_extensions import override
 
-from kvbaton.router.costs import CostModel, Decode
+from kvbaton.router.costs import CostModel
+from kvbaton.router.predictions import Decode
 
 MISSED_S = 30.0
 """A request that misses an objective counts as so many seconds."""

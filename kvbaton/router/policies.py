@@ -21,8 +21,9 @@ from typing_extensions import override
 from kvbaton.errors import ConfigError
 from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.config import RoutingPolicy
-from kvbaton.router.costs import CostModel, Decode, Prefill
+from kvbaton.router.costs import CostModel
 from kvbaton.router.objectives import ItlObjective, MeanItl, PercentileItl, likely, missed_s
+from kvbaton.router.predictions import Decode, Prefill
 from kvbaton.router.route import Options, Pair, Route
 
 BUILT_IN = {

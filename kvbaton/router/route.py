@@ -10,8 +10,9 @@ from typing_extensions import override
 
 from kvbaton.errors import RequestError
 from kvbaton.messages.nodes import NodeInfo
-from kvbaton.router.costs import CostModel, Decode, Prediction, Prefill
+from kvbaton.router.costs import CostModel
 from kvbaton.router.loads import IDLE, NodeLoad
+from kvbaton.router.predictions import Decode, Prediction, Prefill
 
 MAX_HOLDERS = 2
 """So many are compared, if several could send a prefix."""

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kvbaton.messages.nodes import WIRE_COSTS, NodeInfo
 from kvbaton.router.choose import Wanted, choose, holders_of
 from kvbaton.router.config import RoutingPolicy
-from kvbaton.router.costs import GUESSED_WIRE, CostModel, Decode, Prediction
+from kvbaton.router.costs import GUESSED_WIRE, CostModel
 from kvbaton.router.loads import NodeLoad, NodeLoads
 from kvbaton.router.membership import Member, ReadyNodes
 from kvbaton.router.objectives import CERTAINTY, MISJUDGED, MISSED_S
@@ -32,6 +32,7 @@ from kvbaton.router.policies import (
     Sticky,
     Threshold,
 )
+from kvbaton.router.predictions import Decode, Prediction
 from kvbaton.router.route import MAX_HOLDERS, Options
 from kvbaton.types import PromptLimits
 from tests.router.test_pairing import ids, member

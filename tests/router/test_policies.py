@@ -14,10 +14,11 @@ from kvbaton.errors import ConfigError
 from kvbaton.messages.engine import AddRequest, PrefixAt, SamplingParams
 from kvbaton.router.choose import Wanted, choose, successor
 from kvbaton.router.config import RoutingPolicy
-from kvbaton.router.costs import CostModel, Overhead, Prediction
+from kvbaton.router.costs import CostModel
 from kvbaton.router.loads import IDLE, NodeLoad, NodeLoads
 from kvbaton.router.membership import Member, NodeState, ReadyNodes
 from kvbaton.router.node_request import node_requests
+from kvbaton.router.overheads import Overhead
 from kvbaton.router.policies import (
     BUILT_IN,
     SATURATED_SEQUENCES,
@@ -25,6 +26,7 @@ from kvbaton.router.policies import (
     LeastLoaded,
     load_policy,
 )
+from kvbaton.router.predictions import Prediction
 from kvbaton.router.route import Route
 from kvbaton.types import PromptLimits
 from tests.router.test_pairing import ids, member

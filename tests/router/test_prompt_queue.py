@@ -6,10 +6,11 @@ import pytest
 
 from kvbaton.router.choose import Wanted, choose
 from kvbaton.router.config import RoutingPolicy
-from kvbaton.router.costs import CostModel, Prediction
+from kvbaton.router.costs import CostModel
 from kvbaton.router.loads import NodeLoad, NodeLoads
 from kvbaton.router.membership import ReadyNodes
 from kvbaton.router.policies import LeastCost
+from kvbaton.router.predictions import Prediction
 from kvbaton.router.prompt_queue import PromptQueue
 from kvbaton.types import PromptLimits
 from tests.router.test_pairing import member
