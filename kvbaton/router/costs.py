@@ -345,8 +345,11 @@ class CostModel:
 
     def queued(self, request_id: str, node: NodeInfo, predicted: Prediction) -> None:
         """A prompt waits at a node until it is `computed`, or given to another."""
-        self.computed(request_id)
-        queue = self._queues.setdefault(node.node_id, PromptQueue())
+        if request_id in self._queued_at:
+            self.computed(request_id)
+        queue = self._queues.get(node.node_id)
+        if queue is None:
+            queue = self._queues[node.node_id] = PromptQueue()
         queue.add(request_id, predicted.work_s, full=predicted.full, late=predicted.late)
         self._queued_at[request_id] = node.node_id
 

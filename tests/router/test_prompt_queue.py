@@ -127,3 +127,16 @@ def test_a_prompt_that_is_late_takes_no_room_at_a_target_that_others_need() -> N
 
     assert chosen(10) == "a1"
     assert chosen(110) is None
+
+
+def test_a_request_that_is_given_to_a_second_node_has_left_the_first() -> None:
+    nodes = [member(name, "any", load=SPEED).info for name in ("a", "b")]
+    costs = CostModel(lambda: 0.0)
+    costs.ttft_slo_s = 1.0
+    costs.learn(nodes, NodeLoads())
+    long = Prediction(2.0, 0.0, 0.0, 0.0, 0.0, 0.0, work_s=2.0)
+    for node in nodes:
+        costs.queued("moved", node, long)
+    costs.queued("begun", nodes[0], long)
+    after = costs.prefill(nodes[0], NodeLoad(prefill_us=2_000_000), None, 4000, 0)
+    assert after.late, "nobody steps back for it: the only one there has begun"
