@@ -172,7 +172,7 @@ def skinny_linear_reference(
 def wins(
     rows: int, weight: torch.Tensor, scales: torch.Tensor | None = None, *, quantised: bool = False
 ) -> bool:
-    """Whether the kernel is for this product: few rows, even tiles, measured faster on an H200."""
+    """Whether the kernel is for this product: few rows, even tiles, measured faster on Hopper."""
     size, depth = weight.shape
     runs = 0 if scales is None else scales.shape[1]
     tile = _tile_of(size, depth, runs, quantised)
