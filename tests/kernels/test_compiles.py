@@ -170,6 +170,16 @@ for rows, splits, runs in ((16, 1, 1), (16, 4, 32)):
     )
     assert "cp.async.cg.shared.global" in ptx
     assert "cvt.bf16.f16" not in ptx  # see `widen`
+for rows, size in ((16, 4096), (32, 4096), (64, 28672)):
+    tile = skinny_linear._tile_of(size, 4096, 0, False)
+    ptx = run(
+        skinny_linear._kernel,
+        {"x": "*bf16", "weight": "*bf16", "out": "*bf16", "scratch": "*fp32", "counters": "*i32"},
+        dict(scales=None, x_scales=None, SPLITS=tile.splits, RUNS=0, QUANTISED=False, SWAPPED=True,
+             BLOCK_M=rows, BLOCK_N=tile.rows, BLOCK_K=tile.depth_bytes // 2),
+        num_warps=4, num_stages=tile.stages,
+    )
+    assert f"wgmma.mma_async.sync.aligned.m64n{rows}k16" in ptx  # the weight is on the left
 shape = dict(HEAD_DIM=128, BLOCK_D=128, BLOCK_SIZE=16, GROUP=4, BLOCK_G=4)
 values = dict(VALUE_DIM=128, BLOCK_V=128, INTERLEAVED=False)
 caches = {"query": "*bf16", "key_cache": "*fp8e4nv", "value_cache": "*fp8e4nv"}
