@@ -8,14 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from kvbaton.kernels.decode_parts import (
-    FIELDS,
-    MERGED_PARTS,
-    Parts,
-    merge_kernel,
-    part_at,
-    share_keys,
-)
+from kvbaton.kernels.decode_parts import FIELDS, Parts, merge_parts, part_at, share_keys
 from kvbaton.kernels.jit import jit, launch_next, next_power_of_2, tl, use_triton
 from kvbaton.kernels.paged_attention import (
     Softmax,
@@ -25,9 +18,16 @@ from kvbaton.kernels.paged_attention import (
     paged_attention_reference,
 )
 from kvbaton.kernels.quantize_fp8 import widen
+from kvbaton.kernels.skinny_linear import is_last
 
 PLACES = 528
 """Programs that an H100 or H200 runs at a time: four on each of 132 multiprocessors."""
+
+MERGED_PARTS = 8
+"""Parts that a program merges at a time."""
+
+MERGING_SEQUENCES = 16
+"""With fewer a kernel of its own merges parts sooner than the last program of each sequence."""
 
 
 def decode_attention(
@@ -77,13 +77,14 @@ def decode_attention(
     block_n, options = _tile(next_power_of_2(head_dim), query.element_size())
     states = torch.empty(len(parts.fields), heads, head_dim, dtype=torch.float32, device=out.device)
     lse = torch.empty(len(parts.fields), heads, dtype=torch.float32, device=out.device)
-    block_d = next_power_of_2(head_dim)
+    block_d, merges = next_power_of_2(head_dim), batch >= MERGING_SEQUENCES
     _kernel[(kv_heads, len(parts.fields))](
         query,
         key_cache,
         value_cache,
         block_tables,
         parts.fields,
+        parts.counters,
         sinks,
         out,
         states,
@@ -96,23 +97,22 @@ def decode_attention(
         key_cache.stride(2),
         block_tables.stride(0),
         GROUP=heads // kv_heads,
+        MERGED_G=next_power_of_2(heads // kv_heads),
         BLOCK_G=max(16, next_power_of_2(heads // kv_heads)),
         HEAD_DIM=head_dim,
         BLOCK_D=block_d,
         BLOCK_SIZE=block_size,
         BLOCK_N=block_n,
+        BLOCK_P=MERGED_PARTS,
         STRIDE=FIELDS,
         WINDOW=window,
         CHUNKED=chunked,
         SOFTCAP=softcap,
         HAS_SINKS=sinks is not None,
+        MERGES=merges,
         **options,
     )
-    merge_kernel[(batch, heads, 1)](
-        states, lse, out, parts.begins,
-        HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_P=MERGED_PARTS, num_warps=4,
-    )  # fmt: skip
-    return out
+    return out if merges else merge_parts(states, lse, parts, out, block_d)
 
 
 def decode_parts(
@@ -172,6 +172,7 @@ def _kernel(
     value_cache: tl.tensor,
     block_tables: tl.tensor,
     fields: tl.tensor,
+    counters: tl.tensor,
     sinks: tl.tensor,
     out: tl.tensor,
     states: tl.tensor,
@@ -184,18 +185,24 @@ def _kernel(
     stride_token: tl.tensor,
     stride_table: tl.tensor,
     GROUP: tl.constexpr,
+    MERGED_G: tl.constexpr,
     BLOCK_G: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_P: tl.constexpr,
     STRIDE: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    MERGES: tl.constexpr,
 ) -> None:
-    """One program: one part of one sequence for the query heads of one KV head."""
+    """One program: one part of one sequence for the query heads of one KV head.
+
+    With MERGES the last one of a sequence and KV head merges their parts, BLOCK_P at a time.
+    """
     launch_next()
     head = tl.program_id(0)
     of, length, begin, end, part, used = part_at(fields, STRIDE, tl.program_id(1))
@@ -249,10 +256,61 @@ def _kernel(
 
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     heads = tl.num_programs(0) * GROUP
+    target = out + (sequence * heads + query_head)[:, None] * HEAD_DIM + column[None, :]
     if used == 1:
-        target = out + (sequence * heads + query_head)[:, None] * HEAD_DIM + column[None, :]
         tl.store(target, acc.to(out.dtype.element_ty), mask=inside)
     else:
-        item = tl.program_id(1).to(tl.int64) * heads + query_head
+        first_part = (tl.program_id(1) - part).to(tl.int64)
+        item = (first_part + part) * heads + query_head
         tl.store(lse + item, top + tl.log2(total), mask=row < GROUP)
         tl.store(states + item[:, None] * HEAD_DIM + column[None, :], acc, mask=inside)
+        if MERGES:
+            if is_last(counters + sequence * tl.num_programs(0) + head, used):
+                _merge(
+                    states, lse, out, first_part, used, sequence * heads + head * GROUP,
+                    head * GROUP, GROUP, MERGED_G, HEAD_DIM, BLOCK_D, BLOCK_P,
+                )  # fmt: skip
+
+
+@jit()
+def _merge(
+    states: tl.tensor,
+    lse: tl.tensor,
+    out: tl.tensor,
+    first_part: tl.tensor,
+    used: tl.tensor,
+    row: tl.tensor,
+    head: tl.tensor,
+    GROUP: tl.constexpr,
+    MERGED_G: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+) -> None:
+    """Merge a sequence's parts for GROUP heads from `head` on into rows of `out` from `row` on."""
+    heads = tl.num_programs(0) * GROUP
+    of, column = tl.arange(0, MERGED_G), tl.arange(0, BLOCK_D)
+    top = tl.full([MERGED_G], float("-inf"), tl.float32)
+    total = tl.zeros([MERGED_G], tl.float32)
+    acc = tl.zeros([MERGED_G, BLOCK_D], tl.float32)
+    for start in tl.range(0, used, BLOCK_P):
+        part = start + tl.arange(0, BLOCK_P)
+        place = (first_part + part)[:, None] * heads + (head + of)[None, :]
+        mask = (part < used)[:, None] & (of < GROUP)[None, :]
+        level = tl.load(lse + place, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        state = tl.load(
+            states + place[:, :, None] * HEAD_DIM + column[None, None, :],
+            mask=mask[:, :, None] & (column < HEAD_DIM)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        # Finite for heads that are none, too.
+        higher = tl.maximum(tl.maximum(top, tl.max(level, 0)), -3.0e38)
+        weight, fade = tl.exp2(level - higher[None, :]), tl.exp2(top - higher)
+        total = total * fade + tl.sum(weight, 0)
+        acc = acc * fade[:, None] + tl.sum(state * weight[:, :, None], 0)
+        top = higher
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    target = out + (row + of)[:, None] * HEAD_DIM + column[None, :]
+    inside = (of < GROUP)[:, None] & (column < HEAD_DIM)[None, :]
+    tl.store(target, acc.to(out.dtype.element_ty), mask=inside)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvbaton.kernels.jit import jit, launch_next, next_power_of_2, tl, use_triton
+from kvbaton.kernels.jit import cdiv, jit, launch_next, next_power_of_2, tl, use_triton
 from kvbaton.kernels.paged_attention import first_key
 
 LEAST, MOST_LEAST = 64, 768
@@ -23,7 +23,7 @@ FIELDS = 6
 it is and of how many."""
 
 CLEARED_PARTS = 256
-"""Unused parts that are cleared at a time."""
+"""Unused parts, and counters, that are cleared at a time."""
 
 MERGED_PARTS = 16
 """Parts that are merged at a time."""
@@ -36,10 +36,12 @@ class Parts:
     Attributes:
         begins: [batch + 1] int32, the first part of each sequence; then how many there are.
         fields: [number, FIELDS] int32; the sequence is -1 behind the last part.
+        counters: [batch, heads] int32, zero between launches.
     """
 
     begins: torch.Tensor
     fields: torch.Tensor
+    counters: torch.Tensor
 
 
 def spare_parts(batch: int, heads: int, places: int) -> tuple[int, bool]:
@@ -88,16 +90,20 @@ def share_keys(
     least = max(min(max(next_power_of_2(2 * batch * heads), LEAST), MOST_LEAST) // tile, 1)
     if not use_triton(context_lens):
         return share_keys_reference(
-            context_lens, tile, spare, least,
+            context_lens, heads, tile, spare, least,
             whole=whole, window=window, chunked=chunked, pads=pads,
         )  # fmt: skip
     number = batch + spare
-    made = torch.empty(batch + 1 + FIELDS * number, dtype=torch.int32, device=context_lens.device)
-    parts = Parts(made[: batch + 1], made[batch + 1 :].view(number, FIELDS))
+    sizes = batch + 1, FIELDS * number, batch * heads
+    made = torch.empty(sum(sizes), dtype=torch.int32, device=context_lens.device)
+    begins, fields, counters = made.split(sizes)
+    parts = Parts(begins, fields.view(number, FIELDS), counters.view(batch, heads))
     _kernel[(1,)](
         context_lens,
         parts.begins,
         parts.fields,
+        parts.counters,
+        parts.counters.numel(),
         batch,
         spare,
         least,
@@ -116,6 +122,7 @@ def share_keys(
 
 def share_keys_reference(
     context_lens: torch.Tensor,
+    heads: int,
     tile: int,
     spare: int,
     least: int,
@@ -145,14 +152,16 @@ def share_keys_reference(
     end = torch.minimum(start + share, (first + tiles)[of])
     fields = torch.full((batch + spare, FIELDS), -1, dtype=torch.int32, device=used.device)
     fields[: len(of)] = torch.stack((of, context_lens[of], start, end, part, used[of]), 1).int()
-    return Parts(begins, fields)
+    return Parts(begins, fields, begins.new_zeros(batch, heads))
 
 
-@jit("fields", "batch", "spare", "least", "whole", "pads")
+@jit("fields", "counters", "counted", "batch", "spare", "least", "whole", "pads")
 def _kernel(
     context_lens: tl.tensor,
     begins: tl.tensor,
     fields: tl.tensor,
+    counters: tl.tensor,
+    counted: tl.tensor,
     batch: tl.tensor,
     spare: tl.tensor,
     least: tl.tensor,
@@ -184,6 +193,9 @@ def _kernel(
     for behind in tl.range(parts, batch + spare, CLEARED):
         unused = behind + tl.arange(0, CLEARED)
         tl.store(fields + unused * STRIDE, -1, mask=unused < batch + spare)
+    for at in tl.range(0, counted, CLEARED):
+        counter = at + tl.arange(0, CLEARED)
+        tl.store(counters + counter, 0, mask=counter < counted)
     share = tl.cdiv(tiles, tl.maximum(used, 1))
     for part in tl.range(0, tl.max(used, 0)):
         inside = part < used
@@ -205,8 +217,31 @@ def part_at(fields: tl.tensor, STRIDE: tl.constexpr, number: tl.tensor) -> tl.te
     return sequence, length, start, tl.load(at + 3), tl.load(at + 4), tl.load(at + 5)
 
 
+def merge_parts(
+    states: torch.Tensor, lse: torch.Tensor, parts: Parts, out: torch.Tensor, features: int
+) -> torch.Tensor:
+    """Merge the parts of each sequence that has several.
+
+    Args:
+        states: [number of parts, heads, N] float32.
+        lse: [number of parts, heads] float32, to base 2.
+        parts: which are whose.
+        out: [batch, heads, N], contiguous, to fill.
+        features: of a program, a power of two.
+
+    Returns:
+        `out`.
+    """
+    batch, heads, size = out.shape
+    _merge_kernel[(batch, heads, cdiv(size, features))](
+        states, lse, out, parts.begins,
+        HEAD_DIM=size, BLOCK_D=features, BLOCK_P=MERGED_PARTS, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
 @jit()
-def merge_kernel(
+def _merge_kernel(
     parts: tl.tensor,
     lse: tl.tensor,
     out: tl.tensor,

@@ -12,14 +12,7 @@ from typing import Any
 import torch
 
 from kvbaton.kernels.decode_attention import decode_attention_reference
-from kvbaton.kernels.decode_parts import (
-    FIELDS,
-    MERGED_PARTS,
-    Parts,
-    merge_kernel,
-    part_at,
-    share_keys,
-)
+from kvbaton.kernels.decode_parts import FIELDS, Parts, merge_parts, part_at, share_keys
 from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, tl, use_triton, wait_for_inputs
 from kvbaton.kernels.paged_attention import Softmax
 from kvbaton.kernels.quantize_fp8 import widen
@@ -103,11 +96,7 @@ def latent_decode_attention(
         STRIDE=FIELDS,
         **options,
     )
-    merge_kernel[(batch, heads, cdiv(rank, MERGED))](
-        states, lse, out, parts.begins,
-        HEAD_DIM=rank, BLOCK_D=MERGED, BLOCK_P=MERGED_PARTS, num_warps=4,
-    )  # fmt: skip
-    return out
+    return merge_parts(states, lse, parts, out, MERGED)
 
 
 def latent_decode_parts(

@@ -26,6 +26,7 @@ from kvbaton.kernels.jit import (
     wait_for_inputs,
 )
 from kvbaton.kernels.quantize_fp8 import widen
+from kvbaton.kernels.silu_and_mul import silu_and_mul
 
 MAX_ROWS, MAX_ROWS_OF_LARGE = 32, 64
 """With more rows the library's product is faster; so with a weight of 64 Mi floats or more."""
@@ -97,6 +98,7 @@ def skinny_linear(
     *,
     x_scales: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
+    gated: bool = False,
 ) -> torch.Tensor:
     """Compute out = (x * x_scales) @ (weight * scales).T, accumulated in fp32.
 
@@ -108,19 +110,21 @@ def skinny_linear(
         scales: [N, runs] float32, contiguous, of equal runs of columns; None for ones.
         x_scales: of an `x` of float8_e4m3fn: [T, 1] float32; the weight has one scale a row, too.
         dtype: of the result; None takes that of `x`.
+        gated: give `silu_and_mul` of it; see `gates`.
 
     Returns:
-        [T, N].
+        [T, N]; with `gated` [T, N / 2].
     """
     dtype = dtype or x.dtype
     quantised = x_scales is not None
     fits = wins(x.shape[0], weight, scales, quantised=quantised)
     if not use_triton(x) or not fits or x.stride(1) != 1:
-        return skinny_linear_reference(x, weight, scales, x_scales, dtype)
+        out = skinny_linear_reference(x, weight, scales, x_scales, dtype)
+        return silu_and_mul(out) if gated else out
     workspace = workspace or Workspace(x.device)
     rows, depth = x.shape
     size = weight.shape[0]
-    out = torch.empty(rows, size, dtype=dtype, device=x.device)
+    out = torch.empty(rows, size // 2 if gated else size, dtype=dtype, device=x.device)
     runs = 0 if scales is None else scales.shape[1]
     tile = _tile_of(size, depth, runs, quantised)
     block_m = max(64 if quantised else 16, next_power_of_2(rows))
@@ -144,6 +148,7 @@ def skinny_linear(
         RUNS=runs,
         QUANTISED=quantised,
         SWAPPED=not runs,
+        GATED=gated,
         BLOCK_M=block_m,
         BLOCK_N=tile.rows,
         BLOCK_K=block_k,
@@ -183,6 +188,12 @@ def wins(
         return 0 < rows <= MAX_ROWS_TO_WIDEN and even and runs in (1, depth // BLOCK_K)
     large = tile.rows == LARGE and size * depth >= 1 << 26
     return 0 < rows <= (MAX_ROWS_OF_LARGE if large else MAX_ROWS) and even
+
+
+def gates(rows: int, weight: torch.Tensor) -> bool:
+    """Whether `gated` costs no launch of its own: for few rows, and a large weight of floats."""
+    size, depth = weight.shape
+    return wins(rows, weight) and _tile_of(size, depth, 0, False).rows == LARGE
 
 
 @cache
@@ -231,6 +242,7 @@ def _kernel(
     RUNS: tl.constexpr,
     QUANTISED: tl.constexpr,
     SWAPPED: tl.constexpr,
+    GATED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -238,11 +250,15 @@ def _kernel(
     """One program: BLOCK_N rows of the weight, one of SPLITS parts of their columns.
 
     The weight has RUNS scales a row, one for each BLOCK_K columns if there are several. With
-    QUANTISED the inputs have one a row. With SWAPPED the weight is the left factor.
+    QUANTISED the inputs have one a row. With SWAPPED the weight is the left factor; with GATED as
+    well half of a tile are of gates, half of what these are for.
     """
     tile, split = tl.program_id(0), tl.program_id(1)
     row = tl.arange(0, BLOCK_M)
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    if GATED:
+        half, of = BLOCK_N // 2, tl.arange(0, BLOCK_N)
+        column = of // half * (size // 2) + tile * half + of % half
     inner = tl.arange(0, BLOCK_K)
     inside = (row < rows)[:, None]
     wait_for_inputs(LAUNCH=False)
@@ -263,9 +279,15 @@ def _kernel(
             acc += tl.dot(a, tl.trans(w), input_precision="ieee") * scale[None, :]
         else:
             acc = tl.dot(a, tl.trans(w), acc, input_precision="ieee")
-    if SWAPPED:
-        acc = tl.trans(acc)
     launch_next()  # not before: the next one's programs would take room from this one's
+    if GATED:
+        # Rounded as by a product and `silu_and_mul`.
+        both = acc.to(out.dtype.element_ty).to(tl.float32).reshape(2, BLOCK_N // 2, BLOCK_M)
+        gate, up = both.permute(2, 1, 0).split()
+        acc = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32) * up
+        size, column = size // 2, tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+    elif SWAPPED:
+        acc = tl.trans(acc)
     if RUNS == 1:
         acc *= tl.load(scales + column)[None, :]
         if QUANTISED:

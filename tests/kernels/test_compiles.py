@@ -164,19 +164,19 @@ for rows, splits, runs in ((16, 1, 1), (16, 4, 32)):
         skinny_linear._kernel,
         {"x": "*bf16", "weight": "*fp8e4nv", "scales": "*fp32", "out": "*bf16",
          "scratch": "*fp32", "counters": "*i32"},
-        dict(SPLITS=splits, RUNS=runs, SWAPPED=False, BLOCK_M=rows, BLOCK_N=64,
+        dict(SPLITS=splits, RUNS=runs, SWAPPED=False, GATED=False, BLOCK_M=rows, BLOCK_N=64,
              BLOCK_K=256 if runs == 1 else 128),
         num_warps=4, num_stages=5 if runs > 1 else 3,
     )
     assert "cp.async.cg.shared.global" in ptx
     assert "cvt.bf16.f16" not in ptx  # see `widen`
-for rows, size in ((16, 4096), (32, 4096), (64, 28672)):
+for rows, size, gated in ((16, 4096, 0), (32, 4096, 0), (64, 28672, 0), (16, 28672, 1)):
     tile = skinny_linear._tile_of(size, 4096, 0, False)
     ptx = run(
         skinny_linear._kernel,
         {"x": "*bf16", "weight": "*bf16", "out": "*bf16", "scratch": "*fp32", "counters": "*i32"},
         dict(scales=None, x_scales=None, SPLITS=tile.splits, RUNS=0, QUANTISED=False, SWAPPED=True,
-             BLOCK_M=rows, BLOCK_N=tile.rows, BLOCK_K=tile.depth_bytes // 2),
+             GATED=gated, BLOCK_M=rows, BLOCK_N=tile.rows, BLOCK_K=tile.depth_bytes // 2),
         num_warps=4, num_stages=tile.stages,
     )
     assert f"wgmma.mma_async.sync.aligned.m64n{rows}k16" in ptx  # the weight is on the left
@@ -195,8 +195,12 @@ tables = {"block_tables": "*i32", "context_lens": "*i32", "out": "*bf16", "lse":
 options = dict(WINDOW=0, SOFTCAP=0.0, HAS_SINKS=False, sinks=None)
 block_n, launch = decode_attention._tile(128, 2)
 run(
-    decode_attention._kernel, caches | tables | {"fields": "*i32", "states": "*fp32"},
-    shape | options | dict(BLOCK_G=16, BLOCK_N=block_n, STRIDE=6), ["scale"], **launch,
+    decode_attention._kernel,
+    caches | tables | {"fields": "*i32", "counters": "*i32", "states": "*fp32"},
+    shape | options
+    | dict(MERGED_G=4, BLOCK_G=16, BLOCK_N=block_n, STRIDE=6, MERGES=True,
+           BLOCK_P=decode_attention.MERGED_PARTS),
+    ["scale"], **launch,
 )
 for rows, context in ((16, 8192), (4096, 8192)):
     tile = paged_prefill_attention._tile(128, 2, rows, context)
@@ -231,11 +235,12 @@ for dtype, size in (("bf16", 2), ("fp32", 4)):
             **tile,
         )
 run(
-    decode_parts._kernel, {"context_lens": "*i32", "begins": "*i32", "fields": "*i32"},
+    decode_parts._kernel,
+    {"context_lens": "*i32", "begins": "*i32", "fields": "*i32", "counters": "*i32"},
     dict(BATCH=256, STRIDE=6, CLEARED=256, TILE=64, WINDOW=0, CHUNKED=False), num_warps=4,
 )
 run(
-    decode_parts.merge_kernel,
+    decode_parts._merge_kernel,
     {"parts": "*fp32", "lse": "*fp32", "out": "*bf16", "begins": "*i32"},
     dict(HEAD_DIM=512, BLOCK_D=128, BLOCK_P=decode_parts.MERGED_PARTS), num_warps=4,
 )

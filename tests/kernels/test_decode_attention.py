@@ -109,6 +109,25 @@ def test_lengths_may_differ_much(place: Any, make_paged: Any) -> None:
     check(place, paged, place.randn(4, 4, 64), scale=0.125, spare=16)
 
 
+@pytest.mark.parametrize("spare", [1, 40, 70])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(8, 2, 64), (7, 1, 80)])
+def test_many_sequences(
+    place: Any, make_paged: Any, heads: int, kv_heads: int, head_dim: int, spare: int
+) -> None:
+    """Whoever comes last merges a sequence's parts; the counters are as they were for the next."""
+    lens = [1, 700, 0, 37, 129, 64, 65, 300] * 2
+    paged, query = make_paged(lens, kv_heads, head_dim, 16), place.randn(16, heads, head_dim)
+    first = check(place, paged, query, scale=0.125, spare=spare)
+    softmax = Softmax(0.125)
+    parts = decode_parts(query, paged.views[0], paged.context_lens, softmax, spare=spare)
+    for _ in range(2):
+        again = decode_attention(
+            query, *paged.views, paged.block_tables, paged.context_lens, softmax, parts=parts
+        )
+        assert torch.equal(first, again)
+    assert int(parts.counters.count_nonzero()) == 0
+
+
 @pytest.mark.parametrize("lens", [[0, 37, 0, 900], [0, 0, 0, 0], [150, 1, 0, 0]])
 def test_padding_without_parts_is_not_written(place: Any, make_paged: Any, lens: list[int]) -> None:
     """Prompts' rows may be there, which are written at the same time."""

@@ -72,7 +72,7 @@ def test_as_in_plain_torch(place: Any, batch: int, window: int, chunked: bool, p
     spare, whole = spare_parts(batch, 8, 528)
     least = max(min(max(1 << (16 * batch - 1).bit_length(), LEAST), MOST_LEAST) // TILE, 1)
     sight: dict[str, Any] = {"window": window, "chunked": chunked, "pads": pads}
-    plain = share_keys_reference(lens, TILE, spare, least, whole=whole, **sight)
+    plain = share_keys_reference(lens, 8, TILE, spare, least, whole=whole, **sight)
     found = share_keys(lens.to(place.device), 8, TILE, places=528, **sight)
     assert found.begins.tolist() == plain.begins.tolist()
     assert parts_of(found, batch) == parts_of(plain, batch)

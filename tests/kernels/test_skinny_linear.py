@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from kvbaton.kernels.quantize_fp8 import quantize_fp8_reference
-from kvbaton.kernels.skinny_linear import Workspace, skinny_linear, wins
+from kvbaton.kernels.silu_and_mul import silu_and_mul_reference
+from kvbaton.kernels.skinny_linear import Workspace, gates, skinny_linear, wins
 
 
 @pytest.mark.parametrize(
@@ -51,6 +52,16 @@ def test_both_in_fp8(place: Any, rows: int, size: int, depth: int) -> None:
     assert found.dtype == place.dtype
     # Tensor cores keep 14 bits of sums of FP8 products (DeepSeek-V3, arXiv 2412.19437, 3.3.2).
     assert (found.double().cpu() - exact).norm() <= 4e-3 * exact.norm()
+
+
+@pytest.mark.parametrize("rows", [1, 7, 32])
+def test_gated(place: Any, rows: int) -> None:
+    x, weight = place.randn(rows, 256), place.randn(16384, 256) / 16
+    assert gates(rows, weight)
+    found = skinny_linear(x, weight, gated=True)
+    place.close(found, silu_and_mul_reference(x.cpu().double() @ weight.cpu().double().T))
+    assert not gates(33, weight)
+    assert not gates(rows, weight[:4096])
 
 
 def test_rows_that_lie_apart(place: Any) -> None:

@@ -546,7 +546,11 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[tokens, size] to [tokens, size]."""
-        both = self.gate_up_proj(x)
+        first = self.gate_up_proj
         if self.activation == "silu":
-            return self.down_proj(both, gated=True)  # type: ignore[no-any-return]
+            hidden = first.method.gate(x, first.weight, first.bias)
+            if hidden is not None:
+                return self.down_proj(hidden)  # type: ignore[no-any-return]
+            return self.down_proj(first(x), gated=True)  # type: ignore[no-any-return]
+        both = first(x)
         return self.down_proj(gelu_and_mul(both))  # type: ignore[no-any-return]

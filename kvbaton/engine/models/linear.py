@@ -17,7 +17,7 @@ from kvbaton.errors import ConfigError
 from kvbaton.kernels.block_scaled_linear import GROUPS, block_scaled_linear
 from kvbaton.kernels.quantize_fp8 import quantize_fp8
 from kvbaton.kernels.silu_and_mul import silu_and_mul
-from kvbaton.kernels.skinny_linear import Workspace, skinny_linear, wins
+from kvbaton.kernels.skinny_linear import Workspace, gates, skinny_linear, wins
 
 FP8 = torch.float8_e4m3fn
 SQUARE = 128
@@ -53,6 +53,10 @@ class LinearMethod(ABC):
     ) -> Tensor:
         """[tokens, columns] to [tokens, rows]."""
 
+    def gate(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        """silu(gate) * up of the product, gate and up, where that is one launch; else None."""
+        return None
+
     def gated_product(
         self, gate_up: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None
     ) -> Tensor:
@@ -72,6 +76,12 @@ class FloatMethod(LinearMethod):
         self, x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None
     ) -> Tensor:
         return product(x, weight, bias)
+
+    @override
+    def gate(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        if bias is None and x.is_cuda and gates(len(x), weight):
+            return skinny_linear(x, weight, _workspace(x.device), gated=True)
+        return None
 
 
 class FP8Method(LinearMethod):
