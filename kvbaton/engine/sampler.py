@@ -4,9 +4,9 @@ A sampled token is ``argmax(processed logits / temperature + Gumbel noise)``, wh
 the softmax (Gumbel 1954; Maddison et al., arXiv 1411.0030); the noise comes from a counter (see
 `sample_tokens`), so the same logits give the same token on any rank and node, after any retry.
 
-Processing, in this order: grammars, `logit_bias`, `min_tokens`, repetition, presence and frequency
-penalty, temperature, top-k, top-p, min-p. Rows without a feature do not pay for it. Log
-probabilities that are reported are those of the raw logits.
+Processing, in this order: grammars and allowed tokens, bad words, `logit_bias`, `min_tokens`,
+repetition, presence and frequency penalty, temperature, top-k, top-p, min-p. Rows without a feature
+do not pay for it. Log probabilities that are reported are those of the raw logits.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,9 @@ from kvbaton.types import TokenLogprobs, TopLogprob
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy."""
+
+FORBIDDEN = -1e25
+"""Added to the logit of a token that comes only if all others are impossible."""
 
 NOISE_ELEMENTS = 1 << 22
 """Noise made at a time: bounds the 64-bit intermediates."""
@@ -43,7 +47,7 @@ class SampleRows:
         lengths: [rows] int64, tokens so far; so the position of the token to choose.
         choices: [rows] int64, for the noise.
         tokens: [rows, >= longest] integer tensor on the device, tokens so far; what stands past a
-            row's length is not looked at. None if no row has a penalty.
+            row's length is not looked at. None if no row needs them.
         governed: [governed] int64, rows with a grammar.
         masks: [governed, bytes], what those allow: bit i of byte b stands for token 8 b + i.
     """
@@ -58,12 +62,17 @@ class SampleRows:
 
 
 def has_penalty(params: SamplingParams) -> bool:
-    """Whether a row needs its `SampleRows.tokens`."""
+    """Whether tokens so far make others more or less likely."""
     return (
         params.repetition_penalty != 1.0
         or params.presence_penalty != 0.0
         or params.frequency_penalty != 0.0
     )
+
+
+def needs_tokens(params: SamplingParams) -> bool:
+    """Whether a row needs its `SampleRows.tokens`."""
+    return has_penalty(params) or bool(params.bad_words_token_ids)
 
 
 def sample(logits: Tensor, rows: SampleRows, eos_token_ids: tuple[int, ...]) -> Tensor:
@@ -98,20 +107,23 @@ def sample(logits: Tensor, rows: SampleRows, eos_token_ids: tuple[int, ...]) -> 
 def process_logits(logits: Tensor, rows: SampleRows, eos_token_ids: tuple[int, ...]) -> None:
     """Apply all but the noise, in place; the softmax is then what a row is drawn from."""
     if rows.masks is not None:
-        index = torch.from_numpy(rows.governed).to(logits.device)
-        packed = torch.from_numpy(rows.masks).to(logits.device)
-        bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
-        allowed = (packed[:, :, None] >> bits & 1).bool().flatten(1)[:, : logits.shape[1]]
-        logits[index] = logits[index].masked_fill_(~allowed, -math.inf)
+        _keep_allowed(logits, rows.governed, rows.masks)
+    if kept := [row for row, p in enumerate(rows.params) if p.allowed_token_ids is not None]:
+        masks = [
+            _mask_of(rows.params[row].allowed_token_ids or (), logits.shape[1]) for row in kept
+        ]
+        _keep_allowed(logits, np.array(kept), np.stack(masks))
+    if any(p.bad_words_token_ids for p in rows.params):
+        _forbid_bad_words(logits, rows)
     biases: list[tuple[int, int, float]] = []
     by_step: dict[Step, list[int]] = {}
     for row, p in enumerate(rows.params):  # once, since most rows want nothing of all this
         if p.logit_bias:
             biases += [(row, token, bias) for token, bias in p.logit_bias.items()]
         if p.min_tokens and rows.lengths[row] - rows.num_prompt[row] < p.min_tokens:
-            # Tokens that would end the text are impossible until then.
+            # Tokens that would end the text do not come until then.
             stops = {*p.stop_token_ids, *(() if p.ignore_eos else eos_token_ids)}
-            biases += [(row, token, -math.inf) for token in stops]
+            biases += [(row, token, FORBIDDEN) for token in stops]
         if rows.tokens is not None and has_penalty(p):
             by_step.setdefault(_penalize, []).append(row)
         if p.temperature >= GREEDY_BELOW and p.temperature != 1.0:
@@ -131,6 +143,46 @@ def process_logits(logits: Tensor, rows: SampleRows, eos_token_ids: tuple[int, .
     for step in STEPS:
         if chosen := by_step.get(step):
             step(logits, rows, chosen)
+
+
+def _keep_allowed(
+    logits: Tensor, rows: npt.NDArray[np.int64], masks: npt.NDArray[np.uint8]
+) -> None:
+    """Make impossible what masks do not allow; see `SampleRows`."""
+    index, packed = (torch.from_numpy(x).to(logits.device) for x in (rows, masks))
+    bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    allowed = (packed[:, :, None] >> bits & 1).bool().flatten(1)[:, : logits.shape[1]]
+    logits[index] = logits[index].masked_fill_(~allowed, -math.inf)
+
+
+@lru_cache(maxsize=64)
+def _mask_of(token_ids: tuple[int, ...], vocab: int) -> npt.NDArray[np.uint8]:
+    allowed = np.zeros(vocab, np.bool_)
+    allowed[list(token_ids)] = True
+    return np.packbits(allowed, bitorder="little")
+
+
+def _forbid_bad_words(logits: Tensor, rows: SampleRows) -> None:
+    """Forbid the last tokens of words whose others were generated just now."""
+    assert rows.tokens is not None, "bad words need the tokens so far"
+    generated = (rows.lengths - rows.num_prompt).tolist()
+    words = [
+        (row, word)
+        for row, p in enumerate(rows.params)
+        for word in p.bad_words_token_ids
+        if len(word) <= generated[row] + 1
+    ]
+    if not words:
+        return
+    most = max(len(word) for _, word in words)
+    padded = [(-1,) * (most - len(word)) + word for _, word in words]
+    index, table = (torch.tensor(x, device=logits.device) for x in ([r for r, _ in words], padded))
+    ends = torch.from_numpy(rows.lengths).to(logits.device)[index]
+    at = ends[:, None] + torch.arange(1 - most, 0, device=logits.device)
+    before, last = table[:, :-1], table[:, -1]
+    same = (rows.tokens[index[:, None], at.clamp(min=0)] == before) | (before < 0)
+    bias = torch.where(same.all(1), FORBIDDEN, 0.0).to(logits.dtype)
+    logits.index_put_((index, last), bias, accumulate=True)
 
 
 def _column(values: Sequence[float], device: torch.device) -> Tensor:

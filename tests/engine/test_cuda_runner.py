@@ -41,6 +41,8 @@ PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=64),
     SamplingParams(temperature=1.3, seed=(1 << 64) - 5),
     SamplingParams(temperature=0.7, seed=3, top_p=0.8, repetition_penalty=1.2, logprobs=2),
+    SamplingParams(seed=4, allowed_token_ids=tuple(range(40, 52))),
+    SamplingParams(temperature=0.0, bad_words_token_ids=tuple((a,) for a in range(3, 384, 2))),
 ]
 
 
