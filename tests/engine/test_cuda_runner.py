@@ -185,6 +185,13 @@ def test_mixed_steps_give_what_the_plain_runner_gives(chunk: int, drivers: tuple
     assert play(other, chunk) == play(plain, chunk)
 
 
+def test_each_kind_of_request_alone(drivers: tuple[Any, Any]) -> None:
+    """No other beside it, for which all of a step would take the slower sampler."""
+    for params in PARAMS:
+        plain, other = ([d.generate(d.add(PROMPTS[0], params), 8)] for d in drivers)
+        assert plain == other
+
+
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gpt_oss"])
 def test_tokens_that_pad_a_step_change_nothing(
     family: str, checkpoint: Callable[..., Path], drive: Any
