@@ -109,9 +109,7 @@ def process_logits(logits: Tensor, rows: SampleRows, eos_token_ids: tuple[int, .
     if rows.masks is not None:
         _keep_allowed(logits, rows.governed, rows.masks)
     if kept := [row for row, p in enumerate(rows.params) if p.allowed_token_ids is not None]:
-        masks = [
-            _mask_of(rows.params[row].allowed_token_ids or (), logits.shape[1]) for row in kept
-        ]
+        masks = [mask_of(rows.params[row].allowed_token_ids or (), logits.shape[1]) for row in kept]
         _keep_allowed(logits, np.array(kept), np.stack(masks))
     if any(p.bad_words_token_ids for p in rows.params):
         _forbid_bad_words(logits, rows)
@@ -156,7 +154,8 @@ def _keep_allowed(
 
 
 @lru_cache(maxsize=64)
-def _mask_of(token_ids: tuple[int, ...], vocab: int) -> npt.NDArray[np.uint8]:
+def mask_of(token_ids: tuple[int, ...], vocab: int) -> npt.NDArray[np.uint8]:
+    """A mask that allows these tokens; see `SampleRows`."""
     allowed = np.zeros(vocab, np.bool_)
     allowed[list(token_ids)] = True
     return np.packbits(allowed, bitorder="little")
