@@ -219,8 +219,7 @@ class AsyncLLM:
                 problem = "a prompt must be a text, or token ids"
                 raise RequestError(problem, param="prompt") from None
         facts = frontend.facts()
-        if given.truncate_prompt_tokens is not None and not items:
-            ids = truncated(frontend, ids, given.truncate_prompt_tokens, given.max_tokens)
+        ids = truncated(frontend, ids, given.truncate_prompt_tokens, given.max_tokens, items)
         engine_params = given.for_engine(facts.max_model_len - len(ids), frontend.tokenizer)
         params = checked(engine_params, frontend.config, facts.vocab_size)
         if params.grammar:

@@ -57,11 +57,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     form, functions = frontend.output_format, callable_functions(frontend, body)
     given = body.max_completion_tokens
     max_tokens = body.max_tokens if given is None else given
-    if (keep := body.truncate_prompt_tokens) is not None:
-        if items:
-            problem = "does not go with images"
-            raise RequestError(problem, param="truncate_prompt_tokens", code="unsupported")
-        prompt = truncated(frontend, prompt, keep, max_tokens)
+    prompt = truncated(frontend, prompt, body.truncate_prompt_tokens, max_tokens, items)
     asked = prompt_request(
         frontend,
         body,

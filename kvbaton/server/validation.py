@@ -170,15 +170,21 @@ def bad_words_token_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tup
 
 
 def truncated(
-    frontend: Frontend, ids: list[int], keep: int | None, max_tokens: int | None
+    frontend: Frontend,
+    ids: list[int],
+    keep: int | None,
+    max_tokens: int | None,
+    items: Sequence[Item] = (),
 ) -> list[int]:
     """The last tokens of a prompt, as the field `truncate_prompt_tokens` says.
 
     Raises:
-        RequestError: it is neither -1 nor a length that the model may have.
+        RequestError: it is neither -1 nor a length that the model may have, or there are images.
     """
     if keep is None:
         return ids
+    if items:
+        raise RequestError("prompts with images stay whole", param="truncate_prompt_tokens")
     most = frontend.facts().max_model_len
     if keep == -1:
         new = max_tokens or frontend.config.sampling_defaults.get("max_tokens", 1)
