@@ -61,18 +61,14 @@ class SampleRows:
     masks: npt.NDArray[np.uint8] | None = None
 
 
-def has_penalty(params: SamplingParams) -> bool:
-    """Whether tokens so far make others more or less likely."""
+def needs_tokens(params: SamplingParams) -> bool:
+    """Whether tokens so far say what comes next, so that a row needs its `SampleRows.tokens`."""
     return (
         params.repetition_penalty != 1.0
         or params.presence_penalty != 0.0
         or params.frequency_penalty != 0.0
+        or params.bad_words_token_ids != ()
     )
-
-
-def needs_tokens(params: SamplingParams) -> bool:
-    """Whether a row needs its `SampleRows.tokens`."""
-    return has_penalty(params) or bool(params.bad_words_token_ids)
 
 
 def sample(logits: Tensor, rows: SampleRows, eos_token_ids: tuple[int, ...]) -> Tensor:
@@ -108,21 +104,21 @@ def process_logits(logits: Tensor, rows: SampleRows, eos_token_ids: tuple[int, .
     """Apply all but the noise, in place; the softmax is then what a row is drawn from."""
     if rows.masks is not None:
         _keep_allowed(logits, rows.governed, rows.masks)
-    if kept := [row for row, p in enumerate(rows.params) if p.allowed_token_ids is not None]:
-        masks = [mask_of(rows.params[row].allowed_token_ids or (), logits.shape[1]) for row in kept]
-        _keep_allowed(logits, np.array(kept), np.stack(masks))
-    if any(p.bad_words_token_ids for p in rows.params):
-        _forbid_bad_words(logits, rows)
     biases: list[tuple[int, int, float]] = []
     by_step: dict[Step, list[int]] = {}
+    allowed: dict[int, npt.NDArray[np.uint8]] = {}
+    has_bad_words = False
     for row, p in enumerate(rows.params):  # once, since most rows want nothing of all this
+        if p.allowed_token_ids is not None:
+            allowed[row] = mask_of(p.allowed_token_ids, logits.shape[1])
+        has_bad_words |= p.bad_words_token_ids != ()
         if p.logit_bias:
             biases += [(row, token, bias) for token, bias in p.logit_bias.items()]
         if p.min_tokens and rows.lengths[row] - rows.num_prompt[row] < p.min_tokens:
             # Tokens that would end the text do not come until then.
             stops = {*p.stop_token_ids, *(() if p.ignore_eos else eos_token_ids)}
             biases += [(row, token, FORBIDDEN) for token in stops]
-        if rows.tokens is not None and has_penalty(p):
+        if rows.tokens is not None and needs_tokens(p):
             by_step.setdefault(_penalize, []).append(row)
         if p.temperature >= GREEDY_BELOW and p.temperature != 1.0:
             by_step.setdefault(_divide_by_temperature, []).append(row)
@@ -132,6 +128,10 @@ def process_logits(logits: Tensor, rows: SampleRows, eos_token_ids: tuple[int, .
             by_step.setdefault(_keep_top_p, []).append(row)
         if p.min_p > 0.0:
             by_step.setdefault(_keep_min_p, []).append(row)
+    if allowed:
+        _keep_allowed(logits, np.array(list(allowed)), np.stack(list(allowed.values())))
+    if has_bad_words:
+        _forbid_bad_words(logits, rows)
     if biases:
         # A token that does not exist can't be chosen anyway.
         known = [bias for bias in biases if bias[1] < logits.shape[1]]

@@ -79,17 +79,16 @@ async def encode_prompts(frontend: Frontend, body: openai.CompletionRequest) -> 
     if body.kv_transfer_params and len(prompts) > 1:
         raise RequestError("a hand-over takes one prompt per request", param="prompt")
     special = body.add_special_tokens is not False
-    return [
-        truncated(
-            frontend,
-            await encode(frontend.tokenizer, prompt, add_special_tokens=special)
-            if isinstance(prompt, str)
-            else prompt,
-            body.truncate_prompt_tokens,
-            DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
-        )
+    encoded = [
+        await encode(frontend.tokenizer, prompt, add_special_tokens=special)
+        if isinstance(prompt, str)
+        else prompt
         for prompt in prompts
     ]
+    if (keep := body.truncate_prompt_tokens) is None:
+        return encoded
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    return [truncated(frontend, ids, keep, max_tokens) for ids in encoded]
 
 
 class CompletionFormatter(ResponseFormatter[openai.CompletionRequest]):
