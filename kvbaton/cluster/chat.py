@@ -7,6 +7,7 @@ import os
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ class ChatConfig:
         api_key: presented to it.
         cluster_key: opens the router's list of nodes, which tells what crossed.
         system: what the model is told first.
-        max_tokens: of an answer.
+        max_tokens: of an answer; None for as many as fit.
         temperature: of sampling; None takes the model's.
         trust: whose certificates are believed.
     """
@@ -48,7 +49,7 @@ class ChatConfig:
         "lets it tell what crossed between nodes", "KVBATON_CLUSTER_KEY", metavar="SECRET"
     )
     system: str | None = flag(None, "what the model is told first", metavar="TEXT")
-    max_tokens: int = flag(1024, "of an answer", metavar="N")
+    max_tokens: int | None = flag(None, "of an answer (as many as fit)", metavar="N")
     temperature: float | None = flag(None, "of sampling (the model's own)", metavar="T")
     trust: TrustConfig = field(default_factory=TrustConfig)
 
@@ -64,6 +65,10 @@ class ChatConfig:
 def run(config: ChatConfig, console: Console | None = None) -> int:
     """Talk until the user leaves; returns the exit status: 1 if nobody answers at the address."""
     console = console or Console(highlight=False)
+    if sys.stdin is None:  # it was closed
+        sys.stdin = open(os.devnull, encoding="utf-8")
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
     with asyncio.Runner() as runner, _History():
         chat = runner.run(Chat.open(config, console))
         if chat is None:
@@ -143,9 +148,9 @@ class Chat:
             return
         messages = [*self._messages, {"role": "user", "content": line}]
         body: dict[str, Any] = {"model": self._model, "messages": messages}
-        body["max_tokens"] = self._config.max_tokens
-        if self._config.temperature is not None:
-            body["temperature"] = self._config.temperature
+        for name in ("max_tokens", "temperature"):
+            if (value := getattr(self._config, name)) is not None:
+                body[name] = value
 
         def show(text: str) -> None:
             self._console.print(text, end="", markup=False, soft_wrap=True)

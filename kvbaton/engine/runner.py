@@ -22,7 +22,7 @@ from kvbaton.engine.encoder.pool import EncoderPool, item_tokens, last_keys
 from kvbaton.engine.models.layers import AttentionContext
 from kvbaton.engine.models.llama import Encoded, LlamaForCausalLM
 from kvbaton.engine.mrope import merge_size
-from kvbaton.engine.sampler import Logprobs, SampleRows, has_penalty, logprobs_of, sample
+from kvbaton.engine.sampler import Logprobs, SampleRows, logprobs_of, needs_tokens, sample
 from kvbaton.engine.sequences import Sequences
 from kvbaton.engine.state_blocks import StateBatch, step_states
 from kvbaton.engine.step import Sampled, SequenceStep, StepPlan, StepResult
@@ -316,7 +316,7 @@ class Runner:
         choices = np.where(many, nth, self.sequences.choices[rows])
         params = [self.sequences.sampling(row) for row in rows]
         tokens = None
-        if any(has_penalty(param) for param in params):
+        if any(needs_tokens(param) for param in params):
             tokens = self.sequences.tokens[self._to_device(rows), : int(lengths.max())]
         governed, masks = list[Ints](), list[npt.NDArray[np.uint8]]()
         row = 0

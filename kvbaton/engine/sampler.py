@@ -4,9 +4,9 @@ A sampled token is ``argmax(processed logits / temperature + Gumbel noise)``, wh
 the softmax (Gumbel 1954; Maddison et al., arXiv 1411.0030); the noise comes from a counter (see
 `sample_tokens`), so the same logits give the same token on any rank and node, after any retry.
 
-Processing, in this order: grammars, `logit_bias`, `min_tokens`, repetition, presence and frequency
-penalty, temperature, top-k, top-p, min-p. Rows without a feature do not pay for it. Log
-probabilities that are reported are those of the raw logits.
+Processing, in this order: grammars and allowed tokens, bad words, `logit_bias`, `min_tokens`,
+repetition, presence and frequency penalty, temperature, top-k, top-p, min-p. Rows without a feature
+do not pay for it. Log probabilities that are reported are those of the raw logits.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,9 @@ from kvbaton.types import TokenLogprobs, TopLogprob
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy."""
+
+FORBIDDEN = -1e25
+"""Added to the logit of a token that comes only if all others are impossible."""
 
 NOISE_ELEMENTS = 1 << 22
 """Noise made at a time: bounds the 64-bit intermediates."""
@@ -43,7 +47,7 @@ class SampleRows:
         lengths: [rows] int64, tokens so far; so the position of the token to choose.
         choices: [rows] int64, for the noise.
         tokens: [rows, >= longest] integer tensor on the device, tokens so far; what stands past a
-            row's length is not looked at. None if no row has a penalty.
+            row's length is not looked at. None if no row needs them.
         governed: [governed] int64, rows with a grammar.
         masks: [governed, bytes], what those allow: bit i of byte b stands for token 8 b + i.
     """
@@ -57,12 +61,13 @@ class SampleRows:
     masks: npt.NDArray[np.uint8] | None = None
 
 
-def has_penalty(params: SamplingParams) -> bool:
-    """Whether a row needs its `SampleRows.tokens`."""
+def needs_tokens(params: SamplingParams) -> bool:
+    """Whether tokens so far say what comes next, so that a row needs its `SampleRows.tokens`."""
     return (
         params.repetition_penalty != 1.0
         or params.presence_penalty != 0.0
         or params.frequency_penalty != 0.0
+        or params.bad_words_token_ids != ()
     )
 
 
@@ -98,21 +103,22 @@ def sample(logits: Tensor, rows: SampleRows, eos_token_ids: tuple[int, ...]) -> 
 def process_logits(logits: Tensor, rows: SampleRows, eos_token_ids: tuple[int, ...]) -> None:
     """Apply all but the noise, in place; the softmax is then what a row is drawn from."""
     if rows.masks is not None:
-        index = torch.from_numpy(rows.governed).to(logits.device)
-        packed = torch.from_numpy(rows.masks).to(logits.device)
-        bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
-        allowed = (packed[:, :, None] >> bits & 1).bool().flatten(1)[:, : logits.shape[1]]
-        logits[index] = logits[index].masked_fill_(~allowed, -math.inf)
+        _keep_allowed(logits, rows.governed, rows.masks)
     biases: list[tuple[int, int, float]] = []
     by_step: dict[Step, list[int]] = {}
+    allowed: dict[int, npt.NDArray[np.uint8]] = {}
+    has_bad_words = False
     for row, p in enumerate(rows.params):  # once, since most rows want nothing of all this
+        if p.allowed_token_ids is not None:
+            allowed[row] = mask_of(p.allowed_token_ids, logits.shape[1])
+        has_bad_words |= p.bad_words_token_ids != ()
         if p.logit_bias:
             biases += [(row, token, bias) for token, bias in p.logit_bias.items()]
         if p.min_tokens and rows.lengths[row] - rows.num_prompt[row] < p.min_tokens:
-            # Tokens that would end the text are impossible until then.
+            # Tokens that would end the text do not come until then.
             stops = {*p.stop_token_ids, *(() if p.ignore_eos else eos_token_ids)}
-            biases += [(row, token, -math.inf) for token in stops]
-        if rows.tokens is not None and has_penalty(p):
+            biases += [(row, token, FORBIDDEN) for token in stops]
+        if rows.tokens is not None and needs_tokens(p):
             by_step.setdefault(_penalize, []).append(row)
         if p.temperature >= GREEDY_BELOW and p.temperature != 1.0:
             by_step.setdefault(_divide_by_temperature, []).append(row)
@@ -122,6 +128,10 @@ def process_logits(logits: Tensor, rows: SampleRows, eos_token_ids: tuple[int, .
             by_step.setdefault(_keep_top_p, []).append(row)
         if p.min_p > 0.0:
             by_step.setdefault(_keep_min_p, []).append(row)
+    if allowed:
+        _keep_allowed(logits, np.array(list(allowed)), np.stack(list(allowed.values())))
+    if has_bad_words:
+        _forbid_bad_words(logits, rows)
     if biases:
         # A token that does not exist can't be chosen anyway.
         known = [bias for bias in biases if bias[1] < logits.shape[1]]
@@ -131,6 +141,47 @@ def process_logits(logits: Tensor, rows: SampleRows, eos_token_ids: tuple[int, .
     for step in STEPS:
         if chosen := by_step.get(step):
             step(logits, rows, chosen)
+
+
+def _keep_allowed(
+    logits: Tensor, rows: npt.NDArray[np.int64], masks: npt.NDArray[np.uint8]
+) -> None:
+    """Make impossible what masks do not allow; see `SampleRows`."""
+    index, packed = (torch.from_numpy(x).to(logits.device) for x in (rows, masks))
+    bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    allowed = (packed[:, :, None] >> bits & 1).bool().flatten(1)[:, : logits.shape[1]]
+    logits[index] = logits[index].masked_fill_(~allowed, -math.inf)
+
+
+@lru_cache(maxsize=64)
+def mask_of(token_ids: tuple[int, ...], vocab: int) -> npt.NDArray[np.uint8]:
+    """A mask that allows these tokens; see `SampleRows`."""
+    allowed = np.zeros(vocab, np.bool_)
+    allowed[list(token_ids)] = True
+    return np.packbits(allowed, bitorder="little")
+
+
+def _forbid_bad_words(logits: Tensor, rows: SampleRows) -> None:
+    """Forbid the last tokens of words whose others were generated just now."""
+    assert rows.tokens is not None, "bad words need the tokens so far"
+    generated = (rows.lengths - rows.num_prompt).tolist()
+    words = [
+        (row, word)
+        for row, p in enumerate(rows.params)
+        for word in p.bad_words_token_ids
+        if len(word) <= generated[row] + 1
+    ]
+    if not words:
+        return
+    most = max(len(word) for _, word in words)
+    padded = [(-1,) * (most - len(word)) + word for _, word in words]
+    index, table = (torch.tensor(x, device=logits.device) for x in ([r for r, _ in words], padded))
+    ends = torch.from_numpy(rows.lengths).to(logits.device)[index]
+    at = ends[:, None] + torch.arange(1 - most, 0, device=logits.device)
+    before, last = table[:, :-1], table[:, -1]
+    same = (rows.tokens[index[:, None], at.clamp(min=0)] == before) | (before < 0)
+    bias = torch.where(same.all(1), FORBIDDEN, 0.0).to(logits.dtype)
+    logits.index_put_((index, last), bias, accumulate=True)
 
 
 def _column(values: Sequence[float], device: torch.device) -> Tensor:

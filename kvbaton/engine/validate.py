@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 INT32 = 2**31 - 1
 MAX_IDS = 1024
 """Most token ids in `stop_token_ids` or `logit_bias`, and most candidates in `logprobs`."""
+MAX_BAD_TOKENS = 4096
+"""Most tokens of all `bad_words_token_ids` together."""
 MAX_DEADLINE_S = 1e9
 
 
@@ -118,6 +120,10 @@ def check_params(
                 )
     if params.stop_token_ids:
         check_ids(f"{prefix}stop_token_ids", params.stop_token_ids, vocab_size)
+    if (allowed := params.allowed_token_ids) is not None:
+        _check_lists(f"{prefix}allowed_token_ids", (allowed,), vocab_size, vocab_size)
+    if words := params.bad_words_token_ids:
+        _check_lists(f"{prefix}bad_words_token_ids", words, vocab_size, MAX_BAD_TOKENS)
     if params.logit_bias:
         check_ids(f"{prefix}logit_bias", list(params.logit_bias), vocab_size)
     for value in params.logit_bias.values():
@@ -166,6 +172,12 @@ def validate_request(request: AddRequest, config: SchedulerConfig, blocks: KVCac
             _check_transfer(item.transfer, f"items[{number}].transfer")
         if 0 in item.grid or max(item.grid) > INT32:
             raise RequestError(f"{item.grid} is no grid of patches", param=f"items[{number}].grid")
+
+
+def _check_lists(name: str, lists: Sequence[tuple[int, ...]], vocab_size: int, most: int) -> None:
+    if not all(lists):
+        raise RequestError(f"{name} must not be empty", param=name)
+    check_ids(name, [token for ids in lists for token in ids], vocab_size, most=most)
 
 
 def _check_fields(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvbaton.messages import engine as messages
-from kvbaton.server.validation import check_stops
+from kvbaton.server.validation import bad_words_token_ids, check_stops
 from kvbaton.text.choice import TextOptions
 from kvbaton.text.structured import BODY, StructuredOutputs, joined, wanted
 from kvbaton.text.tokenizer import Tokenizer
@@ -26,6 +26,9 @@ class TextSamplingParams(
         include_stop_str_in_output: keep the stop string, or stop token, in the text.
         skip_special_tokens: leave special tokens out of the text.
         structured_outputs: what the text must be.
+        bad_words: texts that are not generated, with and without a space before them.
+        truncate_prompt_tokens: keep so many of the prompt's tokens, the last ones; -1 keeps as many
+            as leave room for `max_tokens`.
     """
 
     max_tokens: int | None = 16  # type: ignore[assignment]  # the engine is told a number
@@ -33,20 +36,24 @@ class TextSamplingParams(
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None
+    bad_words: Sequence[str] = ()
+    truncate_prompt_tokens: int | None = None
 
-    def for_engine(self, room: int) -> messages.SamplingParams:
+    def for_engine(self, room: int, tokenizer: Tokenizer) -> messages.SamplingParams:
         """The part that the engine is told.
 
         Args:
             room: tokens that fit behind the prompt.
+            tokenizer: for `bad_words`.
 
         Raises:
             ValueError: a field has a wrong type; the message names it.
-            RequestError: `structured_outputs` is wrong.
+            RequestError: `structured_outputs` or `bad_words` are wrong.
         """
         fields = {name: getattr(self, name) for name in messages.SamplingParams.__struct_fields__}
         if self.max_tokens is None:
             fields["max_tokens"] = max(1, room)
+        fields["bad_words_token_ids"] += bad_words_token_ids(tokenizer, self.bad_words)
         if (found := wanted(None, self.structured_outputs)) is not None:
             _, piece = found
             fields["grammar"] = joined(f"start: {BODY}", {"body": piece})

@@ -22,7 +22,14 @@ from kvbaton.messages.openai import ChatRequest
 from kvbaton.server.answer import run_prompts
 from kvbaton.server.chat import encode_chat
 from kvbaton.server.frontend import Frontend, FrontendConfig, ModelFacts
-from kvbaton.server.validation import PromptRequest, check_prompt, checked, encode, unique
+from kvbaton.server.validation import (
+    PromptRequest,
+    check_prompt,
+    checked,
+    encode,
+    truncated,
+    unique,
+)
 from kvbaton.text.generation import GenerationConfigMode, sampling_defaults
 from kvbaton.text.structured import checked_grammar
 from kvbaton.text.tokenizer import Tokenizer
@@ -212,9 +219,9 @@ class AsyncLLM:
                 problem = "a prompt must be a text, or token ids"
                 raise RequestError(problem, param="prompt") from None
         facts = frontend.facts()
-        params = checked(
-            given.for_engine(facts.max_model_len - len(ids)), frontend.config, facts.vocab_size
-        )
+        ids = truncated(frontend, ids, given.truncate_prompt_tokens, given.max_tokens, items)
+        engine_params = given.for_engine(facts.max_model_len - len(ids), frontend.tokenizer)
+        params = checked(engine_params, frontend.config, facts.vocab_size)
         if params.grammar:
             field = "grammar" if given.structured_outputs is None else "structured_outputs"
             await checked_grammar(params.grammar, field)

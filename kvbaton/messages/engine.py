@@ -67,6 +67,9 @@ class SamplingParams(
         prompt_logprobs: the same for prompt tokens.
         grammar: that the generated text must follow, as llguidance takes it: Lark, or its JSON.
             Empty for none. It decides where the text ends.
+        allowed_token_ids: nothing else is generated; None allows all.
+        bad_words_token_ids: sequences that are not generated: where the text ends in all of one but
+            its last token, that one comes only if nothing else may.
     """
 
     temperature: float = 1.0
@@ -86,6 +89,8 @@ class SamplingParams(
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: str = ""
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
 
 
 class TransferSpec(Struct, frozen=True, kw_only=True):

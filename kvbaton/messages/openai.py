@@ -40,6 +40,11 @@ class SamplingFields(Struct, kw_only=True):
     Attributes:
         top_k: extension, as all below it; 0 or -1 keeps all.
         stop_token_ids: token ids that end the text.
+        allowed_token_ids: nothing else is generated.
+        bad_words: texts that are not generated, as tokens of each with and without a space before
+            it.
+        truncate_prompt_tokens: keep so many of the prompt's tokens, the last ones; -1 keeps as many
+            as leave room for `max_tokens`.
         skip_special_tokens: leave special tokens out of the text (default true).
         include_stop_str_in_output: keep the stop string, or stop token, in the text.
         return_token_ids: answer with prompt and output token ids too.
@@ -67,6 +72,9 @@ class SamplingFields(Struct, kw_only=True):
     min_p: float | None = None
     repetition_penalty: float | None = None
     stop_token_ids: list[int] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    truncate_prompt_tokens: int | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     prompt_logprobs: int | None = None
@@ -93,10 +101,7 @@ class SamplingFields(Struct, kw_only=True):
     guided_regex: Refused = None
     guided_choice: Refused = None
     guided_grammar: Refused = None
-    allowed_token_ids: Refused = None
-    bad_words: Refused = None
     logits_processors: Refused = None
-    truncate_prompt_tokens: Refused = None
     return_tokens_as_token_ids: Refused = None
     thinking_token_budget: Refused = None
     repetition_detection: Refused = None

@@ -29,7 +29,7 @@ from kvbaton.router.prefix_index import PrefixIndex
 from kvbaton.router.route import no_node_ready
 from kvbaton.server.app import make_app
 from kvbaton.server.auth import from_loopback, has_password, require_operator
-from kvbaton.server.bodies import REQUEST_ID, close_connection, json_response, read_body
+from kvbaton.server.bodies import REQUEST_ID, close_connection, flag_of, json_response, read_body
 from kvbaton.server.frontend import FRONTEND, Frontend, FrontendConfig, ModelFacts
 from kvbaton.server.metrics import HttpMetrics, exposition
 from kvbaton.server.network import carries_token, registration_token
@@ -232,9 +232,8 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
 
     With ``?reset_external=true`` also what they keep in their stores.
     """
-    errors = await _nodes(request).reset_prefix_caches(
-        external=request.query.get("reset_external") == "true"
-    )
+    external = flag_of(request, "reset_external")
+    errors = await _nodes(request).reset_prefix_caches(external=external)
     done = {node_id: error is None for node_id, error in errors.items()}
     ok = bool(done) and all(done.values())
     answer = {

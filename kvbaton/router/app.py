@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 import time
+from asyncio import create_task
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -71,7 +72,15 @@ async def run(config: RouterConfig) -> int:
     with (
         socket.socket(fileno=config.fd) if inherited else bind(config.host, config.port) as listener
     ):
-        folder, name = await find_model(config, listener)
+        stop = stop_requested()
+        finding, stopped = create_task(find_model(config, listener)), create_task(stop.wait())
+        await asyncio.wait((finding, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if not finding.done():  # the process may be a container's first, which no signal ends
+            finding.cancel()
+            await asyncio.wait((finding,))
+            end_when_told_again()
+            return 0
+        folder, name = finding.result()
         tokenizer = Tokenizer.load(folder, config.chat_template)
         token = operator_token(config.cluster_key)
         edge = FrontendConfig.of(config, folder, name, operator_token=token)
@@ -82,7 +91,7 @@ async def run(config: RouterConfig) -> int:
         async with serving:
             freeze_startup()
             logger.info("listening on %s", url_of(listener, config.tls.scheme))
-            await stop_requested().wait()
+            await stopped
             logger.info("stopping; open requests have %g s", config.shutdown_timeout_s)
     end_when_told_again()
     return 0

@@ -278,12 +278,14 @@ class Nodes(KnownNodes):
     # --- asking ---
 
     async def reset_prefix_caches(self, *, external: bool = False) -> dict[str, str | None]:
-        """Let all ready nodes forget cached prefixes; by node id, None or why it did not.
+        """Let nodes, paused and draining ones too, forget prefixes; by id, None or why not.
 
         Args:
             external: and what they keep in their stores.
         """
-        nodes = self.membership.ready().nodes
+        empty = (NodeState.STARTING, NodeState.LOADING, NodeState.GONE)
+        members = self.membership.members.values()
+        nodes = [member.info for member in members if member.state not in empty]
         done = await asyncio.gather(*(self._reset(info.url, external) for info in nodes))
         return {info.node_id: error for info, error in zip(nodes, done, strict=True)}
 

@@ -30,6 +30,18 @@ def clean(request_id: str | None) -> str | None:
     return _UNWANTED.sub("", request_id or "")[:MAX_LENGTH] or None
 
 
+def flag_of(request: web.Request, name: str) -> bool:
+    """A parameter of the query, false if it is left out.
+
+    Raises:
+        RequestError: it is neither ``true`` nor ``false``.
+    """
+    value = request.query.get(name, "false")
+    if value not in ("true", "false"):
+        raise RequestError(f"must be true or false, not {value[:20]!r}", param=name)
+    return value == "true"
+
+
 def request_id_of(request: web.Request) -> str:
     """The id that a request brings, or a new one."""
     named = request.headers.get(HEADER)

@@ -21,7 +21,14 @@ from kvbaton.server.bodies import read_body
 from kvbaton.server.frontend import FRONTEND, Frontend
 from kvbaton.server.images import load_images
 from kvbaton.server.openapi import contract
-from kvbaton.server.validation import PromptRequest, check_common, encode, prompt_request, public_id
+from kvbaton.server.validation import (
+    PromptRequest,
+    check_common,
+    encode,
+    prompt_request,
+    public_id,
+    truncated,
+)
 from kvbaton.text.chat import ImageUrl, normalize_messages
 from kvbaton.text.harmony import HarmonyFormat
 from kvbaton.text.logprobs import chat_logprobs, prompt_logprobs
@@ -49,13 +56,15 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     prompt, items = await encode_chat(frontend, body)
     form, functions = frontend.output_format, callable_functions(frontend, body)
     given = body.max_completion_tokens
+    max_tokens = body.max_tokens if given is None else given
+    prompt = truncated(frontend, prompt, body.truncate_prompt_tokens, max_tokens, items)
     asked = prompt_request(
         frontend,
         body,
         request_id,
         prompt,
         name="messages",
-        max_tokens=body.max_tokens if given is None else given,
+        max_tokens=max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
         items=items,

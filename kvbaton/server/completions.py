@@ -15,7 +15,14 @@ from kvbaton.server.auth import tenant
 from kvbaton.server.bodies import read_body
 from kvbaton.server.frontend import FRONTEND, Frontend
 from kvbaton.server.openapi import contract
-from kvbaton.server.validation import check_common, encode, prompt_request, public_id, split_prompts
+from kvbaton.server.validation import (
+    check_common,
+    encode,
+    prompt_request,
+    public_id,
+    split_prompts,
+    truncated,
+)
 from kvbaton.text.logprobs import completion_logprobs, prompt_logprobs
 from kvbaton.text.structured import BODY, checked_grammar, joined, wanted
 from kvbaton.types import TokenLogprobs
@@ -72,12 +79,16 @@ async def encode_prompts(frontend: Frontend, body: openai.CompletionRequest) -> 
     if body.kv_transfer_params and len(prompts) > 1:
         raise RequestError("a hand-over takes one prompt per request", param="prompt")
     special = body.add_special_tokens is not False
-    return [
+    encoded = [
         await encode(frontend.tokenizer, prompt, add_special_tokens=special)
         if isinstance(prompt, str)
         else prompt
         for prompt in prompts
     ]
+    if (keep := body.truncate_prompt_tokens) is None:
+        return encoded
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    return [truncated(frontend, ids, keep, max_tokens) for ids in encoded]
 
 
 class CompletionFormatter(ResponseFormatter[openai.CompletionRequest]):

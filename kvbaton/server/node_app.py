@@ -21,7 +21,7 @@ from kvbaton.messages.engine import AddRequest, Item, PrefixAt, SamplingParams, 
 from kvbaton.messages.nodes import GenerateRequest, GenerateResponse
 from kvbaton.server.app import make_app
 from kvbaton.server.auth import require_operator
-from kvbaton.server.bodies import close_connection, error_response, json_response
+from kvbaton.server.bodies import close_connection, error_response, flag_of, json_response
 from kvbaton.server.config import NodeConfig, NodeRole
 from kvbaton.server.frontend import Frontend, FrontendConfig, ModelFacts, TransferParser
 from kvbaton.server.generate import generate, respond
@@ -255,11 +255,9 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
     With ``?reset_external=true``, as vLLM calls it, also what the model's nodes keep in the store.
     """
     require_operator(request)
-    client, external = request.app[CLIENT], request.query.get("reset_external", "false")
-    if external not in ("true", "false"):
-        raise RequestError(f"must be true or false, not {external!r}", param="reset_external")
+    client, external = request.app[CLIENT], flag_of(request, "reset_external")
     answer = {"result": await client.command("reset_prefix_cache")}
-    if external == "true":
+    if external:
         answer["store"] = await client.command("reset_store")
     return json_response(answer)
 

@@ -25,6 +25,7 @@ SEED_MASK = 2**63 - 1
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
 MAX_SALT = 4096
+MAX_BAD_WORDS = 1024
 
 _FIELDS = get_type_hints(ChatRequest, include_extras=True)
 UNSUPPORTED = tuple(name for name, kind in _FIELDS.items() if kind == Refused)
@@ -146,6 +147,54 @@ async def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -
     return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
 
 
+def bad_words_token_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """The field `bad_words` as tokens, of each as it begins a text and as it follows a space.
+
+    Raises:
+        RequestError: too many, too long, or nothing but white space.
+    """
+    if isinstance(words, str) or len(words) > MAX_BAD_WORDS:
+        raise RequestError(
+            f"bad_words must be a list of {MAX_BAD_WORDS} texts at most", param="bad_words"
+        )
+    found = dict[tuple[int, ...], None]()
+    for word in words:
+        if not isinstance(word, str) or not 0 < len(word.lstrip()) <= MAX_STOP_LENGTH:
+            raise RequestError(
+                f"bad words must be texts of 1 to {MAX_STOP_LENGTH} characters beside white space",
+                param="bad_words",
+            )
+        for text in (word.lstrip(), f" {word.lstrip()}"):
+            found[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
+    return tuple(found)
+
+
+def truncated(
+    frontend: Frontend,
+    ids: list[int],
+    keep: int | None,
+    max_tokens: int | None,
+    items: Sequence[Item] = (),
+) -> list[int]:
+    """The last tokens of a prompt, as the field `truncate_prompt_tokens` says.
+
+    Raises:
+        RequestError: it is neither -1 nor a length that the model may have, or there are images.
+    """
+    if keep is None:
+        return ids
+    if items:
+        raise RequestError("prompts with images stay whole", param="truncate_prompt_tokens")
+    most = frontend.facts().max_model_len
+    if keep == -1:
+        new = max_tokens or frontend.config.sampling_defaults.get("max_tokens", 1)
+        return ids[-max(1, most - new) :]
+    if not isinstance(keep, int) or not 1 <= keep <= most:  # a program's may be anything
+        name, allowed = "truncate_prompt_tokens", f"-1, for as many as fit, or in [1, {most}]"
+        raise RequestError(f"{name} must be {allowed}", param=name)
+    return ids[-keep:]
+
+
 def check_prompt(facts: ModelFacts, ids: Sequence[int], max_tokens: int, name: str) -> None:
     """Check a prompt against the model.
 
@@ -215,6 +264,10 @@ def prompt_request(
         seed=body.seed,
         max_tokens=max_tokens,
         stop_token_ids=tuple(body.stop_token_ids or ()),
+        allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
+        bad_words_token_ids=bad_words_token_ids(frontend.tokenizer, body.bad_words)
+        if body.bad_words
+        else (),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         grammar=grammar,

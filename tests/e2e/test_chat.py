@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import codecs
 import os
 import pty
@@ -13,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -154,6 +156,32 @@ async def test_a_wrong_key_is_told_from_an_address_where_nobody_is(
         chat = await Chat.open(ChatConfig(url=str(server.make_url(""))), Console())
     assert chat is None
     assert "answers 401 Unauthorized; give a right --api-key" in capsys.readouterr().err
+
+
+async def test_input_that_is_closed_or_no_text() -> None:
+    """And an answer may be as long as fits, whatever the model's length."""
+    asked = list[Any]()
+
+    async def models(request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "m"}]})
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(await request.json())
+        return web.Response(text="data: [DONE]\n\n", content_type="text/event-stream")
+
+    app = web.Application()
+    app.add_routes([web.get("/v1/models", models), web.post("/v1/chat/completions", answer)])
+    async with TestServer(app) as server, asyncio.timeout(PATIENCE_S):
+        command = f"{sys.executable} -m kvbaton chat {server.make_url('')}"
+        for given in ("<&-", "<<< $'hi \\xff'"):
+            process = await asyncio.create_subprocess_exec(
+                *("bash", "-c", f"{command} {given}"), stderr=asyncio.subprocess.PIPE
+            )
+            _, said = await process.communicate()
+            assert (process.returncode, said) == (0, b"")
+    (body,) = asked
+    assert body["messages"] == [{"role": "user", "content": "hi \ufffd"}]
+    assert "max_tokens" not in body
 
 
 @pytest.mark.slow  # `make demo` does the same with a real file

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvbaton.text.tokenizer import Tokenizer
 from tests.support.oracle import Oracle
 from tests.support.served_pair import POOL, Pair
 from tests.support.servers import completion
@@ -29,6 +30,8 @@ CASES: dict[str, dict[str, Any]] = {
     "all penalties": NOISE
     | {"presence_penalty": -1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.3},
     "logit bias": {"logit_bias": {"7": 100.0, "9": -100.0}},
+    "allowed": NOISE | {"allowed_token_ids": list(range(20, 90, 3)), "logprobs": 2},
+    "bad words": NOISE | {"bad_words": ["a", "e", "the", "in"], "logprobs": 2},
     "n": NOISE | {"n": 3},
     "n greedy": {"n": 2},
     "min tokens": ENDS | {"min_tokens": 3},
@@ -104,6 +107,42 @@ def test_stop_strings(pair: Pair, prompt: Prompt) -> None:
         check(pair, ids, max_tokens=12, stop=stop, include_stop_str_in_output=True)
         check(pair, ids, max_tokens=12, stop=stop, min_tokens=6)
     pair.moves = "some"  # a stop in token 0's text ends the request before all has moved
+
+
+def test_allowed_tokens_and_bad_words(pair: Pair, oracle: Oracle, prompt: Prompt) -> None:
+    """Greedy tokens with both, from the first one on, are those of a plain loop."""
+    ids, tokenizer = prompt(37), Tokenizer.load(pair.model)
+    plain = pair.generate(ids, max_tokens=7).choices[0].token_ids
+    words = [tokenizer.token_text(token) for token in plain]
+    words = ["the", *(word for word in words if word.strip())]
+    bad = [
+        tokenizer.encode(s + w.lstrip(), add_special_tokens=False) for w in words for s in ("", " ")
+    ]
+    assert any(word == [plain[0]] for word in bad), "nothing is forbidden at token 0"
+    allowed = list(range(3, 380, 2))
+    for fields in ({"bad_words": words}, {"allowed_token_ids": allowed, "bad_words": words}):
+        known = list(ids)
+        for _ in range(7):
+            logits, said = oracle.logits(known).clone(), known[len(ids) :]
+            for word in bad:
+                before = len(said) - len(word) + 1
+                if before >= 0 and said[before:] == word[:-1]:
+                    logits[word[-1]] = -1e9
+            if "allowed_token_ids" in fields:
+                logits[[t for t in range(len(logits)) if t not in allowed]] = -1e10
+            known.append(int(logits.argmax()))
+        (choice,) = check(pair, ids, **fields, return_token_ids=True)
+        assert choice["token_ids"] == known[len(ids) :]
+
+
+def test_the_last_token_of_a_bad_word_is_forbidden(pair: Pair, prompt: Prompt) -> None:
+    ids = prompt(37)
+    plain = pair.generate(ids, max_tokens=7).choices[0].token_ids
+    for first, end in ((0, 2), (2, 5)):  # across the hand-over, and behind it
+        words = [plain[first:end], [*ids[-2:], plain[0]]]
+        found = pair.generate(ids, max_tokens=7, bad_words_token_ids=words).choices[0].token_ids
+        assert found[: end - 1] == plain[: end - 1]
+        assert found[end - 1] != plain[end - 1]
 
 
 def test_top_20_logprobs_equal_transformers(pair: Pair, oracle: Oracle, prompt: Prompt) -> None:

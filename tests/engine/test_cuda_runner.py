@@ -41,6 +41,8 @@ PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=64),
     SamplingParams(temperature=1.3, seed=(1 << 64) - 5),
     SamplingParams(temperature=0.7, seed=3, top_p=0.8, repetition_penalty=1.2, logprobs=2),
+    SamplingParams(seed=4, allowed_token_ids=tuple(range(40, 52))),
+    SamplingParams(temperature=0.0, bad_words_token_ids=tuple((a,) for a in range(3, 384, 2))),
 ]
 
 
@@ -181,6 +183,13 @@ def play(driver: Any, chunk: int) -> list[list[int]]:
 def test_mixed_steps_give_what_the_plain_runner_gives(chunk: int, drivers: tuple[Any, Any]) -> None:
     plain, other = drivers
     assert play(other, chunk) == play(plain, chunk)
+
+
+def test_each_kind_of_request_alone(drivers: tuple[Any, Any]) -> None:
+    """No other beside it, for which all of a step would take the slower sampler."""
+    for params in PARAMS:
+        plain, other = ([d.generate(d.add(PROMPTS[0], params), 8)] for d in drivers)
+        assert plain == other
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gpt_oss"])

@@ -186,16 +186,18 @@ def test_seeded_sampling_gives_the_tokens_of_the_cpu(
 ) -> None:
     folder = checkpoint(**MODELS["llama"])
     rng = np.random.default_rng(3)
-    prompts = [random_tokens(rng, count) for count in (9, 40, 100)]
+    prompts = [random_tokens(rng, count) for count in (9, 40, 100, 7, 30)]
     wanted = [
         SamplingParams(temperature=1.0, seed=11),
         SamplingParams(temperature=0.6, seed=(1 << 64) - 3),
         SamplingParams(temperature=0.9, seed=5, top_p=0.9, frequency_penalty=0.5, logprobs=2),
+        SamplingParams(seed=4, allowed_token_ids=tuple(range(40, 52))),
+        SamplingParams(temperature=0.0, bad_words_token_ids=tuple((a,) for a in range(3, 384, 2))),
     ]
     tokens = []
     for device in ("cuda", "cpu"):
         driver = drive(folder, **GPU | {"device": device})
-        for group in ((0,), (0, 1), (0, 1, 2)):
+        for group in ((0,), (0, 1), (0, 1, 2), (0, 1, 2, 3, 4)):
             handles = [driver.add(prompts[i], wanted[i]) for i in group]
             driver.step(*((h, driver.left(h), 1) for h in handles))
             for _ in range(20):

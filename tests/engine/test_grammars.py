@@ -214,6 +214,10 @@ def test_what_can_not_be_followed_is_told(nodes: Callable[..., Node]) -> None:
     unfit = node.add(request)
     assert unfit.result() == []
     assert "does not fit" in str(unfit.error)
+    nothing = node.generate(prompt_of(5), **FREE, grammar=json_grammar(), allowed_token_ids=(7,))
+    assert nothing.result() == []
+    assert "no allowed token fits it" in str(nothing.error)
+    assert nothing.outputs[-1].error_code == "grammar_failed"
     many = " | ".join(f'"w{i}"' for i in range(3000))  # which a parser's row does not hold
     large = node.generate(prompt_of(5), **FREE, grammar=grammar(grammar=f"start: {many}"))
     assert len(large.result()) < 3

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -122,7 +123,46 @@ def test_logit_bias_is_added_first() -> None:
 def test_no_stop_before_min_tokens(settings: dict[str, Any], forbidden: set[int]) -> None:
     params = SamplingParams(stop_token_ids=(40,), **settings)
     found = processed(random_logits(1), params, eos=(1, 2))
-    assert set(torch.where(found[0].isinf())[0].tolist()) == forbidden
+    assert set(torch.where(found[0] < -1e20)[0].tolist()) == forbidden
+
+
+def test_only_allowed_tokens_are_possible() -> None:
+    logits = random_logits(3)
+    found = processed(
+        logits, SamplingParams(allowed_token_ids=(0, 7, 119, 7)), SamplingParams(),
+        SamplingParams(allowed_token_ids=(9,)),
+    )  # fmt: skip
+    for row, allowed in enumerate(({0, 7, 119}, set(range(VOCAB)), {9})):
+        assert set(torch.where(found[row].isfinite())[0].tolist()) == allowed
+        kept = sorted(allowed)
+        assert torch.equal(found[row, kept], logits[row, kept])
+
+
+BAD_WORDS = ((9, 11, 40), (11, 41), (9, 11), (42,), (9, 9, 9, 11, 42), (6, 9, 11, 43), (7, 5, 6, 9))
+"""What 6, 9, 9, 9, 11 forbids: 40, 41, 42; not 43."""
+
+
+def test_bad_words_are_those_of_transformers_among_generated_tokens() -> None:
+    logits = random_logits(3)
+    reference = NoBadWordsLogitsProcessor([list(word) for word in BAD_WORDS], eos_token_id=1)
+    expected = reference(torch.tensor([GENERATED]), logits[:1].clone())
+    other = SamplingParams(bad_words_token_ids=((5, 6, 9, 9, 9, 11, 50), (11, 60)))
+    bad = SamplingParams(bad_words_token_ids=BAD_WORDS)
+    found = processed(logits, bad, other, SamplingParams())
+    found[found < -1e20] = -float("inf")
+    assert torch.equal(found[:1], expected)
+    assert torch.where(found[1].isinf())[0].tolist() == [60]  # the prompt was not generated
+    assert torch.equal(found[2], logits[2])
+
+
+def test_bad_words_and_stops_give_way_where_nothing_else_is_allowed() -> None:
+    params = SamplingParams(
+        allowed_token_ids=(3, 4), bad_words_token_ids=((3,), (11, 4)), temperature=0.1, seed=1
+    )
+    early = SamplingParams(allowed_token_ids=(2,), min_tokens=90, seed=1)
+    tokens = sample(random_logits(2), rows_of([params, early]), (1, 2)).tolist()
+    assert tokens[0] in (3, 4)
+    assert tokens[1] == 2
 
 
 def test_each_row_is_processed_as_if_it_were_alone() -> None:

@@ -39,6 +39,10 @@ ASKED: dict[str, dict[str, Any]] = {
     "penalties": {"repetition_penalty": 1.02, "presence_penalty": 0.1, "frequency_penalty": 0.1},
     "sampled penalties": {"temperature": 0.7, "frequency_penalty": 0.8, "seed": 8},
     "bias": {"logit_bias": {7: 3.0, 9: -2.0}},
+    "allowed": {"allowed_token_ids": tuple(range(5, 60)), "temperature": 0.8, "seed": 4},
+    "bad words": {
+        "bad_words_token_ids": tuple((a, b) for a in range(40) for b in range(40, 90, 7))
+    },
     "choices": {"temperature": 0.9, "n": 3, "seed": 9},
     "end tokens": {"ignore_eos": False, "min_tokens": 6, "max_tokens": 40},
     "prompt logprobs": {"prompt_logprobs": 1, "logprobs": 3},

@@ -253,3 +253,27 @@ def test_drafts_change_no_text(llm: LLM, model: Path) -> None:
                 each.generate(texts, params, use_tqdm=False) for each in (llm, drafting)
             )
             assert [answer.outputs for answer in found] == [answer.outputs for answer in plain]
+
+
+def test_allowed_tokens_bad_words_and_truncation(llm: LLM) -> None:
+    ids = list(range(5, 45))
+    (plain,) = llm.generate(ids[-6:], SamplingParams(**GREEDY, max_tokens=4))
+    kept = SamplingParams(**GREEDY, max_tokens=4, truncate_prompt_tokens=6)
+    (answer,) = llm.generate(ids, kept)
+    assert answer.prompt_token_ids == ids[-6:]
+    assert answer.outputs == plain.outputs
+    long = SamplingParams(**GREEDY, max_tokens=3, truncate_prompt_tokens=-1)
+    (answer,) = llm.generate([7] * 5000, long)
+    assert len(answer.outputs[0].token_ids) == 3
+    word = llm._own.tokenizer.token_text(plain.outputs[0].token_ids[0])
+    (answer,) = llm.generate(ids[-6:], SamplingParams(**GREEDY, bad_words=[word]))
+    assert plain.outputs[0].token_ids[0] not in answer.outputs[0].token_ids
+    (answer,) = llm.generate(ids, SamplingParams(allowed_token_ids=(7, 8), ignore_eos=True))
+    assert set(answer.outputs[0].token_ids) <= {7, 8}
+    for fields in (
+        {"bad_words": "x"}, {"bad_words": [3]}, {"truncate_prompt_tokens": 0},
+        {"truncate_prompt_tokens": "x"}, {"allowed_token_ids": ()},
+    ):  # fmt: skip
+        with pytest.raises(RequestError) as refused:
+            llm.generate(ids, SamplingParams(**fields))
+        assert refused.value.param == next(iter(fields))

@@ -57,6 +57,18 @@ async def test_it_waits_for_the_first_node_whose_model_is_here(tmp_path: Path) -
         await router.wait()
 
 
+async def test_it_can_be_told_to_stop_while_it_waits() -> None:
+    """By a handler: without one, SIGTERM does nothing to a container's first process."""
+    router = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvbaton", "router", "--port", "0"), stderr=asyncio.subprocess.PIPE
+    )
+    assert router.stderr is not None
+    async with asyncio.timeout(60):
+        assert b"waiting at" in await router.stderr.readline()
+        router.terminate()
+        assert (await router.stderr.read(), await router.wait()) == (b"", 0)
+
+
 async def test_a_node_whose_handshake_outlasts_the_wait_comes_again(tmp_path: Path) -> None:
     """Such a connection is opened after all others were closed; a node would keep it for ever."""
     folder = write_tokenizer(tmp_path)

@@ -75,6 +75,26 @@ async def test_all_nodes_forget_their_caches(make_rig: Any) -> None:
     assert [node.resets for node in rig.nodes.values()] == [1, 1, 1]
 
 
+async def test_nodes_that_get_no_requests_forget_their_caches_too(make_rig: Any) -> None:
+    """A node is paused to change what it serves from, and others may still fetch prefixes of it."""
+    rig = await make_rig(prefill=2, decode=1)
+    for path in ("/nodes/p0/pause", "/nodes/p1/drain"):
+        async with rig.session.post(path) as response:
+            assert response.status == 200
+    async with rig.session.post("/reset_prefix_cache") as response:
+        answer = await response.json()
+    assert answer["nodes"] == {"p0": True, "p1": True, "d0": True}
+    assert [node.resets for node in rig.nodes.values()] == [1, 1, 1]
+
+
+async def test_what_else_is_to_be_forgotten_must_be_clear(make_rig: Any) -> None:
+    rig = await make_rig()
+    async with rig.session.post("/reset_prefix_cache?reset_external=1") as response:
+        answer = await response.json()
+    assert (response.status, answer["error"]["param"]) == (400, "reset_external")
+    assert [node.resets for node in rig.nodes.values()] == [0, 0]
+
+
 async def test_a_node_that_does_not_forget_is_named(make_rig: Any) -> None:
     rig = await make_rig()
     await rig.nodes["d0"].runner.cleanup()

@@ -8,7 +8,7 @@ import pytest
 from aiohttp import ClientSession
 
 from kvbaton.errors import EngineDeadError, RequestError
-from tests.support.scripted_source import EOS
+from tests.support.scripted_source import EOS, MAX_MODEL_LEN
 from tests.support.waiting import PATIENCE_S
 
 TEXT = "Hello wide world."
@@ -454,3 +454,50 @@ async def test_a_model_may_have_several_names(serve: Any) -> None:
     assert [card["id"] for card in cards] == ["tiny", "other", "org/name"]
     status, answer = await endpoint.post("/v1/completions", {**body, "model": "fourth"})
     assert (status, answer["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize(("keep", "max_tokens"), [(3, 7), (200, 7), (-1, 7), (-1, 250)])
+async def test_the_last_tokens_of_long_prompts_are_kept(
+    serve: Any, keep: int, max_tokens: int
+) -> None:
+    endpoint = await serve(TEXT)
+    ids = [n % 390 + 4 for n in range(300)]
+    fields = {"truncate_prompt_tokens": keep, "max_tokens": max_tokens, "return_token_ids": True}
+    told = {"prompt": [ids, ids[:2]], **fields, "echo": True}
+    status, answer = await endpoint.post("/v1/completions", told)
+    assert status == 200, answer
+    kept = ids[-(MAX_MODEL_LEN - max_tokens if keep == -1 else keep) :]
+    assert [request.token_ids for request in endpoint.source.requests] == [
+        tuple(kept), tuple(ids[:2])
+    ]  # fmt: skip
+    assert [choice["prompt_token_ids"] for choice in answer["choices"]] == [kept, ids[:2]]
+    assert answer["choices"][0]["text"].startswith(endpoint.frontend.tokenizer.decode(kept))
+    assert answer["usage"]["prompt_tokens"] == len(kept) + 2
+
+
+async def test_chats_are_truncated_too(serve: Any) -> None:
+    endpoint = await serve(TEXT)
+    told = {"messages": [{"role": "user", "content": "The quick brown fox. " * 60}]}
+    assert (await endpoint.post("/v1/chat/completions", told))[0] == 400
+    for fields, length in (
+        ({"truncate_prompt_tokens": 5}, 5),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 20}, MAX_MODEL_LEN - 20),
+        ({"truncate_prompt_tokens": -1, "max_completion_tokens": 30}, MAX_MODEL_LEN - 30),
+        ({"truncate_prompt_tokens": -1}, MAX_MODEL_LEN - 1),
+    ):
+        status, answer = await endpoint.post("/v1/chat/completions", {**told, **fields})
+        assert (status, answer["usage"]["prompt_tokens"]) == (200, length)
+        assert len(endpoint.source.requests[-1].token_ids) == length
+
+
+async def test_bad_words_are_tokens_with_and_without_a_space(serve: Any) -> None:
+    endpoint = await serve(TEXT)
+    words = ["fox", "  over", "fox"]
+    told = {"prompt": "x", "bad_words": words, "allowed_token_ids": [5, 3]}
+    assert (await endpoint.post("/v1/completions", told))[0] == 200
+    params = endpoint.source.requests[0].params
+    tokenizer = endpoint.frontend.tokenizer
+    assert [tokenizer.decode(list(ids)) for ids in params.bad_words_token_ids] == [
+        "fox", " fox", "over", " over"
+    ]  # fmt: skip
+    assert params.allowed_token_ids == (5, 3)

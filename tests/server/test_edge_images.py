@@ -219,6 +219,12 @@ async def test_a_prompt_that_is_too_long_with_its_images(endpoint: Any) -> None:
 # --- fetching ---
 
 
+async def test_a_prompt_with_images_is_not_truncated(endpoint: Any) -> None:
+    body = say(part(inline(picture(40, 40)))) | {"truncate_prompt_tokens": -1}
+    status, answer = await endpoint.post(CHAT, body)
+    assert (status, answer["error"]["param"]) == (400, "truncate_prompt_tokens")
+
+
 async def test_an_image_is_fetched(site: Start, vision: VisionText) -> None:
     url = await site(answer(picture(0)))
     assert await load(f"{url}/a.png", vision) == picture(0)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvbaton.engine.sampler import GREEDY_BELOW, SEED_MASK, has_penalty
+from kvbaton.engine.sampler import GREEDY_BELOW, SEED_MASK, needs_tokens
 from kvbaton.engine.sequences import Sequences
 from kvbaton.engine.upload import upload
 from kvbaton.messages.engine import SamplingParams
@@ -80,7 +80,7 @@ class CudaSequences(Sequences):
 def is_plain(params: SamplingParams) -> bool:
     """Whether temperature and seed say all of how a token is chosen, and nothing is reported."""
     return not (
-        has_penalty(params)
+        needs_tokens(params)
         or params.logit_bias
         or params.min_tokens
         or params.top_k > 0
@@ -89,4 +89,5 @@ def is_plain(params: SamplingParams) -> bool:
         or params.logprobs is not None
         or params.prompt_logprobs is not None
         or params.grammar
+        or params.allowed_token_ids
     )
