@@ -30,6 +30,7 @@ import numpy as np
 from msgspec import Struct
 
 from kvbaton.connectors.store import CLAIM_S, KEY_BYTES, Hints, Pieces
+from kvbaton.connectors.stores.arena_copies import cut
 from kvbaton.connectors.stores.filesystem_space import remove_file
 
 logger = logging.getLogger(__name__)
@@ -286,19 +287,7 @@ def _cut(pieces: Pieces, start: int, num_bytes: int) -> tuple[Pieces, Pieces]:
     lead = num_bytes % PAGE if (start + num_bytes) % PAGE == 0 else 0
     if not lead:
         return [], pieces
-    rest = list(pieces)
-    first = list[memoryview]()
-    for number, piece in enumerate(pieces):
-        if lead < len(piece):
-            rest = [piece[lead:], *pieces[number + 1 :]]
-            if lead:
-                first.append(piece[:lead])
-            break
-        first.append(piece)
-        lead -= len(piece)
-    else:
-        rest = []
-    return first, rest
+    return cut(pieces, 0, lead), cut(pieces, lead, num_bytes - lead)
 
 
 class EntryClaims:
