@@ -204,8 +204,9 @@ class TieredStore(ComposedStore):
 
     @override
     def close_inner(self) -> None:
-        for tier in self.tiers:
-            tier.store.close()
+        with ExitStack() as opened:  # one that raises does not keep the others open
+            for tier in reversed(self.tiers):
+                opened.callback(tier.store.close)
 
     @override
     async def on_lookup(self, keys: list[bytes], pin: bool, prefix: bool = False) -> Found:
