@@ -13,6 +13,7 @@ import itertools
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
@@ -128,8 +129,9 @@ class ConnectorDriver:
     def close(self) -> None:
         """Let both sides shut down."""
         sides, self._sides = self._sides, []
-        for side in reversed(sides):
-            side.shutdown()
+        with ExitStack() as ending:  # the worker first; one that raises does not spare the other
+            for side in sides:
+                ending.callback(side.shutdown)
 
     def found(self, names: Sequence[bytes]) -> list[bool]:
         """Which blocks the connector would load.
