@@ -34,7 +34,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -363,13 +363,8 @@ class SpaceManager:
             if lock is not None and mine:
                 lock.release()
 
-    @contextmanager
-    def _open(self, name: str) -> Iterator[int]:
-        file = self.open_file(self._in(name), os.O_RDWR | os.O_CREAT)
-        try:
-            yield file
-        finally:
-            os.close(file)
+    def _open(self, name: str) -> AbstractContextManager[int]:
+        return closing_file(self.open_file(self._in(name), os.O_RDWR | os.O_CREAT))
 
     def _totals(self, rows: Rows) -> None:
         objects, num_bytes = _total(rows)
@@ -432,6 +427,15 @@ class RecycledFiles:
         if not self._by_size[size]:
             del self._by_size[size]
         return path
+
+
+@contextmanager
+def closing_file(file: int) -> Iterator[int]:
+    """A descriptor, closed at the end of the block."""
+    try:
+        yield file
+    finally:
+        os.close(file)
 
 
 def remove_file(path: str) -> None:
