@@ -25,7 +25,7 @@ import numpy as np
 
 from kvbaton.connectors.base import RangeColumn, Ranges
 from kvbaton.connectors.digest import Sums, whole_values
-from kvbaton.connectors.layout import AXES, KVLayout, Plane, contiguous_plane
+from kvbaton.connectors.layout import FEATURE, KV, KVLayout, Plane, contiguous_plane
 from kvbaton.connectors.pairing import GroupPairing, planes_named
 from kvbaton.connectors.plan import plan, swap
 from kvbaton.connectors.store import KEY_BYTES
@@ -221,18 +221,17 @@ def _spread(ranges: Ranges) -> list[tuple[int, int, int, int]]:
 def _canonical(layouts: Sequence[KVLayout]) -> KVLayout:
     """The layout of a pool of one object."""
     planes, offset = [], 0
-    size = AXES.index
     for name in sorted(plane.name for plane in layouts[0].planes):
         mine = planes_named(name, layouts)
         plane = contiguous_plane(
             num_blocks=1,
             block_size=layouts[0].block_size,
             num_heads=mine[0].head_total,
-            head_dim=mine[0].shape[size("feature")],
+            head_dim=mine[0].shape[FEATURE],
             layers=tuple(sorted({layer for plane in mine for layer in plane.layers})),
             dtype=mine[0].dtype,
             offset=offset,
-            kv=mine[0].shape[size("kv")],
+            kv=mine[0].shape[KV],
             name=name,
         )
         offset += plane.strides[0]

@@ -371,10 +371,9 @@ def find_connector(kind: Kind, target: str) -> Any:
     entry = find_entry(kind, target)
     try:
         factory = entry.load()
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(kind.flag, f"can't load {target}: {error}") from error
     except Exception as error:  # whatever its module does when it is imported
-        what = f"{type(error).__name__}: {error}"
+        known = isinstance(error, ImportError | AttributeError)
+        what = str(error) if known else f"{type(error).__name__}: {error}"
         raise ConfigError(kind.flag, f"can't load {target}: {what}") from error
     if not callable(factory):
         raise ConfigError(kind.flag, f"{target} is not a class")

@@ -328,19 +328,16 @@ class Source(SourceSessions):
         if problem := check_ack(message, record.num_tokens):
             raise RefusalError("malformed", problem)
         if message.verdict == "mismatch" and record.engaged:
-            self._evict(record, message)
+            if not record.evicted:
+                record.evicted = True
+                self.counters.mismatches += 1
+                self.do(events.EvictSource(record.name, message.bad))
             if record.state is not State.STOPPING:
                 self._stop(record, "failed")
         elif record.state is State.COMPLETED:
             self._stop(record, "acked")
         elif record.state is not State.STOPPING:
             raise RefusalError("conflict", "nothing was completed yet")
-
-    def _evict(self, record: Outgoing, message: control.Ack) -> None:
-        if not record.evicted:
-            record.evicted = True
-            self.counters.mismatches += 1
-            self.do(events.EvictSource(record.name, message.bad))
 
     def _cancel(self, record: Outgoing, message: control.Cancel) -> None:
         """Stop posting; the engine stops the request. `Drained` as soon as every write is terminal, then `Release`; until then `Progress`, as a sign of life."""
