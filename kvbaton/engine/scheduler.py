@@ -20,7 +20,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -43,14 +42,6 @@ from kvbaton.engine.step import (
     StepResult,
 )
 from kvbaton.messages.engine import Output
-
-
-class Proposer(Protocol):
-    """Guesses what follows; see `NgramProposer`."""
-
-    def propose(self, tokens: npt.NDArray[np.int32], count: int) -> tuple[int, ...]:
-        """At most `count` tokens after these."""
-        ...
 
 
 @dataclass
@@ -92,6 +83,7 @@ class Scheduler(LoadingRequests):
         clock: monotonic seconds.
 
     Attributes:
+        propose: guesses at most so many tokens that follow others.
         result_at: when the core had the result of the latest step, on the monotonic clock.
     """
 
@@ -104,7 +96,8 @@ class Scheduler(LoadingRequests):
     ) -> None:
         super().__init__(config, root_key=root_key, clock=clock)
         drafts = config.speculative or NO_DRAFTS
-        self.proposer: Proposer = NgramProposer(*drafts.lookup)
+        self.propose: Callable[[npt.NDArray[np.int32], int], tuple[int, ...]]
+        self.propose = NgramProposer(*drafts.lookup).propose
         self._longest_draft = drafts.num_speculative_tokens
         self.result_at: float | None = None
         self._handles = itertools.count(1)
@@ -214,7 +207,7 @@ class Scheduler(LoadingRequests):
         )
         if most < 1:
             return ()
-        proposed = self.proposer.propose(sequence.token_array(), most)
+        proposed = self.propose(sequence.token_array(), most)
         if sequence.request.params.grammar:
             proposed = self.grammars.cut(sequence, proposed)
         end = known + len(proposed)
