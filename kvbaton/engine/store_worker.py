@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+from kvbaton.connectors.base import Device
 from kvbaton.connectors.digest import BlockRange
 from kvbaton.connectors.layout import GroupKind
 from kvbaton.connectors.objects import HEADER_BYTES, ObjectForm
@@ -218,24 +219,21 @@ class StoreWorker:
         Raises:
             ConfigError: the store can't be opened.
         """
-        opened: Future[None] = Future()
-        self._opened, self._ready = opened, Future[None]()
+        self._opened, self._ready = Future[None](), Future[None]()
         self._thread.start()
-        step, limit = opened, OPEN_S
-        try:
-            opened.result(limit)
-            step, limit = self._ready, REGISTER_S
-            step.result(limit)
-        except ConfigError:
-            raise
-        except BaseException as error:
-            if not step.done():  # a store's own TimeoutError is told as what it is
-                text = f"{self.name} was not open within {limit:g} s"
-                raise ConfigError("--store", text) from error
-            told = "" if isinstance(error, StoreError) else f"{type(error).__name__}: "
-            text = f"can't open {self.name}: {told}{error}"
-            shown = as_written(text)
-            raise ConfigError("--store", shown) from (error if shown == text else None)
+        for step, limit in ((self._opened, OPEN_S), (self._ready, REGISTER_S)):
+            try:
+                step.result(limit)
+            except ConfigError:
+                raise
+            except BaseException as error:
+                if not step.done():  # a store's own TimeoutError is told as what it is
+                    text = f"{self.name} was not open within {limit:g} s"
+                    raise ConfigError("--store", text) from error
+                told = "" if isinstance(error, StoreError) else f"{type(error).__name__}: "
+                text = f"can't open {self.name}: {told}{error}"
+                shown = as_written(text)
+                raise ConfigError("--store", shown) from (error if shown == text else None)
         self.status.start()
 
     def submit(self, order: Order) -> None:
@@ -328,15 +326,12 @@ class StoreWorker:
 
     def _stage(self) -> BlockStaging:
         """Where the store finds blocks: it is told of that memory here."""
-        reached = self.calls.capabilities.devices
-        if isinstance(self.calls.plugin, Registering) and reached:
-            staging = self._executor.staging(self.forms, reached)
-            if self.calls.register(staging.regions):
-                return staging
-            return self._executor.staging(self.forms)
-        staging = self._executor.staging(self.forms)
-        self.calls.register(staging.regions)
-        return staging
+        told = isinstance(self.calls.plugin, Registering)
+        reached = self.calls.capabilities.devices if told else frozenset[Device]()
+        staging = self._executor.staging(self.forms, reached)
+        if self.calls.register(staging.regions) or not reached:
+            return staging
+        return self._executor.staging(self.forms)
 
     def _done(self, order: Order) -> None:
         self._outbox.append(order)
