@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -126,13 +126,11 @@ class ProbeStore:
     Attributes:
         runs: which objects; blocks don't matter.
         lookup_seconds: what the lookup took.
-        seconds: what both took.
         error: why not.
     """
 
     runs: tuple[BlockRun, ...]
     lookup_seconds: float = 0.0
-    seconds: float = 0.0
     error: str | None = None
 
 
@@ -169,7 +167,7 @@ class ClearStore:
     done: Future[int]
 
 
-Order = LookUp | LoadBlocks | SaveBlocks | ProbeStore | Forgotten | ClearStore
+Order = LookUp | LoadBlocks | SaveBlocks | ProbeStore | ClearStore
 
 
 class StoreWorker:
@@ -202,7 +200,7 @@ class StoreWorker:
         self._executor = executor
         self.forms = forms
         self.identity = identity
-        self._outbox: deque[Order] = deque()
+        self._outbox: deque[Order | Forgotten] = deque()
         self._loop = JobLoop()
         self._loads: dict[LoadBlocks, set[Future[list[bool]]]] = {}
         self._forgotten = deque[bytes]()
@@ -249,8 +247,6 @@ class StoreWorker:
                 job = self._probe(order)
             case ClearStore():
                 job = self._clear(order)
-            case Forgotten():
-                raise ValueError("nobody can order a store to forget by itself")
         self._loop.post(lambda: self._loop.go_on(job))
 
     def cancel(self, order: LoadBlocks) -> None:
@@ -263,8 +259,8 @@ class StoreWorker:
         for pin in pins:
             self._loop.post(partial(self.calls.release, pin))
 
-    def take(self) -> list[Order]:
-        """Orders that were carried out since the last call."""
+    def take(self) -> list[Order | Forgotten]:
+        """Orders that were carried out since the last call, and what was forgotten."""
         try:
             os.eventfd_read(self.wake_fd)
         except BlockingIOError:
@@ -333,7 +329,7 @@ class StoreWorker:
             return staging
         return self._executor.staging(self.forms)
 
-    def _done(self, order: Order) -> None:
+    def _done(self, order: Order | Forgotten) -> None:
         self._outbox.append(order)
         os.eventfd_write(self.wake_fd, 1)
 
@@ -372,7 +368,6 @@ class StoreWorker:
             yield run.keys, self.forms[run.group].kind is GroupKind.FULL
 
     def _probe(self, order: ProbeStore) -> Job[None]:
-        began = time.monotonic()
         left = PROBE_BYTES
         try:
             for run in order.runs:
@@ -391,7 +386,6 @@ class StoreWorker:
                         yield from self.calls.load(some, targets)
         except StoreError as error:
             order.error = str(error)
-        order.seconds = time.monotonic() - began
         self._done(order)
 
     # --- loads ---
@@ -595,14 +589,12 @@ def _runs(saves: Sequence[BlockSave]) -> list[list[BlockSave]]:
     runs: list[list[BlockSave]] = []
     for save in saves:
         last = runs[-1][-1] if runs else None
-        follows = last is not None and last.summed == save.summed
-        if follows and (save.summed or (last is not None and last.number + 1 == save.number)):
+        if last and last.summed == save.summed and (save.summed or last.number + 1 == save.number):
             runs[-1].append(save)
         else:
             runs.append([save])
     return runs
 
 
-def _batched(items: tuple[T, ...], size: int) -> Generator[tuple[T, ...]]:
-    for start in range(0, len(items), size):
-        yield items[start : start + size]
+def _batched(items: tuple[T, ...], size: int) -> list[tuple[T, ...]]:
+    return [items[start : start + size] for start in range(0, len(items), size)]
