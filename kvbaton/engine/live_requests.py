@@ -160,7 +160,7 @@ class LiveRequests:
         self.totals.received += 1
         sequence = Sequence(entered, 0, known, len(self.blocks.groups))
         entered.sequences.append(sequence)
-        self._wait(sequence, SequenceState.WAITING)
+        self._enqueue(sequence, SequenceState.WAITING)
         waits = False
         for connector in self.connectors.having[KVConnector.added]:
             # Not contained: what is raised about a request that comes fails it, and no more.
@@ -255,7 +255,7 @@ class LiveRequests:
             if item.sequence.handle != item.handle
         }
 
-    def _wait(self, sequence: Sequence, state: SequenceState) -> None:
+    def _enqueue(self, sequence: Sequence, state: SequenceState) -> None:
         """Put a sequence into the queue, where its rank belongs."""
         sequence.state = state
         insort(self.waiting, sequence, key=_rank)
@@ -270,7 +270,7 @@ class LiveRequests:
         """Put a parked sequence back into the queue; others are left alone."""
         if sequence.state is SequenceState.PARKED:
             self._leave(sequence)
-            self._wait(sequence, SequenceState.WAITING)
+            self._enqueue(sequence, SequenceState.WAITING)
 
     def run(self, sequence: Sequence) -> None:
         """From now on a sequence takes part in steps."""
@@ -348,10 +348,10 @@ class LiveRequests:
         sequence.request.mark("preempted", self.clock())
         if sequence.request.prompt_logprobs and not sequence.pending:
             sequence.request.prompt_logprobs.clear()  # the prompt will be computed again
-        self._part(sequence)
-        self._wait(sequence, SequenceState.PREEMPTED)
+        self._detach(sequence)
+        self._enqueue(sequence, SequenceState.PREEMPTED)
 
-    def _part(self, sequence: Sequence) -> None:
+    def _detach(self, sequence: Sequence) -> None:
         """Take a sequence from the runner and from its blocks."""
         self._leave(sequence)
         if sequence.handle:
@@ -413,7 +413,7 @@ class LiveRequests:
     def retire(self, sequence: Sequence) -> None:
         """A sequence has its finish reason: give its blocks back."""
         assert sequence.finish_reason is not None
-        self._part(sequence)
+        self._detach(sequence)
         sequence.state = SequenceState.FINISHED
         if sequence.request.items:
             self.items.retired(sequence)

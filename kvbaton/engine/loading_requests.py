@@ -92,7 +92,7 @@ class LoadingRequests(LiveRequests):
             return False
         if self.both_sides and (self.crowded or self._exceeds(sequence, self.load_share, 0.5)):
             return False
-        return self.blocks.fits(need, beside=self._claims(self._holders()), hits=match.tables)
+        return self.blocks.fits(need, beside=self._wanted(self._holders()), hits=match.tables)
 
     def _exceeds(self, sequence: Sequence, of_blocks: float, of_seats: float) -> bool:
         """Whether a sequence, beside all that load, takes more than a share of blocks or of seats.
@@ -123,12 +123,12 @@ class LoadingRequests(LiveRequests):
             return self.running
         return [*self.running, *(load.sequence for load in self.loading.values())]
 
-    def _claims(self, holders: Iterable[Sequence]) -> int:
+    def _wanted(self, holders: Iterable[Sequence]) -> int:
         """Blocks that those who have some, or are getting them, may want at their next step.
 
         Behind a window it is all steps of a prompt: what they give back they want again.
         """
-        claims = 0
+        wanted = 0
         for sequence in holders:
             if sequence.is_ending:
                 continue
@@ -138,9 +138,9 @@ class LoadingRequests(LiveRequests):
             start = known if loading else sequence.num_scheduled
             copy_at = scheduled if sequence.shares_tail else None
             end = max(scheduled + 1, known)
-            claims += self.blocks.need(sequence.tables, end, start=start, copy_at=copy_at)
-            claims += forks * len(self.blocks.groups)
-        return claims
+            wanted += self.blocks.need(sequence.tables, end, start=start, copy_at=copy_at)
+            wanted += forks * len(self.blocks.groups)
+        return wanted
 
     def begin_load(
         self, connector: KVConnector, sequence: Sequence, match: Match, end: int
@@ -272,7 +272,7 @@ class LoadingRequests(LiveRequests):
         """Put a sequence that was loading back into the queue, without its blocks."""
         self._leave(load.sequence)
         self.blocks.clear(load.sequence)
-        self._wait(load.sequence, SequenceState.WAITING)
+        self._enqueue(load.sequence, SequenceState.WAITING)
 
     def fail_connector(
         self, connector: KVConnector, request: Request | None, reason: str

@@ -381,7 +381,7 @@ class Scheduler(LoadingRequests):
             return True
         if request.params.grammar and not self._can_follow(sequence):
             return True
-        fitting = self._fitting(sequence, match, self._claims(holders))
+        fitting = self._fitting(sequence, match, self._wanted(holders))
         if fitting is None:
             return self._is_crowded_out(sequence) and self._step_aside(sequence)
         if fitting is not match and request.items and self._awaits_item(sequence, fitting):

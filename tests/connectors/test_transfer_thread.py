@@ -273,7 +273,7 @@ def test_a_transport_that_never_closes_keeps_no_session_that_writes_nothing(
     hostile.broken = "close"
     p.thread.inspect(lambda: p.worker.handle(PeerGone(d.id), time.monotonic()))
     assert not p.thread.inspect(lambda: p.worker._closing)
-    assert not p.machine.of(d.id)
+    assert not p.machine.sessions_with(d.id)
 
 
 class Fickle(MemoryTransport):

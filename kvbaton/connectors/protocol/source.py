@@ -191,7 +191,7 @@ class Source(SourceSessions):
             raise RefusalError("layout", why)
         count = sum(len(span.blocks) for spans in message.spans for span in spans)
         pool = self.groups[0].num_blocks
-        of_peer = count + sum(s.pinned for s in self.of(session.node))
+        of_peer = count + sum(s.pinned for s in self.sessions_with(session.node))
         of_all = count + sum(s.pinned for s in self.known.values())
         if of_all * PINNED_SHARE > pool or of_peer * PINNED_SHARE_PER_PEER > pool:
             why = f"{of_all} of {pool} blocks would be pinned, {of_peer} of them for this target"
@@ -328,16 +328,19 @@ class Source(SourceSessions):
         if problem := check_ack(message, record.num_tokens):
             raise RefusalError("malformed", problem)
         if message.verdict == "mismatch" and record.engaged:
-            if not record.evicted:
-                record.evicted = True
-                self.counters.mismatches += 1
-                self.do(events.EvictSource(record.name, message.bad))
+            self._evict(record, message)
             if record.state is not State.STOPPING:
                 self._stop(record, "failed")
         elif record.state is State.COMPLETED:
             self._stop(record, "acked")
         elif record.state is not State.STOPPING:
             raise RefusalError("conflict", "nothing was completed yet")
+
+    def _evict(self, record: Outgoing, message: control.Ack) -> None:
+        if not record.evicted:
+            record.evicted = True
+            self.counters.mismatches += 1
+            self.do(events.EvictSource(record.name, message.bad))
 
     def _cancel(self, record: Outgoing, message: control.Cancel) -> None:
         """Stop posting; the engine stops the request. `Drained` as soon as every write is terminal, then `Release`; until then `Progress`, as a sign of life."""

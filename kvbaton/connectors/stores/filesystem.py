@@ -341,7 +341,7 @@ class Files(ClientBackend):
             if status is not None and stored[-1]:
                 self._touch(path, status.st_mtime, time.time())
         new = [n for n, there in enumerate(stored) if not there and sizes[n] <= most]
-        if not new or not self._space.make(min(sum(sizes[n] for n in new), most), deadline):
+        if not new or not self._space.make_room(min(sum(sizes[n] for n in new), most), deadline):
             return stored
         try:
             done = self._write([(*items[n], sizes[n]) for n in new], deadline)

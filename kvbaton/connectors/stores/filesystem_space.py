@@ -120,7 +120,7 @@ class SpaceManager:
             for folder in range(FOLDERS):
                 if f"{folder:02x}" in there:
                     self._visit(folder)
-        self.make(0, None)
+        self.make_room(0, None)
         self._recycled.clear()
 
     def look(self) -> None:
@@ -172,7 +172,7 @@ class SpaceManager:
     def publish(self, files: Sequence[Written], deadline: float) -> int:
         """Make entries of the first so many files, those for which there is room in time."""
         done = self._rename(files)
-        while done < len(files) and self.make(files[done].num_bytes, deadline):
+        while done < len(files) and self.make_room(files[done].num_bytes, deadline):
             done += self._rename(files[done:])
         return done
 
@@ -194,7 +194,7 @@ class SpaceManager:
                         gone += change
         return int(gone[0]), int(gone[1])
 
-    def make(self, num_bytes: int, deadline: float | None) -> bool:
+    def make_room(self, num_bytes: int, deadline: float | None) -> bool:
         """Evict until `num_bytes` more keep the limit; False if they won't in time.
 
         Args:
