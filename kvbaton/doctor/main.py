@@ -10,6 +10,7 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import cast
 
@@ -245,7 +246,7 @@ def run_namespaces(spec: str, clear: str | None = None) -> int:
     if not store.capabilities.namespaces:
         raise ConfigError("SPEC", f"{store.name} does not tell namespaces apart")
     store.open()
-    try:
+    with closing(store):
         able = cast(Namespaced, store)
         if clear is not None:
             print(f"{clear}: {able.clear(clear).result(CLEAR_S)} objects forgotten")
@@ -255,6 +256,4 @@ def run_namespaces(spec: str, clear: str | None = None) -> int:
                 f"{name or '(none)'}: {usage.objects} objects, {usage.num_bytes} bytes"
                 + (f" ({tenants})" if tenants else "")
             )
-    finally:
-        store.close()
     return 0
