@@ -284,7 +284,10 @@ class ThreadedStore:
 
     def load(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> Future[list[bool]]:
         """See `Store.load`; one thread per object, or per batch."""
-        return self._move("load", self.load_limit, keys, targets)
+        if self.load_limit is ONE:
+            return self._move("load", _one_by_one(self.backend.get), ONE, keys, targets)
+        action = _together(cast(BatchBackend, self.backend).get_many)
+        return self._move("load", action, self.load_limit, keys, targets)
 
     def store(
         self,
@@ -297,7 +300,10 @@ class ThreadedStore:
         given: list[Sequence[Any]] = [keys, sources]
         if self.capabilities.hints:
             given.append([NO_HINTS] * len(keys) if hints is None else hints)
-        return self._move("store", self.store_limit, *given)
+        if self.store_limit is ONE:
+            return self._move("store", _one_by_one(self.backend.put), ONE, *given)
+        action = _together(cast(BatchBackend, self.backend).put_many)
+        return self._move("store", action, self.store_limit, *given)
 
     def claim(self, keys: Sequence[bytes]) -> Future[list[bool]]:
         """See `Claiming.claim`."""
@@ -329,14 +335,8 @@ class ThreadedStore:
         if pools:
             self.backend.close()
 
-    def _move(self, job: str, limit: BatchLimit, *given: Sequence[Any]) -> Moves:
+    def _move(self, job: str, action: Action, limit: BatchLimit, *given: Sequence[Any]) -> Moves:
         items: list[tuple[Any, ...]] = list(zip(*given, strict=True))
-        loads, backend = job == "load", self.backend
-        if limit is ONE:
-            action = _one_by_one(backend.get if loads else backend.put)
-        else:
-            batch = cast(BatchBackend, backend)
-            action = _together(batch.get_many if loads else batch.put_many)
         moves = Moves(self._pool(job), self._threads, action, items, limit)
         self._moves.add(moves)
         return moves
