@@ -169,9 +169,8 @@ class LiveRequests:
             self.park(sequence)
         elif entered.items and (request.transfer is None or source):
             # The last token is computed in any case, and may be one of an item.
-            reads = entered.reads_cache
-            cached = self.blocks.match_sequence(sequence).num_tokens if reads else 0
-            self.items.request(sequence, min(cached, len(known) - 1))
+            cached = min(self._cached(sequence), len(known) - 1) if entered.reads_cache else 0
+            self.items.request(sequence, cached)
 
     def _check_role(self, role: str, field: str = "") -> None:
         """Refuse a part in a hand-over that no connector plays, or only one that fails."""
@@ -198,7 +197,11 @@ class LiveRequests:
     def is_cached(self, request_id: str) -> bool:
         """Whether the prefix cache holds all tokens of a live request, in whole blocks."""
         (sequence, *_) = self.requests[request_id].sequences
-        return self.blocks.match_sequence(sequence).num_tokens == len(sequence.tokens)
+        return self._cached(sequence) == len(sequence.tokens)
+
+    def _cached(self, sequence: Sequence) -> int:
+        """Tokens of the longest prefix in the prefix cache."""
+        return self.blocks.match_sequence(sequence).num_tokens
 
     def sequences(self) -> Iterator[Sequence]:
         """All sequences that may hold blocks."""

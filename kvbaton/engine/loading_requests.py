@@ -40,7 +40,7 @@ class LoadingRequests(LiveRequests):
 
     # --- their begin ---
 
-    def _load(self, sequence: Sequence, match: Match) -> Literal["done", "wait", "compute"]:
+    def load_beyond(self, sequence: Sequence, match: Match) -> Literal["done", "wait", "compute"]:
         """Let a connector bring what is beyond a cached prefix.
 
         Returns:
@@ -70,7 +70,7 @@ class LoadingRequests(LiveRequests):
             if self.both_sides:
                 if sequence.request.source:
                     continue  # the node that waits for it may be who these loads wait for
-                if self.loading and self._step_aside(sequence):
+                if self.loading and self.step_aside(sequence):
                     return "done"
                 if self._exceeds(sequence, self.load_share, 0.5):
                     continue  # there will never be room
@@ -92,7 +92,7 @@ class LoadingRequests(LiveRequests):
             return False
         if self.both_sides and (self.crowded or self._exceeds(sequence, self.load_share, 0.5)):
             return False
-        return self.blocks.fits(need, beside=self._wanted(self._holders()), hits=match.tables)
+        return self.blocks.fits(need, beside=self.wanted(self.holders()), hits=match.tables)
 
     def _exceeds(self, sequence: Sequence, of_blocks: float, of_seats: float) -> bool:
         """Whether a sequence, beside all that load, takes more than a share of blocks or of seats.
@@ -107,23 +107,23 @@ class LoadingRequests(LiveRequests):
         too_many = blocks > of_blocks * self.blocks.pool.usable
         return too_many or seats > of_seats * self.config.max_num_seqs
 
-    def _is_crowded_out(self, sequence: Sequence) -> bool:
+    def is_crowded_out(self, sequence: Sequence) -> bool:
         """Whether a sequence has no room before a load ends, on a node that prefills for others."""
         return self.both_sides and bool(self.loading) and self._exceeds(sequence, 1.0, 1.0)
 
-    def _step_aside(self, sequence: Sequence) -> Literal[True]:
+    def step_aside(self, sequence: Sequence) -> Literal[True]:
         """Wait for the end of a load beside the queue: who is behind may have to go first."""
         self.park(sequence)
         self.crowded.add(sequence)
         return True
 
-    def _holders(self) -> Iterable[Sequence]:
+    def holders(self) -> Iterable[Sequence]:
         """Who has blocks, or is getting some."""
         if not self.loading:
             return self.running
         return [*self.running, *(load.sequence for load in self.loading.values())]
 
-    def _wanted(self, holders: Iterable[Sequence]) -> int:
+    def wanted(self, holders: Iterable[Sequence]) -> int:
         """Blocks that those who have some, or are getting them, may want at their next step.
 
         Behind a window it is all steps of a prompt: what they give back they want again.

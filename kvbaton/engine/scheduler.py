@@ -235,7 +235,7 @@ class Scheduler(LoadingRequests):
             victims = [one for one in self.running if not one.request.source]
             if self.blocks.fits_soon(need) or not victims or draft.holds(last := victims[-1]):
                 return False
-            if victims == [sequence] and not self._is_crowded_out(sequence):
+            if victims == [sequence] and not self.is_crowded_out(sequence):
                 return False  # Alone, it waits for blocks that transfers or steps still hold.
             if last.is_ending:
                 return False  # Its blocks come no later, and connectors are still to take hold.
@@ -354,14 +354,14 @@ class Scheduler(LoadingRequests):
         It gets all blocks that its known tokens need, beyond what running requests may claim at
         their next step. Blocks in quarantine are not free, hence count as absent.
         """
-        request, total, holders = sequence.request, len(sequence.tokens), self._holders()
+        request, total, holders = sequence.request, len(sequence.tokens), self.holders()
         taken = 1 + sequence.unforked
         for other in holders:
             taken += 1 + other.unforked
         if sequence.pending:
             return False
         if taken > self.config.max_num_seqs:
-            return self._is_crowded_out(sequence) and self._step_aside(sequence)
+            return self.is_crowded_out(sequence) and self.step_aside(sequence)
         if error := self.blocks.too_large(total):
             self._reject(sequence, error)
             return True
@@ -369,7 +369,7 @@ class Scheduler(LoadingRequests):
             match = self.blocks.match_sequence(sequence)
         else:
             match = Match(0, self.blocks.empty())
-        outcome = self._load(sequence, match)
+        outcome = self.load_beyond(sequence, match)
         if outcome != "compute":
             return outcome == "done"
         missing = len(request.prompt) - match.num_tokens
@@ -381,9 +381,9 @@ class Scheduler(LoadingRequests):
             return True
         if request.params.grammar and not self._can_follow(sequence):
             return True
-        fitting = self._fitting(sequence, match, self._wanted(holders))
+        fitting = self._fitting(sequence, match, self.wanted(holders))
         if fitting is None:
-            return self._is_crowded_out(sequence) and self._step_aside(sequence)
+            return self.is_crowded_out(sequence) and self.step_aside(sequence)
         if fitting is not match and request.items and self._awaits_item(sequence, fitting):
             return True
         whole = self.config.whole_prompts
