@@ -11,6 +11,7 @@ So whoever talks through a secured socket holds the cluster key, on both ends.
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
 from urllib.parse import urlsplit
 
 import zmq
@@ -83,9 +84,7 @@ def bind_tcp(socket: zmq.Socket[bytes], host: str, port: int) -> str:
 def drain(socket: zmq.Socket[bytes]) -> list[list[bytes]]:
     """Whole messages that wait in a socket, as frames; at most a batch."""
     got: list[list[bytes]] = []
-    try:
+    with suppress(zmq.Again):
         while len(got) < _MAX_BATCH:
             got.append(socket.recv_multipart(zmq.NOBLOCK))
-    except zmq.Again:
-        return got
     return got

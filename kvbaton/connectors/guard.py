@@ -247,18 +247,17 @@ class _Guard:
         with self._lock:
             if host in self._listeners:
                 return self._listeners[host]
+            sock = None
             try:
                 found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
                 sock = socket.socket(found[0], socket.SOCK_STREAM)
-            except OSError as error:
-                raise ConfigError("--host", f"can't listen on {host!r}: {error}") from error
-            try:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)  # nothing is ever read
                 sock.bind(found[4])
                 sock.listen(128)
                 sock.setblocking(False)
             except OSError as error:
-                sock.close()
+                if sock is not None:
+                    sock.close()
                 raise ConfigError("--host", f"can't listen on {host!r}: {error}") from error
             self.register(sock, select.EPOLLIN, lambda: self._accept(sock))
             address, port = sock.getsockname()[:2]

@@ -25,7 +25,7 @@ import numpy as np
 
 from kvbaton.connectors.base import RangeColumn, Ranges
 from kvbaton.connectors.digest import Sums, whole_values
-from kvbaton.connectors.layout import AXES, KVLayout, Plane, contiguous_plane
+from kvbaton.connectors.layout import BLOCK, FEATURE, KV, KVLayout, Plane, contiguous_plane
 from kvbaton.connectors.pairing import GroupPairing, planes_named
 from kvbaton.connectors.plan import plan, swap
 from kvbaton.connectors.store import KEY_BYTES
@@ -178,29 +178,29 @@ class ObjectForm:
     ) -> tuple[list[BlockBytes], list[tuple[BlockBytes, BlockBytes]]]:
         """Runs of a plane in canonical order, and those of its replicas."""
         name = plane.name
-        ranks = [msgspec.structs.replace(x, planes=(_named(x, name),)) for x in self._layouts]
+        own = planes_named(name, self._layouts)
+        ranks = [
+            msgspec.structs.replace(layout, planes=(of,))
+            for layout, of in zip(self._layouts, own, strict=True)
+        ]
         whole = msgspec.structs.replace(self._canonical, planes=(plane,))
         block = np.zeros(1, np.int64)
         there = plan(GroupPairing(ranks, [whole]), block, block, 0, self.block_size)
         back = plan(GroupPairing([whole], ranks), block, block, 0, self.block_size)
         held = {
-            at: BlockBytes(rank, region, offset, _named(ranks[rank], name).strides[0], length)
+            at: BlockBytes(rank, region, offset, own[rank].strides[BLOCK], length)
             for (rank, _), ranges in there.items()
             for at, region, offset, length in _spread(ranges)
         }
         copies = []
         for (_, rank), ranges in back.items():
             for at, region, offset, length in _spread(swap(ranges)):
-                run = BlockBytes(rank, region, offset, _named(ranks[rank], name).strides[0], length)
+                run = BlockBytes(rank, region, offset, own[rank].strides[BLOCK], length)
                 if held.get(at, run).length != length or at not in held:
                     raise LayoutMismatchError(f"plane {name!r}: replicas must be laid out alike")
                 if held[at] != run:
                     copies.append((held[at], run))
         return [held[at] for at in sorted(held)], copies
-
-
-def _named(layout: KVLayout, name: str) -> Plane:
-    return planes_named(name, [layout])[0]
 
 
 def _spread(ranges: Ranges) -> list[tuple[int, int, int, int]]:
@@ -221,18 +221,17 @@ def _spread(ranges: Ranges) -> list[tuple[int, int, int, int]]:
 def _canonical(layouts: Sequence[KVLayout]) -> KVLayout:
     """The layout of a pool of one object."""
     planes, offset = [], 0
-    size = AXES.index
     for name in sorted(plane.name for plane in layouts[0].planes):
         mine = planes_named(name, layouts)
         plane = contiguous_plane(
             num_blocks=1,
             block_size=layouts[0].block_size,
             num_heads=mine[0].head_total,
-            head_dim=mine[0].shape[size("feature")],
+            head_dim=mine[0].shape[FEATURE],
             layers=tuple(sorted({layer for plane in mine for layer in plane.layers})),
             dtype=mine[0].dtype,
             offset=offset,
-            kv=mine[0].shape[size("kv")],
+            kv=mine[0].shape[KV],
             name=name,
         )
         offset += plane.strides[0]

@@ -34,7 +34,7 @@ from kvbaton.connectors.base import Transport
 from kvbaton.connectors.store import Store
 from kvbaton.errors import ConfigError, KvbatonError
 
-LEAST = 4
+LEAST_SECRET = 4
 """Characters of what is looked for in texts: of less there is something everywhere."""
 
 _SECRET = re.compile(r"\{(env|file):([^{}]+)\}")
@@ -73,14 +73,14 @@ def filled_in(flag: str, option: str, value: Any) -> Any:
             raise ConfigError(flag, text) from error
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(flag, f"option {option} can't be read: {error}") from error
-        if len(secret) >= LEAST:
+        if len(secret) >= LEAST_SECRET:
             _known[secret] = found[0]
         return secret
 
     return _SECRET.sub(look_up, value)
 
 
-FIRST = "1.0"
+FIRST_CONTRACT = "1.0"
 _VERSION = re.compile(r"(\d+)\.(\d+)")
 
 
@@ -121,7 +121,7 @@ class Contract:
         Raises:
             ConfigError: it is none that can be loaded.
         """
-        written = getattr(connector, "contract", FIRST)
+        written = getattr(connector, "contract", FIRST_CONTRACT)
         version = _VERSION.fullmatch(written) if isinstance(written, str) else None
         if version is None:
             raise ConfigError(flag, f"{target}'s contract is {written!r}, not MAJOR.MINOR")
@@ -371,10 +371,9 @@ def find_connector(kind: Kind, target: str) -> Any:
     entry = find_entry(kind, target)
     try:
         factory = entry.load()
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(kind.flag, f"can't load {target}: {error}") from error
     except Exception as error:  # whatever its module does when it is imported
-        what = f"{type(error).__name__}: {error}"
+        known = isinstance(error, ImportError | AttributeError)
+        what = str(error) if known else f"{type(error).__name__}: {error}"
         raise ConfigError(kind.flag, f"can't load {target}: {what}") from error
     if not callable(factory):
         raise ConfigError(kind.flag, f"{target} is not a class")

@@ -10,6 +10,7 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import cast
 
@@ -167,7 +168,7 @@ def look(root: Path = Path("/"), env: Mapping[str, str] = os.environ) -> SystemI
         ucx_settings={name: env[name] for name in sorted(env) if name.startswith("UCX_")},
         warnings=[],
     )
-    found.warnings = [text for text in _warnings(found, root) if text]
+    found.warnings = _warnings(found, root)
     return found
 
 
@@ -200,27 +201,23 @@ def _warnings(found: SystemInfo, root: Path) -> list[str]:
     dmabuf = re.search(r"^ib_uverbs\b", modules, re.MULTILINE) is not None
     scope = _read(root / "proc/sys/kernel/yama/ptrace_scope").strip()
     transports, shm = found.ucx_settings.get("UCX_TLS", ""), root / "dev/shm"
-    return [
-        "" if found.rdma else "no RDMA device: between machines UCX falls back to TCP",
-        "" if found.gpus else "no NVIDIA GPU: models and KV cache stay on the CPU",
+    told = {
+        "no RDMA device: between machines UCX falls back to TCP": not found.rdma,
+        "no NVIDIA GPU: models and KV cache stay on the CPU": not found.gpus,
         "neither nvidia_peermem nor ib_uverbs is loaded: GPU memory reaches the network through "
-        "the host"
-        if found.gpus and found.rdma and not (peermem or dmabuf)
-        else "",
+        "the host": found.gpus and found.rdma and not (peermem or dmabuf),
         f"kernel.yama.ptrace_scope is {scope}: UCX can't copy between processes in one go (CMA) "
-        "and goes through shared memory"
-        if scope not in ("", "0")
-        else "",
-        f"UCX_TLS={transports} leaves out cuda_ipc: GPU memory of one machine goes through the host"
-        if found.gpus and transports and not re.search(r"\b(all|cuda|cuda_ipc)\b", transports)
-        else "",
-        f"/dev/shm has less than {SMALL_SHM_BYTES >> 20} MiB free: shared memory may fail"
-        if not shm.is_dir() or shutil.disk_usage(shm).free < SMALL_SHM_BYTES
-        else "",
-        "NIXL is not installed: only the transport tcp works between processes"
-        if not {"nixl-cu13", "nixl"} & found.versions.keys()
-        else "",
-    ]
+        "and goes through shared memory": scope not in ("", "0"),
+        f"UCX_TLS={transports} leaves out cuda_ipc: GPU memory of one machine goes through the "
+        "host": found.gpus and transports and not re.search(r"\b(all|cuda|cuda_ipc)\b", transports),
+        f"/dev/shm has less than {SMALL_SHM_BYTES >> 20} MiB free: shared memory may fail": (
+            not shm.is_dir() or shutil.disk_usage(shm).free < SMALL_SHM_BYTES
+        ),
+        "NIXL is not installed: only the transport tcp works between processes": (
+            not {"nixl-cu13", "nixl"} & found.versions.keys()
+        ),
+    }
+    return [text for text, holds in told.items() if holds]
 
 
 def _list(folder: Path) -> list[Path]:
@@ -249,7 +246,7 @@ def run_namespaces(spec: str, clear: str | None = None) -> int:
     if not store.capabilities.namespaces:
         raise ConfigError("SPEC", f"{store.name} does not tell namespaces apart")
     store.open()
-    try:
+    with closing(store):
         able = cast(Namespaced, store)
         if clear is not None:
             print(f"{clear}: {able.clear(clear).result(CLEAR_S)} objects forgotten")
@@ -259,6 +256,4 @@ def run_namespaces(spec: str, clear: str | None = None) -> int:
                 f"{name or '(none)'}: {usage.objects} objects, {usage.num_bytes} bytes"
                 + (f" ({tenants})" if tenants else "")
             )
-    finally:
-        store.close()
     return 0

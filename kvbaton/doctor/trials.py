@@ -190,7 +190,7 @@ def _store_steps(spec: str, trial: StoreTrial) -> Generator[None]:
     store = load_store(spec)
     yield
     store.open()
-    try:
+    with closing(store):
         yield
         keys = [os.urandom(KEY_BYTES) for _ in range(NUM_OBJECTS)]
         sent = np.random.default_rng(1).integers(0, 256, (NUM_OBJECTS, OBJECT_BYTES), np.uint8)
@@ -220,8 +220,6 @@ def _store_steps(spec: str, trial: StoreTrial) -> Generator[None]:
             reasons.append(health)
         trial.warnings = [f"{trial.store}: {reason}" for reason in reasons]
         yield
-    finally:
-        store.close()
 
 
 def _answer(call: Callable[[], Future[T]]) -> tuple[T, float]:

@@ -374,7 +374,7 @@ class EngineCore:
 
     def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes and encoder outputs; returns how many blocks held any."""
-        count = self.scheduler.blocks.reset_cache()
+        count = self.scheduler.blocks.pool.reset_cache()
         return count + sum(self.connectors.call(KVConnector.reset_prefix_cache))
 
     def reset_store(self) -> int | Future[int]:

@@ -431,10 +431,6 @@ class KVCacheManager:
 
     # --- steps, cache, accounts ---
 
-    def reset_cache(self) -> int:
-        """Empty the prefix cache; returns how many blocks left it."""
-        return self.pool.reset_cache()
-
     def num_incoming(self) -> int:
         """Blocks that a remote writer may write."""
         return int(np.count_nonzero(np.frombuffer(self.pool.incoming, np.int64)))

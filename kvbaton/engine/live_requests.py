@@ -1,7 +1,7 @@
 """The live requests: where each one is in its life, what it holds, and how it goes on and ends.
 
-No I/O: requests, loads and tokens in, outputs out, and an injected clock. `scheduler.py` decides
-which of them are computed next; connectors (`kv_connector.py`) load the KV of some.
+No I/O: requests and tokens in, outputs out, and an injected clock. `scheduler.py` decides which of
+them are computed next; connectors (`kv_connector.py`) load the KV of some (`loading_requests.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as SequenceOf
 from operator import attrgetter
 from typing import Any
 
@@ -38,7 +37,7 @@ from kvbaton.engine.step import BlockCopy
 from kvbaton.engine.validate import validate_request
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest, Mark, Output
-from kvbaton.types import ChoiceStart, TokenLogprobs, clip_text
+from kvbaton.types import TokenLogprobs, clip_text
 
 TOKEN_MARKS = ("first_token", "second_token")
 """Of the tokens that are timed, in order."""
@@ -161,7 +160,7 @@ class LiveRequests:
         self.totals.received += 1
         sequence = Sequence(entered, 0, known, len(self.blocks.groups))
         entered.sequences.append(sequence)
-        self._wait(sequence, SequenceState.WAITING)
+        self._enqueue(sequence, SequenceState.WAITING)
         waits = False
         for connector in self.connectors.having[KVConnector.added]:
             # Not contained: what is raised about a request that comes fails it, and no more.
@@ -256,7 +255,7 @@ class LiveRequests:
             if item.sequence.handle != item.handle
         }
 
-    def _wait(self, sequence: Sequence, state: SequenceState) -> None:
+    def _enqueue(self, sequence: Sequence, state: SequenceState) -> None:
         """Put a sequence into the queue, where its rank belongs."""
         sequence.state = state
         insort(self.waiting, sequence, key=_rank)
@@ -271,7 +270,7 @@ class LiveRequests:
         """Put a parked sequence back into the queue; others are left alone."""
         if sequence.state is SequenceState.PARKED:
             self._leave(sequence)
-            self._wait(sequence, SequenceState.WAITING)
+            self._enqueue(sequence, SequenceState.WAITING)
 
     def run(self, sequence: Sequence) -> None:
         """From now on a sequence takes part in steps."""
@@ -349,10 +348,10 @@ class LiveRequests:
         sequence.request.mark("preempted", self.clock())
         if sequence.request.prompt_logprobs and not sequence.pending:
             sequence.request.prompt_logprobs.clear()  # the prompt will be computed again
-        self._part(sequence)
-        self._wait(sequence, SequenceState.PREEMPTED)
+        self._detach(sequence)
+        self._enqueue(sequence, SequenceState.PREEMPTED)
 
-    def _part(self, sequence: Sequence) -> None:
+    def _detach(self, sequence: Sequence) -> None:
         """Take a sequence from the runner and from its blocks."""
         self._leave(sequence)
         if sequence.handle:
@@ -406,10 +405,15 @@ class LiveRequests:
             marks=request.take_marks() if request.marks else (),
         )
 
+    def commit(self, sequence: Sequence) -> None:
+        """Offer the blocks that have become full and final to the prefix cache."""
+        for g, first, end in self.blocks.commit(sequence):
+            self.connectors.call(KVConnector.committed, sequence, g, first, end)
+
     def retire(self, sequence: Sequence) -> None:
         """A sequence has its finish reason: give its blocks back."""
         assert sequence.finish_reason is not None
-        self._part(sequence)
+        self._detach(sequence)
         sequence.state = SequenceState.FINISHED
         if sequence.request.items:
             self.items.retired(sequence)
@@ -460,170 +464,6 @@ class LiveRequests:
         else:
             self._outbox.append(self.end_choice(sequence, "error", error, code))
 
-    # --- loads ---
-
-    def begin_load(
-        self, connector: KVConnector, sequence: Sequence, match: Match, end: int
-    ) -> None:
-        """Take blocks for the tokens from a cached prefix to `end`; a connector fills them."""
-        self.adopt(sequence, match)
-        following = next_after(connector, sequence, end)
-        self.blocks.skip_unneeded(sequence.tables, following)
-        self.blocks.trim(sequence, following)
-        if connector.medium == "transferred":  # only what is needed was verified, or came at all
-            wholes = [group.first_whole(end) for group in self.blocks.groups]
-            sequence.committed = list(map(max, sequence.committed, wholes))
-        spans = self.blocks.reserve(sequence.tables, end)
-        self._leave(sequence)
-        sequence.request.mark("loading", self.clock())
-        sequence.state = SequenceState.LOADING
-        load = Load(sequence, match.num_tokens, end, spans, connector)
-        self.loading[sequence.request.request_id] = load
-        try:
-            connector.start_load(load)
-        except Exception as error:
-            self.connectors.contain(connector, error, load)
-
-    def is_loading(self, load: Load) -> bool:
-        """Whether the sequence still waits for a load."""
-        return self.loading.get(load.sequence.request.request_id) is load
-
-    def finish_load(
-        self, load: Load, choices: SequenceOf[ChoiceStart] = (), *, cached_at_source: int = 0
-    ) -> list[Output]:
-        """All of a load is here and verified. Loads that nobody waits for are ignored.
-
-        Args:
-            load: what was begun.
-            choices: what another node sampled first, one per choice: the sequence goes on from
-                there. Without any it goes back to the queue, and finds the blocks in the cache.
-            cached_at_source: how many of the tokens that node had in its cache.
-        """
-        if not self.is_loading(load):
-            return []
-        request = load.sequence.request
-        unknown = (choice.token for choice in choices if choice.token >= self.config.vocab_size)
-        bad = next(unknown, None)
-        if choices and len(choices) != request.params.n:
-            wrong = f"the source sent {len(choices)} first tokens for n={request.params.n}"
-            return self.fail_load(load, load.end, wrong)
-        if bad is not None:
-            wrong = f"the source sent token {bad}, which the model does not have"
-            return self.fail_load(load, load.end, wrong)
-        self.totals.cached_at_source += cached_at_source
-        self._keep(load, load.end)
-        # A proxy that asks the source for one token can't tell it of `min_tokens`: one that ends
-        # the text before is sampled anew here.
-        params = request.params
-        ends = () if params.ignore_eos else self.config.eos_token_ids
-        early = params.min_tokens and load.sequence.num_generated < params.min_tokens
-        early = early and any(
-            choice.token in ends or choice.token in params.stop_token_ids for choice in choices
-        )
-        if early or not choices:
-            self._requeue(load)
-            return []
-        self.run(load.sequence)
-        for choice in range(1, request.params.n):
-            known = list(load.sequence.tokens)
-            child = Sequence(request, choice, known, len(self.blocks.groups))
-            self.fork(load.sequence, child)
-            child.parent = None  # The runner does not know it; the child comes with its tokens.
-        outputs = []
-        for sequence, start in zip(request.sequences, choices, strict=True):
-            # The source was perhaps asked for one token only: its "length" is no limit of ours.
-            stops = start.finish_reason == "stop"
-            finish = (start.finish_reason, start.stop_reason) if stops else None
-            outputs.append(self.append(sequence, start.token, start.logprobs, finish))
-        for sequence in tuple(request.sequences):
-            if sequence.finish_reason is not None:
-                self.retire(sequence)
-        return outputs
-
-    def fail_load(self, load: Load, valid_through: int, reason: str) -> list[Output]:
-        """Apply the load-failure policy to a load of which only so many tokens are verified.
-
-        Those, in whole blocks, go to the prefix cache; the request goes back to the queue and gets
-        fresh blocks for the rest when it is admitted. Loads that nobody waits for are ignored.
-        """
-        if not self.is_loading(load):
-            return []
-        self.totals.load_failures += 1
-        load.sequence.request.mark("load_failed", self.clock())
-        if self.config.kv_load_failure_policy == "fail":
-            whence = " from the store" if load.connector.medium == "store" else ""
-            error = f"the KV cache could not be loaded{whence}: {reason}"
-            return self.end(load.sequence.request, "error", error)
-        self.cut_load(load, valid_through)
-        if load.connector.medium == "transferred":
-            if any(self.connectors.call(KVConnector.load_failed, load.sequence)):
-                self.park(load.sequence)
-        return []
-
-    def cut_load(self, load: Load, valid_through: int) -> None:
-        """Of a load only so many tokens came: keep them, in whole blocks, and compute the others.
-
-        Loads that nobody waits for are ignored.
-        """
-        if self.is_loading(load):
-            valid = min(valid_through, load.end)
-            self._keep(load, valid - valid % self.blocks.alignment)
-            self._requeue(load)
-
-    def fail_connector(
-        self, connector: KVConnector, request: Request | None, reason: str
-    ) -> list[Output]:
-        """Fail what a connector that has raised owes: to one request, or to all of them.
-
-        Loads fail by the load-failure policy. Hand-overs that it was to serve end with an error.
-        """
-        outputs: list[Output] = []
-        for one in [*self.requests.values()] if request is None else [request]:
-            load = self.loading.get(one.request_id)
-            if load is not None and load.connector is connector:
-                outputs += self.fail_load(load, load.start, reason)
-            elif self._is_live(one) and self.must_not_compute(one, connector):
-                outputs += self.end(one, "error", reason)
-        if request is None:
-            for sequence in list(self.parked):  # it may be what they wait for
-                self.unpark(sequence)
-        return outputs
-
-    def must_not_compute(self, request: Request, connector: KVConnector) -> bool:
-        """Whether a request is of no use without a connector that plays a part in its hand-over."""
-        transfer = request.spec.transfer
-        if transfer is None or transfer.role != connector.transfer_role:
-            return False
-        waits = request.cached_tokens is None and self.config.kv_load_failure_policy == "fail"
-        return request.source or waits
-
-    def _keep(self, load: Load, end: int) -> None:
-        """Tokens up to `end` have valid KV, from now on for everybody."""
-        sequence, request = load.sequence, load.sequence.request
-        sequence.num_computed = sequence.num_scheduled = max(load.start, end)
-        gained = sequence.num_computed - load.start
-        if load.connector.medium == "transferred":
-            request.received = sequence.num_computed
-            request.transferred_tokens = gained
-        else:
-            usable = min(sequence.num_computed, len(request.prompt), len(sequence.tokens) - 1)
-            cached = request.cached_tokens or 0
-            gained = max(0, usable - cached)
-            request.cached_tokens = cached + gained
-        self.totals.prompt_tokens[load.connector.medium] += gained
-        self.commit(sequence)
-
-    def commit(self, sequence: Sequence) -> None:
-        """Offer the blocks that have become full and final to the prefix cache."""
-        for g, first, end in self.blocks.commit(sequence):
-            self.connectors.call(KVConnector.committed, sequence, g, first, end)
-
-    def _requeue(self, load: Load) -> None:
-        """Put a sequence that was loading back into the queue, without its blocks."""
-        self._leave(load.sequence)
-        self.blocks.clear(load.sequence)
-        self._wait(load.sequence, SequenceState.WAITING)
-
     # --- accounts ---
 
     def counters(self) -> dict[str, float]:
@@ -665,11 +505,3 @@ class LiveRequests:
             "steps_in_flight": [step.number for step in self.in_flight],
             "requests": [request.describe() for request in self.requests.values()],
         }
-
-
-def next_after(connector: KVConnector, sequence: Sequence, end: int) -> int:
-    """The first token that is computed after a load up to `end`.
-
-    A source has sampled what follows a prompt; of one that a store has the last token is computed.
-    """
-    return end if connector.medium == "transferred" else min(end, len(sequence.tokens) - 1)

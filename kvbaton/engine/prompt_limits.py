@@ -1,7 +1,7 @@
 """The longest prompts that an engine computes, and takes from other nodes: what a router is told.
 
 They follow from the scheduler's rules for an idle engine, so that no prompt is computed elsewhere
-for an engine that never has the room to load it (`Scheduler._has_room_to_load`).
+for an engine that never has the room to load it (`LoadingRequests._has_room_to_load`).
 """
 
 from __future__ import annotations

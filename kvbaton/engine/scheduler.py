@@ -18,10 +18,8 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +29,7 @@ from kvbaton.engine.chunk_limit import IN_TIME
 from kvbaton.engine.config import SchedulerConfig
 from kvbaton.engine.kv_cache_manager import Match
 from kvbaton.engine.kv_connector import KVConnector
-from kvbaton.engine.live_requests import LiveRequests, next_after
+from kvbaton.engine.loading_requests import LoadingRequests
 from kvbaton.engine.request import InFlightStep, ScheduledSequence, Sequence, SequenceState
 from kvbaton.engine.speculative import NO_DRAFTS, NgramProposer
 from kvbaton.engine.step import (
@@ -44,14 +42,6 @@ from kvbaton.engine.step import (
     StepResult,
 )
 from kvbaton.messages.engine import Output
-
-
-class Proposer(Protocol):
-    """Guesses what follows; see `NgramProposer`."""
-
-    def propose(self, tokens: npt.NDArray[np.int32], count: int) -> tuple[int, ...]:
-        """At most `count` tokens after these."""
-        ...
 
 
 @dataclass
@@ -84,7 +74,7 @@ class StepDraft:
         return any(item.sequence is sequence for item in self.scheduled)
 
 
-class Scheduler(LiveRequests):
+class Scheduler(LoadingRequests):
     """Continuous batching with chunked prefill, prefix caching and preemption by recompute.
 
     Args:
@@ -93,11 +83,8 @@ class Scheduler(LiveRequests):
         clock: monotonic seconds.
 
     Attributes:
+        propose: guesses at most so many tokens that follow others.
         result_at: when the core had the result of the latest step, on the monotonic clock.
-        both_sides: the node prefills for others and is prefilled for. Two such nodes, each full of
-            loads that wait for the other's prompts, would wait for ever: so loads leave half of the
-            seats to prompts, and blocks for any of them (`load_share`), and who has no room before
-            a load ends waits beside the queue.
     """
 
     def __init__(
@@ -109,23 +96,12 @@ class Scheduler(LiveRequests):
     ) -> None:
         super().__init__(config, root_key=root_key, clock=clock)
         drafts = config.speculative or NO_DRAFTS
-        self.proposer: Proposer = NgramProposer(*drafts.lookup)
+        self.propose: Callable[[npt.NDArray[np.int32], int], tuple[int, ...]]
+        self.propose = NgramProposer(*drafts.lookup).propose
         self._longest_draft = drafts.num_speculative_tokens
-        self.both_sides = False
         self.result_at: float | None = None
         self._handles = itertools.count(1)
         self._launched = 0
-
-    @cached_property
-    def load_share(self) -> float:
-        """Share of the blocks that loads may take where `both_sides`: half of them, or more.
-
-        What is left is enough for the longest prompt with as many choices as have seats.
-        """
-        forks = self.config.max_num_seqs // 2 * len(self.blocks.groups)
-        longest = self.blocks.need(self.blocks.empty(), self.config.max_model_len) + forks
-        left = 1.0 - longest / max(1, self.blocks.pool.usable)
-        return max(0.5, min(self.config.max_loading_share, left))
 
     # --- plans ---
 
@@ -231,7 +207,7 @@ class Scheduler(LiveRequests):
         )
         if most < 1:
             return ()
-        proposed = self.proposer.propose(sequence.token_array(), most)
+        proposed = self.propose(sequence.token_array(), most)
         if sequence.request.params.grammar:
             proposed = self.grammars.cut(sequence, proposed)
         end = known + len(proposed)
@@ -259,7 +235,7 @@ class Scheduler(LiveRequests):
             victims = [one for one in self.running if not one.request.source]
             if self.blocks.fits_soon(need) or not victims or draft.holds(last := victims[-1]):
                 return False
-            if victims == [sequence] and not self._is_crowded_out(sequence):
+            if victims == [sequence] and not self.is_crowded_out(sequence):
                 return False  # Alone, it waits for blocks that transfers or steps still hold.
             if last.is_ending:
                 return False  # Its blocks come no later, and connectors are still to take hold.
@@ -378,14 +354,14 @@ class Scheduler(LiveRequests):
         It gets all blocks that its known tokens need, beyond what running requests may claim at
         their next step. Blocks in quarantine are not free, hence count as absent.
         """
-        request, total, holders = sequence.request, len(sequence.tokens), self._holders()
+        request, total, holders = sequence.request, len(sequence.tokens), self.holders()
         taken = 1 + sequence.unforked
         for other in holders:
             taken += 1 + other.unforked
         if sequence.pending:
             return False
         if taken > self.config.max_num_seqs:
-            return self._is_crowded_out(sequence) and self._step_aside(sequence)
+            return self.is_crowded_out(sequence) and self.step_aside(sequence)
         if error := self.blocks.too_large(total):
             self._reject(sequence, error)
             return True
@@ -393,7 +369,7 @@ class Scheduler(LiveRequests):
             match = self.blocks.match_sequence(sequence)
         else:
             match = Match(0, self.blocks.empty())
-        outcome = self._load(sequence, match)
+        outcome = self.load_beyond(sequence, match)
         if outcome != "compute":
             return outcome == "done"
         missing = len(request.prompt) - match.num_tokens
@@ -405,9 +381,9 @@ class Scheduler(LiveRequests):
             return True
         if request.params.grammar and not self._can_follow(sequence):
             return True
-        fitting = self._fitting(sequence, match, self._claims(holders))
+        fitting = self._fitting(sequence, match, self.wanted(holders))
         if fitting is None:
-            return self._is_crowded_out(sequence) and self._step_aside(sequence)
+            return self.is_crowded_out(sequence) and self.step_aside(sequence)
         if fitting is not match and request.items and self._awaits_item(sequence, fitting):
             return True
         whole = self.config.whole_prompts
@@ -427,74 +403,6 @@ class Scheduler(LiveRequests):
         self._extend(draft, sequence, total, sequence.num_scheduled + count)
         self._compute(draft, sequence, count)
         return True
-
-    def _load(self, sequence: Sequence, match: Match) -> Literal["done", "wait", "compute"]:
-        """Let a connector bring what is beyond a cached prefix.
-
-        Returns:
-            ``done`` if one does, will tell later, or must and can't; ``wait`` if there has to be
-            room first; ``compute`` if none has anything to bring.
-        """
-        for connector in self.connectors.having[KVConnector.match]:
-            if connector in self.connectors.failing:
-                continue
-            try:
-                offer = connector.match(sequence, match.num_tokens)
-            except Exception as raised:
-                reason = self.connectors.contain(connector, raised, sequence)
-                if self.must_not_compute(sequence.request, connector):
-                    self._reject(sequence, reason)
-                    return "done"
-                continue
-            if offer is None:
-                self.park(sequence)
-                return "done"
-            if not offer:
-                continue
-            end = match.num_tokens + offer
-            if self._has_room_to_load(sequence, match, next_after(connector, sequence, end)):
-                self.begin_load(connector, sequence, match, end)
-                return "done"
-            if self.both_sides:
-                if sequence.request.source:
-                    continue  # the node that waits for it may be who these loads wait for
-                if self.loading and self._step_aside(sequence):
-                    return "done"
-                if self._exceeds(sequence, self.load_share, 0.5):
-                    continue  # there will never be room
-            # Room comes with the end of a load, which has a deadline.
-            if connector.waits_for_room or self.loading:
-                return "wait"
-        return "compute"
-
-    def _step_aside(self, sequence: Sequence) -> Literal[True]:
-        """Wait for the end of a load beside the queue: who is behind may have to go first."""
-        self.park(sequence)
-        self.crowded.add(sequence)
-        return True
-
-    def _is_crowded_out(self, sequence: Sequence) -> bool:
-        """Whether a sequence has no room before a load ends, on a node that prefills for others."""
-        return self.both_sides and bool(self.loading) and self._exceeds(sequence, 1.0, 1.0)
-
-    def _exceeds(self, sequence: Sequence, of_blocks: float, of_seats: float) -> bool:
-        """Whether a sequence, beside all that load, takes more than a share of blocks or of seats.
-
-        Each with its cached prefix, and what it wants at its next step.
-        """
-        blocks = seats = 0
-        for one in (sequence, *(load.sequence for load in self.loading.values())):
-            blocks += self.blocks.need(self.blocks.empty(), len(one.tokens) + 1)
-            blocks += one.unforked * len(self.blocks.groups)
-            seats += 1 + one.unforked
-        too_many = blocks > of_blocks * self.blocks.pool.usable
-        return too_many or seats > of_seats * self.config.max_num_seqs
-
-    def _holders(self) -> Iterable[Sequence]:
-        """Who has blocks, or is getting some."""
-        if not self.loading:
-            return self.running
-        return [*self.running, *(load.sequence for load in self.loading.values())]
 
     def _can_follow(self, sequence: Sequence) -> bool:
         """Whether masks of a sequence's grammar can be had; else it waits, or has ended."""
@@ -535,40 +443,6 @@ class Scheduler(LiveRequests):
         forbidden = self.config.debug_forbid_prompt_compute
         forbidden = forbidden and match.num_tokens < len(sequence.request.prompt) - 1
         return match if fits and not forbidden else None
-
-    def _has_room_to_load(self, sequence: Sequence, match: Match, start: int) -> bool:
-        """Loads that have not come in may not reserve everything, unless one is alone.
-
-        On a node that prefills for others they leave room for a prompt in any case, and half of the
-        seats, and none overtakes who waits for the end of one.
-        """
-        need = self.blocks.need(match.tables, len(sequence.tokens), start=start)
-        incoming = self.blocks.num_incoming()
-        share = min(self.config.max_loading_share, self.load_share if self.both_sides else 1.0)
-        if incoming and incoming + need > int(share * self.blocks.pool.usable):
-            return False
-        if self.both_sides and (self.crowded or self._exceeds(sequence, self.load_share, 0.5)):
-            return False
-        return self.blocks.fits(need, beside=self._claims(self._holders()), hits=match.tables)
-
-    def _claims(self, holders: Iterable[Sequence]) -> int:
-        """Blocks that those who have some, or are getting them, may want at their next step.
-
-        Behind a window it is all steps of a prompt: what they give back they want again.
-        """
-        claims = 0
-        for sequence in holders:
-            if sequence.is_ending:
-                continue
-            forks, known = sequence.unforked, len(sequence.tokens)
-            loading = sequence.state is SequenceState.LOADING
-            scheduled = known if forks or loading else sequence.num_scheduled
-            start = known if loading else sequence.num_scheduled
-            copy_at = scheduled if sequence.shares_tail else None
-            end = max(scheduled + 1, known)
-            claims += self.blocks.need(sequence.tables, end, start=start, copy_at=copy_at)
-            claims += forks * len(self.blocks.groups)
-        return claims
 
     # --- results ---
 

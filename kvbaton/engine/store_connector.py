@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from kvbaton.connectors.layout import GroupKind
 from kvbaton.engine.kv_connector import HeldBlocks, KVConnector, Load
-from kvbaton.engine.live_requests import LiveRequests, next_after
+from kvbaton.engine.loading_requests import LoadingRequests, next_after
 from kvbaton.engine.request import Request, Sequence, SequenceState
 from kvbaton.engine.store_calls import CircuitBreaker
 from kvbaton.engine.store_saves import SavedBatch, StoreSaves, num_bytes
@@ -100,7 +100,7 @@ class StoreConnector(KVConnector):
 
     def __init__(
         self,
-        scheduler: LiveRequests,
+        scheduler: LoadingRequests,
         worker: StoreWorker,
         *,
         lookup_timeout_s: float,

@@ -13,13 +13,14 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+from kvbaton.connectors.base import Device
 from kvbaton.connectors.digest import BlockRange
 from kvbaton.connectors.layout import GroupKind
 from kvbaton.connectors.objects import HEADER_BYTES, ObjectForm
@@ -125,13 +126,11 @@ class ProbeStore:
     Attributes:
         runs: which objects; blocks don't matter.
         lookup_seconds: what the lookup took.
-        seconds: what both took.
         error: why not.
     """
 
     runs: tuple[BlockRun, ...]
     lookup_seconds: float = 0.0
-    seconds: float = 0.0
     error: str | None = None
 
 
@@ -168,7 +167,7 @@ class ClearStore:
     done: Future[int]
 
 
-Order = LookUp | LoadBlocks | SaveBlocks | ProbeStore | Forgotten | ClearStore
+Order = LookUp | LoadBlocks | SaveBlocks | ProbeStore | ClearStore
 
 
 class StoreWorker:
@@ -201,7 +200,7 @@ class StoreWorker:
         self._executor = executor
         self.forms = forms
         self.identity = identity
-        self._outbox: deque[Order] = deque()
+        self._outbox: deque[Order | Forgotten] = deque()
         self._loop = JobLoop()
         self._loads: dict[LoadBlocks, set[Future[list[bool]]]] = {}
         self._forgotten = deque[bytes]()
@@ -218,24 +217,21 @@ class StoreWorker:
         Raises:
             ConfigError: the store can't be opened.
         """
-        opened: Future[None] = Future()
-        self._opened, self._ready = opened, Future[None]()
+        self._opened, self._ready = Future[None](), Future[None]()
         self._thread.start()
-        step, limit = opened, OPEN_S
-        try:
-            opened.result(limit)
-            step, limit = self._ready, REGISTER_S
-            step.result(limit)
-        except ConfigError:
-            raise
-        except BaseException as error:
-            if not step.done():  # a store's own TimeoutError is told as what it is
-                text = f"{self.name} was not open within {limit:g} s"
-                raise ConfigError("--store", text) from error
-            told = "" if isinstance(error, StoreError) else f"{type(error).__name__}: "
-            text = f"can't open {self.name}: {told}{error}"
-            shown = as_written(text)
-            raise ConfigError("--store", shown) from (error if shown == text else None)
+        for step, limit in ((self._opened, OPEN_S), (self._ready, REGISTER_S)):
+            try:
+                step.result(limit)
+            except ConfigError:
+                raise
+            except BaseException as error:
+                if not step.done():  # a store's own TimeoutError is told as what it is
+                    text = f"{self.name} was not open within {limit:g} s"
+                    raise ConfigError("--store", text) from error
+                told = "" if isinstance(error, StoreError) else f"{type(error).__name__}: "
+                text = f"can't open {self.name}: {told}{error}"
+                shown = as_written(text)
+                raise ConfigError("--store", shown) from (error if shown == text else None)
         self.status.start()
 
     def submit(self, order: Order) -> None:
@@ -251,8 +247,6 @@ class StoreWorker:
                 job = self._probe(order)
             case ClearStore():
                 job = self._clear(order)
-            case Forgotten():
-                raise ValueError("nobody can order a store to forget by itself")
         self._loop.post(lambda: self._loop.go_on(job))
 
     def cancel(self, order: LoadBlocks) -> None:
@@ -265,8 +259,8 @@ class StoreWorker:
         for pin in pins:
             self._loop.post(partial(self.calls.release, pin))
 
-    def take(self) -> list[Order]:
-        """Orders that were carried out since the last call."""
+    def take(self) -> list[Order | Forgotten]:
+        """Orders that were carried out since the last call, and what was forgotten."""
         try:
             os.eventfd_read(self.wake_fd)
         except BlockingIOError:
@@ -328,17 +322,14 @@ class StoreWorker:
 
     def _stage(self) -> BlockStaging:
         """Where the store finds blocks: it is told of that memory here."""
-        reached = self.calls.capabilities.devices
-        if isinstance(self.calls.plugin, Registering) and reached:
-            staging = self._executor.staging(self.forms, reached)
-            if self.calls.register(staging.regions):
-                return staging
-            return self._executor.staging(self.forms)
-        staging = self._executor.staging(self.forms)
-        self.calls.register(staging.regions)
-        return staging
+        told = isinstance(self.calls.plugin, Registering)
+        reached = self.calls.capabilities.devices if told else frozenset[Device]()
+        staging = self._executor.staging(self.forms, reached)
+        if self.calls.register(staging.regions) or not reached:
+            return staging
+        return self._executor.staging(self.forms)
 
-    def _done(self, order: Order) -> None:
+    def _done(self, order: Order | Forgotten) -> None:
         self._outbox.append(order)
         os.eventfd_write(self.wake_fd, 1)
 
@@ -377,7 +368,6 @@ class StoreWorker:
             yield run.keys, self.forms[run.group].kind is GroupKind.FULL
 
     def _probe(self, order: ProbeStore) -> Job[None]:
-        began = time.monotonic()
         left = PROBE_BYTES
         try:
             for run in order.runs:
@@ -396,7 +386,6 @@ class StoreWorker:
                         yield from self.calls.load(some, targets)
         except StoreError as error:
             order.error = str(error)
-        order.seconds = time.monotonic() - began
         self._done(order)
 
     # --- loads ---
@@ -600,14 +589,12 @@ def _runs(saves: Sequence[BlockSave]) -> list[list[BlockSave]]:
     runs: list[list[BlockSave]] = []
     for save in saves:
         last = runs[-1][-1] if runs else None
-        follows = last is not None and last.summed == save.summed
-        if follows and (save.summed or (last is not None and last.number + 1 == save.number)):
+        if last and last.summed == save.summed and (save.summed or last.number + 1 == save.number):
             runs[-1].append(save)
         else:
             runs.append([save])
     return runs
 
 
-def _batched(items: tuple[T, ...], size: int) -> Generator[tuple[T, ...]]:
-    for start in range(0, len(items), size):
-        yield items[start : start + size]
+def _batched(items: tuple[T, ...], size: int) -> list[tuple[T, ...]]:
+    return [items[start : start + size] for start in range(0, len(items), size)]

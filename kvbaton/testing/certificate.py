@@ -17,7 +17,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import kvbaton
-from kvbaton.connectors.registry import FIRST, declared, find_connector, split_spec
+from kvbaton.connectors.registry import FIRST_CONTRACT, declared, find_connector, split_spec
 from kvbaton.testing.check import Subject, check_all
 from kvbaton.testing.kit import LEVELS, CaseVerdict, Outcome
 
@@ -91,7 +91,7 @@ def certify(subject: Subject, speed: Speed, limit: float | None = None) -> tuple
         verdict=verdict,
         plugin=_plugin(target, found),
         contract={
-            "plugin": getattr(found, "contract", FIRST),
+            "plugin": getattr(found, "contract", FIRST_CONTRACT),
             "kvbaton": str(subject.registry.contract),
         },
         capabilities=declared(able),

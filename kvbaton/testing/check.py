@@ -26,6 +26,7 @@ from kvbaton.connectors.registry import (
 from kvbaton.connectors.registry import Kind as RegistryKind
 from kvbaton.errors import ConfigError, KvbatonError, StoreError, TransportError
 from kvbaton.testing import (
+    store_api,
     store_basics,
     store_crash,
     store_extras,
@@ -51,7 +52,8 @@ from kvbaton.testing.store_rig import LEAST_CAPACITY, STORE_KIT, BackDoor, Store
 from kvbaton.testing.transport_rig import TRANSPORT_KIT, pair_of
 
 CASES = (
-    *(store_basics, store_extras, store_objects, store_load, store_scale, store_crash),
+    *(store_api, store_basics, store_extras, store_objects),
+    *(store_load, store_scale, store_crash),
     *(transport_cases, transport_processes),
 )
 """Whose functions are the cases in the kits."""

@@ -1,28 +1,21 @@
-"""L0 and L1 of stores: each call does what it says, and every byte comes back under its own key."""
+"""L1 of stores: every byte comes back, under its own key."""
 
 from __future__ import annotations
 
 import ctypes
-import inspect
-from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from kvbaton.connectors.base import Memory
 from kvbaton.connectors.store import (
-    Found,
     Piece,
     Pieces,
     Registering,
-    Store,
-    StoreCapabilities,
-    Usage,
 )
-from kvbaton.errors import StoreError
-from kvbaton.testing.kit import Accounts, require, require_quick
-from kvbaton.testing.store_rig import StoreRig, case, views
+from kvbaton.testing.kit import require
+from kvbaton.testing.store_rig import StoreRig, case, view_of, views
 
 if TYPE_CHECKING:
     from hypothesis.strategies import DataObject
@@ -35,190 +28,6 @@ PAGE = 4096
 UNTOUCHED = b"\xa5"
 MANY_KEYS = 150
 """Deleted in one call."""
-
-# --- L0 ---
-
-CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
-    "open": ((), {}),
-    "health": ((), {}),
-    "lookup": (([],), {"pin": True}),
-    "release": ((1,), {}),
-    "load": (([], []), {}),
-    "store": (([], []), {}),
-    "delete": (([],), {}),
-    "usage": ((), {}),
-    "close": ((), {}),
-}
-"""How each method is called."""
-
-
-@case(0)
-def has_every_method(rig: StoreRig) -> None:
-    """A store has every member of `Store`, and its methods take what callers give them."""
-    require(isinstance(rig.store, Store), "it lacks a member of Store")
-    for name, (words, options) in CALLS.items():
-        method = getattr(rig.store, name)
-        try:
-            inspect.signature(method).bind(*words, **options)
-        except TypeError as error:
-            require(False, f"{name} must take {words} and {options}: {error}")
-
-
-@case(0)
-def says_who_it_is(rig: StoreRig) -> None:
-    """`name` is the one it was given; `capabilities` are what they are declared to be."""
-    require(rig.store.name == "kit", f"it was named 'kit' but calls itself {rig.store.name!r}")
-    able = rig.store.capabilities
-    require(isinstance(able, StoreCapabilities), f"capabilities are {type(able).__name__}")
-    require(able.max_keys >= 1, f"max_keys is {able.max_keys}")
-
-
-@case(0)
-def constructor_does_nothing(rig: StoreRig) -> None:
-    """The constructor does no I/O: no file, socket, thread or folder before `open`."""
-    rig.make()
-    files, before = sorted(rig.folder.rglob("*")), Accounts.now()
-    made = [rig.make() for _ in range(4)]
-    grown = Accounts.now().above(before, rounds=len(made))
-    require(not grown, f"{len(made)} stores that nobody opened have {grown}")
-    require(sorted(rig.folder.rglob("*")) == files, "the constructor made a file or folder")
-
-
-@case(0)
-def answers_are_futures(rig: StoreRig) -> None:
-    """Every call but `release` returns a `concurrent.futures.Future` of the type declared."""
-    (key,) = objects = rig.objects([100])
-    sources, targets = views(objects.values()), views([bytearray(100)])
-    calls: dict[str, Callable[[], Future[Any]]] = {
-        "lookup": lambda: rig.store.lookup([key]),
-        "store": lambda: rig.store.store([key], sources),
-        "load": lambda: rig.store.load([key], targets),
-        "delete": lambda: rig.store.delete([key]),
-    }
-    for name, call in calls.items():
-        future = call()
-        require(isinstance(future, Future), f"{name} returned {type(future).__name__}")
-        answer = rig.wait(future, name)
-        match answer:
-            case Found(present=tuple() as present, ticket=None):
-                right = name == "lookup" and [type(part) for part in present] == [bool]
-            case list():
-                right = name in ("store", "load") and [type(part) for part in answer] == [bool]
-            case _:
-                right = name == "delete" and type(answer) is int
-        require(right, f"{name} answered {answer!r}")
-    rig.store.release(0)
-
-
-@case(0)
-def a_miss_is_no_error(rig: StoreRig) -> None:
-    """For keys that nobody stored, every call has an answer, and none is an error."""
-    keys = [rig.key(), rig.key()]
-    require(rig.found(keys) == (False, False), "lookup found keys that nobody stored")
-    loaded = rig.wait(rig.store.load(keys, views([bytearray(10), bytearray(10)])), "load")
-    require(loaded == [False, False], f"load of keys that nobody stored said {loaded}")
-    if rig.lacks("deletes") is None:
-        deleted = rig.wait(rig.store.delete(keys), "delete")
-        require(deleted == 0, f"delete of keys that nobody stored counted {deleted}")
-
-
-@case(0)
-def empty_calls(rig: StoreRig) -> None:
-    """Calls without keys are answered."""
-    found = rig.wait(rig.store.lookup([]), "lookup")
-    require(found.present == (), f"lookup of nothing found {found.present}")
-    require(rig.wait(rig.store.load([], []), "load") == [], "load of nothing is []")
-    require(rig.wait(rig.store.store([], []), "store") == [], "store of nothing is []")
-    require(rig.wait(rig.store.delete([]), "delete") == 0, "delete of nothing is 0")
-
-
-@case(0)
-def lists_of_unequal_lengths(rig: StoreRig) -> None:
-    """As many keys as objects, else `ValueError`, from the call or from its future."""
-    buffers = views([bytearray(8)])
-    for name, call in {"load": rig.store.load, "store": rig.store.store}.items():
-        for keys in ([], [rig.key(), rig.key()]):
-            try:
-                rig.wait(call(keys, buffers), name)
-            except ValueError:
-                continue
-            require(False, f"{name} took {len(keys)} keys and one object")
-
-
-@case(0)
-def unknown_tickets(rig: StoreRig) -> None:
-    """`release` ignores tickets that are unknown or were released."""
-    (key,) = objects = rig.objects([10])
-    rig.put(objects)
-    ticket = rig.wait(rig.store.lookup([key], pin=True), "lookup").ticket
-    for unknown in (-1, 0, 1 << 40):
-        if unknown != ticket:
-            rig.store.release(unknown)
-    if ticket is not None:
-        rig.store.release(ticket)
-        rig.store.release(ticket)
-    rig.expect(objects, "after tickets were released twice")
-
-
-@case(0)
-def tickets_for_pins_only(rig: StoreRig) -> None:
-    """`lookup` gives a ticket only if it was asked to pin, can pin, and found something."""
-    (key,) = objects = rig.objects([10])
-    rig.put(objects)
-    pins = rig.store.capabilities.pins
-    plain = rig.wait(rig.store.lookup([key]), "lookup").ticket
-    nothing = rig.wait(rig.store.lookup([rig.key()], pin=True), "lookup").ticket
-    pinned = rig.wait(rig.store.lookup([key], pin=True), "lookup").ticket
-    require(plain is None, "a ticket although nothing was to be pinned")
-    require(nothing is None, "a ticket although nothing was found")
-    require((pinned is not None) == pins, f"pins is {pins}, the ticket of a hit {pinned}")
-    if pinned is not None:
-        rig.store.release(pinned)
-
-
-@case(0)
-def health_and_usage(rig: StoreRig) -> None:
-    """An open store is healthy; what it holds is counted in whole numbers, within its capacity."""
-    require(rig.store.health() is None, f"an open store says {rig.store.health()!r}")
-    usage = rig.store.usage()
-    require(isinstance(usage, Usage), f"usage is {type(usage).__name__}")
-    counts = (usage.objects, usage.num_bytes, usage.capacity)
-    good = all(count is None or (type(count) is int and count >= 0) for count in counts)
-    require(good, f"usage is {usage}")
-    full = usage.num_bytes is not None and usage.num_bytes > (usage.capacity or usage.num_bytes)
-    require(not full, f"more bytes than fit: {usage}")
-
-
-@case(0)
-def health_and_usage_are_quick(rig: StoreRig) -> None:
-    """`health` and `usage` tell what is known: they ask nobody, and never block."""
-    rig.put(rig.objects([1000]))
-    for name, ask in (("health", rig.store.health), ("usage", rig.store.usage)):
-        require_quick(name, ask, calls=5)
-
-
-@case(0)
-def close_twice(rig: StoreRig) -> None:
-    """`close` may be repeated."""
-    rig.put(rig.objects([1000]))
-    rig.store.close()
-    rig.store.close()
-
-
-@case(0)
-def not_open(rig: StoreRig) -> None:
-    """Before `open` and after `close` a call is a miss or a `StoreError`, and never hangs."""
-    rig.store.close()
-    for when, store in (("before open", rig.make()), ("after close", rig.store)):
-        target = bytearray(10)
-        try:
-            answer = rig.wait(store.load([rig.key()], views([target])), f"load {when}")
-        except (StoreError, CancelledError):
-            continue
-        require(answer == [False], f"load {when} answered {answer}")
-
-
-# --- L1 ---
 
 
 @case(1)
@@ -258,8 +67,7 @@ def pieces(rig: StoreRig) -> None:
         for cuts in (1, 2, 3, 17, 300):
             key, data, target = rig.key(), rig.noise(size), bytearray(size)
             rig.wait(rig.store.store([key], [rig.cut(data, cuts)]), "store")
-            loaded = rig.wait(rig.store.load([key], [rig.cut(target, 301 - cuts)]), "load")
-            rig.compare(bytes(target) if loaded[0] else None, data, f"{cuts} pieces")
+            rig.expect_in(rig.cut(target, 301 - cuts), key, data, f"{cuts} pieces")
 
 
 @case(1)
@@ -314,8 +122,7 @@ def registered_memory(rig: StoreRig) -> None:
             rig.wait(rig.store.store([key], [source]), "store")
             for target in sources:
                 target[0][:], target[1][:] = bytes(half), bytes(len(data) - half)
-                loaded = rig.wait(rig.store.load([key], [target]), "load")
-                rig.compare(b"".join(target) if loaded[0] else None, data, "registered memory")
+                rig.expect_in(target, key, data, "registered memory")
             rig.drop([key])
 
 
@@ -335,8 +142,7 @@ def registered_pages(rig: StoreRig) -> None:
             rig.wait(rig.store.store([key], [[source[PAGE : PAGE + size]]]), "store")
             source[:] = target[:] = UNTOUCHED * len(target)
             place = target[2 * PAGE : 2 * PAGE + size]
-            loaded = rig.wait(rig.store.load([key], [[place]]), "load")
-            rig.compare(bytes(place) if loaded[0] else None, data, "whole pages of a region")
+            rig.expect_in([place], key, data, "whole pages of a region")
             place[:] = UNTOUCHED * size
             around = target == source == UNTOUCHED * len(target)
             require(around, f"a load of {size} bytes wrote outside of its target")
@@ -375,21 +181,14 @@ def registered_by_address(rig: StoreRig) -> None:
         rig.wait(rig.store.store([key], sources), "store")
         _fill(places(101), bytes(size))
         _fill(places(200_000), bytes(size))
-        targets = cast("list[Pieces]", [places(200_000)])
-        loaded = rig.wait(rig.store.load([key], targets), "load")
-        found = b"".join(_view(piece) for piece in places(200_000))
-        rig.compare(found if loaded[0] else None, data, "memory by its address")
+        rig.expect_in(places(200_000), key, data, "memory by its address")
         rig.expect({key: data}, "stored from memory by its address")
         require(memory.raw[:101] == bytes(101), "bytes beside the target were written")
 
 
-def _view(piece: Piece) -> memoryview:
-    return piece.view() if isinstance(piece, Memory) else piece
-
-
 def _fill(pieces: Sequence[Piece], data: bytes) -> None:
     at = 0
-    for view in map(_view, pieces):
+    for view in map(view_of, pieces):
         view[:] = data[at : at + len(view)]
         at += len(view)
 

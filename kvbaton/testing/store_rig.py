@@ -9,17 +9,17 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar, cast
 
 import numpy as np
 
+from kvbaton.connectors.base import Memory
 from kvbaton.connectors.registry import load_store
-from kvbaton.connectors.store import Forgetting, Pieces, Registering, Store
-from kvbaton.errors import StoreError
+from kvbaton.connectors.store import AnyPieces, Forgetting, Piece, Pieces, Registering, Store
 from kvbaton.testing.kit import SLOWER, CaseFailure, Kit, require
 
 T = TypeVar("T")
@@ -219,13 +219,6 @@ class StoreRig:
             in_time = done.wait(max(0.0, deadline - time.monotonic()))
             require(in_time, f"{what}: a future is not done after {patience:.3g} s")
 
-    def end(self, future: Future[T], what: str) -> T | None:
-        """The answer, or None if it was cancelled or ended by a `StoreError`, both allowed here."""
-        try:
-            return self.wait(future, what)
-        except (CancelledError, StoreError):
-            return None
-
     def ask_store(self, objects: Mapping[bytes, bytes], store: Store | None = None) -> list[bool]:
         """Store objects; the answers.
 
@@ -274,6 +267,11 @@ class StoreRig:
         for key, data in objects.items():
             self.compare(self.get(key, len(data), store), data, when)
 
+    def expect_in(self, target: AnyPieces, key: bytes, data: bytes, when: str) -> None:
+        """An object must come, byte for byte, into pieces of the case's own."""
+        loaded = self.wait(self.store.load([key], [cast(Pieces, target)]), "load")
+        self.compare(b"".join(map(view_of, target)) if loaded[0] else None, data, when)
+
     def expect_whole(self, objects: Mapping[bytes, bytes], when: str) -> list[bytes]:
         """Each object must be there byte for byte, or not at all; the keys of those that are."""
         there: list[bytes] = []
@@ -318,3 +316,8 @@ class StoreRig:
 def views(buffers: Iterable[bytearray | bytes]) -> list[Pieces]:
     """Each buffer as an object in one piece."""
     return [[memoryview(buffer)] for buffer in buffers]
+
+
+def view_of(piece: Piece) -> memoryview:
+    """The bytes of a piece in host memory."""
+    return piece.view() if isinstance(piece, Memory) else piece

@@ -160,7 +160,7 @@ real_lose = TargetSessions.lose
 @breaks((TargetSessions, "lose"))
 def takes_a_lost_peers_writes_for_gone(self: Any, node: Any, why: str) -> None:
     real_lose(self, node, why)
-    for other in self.of(node):
+    for other in self.sessions_with(node):
         self._release_all(other)
 
 
@@ -243,7 +243,7 @@ real_up = TargetSessions._up
 @breaks((TargetSessions, "_up"))
 def takes_welcome_for_drained(self: Any, line: Any, session: Any, message: Any) -> None:
     real_up(self, line, session, message)
-    for other in self.of(message.sender):
+    for other in self.sessions_with(message.sender):
         if other.over:
             self._release_all(other)
 

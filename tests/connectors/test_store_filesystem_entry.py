@@ -21,7 +21,7 @@ from kvbaton.connectors.stores.filesystem_entry import (
     HEADER_BYTES,
     NO_LABELS,
     PAGE,
-    DirectCalls,
+    DirectFileMover,
     EntryLabels,
     header,
     labels_of,
@@ -157,7 +157,7 @@ def test_direct_io_moves_blocks_past_the_page_cache(tmp_path: Path) -> None:
         assert wait(store.load([bytes(32)], [[apart]])) == [True]
         assert apart == data
     mover = store.backend._mover
-    assert isinstance(mover, DirectCalls)
+    assert isinstance(mover, DirectFileMover)
     assert [bool(flag) for flag in flags][-2:] == [not mover.refused, False]
     store.close()
 

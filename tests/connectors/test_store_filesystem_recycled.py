@@ -117,7 +117,7 @@ def test_room_on_the_disk_is_made_of_spares(full: FilesystemStore, tmp_path: Pat
     assert len(spares(tmp_path)) == 1
     room = filesystem_space.SpaceManager(str(tmp_path / "kvbaton-1"), COUNT * ENTRY)
     room.open()
-    assert room.make(2 * ENTRY, None)
+    assert room.make_room(2 * ENTRY, None)
     assert len(spares(tmp_path)) == 3
     assert room.evict(ENTRY)
     assert len(spares(tmp_path)) == 1, "the other's"

@@ -380,6 +380,29 @@ def test_closing_ends_what_is_under_way() -> None:
         store.lookup(KEYS)
 
 
+def test_a_tier_that_fails_to_close_keeps_nothing_open_and_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = threading.active_count()
+    held = faults(delay=1.0, delay_s=60.0)
+    store = TieredStore("tiered", tiers=[MEMORY, held, MEMORY], retry_s=60.0)
+    store.open()
+    waiting = store.load(KEYS[:1], [pieces(DATA[0])])
+    broken = inner(store, 0)
+    close = broken.close
+
+    def fail() -> None:
+        close()
+        raise OSError("it does not like to be closed")
+
+    monkeypatch.setattr(broken, "close", fail)
+    with pytest.raises(OSError, match="does not like"):
+        store.close()
+    assert waiting.done()
+    assert [tier.store.health() for tier in store.tiers] == ["not open"] * 3
+    assert threading.active_count() == before
+
+
 def test_a_tier_that_does_not_open_closes_the_others() -> None:
     before = threading.active_count()
     store = TieredStore("tiered", tiers=[MEMORY, {"memory": {"max_bytes": 0}}])

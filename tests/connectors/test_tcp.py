@@ -81,6 +81,25 @@ def test_junk_closes_only_its_own_connection(pair: Pair, junk: bytes) -> None:
     still_works(pair)
 
 
+def test_a_connection_that_gets_no_thread_is_closed_and_later_ones_are_taken(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, refused = threading.Thread.start, list[str]()
+
+    def start_later(thread: threading.Thread) -> None:
+        if thread.name == "tcp from" and not refused:
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_later)
+    with dial(pair) as sock:
+        assert is_closed(sock)
+    assert refused
+    member(pair).close()
+    still_works(pair)
+
+
 def test_a_dialler_without_the_token_is_turned_away(pair: Pair) -> None:
     hello = tcp_wire.MAGIC + bytes(64) + struct.pack("<H", 7) + b"mallory"
     with dial(pair) as sock:

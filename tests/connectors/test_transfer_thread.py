@@ -147,6 +147,10 @@ class Hostile(MemoryTransport):
         self._may("close")
         return super().close(peer)
 
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._may("shutdown")
+
 
 @pytest.mark.parametrize("method", ["connect", "write", "notices", "lost"])
 @pytest.mark.parametrize("side", [Prefill, Decode])
@@ -269,7 +273,7 @@ def test_a_transport_that_never_closes_keeps_no_session_that_writes_nothing(
     hostile.broken = "close"
     p.thread.inspect(lambda: p.worker.handle(PeerGone(d.id), time.monotonic()))
     assert not p.thread.inspect(lambda: p.worker._closing)
-    assert not p.machine.of(d.id)
+    assert not p.machine.sessions_with(d.id)
 
 
 class Fickle(MemoryTransport):
@@ -484,3 +488,18 @@ def test_a_source_that_stops_fails_what_is_left_and_says_that_it_has_drained(mak
     ended = d.outcome(attempt)
     assert isinstance(ended, Fail)
     assert ended.reason == "the source failed: the node stops"
+
+
+def test_a_transport_that_cannot_be_shut_down_keeps_nothing_else_open(
+    make: Make, hub: MemoryHub
+) -> None:
+    hostile, other = Hostile("hostile", hub), MemoryTransport("other", hub=hub)
+    p = make(Prefill, hostile)
+    p.worker.transports = [hostile, other]
+    hostile.broken = "shutdown"
+    p.close()
+    assert other.closed
+    assert p.thread.errors == 1
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(p.worker.outbox_fd)
+    assert p.thread.channel._context.closed

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -74,6 +74,14 @@ def test_what_one_life_saved_another_loads(
     second = opened(connector, tmp_path, **options)
     assert find(second, [*objects, bytes(32)]).present == (True,) * len(SIZES) + (False,)
     assert read(second, objects) == list(objects.values())
+
+
+def test_a_side_that_fails_to_shut_down_does_not_spare_the_other(tmp_path: Path) -> None:
+    store = load_store(spec(f"{__name__}:Clinging", tmp_path))
+    store.open()
+    with pytest.raises(RuntimeError, match="not yet"):
+        store.close()
+    assert Clinging.ended == ["WORKER", "SCHEDULER"]
 
 
 def test_a_block_that_is_gone_is_a_miss_and_is_saved_anew(opened: Any, tmp_path: Path) -> None:
@@ -284,6 +292,17 @@ class Late(Example):  # type: ignore[misc]
     def shutdown(self) -> None:
         self.hold.set()
         self._pool.shutdown()
+
+
+class Clinging(Example):  # type: ignore[misc]
+    """A worker that can't be shut down, and a scheduler that can."""
+
+    ended: ClassVar[list[str]] = []
+
+    def shutdown(self) -> None:
+        self.ended.append(self.role.name)
+        if self.role.name == "WORKER":
+            raise RuntimeError("not yet")
 
 
 class Unfinished(Example.__base__):  # type: ignore[misc]

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from kvbaton.connectors.store import NO_HINTS, Hints, Pieces, StoreCapabilities, Usage
 from kvbaton.connectors.stores.filesystem import Files, FilesystemStore
-from kvbaton.connectors.stores.filesystem_entry import HEADER_BYTES, SystemCalls, header
+from kvbaton.connectors.stores.filesystem_entry import HEADER_BYTES, FileMover, header
 from kvbaton.connectors.stores.threaded import ONE
 from kvbaton.errors import StoreError
 from tests.conformance.back_doors import FilesystemBackDoor
@@ -36,7 +36,7 @@ class BrokenFilesystem(FilesystemStore):
 
     def __init__(self, name: str, *, path: str) -> None:
         super().__init__(name, path=path)
-        self.backend = self.Broken(path, None, SystemCalls(), fsync=False, touch_seconds=60.0)
+        self.backend = self.Broken(path, None, FileMover(), fsync=False, touch_seconds=60.0)
         self.capabilities = self.backend.capabilities
         self.load_limit = self.store_limit = ONE  # by `get` and `put`, which subclasses break
 

@@ -76,7 +76,7 @@ def test_follows_pools_through_everything(
                 late.append(Index(strict=False))
                 late[-1].apply(encode(list(log.contents())))
         if data.draw(st.integers(0, 9)) == 0:
-            loop.scheduler.blocks.reset_cache()
+            loop.scheduler.blocks.pool.reset_cache()
             log.reset_prefix_cache()
         follow(log, blocks, index, *late, ints=ints)
     loop.run()
@@ -167,7 +167,7 @@ def test_store_keeps_blocks() -> None:
     log.saved("filesystem", 0, [keys[0], keys[2], b"?" * 32])
     index = Index()
     index.apply(encode(log.take()))
-    loop.scheduler.blocks.reset_cache()
+    loop.scheduler.blocks.pool.reset_cache()
     log.reset_prefix_cache()
     index.apply(encode(log.take()))
     assert index.hashes() == set()

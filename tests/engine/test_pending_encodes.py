@@ -459,7 +459,7 @@ def test_both_choices_wait_for_what_both_lack() -> None:
     for sequence in list(house.scheduler.running):
         house.scheduler.preempt(sequence)
     house.items.core.reset_prefix_cache()
-    house.scheduler.blocks.reset_cache()
+    house.scheduler.blocks.pool.reset_cache()
     house.run()
     assert house.encoder.encoded[digest_of(1)] == 2
     for choice in range(2):
@@ -487,7 +487,7 @@ def test_a_reset_while_an_item_is_made_again_in_part() -> None:
     house = House(4, ToyEncoder(delays=(5,)))
     house.add(prompt("0", (1, 64), 3))
     house.run()
-    house.scheduler.blocks.reset_cache()
+    house.scheduler.blocks.pool.reset_cache()
     pool = house.items.core.scheduler.blocks.pool
     pool.evict([max(pool.by_key[0].values())])
     house.add(prompt("1", (1, 64), 3))

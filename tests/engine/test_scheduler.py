@@ -261,7 +261,7 @@ def test_reset_prefix_cache_forgets():
     loop = Loop()
     loop.add(ask("a", prompt(9), max_tokens=1))
     loop.run()
-    assert loop.scheduler.blocks.reset_cache() == 2
+    assert loop.scheduler.blocks.pool.reset_cache() == 2
     loop.add(ask("b", prompt(9), max_tokens=1))
     loop.run()
     assert loop.outputs[-1].cached_tokens == 0
@@ -479,5 +479,5 @@ def perform(loop: Loop, op: object) -> None:
         case "step":
             loop.step()
         case "reset":
-            loop.scheduler.blocks.reset_cache()
+            loop.scheduler.blocks.pool.reset_cache()
             loop.check()

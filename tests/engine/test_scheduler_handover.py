@@ -207,7 +207,7 @@ def test_blocks_are_in_the_prefix_cache_only_once_they_are_verified():
     loop.add(ask("b", prompt(9), max_tokens=1))
     loop.step()
     assert loop.outputs[-1].cached_tokens == 0
-    loop.scheduler.blocks.reset_cache()
+    loop.scheduler.blocks.pool.reset_cache()
     deliver(loop, admitted)
     loop.add(ask("c", prompt(9), max_tokens=1))
     loop.step()

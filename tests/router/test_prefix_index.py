@@ -105,7 +105,7 @@ def test_says_what_the_scheduler_would_find(
             loop.step()
         event = data.draw(st.integers(0, 9))
         if event == 0:
-            blocks.reset_cache()
+            blocks.pool.reset_cache()
         feed.flush()
         if event == 1:
             told.begin(feed)

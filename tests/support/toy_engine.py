@@ -373,7 +373,7 @@ class Loop:
             self.config, root_key=lambda salt: root_key(bytes(32), salt), clock=self.clock
         )
         if drafts:
-            self.scheduler.proposer = ToyProposer(self)
+            self.scheduler.propose = ToyProposer(self).propose
         self.transfers = ToyTransfers()
         self.target = self.make_target(self.scheduler, self.transfers)
         self.scheduler.connectors = Connectors((self.target, ToySource()))

@@ -405,7 +405,7 @@ class Machine(Alarms, Generic[RecordT, SessionT]):
 
     # --- sessions ---
 
-    def of(self, node: NodeId | None) -> list[SessionT]:
+    def sessions_with(self, node: NodeId | None) -> list[SessionT]:
         """The sessions with a generation."""
         return [session for session in self.known.values() if session.node == node]
 

@@ -191,7 +191,7 @@ class Source(SourceSessions):
             raise RefusalError("layout", why)
         count = sum(len(span.blocks) for spans in message.spans for span in spans)
         pool = self.groups[0].num_blocks
-        of_peer = count + sum(s.pinned for s in self.of(session.node))
+        of_peer = count + sum(s.pinned for s in self.sessions_with(session.node))
         of_all = count + sum(s.pinned for s in self.known.values())
         if of_all * PINNED_SHARE > pool or of_peer * PINNED_SHARE_PER_PEER > pool:
             why = f"{of_all} of {pool} blocks would be pinned, {of_peer} of them for this target"

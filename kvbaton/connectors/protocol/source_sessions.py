@@ -94,7 +94,7 @@ class SourceSessions(Machine[Outgoing, SourceSession]):
         except RefusalError as error:
             self._refuse_session(link, hello.session, error.code, str(error))
             return
-        for older in self.of(hello.sender):
+        for older in self.sessions_with(hello.sender):
             self.end_session(older, "a new session has begun")
         self.known[session.id] = session
         self.ring_in("deadline", session.id, IDLE_LEASES * self.timers.lease)
@@ -226,7 +226,7 @@ class SourceSessions(Machine[Outgoing, SourceSession]):
 
     def _announce_drained(self, session: SourceSession) -> None:
         """Tell D, in the session that is up with it, that an earlier one has drained."""
-        for current in self.of(session.node):
+        for current in self.sessions_with(session.node):
             if current.state is SessionState.UP:
                 self._tell_drained(current, (session.id,))
 
@@ -258,7 +258,7 @@ class SourceSessions(Machine[Outgoing, SourceSession]):
 
     def peer_gone(self, event: events.PeerGone) -> None:
         """End the sessions of a generation whose process is gone."""
-        for session in self.of(event.node):
+        for session in self.sessions_with(event.node):
             self.end_session(session, "the peer is gone", now=True)
 
     def ring(self, owner: bytes) -> None:

@@ -267,7 +267,7 @@ class TargetSessions(Machine[Incoming, TargetSession]):
         if not session.over or session.attempts or session.id not in self.known:
             return
         del self.known[session.id]
-        if session.node is not None and not self.of(session.node):
+        if session.node is not None and not self.sessions_with(session.node):
             self.clear("resend", session.node)
             self.do(events.ForgetPeer(session.node))
 
@@ -285,7 +285,7 @@ class TargetSessions(Machine[Incoming, TargetSession]):
             self.apply(control.Drained, record, None)
 
     def _end_all(self, node: NodeId, why: str, *, fenced: bool = False) -> None:
-        for session in self.of(node):
+        for session in self.sessions_with(node):
             if not session.line.member:
                 session.line.used = -self.timers.lease
             self.end_session(session, why, fenced=fenced)
@@ -303,7 +303,7 @@ class TargetSessions(Machine[Incoming, TargetSession]):
             self._fence(node)
 
     def _fence(self, node: NodeId) -> None:
-        if any(session.over and session.attempts for session in self.of(node)):
+        if any(session.over and session.attempts for session in self.sessions_with(node)):
             self.ring_in("resend", node, self.timers.resend)
             self.fence(node)
 
@@ -320,7 +320,7 @@ class TargetSessions(Machine[Incoming, TargetSession]):
     def fenced(self, event: events.Fenced) -> None:
         """Nothing of a generation can land any more."""
         self.clear("resend", event.node)
-        over = self.of(event.node)
+        over = self.sessions_with(event.node)
         self._end_all(event.node, "the peer was fenced", fenced=True)
         for session in over:
             self._release_all(session)
@@ -331,7 +331,7 @@ class TargetSessions(Machine[Incoming, TargetSession]):
 
     def is_silent(self, node: NodeId) -> bool:
         """Whether nothing was heard of a generation for a `lease`."""
-        heard = max((session.heard for session in self.of(node)), default=0.0)
+        heard = max((session.heard for session in self.sessions_with(node)), default=0.0)
         return self.now - heard >= self.timers.lease
 
     # --- alarms ---

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvbaton.connectors.base import Memory
 from kvbaton.connectors.cuda_copies import CopyRun, CudaCopies
-from kvbaton.connectors.store import AnyPieces, Piece
+from kvbaton.connectors.store import AnyPieces, Piece, Pieces
 
 LARGE_BYTES = 256 << 10
 """From here on a copy gives other threads the interpreter; below, that costs more than it saves."""
@@ -118,3 +118,14 @@ def copy(targets: Iterable[Piece], sources: Iterable[Piece]) -> None:
                     np.frombuffer(target[:run], np.uint8), np.frombuffer(source[:run], np.uint8)
                 )
             target, source = target[run:], source[run:]
+
+
+def cut(pieces: Pieces, start: int, num_bytes: int) -> list[memoryview]:
+    """A run of the bytes of some pieces; what is beyond their end is left out."""
+    parts = []
+    for piece in pieces:
+        part = piece[min(start, len(piece)) : start + num_bytes]
+        start = max(start - len(piece), 0)
+        num_bytes -= len(part)
+        parts.append(part)
+    return parts

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Sequence
 
 from kvbaton.connectors.store import KEY_BYTES, Pieces
-from kvbaton.connectors.stores.arena_copies import copy
+from kvbaton.connectors.stores.arena_copies import copy, cut
 from kvbaton.connectors.stores.threaded import SEAL_BYTES, seal
 from kvbaton.errors import ConfigError
 
@@ -67,14 +67,3 @@ def take(slots: Sequence[memoryview], key: bytes, target: Pieces) -> bool | None
         return None
     copy(target, cut(slots, HEAD.size, num_bytes))
     return bool(seal(key, target) == digest)
-
-
-def cut(pieces: Pieces, start: int, num_bytes: int) -> list[memoryview]:
-    """A run of the bytes of some pieces; what is beyond their end is left out."""
-    parts = []
-    for piece in pieces:
-        part = piece[min(start, len(piece)) : start + num_bytes]
-        start = max(start - len(piece), 0)
-        num_bytes -= len(part)
-        parts.append(part)
-    return parts

@@ -75,12 +75,14 @@ class Driver:
         """
 
         async def run() -> None:
-            action()
-            if waiting := asyncio.all_tasks() - {asyncio.current_task()}:
-                _, late = await asyncio.wait(waiting, timeout=LAST_S)
-                for task in late:
-                    task.cancel()
-                await asyncio.gather(*waiting, return_exceptions=True)
+            try:
+                action()
+            finally:
+                if waiting := asyncio.all_tasks() - {asyncio.current_task()}:
+                    _, late = await asyncio.wait(waiting, timeout=LAST_S)
+                    for task in late:
+                        task.cancel()
+                    await asyncio.gather(*waiting, return_exceptions=True)
 
         try:
             self.submit(run()).result()

@@ -35,6 +35,7 @@ from typing_extensions import override
 from kvbaton.connectors.faults import Schedule, Schedules
 from kvbaton.connectors.registry import Spec, load_store
 from kvbaton.connectors.store import Found, Pieces, Store, StoreCapabilities, Usage
+from kvbaton.connectors.stores.arena_copies import cut
 from kvbaton.connectors.stores.driver import ComposedStore
 from kvbaton.errors import ConfigError, StoreError
 
@@ -183,11 +184,9 @@ class FaultyStore(ComposedStore):
             if ok and self._schedules.hit("corrupt", hit):
                 _flip(target, keys[place])
             if ok and self._schedules.hit("partial", hit):
-                start = sum(map(len, target)) // 2
-                for piece in target:
-                    kept = min(start, len(piece))
-                    piece[kept:] = b"\xff" * (len(piece) - kept)  # no number, in most floats
-                    start -= kept
+                num_bytes = sum(map(len, target))
+                for piece in cut(target, num_bytes // 2, num_bytes):
+                    piece[:] = b"\xff" * len(piece)  # no number, in most floats
             loaded[place] = ok and "partial" not in hit
         return loaded
 
@@ -222,9 +221,6 @@ def _flip(pieces: Pieces, key: bytes) -> None:
     uses the number notices.
     """
     place = int.from_bytes(key[:8]) % max(sum(map(len, pieces)), 1) // 8 * 8
-    left = _SPOILED_BYTES
-    for piece in pieces:
-        for index in range(place, min(place + left, len(piece))):
+    for piece in cut(pieces, place, _SPOILED_BYTES):
+        for index in range(len(piece)):
             piece[index] ^= 0x40
-            left -= 1
-        place = max(place - len(piece), 0)

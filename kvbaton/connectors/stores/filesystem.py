@@ -37,12 +37,11 @@ from contextlib import AbstractContextManager, suppress
 from kvbaton.connectors.store import KEY_BYTES, NO_HINTS, Hints, Pieces, StoreCapabilities, Usage
 from kvbaton.connectors.stores.filesystem_entry import (
     HEADER_BYTES,
-    DirectCalls,
+    DirectFileMover,
     EntryBuffer,
     EntryClaims,
     EntryLabels,
     FileMover,
-    SystemCalls,
     labels_of,
     start_of,
 )
@@ -51,6 +50,7 @@ from kvbaton.connectors.stores.filesystem_space import (
     SUFFIX,
     SpaceManager,
     Written,
+    closing_file,
     remove_file,
     status_of,
 )
@@ -111,7 +111,7 @@ class FilesystemStore(ThreadedStore):
         touch_seconds: float = 60.0,
         direct: bool = False,
     ) -> None:
-        mover = DirectCalls() if direct else SystemCalls()
+        mover = DirectFileMover() if direct else FileMover()
         backend = Files(path, max_bytes, mover, fsync=fsync, touch_seconds=touch_seconds)
         super().__init__(name, backend, threads=threads)
         self.load_limit, self.store_limit = LOADED_TOGETHER, ONE if fsync else TOGETHER
@@ -341,7 +341,7 @@ class Files(ClientBackend):
             if status is not None and stored[-1]:
                 self._touch(path, status.st_mtime, time.time())
         new = [n for n, there in enumerate(stored) if not there and sizes[n] <= most]
-        if not new or not self._space.make(min(sum(sizes[n] for n in new), most), deadline):
+        if not new or not self._space.make_room(min(sum(sizes[n] for n in new), most), deadline):
             return stored
         try:
             done = self._write([(*items[n], sizes[n]) for n in new], deadline)
@@ -361,7 +361,7 @@ class Files(ClientBackend):
             for key, source, hints, num_bytes in items:
                 temporary, file = self._space.begin(num_bytes)
                 files.append(Written(temporary, self._path(key), num_bytes))
-                try:
+                with closing_file(file):
                     labels = EntryLabels.of(hints)
                     pieces = self._buffer.fill(key, source, labels)
                     if not self._mover.move(file, pieces, write=True):
@@ -374,8 +374,6 @@ class Files(ClientBackend):
                     if labels.expires_at is not None:
                         with self._expiring_lock:
                             heapq.heappush(self._expiring, (labels.expires_at, self._path(key)))
-                finally:
-                    os.close(file)
             done = self._space.publish(files, deadline)
         finally:
             for written in files[done:]:
@@ -383,11 +381,9 @@ class Files(ClientBackend):
         if self._fsync:  # makes names durable, the folders' own included
             folders = {os.path.dirname(written.path) for written in files[:done]}
             for folder in (*folders, *{os.path.dirname(path) for path in folders}):
-                file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                try:
+                flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+                with closing_file(os.open(folder, flags)) as file:
                     os.fsync(file)
-                finally:
-                    os.close(file)
         return done
 
     @property

@@ -23,14 +23,15 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from itertools import islice
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Self
 
 import msgspec
 import numpy as np
 from msgspec import Struct
 
 from kvbaton.connectors.store import CLAIM_S, KEY_BYTES, Hints, Pieces
-from kvbaton.connectors.stores.filesystem_space import remove_file
+from kvbaton.connectors.stores.arena_copies import cut
+from kvbaton.connectors.stores.filesystem_space import closing_file, remove_file
 
 logger = logging.getLogger(__name__)
 
@@ -40,28 +41,21 @@ _MAX_PIECES = 1024
 """IOV_MAX."""
 
 
-class FileMover(Protocol):
-    """Moves pieces from and to an open file, from its first byte on."""
+class FileMover:
+    """Moves pieces from and to an open file, from its first byte on: by ``preadv``, ``pwritev``."""
 
     def move(self, file: int, pieces: Pieces, *, write: bool) -> bool:
         """Write the pieces, or fill them.
 
         False if the file ends before, or takes no more; raises `OSError` otherwise.
         """
-
-
-class SystemCalls:
-    """Moves by ``preadv`` and ``pwritev``."""
-
-    def move(self, file: int, pieces: Pieces, *, write: bool) -> bool:
-        """See `FileMover.move`."""
         return _move_all(os.pwritev if write else os.preadv, file, pieces)
 
 
-class DirectCalls(SystemCalls):
+class DirectFileMover(FileMover):
     """Moves past the page cache what lies on borders of pages, here and in memory.
 
-    Where the file system refuses that it goes on as `SystemCalls`.
+    Where the file system refuses that it goes on as any `FileMover`.
     """
 
     def __init__(self) -> None:
@@ -286,19 +280,7 @@ def _cut(pieces: Pieces, start: int, num_bytes: int) -> tuple[Pieces, Pieces]:
     lead = num_bytes % PAGE if (start + num_bytes) % PAGE == 0 else 0
     if not lead:
         return [], pieces
-    rest = list(pieces)
-    first = list[memoryview]()
-    for number, piece in enumerate(pieces):
-        if lead < len(piece):
-            rest = [piece[lead:], *pieces[number + 1 :]]
-            if lead:
-                first.append(piece[:lead])
-            break
-        first.append(piece)
-        lead -= len(piece)
-    else:
-        rest = []
-    return first, rest
+    return cut(pieces, 0, lead), cut(pieces, lead, num_bytes - lead)
 
 
 class EntryClaims:
@@ -360,10 +342,8 @@ class EntryClaims:
             file = self._open_file(path, flags)
         except FileExistsError:
             return None
-        try:
+        with closing_file(file):
             return _which(os.fstat(file))
-        finally:
-            os.close(file)
 
     def _is_void(self, path: str) -> bool:
         try:

@@ -34,7 +34,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -120,7 +120,7 @@ class SpaceManager:
             for folder in range(FOLDERS):
                 if f"{folder:02x}" in there:
                     self._visit(folder)
-        self.make(0, None)
+        self.make_room(0, None)
         self._recycled.clear()
 
     def look(self) -> None:
@@ -172,7 +172,7 @@ class SpaceManager:
     def publish(self, files: Sequence[Written], deadline: float) -> int:
         """Make entries of the first so many files, those for which there is room in time."""
         done = self._rename(files)
-        while done < len(files) and self.make(files[done].num_bytes, deadline):
+        while done < len(files) and self.make_room(files[done].num_bytes, deadline):
             done += self._rename(files[done:])
         return done
 
@@ -194,7 +194,7 @@ class SpaceManager:
                         gone += change
         return int(gone[0]), int(gone[1])
 
-    def make(self, num_bytes: int, deadline: float | None) -> bool:
+    def make_room(self, num_bytes: int, deadline: float | None) -> bool:
         """Evict until `num_bytes` more keep the limit; False if they won't in time.
 
         Args:
@@ -363,13 +363,8 @@ class SpaceManager:
             if lock is not None and mine:
                 lock.release()
 
-    @contextmanager
-    def _open(self, name: str) -> Iterator[int]:
-        file = self.open_file(self._in(name), os.O_RDWR | os.O_CREAT)
-        try:
-            yield file
-        finally:
-            os.close(file)
+    def _open(self, name: str) -> AbstractContextManager[int]:
+        return closing_file(self.open_file(self._in(name), os.O_RDWR | os.O_CREAT))
 
     def _totals(self, rows: Rows) -> None:
         objects, num_bytes = _total(rows)
@@ -432,6 +427,15 @@ class RecycledFiles:
         if not self._by_size[size]:
             del self._by_size[size]
         return path
+
+
+@contextmanager
+def closing_file(file: int) -> Iterator[int]:
+    """A descriptor, closed at the end of the block."""
+    try:
+        yield file
+    finally:
+        os.close(file)
 
 
 def remove_file(path: str) -> None:

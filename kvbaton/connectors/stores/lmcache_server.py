@@ -19,7 +19,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import zmq
@@ -142,19 +142,19 @@ class LMCacheServerBackend(ClientBackend):
     @contextmanager
     def _instance(self) -> Iterator[LMCacheInstance]:
         """An instance that nobody else uses meanwhile; one that fails is not used again."""
-        instance = None
         # A time-out, or whatever LMCache makes of an answer.
         with self._calling(f"LMCache server at {self._url}", Exception):
+            instance = None
+            with suppress(IndexError):  # none, or another thread was faster
+                instance = self._idle.pop()
+            if instance is not None and instance.is_old():
+                instance.close()
+                instance = None
+            instance = instance or LMCacheInstance(self._client, self._chunk_bytes, self._timeout_s)
             try:
-                instance = self._idle.pop() if self._idle else None
-                if instance is None or instance.is_old():
-                    if instance is not None:
-                        instance.close()
-                    instance = LMCacheInstance(self._client, self._chunk_bytes, self._timeout_s)
                 yield instance
             except Exception:
-                if instance is not None:
-                    instance.close()
+                instance.close()
                 raise
         self._idle.append(instance)
 

@@ -29,6 +29,7 @@ import numpy as np
 from kvbaton.connectors.nixl_library import load_nixl
 from kvbaton.connectors.store import Pieces, StoreCapabilities
 from kvbaton.connectors.stores.filesystem import Files
+from kvbaton.connectors.stores.filesystem_entry import FileMover
 from kvbaton.connectors.stores.threaded import (
     ONE,
     SEAL_BYTES,
@@ -209,8 +210,8 @@ class NixlPlugin:
             self._api.release_xfer_handle(transfer)
 
 
-class NixlMover:
-    """Moves bytes of files; a `FileMover`."""
+class NixlMover(FileMover):
+    """Moves bytes of files."""
 
     def __init__(self, plugin: NixlPlugin) -> None:
         self._plugin = plugin

@@ -126,7 +126,7 @@ class TieredStore(ComposedStore):
         if len(telling) == len(self.tiers):
             self.on_forget = None
             for store in telling:
-                store.on_forget = self._left
+                store.on_forget = self._gave_up
 
     @property
     def capabilities(self) -> StoreCapabilities:
@@ -204,8 +204,9 @@ class TieredStore(ComposedStore):
 
     @override
     def close_inner(self) -> None:
-        for tier in self.tiers:
-            tier.store.close()
+        with ExitStack() as opened:  # one that raises does not keep the others open
+            for tier in reversed(self.tiers):
+                opened.callback(tier.store.close)
 
     @override
     async def on_lookup(self, keys: list[bytes], pin: bool, prefix: bool = False) -> Found:
@@ -299,8 +300,8 @@ class TieredStore(ComposedStore):
                 copies = [(keys[i], self._copy(targets[i])) for i in came if keys[i] not in busy]
                 kept = {key: [data] for key, data in copies if data is not None}
                 if kept:
-                    raising = self._raise("promoted", depth, kept)
-                    self._move(list(kept), self._spend(sum(map(_length, kept.values())), raising))
+                    storing = self._store_above("promoted", depth, kept)
+                    self._move(list(kept), self._spend(sum(map(_length, kept.values())), storing))
         return [depth is not None for depth in depths]
 
     @override
@@ -397,7 +398,9 @@ class TieredStore(ComposedStore):
 
     # --- behind the caller's back ---
 
-    async def _raise(self, what: str, depth: int, objects: dict[bytes, list[memoryview]]) -> None:
+    async def _store_above(
+        self, what: str, depth: int, objects: dict[bytes, list[memoryview]]
+    ) -> None:
         """Store objects in the tiers before one."""
         stored = await self._store_in(self.tiers[:depth], list(objects), list(objects.values()))
         self.counts[what] += sum(stored)
@@ -432,7 +435,7 @@ class TieredStore(ComposedStore):
                 found = await tier.ask(partial(tier.store.load, list(keys), parts)) or []
                 got = {key: part for key, part, ok in zip(keys, parts, found, strict=False) if ok}
                 if got:
-                    await self._raise("prefetched", depth, got)
+                    await self._store_above("prefetched", depth, got)
             finally:
                 self._allowance.give(len(room))
             keys = [key for key in keys if key not in got]
@@ -446,12 +449,12 @@ class TieredStore(ComposedStore):
         if data is not None:
             driver.submit(self._demote(depth, key, data))
 
-    def _left(self, keys: Sequence[bytes]) -> None:
+    def _gave_up(self, keys: Sequence[bytes]) -> None:
         """A tier has given something up, on whatever thread."""
         if self.driver is not None and self.on_forget is not None:
-            self.driver.submit(self._tell(list(keys)))
+            self.driver.submit(self._tell_forgotten(list(keys)))
 
-    async def _tell(self, keys: list[bytes]) -> None:
+    async def _tell_forgotten(self, keys: list[bytes]) -> None:
         """Tell what no tier has any more."""
         await self._settled(keys)
         for start in range(0, len(keys), self.capabilities.max_keys):

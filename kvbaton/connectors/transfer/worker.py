@@ -231,7 +231,10 @@ class TransferWorker:
     def close(self) -> None:
         """Close all peers and shut the transports down."""
         for transport in self.transports:
-            transport.shutdown()
+            try:
+                transport.shutdown()
+            except Exception:
+                self.error("transport %s can't be shut down", transport.name)
         os.close(self.outbox_fd)
 
     def state(self) -> dict[str, Any]:

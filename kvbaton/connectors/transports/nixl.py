@@ -49,7 +49,6 @@ import msgspec
 from kvbaton.connectors.address import is_loopback
 from kvbaton.connectors.base import (
     Capabilities,
-    Device,
     FenceScope,
     Memory,
     Notice,
@@ -59,8 +58,8 @@ from kvbaton.connectors.base import (
     Status,
 )
 from kvbaton.connectors.guard import GuardCard, guard_card, watch
-from kvbaton.connectors.nixl_library import load_nixl
 from kvbaton.connectors.transports.nixl_parts import (
+    NixlAgent,
     Place,
     RemoteRegion,
     UcxLane,
@@ -76,7 +75,7 @@ from kvbaton.connectors.transports.regions import (
     expand,
     own_peer,
 )
-from kvbaton.errors import ConfigError, TransportError
+from kvbaton.errors import TransportError
 
 MAX_NOTICE_BYTES = 1 << 16
 POST_BUDGET_S = 0.002
@@ -92,7 +91,6 @@ CALL_OFF_S = 2.0
 """After `close` UCX has so long to find by itself that whom it writes to is no more."""
 _MARK = b"N"
 """Leads every notice, since NIXL takes an empty one for none."""
-_MEMORY_TYPE: dict[Device, str] = {"cpu": "DRAM", "cuda": "VRAM"}
 
 log = logging.getLogger(__name__)
 
@@ -287,35 +285,6 @@ class NixlHandle(BaseHandle):
                 self._take_state(transfer, self._agent.api.check_xfer_state)
         if not self._active and (not self._broken or self.peer.gone):
             self._status = Status.DRAINED
-
-
-class NixlAgent:
-    """A NIXL agent and the names of its module that the transport uses."""
-
-    def __init__(self, name: str) -> None:
-        library = load_nixl("--transport")
-        self.errors = library.errors
-        self.disconnect: type[Exception] = library.bindings.nixlRemoteDisconnectError
-        self.tls = os.environ.get("UCX_TLS", "")
-        config = library.api.nixl_agent_config(enable_prog_thread=False)
-        self.api: Any = library.api.nixl_agent(name, config)
-        if "UCX" not in self.api.backends:
-            raise ConfigError("--transport", "this NIXL has no UCX plugin")
-
-    def register(self, memory: Memory) -> Any:
-        """Register memory; raises one of `errors`."""
-        entry = (memory.address, memory.num_bytes, memory.device_index, "")
-        return self.api.register_memory([entry], _MEMORY_TYPE[memory.device])
-
-    def close(self) -> None:
-        """Destroy it, although handles that failed still hold this object."""
-        self.api = None
-
-    def prepare(self, peer: str, part: WritePart) -> Any:
-        """Make a transfer of a part; the notice is given when it is posted."""
-        local = self.api.get_xfer_descs(part.source, _MEMORY_TYPE[part.source_device])
-        remote = self.api.get_xfer_descs(part.target, _MEMORY_TYPE[part.target_device])
-        return self.api.initialize_xfer("WRITE", local, remote, peer)
 
 
 class NixlTransport:

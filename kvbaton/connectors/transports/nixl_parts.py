@@ -1,4 +1,4 @@
-"""What NIXL takes in one post, one kind of memory and a bound on work, and which lane it may use.
+"""A NIXL agent; what it takes in one post, and which lane it may use.
 
 UCX decides by itself what it takes from a peer to here, and does not tell: so be careful.
 """
@@ -10,14 +10,16 @@ import os
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from kvbaton.connectors.base import Device, Memory
+from kvbaton.connectors.nixl_library import load_nixl
 from kvbaton.connectors.transports.regions import Copies
+from kvbaton.errors import ConfigError
 
 Descriptors = npt.NDArray[np.uint64]
 
@@ -29,6 +31,7 @@ GPU_PART_BYTES = 1 << 30
 """Most bytes of a part between GPUs, where posting copies nothing."""
 GPU_PIECE_BYTES = 2 << 20
 """Most bytes of a copy between GPUs: several run at a time, on streams of their own."""
+_MEMORY_TYPE: dict[Device, str] = {"cpu": "DRAM", "cuda": "VRAM"}
 
 
 class RemoteRegion(msgspec.Struct, frozen=True):
@@ -47,6 +50,35 @@ class WritePart(NamedTuple):
     source_device: Device
     target: Descriptors
     target_device: Device
+
+
+class NixlAgent:
+    """A NIXL agent and the names of its module that the transport uses."""
+
+    def __init__(self, name: str) -> None:
+        library = load_nixl("--transport")
+        self.errors = library.errors
+        self.disconnect: type[Exception] = library.bindings.nixlRemoteDisconnectError
+        self.tls = os.environ.get("UCX_TLS", "")
+        config = library.api.nixl_agent_config(enable_prog_thread=False)
+        self.api: Any = library.api.nixl_agent(name, config)
+        if "UCX" not in self.api.backends:
+            raise ConfigError("--transport", "this NIXL has no UCX plugin")
+
+    def register(self, memory: Memory) -> Any:
+        """Register memory; raises one of `errors`."""
+        entry = (memory.address, memory.num_bytes, memory.device_index, "")
+        return self.api.register_memory([entry], _MEMORY_TYPE[memory.device])
+
+    def close(self) -> None:
+        """Destroy it, although handles that failed still hold this object."""
+        self.api = None
+
+    def prepare(self, peer: str, part: WritePart) -> Any:
+        """Make a transfer of a part; the notice is given when it is posted."""
+        local = self.api.get_xfer_descs(part.source, _MEMORY_TYPE[part.source_device])
+        remote = self.api.get_xfer_descs(part.target, _MEMORY_TYPE[part.target_device])
+        return self.api.initialize_xfer("WRITE", local, remote, peer)
 
 
 def cut(

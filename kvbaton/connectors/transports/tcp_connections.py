@@ -338,8 +338,13 @@ class TcpListener:
                 if self._closed or strangers >= MAX_STRANGERS:
                     sock.close()
                     continue
+                try:
+                    connection.thread.start()
+                except RuntimeError as error:  # no thread could be had
+                    log.warning("closing a connection: %s", error)
+                    sock.close()
+                    continue
                 self._connections.append(connection)
-                connection.thread.start()
 
     # --- the thread of a connection ---
 

@@ -162,15 +162,7 @@ def receive_copies(
 
 def send_all(sock: socket.socket, views: Sequence[bytes | memoryview]) -> None:
     """Send buffers one after the other, gathered, without copying them."""
-    rest = [memoryview(view) for view in views]
-    position = 0
-    while position < len(rest):
-        batch = rest[position : position + _IOV]
-        count = sock.sendmsg(batch)
-        if count == sum(map(len, batch)):
-            position += len(batch)
-        else:
-            position = _advance(rest, position, count)
+    _move_all(sock.sendmsg, [memoryview(view) for view in views])
 
 
 def receive_all(sock: socket.socket, views: Iterable[memoryview]) -> None:
@@ -179,17 +171,14 @@ def receive_all(sock: socket.socket, views: Iterable[memoryview]) -> None:
     Raises:
         ConnectionError: the other side closed before they were full.
     """
-    rest = list(views)
-    position = 0
-    while position < len(rest):
-        batch = rest[position : position + _IOV]
-        count, _, _, _ = sock.recvmsg_into(batch, 0, socket.MSG_WAITALL)
+
+    def fill(batch: list[memoryview]) -> int:
+        count: int = sock.recvmsg_into(batch, 0, socket.MSG_WAITALL)[0]
         if count == 0:
             raise ConnectionResetError("the connection was closed")
-        if count == sum(map(len, batch)):
-            position += len(batch)
-        else:
-            position = _advance(rest, position, count)
+        return count
+
+    _move_all(fill, list(views))
 
 
 def receive(sock: socket.socket, size: int) -> bytes:
@@ -202,16 +191,19 @@ def receive(sock: socket.socket, size: int) -> bytes:
     return data
 
 
-def _advance(views: list[memoryview], position: int, count: int) -> int:
-    """Step over `count` bytes that were handled; a view cut in the middle is shortened."""
-    while count:
-        size = len(views[position])
-        if count < size:
-            views[position] = views[position][count:]
-            return position
-        count -= size
-        position += 1
-    return position
+def _move_all(move: Callable[[list[memoryview]], int], views: list[memoryview]) -> None:
+    """Call `move` with views until it has moved all their bytes; it says how many each time."""
+    position = 0
+    while position < len(views):
+        batch = views[position : position + _IOV]
+        count = move(batch)
+        if count == sum(map(len, batch)):
+            position += len(batch)
+            continue
+        while count >= len(views[position]):
+            count -= len(views[position])
+            position += 1
+        views[position] = views[position][count:]
 
 
 def _receive_until(sock: socket.socket, size: int, deadline: float) -> bytes:

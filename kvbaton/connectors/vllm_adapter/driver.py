@@ -13,6 +13,7 @@ import itertools
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +37,7 @@ Fill = Callable[[int, list[memoryview]], None]
 """Is called with a block's number in the call and its memory, to write or read it."""
 
 
-class Told(SimpleNamespace):
+class VllmObject(SimpleNamespace):
     """What a connector is given: it has the attributes of vLLM's of that name that are of use."""
 
     def __init__(self, title: str, **attributes: Any) -> None:
@@ -128,8 +129,9 @@ class ConnectorDriver:
     def close(self) -> None:
         """Let both sides shut down."""
         sides, self._sides = self._sides, []
-        for side in reversed(sides):
-            side.shutdown()
+        with ExitStack() as ending:  # the worker first; one that raises does not spare the other
+            for side in sides:
+                ending.callback(side.shutdown)
 
     def found(self, names: Sequence[bytes]) -> list[bool]:
         """Which blocks the connector would load.
@@ -207,7 +209,7 @@ class ConnectorDriver:
 
     def _request(self, name: bytes) -> Any:
         tokens = [*tokens_of(name, self._tokens), 0, 0]
-        return Told(
+        return VllmObject(
             "Request",
             request_id=f"kvbaton-{next(self._numbers)}",
             prompt_token_ids=tokens,
@@ -236,7 +238,7 @@ class ConnectorDriver:
         )
 
     def _new(self, request: Any) -> Any:
-        return Told(
+        return VllmObject(
             "NewRequestData",
             req_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids,
@@ -266,11 +268,11 @@ class ConnectorDriver:
         request.blocks = [self._free.pop()]
         request.status = self._status.RUNNING
         ids = [*request.blocks, _SPARE]
-        blocks = Told(
+        blocks = VllmObject(
             "KVCacheBlocks",
             get_block_ids=lambda allow_none=False: (ids,),
             get_unhashed_block_ids=lambda: ids,
-            blocks=(tuple(Told("KVCacheBlock", block_id=i, is_null=False) for i in ids),),
+            blocks=(tuple(VllmObject("KVCacheBlock", block_id=i, is_null=False) for i in ids),),
         )
         self._scheduler.update_state_after_alloc(request, blocks, num_external)
 
@@ -310,10 +312,10 @@ class ConnectorDriver:
     def _step(self, requests: Sequence[Any]) -> set[int]:
         """A step with these new requests; blocks whose loads have failed."""
         scheduled = {one.request_id: one.num_tokens - one.num_computed_tokens for one in requests}
-        output = Told(
+        output = VllmObject(
             "SchedulerOutput",
             scheduled_new_reqs=[self._new(request) for request in requests],
-            scheduled_cached_reqs=Told(
+            scheduled_cached_reqs=VllmObject(
                 "CachedRequestData",
                 req_ids=[],
                 resumed_req_ids=set(),
@@ -340,11 +342,11 @@ class ConnectorDriver:
         worker = self._worker
         worker.handle_preemptions(metadata)
         worker.bind_connector_metadata(metadata)
-        attention = {LAYER: Told("AttentionMetadata")}
-        context = Told(
+        attention = {LAYER: VllmObject("AttentionMetadata")}
+        context = VllmObject(
             "ForwardContext",
             attn_metadata=attention,
-            no_compile_layers={LAYER: Told("Attention", kv_cache=self._cache)},
+            no_compile_layers={LAYER: VllmObject("Attention", kv_cache=self._cache)},
             virtual_engine=0,
         )
         try:
@@ -358,7 +360,7 @@ class ConnectorDriver:
         finally:
             worker.clear_connector_metadata()
         self._scheduler.update_connector_output(
-            Told(
+            VllmObject(
                 "KVConnectorOutput",
                 finished_sending=sent,
                 finished_recving=received,
@@ -433,10 +435,10 @@ class ConnectorDriver:
         extra = self._extra_config
         engine = f"kvbaton-{uuid.uuid4()}"
         features = self.block_bytes // (2 * _DTYPE.itemsize * self._tokens)
-        return Told(
+        return VllmObject(
             "VllmConfig",
             instance_id=engine,
-            kv_transfer_config=Told(
+            kv_transfer_config=VllmObject(
                 "KVTransferConfig",
                 kv_connector=self._path,
                 kv_connector_module_path=None,
@@ -455,27 +457,27 @@ class ConnectorDriver:
                 is_kv_producer=True,
                 is_kv_consumer=True,
             ),
-            cache_config=Told(
+            cache_config=VllmObject(
                 "CacheConfig",
                 block_size=self._tokens,
                 cache_dtype="auto",
                 num_gpu_blocks=self._num_blocks,
                 enable_prefix_caching=True,
             ),
-            model_config=Told(
+            model_config=VllmObject(
                 "ModelConfig",
                 model=f"kvbaton-{self.block_bytes}",
                 served_model_name=f"kvbaton-{self.block_bytes}",
                 dtype=_DTYPE,
                 max_model_len=self._tokens + 2,
                 use_mla=False,
-                hf_config=Told("hf_config"),
+                hf_config=VllmObject("hf_config"),
                 get_num_layers=lambda parallel: 1,
                 get_num_kv_heads=lambda parallel: 1,
                 get_total_num_kv_heads=lambda: 1,
                 get_head_size=lambda: features,
             ),
-            parallel_config=Told(
+            parallel_config=VllmObject(
                 "ParallelConfig",
                 rank=0,
                 world_size=1,
@@ -486,13 +488,13 @@ class ConnectorDriver:
                 data_parallel_rank_local=0,
                 distributed_executor_backend=None,
             ),
-            scheduler_config=Told(
+            scheduler_config=VllmObject(
                 "SchedulerConfig",
                 max_num_batched_tokens=self._num_blocks * (self._tokens + 2),
                 max_num_seqs=self._num_blocks,
                 disable_hybrid_kv_cache_manager=True,
             ),
-            device_config=Told("DeviceConfig", device=torch.device("cpu"), device_type="cpu"),
+            device_config=VllmObject("DeviceConfig", device=torch.device("cpu"), device_type="cpu"),
             speculative_config=None,
             lora_config=None,
             kv_events_config=None,
@@ -501,7 +503,7 @@ class ConnectorDriver:
 
     def _caches(self, features: int) -> Any:
         """What connectors read of a `KVCacheConfig`."""
-        spec = Told(
+        spec = VllmObject(
             "KVCacheSpec",
             block_size=self._tokens,
             page_size_bytes=self.block_bytes,
@@ -509,11 +511,11 @@ class ConnectorDriver:
             head_size=features,
             dtype=_DTYPE,
         )
-        group = Told("KVCacheGroupSpec", layer_names=[LAYER], kv_cache_spec=spec)
+        group = VllmObject("KVCacheGroupSpec", layer_names=[LAYER], kv_cache_spec=spec)
         size = self._num_blocks * self.block_bytes
-        return Told(
+        return VllmObject(
             "KVCacheConfig",
             num_blocks=self._num_blocks,
-            kv_cache_tensors=[Told("KVCacheTensor", size=size, shared_by=[LAYER])],
+            kv_cache_tensors=[VllmObject("KVCacheTensor", size=size, shared_by=[LAYER])],
             kv_cache_groups=[group],
         )

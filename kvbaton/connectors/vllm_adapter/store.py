@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from kvbaton.connectors.store import Pieces, StoreCapabilities
-from kvbaton.connectors.stores.arena_copies import copy
-from kvbaton.connectors.stores.chunks import HEAD, KEY_TOKENS, chunks_of, cut
+from kvbaton.connectors.stores.arena_copies import copy, cut
+from kvbaton.connectors.stores.chunks import HEAD, KEY_TOKENS, chunks_of
 from kvbaton.connectors.stores.threaded import ClientBackend, ThreadedStore, seal
 from kvbaton.connectors.vllm_adapter.driver import ConnectorDriver
 from kvbaton.errors import ConfigError
