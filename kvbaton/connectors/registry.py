@@ -30,8 +30,8 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from kvbaton.connectors.base import Transport
-from kvbaton.connectors.store import Store
+from kvbaton.connectors.base import Capabilities, Transport
+from kvbaton.connectors.store import Store, StoreCapabilities
 from kvbaton.errors import ConfigError, KvbatonError
 
 LEAST_SECRET = 4
@@ -155,12 +155,14 @@ class Kind:
     Attributes:
         noun: what errors call it.
         protocol: what each must have.
+        capabilities: the type of what each declares.
         built_in: ours by name, which must be found where the package runs from its sources, too.
         contract: which versions of its contract are loaded.
     """
 
     noun: str
     protocol: type
+    capabilities: type
     built_in: dict[str, str]
     contract: Contract
 
@@ -178,6 +180,7 @@ class Kind:
 TRANSPORTS = Kind(
     "transport",
     Transport,
+    Capabilities,
     {
         "faulty": "kvbaton.connectors.transports.faulty:FaultyTransport",
         "memory": "kvbaton.connectors.transports.memory:MemoryTransport",
@@ -190,6 +193,7 @@ TRANSPORTS = Kind(
 STORES = Kind(
     "store",
     Store,
+    StoreCapabilities,
     {
         "decode_bench": "kvbaton.connectors.stores.decode_bench:DecodeBenchStore",
         "faulty": "kvbaton.connectors.stores.faulty:FaultyStore",
@@ -290,7 +294,7 @@ def _build(kind: Kind, spec: str, context: dict[str, Any]) -> Any:
         if (told := as_written(str(error))) == str(error):
             raise
         raise ConfigError(kind.flag, told) from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         text = f"{target} can't be built: {type(error).__name__}: {error}"
         told = as_written(text)
         raise ConfigError(kind.flag, told) from (error if told == text else None)
@@ -298,9 +302,12 @@ def _build(kind: Kind, spec: str, context: dict[str, Any]) -> Any:
         told = f"{target} gives the class {connector.__name__}, not a {kind.noun} made of it"
         raise ConfigError(kind.flag, told)
     if not fits:
-        missing = [n for n in dir(kind.protocol) if n[0] != "_" and not hasattr(connector, n)]
+        wanted = [name for name in dir(kind.protocol) if name[0] != "_"]
+        missing = ", ".join(name for name in wanted if getattr(connector, name, None) is None)
         noun = kind.noun.capitalize()
-        raise ConfigError(kind.flag, f"{target} is not a {noun}: it lacks {', '.join(missing)}")
+        raise ConfigError(kind.flag, f"{target} is not a {noun}: it lacks {missing}")
+    if not isinstance(able := connector.capabilities, kind.capabilities):
+        raise ConfigError(kind.flag, f"{target} declares no valid capabilities: {able!r}")
     return connector
 
 
@@ -331,25 +338,27 @@ def _entry_points(kind: Kind) -> list[EntryPoint]:
     for folder in sys.path:
         with suppress(OSError):
             seen.append((folder, os.stat(folder or ".").st_mtime_ns))
-    found = list(_installed(kind.group, tuple(seen)))
-    known = {point.name for point in found}
-    ours = kind.built_in.items()
-    return [*found, *(EntryPoint(n, path, kind.group) for n, path in ours if n not in known)]
+    ours = [EntryPoint(name, path, kind.group) for name, path in kind.built_in.items()]
+    return [*_installed(kind.group, tuple(seen)), *ours]
 
 
 def find_entry(kind: Kind, target: str) -> EntryPoint:
     """Where the class lives that a name or a dotted path means; nothing is imported.
 
     Raises:
-        ConfigError: unknown name.
+        ConfigError: unknown name, or one that means several classes.
     """
     if ":" in target:
         return EntryPoint(target, target, kind.group)
-    named = {point.name: point for point in _entry_points(kind)}
-    if target not in named:
-        known = ", ".join(sorted(named))
+    points = _entry_points(kind)
+    named = {point.value: point for point in points if point.name == target}
+    if not named:
+        known = ", ".join(sorted({point.name for point in points}))
         raise ConfigError(kind.flag, f"unknown {kind.noun} {target!r}; known are {known}")
-    return named[target]
+    if len(named) > 1:
+        told = f"several packages have a {kind.noun} {target!r}: {', '.join(sorted(named))}"
+        raise ConfigError(kind.flag, f"{told}: remove all but one, or name its path")
+    return next(iter(named.values()))
 
 
 def check_spec(kind: Kind, spec: str) -> None:
@@ -371,7 +380,7 @@ def find_connector(kind: Kind, target: str) -> Any:
     entry = find_entry(kind, target)
     try:
         factory = entry.load()
-    except Exception as error:  # whatever its module does when it is imported
+    except (Exception, SystemExit) as error:  # whatever its module does when it is imported
         known = isinstance(error, ImportError | AttributeError)
         what = str(error) if known else f"{type(error).__name__}: {error}"
         raise ConfigError(kind.flag, f"can't load {target}: {what}") from error

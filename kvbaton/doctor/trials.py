@@ -20,7 +20,7 @@ from msgspec import Struct
 from kvbaton.connectors.base import Device, Ranges
 from kvbaton.connectors.registry import load_store, load_transport
 from kvbaton.connectors.store import KEY_BYTES
-from kvbaton.errors import KvbatonError, StoreError, TransportError
+from kvbaton.errors import StoreError, TransportError
 from kvbaton.testing.kit import CaseFailure, KitBroke
 from kvbaton.testing.remote import start_worker
 from kvbaton.testing.remote_worker import QUIET
@@ -65,7 +65,7 @@ class ConnectorTrial(Struct, kw_only=True):
         # Of the remote process: no errors of ours by type.
         except (CaseFailure, KitBroke) as failure:
             self.error = str(failure)
-        except (KvbatonError, OSError, RuntimeError, ValueError, ImportError) as error:
+        except (Exception, SystemExit) as error:
             self.error = f"{type(error).__name__}: {error}"
 
 

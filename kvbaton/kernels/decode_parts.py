@@ -96,7 +96,7 @@ def share_keys(
     number = batch + spare
     sizes = batch + 1, FIELDS * number, batch * heads
     made = torch.empty(sum(sizes), dtype=torch.int32, device=context_lens.device)
-    begins, fields, counters = made.split(sizes)
+    begins, fields, counters = torch.split(made, sizes)
     parts = Parts(begins, fields.view(number, FIELDS), counters.view(batch, heads))
     _kernel[(1,)](
         context_lens,

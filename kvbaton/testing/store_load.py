@@ -367,16 +367,17 @@ def gives_everything_back(rig: StoreRig) -> None:
     folder = rig.folder / "kit-temporary"
     folder.mkdir()
     usual, tempfile.tempdir = tempfile.tempdir, str(folder)
-    try:
-        for _ in range(2):
-            _live(rig)
-        before = Accounts.now()
-        for _ in range(ROUNDS):
-            _live(rig)
-    finally:
-        tempfile.tempdir = usual
-    rig.eventually(lambda: not Accounts.now().above(before, ROUNDS))
-    grown = Accounts.now().above(before, ROUNDS)
+    with rig.elsewhere():
+        try:
+            for _ in range(2):
+                _live(rig)
+            before = Accounts.now()
+            for _ in range(ROUNDS):
+                _live(rig)
+        finally:
+            tempfile.tempdir = usual
+        rig.eventually(lambda: not Accounts.now().above(before, ROUNDS))
+        grown = Accounts.now().above(before, ROUNDS)
     require(not grown, f"after {ROUNDS} lives of a store there are {grown}")
     left = [path.name for path in folder.iterdir()]
     require(not left, f"temporary files are left: {left[:3]}")

@@ -17,6 +17,7 @@ from kvbaton.connectors.stores.threaded import ThreadedStore
 from kvbaton.connectors.stores.tiered import TieredStore
 from kvbaton.connectors.transports.faulty import FaultyTransport
 from kvbaton.connectors.transports.memory import MemoryHub, MemoryTransport
+from kvbaton.doctor.trials import try_store
 from kvbaton.engine.store_calls import StoreCalls, StoreStatus
 from kvbaton.errors import ConfigError, StoreError
 from tests.support.held_store import Backend, Box
@@ -70,6 +71,40 @@ def test_options_reach_the_constructor_and_win_over_the_context() -> None:
 def test_what_is_wrong_with_a_spec_is_said(spec: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         load_transport(spec, name="x")
+
+
+class Leaves(MemoryStore):
+    """Its author checks a licence."""
+
+    def __init__(self, name: str) -> None:
+        sys.exit("no licence")
+
+
+class SaysNothing(MemoryStore):
+    """Its capabilities are none."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.capabilities: Any = {"pins": True}
+
+
+class CannotLoad(MemoryStore):
+    """A method is left out as Python lets one do it."""
+
+    load: Any = None
+
+
+@pytest.mark.parametrize(
+    ("store", "told"),
+    [
+        (Leaves, "Leaves can't be built: SystemExit: no licence"),
+        (SaysNothing, "SaysNothing declares no valid capabilities: {'pins': True}"),
+        (CannotLoad, "CannotLoad is not a Store: it lacks load"),
+    ],
+)
+def test_what_is_wrong_with_a_class_is_said(store: type, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        load_store(f"{__name__}:{store.__name__}")
 
 
 def test_a_missing_dependency_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,3 +192,15 @@ def test_errors_of_calls_tell_a_secret_as_it_was_written(
     assert ("Traceback" in caplog.text) == bug, "its author wants to see where"
     assert "hunter2" not in told
     store.close()
+
+
+class TakesTooLittle(MemoryStore):
+    """Its author misread a signature."""
+
+    def load(self, keys: Any) -> Any:  # type: ignore[override]
+        return super().load(keys, [])
+
+
+def test_the_doctor_survives_a_call_with_a_wrong_signature() -> None:
+    trial = try_store(f"{__name__}:TakesTooLittle")
+    assert (trial.failed_at, trial.error[:30]) == ("verify", "TypeError: TakesTooLittle.load")

@@ -28,6 +28,7 @@ def test_ours_are_known_by_name_without_entry_points(monkeypatch: pytest.MonkeyP
         ("class Broken(:", "SyntaxError: invalid syntax"),
         ("raise RuntimeError('no licence')", "RuntimeError: no licence"),
         ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("import sys; sys.exit('no licence')", "SystemExit: no licence"),
     ],
 )
 def test_a_module_that_breaks_when_it_is_imported_is_named(
@@ -51,3 +52,18 @@ def test_a_package_that_is_installed_meanwhile_is_found(
     group = registry.TRANSPORTS.group
     (package / "entry_points.txt").write_text(f"[{group}]\nlater = some.module:Some\n")
     assert registry.list_connectors(registry.TRANSPORTS)["later"] == "some.module:Some"
+
+
+def test_a_name_of_two_packages_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    group = registry.STORES.group
+    for name in ("one", "two"):
+        package = tmp_path / f"{name}-1.dist-info"
+        package.mkdir()
+        (package / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+        points = f"[{group}]\nshelf = {name}.shelf:Shelf\nmemory = {name}.memory:Memory\n"
+        (package / "entry_points.txt").write_text(points)
+    for name in ("shelf", "memory"):
+        told = f"several packages have a store '{name}': .*one.{name}:.*, two.{name}:.*: remove"
+        with pytest.raises(ConfigError, match=told):
+            registry.check_spec(registry.STORES, name)
