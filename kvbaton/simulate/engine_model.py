@@ -40,7 +40,7 @@ class EngineModel:
         name: what was measured.
         costs: seconds per count of `engine.step_costs.terms_of`.
         handover: seconds of a hand-over for itself, per token, and per token of the last step.
-        leaving: seconds that steps of a source take longer for KV that leaves: each time, per token.
+        leaving: seconds that KV which leaves makes steps of a source longer: each time, per token.
         coming: that a target's step takes longer when a prompt has come: likewise.
         block_size: tokens per KV block.
         kv_tokens: tokens that the pool holds.
