@@ -36,6 +36,9 @@ LEAST_S = 1e-6
 GUESSED_WIRE = 0.25
 """Of what computing tokens takes, their way from a node while no wire has been measured: a free one
 would have prompts travel to who has them not, and hand-overs made for nothing."""
+BESIDE_HANDOVER = 0.02
+"""Of what computing tokens takes, so much longer take steps of the node that they leave, and of the
+one where they come: 0.4 to 0.5 us a token of 8B, which takes 22 (docs/performance.md)."""
 FIRST_OUTPUT = 128.0
 """Tokens that a request is expected to generate, while none has ended."""
 
@@ -381,6 +384,10 @@ class CostModel:
         behind = max(token_s * last, token_s * tokens - meanwhile)
         waits = self.wires.queued_s(source) - prefill.ttft_s
         return wire.handover_s + behind + max(0.0, waits)
+
+    def beside_s(self, node: NodeInfo, tokens: int) -> float:
+        """What steps of a node take longer since so many tokens' KV leaves it, or comes there."""
+        return BESIDE_HANDOVER * self.speed(node).prefill_token_s * tokens
 
     def held_s(self, node: NodeInfo, load: NodeLoad, since: float | None) -> float:
         """Seconds until a node's next step, which a sequence that is handed over waits for.

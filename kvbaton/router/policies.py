@@ -296,6 +296,7 @@ class _Prices:
         self._prefills: dict[str, tuple[Prefill, float]] = {}
         self._decodes: dict[str, tuple[Decode, float, float, float]] = {}
         self._targets: dict[str, tuple[float, float, float]] = {}
+        self._besides: dict[str, float] = {}
 
     def cheapest_pair(self) -> tuple[float, Pair | None]:
         """The cheapest pair and its seconds; of several the first.
@@ -338,6 +339,7 @@ class _Prices:
                 if target.node_id not in able or (bound == cheapest and (place, spot) > place_of):
                     continue
                 total = cost + (delay + costs.handover(source, target))
+                total += self._beside(source) + self._beside(target)
                 decode, own_s, _, _ = self._decode(target)
                 if decode.queued_s > ttft_s:  # what is left of it then comes in between
                     own_s, missed = self._own(options.decode(costs, target, ttft_s))
@@ -464,6 +466,19 @@ class _Prices:
         if itl is not None:
             each += itl.waiting(NO_ROOM_S, self._costs.output_tokens)
         return seconds * self._costs.targets_per_s(target) * none_left * each
+
+    def _beside(self, node: NodeInfo) -> float:
+        """What it costs the sequences of a node that the prompt's KV leaves it, or comes there."""
+        found = self._besides.get(node.node_id)
+        if found is None:
+            there, found = self._decode(node)[0], 0.0
+            if there.sequences:
+                each = slower_s = self._costs.beside_s(node, self._options.num_tokens)
+                if self._itl is not None:
+                    each += self._itl.coming(there, 0.0, slower_s)
+                found = there.sequences * each
+            self._besides[node.node_id] = found
+        return found
 
     def _delay(self, node: NodeInfo, sequences: float, slower_s: float, work_s: float) -> float:
         """What it costs sequences that steps take longer, and that they wait for one more prompt.

@@ -221,6 +221,7 @@ class ModeledEngine:
         self._timings: dict[str, TokenTimes] = {}
         self._inbox: list[Callable[[], list[Output] | None]] = []
         self._run: Run | None = None
+        self._slower_s = 0.0
         self._turns = False
 
     # --- its node's heartbeats ---
@@ -345,6 +346,10 @@ class ModeledEngine:
             self._turns = True
             self.loop.call_soon(self._turn)
 
+    def slow(self, cost: tuple[float, float], tokens: int) -> None:
+        """As `WiredEngine.slow`."""
+        self._slower_s += cost[0] + cost[1] * tokens
+
     def _turn(self) -> None:
         """Carry out what was posted, apply what is over, plan what is next."""
         run, self._run, self._turns = self._run, None, True
@@ -367,7 +372,7 @@ class ModeledEngine:
             self.post(self._inbox.pop())
 
     def _launch(self) -> None:
-        plan = self.scheduler.plan()
+        plan, slower_s, self._slower_s = self.scheduler.plan(), self._slower_s, 0.0
         self._send(self.scheduler.expire(-1.0))  # what could never fit
         if plan is None:
             return
@@ -378,6 +383,7 @@ class ModeledEngine:
         each = self.model.costs[4] * terms[3] / 1000
         seconds = first + each * np.arange(1 + more)
         seconds *= self._jitter(1 + more)
+        seconds[0] += slower_s
         ends = now + np.cumsum(seconds)
         self._run = Run(plan, terms, now, ends, sequences, 1 + more)
         self._run.timer = self.loop.call_at(float(ends[-1]), self._turn)

@@ -40,6 +40,8 @@ class EngineModel:
         name: what was measured.
         costs: seconds per count of `engine.step_costs.terms_of`.
         handover: seconds of a hand-over for itself, per token, and per token of the last step.
+        leaving: seconds that KV which leaves makes steps of a source longer: each time, per token.
+        coming: that a target's step takes longer when a prompt has come: likewise.
         block_size: tokens per KV block.
         kv_tokens: tokens that the pool holds.
         step_tokens: most tokens of one step.
@@ -52,6 +54,8 @@ class EngineModel:
     name: str
     costs: tuple[float, ...]
     handover: tuple[float, ...]
+    leaving: tuple[float, float] = (0.0, 0.0)
+    coming: tuple[float, float] = (0.0, 0.0)
     block_size: int = 16
     kv_tokens: int = 840_000
     step_tokens: int = 4096

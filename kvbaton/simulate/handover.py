@@ -38,6 +38,9 @@ class WiredEngine(Protocol):
     def post(self, job: Callable[[], list[Output] | None]) -> None:
         """Have something done between two steps."""
 
+    def slow(self, cost: tuple[float, float], tokens: int) -> None:
+        """The next step takes longer: by a constant, and so much for each token of KV."""
+
 
 @dataclass(eq=False)
 class WireTransfer:
@@ -128,6 +131,7 @@ class SimulatedWires:
         manager.hold_outgoing(spans)
         transfer.held.append(spans)
         transfer.pushed, tokens = computed, computed - start
+        source.slow(self.model.leaving, tokens)
         seconds = self._cross(source, tokens)
         if computed == load.end:
             began = self.now()
@@ -184,6 +188,7 @@ class SimulatedWires:
         target.wire_costs.observe(Crossing(source.address, False, tokens, began, self.now()))
 
         def deliver() -> list[Output]:
+            target.slow(self.model.coming, load.end - load.start)
             outputs = scheduler.finish_load(load, (start,), cached_at_source=transfer.cached)
             if transfer.load is load:
                 transfer.load = None

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kvbaton.messages.nodes import WIRE_COSTS, NodeInfo
 from kvbaton.router.choose import Wanted, choose, holders_of
 from kvbaton.router.config import RoutingPolicy
-from kvbaton.router.costs import GUESSED_WIRE, CostModel
+from kvbaton.router.costs import BESIDE_HANDOVER, GUESSED_WIRE, CostModel
 from kvbaton.router.loads import NodeLoad, NodeLoads
 from kvbaton.router.membership import Member, ReadyNodes
 from kvbaton.router.objectives import CERTAINTY, MISJUDGED, MISSED_S
@@ -407,13 +407,27 @@ def by_cost(
             cost += misses
         return cost + decode.sequences * delay(decode, decode.slower_s, work_s)
 
+    def beside(node: NodeInfo) -> float:
+        """KV that leaves, or comes, makes a step longer for all who are there."""
+        there = options.decode(costs, node, math.inf)
+        longer = BESIDE_HANDOVER * costs.speed(node).prefill_token_s * TOKENS
+        each, slo = longer, asked.itl_slo
+        if asked.itl_percentile is not None:
+            step_s = there.others_s * (1 - there.prefill_share)
+            tokens = costs.output_tokens
+            each += meets(there, step_s, tokens, longer) - meets(there, step_s, tokens, 0.0)
+        else:
+            each += missed(there.others_s + longer / costs.output_tokens, slo)
+            each -= missed(there.others_s, slo)
+        return there.sequences * each
+
     def of_pair(pair: Pair) -> float:
         source, target = pair
         prefill = options.prefill(costs, source)
         cost = prefill.ttft_s + prefill.work_s + missed(prefill.risk_s, asked.ttft_slo)
         there = options.decode(costs, source, math.inf)
         late = prefill.decoding * delay(there, 0.0, prefill.work_s)
-        cost += late + costs.handover(source, target)
+        cost += late + costs.handover(source, target) + beside(source) + beside(target)
         cost += generate(options.decode(costs, target, prefill.ttft_s), 0.0, prefill.late)
         if prefill.late:
             load, each = options.load(target), NO_ROOM_S
@@ -440,3 +454,24 @@ def by_cost(
         if of_pair((source, target)) <= alone(node) and asked.min_handover_tokens <= TOKENS:
             return source.node_id, target.node_id
     return None, node.node_id
+
+
+def test_a_late_request_goes_to_the_soonest_target_whatever_it_would_miss_there() -> None:
+    slow = {"step_s": 32 * EXACT, "prefill_token_s": 4 * EXACT}
+    p = member("p", "prefill", load=SPEEDS[0])
+    first = member("d0", "decode", load=slow, wires=FREE)
+    dearer = member("d1", "decode", load={**slow, "step_s": 33 * EXACT}, wires=FREE)
+    quick = member("d2", "decode", load={**slow, "step_s": 8 * EXACT}, wires=FREE)
+    nodes, loads = ReadyNodes([p, first, dearer, quick]), NodeLoads(lambda: NOW)
+    loads.own[ELSEWHERE.node_id] = NodeLoad(sequences=1)
+
+    def chosen(ttft_slo: float) -> tuple[str | None, str] | None:
+        costs = CostModel(lambda: NOW)
+        costs.ttft_slo_s = ttft_slo / 1e3
+        policy = LeastCost(RoutingPolicy(ttft_slo=ttft_slo, itl_slo=100.0), costs)
+        beside = Prediction(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, work_s=1.0)
+        costs.assigned(quick.info, ELSEWHERE, beside)
+        return ids(choose(nodes, loads, policy, Wanted(TOKENS, 128)))
+
+    assert chosen(1000.0) == ("p", "d0"), "tokens beside prompts would come too late"
+    assert chosen(1.0) == ("p", "d2"), "they are too late anyway, and soonest there"

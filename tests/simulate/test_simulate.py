@@ -321,6 +321,35 @@ def test_handing_over_keeps_the_time_per_token_even() -> None:
     assert min(late) > EVEN.handover_s(4000, 4000)
 
 
+def test_a_hand_over_makes_a_step_of_its_source_and_one_of_its_target_longer() -> None:
+    """A text on the target meets one; a long prompt's own steps meet what has left before them."""
+    trace = [TraceRequest(0.0, ((10, 320),), 400, 1000), TraceRequest(0.5, ((11, 1600),), 2, 1001)]
+
+    free = replace(EVEN, leaving=(0.0, 0.0), coming=(0.0, 0.0))
+
+    def longest(model: EngineModel) -> float:
+        done = serve(trace, "1P1D", "least-loaded", model)
+        assert done.decisions[1].source is not None
+        return float(done.outcomes[0].gaps[5:].max())
+
+    usual, more = longest(free), (0.01, 1e-5)
+    assert longest(replace(free, coming=more)) == pytest.approx(usual + 0.026, abs=1e-3)
+    assert longest(replace(free, leaving=more)) == usual, "the source has no text"
+    first = [
+        serve(
+            [TraceRequest(0.0, ((10, 16384),), 2, 1000)],
+            "1P1D",
+            "least-loaded",
+            replace(free, leaving=(fixed, 0.0)),
+        )
+        .outcomes[0]
+        .ttft_s
+        or 0.0
+        for fixed in (0.0, 0.01)
+    ]
+    assert first[1] - first[0] == pytest.approx(0.03), "three of its four steps"
+
+
 def test_what_another_engine_has_is_fetched_if_that_is_faster() -> None:
     """More ask at once for a prefix than those that have it are given."""
     trace = [TraceRequest(0.2 * i, ((100 + i, 2000),), 10, 200 + i) for i in range(30)]
