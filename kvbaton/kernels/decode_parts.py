@@ -94,7 +94,7 @@ def share_keys(
             whole=whole, window=window, chunked=chunked, pads=pads,
         )  # fmt: skip
     number = batch + spare
-    sizes = batch + 1, FIELDS * number, batch * heads
+    sizes = [batch + 1, FIELDS * number, batch * heads]
     made = torch.empty(sum(sizes), dtype=torch.int32, device=context_lens.device)
     begins, fields, counters = torch.split(made, sizes)
     parts = Parts(begins, fields.view(number, FIELDS), counters.view(batch, heads))

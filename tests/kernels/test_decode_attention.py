@@ -118,13 +118,11 @@ def test_many_sequences(
     lens = [1, 700, 0, 37, 129, 64, 65, 300] * 2
     paged, query = make_paged(lens, kv_heads, head_dim, 16), place.randn(16, heads, head_dim)
     first = check(place, paged, query, scale=0.125, spare=spare)
-    softmax = Softmax(0.125)
-    parts = decode_parts(query, paged.views[0], paged.context_lens, softmax, spare=spare)
+    keys, values = paged.views
+    args = query, keys, values, paged.block_tables, paged.context_lens, Softmax(0.125)
+    parts = decode_parts(query, keys, paged.context_lens, Softmax(0.125), spare=spare)
     for _ in range(2):
-        again = decode_attention(
-            query, *paged.views, paged.block_tables, paged.context_lens, softmax, parts=parts
-        )
-        assert torch.equal(first, again)
+        assert torch.equal(first, decode_attention(*args, parts=parts))
     assert int(parts.counters.count_nonzero()) == 0
 
 
