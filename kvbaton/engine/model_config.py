@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from kvbaton.engine.attention_config import (
     GEMMA4_ARCHITECTURES,
@@ -31,6 +32,9 @@ from kvbaton.engine.rope_config import RawRotary, RopeConfig, read_local_rope, r
 from kvbaton.engine.vision_config import VISION_FAMILIES, VisionConfig, read_siglip, read_vision
 from kvbaton.errors import ConfigError
 from kvbaton.types import Size
+
+MAX_LAYERS = 4096
+"""Far more than any model has; a start with a billion would not end."""
 
 TEXT_ARCHITECTURES = {
     "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
@@ -251,7 +255,7 @@ class _Raw(RawRotary, kw_only=True):
     architectures: list[str]
     vocab_size: Size
     intermediate_size: Size
-    num_hidden_layers: Size
+    num_hidden_layers: Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
     num_key_value_heads: int | None = None
     rms_norm_eps: float = 1e-6
     hidden_act: str | None = None

@@ -366,6 +366,7 @@ def edit(folder: Path, tmp_path: Path, **changes: Any) -> Path:
         (QWEN3_NEXT | {"layer_types": ["linear_attention"] * 2}, "a layer of 'full_attention'"),
         (QWEN3_NEXT | {"layer_types": ["full_attention", "mamba"]}, "mamba"),
         (QWEN3_NEXT | {"partial_rotary_factor": 0.3}, "partial_rotary_factor 0.3"),
+        ({"num_hidden_layers": 10**9}, "<= 4096 - at `[$].num_hidden_layers`"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is unsupported"),
         (
             MOE | SLIDING | {"architectures": ["Qwen2MoeForCausalLM"]},
