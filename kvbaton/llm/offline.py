@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar, cast
 
 from tqdm import tqdm
 
-from kvbaton.errors import EngineDeadError
+from kvbaton.errors import EngineDeadError, RequestError
 from kvbaton.llm.params import CompletionOutput, RequestOutput, TextSamplingParams
 from kvbaton.llm.streaming import AsyncLLM, Message, Prepared, Prompt, Rendered
 
@@ -75,6 +75,9 @@ class LLM:
             EngineDeadError: the engine is gone.
             TypeError: what should be `SamplingParams` is something else.
         """
+        if not isinstance(prompts, Sequence | Rendered | dict):
+            told = "prompts must be a text, token ids, or a list of such"
+            raise RequestError(told, param="prompts")
         single = isinstance(prompts, str | Rendered | dict) or (
             bool(prompts) and all(isinstance(item, int) for item in prompts)
         )

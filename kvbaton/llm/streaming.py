@@ -184,6 +184,10 @@ class AsyncLLM:
         Raises:
             RequestError: the model has no template, or the messages do not fit it.
         """
+        if isinstance(messages, str) or not all(isinstance(message, dict) for message in messages):
+            raise RequestError(
+                "messages must be a list of {'role': ..., 'content': ...}", param="messages"
+            )
         body = ChatRequest(messages=list(messages), chat_template_kwargs=chat_template_kwargs)
         return Rendered(*await encode_chat(self._frontend, body))
 

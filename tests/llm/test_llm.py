@@ -163,6 +163,14 @@ def test_what_is_wrong_is_named(llm: LLM, model: Path) -> None:
         with pytest.raises(RequestError) as raised:
             llm.generate(prompts, params, use_tqdm=False)  # type: ignore[arg-type]
         assert raised.value.param == named
+    for odd in (None, 5):
+        with pytest.raises(RequestError) as raised:
+            llm.generate(odd, use_tqdm=False)  # type: ignore[arg-type]
+        assert raised.value.param == "prompts"
+    for talk in ("hi", [["hi"]]):
+        with pytest.raises(RequestError) as raised:
+            llm.chat(talk, use_tqdm=False)  # type: ignore[arg-type]
+        assert raised.value.param == "messages"
     for timeout in (0, -1.0, math.nan, 1e12):
         with pytest.raises(RequestError, match="timeout must be in") as raised:
             llm.generate(["x"], timeout=timeout, use_tqdm=False)
