@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from kvbaton.kernels.decode_parts import FIELDS, Parts, merge_parts, part_at, share_keys
-from kvbaton.kernels.jit import jit, launch_next, next_power_of_2, tl, use_triton
+from kvbaton.kernels.jit import is_last, jit, launch_next, next_power_of_2, tl, use_triton
 from kvbaton.kernels.paged_attention import (
     Softmax,
     cap_logits,
@@ -18,7 +18,6 @@ from kvbaton.kernels.paged_attention import (
     paged_attention_reference,
 )
 from kvbaton.kernels.quantize_fp8 import widen
-from kvbaton.kernels.skinny_linear import is_last
 
 PLACES = 528
 """Programs that an H100 or H200 runs at a time: four on each of 132 multiprocessors."""
@@ -260,15 +259,15 @@ def _kernel(
     if used == 1:
         tl.store(target, acc.to(out.dtype.element_ty), mask=inside)
     else:
-        first_part = (tl.program_id(1) - part).to(tl.int64)
-        item = (first_part + part) * heads + query_head
+        item = tl.program_id(1).to(tl.int64) * heads + query_head
         tl.store(lse + item, top + tl.log2(total), mask=row < GROUP)
         tl.store(states + item[:, None] * HEAD_DIM + column[None, :], acc, mask=inside)
         if MERGES:
             if is_last(counters + sequence * tl.num_programs(0) + head, used):
                 _merge(
-                    states, lse, out, first_part, used, sequence * heads + head * GROUP,
-                    head * GROUP, GROUP, MERGED_G, HEAD_DIM, BLOCK_D, BLOCK_P,
+                    states, lse, out, tl.program_id(1) - part, used,
+                    sequence * heads + head * GROUP, head * GROUP,
+                    GROUP, MERGED_G, HEAD_DIM, BLOCK_D, BLOCK_P,
                 )  # fmt: skip
 
 
@@ -295,7 +294,7 @@ def _merge(
     acc = tl.zeros([MERGED_G, BLOCK_D], tl.float32)
     for start in tl.range(0, used, BLOCK_P):
         part = start + tl.arange(0, BLOCK_P)
-        place = (first_part + part)[:, None] * heads + (head + of)[None, :]
+        place = (first_part + part).to(tl.int64)[:, None] * heads + (head + of)[None, :]
         mask = (part < used)[:, None] & (of < GROUP)[None, :]
         level = tl.load(lse + place, mask=mask, other=float("-inf"), cache_modifier=".cg")
         state = tl.load(

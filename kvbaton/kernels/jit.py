@@ -45,6 +45,7 @@ __all__ = [
     "INTERPRETED",
     "EarlyKernel",
     "cdiv",
+    "is_last",
     "jit",
     "launch_next",
     "make_launchers_one_by_one",
@@ -121,6 +122,21 @@ def wait_for_inputs(LAUNCH: tl.constexpr = True) -> None:
         launch_next()
     if cuda_capability_geq(9):
         gdc_wait()
+
+
+@jit()
+def is_last(counter: tl.tensor, parties: tl.tensor) -> tl.tensor:
+    """Count this program in, its stores before this call included; whether it is the last.
+
+    The last one resets the counter and sees what the others stored. Read that with
+    ``cache_modifier=".cg"``, past the multiprocessor's own cache.
+    """
+    tl.debug_barrier()
+    last = tl.atomic_add(counter, 1, sem="acq_rel") == parties - 1
+    if last:
+        tl.store(counter, 0)
+    tl.debug_barrier()
+    return last
 
 
 def use_triton(tensor: torch.Tensor) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch.nn.functional import linear
 
 from kvbaton.kernels.jit import (
+    is_last,
     jit,
     launch_next,
     next_power_of_2,
@@ -75,21 +76,6 @@ class Workspace:
         self.scratch = torch.empty(num_scratch, dtype=torch.float32, device=device)
 
 
-@jit()
-def is_last(counter: tl.tensor, parties: tl.tensor) -> tl.tensor:
-    """Count this program in, its stores before this call included; whether it is the last.
-
-    The last one resets the counter and sees what the others stored. Read that with
-    ``cache_modifier=".cg"``, past the multiprocessor's own cache.
-    """
-    tl.debug_barrier()
-    last = tl.atomic_add(counter, 1, sem="acq_rel") == parties - 1
-    if last:
-        tl.store(counter, 0)
-    tl.debug_barrier()
-    return last
-
-
 def skinny_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -110,13 +96,16 @@ def skinny_linear(
         scales: [N, runs] float32, contiguous, of equal runs of columns; None for ones.
         x_scales: of an `x` of float8_e4m3fn: [T, 1] float32; the weight has one scale a row, too.
         dtype: of the result; None takes that of `x`.
-        gated: give `silu_and_mul` of it; see `gates`.
+        gated: give `silu_and_mul` of it; by the same launch if `gates` says so.
 
     Returns:
         [T, N]; with `gated` [T, N / 2].
     """
     dtype = dtype or x.dtype
     quantised = x_scales is not None
+    if gated and (scales is not None or not gates(len(x), weight)):
+        out = skinny_linear(x, weight, workspace, scales, x_scales=x_scales, dtype=dtype)
+        return silu_and_mul(out)
     fits = wins(x.shape[0], weight, scales, quantised=quantised)
     if not use_triton(x) or not fits or x.stride(1) != 1:
         out = skinny_linear_reference(x, weight, scales, x_scales, dtype)

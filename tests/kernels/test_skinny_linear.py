@@ -60,6 +60,11 @@ def test_gated(place: Any, rows: int) -> None:
     assert gates(rows, weight)
     found = skinny_linear(x, weight, gated=True)
     place.close(found, silu_and_mul_reference(x.cpu().double() @ weight.cpu().double().T))
+    small = weight[:4096]  # which takes a launch more
+    place.close(
+        skinny_linear(x, small, gated=True),
+        silu_and_mul_reference(x.cpu().double() @ small.cpu().double().T),
+    )
     assert not gates(33, weight)
     assert not gates(rows, weight[:4096])
 

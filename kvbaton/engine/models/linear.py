@@ -17,7 +17,7 @@ from kvbaton.errors import ConfigError
 from kvbaton.kernels.block_scaled_linear import GROUPS, block_scaled_linear
 from kvbaton.kernels.quantize_fp8 import quantize_fp8
 from kvbaton.kernels.silu_and_mul import silu_and_mul
-from kvbaton.kernels.skinny_linear import Workspace, gates, skinny_linear, wins
+from kvbaton.kernels.skinny_linear import Workspace, skinny_linear, wins
 
 FP8 = torch.float8_e4m3fn
 SQUARE = 128
@@ -54,7 +54,7 @@ class LinearMethod(ABC):
         """[tokens, columns] to [tokens, rows]."""
 
     def gate(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-        """silu(gate) * up of the product, gate and up, where that is one launch; else None."""
+        """silu(gate) * up of the product, gate and up, if that may be one launch; else None."""
         return None
 
     def gated_product(
@@ -79,7 +79,7 @@ class FloatMethod(LinearMethod):
 
     @override
     def gate(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-        if bias is None and x.is_cuda and gates(len(x), weight):
+        if bias is None and x.is_cuda:
             return skinny_linear(x, weight, _workspace(x.device), gated=True)
         return None
 
