@@ -199,6 +199,7 @@ class Executor:
 
     def launch(self, plan: StepPlan) -> Pending[StepResult]:
         """Start a step. At most two are in flight. Its result raises what a rank raised."""
+        _ = plan.columns  # once, before the ranks' threads ask for it
         steps = self.group.start(lambda rank: self.workers[rank].run(plan))
         return Pending(
             lambda: all(f.done() and (f.exception() or f.result().ready()) for f in steps),

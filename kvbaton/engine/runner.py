@@ -25,7 +25,7 @@ from kvbaton.engine.mrope import merge_size
 from kvbaton.engine.sampler import Logprobs, SampleRows, logprobs_of, needs_tokens, sample
 from kvbaton.engine.sequences import Sequences
 from kvbaton.engine.state_blocks import StateBatch, step_states
-from kvbaton.engine.step import Sampled, SequenceStep, StepPlan, StepResult
+from kvbaton.engine.step import Sampled, SequenceStep, StepColumns, StepPlan, StepResult
 from kvbaton.engine.upload import upload
 from kvbaton.types import TokenLogprobs
 
@@ -44,13 +44,15 @@ class StepOutput:
     Attributes:
         plan: the step.
         steps: those of the plan; of one with a draft one for each token.
+        columns: of `steps`.
         tokens: sampled tokens of all steps, one after the other.
         logprobs: of those rows of `tokens` whose sequence asked for them.
         prompt_logprobs: by number of the step, in pieces.
     """
 
     plan: StepPlan
-    steps: list[SequenceStep] = field(default_factory=list)
+    steps: Sequence[SequenceStep]
+    columns: StepColumns
     tokens: Tensor | None = None
     logprobs: Logprobs | None = None
     logprob_counts: list[int | None] = field(default_factory=list)
@@ -163,24 +165,24 @@ class Runner:
         if plan.copies:
             self.cache.copy([c.source for c in plan.copies], [c.target for c in plan.copies])
         self.sequences.add(plan.new)
-        output = StepOutput(plan)
+        output = StepOutput(plan, plan.steps, plan.columns)
         if plan.steps:
-            rows = self.sequences.rows(plan.steps)
-            for row, step in zip(rows, plan.steps, strict=True):
-                for group, blocks in enumerate(step.new_blocks):
-                    self.sequences.append_blocks(row, group, blocks)
-                if step.num_samples:
-                    self.sequences.cut(row, step.start + step.count - len(step.draft))
-            output.steps = [part for step in plan.steps for part in step.apart()]
-            if output.drafted:
+            columns, rows = plan.columns, self.sequences.rows(plan.steps)
+            for index, group, blocks in columns.new_blocks:
+                self.sequences.append_blocks(int(rows[index]), group, blocks)
+            sampling = columns.samples > 0
+            self.sequences.cut(rows[sampling], columns.known[sampling])
+            if (drafts := columns.starts + columns.counts - columns.known).any():
+                output.steps = [part for step in plan.steps for part in step.apart()]
+                output.columns = StepColumns.of(output.steps)
                 self.sequences.put_drafts(plan.steps)
-                rows = np.repeat(rows, [1 + len(step.draft) for step in plan.steps])
+                rows = np.repeat(rows, 1 + drafts)
             self._compute(output, rows)
         return output
 
     def _compute(self, output: StepOutput, rows: Ints) -> None:
         """Run the layers over the step's tokens, and sample."""
-        tokens = self._tokens(output.steps, rows)
+        tokens = self._tokens(output, rows)
         numbers = tokens.blocks * self.cache.block_size + tokens.offsets
         turned = self.sequences.rotary_positions(rows, tokens.positions, tokens.query_lens)
         slots, positions, token_rows, rotary = upload(
@@ -212,9 +214,9 @@ class Runner:
             cache.states, cache.places, cache.block_size, tokens.starts, tokens.query_lens, tables
         )
 
-    def _tokens(self, steps: Sequence[SequenceStep], rows: Ints) -> StepTokens:
-        """Which tokens the steps compute, and where they go; accounts for them in the cache."""
-        starts, counts = np.array([(step.start, step.count) for step in steps], np.int64).T
+    def _tokens(self, output: StepOutput, rows: Ints) -> StepTokens:
+        """Which tokens a step computes, and where they go; accounts for them in the cache."""
+        starts, counts = output.columns.starts, output.columns.counts
         context_lens = starts + counts
         assert (context_lens <= self.sequences.lengths[rows]).all(), "a step is ahead of its tokens"
         positions = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - context_lens, counts)
@@ -222,7 +224,7 @@ class Runner:
         blocks, offsets = self._places(token_rows, positions)
         last, vision = None, self.model.config.vision
         if vision is not None and vision.bidirectional and self.sequences.with_items:
-            last = last_keys(steps, positions)
+            last = last_keys(output.steps, positions)
         return StepTokens(
             starts, counts, context_lens, positions, token_rows, blocks, offsets, last
         )
@@ -283,7 +285,7 @@ class Runner:
         self, output: StepOutput, rows: Ints, known: Ints, hidden: Tensor, ends: Ints
     ) -> None:
         """Sample for the steps that ask for it, and append it; `known` are tokens before that."""
-        samples = np.array([step.num_samples for step in output.steps], np.int64)
+        samples = output.columns.samples
         sampling = np.flatnonzero(samples)
         if not len(sampling):
             return
@@ -339,6 +341,8 @@ class Runner:
 
     def _report_prompts(self, output: StepOutput, rows: Ints, hidden: Tensor, ends: Ints) -> None:
         """Log probabilities of the prompt tokens that follow the positions computed now."""
+        if self.sequences.reporting.isdisjoint(rows.tolist()):
+            return
         for number, (row, step) in enumerate(zip(rows, output.steps, strict=True)):
             count = self.sequences.sampling(row).prompt_logprobs
             last = min(step.start + step.count, int(self.sequences.num_prompt[row]) - 1)

@@ -45,6 +45,7 @@ class Sequences:
         params: per row, None if it is free.
         deltas: [rows] int64, what generated tokens' rotary positions are ahead of their own.
         with_items: rows that have some: what is about items costs nothing where there are none.
+        reporting: rows whose prompts' log probabilities are wanted, likewise.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Sequences:
         self.deltas = np.zeros(rows, np.int64)
         self._merge_size = merge_size
         self.with_items: set[int] = set()
+        self.reporting: set[int] = set()
         self._rotary: dict[int, RotaryPositions] = {}  # of those, where they are not the positions
         self._table_lens = np.zeros((rows, groups), np.int64)
         self._branches: dict[int, Branches] = {}
@@ -118,6 +120,7 @@ class Sequences:
             self.params[row] = None
             self._branches.pop(row, None)
             self.with_items.discard(row)
+            self.reporting.discard(row)
             self._rotary.pop(row, None)
             self.deltas[row] = 0
             self._free.append(row)
@@ -128,9 +131,9 @@ class Sequences:
         self.tables[row, group, start : start + len(blocks)] = blocks
         self._table_lens[row, group] += len(blocks)
 
-    def cut(self, row: int, length: int) -> None:
-        """Forget the tokens from `length` on: of a draft that was not accepted to its end."""
-        self.lengths[row] = min(self.lengths[row], length)
+    def cut(self, rows: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> None:
+        """Forget tokens from these lengths on: of drafts that were not accepted to their ends."""
+        self.lengths[rows] = np.minimum(self.lengths[rows], lengths)
 
     def put_drafts(self, steps: Sequence[SequenceStep]) -> None:
         """Write drafts behind the last tokens."""
@@ -198,6 +201,8 @@ class Sequences:
         self.tables[row] = 0
         self._table_lens[row] = 0
         self.params[row] = params
+        if params.prompt_logprobs is not None:
+            self.reporting.add(row)
         return row
 
     def _grow(self) -> None:

@@ -7,6 +7,10 @@ from step to step; a plan carries only what changed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
@@ -109,7 +113,39 @@ class BlockCopy(Struct, frozen=True, array_like=True):
     target: int
 
 
-class StepPlan(Struct, frozen=True):
+@dataclass(frozen=True)
+class StepColumns:
+    """Steps column by column, each [steps] int64.
+
+    Attributes:
+        starts: of each step.
+        counts: likewise.
+        samples: their `num_samples`.
+        known: tokens of each sequence after it, but for a draft's and what it samples.
+        new_blocks: index of a step, group, and its new blocks there, where there are some.
+    """
+
+    starts: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int64]
+    samples: npt.NDArray[np.int64]
+    known: npt.NDArray[np.int64]
+    new_blocks: list[tuple[int, int, tuple[int, ...]]]
+
+    @staticmethod
+    def of(steps: Sequence[SequenceStep]) -> StepColumns:
+        """Those of some steps."""
+        numbers = [(s.start, s.count, s.num_samples, len(s.draft)) for s in steps]
+        starts, counts, samples, drafts = np.array(numbers, np.int64).reshape(-1, 4).T
+        new_blocks = [
+            (index, group, blocks)
+            for index, step in enumerate(steps)
+            for group, blocks in enumerate(step.new_blocks)
+            if blocks
+        ]
+        return StepColumns(starts, counts, samples, starts + counts - drafts, new_blocks)
+
+
+class StepPlan(Struct, frozen=True, dict=True):
     """What the ranks do next: end, copy, fork, add, then compute.
 
     Attributes:
@@ -134,6 +170,11 @@ class StepPlan(Struct, frozen=True):
     def num_tokens(self) -> int:
         """Tokens to compute in all."""
         return sum(step.count for step in self.steps)
+
+    @cached_property
+    def columns(self) -> StepColumns:
+        """Of `steps`: made once for all ranks, whose threads share an interpreter."""
+        return StepColumns.of(self.steps)
 
 
 class Sampled(Struct, frozen=True, array_like=True):

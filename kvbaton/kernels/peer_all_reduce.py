@@ -5,6 +5,9 @@ for the others' flags, and adds up in the order of ranks, so that all get the sa
 second meeting at the end: an inbox has two halves, and a rank raises its next flag only after it
 has read this half. The pattern is that of NCCL's LL protocols and of vendors' "one-shot" kernels.
 
+Of more than two ranks each would send larger tensors to all the others. Of those it gets a share of
+each, adds it up, and sends all the sum: half as much for four, with a second meeting ("two-shot").
+
 Nothing is read on the host, so a CUDA graph may capture it. A rank that never comes keeps the
 others waiting until `PeerMemory.abort`.
 """
@@ -16,7 +19,7 @@ from functools import reduce
 
 import torch
 
-from kvbaton.kernels.jit import cdiv, jit, tl
+from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, tl
 
 BLOCK = 2048
 """Elements of a program."""
@@ -25,8 +28,13 @@ MAX_BLOCKS = 1024
 """Programs that are on the GPU at the same time, whatever else is: each waits for its twin."""
 
 PAIR_ROUNDS = 4
-"""Blocks of a program between two GPUs at most. Of more GPUs each would receive as much from all
-the others, where NCCL's ring is the faster way."""
+"""Blocks of a program between two GPUs at most."""
+
+SHARED_FROM = 64 * 4096
+"""Elements; of fewer, more than two GPUs get all, which takes one meeting."""
+
+MOST_SHARED = 1024 * 4096
+"""Elements, of more than two GPUs; for more, NCCL's ring is the faster way."""
 
 
 class PeerMemory:
@@ -34,21 +42,26 @@ class PeerMemory:
 
     Attributes:
         capacity: elements of the largest tensor.
-        inboxes: per rank, [2, size, capacity] of 4 bytes.
+        part: elements that one rank sends another before they meet.
+        inboxes: per rank, [2, size, part] of 4 bytes.
         flags: per rank, [MAX_BLOCKS, size] int32: the last round for which a sender has written.
+        flags_at: per rank, on its device, [size] int64: addresses of all ranks' `flags`.
         rounds: per rank, [MAX_BLOCKS] int32: rounds of each program.
         waiting: per rank, [1] int32: 0 once nobody shall wait any more.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         size = len(devices)
-        self.capacity = MAX_BLOCKS * BLOCK * (PAIR_ROUNDS if size == 2 else 1)
-        elements = 2 * size * self.capacity
+        self.part = MAX_BLOCKS * BLOCK * (PAIR_ROUNDS if size == 2 else 1)
+        self.capacity = self.part if size == 2 else MOST_SHARED
+        elements = 2 * size * self.part
         self.inboxes = [torch.empty(elements, dtype=torch.float32, device=d) for d in devices]
         self.flags, self.rounds = (
             [torch.zeros(count, dtype=torch.int32, device=d) for d in devices]
             for count in (MAX_BLOCKS * size, MAX_BLOCKS)
         )
+        addresses = [flags.data_ptr() for flags in self.flags]
+        self.flags_at = [torch.tensor(addresses, device=d) for d in devices]
         self.waiting = [torch.ones(1, dtype=torch.int32, device=d) for d in devices]
         self._views: dict[torch.dtype, tuple[torch.Tensor, ...]] = {}
         for ours in self.inboxes:  # torch makes memory reachable with the first copy
@@ -88,23 +101,26 @@ def peer_all_reduce(tensor: torch.Tensor, memory: PeerMemory, rank: int) -> torc
         As `tensor`.
     """
     out = torch.empty_like(tensor)
-    count = tensor.numel()
+    count, size = tensor.numel(), len(memory.inboxes)
     if not count:
         return out
-    _kernel[(min(cdiv(count, BLOCK), MAX_BLOCKS),)](
+    shared = size > 2 and count > SHARED_FROM
+    programs = min(cdiv(count, BLOCK * (size if shared else 1)), MAX_BLOCKS)
+    (_shared_kernel if shared else _kernel)[(programs,)](
         tensor,
         out,
         memory.views(tensor.dtype),
-        tuple(memory.flags),
+        memory.flags[rank],
+        memory.flags_at[rank],
         memory.rounds[rank],
         memory.waiting[rank],
         count,
         RANK=rank,
-        SIZE=len(memory.inboxes),
-        CAPACITY=memory.capacity,
-        ROUNDS=cdiv(count, MAX_BLOCKS * BLOCK),
-        PROGRAMS=MAX_BLOCKS,
+        SIZE=size,
+        LANES=next_power_of_2(size),
+        PART=memory.part,
         BLOCK=BLOCK,
+        **({} if shared else dict(ROUNDS=cdiv(count, MAX_BLOCKS * BLOCK), PROGRAMS=MAX_BLOCKS)),
         num_warps=4,
     )
     return out
@@ -116,62 +132,141 @@ def peer_all_reduce_reference(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 @jit()
+def _meet(
+    flags: tl.tensor,
+    flags_at: tl.tensor,
+    waiting: tl.tensor,
+    number: tl.tensor,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    LANES: tl.constexpr,
+) -> None:
+    """Tell this program's like on each rank that it has written, and wait until they have.
+
+    By a lane for each rank, all at once: a release waits until what was written has arrived.
+    """
+    block, lanes = tl.program_id(0), tl.arange(0, LANES)
+    others = (lanes < SIZE) & (lanes != RANK)
+    tl.debug_barrier()
+    there = tl.load(flags_at + lanes, mask=others, other=0).to(tl.pointer_type(tl.int32))
+    tl.atomic_xchg(there + block * SIZE + RANK, number, mask=others, sem="release", scope="sys")
+    came = flags + block * SIZE + lanes
+    seen = tl.load(came, mask=others, other=number, volatile=True)
+    while tl.min(seen - number) < 0:  # it may be ahead, too; right also when rounds wrap
+        seen = tl.load(came, mask=others, other=number, volatile=True)
+        seen = tl.where(tl.load(waiting, volatile=True) == 1, seen, number)
+    tl.atomic_add(came, 0, mask=others, sem="acquire", scope="sys")
+    tl.debug_barrier()
+
+
+@jit()
+def _sum(
+    tensor: tl.tensor,
+    inbox: tl.tensor,
+    inside: tl.tensor,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    PART: tl.constexpr,
+) -> tl.tensor:
+    """What ranks sent to an inbox, and ours, added up in their order."""
+    total = tl.zeros(inside.shape, tl.float32)
+    for other in tl.static_range(SIZE):
+        if other == RANK:
+            value = tl.load(tensor, mask=inside, other=0.0)
+        else:
+            value = tl.load(inbox + other * PART, mask=inside, other=0.0, cache_modifier=".cg")
+        total += value.to(tl.float32)
+    return total
+
+
+@jit()
 def _kernel(
     tensor: tl.tensor,
     out: tl.tensor,
     inboxes: tl.tensor,
     flags: tl.tensor,
+    flags_at: tl.tensor,
     rounds: tl.tensor,
     waiting: tl.tensor,
     count: tl.tensor,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
-    CAPACITY: tl.constexpr,
+    LANES: tl.constexpr,
+    PART: tl.constexpr,
+    BLOCK: tl.constexpr,
     ROUNDS: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    BLOCK: tl.constexpr,
 ) -> None:
     """One program: up to ROUNDS * BLOCK elements; it waits for its like on each rank, once.
 
     Which places of an inbox are a program's does not depend on `count`: nobody else may write there
     before it has read.
 
-    `inboxes` and `flags` are tuples, in the order of ranks.
+    `inboxes` is a tuple, in the order of ranks.
     """
     block = tl.program_id(0)
     number = tl.load(rounds + block) + 1
-    half = (number & 1) * SIZE
+    half = (number & 1) * SIZE * PART
     first = block * BLOCK + tl.arange(0, BLOCK)
     for piece in tl.static_range(ROUNDS):
         place = first + piece * PROGRAMS * BLOCK
         own = tl.load(tensor + place, mask=place < count, other=0.0)
         for other in tl.static_range(SIZE):
             if other != RANK:
-                inbox = inboxes[other] + (half + RANK) * CAPACITY
-                tl.store(inbox + place, own, mask=place < count)
-    tl.debug_barrier()
+                tl.store(inboxes[other] + half + RANK * PART + place, own, mask=place < count)
+    _meet(flags, flags_at, waiting, number, RANK, SIZE, LANES)
+    tl.store(rounds + block, number)
+    for piece in tl.static_range(ROUNDS):
+        place = first + piece * PROGRAMS * BLOCK
+        inbox = inboxes[RANK] + half + place
+        total = _sum(tensor + place, inbox, place < count, RANK, SIZE, PART)
+        tl.store(out + place, total.to(out.dtype.element_ty), mask=place < count)
+
+
+@jit()
+def _shared_kernel(
+    tensor: tl.tensor,
+    out: tl.tensor,
+    inboxes: tl.tensor,
+    flags: tl.tensor,
+    flags_at: tl.tensor,
+    rounds: tl.tensor,
+    waiting: tl.tensor,
+    count: tl.tensor,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    LANES: tl.constexpr,
+    PART: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program: up to SIZE * BLOCK elements, a block of each rank to add up; in two rounds.
+
+    Places in an inbox are those of `_kernel`, of which any may follow.
+    """
+    block = tl.program_id(0)
+    number = tl.load(rounds + block) + 1
+    place = block * BLOCK + tl.arange(0, BLOCK)
+    first = block * SIZE * BLOCK + tl.arange(0, BLOCK)
+    half = (number & 1) * SIZE * PART
+    for other in tl.static_range(SIZE):
+        if other != RANK:
+            inside = first + other * BLOCK < count
+            share = tl.load(tensor + first + other * BLOCK, mask=inside, other=0.0)
+            tl.store(inboxes[other] + half + RANK * PART + place, share, mask=inside)
+    _meet(flags, flags_at, waiting, number, RANK, SIZE, LANES)
+    ours = first + RANK * BLOCK
+    inbox = inboxes[RANK] + half + place
+    total = _sum(tensor + ours, inbox, ours < count, RANK, SIZE, PART).to(out.dtype.element_ty)
+    tl.store(out + ours, total, mask=ours < count)
+    number += 1
+    half = (number & 1) * SIZE * PART
+    for other in tl.static_range(SIZE):
+        if other != RANK:
+            tl.store(inboxes[other] + half + RANK * PART + place, total, mask=ours < count)
+    _meet(flags, flags_at, waiting, number, RANK, SIZE, LANES)
     tl.store(rounds + block, number)
     for other in tl.static_range(SIZE):
         if other != RANK:
-            flag = flags[other] + block * SIZE + RANK
-            tl.atomic_xchg(flag, number, sem="release", scope="sys")
-    for other in tl.static_range(SIZE):
-        if other != RANK:
-            flag = flags[RANK] + block * SIZE + other
-            seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-            while seen - number < 0:  # it may be ahead, too; right also when rounds wrap
-                seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-                seen = tl.where(tl.load(waiting, volatile=True) == 1, seen, number)
-    tl.debug_barrier()
-    for piece in tl.static_range(ROUNDS):
-        place = first + piece * PROGRAMS * BLOCK
-        inside = place < count
-        total = tl.zeros([BLOCK], tl.float32)
-        for other in tl.static_range(SIZE):
-            if other == RANK:
-                total += tl.load(tensor + place, mask=inside, other=0.0).to(tl.float32)
-            else:
-                came = inboxes[RANK] + (half + other) * CAPACITY + place
-                part = tl.load(came, mask=inside, other=0.0, cache_modifier=".cg")
-                total += part.to(tl.float32)
-        tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
+            inside, inbox = first + other * BLOCK < count, inboxes[RANK] + half + other * PART
+            came = tl.load(inbox + place, mask=inside, other=0.0, cache_modifier=".cg")
+            tl.store(out + first + other * BLOCK, came, mask=inside)

@@ -57,7 +57,8 @@ class PrefillBatch:
         prefix_lens: keys before the queries, known on the host.
         last_keys: [T], int32: the last position that each query sees, its own or a later one of
             its sequence; None: its own, of all.
-        paged: all goes through the paged kernel, whose launch depends on shapes alone.
+        min_queries: a sequence with fewer goes through the paged kernel, all such neighbours in one
+            launch, which depends on shapes alone.
         pieces: what is launched in a layer, by what it depends on; layers are alike.
     """
 
@@ -67,7 +68,7 @@ class PrefillBatch:
     query_lens: tuple[int, ...]
     prefix_lens: tuple[int, ...]
     last_keys: torch.Tensor | None = None
-    paged: bool = False
+    min_queries: int = MIN_QUERIES
     pieces: dict[object, list[BatchPart]] = field(default_factory=dict)
 
 
@@ -101,7 +102,7 @@ def prefill_attention(
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     scale, window, _, softcap, sinks = softmax
-    plain = softcap == 0.0 and sinks is None and key is not None and not batch.paged
+    plain = softcap == 0.0 and sinks is None and key is not None
     plain = plain and batch.last_keys is None and cudnn_fits(query, key_cache.shape[2])
     strides = (0 if x is None else x.stride(0) for x in (query, key, value))
     kind = (threading.get_ident(), query.dtype, *query.shape[1:], key_cache.shape[1], *strides)
@@ -151,7 +152,7 @@ def _cut(
     token = 0
     for row, (fresh, prefix) in enumerate(zip(batch.query_lens, batch.prefix_lens, strict=True)):
         form = "paged"
-        if plain and fresh >= MIN_QUERIES and (window == 0 or fresh + prefix <= window):
+        if plain and fresh >= batch.min_queries and (window == 0 or fresh + prefix <= window):
             padded = _padded_prompt(fresh)
             shapes = _chunk_shapes(fresh, prefix) if prefix else [("prompt", padded, padded)]
             if _is_planned(kind, *shapes):

@@ -36,7 +36,7 @@ def check(kernel, types, constants, **options):
     aligned = {
         (at,): [["tt.divisibility", 16]]
         for at, name in enumerate(names)
-        if (signature[name].startswith("*") and at not in kernel.do_not_specialize
+        if (str(signature[name]).startswith("*") and at not in kernel.do_not_specialize
         and name not in kernel.do_not_specialize) or name in sizes
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
@@ -290,10 +290,27 @@ for keys, values in ((128, 128), (64, 192)):
             assert ".tf32" in ptx or (dtype == "bf16" and kernel is delta_rule._scan_kernel)
 """
 
+SUMS = """
+from kvbaton.kernels import peer_all_reduce
+
+for size, lanes, rounds in ((2, 2, 4), (3, 4, 1), (4, 4, 1), (8, 8, 1)):
+    kinds = dict(tensor="*bf16", out="*bf16", inboxes=("*bf16",) * size, flags="*i32")
+    kinds |= dict(flags_at="*i64", rounds="*i32", waiting="*i32", count="i32")
+    sizes = dict(RANK=1, SIZE=size, LANES=lanes, PART=1 << 20, BLOCK=2048)
+    once = sizes | dict(ROUNDS=rounds, PROGRAMS=1024)
+    for kernel, given, meetings in ((peer_all_reduce._kernel, once, 1),
+                                    (peer_all_reduce._shared_kernel, sizes, 2)):
+        ptx = check(kernel, kinds, given, num_warps=4)
+        for flag in ("sys.release.exch", "sys.acquire.add"):
+            assert ptx.count(flag) == meetings, size  # of all ranks at once
+"""
+
 
 @pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
 @pytest.mark.parametrize(
-    "script", [EXPERTS, FP8, LATENT, STATES], ids=["experts", "fp8", "latent", "states"]
+    "script",
+    [EXPERTS, FP8, LATENT, STATES, SUMS],
+    ids=["experts", "fp8", "latent", "states", "sums"],
 )
 def test_kernels_compile_for_hopper(script: str) -> None:
     surroundings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

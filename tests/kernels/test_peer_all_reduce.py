@@ -14,7 +14,9 @@ from kvbaton.engine.executor import WorkerGroup, rank_threads
 from kvbaton.kernels.peer_all_reduce import (
     BLOCK,
     MAX_BLOCKS,
+    MOST_SHARED,
     PAIR_ROUNDS,
+    SHARED_FROM,
     PeerMemory,
     peer_all_reduce,
     peer_all_reduce_reference,
@@ -25,7 +27,7 @@ pytestmark = [
     pytest.mark.multigpu,
     pytest.mark.skipif(RANKS < 2, reason="fewer than two CUDA devices"),
 ]
-SIZES = [1, 7, 4096, BLOCK * 3 + 5, 32 * 4096, MAX_BLOCKS * BLOCK]
+SIZES = [1, 7, 4096, BLOCK * 3 + 5, SHARED_FROM, SHARED_FROM + 5, MAX_BLOCKS * BLOCK, MOST_SHARED]
 if RANKS == 2:
     SIZES += [MAX_BLOCKS * BLOCK + 5, 3 * MAX_BLOCKS * BLOCK, PAIR_ROUNDS * MAX_BLOCKS * BLOCK]
 Together = Callable[[Callable[[int], Any]], list[Any]]
@@ -94,10 +96,11 @@ def test_replays_of_a_graph(memory: PeerMemory, together: Together) -> None:
             assert torch.equal(found[number], peer_all_reduce_reference([once] * RANKS))
 
 
-def test_who_waits_in_vain_is_set_free() -> None:
+@pytest.mark.parametrize("size", [10, SHARED_FROM + 5])
+def test_who_waits_in_vain_is_set_free(size: int) -> None:
     memory = PeerMemory([torch.device("cuda", rank) for rank in range(RANKS)])
     torch.cuda.set_device(0)
-    peer_all_reduce(torch.ones(10, device="cuda"), memory, 0)
+    peer_all_reduce(torch.ones(size, device="cuda"), memory, 0)
     over = torch.cuda.Event()  # type: ignore[no-untyped-call]
     over.record()
     time.sleep(0.2)

@@ -23,11 +23,16 @@ from kvbaton.engine.models.llama import LlamaForCausalLM
 from kvbaton.engine.runner import Ints, Runner, StepOutput
 from kvbaton.engine.state_blocks import StateBatch
 from kvbaton.engine.upload import upload
-from kvbaton.kernels.prefill_attention import PrefillBatch
+from kvbaton.kernels.prefill_attention import MIN_QUERIES, PrefillBatch
 from kvbaton.kernels.sample_tokens import sample_tokens
 
 SHORT_CONTEXT = 2048
 """Shorter tables make the prefill kernel take smaller tiles."""
+
+RANK_QUERIES = 256
+"""Of several prompts in a step, those with fewer tokens times the square of the ranks share one
+launch of a slower kernel. cuDNN is launched for each, by threads that share an interpreter: n ranks
+take n times as long to launch what each of them computes in an n-th of the time."""
 
 
 class CudaRunner(Runner):
@@ -83,10 +88,10 @@ class CudaRunner(Runner):
     def _compute(self, output: StepOutput, rows: Ints) -> None:
         """Enqueue the layers and the sampling; see `Runner._compute`."""
         self.sequences.flush()
-        steps = output.steps
         # An image that ends with the last token of its prompt is none of a graph's inputs.
-        images = self.sequences.with_items and any(step.items for step in steps)
-        if not images and all(step.count == 1 and step.num_samples == 1 for step in steps):
+        images = self.sequences.with_items and any(step.items for step in output.steps)
+        columns = output.columns
+        if not images and (columns.counts == 1).all() and (columns.samples == 1).all():
             self._decode(output, rows)
         else:
             self._mixed(output, rows)
@@ -94,7 +99,7 @@ class CudaRunner(Runner):
     # --- all sequences decode ---
 
     def _decode(self, output: StepOutput, rows: Ints) -> None:
-        starts = np.array([step.start for step in output.steps], np.int64)
+        starts = output.columns.starts
         assert (starts < self.sequences.lengths[rows]).all(), "a step is ahead of its tokens"
         self._places(rows, starts)
         columns = self._columns(rows, starts)
@@ -163,8 +168,7 @@ class CudaRunner(Runner):
     # --- prompts, and whoever decodes beside them ---
 
     def _mixed(self, output: StepOutput, rows: Ints) -> None:
-        steps = output.steps
-        tokens, encoded = self._tokens(steps, rows), self._encoded(steps)
+        tokens, encoded = self._tokens(output, rows), self._encoded(output.steps)
         counts, context_lens = tokens.query_lens, tokens.context_lens
         leading = int(np.argmax(counts > 1)) if (counts > 1).any() else len(counts)
         bounds = np.concatenate(([0], np.cumsum(counts[leading:])))
@@ -186,6 +190,8 @@ class CudaRunner(Runner):
                 width = min(short, width)
             cu_seqlens, rest = cu.int(), lens[leading:].clone()
             last_keys = lasts[0].int() if lasts else None
+            several = len(counts) - leading > 1
+            least = RANK_QUERIES * self.model.shard.size**2 if several else 0
             prefill = [
                 PrefillBatch(
                     block_tables=table[leading:, :width].contiguous(),
@@ -194,6 +200,7 @@ class CudaRunner(Runner):
                     query_lens=tuple(counts[leading:].tolist()),
                     prefix_lens=tuple(tokens.starts[leading:].tolist()),
                     last_keys=last_keys,
+                    min_queries=max(MIN_QUERIES, least),
                 )
                 for table in tables[:, : self.cache.num_kv_groups].unbind(1)
             ]
@@ -206,7 +213,7 @@ class CudaRunner(Runner):
         )
         ends = np.cumsum(counts)
         self._report_prompts(output, rows, hidden, ends)
-        samples = np.array([step.num_samples for step in steps], np.int64)
+        samples = output.columns.samples
         sampling = np.flatnonzero(samples)
         if samples.max() == 1 and self.sequences.plain[rows[sampling]].all():
             known = context_lens[sampling]
