@@ -268,10 +268,7 @@ class SourceConnector(KVConnector):
         if not self._by_request:
             return
         for scheduled in step.scheduled:
-            request = scheduled.sequence.request
-            source = self._by_request.get(request.request_id)
-            if source is not None and source.start is not None:
-                self._report_ahead(source, request)
+            self.progressed(scheduled.sequence.request)  # a cached prefix waits for no step
 
     def _report_ahead(self, source: _Source, request: requests.Request) -> None:
         """Report what the newest step computes before it is over, so that its write is prepared.

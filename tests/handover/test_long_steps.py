@@ -47,6 +47,25 @@ def test_blocks_are_reported_before_their_step_is_over(brisk: Pair, expected: Ex
     brisk.settle()
 
 
+def test_a_cached_prefix_leaves_while_the_rest_is_computed(
+    brisk: Pair, expected: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, prompt = brisk.p.transfers.sender, (*PROMPT, *prompt_of(9))
+    assert sender is not None
+    brisk.p.generate(PROMPT, max_tokens=1).result()
+    with brisk.p.held_step() as held:
+        with monkeypatch.context() as patch:
+            patch.setattr(brisk.p.scheduler, "plan", lambda: None)  # nor its step launched before
+            _, at_d = brisk.hand_over(prompt)
+            until(lambda: brisk.p.leases() == 1, "P has the reservation")
+            until(lambda: brisk.p.gauges()["kvbaton_transfers_live"] == 1, "its core knows it")
+        until(held.waited_for, "P in the step")
+        until(lambda: bool(sender.published["posted_bytes"]), "the prefix is on its way")
+    assert at_d.result() == expected(prompt)
+    assert brisk.p.counters()['kvbaton_prompt_tokens_total{source="local_cache"}'] > 0
+    brisk.settle()
+
+
 def test_on_d_while_it_decodes(brisk: Pair, expected: Expected) -> None:
     """All lands, is verified and acknowledged while D's engine stands still."""
     other = brisk.d.generate(prompt_of(5), max_tokens=200)
