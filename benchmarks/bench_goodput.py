@@ -6,9 +6,10 @@
 
 Poisson arrivals, the 8B shape, 2,000 tokens in and 1,000 out. A request meets an objective if its
 first token comes within ``--ttft`` and the 95th percentile of its own ITL is below. Rates are
-bisected. Each begins with as many requests as are live at that rate, of all ages; after
-the lifetime of a request those count that arrive in the next three (``--one-gpu``: half of one, and
-one), and the load stays on until the last of them has ended: neither filling nor draining counts.
+bisected. Each begins with nobody there; after twice the lifetime of a request those count that
+arrive in the next three (``--one-gpu``: one and a half, and one), and the load stays on until the
+last of them has ended: neither filling nor draining counts. (To begin with as many as are live at
+that rate means as many prompts at once, and decoding slowed by them for two lifetimes more.)
 
 Beside it the wall of D's memory: with r requests per second of n tokens a step reads the weights,
 and of r * n * (its own time) sequences the KV of their mean context, at the measured copy speed.
@@ -129,7 +130,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace, pool: ProcessPoolExecutor, wall: Wall) -> None:
         self.args, self.pool, self.wall = args, pool, wall
         self.itls = tuple(itl / 1000 for itl in args.itl)
-        self.warm_up, self.lifetimes = (0.5, 1.0) if args.one_gpu else (1.0, 3.0)
+        self.warm_up, self.lifetimes = (1.5, 1.0) if args.one_gpu else (2.0, 3.0)
         self.tally = Path(tempfile.mkdtemp()) / "tally"
         self.seed = 1_000_000 * args.seed
 
@@ -189,8 +190,7 @@ class Bench:
         opens = at + self.warm_up * life
         closes = opens + max(self.lifetimes * life, LEAST / rate)
         until = closes + args.ttft + args.output * itls[-1]
-        ages = rng.integers(1, args.output + 1, round(rate * life)).tolist()
-        asks = [Ask(at, self.seed + i, age, False) for i, age in enumerate(ages)]
+        asks = list[Ask]()
         while (at := at + rng.exponential(1 / rate)) < until:
             asks.append(Ask(at, self.seed + len(asks), args.output, opens <= at < closes))
         if cluster.prompts:
