@@ -249,7 +249,7 @@ async def drain_router(request: web.Request) -> web.Response:
     """``POST /drain``: say at ``/health`` that this router is going; whether nothing runs here."""
     nodes = _nodes(request)
     nodes.draining = True
-    nodes.on_change()
+    nodes.on_command()
     return json_response(DrainProgress(idle=not request.app[ROUTER].loads))
 
 

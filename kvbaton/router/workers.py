@@ -277,7 +277,7 @@ class _Cluster:
         self._is_news = False
         nodes.on_lost = lambda node_id, reason: self._lost.append((node_id, reason))
         nodes.on_leaving = self._leaving.append
-        nodes.on_change = self._changed
+        nodes.on_change, nodes.on_command = self._changed, self.publish
         # What workers pass on is answered by this.
         own = [route for route in routes() if route.path != "/metrics"]
         own.append(web.get("/metrics", self._metrics))
