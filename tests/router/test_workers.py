@@ -120,9 +120,9 @@ async def test_all_workers_know_the_nodes_and_one_that_dies_is_replaced(
                 async with session.get("/nodes") as response:
                     assert (await response.json())["pairs"] == [["p0", "d0"]]
 
-            for command in ("pause", "resume"):
+            for order in ("pause", "resume"):
                 async with aiohttp.ClientSession(url) as session:
-                    async with session.post(f"/nodes/d0/{command}") as response:
+                    async with session.post(f"/nodes/d0/{order}") as response:
                         assert response.status == 200
                 for _ in range(12):
                     await ask(url)
