@@ -12,7 +12,7 @@ from aiohttp import web
 from msgspec import Struct
 
 from kvbaton.engine.outputs import TokenSource
-from kvbaton.engine.validate import RANGES, Range
+from kvbaton.engine.validate import INT32, RANGES, Range, check_range
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import PrefixAt, TransferSpec
 from kvbaton.server.config import EndpointConfig, MediaConfig
@@ -45,6 +45,7 @@ class FrontendConfig:
         aliases: other names that clients may use.
         api_keys: any of them opens the endpoint as ``Authorization: Bearer KEY``; none leaves it
             open.
+        min_priority: lowest that requests may name.
         allowed_origins: see `EndpointConfig`.
         operator_token: opens what only operators may ask, as an API key does; empty for none.
         timeout_s: after which a request is ended, if it names no `timeout`.
@@ -68,6 +69,7 @@ class FrontendConfig:
     model_name: str
     aliases: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
+    min_priority: int = -INT32
     allowed_origins: tuple[str, ...] = ()
     operator_token: str = field(default="", repr=False)
     timeout_s: float = 600.0
@@ -90,6 +92,10 @@ class FrontendConfig:
         """What `SamplingParams` may hold here, by field."""
         scored = Range(0, self.max_logprobs)
         return {**RANGES, "n": Range(1, self.max_n), "logprobs": scored, "prompt_logprobs": scored}
+
+    def check_priority(self, priority: int) -> None:
+        """Raise `RequestError` for one that requests may not name here."""
+        check_range("priority", priority, Range(self.min_priority, INT32))
 
     @classmethod
     def of(
@@ -115,8 +121,12 @@ class FrontendConfig:
         Raises:
             ConfigError: the model's recommendations can't be read, or traces can't be made.
         """
+        least = config.min_priority
+        if least is None:
+            least = 0 if config.api_keys else -INT32
         return cls(
             model_name=name,
+            min_priority=least,
             aliases=config.served_model_name[1:],
             api_keys=config.api_keys,
             allowed_origins=config.allowed_origins,

@@ -275,7 +275,7 @@ def prompt_request(
     params = checked(params, frontend.config, facts.vocab_size)
     check_prompt(facts, token_ids, max_tokens, name)
     if body.priority:
-        check_range("priority", body.priority, Range(-INT32, INT32))
+        frontend.config.check_priority(body.priority)
     if len(body.cache_salt or "") > MAX_SALT:
         raise RequestError(f"cache_salt may have at most {MAX_SALT} characters", param="cache_salt")
     transfer, prefix = frontend.transfer(body.kv_transfer_params)

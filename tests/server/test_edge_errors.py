@@ -5,12 +5,16 @@ import json
 import struct
 import time
 import zlib
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvbaton.errors import ConfigError
+from kvbaton.server.config import EndpointConfig
+from kvbaton.server.frontend import FrontendConfig
 from tests.support.scripted_source import MAX_MODEL_LEN, VOCAB
 from tests.support.waiting import PATIENCE_S
 
@@ -279,6 +283,28 @@ async def test_api_keys(serve: Any) -> None:
     assert status == 200
     async with endpoint.session.get("/version") as response:
         assert response.status == 200
+
+
+@pytest.mark.parametrize(
+    ("flags", "least"),
+    [
+        ({}, -5), ({"api_keys": ("a",)}, 0), ({"min_priority": -2}, -2),
+        ({"api_keys": ("a",), "min_priority": -3}, -3),
+    ],
+)  # fmt: skip
+async def test_where_tenants_have_keys_none_goes_before_all_others(
+    flags: dict[str, Any], least: int, serve: Any, tmp_path: Path
+) -> None:
+    config = FrontendConfig.of(EndpointConfig(**flags), str(tmp_path), "tiny")
+    endpoint = await serve(min_priority=config.min_priority)
+    for priority, allowed in ((least, True), (least - 1, least == -5)):
+        status, answer = await endpoint.post(
+            "/v1/completions", {"prompt": "x", "priority": priority}
+        )
+        assert status == (200 if allowed else 400), answer
+        assert allowed or answer["error"]["param"] == "priority"
+    with pytest.raises(ConfigError, match="--min-priority: 1 is above 0"):
+        EndpointConfig(min_priority=1)
 
 
 async def test_requests_of_one_key_are_one_tenants(serve: Any) -> None:
