@@ -8,6 +8,8 @@ import math
 import random
 import re
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import TypeVar
 
@@ -16,6 +18,7 @@ from aiohttp import web
 
 from kvbaton.errors import EngineDeadError, RequestError
 from kvbaton.messages.openai import ErrorBody, ErrorInfo
+from kvbaton.server.auth import tenant
 from kvbaton.server.frontend import FRONTEND, FrontendConfig
 
 HEADER = "X-Request-Id"
@@ -66,6 +69,8 @@ async def close_connection(request: web.Request, response: web.StreamResponse) -
 
 logger = logging.getLogger(__name__)
 
+LONG_BODY = 1 << 20
+"""Bytes, up to which a body is not counted."""
 RETRY_AFTER_S = 1.0
 WINDOW_BITS = {"gzip": 31, "deflate": 15}
 """For `zlib`, by Content-Encoding."""
@@ -200,6 +205,31 @@ def unpacked(data: bytes, encoding: str, limit: int) -> bytes:
     return found
 
 
+@contextmanager
+def _room_for_body(request: web.Request) -> Iterator[None]:
+    """While a long body comes: so many bytes of all, and half as many of one tenant.
+
+    Raises:
+        RequestError: 429, there are too many.
+    """
+    frontend = request.app[FRONTEND]
+    held, who, most = frontend.long_bodies, tenant(request), frontend.config.max_bodies_bytes
+    length = request.content_length or frontend.config.max_body_bytes
+    if length <= LONG_BODY:
+        yield
+        return
+    if max(sum(held.values()), 2 * held[who] if who else 0) + length > most:
+        problem = f"too many bodies of more than {LONG_BODY >> 20} MiB are on their way"
+        raise RequestError(f"{problem}; retry later", status=429, code="overloaded")
+    held[who] += length
+    try:
+        yield
+    finally:
+        held[who] -= length
+        if not held[who]:
+            del held[who]
+
+
 async def _read(request: web.Request, config: FrontendConfig) -> bytes:
     limit, timeout = config.max_body_bytes, config.body_timeout_s
     if (request.content_length or 0) > limit:  # not worth waiting for
@@ -210,8 +240,9 @@ async def _read(request: web.Request, config: FrontendConfig) -> bytes:
             if len(data) > limit:
                 raise web.HTTPRequestEntityTooLarge(limit, len(data))
             return data
-        async with asyncio.timeout(timeout):
-            return await request.read()
+        with _room_for_body(request):
+            async with asyncio.timeout(timeout):
+                return await request.read()
     except TimeoutError:
         raise RequestError(f"the body did not arrive within {timeout} s", status=408) from None
     except web.RequestPayloadError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -53,6 +54,7 @@ class FrontendConfig:
         deadline_grace_s: the source ends a request at its timeout; if it does not, the endpoint
             does so this much later.
         max_body_bytes: a longer body is a 413.
+        max_bodies_bytes: of all long bodies that are on their way at a time; more is a 429.
         body_timeout_s: a body must have arrived within this time.
         max_prompts: of one request.
         max_n: choices per prompt.
@@ -76,6 +78,7 @@ class FrontendConfig:
     max_timeout_s: float = 3600.0
     deadline_grace_s: float = 10.0
     max_body_bytes: int = 32 << 20
+    max_bodies_bytes: int = 512 << 20
     body_timeout_s: float = 60.0
     max_prompts: int = 256
     max_n: int = 128
@@ -169,6 +172,7 @@ class Frontend:
         transfer: turns ``kv_transfer_params`` into a part in a hand-over, and a prefix to fetch.
         transfer_type: shape of ``kv_transfer_params`` for the description; None if it is refused.
         metrics: what is counted.
+        long_bodies: bytes that are on their way, by tenant.
         created: start of this process, for answers that name it.
     """
 
@@ -179,6 +183,7 @@ class Frontend:
     transfer: TransferParser = refuse_transfer
     transfer_type: type[Struct] | None = None
     metrics: HttpMetrics = field(default_factory=HttpMetrics)
+    long_bodies: Counter[str] = field(default_factory=Counter)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:

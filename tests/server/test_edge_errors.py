@@ -1,10 +1,12 @@
 import asyncio
 import functools
 import gzip
+import io
 import json
 import struct
 import time
 import zlib
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from kvbaton.errors import ConfigError
 from kvbaton.server.config import EndpointConfig
 from kvbaton.server.frontend import FrontendConfig
 from tests.support.scripted_source import MAX_MODEL_LEN, VOCAB
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, eventually
 
 
 @pytest.mark.parametrize(
@@ -266,6 +268,33 @@ async def test_messages_show_numbers_as_they_were_sent(serve: Any) -> None:
     ):
         _, answer = await endpoint.post("/v1/completions", {"prompt": "x", **extra})
         assert told in answer["error"]["message"]
+
+
+async def test_long_bodies_that_come_slowly_leave_room_for_others(serve: Any) -> None:
+    endpoint = await serve(api_keys=("flood", "other"), max_bodies_bytes=9 << 20)
+    more, body = asyncio.Event(), json.dumps({"prompt": "x", "user": "y" * (2 << 20)}).encode()
+
+    async def slowly() -> AsyncIterator[bytes]:
+        yield body[:1000]
+        await more.wait()
+        yield body[1000:]
+
+    async def send(key: str, data: Any, **headers: str) -> Any:
+        headers |= {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+        return await endpoint.session.post("/v1/completions", data=data, headers=headers)
+
+    length = {"Content-Length": str(len(body))}
+    slow = [asyncio.create_task(send("flood", slowly(), **length)) for _ in range(2)]
+    await eventually(lambda: sum(endpoint.frontend.long_bodies.values()) == 2 * len(body))
+    refused = await send("flood", io.BytesIO(body))
+    assert (refused.status, refused.headers["Retry-After"]) == (429, "1")
+    assert "bodies of more than 1 MiB" in (await refused.json())["error"]["message"]
+    assert (await send("flood", b'{"prompt": "x"}')).status == 200, "a short one is no burden"
+    assert (await send("other", io.BytesIO(body))).status == 200, "a tenant has half of it at most"
+    more.set()
+    assert [response.status for response in await asyncio.gather(*slow)] == [200, 200]
+    assert not endpoint.frontend.long_bodies
+    assert (await send("flood", io.BytesIO(body))).status == 200
 
 
 async def test_api_keys(serve: Any) -> None:
