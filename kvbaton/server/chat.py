@@ -322,7 +322,9 @@ class ChatFormatter(ResponseFormatter[openai.ChatRequest]):
     def _logprobs(self, new: Event) -> openai.ChatLogprobs | None:
         if not self.body.logprobs:
             return None
-        return chat_logprobs(self.tokenizer, new.delta.token_ids, new.delta.logprobs or ())
+        ids, scores = new.delta.token_ids, new.delta.logprobs or ()
+        as_ids = bool(self.body.return_tokens_as_token_ids)
+        return chat_logprobs(self.tokenizer, ids, scores, as_ids=as_ids)
 
 
 class ParsedFormatter(ChatFormatter):

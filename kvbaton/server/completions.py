@@ -172,7 +172,9 @@ class CompletionFormatter(ResponseFormatter[openai.CompletionRequest]):
             ids = [*self.prompts[new.prompt], *ids]
             entries = [*scores, *entries]
         offset = self._offsets.get(new.choice, 0)
-        result = completion_logprobs(self.tokenizer, ids, entries, offset=offset)
-        if result.tokens:
-            self._offsets[new.choice] = result.text_offset[-1] + len(result.tokens[-1])
+        as_ids = bool(self.body.return_tokens_as_token_ids)
+        result = completion_logprobs(self.tokenizer, ids, entries, offset=offset, as_ids=as_ids)
+        if ids:
+            last = len(self.tokenizer.token_text(ids[-1]))
+            self._offsets[new.choice] = result.text_offset[-1] + last
         return result
