@@ -8,8 +8,8 @@ import math
 import random
 import re
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import TypeVar
 
@@ -205,22 +205,27 @@ def unpacked(data: bytes, encoding: str, limit: int) -> bytes:
     return found
 
 
-@contextmanager
-def _room_for_body(request: web.Request) -> Iterator[None]:
-    """While a long body comes: so many bytes of all, and half as many of one tenant.
+@asynccontextmanager
+async def _room_for_body(request: web.Request) -> AsyncIterator[None]:
+    """Wait until a long body may come: so many bytes of all, and half as many of one tenant.
 
     Raises:
-        RequestError: 429, there are too many.
+        RequestError: 429, others take too long.
     """
     frontend = request.app[FRONTEND]
-    held, who, most = frontend.long_bodies, tenant(request), frontend.config.max_bodies_bytes
-    length = request.content_length or frontend.config.max_body_bytes
+    held, config, who = frontend.long_bodies, frontend.config, tenant(request)
+    length = request.content_length or config.max_body_bytes
     if length <= LONG_BODY:
         yield
         return
-    if max(sum(held.values()), 2 * held[who] if who else 0) + length > most:
+    try:
+        async with asyncio.timeout(config.body_timeout_s):
+            while max(held.total(), 2 * held[who] if who else 0) + length > config.max_bodies_bytes:
+                frontend.body_ended.clear()
+                await frontend.body_ended.wait()
+    except TimeoutError:
         problem = f"too many bodies of more than {LONG_BODY >> 20} MiB are on their way"
-        raise RequestError(f"{problem}; retry later", status=429, code="overloaded")
+        raise RequestError(f"{problem}; retry later", status=429, code="overloaded") from None
     held[who] += length
     try:
         yield
@@ -228,6 +233,7 @@ def _room_for_body(request: web.Request) -> Iterator[None]:
         held[who] -= length
         if not held[who]:
             del held[who]
+        frontend.body_ended.set()
 
 
 async def _read(request: web.Request, config: FrontendConfig) -> bytes:
@@ -240,9 +246,8 @@ async def _read(request: web.Request, config: FrontendConfig) -> bytes:
             if len(data) > limit:
                 raise web.HTTPRequestEntityTooLarge(limit, len(data))
             return data
-        with _room_for_body(request):
-            async with asyncio.timeout(timeout):
-                return await request.read()
+        async with _room_for_body(request), asyncio.timeout(timeout):
+            return await request.read()
     except TimeoutError:
         raise RequestError(f"the body did not arrive within {timeout} s", status=408) from None
     except web.RequestPayloadError as error:

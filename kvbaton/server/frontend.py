@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -54,7 +55,7 @@ class FrontendConfig:
         deadline_grace_s: the source ends a request at its timeout; if it does not, the endpoint
             does so this much later.
         max_body_bytes: a longer body is a 413.
-        max_bodies_bytes: of all long bodies that are on their way at a time; more is a 429.
+        max_bodies_bytes: of all long bodies that are on their way at a time; others wait.
         body_timeout_s: a body must have arrived within this time.
         max_prompts: of one request.
         max_n: choices per prompt.
@@ -173,6 +174,7 @@ class Frontend:
         transfer_type: shape of ``kv_transfer_params`` for the description; None if it is refused.
         metrics: what is counted.
         long_bodies: bytes that are on their way, by tenant.
+        body_ended: set when one of those has come.
         created: start of this process, for answers that name it.
     """
 
@@ -184,6 +186,7 @@ class Frontend:
     transfer_type: type[Struct] | None = None
     metrics: HttpMetrics = field(default_factory=HttpMetrics)
     long_bodies: Counter[str] = field(default_factory=Counter)
+    body_ended: asyncio.Event = field(default_factory=asyncio.Event)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:

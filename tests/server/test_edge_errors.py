@@ -273,28 +273,40 @@ async def test_messages_show_numbers_as_they_were_sent(serve: Any) -> None:
 async def test_long_bodies_that_come_slowly_leave_room_for_others(serve: Any) -> None:
     endpoint = await serve(api_keys=("flood", "other"), max_bodies_bytes=9 << 20)
     more, body = asyncio.Event(), json.dumps({"prompt": "x", "user": "y" * (2 << 20)}).encode()
+    held = endpoint.frontend.long_bodies
 
     async def slowly() -> AsyncIterator[bytes]:
         yield body[:1000]
         await more.wait()
         yield body[1000:]
 
-    async def send(key: str, data: Any, **headers: str) -> Any:
+    async def send(key: str, data: Any, **headers: str) -> int:
         headers |= {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-        return await endpoint.session.post("/v1/completions", data=data, headers=headers)
+        url = "/v1/completions"
+        async with endpoint.session.post(url, data=data, headers=headers) as response:
+            status: int = response.status
+            return status
 
     length = {"Content-Length": str(len(body))}
-    slow = [asyncio.create_task(send("flood", slowly(), **length)) for _ in range(2)]
-    await eventually(lambda: sum(endpoint.frontend.long_bodies.values()) == 2 * len(body))
-    refused = await send("flood", io.BytesIO(body))
-    assert (refused.status, refused.headers["Retry-After"]) == (429, "1")
-    assert "bodies of more than 1 MiB" in (await refused.json())["error"]["message"]
-    assert (await send("flood", b'{"prompt": "x"}')).status == 200, "a short one is no burden"
-    assert (await send("other", io.BytesIO(body))).status == 200, "a tenant has half of it at most"
+    slow = [asyncio.create_task(send("flood", slowly(), **length)) for _ in range(3)]
+    await eventually(lambda: endpoint.frontend.metrics.in_flight == 3)
+    assert await send("flood", b'{"prompt": "x"}') == 200, "a short one is no burden"
+    assert await send("other", io.BytesIO(body)) == 200, "a tenant has half of it at most"
+    assert held.total() == 2 * len(body), "the third waits"
     more.set()
-    assert [response.status for response in await asyncio.gather(*slow)] == [200, 200]
-    assert not endpoint.frontend.long_bodies
-    assert (await send("flood", io.BytesIO(body))).status == 200
+    assert await asyncio.gather(*slow) == [200, 200, 200]
+    assert not held
+
+
+async def test_a_long_body_that_finds_no_room_in_time_is_a_429(serve: Any) -> None:
+    endpoint = await serve(max_bodies_bytes=9 << 20, body_timeout_s=0.1)
+    endpoint.frontend.long_bodies["others"] = 9 << 20
+    body = io.BytesIO(json.dumps({"prompt": "x", "user": "y" * (2 << 20)}).encode())
+    async with endpoint.session.post("/v1/completions", data=body) as response:
+        assert (response.status, response.headers["Retry-After"]) == (429, "1")
+        message = (await response.json())["error"]["message"]
+    assert "bodies of more than 1 MiB are on their way" in message
+    assert set(endpoint.frontend.long_bodies) == {"others"}
 
 
 async def test_api_keys(serve: Any) -> None:
