@@ -47,9 +47,10 @@ class FrontendConfig:
         aliases: other names that clients may use.
         api_keys: any of them opens the endpoint as ``Authorization: Bearer KEY``; none leaves it
             open.
+        operator_keys: open what only operators may ask; none leaves that to `api_keys`.
         min_priority: lowest that requests may name.
         allowed_origins: see `EndpointConfig`.
-        operator_token: opens what only operators may ask, as an API key does; empty for none.
+        operator_token: as such a key; empty for none.
         timeout_s: after which a request is ended, if it names no `timeout`.
         max_timeout_s: longest `timeout` that a request may name.
         deadline_grace_s: the source ends a request at its timeout; if it does not, the endpoint
@@ -72,6 +73,7 @@ class FrontendConfig:
     model_name: str
     aliases: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
+    operator_keys: tuple[str, ...] = ()
     min_priority: int = -INT32
     allowed_origins: tuple[str, ...] = ()
     operator_token: str = field(default="", repr=False)
@@ -133,6 +135,7 @@ class FrontendConfig:
             min_priority=least,
             aliases=config.served_model_name[1:],
             api_keys=config.api_keys,
+            operator_keys=config.operator_keys,
             allowed_origins=config.allowed_origins,
             operator_token=operator_token,
             tool_call_parser=config.tool_call_parser,

@@ -280,6 +280,7 @@ def test_keys_do_not_show() -> None:
         node_id="d",
         cluster_key="hush",
         api_keys=("hush",),
+        operator_keys=("hush",),
     )
     assert "hush" not in repr(config) + repr(config.handover)
 
