@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
-import select
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -43,11 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if sys.stdout is not None:
             sys.stdout.flush()
         return status
-    except BrokenPipeError as error:
-        output = select.poll()
-        output.register(1, 0)
-        if not any(event & select.POLLERR for _, event in output.poll(0)):
-            raise  # another pipe's
+    except OSError as error:
+        if _takes_output():
+            raise  # of something else
         print(f"kvbaton: error: standard output: {error}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left to write is nobody's
         return 1
@@ -59,6 +56,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _takes_output() -> bool:
+    """Whether standard output, if there is any, takes a line."""
+    try:
+        print(flush=True)
+    except OSError:
+        return False
+    return True
 
 
 class Parser(argparse.ArgumentParser):

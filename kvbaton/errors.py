@@ -33,6 +33,15 @@ class ConfigError(KvbatonError, ValueError):
         self.field = field
 
 
+def stand_in(data: bytes) -> str:
+    """What lies where a file should, by its first bytes, to end a message with; mostly nothing."""
+    if data.startswith(b"version "):
+        return ": it is a pointer of Git LFS; `git lfs pull` fetches the file itself"
+    if data.lstrip().startswith(b"<"):
+        return ": it is a web page (HTML); download the file itself"
+    return ""
+
+
 class RequestError(KvbatonError):
     """A request can't be served as sent.
 

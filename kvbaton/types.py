@@ -20,6 +20,8 @@ Count = Annotated[int, Meta(ge=0, le=1 << 62)]
 
 Size = Annotated[int, Meta(ge=1, le=1 << 31)]
 
+Positive = Annotated[float, Meta(gt=0)]
+
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 Id128 = Annotated[bytes, Meta(min_length=16, max_length=16)]

@@ -152,7 +152,8 @@ class ClusterConfig(EndpointConfig):
 
     def _text_words(self) -> list[str]:
         parsers = ("tool_call_parser", "reasoning_parser")
-        names = ("chat_template", *parsers, "generation_config", "otlp_traces_endpoint")
+        others = "generation_config", "otlp_traces_endpoint", "min_priority"
+        names = ("chat_template", *parsers, *others)
         mine = words_of(self, names)
         return [*self._common_words(), *mine, *words_of(self.media)]
 
@@ -166,6 +167,7 @@ class ClusterConfig(EndpointConfig):
         """For every process's environment: a command line can be read by anyone."""
         return {
             "KVBATON_API_KEY": " ".join(self.api_keys),
+            "KVBATON_OPERATOR_KEY": " ".join(self.operator_keys),
             "KVBATON_CLUSTER_KEY": self.cluster_key or "",
         }
 

@@ -40,7 +40,8 @@ class ClusterDisplay:
         self._said: RouterTraffic | None = None
 
     def __enter__(self) -> ClusterDisplay:
-        if sys.stdout.isatty() and os.environ.get("TERM") not in (None, "dumb"):
+        terminal = sys.stdout is not None and sys.stdout.isatty()
+        if terminal and os.environ.get("TERM") not in (None, "dumb"):
             error = sys.stderr
             self._live = Live(
                 console=Console(highlight=False), auto_refresh=False, redirect_stderr=error.isatty()

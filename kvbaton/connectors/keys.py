@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvbaton.errors import ConfigError
+from kvbaton.errors import ConfigError, stand_in
 from kvbaton.types import KEY_BYTES
 
 KEY_SCHEMA = 1
@@ -202,7 +202,8 @@ def _shard_digest(path: Path) -> bytes:
         prefix = file.read(8)
         data_start = 8 + (0 if path.suffix == ".gguf" else int.from_bytes(prefix, "little"))
         if len(prefix) < 8 or data_start > size:
-            raise ConfigError("--model", f"{path} is no safetensors file: its header is cut off")
+            why = stand_in(prefix) or ": its header is cut off"
+            raise ConfigError("--model", f"{path} is no safetensors file{why}")
         parts = [struct.pack("<q", size), file.read(data_start - 8)]
         left = size - data_start
         if left <= SAMPLES * SAMPLE_BYTES:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import re
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -53,11 +52,11 @@ class Installed(Struct, kw_only=True):
 def run(specs: Sequence[str] = (), *, as_json: bool = False, as_markdown: bool = False) -> int:
     """Print all connectors or those that specs name; 1 if one that was named can't be used."""
     if as_markdown:
-        sys.stdout.write("\n\n".join(_markdown(kind, spec) for kind, spec in _wanted(specs)) + "\n")
+        print("\n\n".join(_markdown(kind, spec) for kind, spec in _wanted(specs)))
         return 0
     found = [_look(kind, spec) for kind, spec in _wanted(specs)]
     text = msgspec.json.format(msgspec.json.encode(found)).decode() if as_json else _table(found)
-    sys.stdout.write(text + "\n")
+    print(text)
     return 1 if specs and any(one.problem is not None for one in found) else 0
 
 

@@ -8,7 +8,6 @@ import os
 import platform
 import re
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -59,7 +58,7 @@ def run(
     """
     report = examine(transports or TRANSPORTS, stores)
     text = msgspec.json.format(msgspec.json.encode(report)).decode() if as_json else render(report)
-    sys.stdout.write(text + "\n")
+    print(text)
     return 0 if report.healthy else 1
 
 

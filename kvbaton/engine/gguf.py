@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvbaton.errors import ConfigError
+from kvbaton.errors import ConfigError, stand_in
 
 if TYPE_CHECKING:
     import tokenizers
@@ -181,7 +181,7 @@ class GGUFFile:
 
     def _read_header(self) -> None:
         if self._take(4) != MAGIC:
-            raise ConfigError("--model", f"{self.path} is no GGUF file")
+            raise ConfigError("--model", f"{self.path} is no GGUF file{stand_in(self._data[:64])}")
         version = self._scalar("<I")
         if version not in (2, 3):
             raise ConfigError("--model", f"{self.path} has GGUF version {version}; need 2 or 3")

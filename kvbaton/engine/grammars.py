@@ -215,8 +215,8 @@ class Grammars(NoGrammars, KVConnector):
         for (sequence, draft), first in zip(wanted, firsts, strict=False):
             matcher = self._matchers[sequence][0]
             own = found[sequence.handle] = bits[first : first + 1 + len(draft)]
-            if (allowed := sequence.request.params.allowed_token_ids) is not None:
-                own &= mask_of(allowed, 8 * own.shape[1])
+            if (params := sequence.request.params).allowed_token_ids is not None:
+                own &= mask_of(params, 8 * own.shape[1])
             if matcher.is_error() or not own.any(axis=1).all():
                 self._errors[sequence] = _failed(matcher.get_error() or "no allowed token fits it")
                 own[:, bytes_of[0]] |= bit_of[0]  # what is sampled is not used

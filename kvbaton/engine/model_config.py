@@ -31,7 +31,7 @@ from kvbaton.engine.quantization.config import Quantization, read_quantization
 from kvbaton.engine.rope_config import RawRotary, RopeConfig, read_local_rope, read_rope
 from kvbaton.engine.vision_config import VISION_FAMILIES, VisionConfig, read_siglip, read_vision
 from kvbaton.errors import ConfigError
-from kvbaton.types import Size
+from kvbaton.types import Count, Positive, Size
 
 MAX_LAYERS = 4096
 """Far more than any model has; a start with a billion would not end."""
@@ -256,23 +256,23 @@ class _Raw(RawRotary, kw_only=True):
     vocab_size: Size
     intermediate_size: Size
     num_hidden_layers: Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
-    num_key_value_heads: int | None = None
-    rms_norm_eps: float = 1e-6
+    num_key_value_heads: Size | None = None
+    rms_norm_eps: Annotated[float, Meta(ge=0)] = 1e-6
     hidden_act: str | None = None
     hidden_activation: str | None = None
     tie_word_embeddings: bool | None = None
     attention_bias: bool | None = None
     mlp_bias: bool = False
-    query_pre_attn_scalar: float | None = None
+    query_pre_attn_scalar: Positive | None = None
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
     use_bidirectional_attention: bool | str | None = None
-    sliding_window_pattern: int = 6
-    sliding_window: int | None = None
-    attention_chunk_size: int | None = None
-    intermediate_size_mlp: int | None = None
+    sliding_window_pattern: Size = 6
+    sliding_window: Count | None = None
+    attention_chunk_size: Count | None = None
+    intermediate_size_mlp: Size | None = None
     use_sliding_window: bool = False
-    max_window_layers: int | None = None
+    max_window_layers: Count | None = None
     layer_types: list[str] | None = None
     eos_token_id: int | list[int] | None = None
     dtype: str | None = None
@@ -442,7 +442,7 @@ def _refuse_unsupported(raw: _Raw, family: Family) -> None:
         if family.gemma and getattr(raw, name):
             raise ConfigError("--model", f"{name} is unsupported")
     kv_heads = raw.num_key_value_heads or raw.num_attention_heads
-    if kv_heads < 1 or raw.num_attention_heads % kv_heads:
+    if raw.num_attention_heads % kv_heads:
         raise ConfigError(
             "--model",
             f"num_attention_heads {raw.num_attention_heads} is no multiple of "

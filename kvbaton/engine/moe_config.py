@@ -10,6 +10,7 @@ import msgspec
 
 from kvbaton.engine.attention_config import check_sizes, convert_fields
 from kvbaton.errors import ConfigError
+from kvbaton.types import Count, Positive
 
 __all__ = ["MOE_FAMILIES", "MoeConfig", "MoeFamily", "read_moe"]
 
@@ -132,12 +133,12 @@ class _RawMoe(msgspec.Struct):
     num_experts: int | None = None
     num_local_experts: int | None = None
     n_routed_experts: int | None = None
-    n_shared_experts: int | None = None
-    shared_expert_intermediate_size: int | None = None
+    n_shared_experts: Count | None = None
+    shared_expert_intermediate_size: Count | None = None
     intermediate_size: int = 0
     moe_intermediate_size: int = 0
     norm_topk_prob: bool | None = None
-    routed_scaling_factor: float = 1.0
+    routed_scaling_factor: Positive = 1.0
     n_group: int | None = None
     topk_group: int | None = None
     topk_method: Literal["greedy", "group_limited_greedy", "noaux_tc"] | None = None
@@ -145,9 +146,9 @@ class _RawMoe(msgspec.Struct):
     interleave_moe_layer_step: int | None = None
     moe_layers: list[int] | None = None
     mlp_only_layers: list[int] | None = None
-    first_k_dense_replace: int | None = None
+    first_k_dense_replace: Count | None = None
     swiglu_alpha: float = 1.702
-    swiglu_limit: float = 7.0
+    swiglu_limit: Positive = 7.0
 
 
 def read_moe(content: Mapping[str, Any], architecture: str) -> MoeConfig | None:

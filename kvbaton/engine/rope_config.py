@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 
 from kvbaton.engine.vision_config import VisionFamily
 from kvbaton.errors import ConfigError
-from kvbaton.types import Size
+from kvbaton.types import Positive, Size
+
+RotaryBase = Annotated[float, msgspec.Meta(gt=1)]
+"""Of a rotation: frequencies fall with its powers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,18 +65,18 @@ class RotaryEntry(msgspec.Struct):
 
     rope_type: str | None = None
     type: str | None = None
-    rope_theta: float | None = None
-    factor: float | None = None
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
-    original_max_position_embeddings: int | None = None
+    rope_theta: RotaryBase | None = None
+    factor: Positive | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    original_max_position_embeddings: Size | None = None
     beta_fast: float | None = None
     beta_slow: float | None = None
     truncate: bool = True
     attention_factor: float | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None
-    partial_rotary_factor: float | None = None
+    partial_rotary_factor: Positive | None = None
     mrope_section: tuple[int, int, int] | None = None
     full_attention: RotaryEntry | None = None
     sliding_attention: RotaryEntry | None = None
@@ -88,14 +92,14 @@ class RawRotary(msgspec.Struct, kw_only=True):
 
     hidden_size: Size
     num_attention_heads: Size
-    head_dim: int | None = None
+    head_dim: Size | None = None
     max_position_embeddings: Size = 2048
-    original_max_position_embeddings: int | None = None
-    rope_theta: float | None = None
+    original_max_position_embeddings: Size | None = None
+    rope_theta: RotaryBase | None = None
     rope_scaling: RotaryEntry | None = None
     rope_parameters: RotaryEntry | None = None
-    rope_local_base_freq: float = 10_000.0
-    partial_rotary_factor: float | None = None
+    rope_local_base_freq: RotaryBase = 10_000.0
+    partial_rotary_factor: Positive | None = None
 
     @property
     def head_size(self) -> int:
@@ -161,15 +165,17 @@ def read_rope(
     if kind != "llama3":
         known = "'default', 'linear', 'llama3', 'yarn'"
         raise ConfigError("--model", f"rope_type {kind!r} is unsupported; supported: {known}")
-    if rope.factor is None or rope.low_freq_factor is None or rope.high_freq_factor is None:
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    if rope.factor is None or low is None or high is None or low >= high:
         raise ConfigError(
-            "--model", "rope_type 'llama3' needs factor, low_freq_factor and high_freq_factor"
+            "--model",
+            "rope_type 'llama3' needs factor, low_freq_factor and a high_freq_factor above that",
         )
     return RopeConfig(
         theta=theta,
         factor=rope.factor,
-        low_freq_factor=rope.low_freq_factor,
-        high_freq_factor=rope.high_freq_factor,
+        low_freq_factor=low,
+        high_freq_factor=high,
         original_max_position=original,
     )
 

@@ -42,7 +42,7 @@ class VisionConfig(Struct, frozen=True, kw_only=True):
     depth: Size
     hidden_size: int
     num_heads: Size
-    intermediate_size: int
+    intermediate_size: Size
     out_hidden_size: int
     hidden_act: str
     rope_parameters: _Axial | None = None
@@ -153,7 +153,7 @@ class _Siglip(msgspec.Struct):
     """``vision_config``, with the defaults of its class in `transformers`."""
 
     hidden_size: Size = 768
-    intermediate_size: int = 3072
+    intermediate_size: Size = 3072
     num_hidden_layers: Size = 12
     num_attention_heads: Size = 12
     num_channels: Size = 3

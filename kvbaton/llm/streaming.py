@@ -218,6 +218,8 @@ class AsyncLLM:
                 raise RequestError(f"a prompt must be Unicode: {error}", param="prompt") from None
         else:
             try:
+                if isinstance(prompt, bytes) or bool in set(map(type, prompt)):
+                    raise TypeError
                 ids = [index(token) for token in prompt]  # NumPy's, too
             except TypeError:
                 problem = "a prompt must be a text, or token ids"

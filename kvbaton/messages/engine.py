@@ -40,7 +40,7 @@ MAX_GRAMMAR = 1 << 18
 
 
 class SamplingParams(
-    Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+    Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, dict=True
 ):
     """How to choose tokens. Names and defaults as vLLM's; checked by `openai` at the door.
 

@@ -48,6 +48,7 @@ class SamplingFields(Struct, kw_only=True):
         skip_special_tokens: leave special tokens out of the text (default true).
         include_stop_str_in_output: keep the stop string, or stop token, in the text.
         return_token_ids: answer with prompt and output token ids too.
+        return_tokens_as_token_ids: name tokens of log probabilities by id: ``token_id:5``.
         return_timings: answer with where the time went (ours); takes one prompt.
         timeout: seconds after which the request is ended (ours).
         response_format: text, ``json_object`` or ``json_schema``, as OpenAI's.
@@ -82,6 +83,7 @@ class SamplingFields(Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     return_timings: bool | None = None
     echo: bool | None = None
     priority: int | None = None
@@ -102,7 +104,6 @@ class SamplingFields(Struct, kw_only=True):
     guided_choice: Refused = None
     guided_grammar: Refused = None
     logits_processors: Refused = None
-    return_tokens_as_token_ids: Refused = None
     thinking_token_budget: Refused = None
     repetition_detection: Refused = None
 

@@ -28,7 +28,7 @@ from kvbaton.router.policies import load_policy
 from kvbaton.router.prefix_index import PrefixIndex
 from kvbaton.router.route import no_node_ready
 from kvbaton.server.app import make_app
-from kvbaton.server.auth import from_loopback, has_password, require_operator
+from kvbaton.server.auth import from_loopback, has_password, operator_keys, require_operator
 from kvbaton.server.bodies import REQUEST_ID, close_connection, flag_of, json_response, read_body
 from kvbaton.server.frontend import FRONTEND, Frontend, FrontendConfig, ModelFacts
 from kvbaton.server.metrics import HttpMetrics, exposition
@@ -249,7 +249,7 @@ async def drain_router(request: web.Request) -> web.Response:
     """``POST /drain``: say at ``/health`` that this router is going; whether nothing runs here."""
     nodes = _nodes(request)
     nodes.draining = True
-    nodes.on_change()
+    nodes.on_command()
     return json_response(DrainProgress(idle=not request.app[ROUTER].loads))
 
 
@@ -400,7 +400,7 @@ def _require_member_or_operator(request: web.Request) -> None:
 
 
 def _require_reader(request: web.Request) -> None:
-    """As an operator; a browser may present an API key as the password that it asks for.
+    """As an operator; a browser may present the key as the password that it asks for.
 
     Only here: it presents it again for whatever any site makes it ask of us, and this changes
     nothing.
@@ -408,12 +408,12 @@ def _require_reader(request: web.Request) -> None:
     try:
         _require_member_or_operator(request)
     except RequestError:
-        keys = request.app[FRONTEND].config.api_keys
+        keys = operator_keys(request)
         if not keys or request.app[ROUTER].trusted:
             raise
         if not has_password(request, keys):
             raise RequestError(
-                "only from loopback, or with an API key as the password",
+                "only from loopback, or with an operator's API key as the password",
                 status=401,
                 code="password_required",
             ) from None

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest, Item
@@ -181,6 +182,7 @@ class RouteChooser:
             if not avoid:
                 self._check_length(num_tokens)
             return None
+        route = self._in_turn(request, num_tokens, route)
         predicted = route.predicted
         pairs, singles = ready.pairs, len(ready.serving)
         too_large, as_target = ready.too_large(num_tokens, request.params.n)
@@ -207,6 +209,21 @@ class RouteChooser:
         else:
             self._open[request.request_id] = _Open(decision, route)
         return route
+
+    def _in_turn(self, request: AddRequest, num_tokens: int, route: Route) -> Route:
+        """What is expected of a route, where not all that waits goes before the request."""
+        node, predicted = route.prefills, route.predicted
+        queue = request.priority, request.tenant
+        ahead = self._loads.ahead(node.node_id, queue, num_tokens)
+        if predicted is None or ahead == 1.0:
+            return route
+        load, since = self._loads.get(node.node_id, IDLE), self._loads.prefill_since
+        hit = min(route.cached, num_tokens - 1)
+        held = () if route.holder is None else ((route.holder, route.held),)
+        how = load, since.get(node.node_id), num_tokens - hit, hit, held, ahead
+        found = self.policy.costs.prefill(node, *how)
+        waits = {"ttft_s": found.ttft_s, "model_s": found.model_s, "wait_s": found.wait_s}
+        return replace(route, predicted=replace(predicted, **waits))
 
     def successor(self, request: AddRequest, num_tokens: int, holder: NodeInfo) -> Route | None:
         """The node that is to go on with a request, or None if there is none.

@@ -177,6 +177,7 @@ class CostModel:
         new: int,
         cached: int,
         holders: Iterable[tuple[NodeInfo, int]] = (),
+        ahead: float = 1.0,
     ) -> Prefill:
         """Of computing a prompt on a node, or of fetching the start of it if that is faster.
 
@@ -187,6 +188,7 @@ class CostModel:
             new: tokens of the prompt to compute.
             cached: tokens that it holds.
             holders: others that could send it more, and how many tokens they hold.
+            ahead: share of the prompts there that go before it.
         """
         speed = self.speed(node)
         own = computed = speed.prefill_s(new, cached)
@@ -215,9 +217,10 @@ class CostModel:
         late_s, queue = 0.0, self._queues.get(node.node_id)
         if queue is not None:
             late_s = queue.late_s
-        wait = self._left_s(load, since, late_s) + queued + (each / 2 if decoding else 0.0)
+        wait = ahead * (self._left_s(load, since, late_s) + queued)
+        wait += each / 2 if decoding else 0.0
         budget = speed.chunk_tokens(each) if decoding else speed.step_tokens
-        alone_s, all_tokens = wait + fetch_s + own, queued_tokens + new
+        alone_s, all_tokens = wait + fetch_s + own, ahead * queued_tokens + new
         model = alone_s + math.ceil(all_tokens / budget) * each
         if model > IN_TIME * self.ttft_slo_s:
             budget = speed.step_tokens

@@ -437,8 +437,8 @@ class _NodeCall:
     def __init__(self, running: _Running, asked: NodeRequest) -> None:
         self._running = running
         self._asked = asked
-        self._load = asked.load
-        running.dispatcher.loads.change(asked.node.node_id, IDLE, asked.load)
+        self._load = IDLE
+        self._set_load(asked.load)
         self._client: EngineClient | None = running.dispatcher.nodes.engines.get(asked.node)
         self.done = False
         try:
@@ -506,5 +506,7 @@ class _NodeCall:
     def _set_load(self, load: NodeLoad) -> None:
         """What the request is to the node now."""
         if load != self._load:
-            self._running.dispatcher.loads.change(self._asked.node.node_id, self._load, load)
+            request, loads = self._asked.request, self._running.dispatcher.loads
+            queue = request.priority, request.tenant
+            loads.change(self._asked.node.node_id, self._load, load, queue)
             self._load = load

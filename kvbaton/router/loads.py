@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from operator import add
 from typing import Self
@@ -86,6 +87,8 @@ class RouterTotals(Counts, frozen=True):
 
 
 IDLE = NodeLoad()
+Queue = tuple[int, str]
+"""Priority and tenant of requests."""
 REPORT_AGE_S = 3.0
 """What a node last told of itself is at most so old: its engine's report, and a heartbeat."""
 
@@ -99,6 +102,9 @@ class NodeLoads(Mapping[str, NodeLoad]):
     Attributes:
         own: of this process; nodes without any have no entry.
         others: what other workers of this router have in flight; added to ours.
+        queues: by node id, prompt tokens of this process by who waits in turn: requests of one
+            priority and tenant.
+        other_queues: those of other workers of this router.
         prefill_since: by node id, when it began what it prefills for this process now, as far as
             can be seen from here; on the monotonic clock.
     """
@@ -107,11 +113,20 @@ class NodeLoads(Mapping[str, NodeLoad]):
         self._clock = clock
         self.prefill_since: dict[str, float] = {}
         self.own: dict[str, NodeLoad] = {}
+        self.queues: dict[str, dict[Queue, int]] = {}
+        self.other_queues: Mapping[str, Mapping[Queue, int]] = {}
         self.others: Mapping[str, NodeLoad] = {}
         self._peaks: dict[str, tuple[float, int, int]] = {}
 
-    def change(self, node_id: str, old: NodeLoad, new: NodeLoad) -> None:
+    def change(self, node_id: str, old: NodeLoad, new: NodeLoad, queue: Queue = (0, "")) -> None:
         """What one request is to a node has changed; `IDLE` is what it is before and after."""
+        if more := new.prompt_tokens - old.prompt_tokens:
+            queues = self.queues.setdefault(node_id, {})
+            queues[queue] = queues.get(queue, 0) + more
+            if not queues[queue]:
+                del queues[queue]
+            if not queues:
+                del self.queues[node_id]
         before = self.own.get(node_id, IDLE)
         total = NodeLoad(
             before.prompt_tokens + new.prompt_tokens - old.prompt_tokens,
@@ -136,6 +151,23 @@ class NodeLoads(Mapping[str, NodeLoad]):
             self.own.pop(node_id, None)
         else:
             self.own[node_id] = total
+
+    def ahead(self, node_id: str, queue: Queue, num_tokens: int) -> float:
+        """Share of a node's prompts that go before one more of so many tokens.
+
+        Tenants have fair shares there (`kvbaton.engine.service_order`): it waits for as much of
+        another one's as its own tenant has with it, and for all of a priority that goes first.
+        """
+        queues = Counter(self.queues.get(node_id)) + Counter(self.other_queues.get(node_id))
+        if not queues:
+            return 1.0
+        own = queues[queue] + num_tokens
+        tokens = (
+            left if priority < queue[0] else min(left, own)
+            for (priority, _), left in queues.items()
+            if priority <= queue[0]
+        )
+        return sum(tokens) / queues.total()
 
     def _peak(self, node_id: str) -> tuple[float, int, int]:
         """When the current period began, the most prompt tokens in it, and in the one before."""

@@ -168,6 +168,7 @@ class Nodes(KnownNodes):
 
     Attributes:
         on_change: called when something about a node may have changed.
+        on_command: called when an operator has changed what nodes get.
     """
 
     def __init__(
@@ -181,6 +182,7 @@ class Nodes(KnownNodes):
         super().__init__(membership, cluster_key, index)
         self._trust = TrustConfig() if trust is None else trust
         self.on_change: Callable[[], None] = lambda: None
+        self.on_command: Callable[[], None] = lambda: None
         self._session = session
         self._headers = bearer(operator_token(cluster_key))
         self._probes: set[asyncio.Task[None]] = set()
@@ -261,7 +263,7 @@ class Nodes(KnownNodes):
         """
         self.membership.pause(node_id, paused=paused)
         logger.info("node %s: %s", node_id, "paused" if paused else "resumed")
-        self.on_change()
+        self.on_command()
 
     def remove(self, node_id: str, generation: str | None = None) -> None:
         """Forget a node, or one life of it only.

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import socket
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -28,7 +29,7 @@ from kvbaton.router.api import (
     routes,
 )
 from kvbaton.router.config import RouterConfig
-from kvbaton.router.loads import IDLE, NodeLoad, NodeLoads, RouterTotals
+from kvbaton.router.loads import IDLE, NodeLoad, NodeLoads, Queue, RouterTotals
 from kvbaton.router.membership import Member, Membership, NodeState
 from kvbaton.router.metrics import NodeCollector
 from kvbaton.router.nodes import KnownNodes, Nodes
@@ -58,12 +59,14 @@ class ClusterState(Struct, frozen=True):
         lost: (node id, reason) of those that were lost just now.
         leaving: node ids of those that what they generate is to leave from now on.
         loads: by worker (its process id) and node id.
+        queues: likewise; see `NodeLoads.queues`.
         draining: see `KnownNodes`.
     """
 
     members: tuple[Member, ...]
     lost: tuple[tuple[str, str], ...] = ()
     loads: dict[int, dict[str, NodeLoad]] = {}
+    queues: dict[int, dict[str, dict[Queue, int]]] = {}
     leaving: tuple[str, ...] = ()
     draining: bool = False
 
@@ -74,12 +77,14 @@ class WorkerNews(Struct, frozen=True):
     Attributes:
         worker: its process id.
         loads: what it has in flight, by node id.
+        queues: see `NodeLoads.queues`.
         totals: what it does for clients.
         unreachable: (node id, generation, why) of a node that it could not reach.
     """
 
     worker: int
     loads: dict[str, NodeLoad]
+    queues: dict[str, dict[Queue, int]] = {}
     totals: RouterTotals = RouterTotals()
     unreachable: tuple[str, str, str] | None = None
 
@@ -157,6 +162,11 @@ class WorkerNodes(KnownNodes):
         self._published, self.draining = state.members, state.draining
         others = (loads for worker, loads in state.loads.items() if worker != os.getpid())
         self._loads.others = _summed(others)
+        queues = defaultdict[str, Counter[Queue]](Counter)
+        for worker, theirs in state.queues.items():
+            for node_id, tokens in theirs.items() if worker != os.getpid() else ():
+                queues[node_id].update(tokens)
+        self._loads.other_queues = queues
         known = {member.info.node_id for member in state.members}
         for node_id in self.membership.members.keys() - known:
             self.engines.retire(node_id)
@@ -183,7 +193,9 @@ class WorkerNodes(KnownNodes):
 
     def _report(self, unreachable: tuple[str, str, str] | None = None) -> None:
         self._told = dict(self._loads.own), self.totals()
-        self._link.report(_encoder.encode(WorkerNews(os.getpid(), *self._told, unreachable)))
+        loads, totals = self._told
+        news = WorkerNews(os.getpid(), loads, self._loads.queues, totals, unreachable)
+        self._link.report(_encoder.encode(news))
 
     async def watch(self) -> None:
         """Reach engines, for ever."""
@@ -277,7 +289,7 @@ class _Cluster:
         self._is_news = False
         nodes.on_lost = lambda node_id, reason: self._lost.append((node_id, reason))
         nodes.on_leaving = self._leaving.append
-        nodes.on_change = self._changed
+        nodes.on_change, nodes.on_command = self._changed, self.publish
         # What workers pass on is answered by this.
         own = [route for route in routes() if route.path != "/metrics"]
         own.append(web.get("/metrics", self._metrics))
@@ -334,7 +346,8 @@ class _Cluster:
         self._is_news = False
         members = tuple(self._nodes.membership.members.values())
         loads = {news.worker: news.loads for news in self._by_worker.values()}
-        state = ClusterState(members, lost, loads, leaving, self._nodes.draining)
+        queues = {news.worker: news.queues for news in self._by_worker.values()}
+        state = ClusterState(members, lost, loads, queues, leaving, self._nodes.draining)
         self.supervisor.publish(_encoder.encode(state))
 
     async def publish_regularly(self) -> None:

@@ -59,8 +59,14 @@ def from_loopback(request: web.Request) -> bool:
     return is_loopback(request.get(PEER, request.remote))
 
 
+def operator_keys(request: web.Request) -> Sequence[str]:
+    """What opens the operators' part, where tenants have keys of their own."""
+    config = request.app[FRONTEND].config
+    return config.operator_keys or config.api_keys
+
+
 def require_operator(request: web.Request) -> None:
-    """Let in loopback peers, holders of a key, and the router of this node's cluster.
+    """Let in loopback peers, holders of an operator's key, and the router of this node's cluster.
 
     Raises:
         RequestError: 403.
@@ -69,8 +75,8 @@ def require_operator(request: web.Request) -> None:
     token, sent = config.operator_token, request.headers.get("Authorization")
     if from_loopback(request) or (token and carries_token(sent, token)):
         return
-    if not has_key(request, config.api_keys):
-        raise RequestError("only from loopback or with an API key", status=403)
+    if not has_key(request, operator_keys(request)):
+        raise RequestError("only from loopback or with an operator's API key", status=403)
 
 
 def check_key(request: web.Request) -> None:

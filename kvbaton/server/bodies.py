@@ -8,6 +8,8 @@ import math
 import random
 import re
 import zlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import TypeVar
 
@@ -16,6 +18,7 @@ from aiohttp import web
 
 from kvbaton.errors import EngineDeadError, RequestError
 from kvbaton.messages.openai import ErrorBody, ErrorInfo
+from kvbaton.server.auth import tenant
 from kvbaton.server.frontend import FRONTEND, FrontendConfig
 
 HEADER = "X-Request-Id"
@@ -66,6 +69,8 @@ async def close_connection(request: web.Request, response: web.StreamResponse) -
 
 logger = logging.getLogger(__name__)
 
+LONG_BODY = 1 << 20
+"""Bytes, up to which a body is not counted."""
 RETRY_AFTER_S = 1.0
 WINDOW_BITS = {"gzip": 31, "deflate": 15}
 """For `zlib`, by Content-Encoding."""
@@ -200,6 +205,37 @@ def unpacked(data: bytes, encoding: str, limit: int) -> bytes:
     return found
 
 
+@asynccontextmanager
+async def _room_for_body(request: web.Request) -> AsyncIterator[None]:
+    """Wait until a long body may come: so many bytes of all, and half as many of one tenant.
+
+    Raises:
+        RequestError: 429, others take too long.
+    """
+    frontend = request.app[FRONTEND]
+    held, config, who = frontend.long_bodies, frontend.config, tenant(request)
+    length = request.content_length or config.max_body_bytes
+    if length <= LONG_BODY:
+        yield
+        return
+    try:
+        async with asyncio.timeout(config.body_timeout_s):
+            while max(held.total(), 2 * held[who] if who else 0) + length > config.max_bodies_bytes:
+                frontend.body_ended.clear()
+                await frontend.body_ended.wait()
+    except TimeoutError:
+        problem = f"too many bodies of more than {LONG_BODY >> 20} MiB are on their way"
+        raise RequestError(f"{problem}; retry later", status=429, code="overloaded") from None
+    held[who] += length
+    try:
+        yield
+    finally:
+        held[who] -= length
+        if not held[who]:
+            del held[who]
+        frontend.body_ended.set()
+
+
 async def _read(request: web.Request, config: FrontendConfig) -> bytes:
     limit, timeout = config.max_body_bytes, config.body_timeout_s
     if (request.content_length or 0) > limit:  # not worth waiting for
@@ -210,7 +246,7 @@ async def _read(request: web.Request, config: FrontendConfig) -> bytes:
             if len(data) > limit:
                 raise web.HTTPRequestEntityTooLarge(limit, len(data))
             return data
-        async with asyncio.timeout(timeout):
+        async with _room_for_body(request), asyncio.timeout(timeout):
             return await request.read()
     except TimeoutError:
         raise RequestError(f"the body did not arrive within {timeout} s", status=408) from None

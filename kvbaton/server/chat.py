@@ -22,11 +22,13 @@ from kvbaton.server.frontend import FRONTEND, Frontend
 from kvbaton.server.images import load_images
 from kvbaton.server.openapi import contract
 from kvbaton.server.validation import (
+    MAX_TEXT_TOKENS,
     PromptRequest,
     check_common,
     encode,
     prompt_request,
     public_id,
+    text_tokens,
     truncated,
 )
 from kvbaton.text.chat import ImageUrl, normalize_messages
@@ -53,7 +55,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     check_common(frontend, body)
     check_chat(frontend, body)
     request_id = f"chatcmpl-{public_id(request, body)}"
-    prompt, items = await encode_chat(frontend, body)
+    prompt, items = await encode_chat(frontend, body, text_tokens(frontend, body))
     form, functions = frontend.output_format, callable_functions(frontend, body)
     given = body.max_completion_tokens
     max_tokens = body.max_tokens if given is None else given
@@ -196,9 +198,16 @@ def check_chat(frontend: Frontend, body: openai.ChatRequest) -> None:
 
 
 async def encode_chat(
-    frontend: Frontend, body: openai.ChatRequest | openai.TokenizeRequest
+    frontend: Frontend,
+    body: openai.ChatRequest | openai.TokenizeRequest,
+    most: int = MAX_TEXT_TOKENS,
 ) -> tuple[list[int], tuple[Item, ...]]:
     """Token ids of a conversation, and its images; its special tokens come from the template.
+
+    Args:
+        frontend: for tokenizer and template.
+        body: with the messages.
+        most: see `validation.encode`.
 
     Raises:
         RequestError: the model has no template, the messages do not fit it, or an image is wrong.
@@ -232,7 +241,9 @@ async def encode_chat(
     special = bool(body.add_special_tokens)
     if vision is not None:
         text = vision.prepare(text)
-    ids = await encode(frontend.tokenizer, text, add_special_tokens=special)
+    ids = await encode(
+        frontend.tokenizer, text, add_special_tokens=special, name="messages", most=most
+    )
     if vision is None:
         return ids, ()
     return vision.expand(ids, await load_images(images, vision, frontend.config.media))
@@ -311,7 +322,9 @@ class ChatFormatter(ResponseFormatter[openai.ChatRequest]):
     def _logprobs(self, new: Event) -> openai.ChatLogprobs | None:
         if not self.body.logprobs:
             return None
-        return chat_logprobs(self.tokenizer, new.delta.token_ids, new.delta.logprobs or ())
+        ids, scores = new.delta.token_ids, new.delta.logprobs or ()
+        as_ids = bool(self.body.return_tokens_as_token_ids)
+        return chat_logprobs(self.tokenizer, ids, scores, as_ids=as_ids)
 
 
 class ParsedFormatter(ChatFormatter):

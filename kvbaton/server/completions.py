@@ -21,6 +21,7 @@ from kvbaton.server.validation import (
     prompt_request,
     public_id,
     split_prompts,
+    text_tokens,
     truncated,
 )
 from kvbaton.text.logprobs import completion_logprobs, prompt_logprobs
@@ -79,8 +80,9 @@ async def encode_prompts(frontend: Frontend, body: openai.CompletionRequest) -> 
     if body.kv_transfer_params and len(prompts) > 1:
         raise RequestError("a hand-over takes one prompt per request", param="prompt")
     special = body.add_special_tokens is not False
+    most = text_tokens(frontend, body)
     encoded = [
-        await encode(frontend.tokenizer, prompt, add_special_tokens=special)
+        await encode(frontend.tokenizer, prompt, add_special_tokens=special, most=most)
         if isinstance(prompt, str)
         else prompt
         for prompt in prompts
@@ -170,7 +172,9 @@ class CompletionFormatter(ResponseFormatter[openai.CompletionRequest]):
             ids = [*self.prompts[new.prompt], *ids]
             entries = [*scores, *entries]
         offset = self._offsets.get(new.choice, 0)
-        result = completion_logprobs(self.tokenizer, ids, entries, offset=offset)
-        if result.tokens:
-            self._offsets[new.choice] = result.text_offset[-1] + len(result.tokens[-1])
+        as_ids = bool(self.body.return_tokens_as_token_ids)
+        result = completion_logprobs(self.tokenizer, ids, entries, offset=offset, as_ids=as_ids)
+        if ids:
+            last = len(self.tokenizer.token_text(ids[-1]))
+            self._offsets[new.choice] = result.text_offset[-1] + last
         return result

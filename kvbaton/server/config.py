@@ -63,6 +63,9 @@ class EndpointConfig:
         media: what images clients may bring.
         tls: certificates.
         api_keys: any of them opens the endpoint; none leaves it open.
+        operator_keys: open what is for operators, and then no API key does: tenants have those.
+        min_priority: lowest that requests may name; None is 0 where keys are asked for, since lower
+            ones go before those of other tenants, and any number elsewhere.
         cluster_key: secret shared by all nodes and the router; None restricts the cluster to this
             machine.
         allowed_origins: of web pages that may ask from a browser; * for any.
@@ -100,6 +103,19 @@ class EndpointConfig:
     api_keys: tuple[str, ...] = secret_flag(
         "asked of clients", "KVBATON_API_KEY", (), name="--api-key", nargs="+", metavar="KEY"
     )
+    operator_keys: tuple[str, ...] = secret_flag(
+        "asked of operators, in place of --api-key",
+        "KVBATON_OPERATOR_KEY",
+        (),
+        name="--operator-key",
+        nargs="+",
+        metavar="KEY",
+    )
+    min_priority: int | None = flag(
+        None,
+        "lowest priority that requests may name; lower goes first (0 with --api-key, else any)",
+        metavar="N",
+    )
     cluster_key: str | None = secret_flag(
         "shared by all nodes and the router", "KVBATON_CLUSTER_KEY", metavar="SECRET"
     )
@@ -133,7 +149,11 @@ class EndpointConfig:
     def __post_init__(self) -> None:
         for key in self.api_keys:
             check_secret("--api-key", key)
+        for key in self.operator_keys:
+            check_secret("--operator-key", key)
         check_secret("--cluster-key", self.cluster_key)
+        if (self.min_priority or 0) > 0:
+            raise ConfigError("--min-priority", f"{self.min_priority} is above 0, which is usual")
         if not all(self.served_model_name):
             raise ConfigError("--served-model-name", "is empty; give a name, or leave it out")
         for origin in self.allowed_origins:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,7 +14,7 @@ from aiohttp import web
 from msgspec import Struct
 
 from kvbaton.engine.outputs import TokenSource
-from kvbaton.engine.validate import RANGES, Range
+from kvbaton.engine.validate import INT32, RANGES, Range, check_range
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import PrefixAt, TransferSpec
 from kvbaton.server.config import EndpointConfig, MediaConfig
@@ -45,13 +47,16 @@ class FrontendConfig:
         aliases: other names that clients may use.
         api_keys: any of them opens the endpoint as ``Authorization: Bearer KEY``; none leaves it
             open.
+        operator_keys: open what only operators may ask; none leaves that to `api_keys`.
+        min_priority: lowest that requests may name.
         allowed_origins: see `EndpointConfig`.
-        operator_token: opens what only operators may ask, as an API key does; empty for none.
+        operator_token: as such a key; empty for none.
         timeout_s: after which a request is ended, if it names no `timeout`.
         max_timeout_s: longest `timeout` that a request may name.
         deadline_grace_s: the source ends a request at its timeout; if it does not, the endpoint
             does so this much later.
         max_body_bytes: a longer body is a 413.
+        max_bodies_bytes: of all long bodies that are on their way at a time; others wait.
         body_timeout_s: a body must have arrived within this time.
         max_prompts: of one request.
         max_n: choices per prompt.
@@ -68,12 +73,15 @@ class FrontendConfig:
     model_name: str
     aliases: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
+    operator_keys: tuple[str, ...] = ()
+    min_priority: int = -INT32
     allowed_origins: tuple[str, ...] = ()
     operator_token: str = field(default="", repr=False)
     timeout_s: float = 600.0
     max_timeout_s: float = 3600.0
     deadline_grace_s: float = 10.0
     max_body_bytes: int = 32 << 20
+    max_bodies_bytes: int = 512 << 20
     body_timeout_s: float = 60.0
     max_prompts: int = 256
     max_n: int = 128
@@ -90,6 +98,10 @@ class FrontendConfig:
         """What `SamplingParams` may hold here, by field."""
         scored = Range(0, self.max_logprobs)
         return {**RANGES, "n": Range(1, self.max_n), "logprobs": scored, "prompt_logprobs": scored}
+
+    def check_priority(self, priority: int) -> None:
+        """Raise `RequestError` for one that requests may not name here."""
+        check_range("priority", priority, Range(self.min_priority, INT32))
 
     @classmethod
     def of(
@@ -115,10 +127,15 @@ class FrontendConfig:
         Raises:
             ConfigError: the model's recommendations can't be read, or traces can't be made.
         """
+        least = config.min_priority
+        if least is None:
+            least = 0 if config.api_keys else -INT32
         return cls(
             model_name=name,
+            min_priority=least,
             aliases=config.served_model_name[1:],
             api_keys=config.api_keys,
+            operator_keys=config.operator_keys,
             allowed_origins=config.allowed_origins,
             operator_token=operator_token,
             tool_call_parser=config.tool_call_parser,
@@ -159,6 +176,8 @@ class Frontend:
         transfer: turns ``kv_transfer_params`` into a part in a hand-over, and a prefix to fetch.
         transfer_type: shape of ``kv_transfer_params`` for the description; None if it is refused.
         metrics: what is counted.
+        long_bodies: bytes that are on their way, by tenant.
+        body_ended: set when one of those has come.
         created: start of this process, for answers that name it.
     """
 
@@ -169,6 +188,8 @@ class Frontend:
     transfer: TransferParser = refuse_transfer
     transfer_type: type[Struct] | None = None
     metrics: HttpMetrics = field(default_factory=HttpMetrics)
+    long_bodies: Counter[str] = field(default_factory=Counter)
+    body_ended: asyncio.Event = field(default_factory=asyncio.Event)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:

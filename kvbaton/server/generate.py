@@ -13,7 +13,7 @@ from msgspec.structs import asdict, replace
 
 from kvbaton.engine.outputs import merge_outputs
 from kvbaton.engine.stats import RequestTimes
-from kvbaton.engine.validate import INT32, Range, check_ids, check_range
+from kvbaton.engine.validate import INT32, check_ids
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest, Output
 from kvbaton.messages.nodes import GenerateChoice, GenerateChunk, GenerateRequest, GenerateResponse
@@ -114,7 +114,8 @@ def add_request(frontend: Frontend, body: GenerateRequest, request_id: str) -> A
             f"resume_token_ids must be fewer than max_tokens ({params.max_tokens})",
             param="resume_token_ids",
         )
-    check_range("priority", body.priority, Range(-INT32, INT32))
+    if body.priority:
+        frontend.config.check_priority(body.priority)
     vision, most = frontend.tokenizer.vision, frontend.config.media.max_images
     if len(body.items) > most:
         raise RequestError(f"{len(body.items)} items; --limit-images is {most}", param="items")

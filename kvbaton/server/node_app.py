@@ -15,7 +15,6 @@ from aiohttp.typedefs import Handler
 from prometheus_client import generate_latest
 
 from kvbaton.engine.client import EngineClient
-from kvbaton.engine.validate import INT32, Range, check_range
 from kvbaton.errors import ConfigError, EngineDeadError, RequestError
 from kvbaton.messages.engine import AddRequest, Item, PrefixAt, SamplingParams, TransferSpec
 from kvbaton.messages.nodes import GenerateRequest, GenerateResponse
@@ -349,7 +348,8 @@ def item_request(
     Raises:
         RequestError: it is no single item, or does not fit.
     """
-    check_range("priority", body.priority, Range(-INT32, INT32))
+    if body.priority:
+        frontend.config.check_priority(body.priority)
     transfer, _ = frontend.transfer(body.kv_transfer_params)
     return AddRequest(
         request_id=unique(request_id),

@@ -22,6 +22,9 @@ from kvbaton.text.choice import TextOptions
 from kvbaton.text.tokenizer import Tokenizer
 
 SEED_MASK = 2**63 - 1
+MAX_TEXT_TOKENS = 1 << 30
+LONG_TOKEN = 16
+"""Characters of a token that is longer than most."""
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
 MAX_SALT = 4096
@@ -140,11 +143,46 @@ def split_prompts(prompt: str | Sequence[str | int | list[int]], most: int) -> l
     return prompts
 
 
-async def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
-    """Token ids of a text; of a long one in a thread, so that other streams go on."""
+async def encode(
+    tokenizer: Tokenizer,
+    text: str,
+    *,
+    add_special_tokens: bool,
+    name: str = "prompt",
+    most: int = MAX_TEXT_TOKENS,
+) -> list[int]:
+    """Token ids of a text; of a long one in a thread, so that other streams go on.
+
+    Args:
+        tokenizer: the model's.
+        text: the prompt.
+        add_special_tokens: the model's own start and end.
+        name: of the field that it came in.
+        most: tokens that it may have. Of a text that is much longer only the beginning is looked
+            at, since all of it may take seconds.
+
+    Raises:
+        RequestError: its beginning alone has twice as many.
+    """
     if len(text) <= tokenizer.quick_characters:
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    begin = text[: most * LONG_TOKEN]
+    if len(begin) < len(text):
+        found = await asyncio.to_thread(tokenizer.encode, begin, add_special_tokens=False)
+        if len(found) > 2 * most:
+            raise RequestError(
+                f"this model's context is {most} tokens; of the prompt's {len(text)} characters "
+                f"the first {len(begin)} alone have {len(found)}",
+                param=name,
+                code="context_length_exceeded",
+            )
     return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+
+def text_tokens(frontend: Frontend, body: SamplingFields) -> int:
+    """Most tokens that a text may have; see `encode`."""
+    keeps_all = body.truncate_prompt_tokens is None
+    return frontend.facts().max_model_len if keeps_all else MAX_TEXT_TOKENS
 
 
 def bad_words_token_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -275,7 +313,7 @@ def prompt_request(
     params = checked(params, frontend.config, facts.vocab_size)
     check_prompt(facts, token_ids, max_tokens, name)
     if body.priority:
-        check_range("priority", body.priority, Range(-INT32, INT32))
+        frontend.config.check_priority(body.priority)
     if len(body.cache_salt or "") > MAX_SALT:
         raise RequestError(f"cache_salt may have at most {MAX_SALT} characters", param="cache_salt")
     transfer, prefix = frontend.transfer(body.kv_transfer_params)

@@ -100,6 +100,8 @@ class SimulateConfig:
         if self.goodput is not None and self.ttft_slo is None:
             raise ConfigError("--goodput", "without --ttft-slo no rate is too high")
         if self.trace in GENERATORS:
+            if self.begin:
+                raise ConfigError("--begin", f"is for a file; {self.trace} is made as asked")
             if self.rate is None:
                 raise ConfigError("--rate", f"how many requests per second of {self.trace}?")
             if self.rate * self.seconds > MOST_REQUESTS:

@@ -17,12 +17,18 @@ FLOOR = -9999.0
 """Stands for minus infinity, which JSON can't say."""
 
 
+def token_name(tokenizer: Tokenizer, token: int, *, as_ids: bool) -> str:
+    """A token's text or, as vLLM names it by its id, ``token_id:5``: texts may be equal."""
+    return f"token_id:{token}" if as_ids else tokenizer.token_text(token)
+
+
 def completion_logprobs(
     tokenizer: Tokenizer,
     token_ids: Sequence[int],
     logprobs: Sequence[TokenLogprobs | None],
     *,
     offset: int = 0,
+    as_ids: bool = False,
 ) -> CompletionLogprobs:
     """Shape of ``/v1/completions``.
 
@@ -31,19 +37,21 @@ def completion_logprobs(
         token_ids: n tokens.
         logprobs: n entries; None for a token without one (the first of a prompt).
         offset: characters of the tokens before these.
+        as_ids: see `token_name`.
     """
-    tokens = [tokenizer.token_text(token) for token in token_ids]
+    tokens = [token_name(tokenizer, token, as_ids=as_ids) for token in token_ids]
     offsets = []
-    for token in tokens:
+    for token_id in token_ids:
         offsets.append(offset)
-        offset += len(token)
+        offset += len(tokenizer.token_text(token_id))
     tops: list[dict[str, float] | None] = []
     for token, entry in zip(tokens, logprobs, strict=True):
         # The chosen token is always among them, so there may be one more than asked for.
         found = None if entry is None else {token: _finite(entry.logprob)}
         if entry is not None and found is not None:
             for top in entry.top:
-                found.setdefault(tokenizer.token_text(top.token), _finite(top.logprob))
+                name = token_name(tokenizer, top.token, as_ids=as_ids)
+                found.setdefault(name, _finite(top.logprob))
         tops.append(found)
     return CompletionLogprobs(
         text_offset=offsets,
@@ -54,13 +62,22 @@ def completion_logprobs(
 
 
 def chat_logprobs(
-    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    tokenizer: Tokenizer,
+    token_ids: Sequence[int],
+    logprobs: Sequence[TokenLogprobs],
+    *,
+    as_ids: bool = False,
 ) -> ChatLogprobs:
-    """Shape of ``/v1/chat/completions``: n tokens and their n entries."""
+    """Shape of ``/v1/chat/completions``: n tokens and their n entries; `as_ids`: `token_name`."""
+
+    def named(token: int, logprob: float) -> tuple[str, float, list[int]]:
+        name, data = token_name(tokenizer, token, as_ids=as_ids), tokenizer.token_bytes(token)
+        return name, _finite(logprob), list(data)
+
     entries = []
     for token, entry in zip(token_ids, logprobs, strict=True):
-        tops = [TopLogprobEntry(*_named(tokenizer, top.token, top.logprob)) for top in entry.top]
-        entries.append(LogprobEntry(*_named(tokenizer, token, entry.logprob), tops))
+        tops = [TopLogprobEntry(*named(top.token, top.logprob)) for top in entry.top]
+        entries.append(LogprobEntry(*named(token, entry.logprob), tops))
     return ChatLogprobs(entries)
 
 
@@ -98,8 +115,3 @@ def floored(entry: Entry) -> Entry:
 
 def _finite(logprob: float) -> float:
     return max(logprob, FLOOR)
-
-
-def _named(tokenizer: Tokenizer, token: int, logprob: float) -> tuple[str, float, list[int]]:
-    data = tokenizer.token_bytes(token)
-    return data.decode("utf-8", errors="replace"), _finite(logprob), list(data)

@@ -13,7 +13,7 @@ from typing import Any
 import tokenizers
 from tokenizers.models import WordLevel
 
-from kvbaton.errors import ConfigError
+from kvbaton.errors import ConfigError, stand_in
 from kvbaton.text.chat import ChatTemplate
 from kvbaton.text.vision import VisionText
 
@@ -102,10 +102,13 @@ class Tokenizer:
             raise ConfigError(
                 str(path), "is missing; a model folder needs its fast tokenizer there"
             )
+        data = b""
         try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
+            data = path.read_bytes()
+            backend = tokenizers.Tokenizer.from_buffer(data)
         except Exception as error:  # the library raises bare Exception
-            raise ConfigError(str(path), f"is no tokenizer: {error}") from error
+            why = stand_in(data) or f": {error}"
+            raise ConfigError(str(path), f"is no tokenizer{why}") from error
         known = {token.content for token in backend.get_added_tokens_decoder().values()}
         backend.add_special_tokens([token for token in special.values() if token not in known])
         template: Any = config.get("chat_template")

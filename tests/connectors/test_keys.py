@@ -203,6 +203,13 @@ def test_model_digest_names_what_is_wrong(tmp_path: Path) -> None:
     (folder / "model-1.safetensors").write_bytes(struct.pack("<Q", 1 << 40) + b"{}")
     with pytest.raises(ConfigError, match="cut off"):
         model_digest(folder)
+    for content, told in (
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n", "git lfs pull"),
+        (b"\n<!DOCTYPE html>\n<title>Log in</title>", "a web page"),
+    ):
+        (folder / "model-1.safetensors").write_bytes(content)
+        with pytest.raises(ConfigError, match=rf"model-1\.safetensors is no .+: it is .*{told}"):
+            model_digest(folder)
     write_model(folder, data=b"")
     (folder / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"config\.json"):

@@ -37,7 +37,8 @@ EVERYTHING = (
     *("nodes.prefill.nodeSelector.gpu=h200", "router.podAnnotations.a=b", "tls.secret=routers-tls"),
 )
 ADDRESSES = {"$(POD_NAME)": "kvbaton-prefill-0", "$(POD_IP)": "10.1.2.3"}
-GIVEN = {"POD_NAME", "POD_IP", "HOME", "KVBATON_CLUSTER_KEY", "KVBATON_API_KEY"}
+KEYS = {"KVBATON_CLUSTER_KEY", "KVBATON_API_KEY", "KVBATON_OPERATOR_KEY"}
+GIVEN = {"POD_NAME", "POD_IP", "HOME", *KEYS}
 
 Objects = list[dict[str, Any]]
 Render = Callable[..., str]
@@ -224,11 +225,11 @@ def test_every_command_is_understood_and_tells_no_secret(objects: Objects) -> No
     for workload in workloads(objects):
         args = make_parser().parse_args(words_of(workload))
         assert args.cluster_key is None
-        assert list(args.api_key or ()) == []
+        assert [*(args.api_key or ()), *(args.operator_key or ())] == []
         env = {one["name"]: one for one in container(workload)["env"]}
         assert env.keys() <= GIVEN
         ours = {name for name in env if name.startswith("KVBATON_")}
-        assert ours == {"KVBATON_CLUSTER_KEY", "KVBATON_API_KEY"}
+        assert ours == KEYS
         assert all("secretKeyRef" in env[name]["valueFrom"] for name in ours)
         ports = {one["name"]: one["containerPort"] for one in container(workload)["ports"]}
         assert ports["http"] == args.port

@@ -155,7 +155,8 @@ def test_files_that_are_cut_or_foreign(file: Path, tmp_path: Path) -> None:
     data, bad = file.read_bytes(), tmp_path / "bad.gguf"
     for content, message in (
         (b"", "can't read"),
-        (b"not a model", "is no GGUF file"),
+        (b"not a model", "is no GGUF file$"),
+        (b"version https://git-lfs.github.com/spec/v1", "is no GGUF file: .*git lfs pull"),
         (b"GGUF\x01\0\0\0" + data[8:], "has GGUF version 1"),
         (data[:100], "header is cut off"),
         (data[: len(data) // 2], r"is truncated: tensor '.+' ends at byte"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -20,7 +20,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from kvbaton.engine.sampler import SampleRows, logprobs_of, process_logits, sample
+from kvbaton.engine.sampler import SampleRows, logprobs_of, mask_of, process_logits, sample
 from kvbaton.messages.engine import SamplingParams
 
 VOCAB = 120
@@ -136,6 +136,25 @@ def test_only_allowed_tokens_are_possible() -> None:
         assert set(torch.where(found[row].isfinite())[0].tolist()) == allowed
         kept = sorted(allowed)
         assert torch.equal(found[row, kept], logits[row, kept])
+
+
+def test_allowed_tokens_are_looked_at_once() -> None:
+    class Ids(tuple[int, ...]):
+        looks = 0
+
+        def __iter__(self) -> Iterator[int]:
+            Ids.looks += 1
+            return super().__iter__()
+
+        def __hash__(self) -> int:
+            raise AssertionError("of a whole vocabulary this takes long, at each step")
+
+    params = SamplingParams(allowed_token_ids=Ids((3, 4)))
+    assert mask_of(params, VOCAB) is mask_of(params, VOCAB)
+    assert (Ids.looks, len(mask_of(params, 64))) == (1, 8)
+    assert msgspec.msgpack.encode(params) == msgspec.msgpack.encode(
+        SamplingParams(allowed_token_ids=(3, 4))
+    )
 
 
 BAD_WORDS = ((9, 11, 40), (11, 41), (9, 11), (42,), (9, 9, 9, 11, 42), (6, 9, 11, 43), (7, 5, 6, 9))

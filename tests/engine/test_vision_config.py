@@ -81,6 +81,7 @@ def test_missing_rope_theta_is_the_familys(checkpoint: Checkpoint, tmp_path: Pat
         ("qwen2_5_vl", "vision_config", {"hidden_act": "gelu"}, "hidden_act"),
         ("qwen2_5_vl", "vision_config", {"window_size": 4}, "window_size"),
         ("qwen2_5_vl", "vision_config", {"patch_size": 0}, "patch_size"),
+        ("qwen2_5_vl", "vision_config", {"intermediate_size": -48}, "intermediate_size"),
         ("qwen2_5_vl", "vision_config", {"out_hidden_size": 32}, "out_hidden_size"),
         ("qwen2_5_vl", "vision_config", {"num_heads": 5}, "num_heads"),
         ("qwen2_5_vl", "text_config", {"rope_parameters": {"rope_type": "yarn"}}, "yarn"),

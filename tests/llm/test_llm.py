@@ -158,6 +158,8 @@ def test_what_is_wrong_is_named(llm: LLM, model: Path) -> None:
         ([["x", "y"]], None, "prompt"),
         ([None], None, "prompt"),
         ([[1.5]], None, "prompt"),
+        ([[3, True]], None, "prompt"),
+        ([b"x"], None, "prompt"),
         (["a\ud800b"], None, "prompt"),
     ]:
         with pytest.raises(RequestError) as raised:

@@ -1,5 +1,6 @@
 import asyncio
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,7 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvbaton.errors import EngineDeadError, RequestError
 from kvbaton.messages.engine import NO_METRICS, HistogramCounts, Metrics, Output
 from kvbaton.messages.nodes import GenerateResponse
-from kvbaton.server.auth import require_operator
+from kvbaton.server.auth import check_key, require_operator
+from kvbaton.server.config import EndpointConfig
 from kvbaton.server.frontend import FrontendConfig
 from kvbaton.server.metrics import split_name
 from kvbaton.server.network import operator_token, registration_token
@@ -352,6 +354,22 @@ def test_who_may_ask_what_operators_may(
     known = welcome and (clustered or header != f"Bearer {operator_token('secret')}")
     with nullcontext() if known else pytest.raises(RequestError, match="API key"):
         require_operator(request.clone(remote=sender))
+
+
+@pytest.mark.parametrize(("key", "welcome"), [("tenant", False), ("ops", True), ("ops2", True)])
+def test_where_operators_have_keys_those_of_tenants_open_nothing_of_theirs(
+    tokenizer: Tokenizer, tmp_path: Path, key: str, welcome: bool
+) -> None:
+    flags = EndpointConfig(api_keys=("tenant",), operator_keys=("ops", "ops2"))
+    config = FrontendConfig.of(flags, str(tmp_path), "tiny")
+    app = make_node_app(ScriptedClient(tokenizer, "Hi."), tokenizer, config)
+    headers = {"Authorization": f"Bearer {key}"}
+    request = make_mocked_request("POST", "/drain", headers, app=app)
+    with nullcontext() if welcome else pytest.raises(RequestError, match="operator's API key"):
+        require_operator(request.clone(remote="10.0.0.7"))
+    completion = make_mocked_request("POST", "/v1/completions", headers, app=app)
+    with nullcontext() if not welcome else pytest.raises(RequestError, match="a valid API key"):
+        check_key(completion)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode", "any"])

@@ -280,6 +280,7 @@ def test_keys_do_not_show() -> None:
         node_id="d",
         cluster_key="hush",
         api_keys=("hush",),
+        operator_keys=("hush",),
     )
     assert "hush" not in repr(config) + repr(config.handover)
 
@@ -313,24 +314,36 @@ def test_up_ends_what_it_started_when_its_terminal_goes(broken_model: str) -> No
     assert processes_with(broken_model) == []
 
 
-def test_a_reader_that_goes_is_no_traceback() -> None:
-    reads, writes = os.pipe()
+PRINTS = (["version"], ["connectors", "list"], "simulate --trace code --rate 1 --seconds 2".split())
+
+
+@pytest.mark.parametrize("words", PRINTS, ids=lambda words: words[0])
+def test_an_output_that_takes_nothing_is_no_traceback(words: list[str]) -> None:
+    def run(*before: str, stdout: int = subprocess.DEVNULL) -> tuple[str, int]:
+        command = [*before, sys.executable, "-m", "kvbaton", *words]
+        done = subprocess.run(
+            command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+        return done.stderr, done.returncode
+
+    reads, gone = os.pipe()
     os.close(reads)
-    words = [sys.executable, "-m", "kvbaton", "version"]
-    done = subprocess.run(words, stdout=writes, stderr=subprocess.PIPE, text=True, timeout=60)
-    os.close(writes)
-    assert done.stderr == "kvbaton: error: standard output: [Errno 32] Broken pipe\n"
-    assert done.returncode == 1
+    full = os.open("/dev/full", os.O_WRONLY)
+    for output, told in ((gone, "32] Broken pipe"), (full, "28] No space left on device")):
+        assert run(stdout=output) == (f"kvbaton: error: standard output: [Errno {told}\n", 1)
+        os.close(output)
+    assert run("sh", "-c", 'exec "$@" >&-', "-") == ("", 0)
 
 
-def test_another_broken_pipe_is_not_taken_for_standard_output(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("error", [BrokenPipeError("of a child"), OSError(28, "of a file")])
+def test_another_error_is_not_taken_for_that_of_standard_output(
+    error: OSError, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(args: object) -> int:
-        raise BrokenPipeError("of a child")
+        raise error
 
     monkeypatch.setattr("kvbaton.cli.run_version", fail)
-    with pytest.raises(BrokenPipeError, match="of a child"):
+    with pytest.raises(OSError, match="of a"):
         main(["version"])
 
 

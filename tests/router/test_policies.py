@@ -73,6 +73,19 @@ def route(
     return found
 
 
+def test_of_a_queue_goes_ahead_what_priorities_and_fair_shares_let() -> None:
+    loads = NodeLoads()
+    assert loads.ahead("p", (0, "b"), 20) == 1.0
+    loads.change("p", IDLE, NodeLoad(300), (0, "a"))
+    loads.other_queues = {"p": {(0, "a"): 300, (0, "b"): 40, (1, "c"): 60}}
+    assert loads.ahead("p", (0, "a"), 20) == (600 + 40) / 700
+    assert loads.ahead("p", (0, "b"), 20) == (60 + 40) / 700
+    assert loads.ahead("p", (1, "b"), 20) == (600 + 40 + 20) / 700
+    assert loads.ahead("p", (-1, "b"), 20) == 0.0
+    loads.change("p", NodeLoad(300), IDLE, (0, "a"))
+    assert (loads.queues, loads.ahead("p", (0, "a"), 400)) == ({}, (300 + 40) / 400)
+
+
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_every_policy_serves_with_whatever_there_is(name: str) -> None:
     p, d = member("p0", "prefill"), member("d0", "decode")

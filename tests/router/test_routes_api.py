@@ -137,6 +137,53 @@ async def test_what_would_wait_too_long_is_refused_with_a_time_to_come_again(
     assert (await complete(rig)).status == 200
 
 
+async def test_a_tenant_waits_for_its_own_prompts_and_as_much_of_another_one(
+    make_rig: MakeRig,
+) -> None:
+    settings = DispatchConfig(policy="least-loaded", max_ttft=190_000.0)
+    rig = await make_rig(api_keys=("flood", "polite"), dispatch=settings)
+    measured(rig, prefill_token_s=1.0)  # 40 s a prompt
+    for node in rig.nodes.values():
+        node.gate.clear()
+
+    async def sent(key: str, count: int, **fields: Any) -> list[asyncio.Task[int]]:
+        """Requests that the router has decided on: their statuses, of those let in once all go."""
+
+        async def one() -> int:
+            body = {"model": "tiny", "prompt": [1] * 40, "max_tokens": 4, **fields}
+            headers = {"Authorization": f"Bearer {key}"}
+            async with rig.session.post("/v1/completions", json=body, headers=headers) as response:
+                await response.read()
+            return response.status
+
+        before = len(rig.dispatcher.running)
+        tasks = [asyncio.create_task(one()) for _ in range(count)]
+
+        def decided() -> bool:
+            let_in = len(rig.dispatcher.running) - before
+            return let_in + sum(task.done() for task in tasks) == count
+
+        await eventually(decided)
+        return tasks
+
+    def refused(tasks: list[asyncio.Task[int]]) -> int:
+        assert {task.result() for task in tasks if task.done()} <= {429}
+        return sum(task.done() for task in tasks)
+
+    flood = await sent("flood", 12)
+    assert refused(flood) == 8, "five would take 200 s"
+    polite = await sent("polite", 3)
+    assert refused(polite) == 1, "the third waits for two of each"
+    later = await sent("polite", 1, priority=1)
+    assert refused(later) == 1, "it goes behind all of them"
+    for node in rig.nodes.values():
+        node.gate.set()
+    statuses = await asyncio.gather(*flood, *polite, *later)
+    assert statuses.count(200) == 6
+    assert rig.loads() == {}
+    assert not rig.dispatcher.loads.queues
+
+
 def limited(rig: Rig, **most: PromptLimits) -> None:
     """Nodes say how long prompts may be there."""
     for name, limits in most.items():

@@ -120,7 +120,16 @@ async def test_all_workers_know_the_nodes_and_one_that_dies_is_replaced(
                 async with session.get("/nodes") as response:
                     assert (await response.json())["pairs"] == [["p0", "d0"]]
 
-            pages = [await said(url, "16 answered, 4 failed") for _ in range(4)]
+            for order in ("pause", "resume"):
+                async with aiohttp.ClientSession(url) as session:
+                    async with session.post(f"/nodes/d0/{order}") as response:
+                        assert response.status == 200
+                for _ in range(12):
+                    await ask(url)
+            came = len(nodes[1].received) - 16
+            assert 10 <= came <= 14, "workers hear of it at once, not with the next heartbeats"
+
+            pages = [await said(url, "40 answered, 4 failed") for _ in range(4)]
             assert all(pages), "the totals are those of all workers"
 
             os.kill(min(first), signal.SIGKILL)
@@ -131,7 +140,7 @@ async def test_all_workers_know_the_nodes_and_one_that_dies_is_replaced(
 
             await eventually(replaced)
             assert {await ask(url) for _ in range(8)} == set(texts)
-            assert await said(url, "24 answered, 4 failed"), "what the dead one did stays"
+            assert await said(url, "48 answered, 4 failed"), "what the dead one did stays"
 
             assert nodes[1].engine is not None
             nodes[1].engine.die()

@@ -244,4 +244,31 @@ async def test_a_long_prompt_is_encoded_beside_the_loop(serve: Any) -> None:
     status, answer = await endpoint.post("/v1/completions", {"prompt": text})
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
     assert str(MAX_MODEL_LEN) in answer["error"]["message"]
+
+
+async def test_of_a_text_that_is_far_too_long_only_the_beginning_is_encoded(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoint, encode, lengths = await serve(TEXT), Tokenizer.encode, list[int]()
+
+    def encode_and_note(self: Tokenizer, text: str, **how: Any) -> list[int]:
+        lengths.append(len(text))
+        return encode(self, text, **how)
+
+    monkeypatch.setattr(Tokenizer, "encode", encode_and_note)
+    text = "The quick brown fox. " * 2000
+    for path, prompt, param in (
+        ("/v1/completions", {"prompt": text}, "prompt"),
+        ("/v1/completions", {"prompt": ["a", text]}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}, "messages"),
+    ):
+        status, answer = await endpoint.post(path, prompt)
+        assert (status, answer["error"]["param"]) == (400, param)
+        assert answer["error"]["code"] == "context_length_exceeded"
+        assert "the first 4096 alone have" in answer["error"]["message"]
+        assert max(lengths) == 16 * MAX_MODEL_LEN
+        status, _ = await endpoint.post(path, {**prompt, "truncate_prompt_tokens": 9})
+        assert status == 200, "its end is wanted"
+        assert max(lengths) >= len(text)
+        lengths.clear()
     assert json.dumps(answer)

@@ -193,6 +193,32 @@ async def test_token_ids_are_returned_on_demand(serve: Any) -> None:
     assert [t for part in parts for t in part["token_ids"]] == choice["token_ids"]
 
 
+async def test_tokens_may_be_named_by_id(serve: Any) -> None:
+    endpoint = await serve(TEXT)
+    more = {"max_tokens": 99, "return_token_ids": True, "return_tokens_as_token_ids": True}
+    body = {"prompt": [5, 6], "logprobs": 2, "echo": True, **more}
+    _, answer = await endpoint.post("/v1/completions", body)
+    (choice,) = answer["choices"]
+    names = [f"token_id:{token}" for token in (5, 6, *choice["token_ids"])]
+    scores = choice["logprobs"]
+    assert scores["tokens"] == names
+    assert all(name in top for name, top in zip(names[1:], scores["top_logprobs"][1:], strict=True))
+    plain = await endpoint.post("/v1/completions", body | {"return_tokens_as_token_ids": False})
+    assert scores["text_offset"] == plain[1]["choices"][0]["logprobs"]["text_offset"]
+    chunks = await stream(endpoint, "/v1/completions", body)
+    told = [chunk["choices"][0]["logprobs"] for chunk in chunks[:-1]]
+    assert [offset for part in told for offset in part["text_offset"]] == scores["text_offset"]
+    chat = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 2}
+    _, answer = await endpoint.post("/v1/chat/completions", chat | more)
+    (choice,) = answer["choices"]
+    entries = choice["logprobs"]["content"]
+    assert [e["token"] for e in entries] == [f"token_id:{token}" for token in choice["token_ids"]]
+    assert all(top["token"].startswith("token_id:") for e in entries for top in e["top_logprobs"])
+    assert bytes(entries[0]["bytes"]) == endpoint.frontend.tokenizer.token_bytes(
+        choice["token_ids"][0]
+    )
+
+
 async def test_prompt_logprobs_in_the_shape_of_vllm(serve: Any) -> None:
     endpoint = await serve(TEXT)
     body = {"prompt": [5, 6], "prompt_logprobs": 1}

@@ -1,18 +1,24 @@
 import asyncio
 import functools
 import gzip
+import io
 import json
 import struct
 import time
 import zlib
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvbaton.errors import ConfigError
+from kvbaton.server.config import EndpointConfig
+from kvbaton.server.frontend import FrontendConfig
 from tests.support.scripted_source import MAX_MODEL_LEN, VOCAB
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, eventually
 
 
 @pytest.mark.parametrize(
@@ -264,6 +270,45 @@ async def test_messages_show_numbers_as_they_were_sent(serve: Any) -> None:
         assert told in answer["error"]["message"]
 
 
+async def test_long_bodies_that_come_slowly_leave_room_for_others(serve: Any) -> None:
+    endpoint = await serve(api_keys=("flood", "other"), max_bodies_bytes=9 << 20)
+    more, body = asyncio.Event(), json.dumps({"prompt": "x", "user": "y" * (2 << 20)}).encode()
+    held = endpoint.frontend.long_bodies
+
+    async def slowly() -> AsyncIterator[bytes]:
+        yield body[:1000]
+        await more.wait()
+        yield body[1000:]
+
+    async def send(key: str, data: Any, **headers: str) -> int:
+        headers |= {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+        url = "/v1/completions"
+        async with endpoint.session.post(url, data=data, headers=headers) as response:
+            status: int = response.status
+            return status
+
+    length = {"Content-Length": str(len(body))}
+    slow = [asyncio.create_task(send("flood", slowly(), **length)) for _ in range(3)]
+    await eventually(lambda: endpoint.frontend.metrics.in_flight == 3)
+    assert await send("flood", b'{"prompt": "x"}') == 200, "a short one is no burden"
+    assert await send("other", io.BytesIO(body)) == 200, "a tenant has half of it at most"
+    assert held.total() == 2 * len(body), "the third waits"
+    more.set()
+    assert await asyncio.gather(*slow) == [200, 200, 200]
+    assert not held
+
+
+async def test_a_long_body_that_finds_no_room_in_time_is_a_429(serve: Any) -> None:
+    endpoint = await serve(max_bodies_bytes=9 << 20, body_timeout_s=0.1)
+    endpoint.frontend.long_bodies["others"] = 9 << 20
+    body = io.BytesIO(json.dumps({"prompt": "x", "user": "y" * (2 << 20)}).encode())
+    async with endpoint.session.post("/v1/completions", data=body) as response:
+        assert (response.status, response.headers["Retry-After"]) == (429, "1")
+        message = (await response.json())["error"]["message"]
+    assert "bodies of more than 1 MiB are on their way" in message
+    assert set(endpoint.frontend.long_bodies) == {"others"}
+
+
 async def test_api_keys(serve: Any) -> None:
     endpoint = await serve(api_keys=("right",))
     paths = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/inference/v1/generate")
@@ -279,6 +324,28 @@ async def test_api_keys(serve: Any) -> None:
     assert status == 200
     async with endpoint.session.get("/version") as response:
         assert response.status == 200
+
+
+@pytest.mark.parametrize(
+    ("flags", "least"),
+    [
+        ({}, -5), ({"api_keys": ("a",)}, 0), ({"min_priority": -2}, -2),
+        ({"api_keys": ("a",), "min_priority": -3}, -3),
+    ],
+)  # fmt: skip
+async def test_where_tenants_have_keys_none_goes_before_all_others(
+    flags: dict[str, Any], least: int, serve: Any, tmp_path: Path
+) -> None:
+    config = FrontendConfig.of(EndpointConfig(**flags), str(tmp_path), "tiny")
+    endpoint = await serve(min_priority=config.min_priority)
+    for priority, allowed in ((least, True), (least - 1, least == -5)):
+        status, answer = await endpoint.post(
+            "/v1/completions", {"prompt": "x", "priority": priority}
+        )
+        assert status == (200 if allowed else 400), answer
+        assert allowed or answer["error"]["param"] == "priority"
+    with pytest.raises(ConfigError, match="--min-priority: 1 is above 0"):
+        EndpointConfig(min_priority=1)
 
 
 async def test_requests_of_one_key_are_one_tenants(serve: Any) -> None:

@@ -658,6 +658,7 @@ def test_advice_says_what_pays() -> None:
         (["--trace", "chat", "--rate", "1", "--plot", "a.doc"], "--plot"),
         (["--trace", "chat", "--rate", "1", "--itl-percentile", "95"], "--itl-percentile"),
         (["--trace", "chat", "--rate", "1", "--begin", "-1"], "--begin"),
+        (["--trace", "chat", "--rate", "1", "--begin", "1"], "--begin"),
         (
             ["--trace", "chat", "--rate", "1", "--min-handover-tokens", "-1"],
             "--min-handover-tokens",

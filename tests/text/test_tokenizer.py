@@ -73,7 +73,8 @@ def test_a_missing_folder_names_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("tokenizer.json", "{}", "is no tokenizer"),
+        ("tokenizer.json", "{}", "is no tokenizer: "),
+        ("tokenizer.json", "version https://git-lfs.github.com/spec/v1", "git lfs pull"),
         ("tokenizer_config.json", "{", "can't be read as JSON"),
         ("tokenizer_config.json", "[]", "must hold a JSON object"),
         ("tokenizer_config.json", '{"bos_token": 7}', "bos_token must be a string"),

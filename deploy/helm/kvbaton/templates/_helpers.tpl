@@ -17,6 +17,8 @@ app.kubernetes.io/instance: {{ .Release.Name }}
   valueFrom: {secretKeyRef: {name: {{ include "kvbaton.secret" . }}, key: clusterKey}}
 - name: KVBATON_API_KEY
   valueFrom: {secretKeyRef: {name: {{ include "kvbaton.secret" . }}, key: apiKeys, optional: true}}
+- name: KVBATON_OPERATOR_KEY
+  valueFrom: {secretKeyRef: {name: {{ include "kvbaton.secret" . }}, key: operatorKeys, optional: true}}
 {{- end }}
 
 {{- define "kvbaton.scheme" -}}
