@@ -129,7 +129,7 @@ class FrontendConfig:
         """
         least = config.min_priority
         if least is None:
-            least = 0 if config.api_keys else -INT32
+            least = 0 if len(config.api_keys) > 1 else -INT32
         return cls(
             model_name=name,
             min_priority=least,

@@ -329,8 +329,8 @@ async def test_api_keys(serve: Any) -> None:
 @pytest.mark.parametrize(
     ("flags", "least"),
     [
-        ({}, -5), ({"api_keys": ("a",)}, 0), ({"min_priority": -2}, -2),
-        ({"api_keys": ("a",), "min_priority": -3}, -3),
+        ({"api_keys": ("a",)}, -5), ({"api_keys": ("a", "b")}, 0), ({"min_priority": -2}, -2),
+        ({"api_keys": ("a", "b"), "min_priority": -3}, -3),
     ],
 )  # fmt: skip
 async def test_where_tenants_have_keys_none_goes_before_all_others(
