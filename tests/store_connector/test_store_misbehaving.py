@@ -220,10 +220,13 @@ def test_a_process_ends_though_a_store_hangs() -> None:
 
 
 HANGING = f"""
-import logging
+import logging, threading
 logging.basicConfig()
 from kvbaton.connectors.registry import load_store
 from kvbaton.engine.process import leave
-load_store({spec_of(HangsAtStop)!r}).open()
+store = load_store({spec_of(HangsAtStop)!r})
+opening = threading.Thread(target=store.open, daemon=True)  # so its pools' threads are daemons, too
+opening.start()
+opening.join()
 leave()
 """
