@@ -433,6 +433,25 @@ def test_a_thread_that_hangs_is_unhealthy_and_says_where(
     assert isinstance(hand_over(make(Prefill), d), Deliver)
 
 
+def test_a_thread_that_hangs_when_it_is_closed_keeps_what_it_uses(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its descriptors would be somebody else's by the time that it goes on."""
+    monkeypatch.setattr(thread_module, "JOIN_S", 0.05)
+    d, gate, shut = make(Decode), threading.Event(), list[str]()
+    monkeypatch.setattr(d.transport, "shutdown", lambda: shut.append("shutdown"))
+    asker = threading.Thread(target=d.thread.inspect, args=(gate.wait, PATIENCE_S))
+    asker.start()
+    wait(lambda: not d.thread._inbox)
+    d.thread.close()
+    assert "left behind" in caplog.text
+    assert not shut
+    os.eventfd_write(d.thread._inbox_fd, 1)
+    gate.set()
+    asker.join(PATIENCE_S)
+    wait(lambda: not d.thread._thread.is_alive())
+
+
 def test_who_asks_a_thread_that_is_ending_need_not_wait(make: Make) -> None:
     d = make(Decode)
     began, asked, answers = threading.Event(), threading.Event(), list[int]()
