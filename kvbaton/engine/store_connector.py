@@ -406,7 +406,7 @@ class StoreConnector(KVConnector):
 
     @override
     def busy(self) -> bool:
-        return bool(self._saves.num_blocks or self._loads)
+        return self._saves.busy() or any(not load.over for load in self._loads)
 
     @override
     def close(self) -> None:

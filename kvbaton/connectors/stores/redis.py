@@ -163,7 +163,11 @@ class RedisValues(ClientBackend):
     def get(self, key: bytes, target: Pieces) -> bool:
         """See `Backend.get`; a value that is not what it should be is removed."""
         with self._asking("read"):
-            value: Any = self._redis.getex(self._name(key), px=self._ttl_ms)
+            name, lives_ms = self._name(key), self._ttl_ms
+            # To prolong a life is a write, which a replica refuses.
+            value: Any = (
+                self._redis.get(name) if lives_ms is None else self._redis.getex(name, px=lives_ms)
+            )
         if value is None:
             return False
         return unseal(self, key, memoryview(value), target, skip=LABELS.size)
