@@ -647,6 +647,8 @@ def test_what_an_operator_must_see_is_an_error(tmp_path: Path) -> None:
     assert "Not a directory" in (store.health() or "")
     with pytest.raises(ConfigError, match="max_bytes"):
         FilesystemStore("files", path=str(tmp_path), max_bytes=1).open()
+    with pytest.raises(ConfigError, match="path: must name a directory"):
+        FilesystemStore("files", path="")
 
 
 def test_a_disk_that_fails_is_an_error_and_unhealthy_until_it_works(

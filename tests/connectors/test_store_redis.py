@@ -197,7 +197,14 @@ def test_secrets_stay_secret() -> None:
     assert "s3cr3t" not in str(caught.value) + str(store.health())
 
 
-@pytest.mark.parametrize("options", ['{"url": "ftp://host"}', '{"url": "redis://h", "ttl_s": 0}'])
-def test_wrong_options(options: str) -> None:
-    with pytest.raises(ConfigError, match=r"url|ttl_s"):
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ('{"url": "ftp://host"}', "url: "),
+        ('{"url": "redis://h", "ttl_s": 0}', "ttl_s: "),
+        ('{"url": "redis://h", "timeout_s": 0}', "timeout_s: must be above 0, not 0"),
+    ],
+)
+def test_wrong_options(options: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
         load_store(f"redis:{options}")

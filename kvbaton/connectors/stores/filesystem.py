@@ -160,6 +160,8 @@ class Files(ClientBackend):
         touch_seconds: float,
     ) -> None:
         self._mover = mover
+        if not path:  # from an empty variable, say: else it would be where we happen to be
+            raise ConfigError("path", "must name a directory, not ''")
         self._root = os.path.join(os.path.abspath(path), "kvbaton-1")
         self._max_bytes = max_bytes
         self._fsync = fsync

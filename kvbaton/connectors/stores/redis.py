@@ -33,6 +33,7 @@ from kvbaton.connectors.stores.threaded import (
     ClientBackend,
     HeldClaims,
     ThreadedStore,
+    check_positive,
     seal,
     unseal,
     usage_by_namespace,
@@ -99,6 +100,7 @@ class RedisValues(ClientBackend):
     def __init__(
         self, url: str, prefix: str, ttl_s: float | None, timeout_s: float, retries: int
     ) -> None:
+        check_positive(timeout_s=timeout_s)
         if ttl_s is not None and ttl_s < 0.001:
             raise ConfigError("ttl_s", f"must be at least 0.001, not {ttl_s}")
         self.capabilities = StoreCapabilities(
