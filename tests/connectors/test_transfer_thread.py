@@ -220,8 +220,8 @@ def test_what_raises_in_every_look_does_not_flood_the_log(
     p, d = make(Prefill), make(Decode, hostile)
     hostile.broken = "notices"
     begin(p, d)
-    wait(lambda: d.thread.errors > 1000, p, d)
-    assert len(caplog.records) < 10
+    wait(lambda: d.thread.errors > 40, p, d)
+    assert caplog.text.count("can't be looked at") <= 4
 
 
 class Narrow(MemoryTransport):
@@ -450,6 +450,9 @@ def test_a_thread_that_hangs_when_it_is_closed_keeps_what_it_uses(
     gate.set()
     asker.join(PATIENCE_S)
     wait(lambda: not d.thread._thread.is_alive())
+    d.thread._stopping.clear()
+    d.thread.close()
+    assert shut == ["shutdown"]
 
 
 def test_who_asks_a_thread_that_is_ending_need_not_wait(make: Make) -> None:
