@@ -163,6 +163,10 @@ class ClusterConfig(EndpointConfig):
             *words_of(self, ("shutdown_timeout_s", "timeout_keep_alive_s")),
         ]
 
+    def node_env(self, name: str) -> dict[str, str]:
+        """For a node's environment, where options of its store find its name (``{env:...}``)."""
+        return {**self.secrets(), "KVBATON_NODE_ID": name}
+
     def secrets(self) -> dict[str, str]:
         """For every process's environment: a command line can be read by anyone."""
         return {

@@ -130,7 +130,7 @@ class LocalPlacement(Placement):
         config, (flags, env) = self.config, self._shares[index]
         role, name = config.node_names[index]
         words = config.node_words(role, name, router_url, flags)
-        return await Child.start(name, words, env={**os.environ, **config.secrets(), **env})
+        return await Child.start(name, words, env={**os.environ, **config.node_env(name), **env})
 
     @override
     def close(self) -> None:

@@ -124,7 +124,7 @@ class RayPlacement(Placement):
         )
         words = config.node_words(role, name, router_url, flags)
         # An argument, since the environment of an actor is shown to whoever looks at the cluster.
-        return RayNode(self._ray, actor, name, words, config.secrets())
+        return RayNode(self._ray, actor, name, words, config.node_env(name))
 
     @override
     def close(self) -> None:

@@ -51,6 +51,8 @@ CUT_S = 3.0
 """From the loss of a connection that can't be made again until the process counts as cut off."""
 DIAL_S = 5.0
 """Until a connection must be up and the other side have said who it is."""
+ACCEPT_PAUSE_S = 1.0
+"""A listener of which nothing can be accepted is left alone for so long."""
 MAX_ACCEPTED = 4096
 MAX_PER_ADDRESS = 256
 _KEEP_IDLE_S, _KEEP_EVERY_S, _KEEP_COUNT = 3, 2, 3
@@ -239,6 +241,7 @@ class _Guard:
         self._handlers: dict[int, tuple[socket.socket, Callable[[], None]]] = {}
         self._listeners: dict[str, GuardCard] = {}
         self._accepted: dict[int, str] = {}
+        self._resting: dict[socket.socket, float] = {}
         self._watches: dict[GuardCard, Watch] = {}
         self._thread = threading.Thread(target=self._run, name="kvbaton-guard", daemon=True)
         self._thread.start()
@@ -304,6 +307,10 @@ class _Guard:
             with self._lock:
                 for watch in list(self._watches.values()):
                     self._guarded(watch.look)
+                now = time.monotonic()
+                for listener in [one for one, until in self._resting.items() if until <= now]:
+                    del self._resting[listener]
+                    self._epoll.modify(listener, select.EPOLLIN)
 
     def _guarded(self, call: Callable[[], None]) -> None:
         """One connection's trouble is nobody else's."""
@@ -319,7 +326,8 @@ class _Guard:
             return
         except OSError as error:
             log.warning("accepting a guard connection failed: %s", error)
-            time.sleep(0.02)  # out of descriptors, say: do not spin
+            self._epoll.modify(listener, 0)  # out of descriptors, say: do not spin
+            self._resting[listener] = time.monotonic() + ACCEPT_PAUSE_S
             return
         host = address[0]
         full = len(self._accepted) >= MAX_ACCEPTED

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures.thread import _threads_queues
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from types import ModuleType
@@ -150,10 +151,11 @@ def core_main(
 def leave() -> None:
     """End this process now if a thread is left that the interpreter would wait for.
 
-    A pool's thread that hangs in a store is one.
+    A pool's thread that hangs in a store is one, though it is a daemon if a daemon started it.
     """
     this = threading.current_thread()
-    left = [t.name for t in threading.enumerate() if t is not this and not t.daemon]
+    waited_for = [t for t in threading.enumerate() if not t.daemon or t in _threads_queues]
+    left = [t.name for t in waited_for if t is not this]
     if left:
         logger.warning("ends without waiting for the threads %s", ", ".join(left))
         logging.shutdown()

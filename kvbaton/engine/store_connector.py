@@ -406,7 +406,7 @@ class StoreConnector(KVConnector):
 
     @override
     def busy(self) -> bool:
-        return bool(self._saves.num_blocks or self._loads)
+        return self._saves.busy() or any(not load.over for load in self._loads)
 
     @override
     def close(self) -> None:
@@ -467,9 +467,14 @@ class StoreConnector(KVConnector):
 
     @override
     def gauges(self) -> dict[str, float]:
-        label = f'{{store="{self.worker.name}"}}'
+        name = f'store="{self.worker.name}"'
+        label, breakers = f"{{{name}}}", {"read": self._reads, "write": self._saves.breaker}
         return {
             "kvbaton_unhealthy": float(self._is_starved()),
+            **{
+                f'kvbaton_store_circuit_open{{{name},calls="{calls}"}}': float(breaker.is_open)
+                for calls, breaker in breakers.items()
+            },
             f"kvbaton_store_lookups_live{label}": float(len(self._lookups)),
             f"kvbaton_store_loads_live{label}": float(len(self._loads)),
             f"kvbaton_store_saves_queued{label}": float(self._saves.num_blocks),

@@ -12,6 +12,7 @@ the request is over.
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
@@ -42,6 +43,10 @@ KNOWN_KEYS = 1 << 17
 """Objects that are remembered to be in the store."""
 SAVE_S = 30.0
 """A store that takes longer to save is not asked to for a while."""
+WARN_S = 60.0
+"""Between two lines in the log about a store without room."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -111,6 +116,7 @@ class StoreSaves:
         self._saving: set[SavedBatch] = set()
         self._unsaved: set[bytes] = set()
         self._known: OrderedDict[bytes, _Announced | None] = OrderedDict()
+        self._warn_at = 0.0
 
     # --- what may be saved ---
 
@@ -249,7 +255,12 @@ class StoreSaves:
         written = [save.group for save in stored if save.key not in order.left]
         self.counts["save blocks stored"] += len(written)
         self.counts["save blocks left"] += len(order.left)
-        self.counts[f"save blocks {outcome}"] += len(order.saves) - len(order.left) - len(written)
+        lost = len(order.saves) - len(order.left) - len(written)
+        self.counts[f"save blocks {outcome}"] += lost
+        if lost and order.error is None and (now := self._clock()) >= self._warn_at:
+            self._warn_at = now + WARN_S
+            told = "%s has no room: it refused %d of %d blocks"
+            logger.warning(told, self._worker.name, lost, len(order.saves))
         self.counts["bytes save"] += num_bytes(self._worker.forms, written)
         self.seconds += order.seconds
         return [save.key for save in stored]
@@ -291,6 +302,10 @@ class StoreSaves:
     def num_blocks(self) -> int:
         """Blocks that wait to be saved or are on their way."""
         return len(self._queue) + sum(len(order.saves) for order in self._saving)
+
+    def busy(self) -> bool:
+        """Whether anything waits that is not late: for what is, nobody does."""
+        return bool(self._queue) or self.next_deadline() is not None
 
     def held_blocks(self) -> list[Spans]:
         """Those blocks, each by itself."""

@@ -104,6 +104,8 @@ class NodeInfo(Struct, frozen=True, kw_only=True):
         wire_failures: hand-overs and prefixes in a row that did not come here, if any, by the
             control address of who was to send them.
         prompt_limits: how long prompts may be there; None of a node that does not say.
+        stores: bytes of blocks since it started, by the store's name: ``load``, found right, and
+            ``save``.
     """
 
     node_id: Name
@@ -128,6 +130,7 @@ class NodeInfo(Struct, frozen=True, kw_only=True):
     wires: dict[str, dict[str, float]] = {}
     wire_failures: dict[str, int] = {}
     prompt_limits: PromptLimits | None = None
+    stores: dict[str, dict[str, float]] = {}
 
 
 class DrainProgress(Struct, frozen=True, kw_only=True):
@@ -166,6 +169,7 @@ class NodeView(Struct, frozen=True, kw_only=True):
         kv_usage: share of its KV cache that requests hold.
         max_prompt_len: tokens of the longest prompt that it computes.
         max_received_len: of the longest one that it takes from another node; 0 if it takes none.
+        stores: see `NodeInfo`.
     """
 
     node_id: str
@@ -188,6 +192,7 @@ class NodeView(Struct, frozen=True, kw_only=True):
     kv_usage: float | None = None
     max_prompt_len: int | None = None
     max_received_len: int | None = None
+    stores: dict[str, dict[str, float]] = {}
 
 
 class RouterTraffic(Struct, frozen=True, kw_only=True):

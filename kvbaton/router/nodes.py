@@ -19,6 +19,7 @@ from typing_extensions import override
 from kvbaton.engine.client import EngineClient
 from kvbaton.errors import EngineDeadError
 from kvbaton.messages.nodes import Members, NodeInfo
+from kvbaton.messages.openai import ErrorBody
 from kvbaton.router.config import RouterConfig
 from kvbaton.router.membership import Change, Member, Membership, NodeState
 from kvbaton.router.prefix_index import PrefixIndex
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 _node_info = msgspec.json.Decoder(NodeInfo)
 _reset_answer = msgspec.json.Decoder(dict[str, Any])
+_error = msgspec.json.Decoder(ErrorBody)
 MAX_INFO_BYTES = 1 << 20
 RESET_TIMEOUT_S = 10.0
 RESET_STORE_TIMEOUT_S = 70.0
@@ -305,6 +307,8 @@ class Nodes(KnownNodes):
                         "it takes us for a stranger: give the router the node's --cluster-key, or "
                         "one of its API keys as --node-api-key"
                     )
+                if response.status == 503:
+                    return _error.decode(await response.content.read(MAX_INFO_BYTES)).error.message
                 response.raise_for_status()
                 answer = _reset_answer.decode(await response.content.read(MAX_INFO_BYTES))
         except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:

@@ -230,7 +230,8 @@ def _sparkline(points: list[float]) -> str:
 def _table(view: NodesView) -> str:
     encodes = any(node.role == "encode" for node in view.nodes)
     columns = ["Role", "State", "Running", "Waiting", "Prompt tokens in prefill", "Tokens/s"]
-    columns += ["KV handed over", "KV cache in use", *(["Rows to encode"] if encodes else [])]
+    columns += ["KV handed over", "KV cache in use"]
+    columns += ["Stores"] * any(node.stores for node in view.nodes) + ["Rows to encode"] * encodes
     heads = "".join(
         f'<th scope="col" role="columnheader">{name}</th>' for name in ("Node", *columns)
     )
@@ -246,7 +247,12 @@ def _row(node: NodeView, columns: list[str]) -> str:
     state = f"{node.state} ({node.reason})" if node.reason else node.state
     state += ", paused" if node.paused else ""
     shows_use = node.role == "any" and node.used_for
-    cells = (
+    stores = [
+        f"{name}: {human_bytes(moved.get('load', 0))} read, "
+        f"{human_bytes(moved.get('save', 0))} written"
+        for name, moved in node.stores.items()
+    ]
+    cells = [
         escape(f"{node.role}: {', '.join(node.used_for)}" if shows_use else node.role),
         f'<span class="state {escape(node.state)}">{escape(state)}</span>',
         _said(node.running),
@@ -255,8 +261,9 @@ def _row(node: NodeView, columns: list[str]) -> str:
         NOT_TOLD if node.tokens_per_s is None else _rate(node.tokens_per_s),
         NOT_TOLD if node.sent_bytes is None else human_bytes(node.sent_bytes),
         NOT_TOLD if node.kv_usage is None else f"{node.kv_usage:.0%}",
+        *([escape("; ".join(stores)) or NOT_TOLD] if "Stores" in columns else []),
         f"{node.item_rows:,}",
-    )
+    ]
     name = f"{escape(node.node_id)}<small>{escape(node.url)}</small>"
     shown = "".join(
         f'<td role="cell" data-label="{column}">{cell}</td>'

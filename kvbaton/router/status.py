@@ -185,6 +185,7 @@ class ClusterStatus:
             kv_usage=usage,
             max_prompt_len=None if limits is None else limits.computed,
             max_received_len=None if limits is None else limits.received,
+            stores=info.stores,
         )
 
 

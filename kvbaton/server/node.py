@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from aiohttp import web
@@ -56,6 +56,7 @@ GAUGES = {
 """What the router is told as it is, and its name there."""
 WIRE_GAUGE = "kvbaton_wire_cost_seconds{"
 WIRE_FAILURES = "kvbaton_wire_failures{"
+STORE_BYTES = "kvbaton_store_bytes_total{"
 TOTALS = {
     "kvbaton_generation_tokens_total": "generated_tokens",
     "kvbaton_transfer_sent_bytes_total": "sent_bytes",
@@ -255,6 +256,7 @@ class Node:
             wires=wires_of(metrics),
             wire_failures=wire_failures_of(metrics),
             prompt_limits=ready.prompt_limits if ready else None,
+            stores=stores_of(metrics),
         )
 
     async def _on_members(self, addresses: tuple[str, ...]) -> None:
@@ -328,12 +330,24 @@ async def node_worker(
 
 def wires_of(metrics: Metrics) -> dict[str, dict[str, float]]:
     """`NodeInfo.wires` as an engine reports it."""
-    wires: dict[str, dict[str, float]] = {}
-    for key, cost in metrics.gauges.items():
-        if key.startswith(WIRE_GAUGE):
+    return _by_labels(metrics.gauges, WIRE_GAUGE, "peer", "term")
+
+
+def stores_of(metrics: Metrics) -> dict[str, dict[str, float]]:
+    """`NodeInfo.stores`, likewise."""
+    return _by_labels(metrics.counters, STORE_BYTES, "store", "direction")
+
+
+def _by_labels(
+    values: Mapping[str, float], start: str, outer: str, inner: str
+) -> dict[str, dict[str, float]]:
+    """Values whose names begin so, by two of their labels."""
+    found: dict[str, dict[str, float]] = {}
+    for key, value in values.items():
+        if key.startswith(start):
             _, labels = split_name(key)
-            wires.setdefault(labels["peer"], {})[labels["term"]] = cost
-    return wires
+            found.setdefault(labels[outer], {})[labels[inner]] = value
+    return found
 
 
 def wire_failures_of(metrics: Metrics) -> dict[str, int]:

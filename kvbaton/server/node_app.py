@@ -257,7 +257,11 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
     client, external = request.app[CLIENT], flag_of(request, "reset_external")
     answer = {"result": await client.command("reset_prefix_cache")}
     if external:
-        answer["store"] = await client.command("reset_store")
+        try:
+            answer["store"] = await client.command("reset_store")
+        except (TimeoutError, ValueError) as error:
+            told = f"the store was not cleared: {str(error) or 'it does not answer'}"
+            raise RequestError(told, status=503, code="store") from None
     return json_response(answer)
 
 

@@ -29,9 +29,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from statistics import median
 from typing import Any, Generic, Protocol, Self, TypeVar
@@ -66,6 +67,7 @@ class Rig(Protocol):
         """Why the connector, or this machine, lacks what a case needs; None if it does not."""
 
 
+T = TypeVar("T")
 AnyRig = TypeVar("AnyRig", bound=Rig)
 Check = Callable[[AnyRig], None]
 
@@ -150,6 +152,44 @@ def require(holds: bool, otherwise: str) -> None:
     """Raise `CaseFailure` unless it holds."""
     if not holds:
         raise CaseFailure(otherwise)
+
+
+Answers = Mapping[str, tuple[str, Callable[..., bool]]]
+"""By method: what it answers, in words, and whether an answer (to these arguments) is that."""
+
+
+def checked(connector: T, answers: Answers) -> T:
+    """Let a connector check what its methods answer; returns it.
+
+    So what is of a wrong type is its failure, by the method's name. What a case makes of that would
+    look like an error of the kit. A connector whose class can't be derived from stays as it is.
+    """
+    own: type[Any] = type(connector)
+    methods = {n: _checked(getattr(own, n), n, *answers[n]) for n in answers if hasattr(own, n)}
+    with suppress(TypeError):
+        names = {"__slots__": (), "__module__": own.__module__}
+        connector.__class__ = type(own.__name__, (own,), names | methods)
+    return connector
+
+
+def _checked(method: Any, name: str, what: str, is_right: Callable[..., bool]) -> Any:
+    @wraps(method)
+    def call(self: Any, *words: Any, **options: Any) -> Any:
+        answer = method(self, *words, **options)
+        return require_answer(name, answer, what, is_right(answer, *words))
+
+    return call
+
+
+def require_answer(name: str, answer: T, what: str, is_right: bool) -> T:
+    """Raise `CaseFailure` unless that is what a method answers; returns it."""
+    require(is_right, f"{name} answered {answer!r:.100}, which is not {what}")
+    return answer
+
+
+def kind(*types: Any) -> Callable[..., bool]:
+    """Whether an answer is of one of these types."""
+    return lambda answer, *_: isinstance(answer, types)
 
 
 def require_quick(what: str, call: Callable[[], object], *, calls: int) -> None:

@@ -14,13 +14,32 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from kvbaton.connectors.base import Memory
 from kvbaton.connectors.registry import load_store
-from kvbaton.connectors.store import AnyPieces, Forgetting, Piece, Pieces, Registering, Store
-from kvbaton.testing.kit import SLOWER, CaseFailure, Kit, require
+from kvbaton.connectors.store import (
+    AnyPieces,
+    Forgetting,
+    Found,
+    Piece,
+    Pieces,
+    Registering,
+    Store,
+    Usage,
+)
+from kvbaton.testing.kit import (
+    SLOWER,
+    Answers,
+    CaseFailure,
+    Kit,
+    checked,
+    kind,
+    require,
+    require_answer,
+)
 
 T = TypeVar("T")
 STORE_KIT = Kit["StoreRig"]()
@@ -32,6 +51,36 @@ MANY_BYTES = 1 << 20
 """A store of so many tells how long others take."""
 LEAST_CAPACITY = 16_000_000
 """A store that holds less has no room for what the cases keep at a time."""
+
+
+_PER_KEY = {"load": list, "store": list, "claim": list, "lookup": Found}
+_RESULTS = _PER_KEY | {"delete": int, "clear": int, "namespaces": dict}
+"""What the futures of these methods end with; some with one answer per key."""
+_ASKED = WeakKeyDictionary[Any, tuple[str, int]]()
+"""Of a future, which method made it, and for how many keys."""
+
+
+def _is_future(name: str) -> Callable[..., bool]:
+    def is_one(answer: Any, keys: Sequence[bytes] = (), *_: object) -> bool:
+        if isinstance(answer, Future):
+            _ASKED[answer] = name, len(keys)
+        return isinstance(answer, Future)
+
+    return is_one
+
+
+def _is_result(name: str, answer: Any, num_keys: int) -> bool:
+    if not isinstance(answer, _RESULTS[name]):
+        return False
+    answers: Any = answer.present if isinstance(answer, Found) else answer
+    return name not in _PER_KEY or len(answers) == num_keys
+
+
+ANSWERS: Answers = {name: ("a Future", _is_future(name)) for name in _RESULTS} | {
+    "usage": ("a Usage", kind(Usage)),
+    "health": ("a text or None", kind(str, type(None))),
+}
+"""Of a store's methods."""
 
 
 class BackDoor(Protocol):
@@ -117,7 +166,7 @@ class StoreRig:
 
     def make(self, name: str = "kit") -> Store:
         """The store once more, not opened."""
-        return load_store(self.spec, name=name)
+        return checked(load_store(self.spec, name=name), ANSWERS)
 
     def open(self, name: str = "kit") -> Store:
         """The store once more, opened; closed at the end of the case."""
@@ -206,7 +255,11 @@ class StoreRig:
             CaseFailure: there is none in time.
         """
         self.settle([future], what, within)
-        return future.result()
+        answer, (name, num_keys) = future.result(), _ASKED.get(future, ("", 0))
+        if name:
+            kept = f"a {_RESULTS[name].__name__}" + f" for {num_keys} keys" * (name in _PER_KEY)
+            require_answer(name, answer, kept, _is_result(name, answer, num_keys))
+        return answer
 
     def settle(self, futures: Sequence[Future[T]], what: str, within: float | None = None) -> None:
         """Wait until all are done, however they end: `patience`, or so many seconds."""

@@ -16,10 +16,28 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from kvbaton.connectors.base import Device, Handle, Memory, Peer, Ranges, Status, Transport
+from kvbaton.connectors.base import (
+    Device,
+    Handle,
+    Memory,
+    Notice,
+    Peer,
+    Ranges,
+    Region,
+    Status,
+    Transport,
+)
 from kvbaton.connectors.registry import load_transport
 from kvbaton.errors import TransportError
-from kvbaton.testing.kit import CaseFailure, Kit, require
+from kvbaton.testing.kit import (
+    Answers,
+    CaseFailure,
+    Kit,
+    checked,
+    kind,
+    require,
+    require_answer,
+)
 
 Bytes = npt.NDArray[np.uint8]
 Row = tuple[int, int, int, int, int, int, int, int]
@@ -34,6 +52,22 @@ HOT_POLLS = 200
 PAUSE_S = 0.0002
 """Between two looks at a transport that has long had nothing, as in a node's transfer thread."""
 _numbers = itertools.count()
+ANSWERS: Answers = {
+    "register": ("a Region", kind(Region)),
+    "card": ("bytes", kind(bytes)),
+    "connect": ("a Peer", kind(Peer)),
+    "close": ("a bool", kind(bool)),
+    "fence": ("a bool", kind(bool)),
+    "write": ("a Handle", kind(Handle)),
+    "post": ("a Handle", kind(Handle)),
+    "notices": ("a sequence of Notice", lambda got, *_: _are(got, Notice)),
+    "lost": ("a sequence of Peer", lambda got, *_: _are(got, Peer)),
+}
+"""Of a transport's methods."""
+
+
+def _are(answer: object, what: type[Any]) -> bool:
+    return isinstance(answer, Sequence) and all(isinstance(one, what) for one in answer)
 
 
 class Pair:
@@ -59,7 +93,7 @@ class Pair:
     ) -> None:
         self.random = np.random.default_rng(seed)
         self.make_pair, self.patience, self.depth, self.spec = make_pair, patience, depth, spec
-        self.source, self.target = make_pair()
+        self.source, self.target = (checked(side, ANSWERS) for side in make_pair())
         self.source_memory = [self._noise(size) for size in SOURCE_SIZES]
         self.target_memory = [self._noise(size) for size in TARGET_SIZES]
         self.expected = [memory.copy() for memory in self.target_memory]
@@ -133,7 +167,8 @@ class Pair:
     def finish(self, handle: Handle, within: float | None = None) -> Status:
         """Poll until a write is no longer pending."""
         self.wait(lambda: handle.status() is not Status.PENDING, "a write must end", within)
-        return handle.status()
+        status = handle.status()
+        return require_answer("status", status, "a Status", isinstance(status, Status))
 
     def complete(self, handle: Handle, within: float | None = None) -> None:
         """Poll until a write is done; any other end is a failure."""

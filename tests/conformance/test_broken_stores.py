@@ -6,6 +6,7 @@ import pytest
 
 from kvbaton.testing import check
 from kvbaton.testing.check import Subject
+from kvbaton.testing.kit import CaseVerdict
 from tests.conformance.broken_support import expect_caught, expect_first_failure, first_failure
 from tests.connectors_broken.extras import BROKEN_EXTRAS
 from tests.connectors_broken.files import BROKEN_FILES, BrokenFilesystem
@@ -51,6 +52,29 @@ def test_its_case_catches_it(name: str) -> None:
     if case == "L5.thousands-of-loads":
         subject = replace(subject, depth=4)  # time for as many on a machine that is busy
     expect_caught(subject, case)
+
+
+ANSWERS = "tests.store_connector.misbehaving"
+
+
+@pytest.mark.parametrize(
+    ("store", "case", "told"),
+    [
+        ("NoFuture", "L1.one-key-twice", "lookup answered Found"),
+        ("ShortLoad", "L1.pieces", "load answered [], which is not a list for 1 keys"),
+        ("ShortLookup", "L1.deleted-is-gone", "which is not a Found for "),
+        ("WrongUsage", "L1.a-large-object", "which is not a Usage"),
+    ],
+)
+def test_an_answer_of_a_wrong_type_or_length_is_the_stores_failure(
+    store: str, case: str, told: str
+) -> None:
+    """It was the kit's, which went on with it until something did not fit."""
+    subject = Subject(f"{ANSWERS}:{store}", "store", patience=PATIENCE_S)
+    (found,) = subject.cases(only=[case])
+    outcome = subject.run(found)
+    assert outcome.verdict is CaseVerdict.FAILED, outcome.text
+    assert told in outcome.text
 
 
 @pytest.mark.slow

@@ -51,6 +51,24 @@ def test_no_case_before_it_does(broken: type[MemoryTransport]) -> None:
     assert (failure.case, failure.verdict) == (BROKEN[broken], CaseVerdict.FAILED), failure.text
 
 
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    [
+        *(("register", "a Region"), ("card", "bytes"), ("connect", "a Peer")),
+        *(("write", "a Handle"), ("notices", "a sequence of Notice")),
+    ],
+)
+def test_an_answer_of_a_wrong_type_is_the_transports_failure_in_every_case(
+    method: str, kind: str
+) -> None:
+    """It was the kit's, which went on with it until something did not fit."""
+    broken = type("Silent", (MemoryTransport,), {method: lambda self, *words: None})
+    for case in ("L1.empty-write", "L1.notice-lengths"):
+        outcome = outcome_of(case, broken, PATIENCE_S)
+        assert outcome.verdict is CaseVerdict.FAILED, outcome.text
+        assert outcome.text == f"{method} answered None, which is not {kind}"
+
+
 BETWEEN_PROCESSES = {
     "DoneWhenSent": ("L3.a-stopped-target", "its bytes are not there"),
     "DoneWhenBroken": ("L3.a-killed-target", "a write to the killed can't be done"),

@@ -58,6 +58,37 @@ def server() -> Iterator[tuple[socket.socket, GuardCard]]:
         yield listener, GuardCard("127.0.0.1", listener.getsockname()[1], secrets.token_bytes(16))
 
 
+OUT_OF_DESCRIPTORS = """
+import logging, os, resource, sys
+from kvbaton.connectors.guard import guard_card
+import msgspec
+logging.basicConfig(format="%(message)s", stream=sys.stdout)
+card = guard_card("127.0.0.1")
+held = [os.dup(0)]
+resource.setrlimit(resource.RLIMIT_NOFILE, (held[0] + 1, 4096))
+print("card", msgspec.msgpack.encode(card).hex(), flush=True)
+sys.stdin.readline()
+resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
+sys.stdin.readline()
+"""
+
+
+def test_a_process_out_of_descriptors_goes_on_and_accepts_once_it_has_some() -> None:
+    command = [sys.executable, "-uc", OUT_OF_DESCRIPTORS]
+    with RemoteProcess(command, PATIENCE_S) as far:
+        card = msgspec.msgpack.decode(bytes.fromhex(far.started()[1]), type=GuardCard)
+        watched = watch(card)
+        try:
+            assert not watched.wait(3 * guard.ACCEPT_PAUSE_S)
+            far.tell("have some")
+            until(lambda: watched.wait(PATIENCE_S), "it is accepted")
+        finally:
+            watched.close()
+        far.kill()
+        told = [words for words in far.all_lines() if words[:1] == ["accepting"]]
+    assert 1 <= len(told) <= 10, "it does not spin"
+
+
 def test_a_killed_process_is_dead_after_the_grace() -> None:
     with process() as (far, watched):
         assert watched.held

@@ -196,6 +196,30 @@ def test_a_spoiled_entry_is_a_miss_and_removed(
     assert read(store, objects) == list(objects.values())
 
 
+def test_a_pipe_in_an_entrys_place_is_a_miss_and_waits_for_nobody(
+    make: Make, tmp_path: Path
+) -> None:
+    store, objects = make(threads=1), one()
+    save(store, objects)
+    path = file_of(tmp_path, next(iter(objects)))
+    path.unlink()
+    os.mkfifo(path)
+    assert read(store, objects) == [None]
+    assert not path.exists()
+
+
+def test_many_spoiled_entries_are_counted_and_told_once(
+    make: Make, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    store, objects = make(), make_objects(30, 1000)
+    save(store, objects)
+    for key in objects:
+        file_of(tmp_path, key).write_bytes(b"")
+    assert read(store, objects) == [None] * 30
+    assert len(caplog.messages) == 1
+    assert store.usage().counters == {"damaged_entries": 30}
+
+
 def test_an_entry_under_another_key_is_a_miss(make: Make, tmp_path: Path) -> None:
     store, objects = make(), make_objects(2, 1000)
     save(store, objects)
@@ -623,6 +647,8 @@ def test_what_an_operator_must_see_is_an_error(tmp_path: Path) -> None:
     assert "Not a directory" in (store.health() or "")
     with pytest.raises(ConfigError, match="max_bytes"):
         FilesystemStore("files", path=str(tmp_path), max_bytes=1).open()
+    with pytest.raises(ConfigError, match="path: must name a directory"):
+        FilesystemStore("files", path="")
 
 
 def test_a_disk_that_fails_is_an_error_and_unhealthy_until_it_works(

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-from collections.abc import Iterator
+import sys
+from collections import deque
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -94,6 +97,45 @@ def test_unknown_settings() -> None:
 def server() -> Iterator[Server]:
     with running(lmcache_server(1 / 16)) as server:
         yield server
+
+
+class Instance:
+    """Stands for one that the server knows, of which it has nothing."""
+
+    def hits(self, wanted: Sequence[Any]) -> list[int]:
+        return [0] * len(wanted)
+
+    def is_old(self) -> bool:
+        return False
+
+
+class Emptied(deque[Any]):
+    """Another thread has taken the last one since this one looked."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def test_an_idle_instance_that_another_thread_took_is_made_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "kvbaton.connectors.stores.lmcache"
+    for stood_in in (name, f"{name}_server"):  # without LMCache they can't be imported
+        monkeypatch.setitem(sys.modules, stood_in, ModuleType(stood_in))
+    del sys.modules[f"{name}_server"]
+    module, made = import_module(f"{name}_server"), list[Instance]()
+
+    def make(*_: object) -> Instance:
+        made.append(Instance())
+        return made[-1]
+
+    monkeypatch.setattr(module, "LMCacheInstance", make)
+    backend = module.LMCacheServerBackend("tcp://127.0.0.1:1", CHUNK_BYTES, 1.0)
+    backend._idle = Emptied()
+    for _ in range(2):
+        assert backend.contains([bytes(32)]) == [False]
+    assert len(made) == 1, "the second time it was idle"
+    assert backend.health() is None
 
 
 def test_a_corrupt_chunk_of_the_server(server: Server) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -39,6 +40,19 @@ def store(server: Server, client: Any) -> Iterator[Store]:
     with server.store() as store:
         assert save(store, OBJECTS) == [True, True]
         yield store
+
+
+def test_a_replica_is_read_and_refuses_what_is_stored(
+    server: Server, store: Store, tmp_path: Path
+) -> None:
+    with (
+        running(redis_server(tmp_path, "--replicaof", f"{HOST} {server.port}")) as replica,
+        replica.store() as there,
+    ):
+        until(lambda: find(there, KEYS).present == (True, True), "it has what the other one has")
+        assert read(there, OBJECTS) == list(OBJECTS.values())
+        with pytest.raises(StoreError, match="read only"):
+            save(there, make_objects(1, 100, 12))
 
 
 def save_with(store: Any, objects: dict[bytes, bytes], hints: list[Hints]) -> list[bool]:
@@ -183,7 +197,14 @@ def test_secrets_stay_secret() -> None:
     assert "s3cr3t" not in str(caught.value) + str(store.health())
 
 
-@pytest.mark.parametrize("options", ['{"url": "ftp://host"}', '{"url": "redis://h", "ttl_s": 0}'])
-def test_wrong_options(options: str) -> None:
-    with pytest.raises(ConfigError, match=r"url|ttl_s"):
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ('{"url": "ftp://host"}', "url: "),
+        ('{"url": "redis://h", "ttl_s": 0}', "ttl_s: "),
+        ('{"url": "redis://h", "timeout_s": 0}', "timeout_s: must be above 0, not 0"),
+    ],
+)
+def test_wrong_options(options: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
         load_store(f"redis:{options}")

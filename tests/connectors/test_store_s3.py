@@ -169,8 +169,14 @@ def test_secrets_stay_secret(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"url": "ftp://b"}, {"url": "s3://b", "options": {"no_such": 1}}]
+    ("options", "told"),
+    [
+        ({"url": "ftp://b"}, "s3://bucket"),
+        ({"url": "s3://b", "options": {"no_such": 1}}, "no_such"),
+        ({"url": "s3://b", "timeout_s": -1}, "timeout_s: must be above 0, not -1"),
+        ({"url": "s3://b", "lookups": 0}, "lookups: must be above 0, not 0"),
+    ],
 )
-def test_wrong_options(options: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match=r"s3://bucket|no_such"):
+def test_wrong_options(options: dict[str, object], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
         load_store(f"s3:{json.dumps(options)}")

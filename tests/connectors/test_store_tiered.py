@@ -168,6 +168,49 @@ def test_a_tier_that_failed_is_not_asked_for_a_while() -> None:
         assert (store.tiers[0].failures, store.outages()) == (1, {"faulty": "injected error"})
 
 
+def test_a_tier_is_used_again_whose_health_is_how_its_last_call_went(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """So says that of all stores over a client: nobody but another call can tell that it works."""
+    folder = tmp_path / "kv"
+    files: Spec = {"filesystem": {"path": str(folder)}}
+    with tiered(MEMORY, files, retry_s=0.05, **QUIET) as store:
+        save(store, some(0))
+        folder.rename(tmp_path / "away")
+        folder.touch()
+        save(store, some(1))
+        assert store.outages().keys() == {"filesystem"}
+        assert store.usage().gauges["tier1_filesystem_passed_over"] == 1
+        folder.unlink()
+        (tmp_path / "away").rename(folder)
+
+        def is_back() -> bool:
+            save(store, some(2))  # the files are looked at, since a lookup would be such a call
+            return any(folder.rglob(f"{KEYS[2].hex()}*"))
+
+        until(is_back, "the tier takes objects again")
+        assert store.outages() == {}
+        told = store.usage()
+    (line,) = caplog.messages
+    assert line.startswith("tier filesystem is passed over: can't")
+    assert told.gauges["tier1_filesystem_passed_over"] == 0
+    assert told.counters["tier1_filesystem_failures"] >= 1
+    assert told.counters["tier1_filesystem_stored_bytes"] == len(DATA[0]) + len(DATA[2])
+
+
+def test_the_bytes_of_each_tier_are_told() -> None:
+    with tiered(MEMORY, MEMORY, **QUIET) as store:
+        save(store, some(0, 1))
+        wait(inner(store, 0).delete([KEYS[1]]))
+        assert read(store, some(0, 1)) == DATA[:2]
+        counters = store.usage().counters
+    stored = len(DATA[0]) + len(DATA[1])
+    for depth, loaded in enumerate(DATA[:2]):
+        name = ("tier0_memory", "tier1_memory_1")[depth]
+        assert counters[f"{name}_stored_bytes"] == stored
+        assert counters[f"{name}_loaded_bytes"] == len(loaded)
+
+
 def test_without_any_tier_it_fails_and_says_why() -> None:
     gone = faults(disconnect=[0], outage_s=60.0)
     with tiered(gone, gone) as store:

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvbaton.connectors.base import Notice, Peer, Ranges
+from kvbaton.connectors.base import Notice, Peer, Ranges, Status
 from kvbaton.connectors.channel import ControlChannel
 from kvbaton.connectors.protocol.events import (
     Deliver,
@@ -30,6 +30,7 @@ from kvbaton.connectors.protocol.events import (
 )
 from kvbaton.connectors.protocol.notice import MIN_NOTICE_BYTES, pack_notice
 from kvbaton.connectors.transfer import thread as thread_module
+from kvbaton.connectors.transfer import worker as worker_module
 from kvbaton.connectors.transports.memory import (
     MemoryHandle,
     MemoryHub,
@@ -166,6 +167,61 @@ def test_a_plug_in_that_raises_ends_no_thread(
     hostile.broken = ""
     wait(lambda: d.freed(attempt), p, d)
     wait(lambda: isinstance(hand_over(p, d), Deliver), p, d)
+
+
+class OddHandle:
+    """Of a write that has failed; what a method of it does instead is given."""
+
+    def __init__(self, **broken: Callable[[], Any]) -> None:
+        self._broken = broken
+
+    def status(self) -> Status:
+        return self._broken.get("status", lambda: Status.DRAINED)()  # type: ignore[no-any-return]
+
+    def error(self) -> str | None:
+        return self._broken.get("error", lambda: "broken")()  # type: ignore[no-any-return]
+
+    def release(self) -> None:
+        self._broken.get("release", lambda: None)()
+
+
+def stumble() -> Any:
+    raise RuntimeError("a bug")
+
+
+@pytest.mark.parametrize(
+    "handle",
+    [None, OddHandle(error=stumble), OddHandle(release=stumble), OddHandle(error=lambda: 5)],
+    ids=["no handle", "error raises", "release raises", "an error that is no text"],
+)
+def test_a_handle_that_breaks_its_contract_fails_its_attempt_only(
+    make: Make, hub: MemoryHub, handle: Any
+) -> None:
+    odd = [True]
+
+    class Odd(MemoryTransport):
+        def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> Any:
+            return handle if odd[0] else super().write(peer, ranges, notice)
+
+    p, d = make(Prefill, Odd("odd", hub=hub)), make(Decode)
+    attempt = begin(p, d)
+    wait(lambda: isinstance(d.outcome(attempt), Fail), p, d)
+    wait(lambda: d.freed(attempt), p, d)
+    odd[0] = False
+    wait(lambda: isinstance(hand_over(p, d), Deliver), p, d)
+    wait(lambda: not p.thread.sender.state()["writes_in_flight"], p, d)
+
+
+def test_what_raises_in_every_look_does_not_flood_the_log(
+    make: Make, hub: MemoryHub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(worker_module, "MAX_LOGGED_ERRORS", 3)
+    hostile = Hostile("hostile", hub)
+    p, d = make(Prefill), make(Decode, hostile)
+    hostile.broken = "notices"
+    begin(p, d)
+    wait(lambda: d.thread.errors > 40, p, d)
+    assert caplog.text.count("can't be looked at") <= 4
 
 
 class Narrow(MemoryTransport):
@@ -375,6 +431,28 @@ def test_a_thread_that_hangs_is_unhealthy_and_says_where(
     asker.join(PATIENCE_S)
     wait(lambda: not d.thread.is_unhealthy())
     assert isinstance(hand_over(make(Prefill), d), Deliver)
+
+
+def test_a_thread_that_hangs_when_it_is_closed_keeps_what_it_uses(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its descriptors would be somebody else's by the time that it goes on."""
+    monkeypatch.setattr(thread_module, "JOIN_S", 0.05)
+    d, gate, shut = make(Decode), threading.Event(), list[str]()
+    monkeypatch.setattr(d.transport, "shutdown", lambda: shut.append("shutdown"))
+    asker = threading.Thread(target=d.thread.inspect, args=(gate.wait, PATIENCE_S))
+    asker.start()
+    wait(lambda: not d.thread._inbox)
+    d.thread.close()
+    assert "left behind" in caplog.text
+    assert not shut
+    os.eventfd_write(d.thread._inbox_fd, 1)
+    gate.set()
+    asker.join(PATIENCE_S)
+    wait(lambda: not d.thread._thread.is_alive())
+    d.thread._stopping.clear()
+    d.thread.close()
+    assert shut == ["shutdown"]
 
 
 def test_who_asks_a_thread_that_is_ending_need_not_wait(make: Make) -> None:

@@ -305,6 +305,26 @@ async def test_operators_only(node: Any) -> None:
     assert node.client.commands[3:] == ["reset_prefix_cache", "reset_store"]
 
 
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ValueError("clear at redis failed: StoreError: gone"), "StoreError: gone"),
+        (TimeoutError(), "it does not answer"),
+    ],
+)
+async def test_a_store_that_is_not_cleared_is_told(node: Any, error: Exception, told: str) -> None:
+    async def fail(name: str, argument: Any = None) -> Any:
+        if name == "reset_store":
+            raise error
+        return 0
+
+    node.client.command = fail
+    status, answer = await node.post("/reset_prefix_cache?reset_external=true", {})
+    assert (status, answer["error"]["code"]) == (503, "store")
+    assert answer["error"]["message"].startswith("the store was not cleared: ")
+    assert told in answer["error"]["message"]
+
+
 async def test_the_engine_that_dies_while_asked(node: Any) -> None:
     async def die(name: str, argument: Any = None) -> Any:
         raise EngineDeadError("just now")

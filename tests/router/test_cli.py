@@ -236,6 +236,7 @@ def test_up_starts_nodes_of_the_roles_that_are_asked_for() -> None:
     for role, name in mixed.node_names:
         words = mixed.node_words(role, name, "http://r", [])
         assert make_parser().parse_args(words).role == role
+        assert mixed.node_env(name)["KVBATON_NODE_ID"] == name
 
 
 def test_up_tells_router_and_nodes_what_images_are_taken() -> None:

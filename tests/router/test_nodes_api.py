@@ -95,6 +95,15 @@ async def test_what_else_is_to_be_forgotten_must_be_clear(make_rig: Any) -> None
     assert [node.resets for node in rig.nodes.values()] == [0, 0]
 
 
+async def test_what_a_node_says_of_its_store_is_passed_on(make_rig: Any) -> None:
+    rig = await make_rig()
+    rig.nodes["d0"].refusal = "the store was not cleared: it is gone"
+    async with rig.session.post("/reset_prefix_cache?reset_external=true") as response:
+        answer = await response.json()
+    assert (response.status, answer["nodes"]) == (503, {"p0": True, "d0": False})
+    assert answer["errors"] == {"d0": "the store was not cleared: it is gone"}
+
+
 async def test_a_node_that_does_not_forget_is_named(make_rig: Any) -> None:
     rig = await make_rig()
     await rig.nodes["d0"].runner.cleanup()

@@ -16,7 +16,7 @@ import kvbaton.router.page
 from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.loads import NodeLoad, NodeLoads, RouterTotals
 from kvbaton.router.membership import Membership
-from kvbaton.router.page import FEED, MAX_STREAMS
+from kvbaton.router.page import FEED, MAX_STREAMS, fragment
 from kvbaton.router.status import WINDOW, ClusterStatus
 from kvbaton.server.sse import read_events
 from tests.support.router_rig import Rig
@@ -211,6 +211,24 @@ def test_rates_are_of_the_last_seconds() -> None:
     assert view.traffic.sent_bytes == 19_500
     assert view.nodes[0].tokens_per_s == 0.0
     assert len(status.history) == 21
+
+
+def test_bytes_of_stores_are_shown_where_a_node_has_one() -> None:
+    membership = Membership()
+    status = ClusterStatus(membership, NodeLoads(), RouterTotals)
+    plain = NodeInfo(node_id="p", generation="1", role="any", url="http://127.0.0.1:1", model="m")
+    membership.register(plain, 0.0)
+    assert "Stores" not in fragment(status.view(), [])
+    moved = {"redis": {"load": 1_500_000.0, "save": 2000.0}}
+    membership.register(
+        msgspec.structs.replace(plain, node_id="q", url="http://127.0.0.1:2", stores=moved), 0.0
+    )
+    view = status.view()
+    assert [node.stores for node in view.nodes] == [{}, moved]
+    assert re.findall(r'data-label="Stores">([^<]*)<', fragment(view, [])) == [
+        "—",
+        "redis: 1.5 MB read, 2.0 kB written",
+    ]
 
 
 def test_loads_of_this_router_are_shown() -> None:

@@ -18,13 +18,14 @@ from kvbaton.engine.kv_events import BlockRemoved, BlockStored, KVEventLog
 from kvbaton.engine.scheduler import Scheduler
 from kvbaton.engine.store_saves import tenant_of
 from kvbaton.errors import ConfigError
-from kvbaton.messages.engine import AddRequest, SamplingParams
+from kvbaton.messages.engine import AddRequest, Metrics, SamplingParams
+from kvbaton.server.node import stores_of
 from tests.store_connector.test_store_faults import store_of
 from tests.support.engine_node import Node, greedy
 from tests.support.engine_pair import Expected
 from tests.support.held_store import Backend, Box, HeldStore
 from tests.support.prompts import prompt_of
-from tests.support.store_nodes import Nodes, count, rest
+from tests.support.store_nodes import Nodes, count, rest, save
 from tests.support.waiting import until
 
 MEMORY = 'memory:{"max_bytes": 16000000}'
@@ -59,6 +60,23 @@ def ask_as(node: Node, name: str, tenant: str = "", salt: str = "", seed: int = 
 
 def gauge(node: Node, name: str) -> float:
     return node.gauges()[f"kvbaton_store_{name}"]
+
+
+def test_a_node_tells_its_router_what_it_read_and_wrote(
+    nodes: Nodes, expected: Expected, box: Box
+) -> None:
+    node, prompt = nodes.start(box.spec), prompt_of(24)
+
+    def moved() -> dict[str, dict[str, float]]:
+        return stores_of(Metrics(counters=node.counters(), gauges={}))
+
+    assert moved() == {"HeldStore": {"load": 0, "save": 0}}
+    save(node, prompt)
+    assert moved() == {"HeldStore": {"load": 0, "save": sum(map(len, box.objects.values()))}}
+    assert node.generate(prompt).result() == expected(prompt)
+    rest(node)
+    assert 0 < moved()["HeldStore"]["load"] <= moved()["HeldStore"]["save"]
+    nodes.end(node)
 
 
 def test_bytes_are_counted_by_tenant(nodes: Nodes) -> None:

@@ -158,11 +158,16 @@ def test_calls_that_fail(nodes: Nodes, expected: Expected, box: Box, kind: str) 
     check_all(node, expected)
 
 
-def test_a_store_without_room(nodes: Nodes, expected: Expected, box: Box) -> None:
+def test_a_store_without_room(
+    nodes: Nodes, expected: Expected, box: Box, caplog: pytest.LogCaptureFixture
+) -> None:
     node = nodes.start(box.spec)
     box.room = False
-    check_all(node, expected)
+    for _ in range(2):
+        check_all(node, expected)
+        node.ask("reset_prefix_cache")
     assert count(node, "store_save_blocks", outcome="refused") > 0
+    assert caplog.text.count("HeldStore has no room: it refused ") == 1
 
 
 @pytest.mark.parametrize("kind", ["lookup", "load", "store"])
@@ -178,6 +183,23 @@ def test_a_store_that_hangs_holds_nobody_up(
         if kind == "load" and count(node, "store_loads", outcome="late"):
             # The blocks stay as they are until the store is done with them.
             assert node.gauges()['kvbaton_blocks{group="0",owner="incoming"}'] > 0
+    rest(node)
+
+
+@pytest.mark.parametrize("kind", ["load", "store"])
+def test_what_a_store_owes_for_too_long_keeps_no_node_from_draining(
+    nodes: Nodes, expected: Expected, box: Box, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waited for what may never come until it was killed."""
+    monkeypatch.setattr(store_saves, "SAVE_S", 0.3)
+    node = nodes.start(box.spec, store_load_timeout=0.2)
+    fill(node, PROMPTS[:1])
+    with box.held(kind):
+        for prompt in PROMPTS[:2]:
+            assert node.generate(prompt).result() == expected(prompt)
+        until(lambda: box.is_waiting(kind), "a call that is held")
+        until(lambda: node.ask("drain"), "nothing that it waits for")
+        node.core.draining = False
     rest(node)
 
 

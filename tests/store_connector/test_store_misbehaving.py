@@ -157,10 +157,13 @@ def test_what_works_again_is_used_again(
     ask()
     assert count(node, "store_lookups", outcome="skipped") > 0
     assert count(node, "store_circuit_opened", calls="read") == 1
+    is_open = 'kvbaton_store_circuit_open{store="HeldStore",calls="%s"}'
+    assert [node.gauges()[is_open % calls] for calls in ("read", "write")] == [1, 0]
     assert count(node, "store_load_blocks", outcome="failed") > 0
     assert count(node, "store_load_blocks", outcome="missing") == 0
     box.failing.clear()
     until(lambda: ask() > 2, "a hit")
+    assert node.gauges()[is_open % "read"] == 0
     nodes.end(node)
 
 
@@ -220,10 +223,13 @@ def test_a_process_ends_though_a_store_hangs() -> None:
 
 
 HANGING = f"""
-import logging
+import logging, threading
 logging.basicConfig()
 from kvbaton.connectors.registry import load_store
 from kvbaton.engine.process import leave
-load_store({spec_of(HangsAtStop)!r}).open()
+store = load_store({spec_of(HangsAtStop)!r})
+opening = threading.Thread(target=store.open, daemon=True)  # so its pools' threads are daemons, too
+opening.start()
+opening.join()
 leave()
 """

@@ -20,6 +20,7 @@ from kvbaton.messages.engine import (
     Rejected,
 )
 from kvbaton.messages.nodes import NodeInfo
+from kvbaton.messages.openai import ErrorBody, ErrorInfo
 from kvbaton.types import NodeId
 
 VOCAB_SIZE = 500
@@ -48,6 +49,7 @@ class StandIn:
         body: of that error.
         headers: of HTTP requests, names in small letters.
         friend: the only ``Authorization`` with which it resets its prefix cache.
+        refusal: why it does not.
     """
 
     info: NodeInfo
@@ -65,6 +67,7 @@ class StandIn:
     headers: list[dict[str, str]] = field(default_factory=list)
     resets: int = 0
     friend: str | None = None
+    refusal: str = ""
     engine: EngineSocket | None = None
 
     async def start(self) -> None:
@@ -99,6 +102,9 @@ class StandIn:
         if self.friend is not None and request.headers.get("Authorization") != self.friend:
             return web.Response(status=403)
         self.resets += 1
+        if self.refusal:
+            error = ErrorInfo(message=self.refusal, type="server_error")
+            return web.Response(status=503, body=msgspec.json.encode(ErrorBody(error=error)))
         return web.json_response({"result": 0 if self.healthy else False})
 
     async def node(self, request: web.Request) -> web.Response:

@@ -28,11 +28,13 @@ import errno
 import heapq
 import logging
 import os
+import stat
 import threading
 import time
 from binascii import hexlify
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 
 from kvbaton.connectors.store import KEY_BYTES, NO_HINTS, Hints, Pieces, StoreCapabilities, Usage
 from kvbaton.connectors.stores.filesystem_entry import (
@@ -75,6 +77,8 @@ DEPTH_SECONDS = 0.01
 MOST_DEPTH = 3000
 LOOK_SECONDS = 1.0
 """How old `usage` may get while there are only lookups."""
+WARN_S = 10.0
+"""Between two lines in the log about entries that are damaged: there may be thousands."""
 
 _GONE = (errno.ENOENT, errno.ESTALE)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -156,6 +160,8 @@ class Files(ClientBackend):
         touch_seconds: float,
     ) -> None:
         self._mover = mover
+        if not path:  # from an empty variable, say: else it would be where we happen to be
+            raise ConfigError("path", "must name a directory, not ''")
         self._root = os.path.join(os.path.abspath(path), "kvbaton-1")
         self._max_bytes = max_bytes
         self._fsync = fsync
@@ -165,7 +171,8 @@ class Files(ClientBackend):
         self._space = SpaceManager(self._root, max_bytes, self._forgotten)
         self._claims = EntryClaims(os.path.join(self._root, "claims"), self._space.open_file)
         self._expiring: list[tuple[float, str]] = []
-        self._expiring_lock = threading.Lock()
+        self._damaged, self._warn_at = 0, 0.0
+        self._lock = threading.Lock()
         self._index = EntryIndex(self._root)
         self._looked = 0.0
         self._mine = threading.local()
@@ -193,8 +200,8 @@ class Files(ClientBackend):
         self._space.close()
 
     def usage(self) -> Usage:
-        """What all processes hold there, as this one last read."""
-        return self._space.usage
+        """What all processes hold there, as this one last read; and what it removed as damaged."""
+        return replace(self._space.usage, counters={"damaged_entries": self._damaged})
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """See `Backend.contains`."""
@@ -251,7 +258,7 @@ class Files(ClientBackend):
     def _remove_expired(self) -> None:
         """Remove what this process stored and is over, unless it was stored anew."""
         now, due = time.time(), list[str]()
-        with self._expiring_lock:
+        with self._lock:
             while self._expiring and self._expiring[0][0] <= now:
                 due.append(heapq.heappop(self._expiring)[1])
         gone = list[str]()
@@ -306,15 +313,22 @@ class Files(ClientBackend):
             return self._space.remove([self._path(key) for key in dict.fromkeys(keys)])[0]
 
     def _read(self, path: str, key: bytes, target: Pieces, buffer: EntryBuffer, now: float) -> bool:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        # A pipe that lies there is not waited for.
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            status = os.fstat(file)
-            found = buffer.read(self._mover, file, status.st_size, key, target)
+            status, found = os.fstat(file), None
+            if stat.S_ISREG(status.st_mode):
+                found = buffer.read(self._mover, file, status.st_size, key, target)
             named = os.stat(path)
             if (named.st_ino, named.st_dev) != (status.st_ino, status.st_dev):
                 return False
             if found is None:
-                logger.warning("%s is not what was stored: removed", path)
+                with self._lock:
+                    self._damaged += 1
+                    warn = time.monotonic() >= self._warn_at
+                    self._warn_at = time.monotonic() + WARN_S if warn else self._warn_at
+                if warn:
+                    logger.warning("%s is not what was stored: removed", path)
                 self._space.remove([path])
                 return False
             if found.labels.is_over(now):  # whoever stored it has ended
@@ -372,7 +386,7 @@ class Files(ClientBackend):
                     if self._fsync:
                         os.fsync(file)
                     if labels.expires_at is not None:
-                        with self._expiring_lock:
+                        with self._lock:
                             heapq.heappush(self._expiring, (labels.expires_at, self._path(key)))
             done = self._space.publish(files, deadline)
         finally:

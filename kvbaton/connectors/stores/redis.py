@@ -33,6 +33,7 @@ from kvbaton.connectors.stores.threaded import (
     ClientBackend,
     HeldClaims,
     ThreadedStore,
+    check_positive,
     seal,
     unseal,
     usage_by_namespace,
@@ -99,6 +100,7 @@ class RedisValues(ClientBackend):
     def __init__(
         self, url: str, prefix: str, ttl_s: float | None, timeout_s: float, retries: int
     ) -> None:
+        check_positive(timeout_s=timeout_s)
         if ttl_s is not None and ttl_s < 0.001:
             raise ConfigError("ttl_s", f"must be at least 0.001, not {ttl_s}")
         self.capabilities = StoreCapabilities(
@@ -163,7 +165,11 @@ class RedisValues(ClientBackend):
     def get(self, key: bytes, target: Pieces) -> bool:
         """See `Backend.get`; a value that is not what it should be is removed."""
         with self._asking("read"):
-            value: Any = self._redis.getex(self._name(key), px=self._ttl_ms)
+            name, lives_ms = self._name(key), self._ttl_ms
+            # To prolong a life is a write, which a replica refuses.
+            value: Any = (
+                self._redis.get(name) if lives_ms is None else self._redis.getex(name, px=lives_ms)
+            )
         if value is None:
             return False
         return unseal(self, key, memoryview(value), target, skip=LABELS.size)

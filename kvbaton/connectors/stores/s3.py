@@ -28,6 +28,7 @@ from kvbaton.connectors.stores.threaded import (
     ClientBackend,
     HeldClaims,
     ThreadedStore,
+    check_positive,
     seal,
     unseal,
     usage_by_namespace,
@@ -89,6 +90,7 @@ class S3Store(ThreadedStore):
         timeout_s: float = 15.0,
         retry_s: float = 5.0,
     ) -> None:
+        check_positive(lookups=lookups, timeout_s=timeout_s)
         if claims and not conditional:
             raise ConfigError(
                 "claims", "needs conditional writes: leave out one of the two options"

@@ -139,6 +139,13 @@ def usage_by_namespace(found: Iterable[tuple[str, str, int]]) -> dict[str, Usage
     }
 
 
+def check_positive(**options: float) -> None:
+    """Raise `ConfigError` by the name of the first option that is not above 0."""
+    for name, value in options.items():
+        if not value > 0:
+            raise ConfigError(name, f"must be above 0, not {value:g}")
+
+
 class ClientBackend(ABC):
     """What backends over a client share: how its last call went, and what most of them do alike.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -10,20 +11,31 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
+from kvbaton.connectors.registry import as_written
 from kvbaton.connectors.store import Hints, Pieces, Store
 from kvbaton.errors import StoreError
 
 T = TypeVar("T")
+WARN_S = 10.0
+"""Between two lines in the log about failures of one tier."""
+
+logger = logging.getLogger(__name__)
 
 
 class Tier:
     """One of the stores, and how it does.
 
-    Attributes:
+    Args:
         store: the store.
         name: its name, made unique among the tiers.
+        retry_s: once in so long it is asked after it failed, or while it says that it can't serve.
+
+    Attributes:
+        store, name: as given.
         hits: objects that were loaded from it.
         failures: calls that failed.
+        loaded_bytes: of objects that were loaded from it, copies for faster tiers included.
+        stored_bytes: of objects that it has taken, or had already.
     """
 
     def __init__(self, store: Store, name: str, retry_s: float) -> None:
@@ -31,20 +43,42 @@ class Tier:
         self.name = name
         self.hits = 0
         self.failures = 0
+        self.loaded_bytes = self.stored_bytes = 0
         self._retry_s = retry_s
         self._error = ""
-        self._again_at = 0.0
+        self._again_at = self._warn_at = 0.0
 
     def outage(self) -> str | None:
         """Why it is passed over now; None if it is not."""
         return self._error if time.monotonic() < self._again_at else self.store.health()
 
-    def storing(
-        self, keys: Sequence[bytes], sources: Sequence[Pieces], hints: Sequence[Hints]
-    ) -> Callable[[], Future[list[bool]]]:
-        """A call for `ask`, with hints if there are any and the store takes them."""
+    async def load(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> Sequence[bool] | None:
+        """The answers of `Store.load`, counted; None if there are none."""
+        found = await self.ask(partial(self.store.load, keys, targets))
+        self.loaded_bytes += _length_of(targets, found)
+        return found
+
+    async def save(
+        self, keys: Sequence[bytes], sources: Sequence[Pieces], hints: Sequence[Hints] = ()
+    ) -> list[bool] | None:
+        """The same of `Store.store`, with hints if there are any and the store takes them."""
         options: Any = {"hints": hints} if hints and self.store.capabilities.hints else {}
-        return partial(self.store.store, keys, sources, **options)
+        kept = await self.ask(partial(self.store.store, keys, sources, **options))
+        self.stored_bytes += _length_of(sources, kept)
+        return kept
+
+    def _is_due(self) -> bool:
+        """Whether to ask it now: what its last call ended with is its health until another works.
+
+        So one call in `retry_s` goes to a store that says that it can't serve.
+        """
+        now = time.monotonic()
+        if now < self._again_at:
+            return False
+        trouble = self.store.health()
+        if trouble is not None:
+            self._error, self._again_at = trouble, now + self._retry_s
+        return True
 
     async def ask(
         self,
@@ -59,7 +93,7 @@ class Tier:
             within: seconds to wait, for calls that borrow no buffers.
             late: is given the future that was not waited for any longer, once it is done.
         """
-        if self.outage() is not None:
+        if not self._is_due():
             return None
         try:
             future = call()
@@ -69,12 +103,24 @@ class Tier:
                 if late is not None:
                     future.add_done_callback(late)
                 raise StoreError(f"no answer within {within:g} s")
-            return waiting.result()
+            answer = waiting.result()
         except StoreError as error:
+            now = time.monotonic()
             self.failures += 1
             self._error = str(error)
-            self._again_at = time.monotonic() + self._retry_s
+            self._again_at = now + self._retry_s
+            if now >= self._warn_at:
+                self._warn_at = now + WARN_S
+                logger.warning("tier %s is passed over: %s", self.name, as_written(self._error))
             return None
+        self._again_at = 0.0
+        return answer
+
+
+def _length_of(objects: Sequence[Pieces], which: Sequence[bool] | None) -> int:
+    """Bytes of those of these objects."""
+    pairs = zip(objects, which or (), strict=False)
+    return sum(sum(map(len, pieces)) for pieces, there in pairs if there)
 
 
 class Allowance:

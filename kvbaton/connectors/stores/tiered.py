@@ -12,7 +12,7 @@
 - Hints go to the tiers that take them with what is stored, not with what is promoted or demoted:
   copies have none, so namespaces are not cleared here, and time to live binds only without copies.
 - What is evicted is told once no tier has it, if all tiers tell of theirs.
-- A tier that fails or says that it can't serve is passed over, and asked again later.
+- A tier that fails or says that it can't serve is passed over; one call in `retry_s` asks it again.
 
 Copies for all that goes on behind the caller's back are bounded; beyond the bound it is left out.
 """
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
@@ -52,6 +53,10 @@ PREFETCH_OBJECTS = 16
 """Prefetched at a time."""
 LENGTHS = 4
 """Different lengths of objects that are remembered."""
+MOST_NAME = 64
+"""Characters of a counter's or a gauge's name."""
+COUNTED = ("hits", "failures", "loaded_bytes", "stored_bytes")
+"""What `usage` tells of each `Tier`."""
 
 logger = logging.getLogger(__name__)
 
@@ -180,12 +185,27 @@ class TieredStore(ComposedStore):
         return {name: reason for name, reason in every.items() if reason is not None}
 
     def usage(self) -> Usage:
-        """See `Store.usage`: copies of an object in several tiers count as many times."""
+        """See `Store.usage`: copies of an object in several tiers count as many times.
+
+        Counters and gauges are by tier, ``tier1_redis_...``, with the stores' own.
+        """
         every = [tier.store.usage() for tier in self.tiers]
+        counters, gauges = dict[str, float](self.counts), dict[str, float]()
+        for depth, (tier, usage) in enumerate(zip(self.tiers, every, strict=True)):
+            label = f"tier{depth}_{re.sub('[^a-z0-9]+', '_', tier.name.lower())[:20]}_"
+            own = {name: getattr(tier, name) for name in COUNTED}
+            out = {"passed_over": float(tier.outage() is not None)}
+            for told, of_tier in (
+                (counters, own | dict(usage.counters)),
+                (gauges, out | dict(usage.gauges)),
+            ):
+                told.update({(label + name)[:MOST_NAME]: n for name, n in of_tier.items()})
         return Usage(
             objects=_sum(one.objects for one in every),
             num_bytes=_sum(one.num_bytes for one in every),
             capacity=_sum(one.capacity for one in every),
+            counters=counters,
+            gauges=gauges,
         )
 
     # --- what follows runs on the driver's thread, but for `_evicted` ---
@@ -288,7 +308,7 @@ class TieredStore(ComposedStore):
 
         async def load(tier: Tier, left: list[int]) -> Sequence[bool] | None:
             some, there = [keys[i] for i in left], [targets[i] for i in left]
-            return await tier.ask(lambda: tier.store.load(some, there))
+            return await tier.load(some, there)
 
         depths = await self._in_turn(keys, load)
         for depth, tier in enumerate(self.tiers):
@@ -314,7 +334,7 @@ class TieredStore(ComposedStore):
 
         async def store(tier: Tier, left: list[int]) -> Sequence[bool] | None:
             some, data = [keys[i] for i in left], [sources[i] for i in left]
-            return await tier.ask(tier.storing(some, data, [hints[i] for i in left]))
+            return await tier.save(some, data, [hints[i] for i in left])
 
         return [depth is not None for depth in await self._in_turn(keys, store)]
 
@@ -326,12 +346,9 @@ class TieredStore(ComposedStore):
         hints: Sequence[Hints] = (),
     ) -> list[bool]:
         """Store in several tiers at once; per object whether one has it."""
-
-        async def store(tier: Tier) -> list[bool] | None:
-            return await tier.ask(tier.storing(keys, sources, hints))
-
+        saving = (tier.save(keys, sources, hints) for tier in tiers)
         answers = []
-        for answer in await asyncio.gather(*map(store, tiers), return_exceptions=True):
+        for answer in await asyncio.gather(*saving, return_exceptions=True):
             if isinstance(answer, BaseException):
                 raise answer
             answers += [] if answer is None else [answer]
@@ -432,7 +449,7 @@ class TieredStore(ComposedStore):
             room = memoryview(bytearray(num_bytes * len(keys)))
             try:
                 parts = [[room[i * num_bytes :][:num_bytes]] for i in range(len(keys))]
-                found = await tier.ask(partial(tier.store.load, list(keys), parts)) or []
+                found = await tier.load(list(keys), parts) or []
                 got = {key: part for key, part, ok in zip(keys, parts, found, strict=False) if ok}
                 if got:
                     await self._store_above("prefetched", depth, got)
@@ -483,7 +500,7 @@ class TieredStore(ComposedStore):
 
         async def lower() -> None:
             for tier in self.tiers[depth + 1 :]:
-                if await tier.ask(partial(tier.store.store, [key], [[data]])) == [True]:
+                if await tier.save([key], [[data]]) == [True]:
                     self.counts["demoted"] += 1
                     return
 

@@ -188,7 +188,10 @@ class SourceWorker(TransferWorker):
     def _forget(self, write: _Write) -> None:
         del self._writes[write]
         for handle in write.handles:
-            handle.release()
+            try:
+                handle.release()
+            except Exception:
+                self.error("a write can't be given back")
 
     def _release(self, action: events.Release, now: float) -> None:
         self._reports.pop(action.attempt, None)
@@ -296,10 +299,13 @@ class SourceWorker(TransferWorker):
                 landed = events.Landed(*name, *pair, part, parts, () if part else digests)
                 if prepared is not None:
                     ahead = cast(PreparesWrites, transport)
-                    write.handles.append(ahead.post(prepared, pack_notice(landed)))
+                    handle = ahead.post(prepared, pack_notice(landed))
                 else:
                     cut = rows[part * size : (part + 1) * size]
-                    write.handles.append(transport.write(link, cut, pack_notice(landed)))
+                    handle = transport.write(link, cut, pack_notice(landed))
+                if not isinstance(handle, Handle):
+                    raise TypeError(f"{transport.name} returned {type(handle).__name__}, no Handle")
+                write.handles.append(handle)
         except Exception as error:
             self.error("write %d of %s can't be posted", action.write, action.attempt)
             write.broken = f"{type(error).__name__}: {error}"
@@ -321,8 +327,7 @@ class SourceWorker(TransferWorker):
         ok = drained and not write.broken and Status.DRAINED not in states
         write.failed, error = not ok, ""
         if not ok:
-            told = (handle.error() for handle in write.handles)
-            error = write.broken or next(filter(None, told), "unknown error")
+            error = write.broken or self._error_of(write)
         else:
             self.counters["sent_bytes"] += write.num_bytes
             self.counters["writes"] += 1
@@ -331,3 +336,11 @@ class SourceWorker(TransferWorker):
             self._forget(write)
         name = write.order.attempt, write.order.write
         self.handle(events.WriteEnded(*name, *write.pair, ok, drained, error), now)
+
+    def _error_of(self, write: _Write) -> str:
+        try:
+            told = (handle.error() for handle in write.handles)
+            return str(next(filter(None, told), "unknown error"))
+        except Exception:
+            self.error("why a write failed can't be told")
+            return "unknown error"

@@ -46,6 +46,9 @@ STOP_S = 0.5
 ANSWER_S = 5.0
 """Time for the thread to answer a question."""
 
+JOIN_S = 3.0
+"""Time for it to end."""
+
 MAX_FAILED_TURNS = 100
 """After so many in a row the thread gives up, and the node turns unhealthy."""
 
@@ -159,7 +162,10 @@ class TransferThread:
             raise TimeoutError("the transfer thread did not answer") from None
 
     def close(self) -> None:
-        """Stop the thread and give transports and channel back. Idempotent."""
+        """Stop the thread and give transports and channel back. Idempotent.
+
+        What a thread that hangs in a plug-in may go on to use stays open.
+        """
         if self._stopping.is_set():
             return
         if (sender := self.sender) is not None:
@@ -176,7 +182,10 @@ class TransferThread:
         self._stopping.set()
         os.eventfd_write(self._inbox_fd, 1)
         if self._thread.is_alive():
-            self._thread.join(10.0)
+            self._thread.join(JOIN_S)
+            if self._thread.is_alive():
+                logger.error("the transfer thread hangs: what it uses is left behind")
+                return
         for worker in self.workers:
             worker.close()
         self.channel.poller.unregister(self._inbox_fd)

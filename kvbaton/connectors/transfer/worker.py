@@ -23,7 +23,8 @@ from kvbaton.types import Attempt, NodeId
 logger = logging.getLogger(__name__)
 
 MAX_LOGGED_ERRORS = 100
-"""After so many only every hundredth is logged: a broken plug-in raises in every look."""
+LOG_EVERY_S = 10.0
+"""After so many one is logged in so long: a broken plug-in raises in every look."""
 
 MAX_TIMELINES = 256
 
@@ -86,7 +87,7 @@ class TransferWorker:
         self._timelines = Timelines()
         self.mark = self._timelines.mark
         self._deadline: float | None = None
-        self._period_ends = 0.0
+        self._period_ends = self._log_at = 0.0
 
     def handle(self, event: events.Event, now: float) -> None:
         """Give the machine an event and carry out what it answers.
@@ -137,9 +138,10 @@ class TransferWorker:
         What a peer or the way to it causes takes one line; a traceback means a fault of ours.
         """
         self.counters["errors"] += 1
-        count = int(self.counters["errors"])
-        if count > MAX_LOGGED_ERRORS and count % MAX_LOGGED_ERRORS:
+        now = time.monotonic()
+        if self.counters["errors"] > MAX_LOGGED_ERRORS and now < self._log_at:
             return
+        self._log_at = now + LOG_EVERY_S
         error = sys.exc_info()[1]
         if isinstance(error, TransferError) and not isinstance(error, LocalProtocolError):
             logger.warning(f"{what}: %s", *args, error)  # noqa: G004
