@@ -64,8 +64,8 @@ class EndpointConfig:
         tls: certificates.
         api_keys: any of them opens the endpoint; none leaves it open.
         operator_keys: open what is for operators, and then no API key does: tenants have those.
-        min_priority: lowest that requests may name; None is 0 where there are several keys, since lower
-            ones go before those of other tenants, and any number elsewhere.
+        min_priority: lowest that requests may name; None is 0 where there are several keys, since
+            lower ones go before those of other tenants, and any number elsewhere.
         cluster_key: secret shared by all nodes and the router; None restricts the cluster to this
             machine.
         allowed_origins: of web pages that may ask from a browser; * for any.
@@ -113,7 +113,7 @@ class EndpointConfig:
     )
     min_priority: int | None = flag(
         None,
-        "lowest priority that requests may name; lower goes first (0 with several --api-key, else any)",
+        "lowest priority that requests may name; lower goes first (0 with several keys, else any)",
         metavar="N",
     )
     cluster_key: str | None = secret_flag(
