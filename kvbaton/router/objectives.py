@@ -18,6 +18,9 @@ MISSED_S = 30.0
 """A request that misses an objective counts as so many seconds."""
 CERTAINTY = 8.0
 """What is expected to take half its objective misses it once in 2 to this power."""
+SPREAD = 0.5
+"""Of how many prompts are expected beside a text, standard deviation beyond chance: more or fewer
+requests come than of late, and they go elsewhere."""
 MISJUDGED = 0.1
 """So often how many prompts will come beside a text is not known at all."""
 
@@ -105,8 +108,9 @@ class PercentileItl(ItlObjective):
     """A percentile of a text's times between tokens is to be within the objective.
 
     So a text may meet some prompts, however long, but not more. How many come is a Poisson
-    variable, taken for a normal one, or is misjudged: then each that is expected counts for its
-    part of those that are forgiven. So prompts come together at few nodes while others have none.
+    variable of uncertain mean, taken for a normal one, or is misjudged: then each that is expected
+    counts for its part of those that are forgiven. So prompts come together at few nodes while
+    others have none.
 
     Args:
         slo_s: the objective.
@@ -150,5 +154,6 @@ class PercentileItl(ItlObjective):
         if not slow:
             return 0.0
         forgiven = self._forgiven * tokens
-        known = math.erfc((forgiven - slow) / math.sqrt(2 * slow)) / 2
+        variance = slow + (SPREAD * slow) ** 2
+        known = math.erfc((forgiven - slow) / math.sqrt(2 * variance)) / 2
         return known + MISJUDGED * (min(1.0, slow / forgiven) - known)
