@@ -57,8 +57,8 @@ class PrefillBatch:
         prefix_lens: keys before the queries, known on the host.
         last_keys: [T], int32: the last position that each query sees, its own or a later one of
             its sequence; None: its own, of all.
-        min_queries: a sequence with fewer goes through the paged kernel, all such neighbours in one
-            launch, which depends on shapes alone.
+        min_context: a sequence with fewer keys goes through the paged kernel, all such neighbours
+            in one launch, which depends on shapes alone.
         pieces: what is launched in a layer, by what it depends on; layers are alike.
     """
 
@@ -68,7 +68,7 @@ class PrefillBatch:
     query_lens: tuple[int, ...]
     prefix_lens: tuple[int, ...]
     last_keys: torch.Tensor | None = None
-    min_queries: int = MIN_QUERIES
+    min_context: int = 0
     pieces: dict[object, list[BatchPart]] = field(default_factory=dict)
 
 
@@ -151,8 +151,9 @@ def _cut(
     pieces: list[BatchPart] = []
     token = 0
     for row, (fresh, prefix) in enumerate(zip(batch.query_lens, batch.prefix_lens, strict=True)):
-        form = "paged"
-        if plain and fresh >= batch.min_queries and (window == 0 or fresh + prefix <= window):
+        form, keys = "paged", fresh + prefix
+        large = fresh >= MIN_QUERIES and keys >= batch.min_context
+        if plain and large and (window == 0 or keys <= window):
             padded = _padded_prompt(fresh)
             shapes = _chunk_shapes(fresh, prefix) if prefix else [("prompt", padded, padded)]
             if _is_planned(kind, *shapes):

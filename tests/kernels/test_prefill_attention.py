@@ -13,6 +13,7 @@ from kvbaton.kernels.prefill_attention import (
     MIN_QUERIES,
     PrefillBatch,
     _chunk_shapes,
+    _cut,
     _padded,
     chunks_of_each_shape,
     planning,
@@ -74,6 +75,32 @@ def test_what_is_planned_before_ready_is_all_that_chunks_launch(
     assert shapes[0][2] >= prefix % 1024 + tokens
     lengths = {_padded(n, GRANULE, 8) for n in prompts_of_each_shape(most)}
     assert _padded(tokens, GRANULE, 8) in lengths
+
+
+@pytest.mark.parametrize(
+    ("least", "forms"),
+    [
+        (0, ["prompt", "prompt", "chunk", "paged", "prompt"]),
+        (4096, ["paged", "chunk", "paged", "prompt"]),
+    ],
+)
+def test_short_prompts_share_a_launch_if_wanted(least: int, forms: list[str]) -> None:
+    lengths = [(1024, 0), (2000, 0), (1024, 3072), (9, 8000), (4096, 0)]
+    ends = [0, *itertools.accumulate(fresh for fresh, _ in lengths)]
+    batch = PrefillBatch(
+        block_tables=torch.zeros(5, 1, dtype=torch.int32),
+        cu_seqlens=torch.tensor(ends, dtype=torch.int32),
+        context_lens=torch.tensor([sum(both) for both in lengths], dtype=torch.int32),
+        query_lens=tuple(fresh for fresh, _ in lengths),
+        prefix_lens=tuple(prefix for _, prefix in lengths),
+        min_context=least,
+    )
+    with planning():
+        parts = _cut(batch, True, 0, ("any",))
+    assert [part.form for part in parts] == forms
+    assert [part.tokens.start for part in parts] + [ends[-1]] == [0] + [
+        p.tokens.stop for p in parts
+    ]
 
 
 def test_short_pieces(place: Any, make_paged: Any) -> None:

@@ -25,7 +25,7 @@ from kvbaton.engine.cuda.attention import DecodeBatch, KernelAttention
 from kvbaton.engine.models.layers import AttentionContext, Heads, LatentHeads, Rotary
 from kvbaton.engine.models.llama import Encoded, LlamaForCausalLM
 from kvbaton.engine.step import WHOLE_TOKENS
-from kvbaton.kernels.prefill_attention import MIN_QUERIES, PrefillBatch, planning
+from kvbaton.kernels.prefill_attention import PrefillBatch, planning
 
 RANKS_TOKENS = 512
 """With more tokens a device is slower than the host, times the square of the ranks: each of n
@@ -239,7 +239,7 @@ class GraphInputs:
                 context_lens=self._context_lens[:prompts],
                 query_lens=(size, *[0] * (prompts - 1)),
                 prefix_lens=(0,) * prompts,
-                min_queries=MIN_QUERIES if kind == LONE else size + 1,
+                min_context=0 if kind == LONE else size + 1,
             )
             for table in self._tables
         ]

@@ -23,14 +23,14 @@ from kvbaton.engine.models.llama import LlamaForCausalLM
 from kvbaton.engine.runner import Ints, Runner, StepOutput
 from kvbaton.engine.state_blocks import StateBatch
 from kvbaton.engine.upload import upload
-from kvbaton.kernels.prefill_attention import MIN_QUERIES, PrefillBatch
+from kvbaton.kernels.prefill_attention import PrefillBatch
 from kvbaton.kernels.sample_tokens import sample_tokens
 
 SHORT_CONTEXT = 2048
 """Shorter tables make the prefill kernel take smaller tiles."""
 
-RANK_QUERIES = 256
-"""Of several prompts in a step, those with fewer tokens times the square of the ranks share one
+RANK_CONTEXT = 256
+"""Tokens, times the square of the ranks: of several prompts in a step, those with fewer share one
 launch of a slower kernel. cuDNN is launched for each, by threads that share an interpreter: n ranks
 take n times as long to launch what each of them computes in an n-th of the time."""
 
@@ -191,7 +191,7 @@ class CudaRunner(Runner):
             cu_seqlens, rest = cu.int(), lens[leading:].clone()
             last_keys = lasts[0].int() if lasts else None
             several = len(counts) - leading > 1
-            least = RANK_QUERIES * self.model.shard.size**2 if several else 0
+            least = RANK_CONTEXT * self.model.shard.size**2 if several else 0
             prefill = [
                 PrefillBatch(
                     block_tables=table[leading:, :width].contiguous(),
@@ -200,7 +200,7 @@ class CudaRunner(Runner):
                     query_lens=tuple(counts[leading:].tolist()),
                     prefix_lens=tuple(tokens.starts[leading:].tolist()),
                     last_keys=last_keys,
-                    min_queries=max(MIN_QUERIES, least),
+                    min_context=least,
                 )
                 for table in tables[:, : self.cache.num_kv_groups].unbind(1)
             ]
