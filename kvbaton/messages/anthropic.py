@@ -2,15 +2,14 @@
 
 Names and shapes are those of Anthropic's API reference; fields marked *extension* are those of
 chats (`messages.openai`). Unknown fields of a request are ignored, as there: ``cache_control`` is
-one, since prefixes are cached anyway. Messages, blocks and tools are read one by one in
-`server.anthropic`, so that errors name the one that is wrong.
+one, since prefixes are cached anyway.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Struct, UnsetType
 
 # --- content blocks ---
 
@@ -77,7 +76,7 @@ class ToolResultBlock(Struct, tag_field="type", tag="tool_result"):
     """
 
     tool_use_id: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | list[TextBlock | ImageBlock] | None = None
 
 
 Content = TextBlock | ThinkingBlock | ToolUseBlock
@@ -85,21 +84,32 @@ Content = TextBlock | ThinkingBlock | ToolUseBlock
 
 # --- requests ---
 
-InputMessages = Annotated[
-    list[dict[str, Any]],
-    Meta(
-        description="a role (user, assistant or system) and content: a text, or a list of blocks "
-        "of type text, image, tool_result, tool_use, thinking or redacted_thinking"
-    ),
-]
+
+class UserMessage(Struct, tag_field="role", tag="user"):
+    """What the user says, and what calls came to."""
+
+    content: str | list[TextBlock | ImageBlock | ToolResultBlock]
+
+
+class AssistantMessage(Struct, tag_field="role", tag="assistant"):
+    """What the model has said; the last message may be the beginning of its answer."""
+
+    content: str | list[TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock]
+
+
+class SystemMessage(Struct, tag_field="role", tag="system"):
+    """An instruction amid the conversation, where the chat template takes one."""
+
+    content: str | list[TextBlock]
 
 
 class CustomTool(Struct):
-    """A tool that the client runs."""
+    """A tool that the client runs; those that Anthropic defines or runs are refused."""
 
     name: str
     input_schema: dict[str, Any]
     description: str | None = None
+    type: Literal["custom"] | None = None
 
 
 class ToolChoice(Struct):
@@ -137,9 +147,9 @@ class CountTokensRequest(Struct, kw_only=True):
     """
 
     model: str
-    messages: InputMessages
-    system: str | list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: list[UserMessage | AssistantMessage | SystemMessage]
+    system: str | list[TextBlock] | None = None
+    tools: list[CustomTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None

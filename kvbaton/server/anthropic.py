@@ -9,32 +9,25 @@ import json
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-import msgspec
 from msgspec import Struct
 
 from kvbaton.errors import RequestError
 from kvbaton.messages import openai
 from kvbaton.messages.anthropic import (
+    AssistantMessage,
     Base64Source,
     CountTokensRequest,
     CustomTool,
     ImageBlock,
     MessagesRequest,
-    RedactedThinkingBlock,
+    SystemMessage,
     TextBlock,
     ThinkingBlock,
     ToolChoice,
     ToolResultBlock,
     ToolUseBlock,
 )
-from kvbaton.server.bodies import malformed
 
-BLOCKS: dict[str, tuple[type[Struct], ...]] = {
-    "user": (TextBlock, ImageBlock, ToolResultBlock),
-    "assistant": (TextBlock, ThinkingBlock, RedactedThinkingBlock, ToolUseBlock),
-    "system": (TextBlock,),
-}
-"""What messages of each role may hold."""
 BILLING = "x-anthropic-billing-header:"
 """Of a line that Claude Code puts before its system prompt: it is for Anthropic's servers, and is
 another one in each request, so that no prefix would ever be found again."""
@@ -71,7 +64,7 @@ def chat_request(body: CountTokensRequest) -> tuple[openai.ChatRequest, dict[str
     chat = openai.ChatRequest(
         model=body.model,
         messages=said,
-        tools=[tool(given, f"tools[{i}]") for i, given in enumerate(body.tools or ())] or None,
+        tools=[function(tool) for tool in body.tools or ()] or None,
         continue_final_message=goes_on,
         add_generation_prompt=not goes_on,
         **{name: getattr(body, name, None) for name in COPIED},
@@ -100,71 +93,44 @@ def conversation(body: CountTokensRequest) -> tuple[list[dict[str, Any]], dict[s
     """
     said: list[dict[str, Any]] = []
     images: dict[str, str] = {}
-    system = blocks(body.system or [], BLOCKS["system"], "system")
-    if shown := [block for _, block in system if not block.text.startswith(BILLING)]:
-        said.append(spoken("system", shown))
+    system = [block for block in blocks(body.system) if not block.text.startswith(BILLING)]
+    if system:
+        said.append({"role": "system", "content": joined(system)})
     for i, message in enumerate(body.messages):
-        role, where = message.get("role"), f"messages[{i}]"
-        if not isinstance(role, str) or role not in BLOCKS:
-            raise RequestError(f"must be one of {', '.join(BLOCKS)}", param=f"{where}.role")
-        held = blocks(message.get("content"), BLOCKS[role], f"{where}.content")
-        if role != "user":
-            said.append(spoken(role, [block for _, block in held]))
+        if isinstance(message, SystemMessage):
+            said.append({"role": "system", "content": joined(blocks(message.content))})
             continue
-        shows: list[tuple[str, Any]] = []
-        for place, block in held:
+        if isinstance(message, AssistantMessage):
+            said.append(assistant(blocks(message.content)))
+            continue
+        shown: list[tuple[TextBlock | ImageBlock, str]] = []
+        held = blocks(message.content)
+        for j, block in enumerate(held):
+            where = f"messages[{i}].content[{j}]"
             if not isinstance(block, ToolResultBlock):
-                shows.append((place, block))
+                shown.append((block, where))
                 continue
-            told = blocks(block.content or [], (TextBlock, ImageBlock), f"{place}.content")
-            text = joined([block for _, block in told if isinstance(block, TextBlock)])
-            said.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
-            shows += [at for at in told if isinstance(at[1], ImageBlock)]
-        if shows or not held:
-            parts = [part(block) for _, block in shows]
-            for k, (place, _) in enumerate(shows):
-                images[f"messages[{len(said)}].content[{k}].image_url"] = place
-            said.append({"role": "user", "content": parts})
+            told = blocks(block.content)
+            said.append(
+                {"role": "tool", "tool_call_id": block.tool_use_id, "content": joined(told)}
+            )
+            inner = enumerate(told)
+            shown += [(b, f"{where}.content[{k}]") for k, b in inner if isinstance(b, ImageBlock)]
+        if shown or not held:
+            for k, (_, where) in enumerate(shown):
+                images[f"messages[{len(said)}].content[{k}].image_url"] = where
+            said.append({"role": "user", "content": [part(block) for block, _ in shown]})
     return said, images
 
 
-def blocks(content: Any, kinds: Sequence[type[Struct]], where: str) -> list[tuple[str, Any]]:
-    """Content as blocks, each with the name of its field.
-
-    Raises:
-        RequestError: naming the block that is wrong, or of no such kind.
-    """
-    if isinstance(content, str):
-        return [(where, TextBlock(content))]
-    if not isinstance(content, list):
-        raise RequestError("must be a text or a list of blocks", param=where)
-    types = {kind.__struct_config__.tag: kind for kind in kinds}
-    found = []
-    for i, block in enumerate(content):
-        place = f"{where}[{i}]"
-        given = block.get("type") if isinstance(block, dict) else None
-        if not isinstance(given, str) or given not in types:
-            names = ", ".join(map(str, types))
-            raise RequestError(f"must be one of {names}, not {given!r:.80}", param=f"{place}.type")
-        found.append((place, converted(block, types[given], place)))
-    return found
+def blocks(content: str | Sequence[B] | None) -> Sequence[B | TextBlock]:
+    """Content, which may be a text alone, as blocks."""
+    return [TextBlock(content)] if isinstance(content, str) else content or []
 
 
-def converted(given: Any, kind: type[B], where: str) -> B:
-    """A part of a body as a struct.
-
-    Raises:
-        RequestError: naming the field that is wrong.
-    """
-    try:
-        return msgspec.convert(given, kind)
-    except msgspec.ValidationError as error:
-        raise malformed(error, where) from error
-
-
-def joined(texts: Sequence[TextBlock]) -> str:
-    """Blocks of text as one, as those of chats are."""
-    return "\n".join(block.text for block in texts)
+def joined(held: Sequence[Struct]) -> str:
+    """The blocks of text as one text, as those of chats are."""
+    return "\n".join(block.text for block in held if isinstance(block, TextBlock))
 
 
 def part(block: TextBlock | ImageBlock) -> dict[str, Any]:
@@ -177,47 +143,31 @@ def part(block: TextBlock | ImageBlock) -> dict[str, Any]:
     return {"type": "image_url", "image_url": source.url}
 
 
-def spoken(role: str, held: Sequence[Any]) -> dict[str, Any]:
-    """A message of the assistant or the system as a chat's: what it says, thinks and calls."""
-    texts = [block for block in held if isinstance(block, TextBlock)]
-    thoughts = [block.thinking for block in held if isinstance(block, ThinkingBlock)]
-    message: dict[str, Any] = {"role": role, "content": joined(texts) if texts else None}
-    if thoughts:
+def assistant(held: Sequence[Struct]) -> dict[str, Any]:
+    """What the assistant has said, thought and called, as a message of a chat."""
+    message: dict[str, Any] = {"role": "assistant", "content": joined(held) or None}
+    if thoughts := [block.thinking for block in held if isinstance(block, ThinkingBlock)]:
         message["reasoning_content"] = "\n".join(thoughts)
     calls = [block for block in held if isinstance(block, ToolUseBlock)]
-    if calls:
-        message["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {
-                    "name": call.name,
-                    "arguments": json.dumps(call.input, ensure_ascii=False),
-                },
-            }
-            for call in calls
-        ]
+    message["tool_calls"] = [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {
+                "name": call.name,
+                "arguments": json.dumps(call.input, ensure_ascii=False),
+            },
+        }
+        for call in calls
+    ]
     return message
 
 
-def tool(given: dict[str, Any], where: str) -> dict[str, Any]:
-    """A tool as a chat's.
-
-    Raises:
-        RequestError: it is wrong, or one of Anthropic's own.
-    """
-    if given.get("type") not in (None, "custom"):
-        raise RequestError(
-            f"only tools of type custom, with an input_schema, are supported, not "
-            f"{given['type']!r:.80}",
-            param=f"{where}.type",
-            code="unsupported",
-        )
-    known = converted(given, CustomTool, where)
-    function = {"name": known.name, "parameters": known.input_schema}
-    if known.description is not None:
-        function["description"] = known.description
-    return {"type": "function", "function": function}
+def function(tool: CustomTool) -> dict[str, Any]:
+    """A tool as a chat's."""
+    described = {} if tool.description is None else {"description": tool.description}
+    named = {"name": tool.name, **described, "parameters": tool.input_schema}
+    return {"type": "function", "function": named}
 
 
 def tool_choice(given: ToolChoice) -> str | dict[str, Any]:

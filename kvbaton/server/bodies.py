@@ -94,15 +94,17 @@ _LOCATION = re.compile(r" - at (?:`[^`$]*` in )?`\$\.?([^`]*)`$")
 _MISSING = re.compile(r"missing required field `([^`]*)`")
 
 
-def malformed(error: Exception, within: str = "") -> RequestError:
-    """What msgspec says about a body, or what is `within` it, as one that names the field."""
+def malformed(error: Exception) -> RequestError:
+    """What msgspec says about a body, as a `RequestError` that names the field."""
     text = str(error)
     location = _LOCATION.search(text)
-    where = f"{within}.{location.group(1) if location else ''}".strip(".")
+    where = location.group(1) if location else ""
     if missing := _MISSING.search(text):
         where = f"{where}.{missing.group(1)}".lstrip(".")
     reason = _LOCATION.sub("", text)
     if isinstance(error, msgspec.ValidationError):
+        if reason.startswith("Invalid"):
+            reason += "; GET /openapi.json tells what is allowed"
         return RequestError(f"{where}: {reason}" if where else reason, param=where or None)
     return RequestError(f"the body is not valid JSON: {reason}")
 
