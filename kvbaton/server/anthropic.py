@@ -89,10 +89,16 @@ def chat_request(body: CountTokensRequest) -> tuple[openai.ChatRequest, dict[str
 def conversation(body: CountTokensRequest) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Messages of a chat, and what the client calls each image of theirs.
 
-    Results of tools become messages of their own; their images follow with the user's.
+    Results of tools become messages of their own, before what the user says beside them.
     """
     said: list[dict[str, Any]] = []
     images: dict[str, str] = {}
+
+    def say(role: str, shown: Sequence[tuple[TextBlock | ImageBlock, str]], **more: str) -> None:
+        for k, (_, where) in enumerate(shown):
+            images[f"messages[{len(said)}].content[{k}].image_url"] = where
+        said.append({"role": role, "content": [part(block) for block, _ in shown], **more})
+
     system = [block for block in blocks(body.system) if not block.text.startswith(BILLING)]
     if system:
         said.append({"role": "system", "content": joined(system)})
@@ -103,23 +109,17 @@ def conversation(body: CountTokensRequest) -> tuple[list[dict[str, Any]], dict[s
         if isinstance(message, AssistantMessage):
             said.append(assistant(blocks(message.content)))
             continue
-        shown: list[tuple[TextBlock | ImageBlock, str]] = []
-        held = blocks(message.content)
+        held, shown = blocks(message.content), []
         for j, block in enumerate(held):
             where = f"messages[{i}].content[{j}]"
-            if not isinstance(block, ToolResultBlock):
+            if isinstance(block, ToolResultBlock):
+                told = enumerate(blocks(block.content))
+                inner = [(piece, f"{where}.content[{k}]") for k, piece in told]
+                say("tool", inner, tool_call_id=block.tool_use_id)
+            else:
                 shown.append((block, where))
-                continue
-            told = blocks(block.content)
-            said.append(
-                {"role": "tool", "tool_call_id": block.tool_use_id, "content": joined(told)}
-            )
-            inner = enumerate(told)
-            shown += [(b, f"{where}.content[{k}]") for k, b in inner if isinstance(b, ImageBlock)]
         if shown or not held:
-            for k, (_, where) in enumerate(shown):
-                images[f"messages[{len(said)}].content[{k}].image_url"] = where
-            said.append({"role": "user", "content": [part(block) for block, _ in shown]})
+            say("user", shown)
     return said, images
 
 
@@ -145,22 +145,28 @@ def part(block: TextBlock | ImageBlock) -> dict[str, Any]:
 
 def assistant(held: Sequence[Struct]) -> dict[str, Any]:
     """What the assistant has said, thought and called, as a message of a chat."""
-    message: dict[str, Any] = {"role": "assistant", "content": joined(held) or None}
+    message: dict[str, Any] = {"role": "assistant", "content": joined(held)}
     if thoughts := [block.thinking for block in held if isinstance(block, ThinkingBlock)]:
         message["reasoning_content"] = "\n".join(thoughts)
-    calls = [block for block in held if isinstance(block, ToolUseBlock)]
-    message["tool_calls"] = [
-        {
-            "id": call.id,
-            "type": "function",
-            "function": {
-                "name": call.name,
-                "arguments": json.dumps(call.input, ensure_ascii=False),
-            },
-        }
-        for call in calls
-    ]
+    if calls := [call_of(block) for block in held if isinstance(block, ToolUseBlock)]:
+        message["tool_calls"] = calls
+        message["content"] = message["content"] or None  # what templates take for no text at all
     return message
+
+
+def call_of(block: ToolUseBlock) -> dict[str, Any]:
+    """A past call as a chat's.
+
+    Raises:
+        RequestError: its input is nested as deep as can just be read.
+    """
+    try:
+        written = json.dumps(block.input, ensure_ascii=False)
+    except RecursionError as error:
+        problem = f"the input of {block.id[:64]!r} is nested too deep"
+        raise RequestError(problem, param="messages") from error
+    function = {"name": block.name, "arguments": written}
+    return {"id": block.id, "type": "function", "function": function}
 
 
 def function(tool: CustomTool) -> dict[str, Any]:

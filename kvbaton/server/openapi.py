@@ -85,8 +85,11 @@ def describe(app: web.Application) -> dict[str, Any]:
         "components": {"schemas": schemas},
     }
     if frontend.config.api_keys:
-        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        document["security"] = [{"key": []}]
+        document["components"]["securitySchemes"] = {
+            "key": {"type": "http", "scheme": "bearer"},
+            "x-api-key": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
+        }
+        document["security"] = [{"key": []}, {"x-api-key": []}]
     return document
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -313,12 +315,12 @@ async def test_images(serve: Any, checkpoint: Callable[..., Path]) -> None:
             },
         ]  # fmt: skip
 
-    asked = {"type": "text", "text": "What?"}
+    asked, three = {"type": "text", "text": "What?"}, [{"type": "text", "text": "3"}]
     chat = [
         {"role": "user", "content": [asked, part(shown[0])]},
         {"role": "assistant", "content": "A call."},
-        {"role": "tool", "tool_call_id": "x", "content": "3"},
-        {"role": "user", "content": [part(shown[1]), asked]},
+        {"role": "tool", "tool_call_id": "x", "content": [*three, part(shown[1])]},
+        {"role": "user", "content": [asked]},
     ]
     messages = say(block(shown[0]), block(shown[1]))
     await asked_alike(
@@ -384,6 +386,17 @@ async def test_what_is_wrong_is_named(start: Any, extra: Any, field: str) -> Non
     assert (answer["type"], answer["error"]["type"]) == ("error", "invalid_request_error")
     assert field in answer["error"]["message"]
     assert endpoint.source.requests == []
+
+
+async def test_an_input_that_can_just_be_read(start: Any) -> None:
+    """What is nested deeper than it can be written again is no failure of ours."""
+    endpoint = await start("hermes", "x")
+    messages = [*ASK, {"role": "assistant", "content": [{**CALLED, "input": {"a": 0}}]}, *ASK]
+    body = json.dumps({"model": "tiny", "messages": messages})
+    for depth in range(500, sys.getrecursionlimit(), 2):
+        deep = body.replace('{"a": 0}', '{"a": ' + "[" * depth + "]" * depth + "}")
+        async with endpoint.session.post(COUNT, data=deep) as response:
+            assert response.status in (200, 400), depth
 
 
 async def test_errors_have_anthropics_shape(serve: Any) -> None:
