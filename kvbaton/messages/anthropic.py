@@ -98,7 +98,7 @@ class AssistantMessage(Struct, tag_field="role", tag="assistant"):
 
 
 class SystemMessage(Struct, tag_field="role", tag="system"):
-    """An instruction amid the conversation, where the chat template takes one."""
+    """An instruction amid the conversation, which models get with what the user says."""
 
     content: str | list[TextBlock]
 

@@ -29,8 +29,8 @@ from kvbaton.messages.anthropic import (
 )
 
 BILLING = "x-anthropic-billing-header:"
-"""Of a line that Claude Code puts before its system prompt: it is for Anthropic's servers, and is
-another one in each request, so that no prefix would ever be found again."""
+"""Of a line that Claude Code puts before its system prompt: it is for Anthropic's servers, and may
+change from one request to the next, after which no prefix would be found again."""
 EFFORTS = {"xhigh": "high", "max": "high"}
 """Those that no chat template knows."""
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -89,23 +89,25 @@ def chat_request(body: CountTokensRequest) -> tuple[openai.ChatRequest, dict[str
 def conversation(body: CountTokensRequest) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Messages of a chat, and what the client calls each image of theirs.
 
-    Results of tools become messages of their own, before what the user says beside them.
+    Results of tools become messages of their own, before what the user says beside them. An
+    instruction amid the conversation goes to what the user says: many chat templates refuse a
+    later message of the system, or leave it out. What one says in a row is one message.
     """
     said: list[dict[str, Any]] = []
     images: dict[str, str] = {}
 
     def say(role: str, shown: Sequence[tuple[TextBlock | ImageBlock, str]], **more: str) -> None:
-        for k, (_, where) in enumerate(shown):
-            images[f"messages[{len(said)}].content[{k}].image_url"] = where
-        said.append({"role": role, "content": [part(block) for block, _ in shown], **more})
+        if role == "tool" or not said or said[-1]["role"] != role:
+            said.append({"role": role, "content": [], **more})
+        content = said[-1]["content"]
+        for block, where in shown:
+            images[f"messages[{len(said) - 1}].content[{len(content)}].image_url"] = where
+            content.append(part(block))
 
     system = [block for block in blocks(body.system) if not block.text.startswith(BILLING)]
     if system:
-        said.append({"role": "system", "content": joined(system)})
+        say("system", [(block, "") for block in system])
     for i, message in enumerate(body.messages):
-        if isinstance(message, SystemMessage):
-            said.append({"role": "system", "content": joined(blocks(message.content))})
-            continue
         if isinstance(message, AssistantMessage):
             said.append(assistant(blocks(message.content)))
             continue
@@ -119,7 +121,7 @@ def conversation(body: CountTokensRequest) -> tuple[list[dict[str, Any]], dict[s
             else:
                 shown.append((block, where))
         if shown or not held:
-            say("user", shown)
+            say("system" if i == 0 and isinstance(message, SystemMessage) else "user", shown)
     return said, images
 
 

@@ -209,12 +209,20 @@ async def test_a_conversation_with_tools_is_the_chat_that_it_means(start: Any) -
             },
             {"role": "tool", "tool_call_id": "call_123456789", "content": "3"},
             {"role": "tool", "tool_call_id": "call_987654321", "content": "4\n5"},
-            {"role": "user", "content": "So?"},
-            {"role": "system", "content": "Hurry."},
+            {"role": "user", "content": "So?\nHurry."},
         ],
     }  # fmt: skip
     for family in ("hermes", "qwen3_coder"):
         await asked_alike(await start(family, "It is 3."), body, chat)
+
+
+async def test_what_one_says_in_a_row_is_one_message(start: Any) -> None:
+    """Templates that want user and assistant to take turns would refuse it."""
+    first = {"role": "system", "content": "Be brief."}
+    given = [first, *ASK, {"role": "user", "content": "And how wide?"}]
+    meant = [first, {"role": "user", "content": "How large?\nAnd how wide?"}]
+    endpoint = await start("hermes", "x")
+    await asked_alike(endpoint, {"messages": given}, {"messages": meant})
 
 
 @pytest.mark.parametrize(
