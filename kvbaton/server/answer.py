@@ -13,6 +13,7 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
+from typing_extensions import override
 
 from kvbaton.engine.outputs import OutputCollector, merge_outputs
 from kvbaton.engine.stats import RequestTimes
@@ -202,7 +203,7 @@ def fold(events: Sequence[Event]) -> list[Event]:
 # --- from events to the answer ---
 
 
-class ResponseFormatter(ABC, Generic[Body]):
+class ResponseFormatter(ABC):
     """Formats the answer to one client's request; each endpoint has its own.
 
     Args:
@@ -212,36 +213,63 @@ class ResponseFormatter(ABC, Generic[Body]):
         prompts: token ids of each.
 
     Attributes:
-        head: fields that the answer and all its chunks begin with.
-        usage: counts the tokens of a stream that tells of them; None of others.
+        head: fields that every answer begins with.
         timings: where the time went until now, if the client wants to know.
         error: why a stream has ended early; empty if it has not.
     """
 
-    EMPTY_TEXT: ClassVar[bytes]
-    """How a chunk's field for new text is encoded when there is none."""
     OPERATION: ClassVar[str]
     """How OpenTelemetry's conventions name what is done."""
 
     def __init__(
+        self,
+        frontend: Frontend,
+        body: openai.SamplingFields,
+        request_id: str,
+        prompts: Sequence[list[int]],
+    ) -> None:
+        self.body = body
+        self.prompts = prompts
+        self.head: dict[str, Any] = {"id": request_id, "model": frontend.config.model_name}
+        self.timings: Callable[[], openai.RequestTimings] | None = None
+        self.error = ""
+
+    @abstractmethod
+    def event(self, new: Event) -> bytes:
+        """What a stream tells of an event: whole server-sent events, one at least."""
+
+    def closing(self) -> bytes:
+        """What a stream ends with after the last event of a prompt."""
+        return b""
+
+    @abstractmethod
+    def whole(self, events: Sequence[Event], usage: openai.TokenUsage) -> Struct:
+        """All choices at once."""
+
+
+class ChunkFormatter(ResponseFormatter, Generic[Body]):
+    """Streams chunks, as OpenAI's API has them.
+
+    Attributes:
+        usage: counts the tokens of a stream that tells of them; None of others.
+    """
+
+    body: Body
+    EMPTY_TEXT: ClassVar[bytes]
+    """How a chunk's field for new text is encoded when there is none."""
+
+    def __init__(
         self, frontend: Frontend, body: Body, request_id: str, prompts: Sequence[list[int]]
     ) -> None:
+        super().__init__(frontend, body, request_id, prompts)
         self.tokenizer = frontend.tokenizer
-        self.body: Body = body
-        self.prompts = prompts
-        self.head: dict[str, Any] = {
-            "id": request_id,
-            "created": int(time.time()),
-            "model": frontend.config.model_name,
-        }
+        self.head["created"] = int(time.time())
         scored = body.logprobs is not None and body.logprobs is not False  # 0 candidates count
         self._is_plain = not scored and not body.return_token_ids
         self._frames: dict[int, tuple[bytes, bytes]] = {}
         options: openai.StreamOptions = body.stream_options or openai.StreamOptions()
         self.usage = UsageCounter(prompts) if options.include_usage else None
         self._usage_always = bool(options.continuous_usage_stats)
-        self.timings: Callable[[], openai.RequestTimings] | None = None
-        self.error = ""
 
     @abstractmethod
     def chunk(self, new: Event, usage: openai.TokenUsage | None) -> Struct:
@@ -253,10 +281,7 @@ class ResponseFormatter(ABC, Generic[Body]):
     ) -> Struct:
         """The last event of a stream that reports usage or times."""
 
-    @abstractmethod
-    def whole(self, events: Sequence[Event], usage: openai.TokenUsage) -> Struct:
-        """All choices at once."""
-
+    @override
     def event(self, new: Event) -> bytes:
         """A chunk as a server-sent event; where only the text is new, only that is encoded."""
         delta, usage = new.delta, None
@@ -276,8 +301,8 @@ class ResponseFormatter(ABC, Generic[Body]):
         """The field ``timings`` of the answer now."""
         return UNSET if self.timings is None else self.timings()
 
+    @override
     def closing(self) -> bytes:
-        """What a stream ends with after the last event of a prompt."""
         if self.usage is None and self.timings is None:
             return b""
         usage = UNSET if self.usage is None else self.usage.usage()
@@ -315,7 +340,7 @@ async def respond(
     request: web.Request,
     frontend: Frontend,
     prompts: Sequence[PromptRequest],
-    formatter: ResponseFormatter[Any],
+    formatter: ResponseFormatter,
 ) -> web.StreamResponse:
     """Run the prompts and answer.
 
@@ -359,7 +384,7 @@ async def _respond(
     request: web.Request,
     frontend: Frontend,
     prompts: Sequence[PromptRequest],
-    formatter: ResponseFormatter[Any],
+    formatter: ResponseFormatter,
 ) -> web.StreamResponse:
     """As `respond`; tells the prompts' timelines what was written."""
 

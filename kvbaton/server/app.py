@@ -36,6 +36,7 @@ from kvbaton.server.chat import chat_completions, encode_chat
 from kvbaton.server.completions import completions
 from kvbaton.server.config import EndpointConfig
 from kvbaton.server.frontend import FRONTEND, Frontend
+from kvbaton.server.messages import count_tokens, messages
 from kvbaton.server.openapi import contract, openapi
 from kvbaton.server.tracing import ARRIVED, CLIENT_CLOSED_REQUEST
 from kvbaton.server.validation import check_model, encode
@@ -82,6 +83,8 @@ def make_app(
             [
                 web.post("/v1/completions", completions),
                 web.post("/v1/chat/completions", chat_completions),
+                web.post("/v1/messages", messages),
+                web.post("/v1/messages/count_tokens", count_tokens),
                 web.get("/v1/models", models),
                 web.get("/v1/models/{model:.+}", model),
                 web.post("/tokenize", tokenize),
@@ -184,7 +187,7 @@ def end_when_told_again() -> None:
 
 @web.middleware
 async def endpoint_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Around every handler: request id, API key, failures as OpenAI's JSON, counters.
+    """Around every handler: request id, API key, failures as JSON, counters.
 
     One for all, since each is one more frame that every token passes.
     """

@@ -21,9 +21,8 @@ PEER = web.RequestKey("peer", str)
 
 
 def has_key(request: web.Request, api_keys: Sequence[str]) -> bool:
-    """Whether the request carries one of the keys as a bearer token."""
-    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-    return scheme.lower() == "bearer" and _is_key(token.strip(), api_keys)
+    """Whether the request carries one of the keys."""
+    return _is_key(_sent_key(request), api_keys)
 
 
 def has_password(request: web.Request, api_keys: Sequence[str]) -> bool:
@@ -33,6 +32,12 @@ def has_password(request: web.Request, api_keys: Sequence[str]) -> bool:
     except ValueError:
         return False
     return _is_key(sent.password, api_keys)
+
+
+def _sent_key(request: web.Request) -> str:
+    """A bearer token, or what clients of Anthropic's API send instead; empty without either."""
+    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else request.headers.get("X-Api-Key", "")
 
 
 def _is_key(text: str, api_keys: Sequence[str]) -> bool:
@@ -45,8 +50,8 @@ def tenant(request: web.Request) -> str:
     """A name for the sender's key that does not tell it; empty where no key is asked for."""
     if not request.app[FRONTEND].config.api_keys:
         return ""
-    sent = request.headers.get("Authorization", "").partition(" ")[2].strip()
-    return hashlib.sha256(sent.encode(errors="surrogateescape")).hexdigest()[:16]
+    sent = _sent_key(request).encode(errors="surrogateescape")
+    return hashlib.sha256(sent).hexdigest()[:16]
 
 
 def from_loopback(request: web.Request) -> bool:
@@ -88,7 +93,7 @@ def check_key(request: web.Request) -> None:
     keys = request.app[FRONTEND].config.api_keys
     if keys and request.path.startswith(PROTECTED) and not has_key(request, keys):
         raise RequestError(
-            "a valid API key is required: Authorization: Bearer KEY",
+            "a valid API key is required: Authorization: Bearer KEY, or X-Api-Key: KEY",
             status=401,
             code="invalid_api_key",
         )

@@ -1,4 +1,4 @@
-"""Bodies as JSON: requests, answers, and every failure in OpenAI's shape; request ids."""
+"""Bodies as JSON: requests, answers, failures in OpenAI's shape or Anthropic's; request ids."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import msgspec
 from aiohttp import web
 
 from kvbaton.errors import EngineDeadError, RequestError
+from kvbaton.messages.anthropic import MessagesError, MessagesErrorInfo
 from kvbaton.messages.openai import ErrorBody, ErrorInfo
 from kvbaton.server.auth import tenant
 from kvbaton.server.frontend import FRONTEND, FrontendConfig
@@ -51,10 +52,17 @@ def request_id_of(request: web.Request) -> str:
     return (clean(named) if named else None) or f"{random.getrandbits(128):032x}"
 
 
+def speaks_anthropic(request: web.Request) -> bool:
+    """Whether whoever asks expects errors and streams as Anthropic's API has them."""
+    return request.path.startswith("/v1/messages")
+
+
 async def echo_request_id(request: web.Request, response: web.StreamResponse) -> None:
     """Signal ``on_response_prepare``: also works for streams."""
     # What aiohttp refuses by itself (an unknown Expect) has not passed our middleware.
     response.headers[HEADER] = request.get(REQUEST_ID) or request_id_of(request)
+    if speaks_anthropic(request):
+        response.headers["Request-Id"] = response.headers[HEADER]
 
 
 async def close_connection(request: web.Request, response: web.StreamResponse) -> None:
@@ -80,6 +88,7 @@ TYPES = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
+ANTHROPIC_TYPES = {**TYPES, 413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
 
 _LOCATION = re.compile(r" - at (?:`[^`$]*` in )?`\$\.?([^`]*)`$")
 _MISSING = re.compile(r"missing required field `([^`]*)`")
@@ -94,6 +103,8 @@ def malformed(error: Exception) -> RequestError:
         where = f"{where}.{missing.group(1)}".lstrip(".")
     reason = _LOCATION.sub("", text)
     if isinstance(error, msgspec.ValidationError):
+        if reason.startswith("Invalid"):
+            reason += "; GET /openapi.json tells what is allowed"
         return RequestError(f"{where}: {reason}" if where else reason, param=where or None)
     return RequestError(f"the body is not valid JSON: {reason}")
 
@@ -113,20 +124,27 @@ def describe(error: BaseException) -> RequestError:
     return RequestError("internal error; the server's log has the details", status=500)
 
 
-def error_body(error: RequestError) -> bytes:
+def error_body(request: web.Request, error: RequestError) -> bytes:
     """The JSON of an error answer or event."""
-    kind = TYPES.get(error.status)
+    anthropic = speaks_anthropic(request)
+    kind = (ANTHROPIC_TYPES if anthropic else TYPES).get(error.status)
     if kind is None:
-        kind = "invalid_request_error" if error.status < 500 else "server_error"
+        failed = "api_error" if anthropic else "server_error"
+        kind = "invalid_request_error" if error.status < 500 else failed
     message, param = error.message, error.param
     if param and param not in message:  # most clients show the message alone
         field = param.rpartition(".")[2]
         message = f"{param}: {message.removeprefix(f'{field}: ')}"
+    if anthropic:
+        told = MessagesErrorInfo(type=kind, message=message)
+        return msgspec.json.encode(
+            MessagesError(error=told, request_id=request.get(REQUEST_ID, ""))
+        )
     info = ErrorInfo(message=message, type=kind, param=param, code=error.code or error.status)
     return msgspec.json.encode(ErrorBody(error=info))
 
 
-def error_response(error: RequestError) -> web.Response:
+def error_response(request: web.Request, error: RequestError) -> web.Response:
     """The answer for a failure before anything was sent."""
     headers = {}
     if error.status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
@@ -136,7 +154,7 @@ def error_response(error: RequestError) -> web.Response:
         headers["WWW-Authenticate"] = 'Basic realm="kvbaton"' if by_password else "Bearer"
     return web.Response(
         status=error.status,
-        body=error_body(error),
+        body=error_body(request, error),
         content_type="application/json",
         headers=headers,
     )
@@ -151,7 +169,7 @@ def failure_response(request: web.Request, error: Exception) -> web.Response:
             f"{asked.decode()} is not served here; GET /openapi.json tells what is", status=404
         )
     logger.info("request %s: %d %s", request[REQUEST_ID], failure.status, failure.message)
-    response = error_response(failure)
+    response = error_response(request, failure)
     if isinstance(error, web.HTTPMethodNotAllowed):
         response.headers["Allow"] = error.headers["Allow"]
     return response

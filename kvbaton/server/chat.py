@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from aiohttp import web
 from msgspec import UNSET, UnsetType
@@ -15,7 +16,7 @@ from kvbaton.engine.validate import check_range
 from kvbaton.errors import RequestError
 from kvbaton.messages import openai
 from kvbaton.messages.engine import Item
-from kvbaton.server.answer import Event, ResponseFormatter, respond
+from kvbaton.server.answer import ChunkFormatter, Event, respond
 from kvbaton.server.auth import tenant
 from kvbaton.server.bodies import read_body
 from kvbaton.server.frontend import FRONTEND, Frontend
@@ -47,14 +48,39 @@ REASONING_EFFORTS = ("low", "medium", "high")
 """Of models that write OpenAI's harmony format; templates of others take what they know."""
 
 
+class OutputReader(NamedTuple):
+    """Reads a model's text: makes a parser for a choice, and names for its calls."""
+
+    parser: Callable[[], OutputParser]
+    call_id: Callable[[], str]
+
+
 @contract(body=openai.ChatRequest, answer=openai.ChatCompletion, streams=True)
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Answer a conversation."""
     frontend = request.app[FRONTEND]
     body = await read_body(request, openai.ChatRequest)
+    request_id = f"chatcmpl-{public_id(request, body)}"
+    asked, reader = await chat_prompt(request, frontend, body, request_id)
+    prompts = [list(asked.request.token_ids)]
+    formatter = (
+        ChatFormatter(frontend, body, request_id, prompts)
+        if reader is None
+        else ParsedFormatter(frontend, body, request_id, prompts, reader)
+    )
+    return await respond(request, frontend, [asked], formatter)
+
+
+async def chat_prompt(
+    request: web.Request, frontend: Frontend, body: openai.ChatRequest, request_id: str
+) -> tuple[PromptRequest, OutputReader | None]:
+    """What the source is asked for a conversation, and what reads the model's text, if anything.
+
+    Raises:
+        RequestError: naming the field that is wrong.
+    """
     check_common(frontend, body)
     check_chat(frontend, body)
-    request_id = f"chatcmpl-{public_id(request, body)}"
     prompt, items = await encode_chat(frontend, body, text_tokens(frontend, body))
     form, functions = frontend.output_format, callable_functions(frontend, body)
     given = body.max_completion_tokens
@@ -74,14 +100,9 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         grammar=await chat_grammar(frontend, body, prompt, functions),
     )
     if form is None or not is_read(form, body, functions):
-        formatter = ChatFormatter(frontend, body, request_id, [prompt])
-        return await respond(request, frontend, [asked], formatter)
-    return await respond(
-        request,
-        frontend,
-        [with_marks(asked, form, calls=functions is not None)],
-        ParsedFormatter(frontend, body, request_id, [prompt], form, functions),
-    )
+        return asked, None
+    reader = OutputReader(partial(form.parser, prompt, functions), form.call_id)
+    return with_marks(asked, form, calls=functions is not None), reader
 
 
 def is_read(form: OutputFormat, body: openai.ChatRequest, functions: Functions | None) -> bool:
@@ -249,14 +270,14 @@ async def encode_chat(
     return vision.expand(ids, await load_images(images, vision, frontend.config.media))
 
 
-class ChatFormatter(ResponseFormatter[openai.ChatRequest]):
+class ChatFormatter(ChunkFormatter[openai.ChatRequest]):
     """Formats events for ``/v1/chat/completions``; the first chunk of a choice names the role."""
 
     EMPTY_TEXT = b'"content":""'
     OPERATION = "chat"
 
     def chunk(self, new: Event, usage: openai.TokenUsage | None) -> openai.ChatChunk:
-        """See `ResponseFormatter`."""
+        """See `ChunkFormatter`."""
         delta, first = new.delta, new.first
         choice = openai.ChatChunkChoice(
             index=new.choice,
@@ -285,7 +306,7 @@ class ChatFormatter(ResponseFormatter[openai.ChatRequest]):
     def last_chunk(
         self, usage: openai.TokenUsage | UnsetType, timings: openai.RequestTimings | UnsetType
     ) -> openai.ChatChunk:
-        """See `ResponseFormatter`."""
+        """See `ChunkFormatter`."""
         return openai.ChatChunk(**self.head, choices=[], usage=usage, timings=timings)
 
     def whole(self, events: Sequence[Event], usage: openai.TokenUsage) -> openai.ChatCompletion:
@@ -336,13 +357,12 @@ class ParsedFormatter(ChatFormatter):
         body: openai.ChatRequest,
         request_id: str,
         prompts: Sequence[list[int]],
-        form: OutputFormat,
-        functions: Functions | None,
+        reader: OutputReader,
     ) -> None:
         super().__init__(frontend, body, request_id, prompts)
         self._is_plain = False  # what is new may be in any field of a chunk
-        self._call_id = form.call_id
-        self._parsers = defaultdict[int, OutputParser](partial(form.parser, prompts[0], functions))
+        self._call_id = reader.call_id
+        self._parsers = defaultdict[int, OutputParser](reader.parser)
 
     @override
     def message(self, new: Event) -> openai.ChatMessage:

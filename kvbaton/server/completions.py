@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 
 from kvbaton.errors import RequestError
 from kvbaton.messages import openai
-from kvbaton.server.answer import Event, ResponseFormatter, respond
+from kvbaton.server.answer import ChunkFormatter, Event, respond
 from kvbaton.server.auth import tenant
 from kvbaton.server.bodies import read_body
 from kvbaton.server.frontend import FRONTEND, Frontend
@@ -93,7 +93,7 @@ async def encode_prompts(frontend: Frontend, body: openai.CompletionRequest) -> 
     return [truncated(frontend, ids, keep, max_tokens) for ids in encoded]
 
 
-class CompletionFormatter(ResponseFormatter[openai.CompletionRequest]):
+class CompletionFormatter(ChunkFormatter[openai.CompletionRequest]):
     """Formats events for ``/v1/completions``, where a chunk has the shape of a whole answer."""
 
     EMPTY_TEXT = b'"text":""'
@@ -111,13 +111,13 @@ class CompletionFormatter(ResponseFormatter[openai.CompletionRequest]):
         self._scores: dict[int, Sequence[TokenLogprobs | None]] = {}
 
     def chunk(self, new: Event, usage: openai.TokenUsage | None) -> openai.Completion:
-        """See `ResponseFormatter`."""
+        """See `ChunkFormatter`."""
         return self._answer([new], UNSET if usage is None else usage)
 
     def last_chunk(
         self, usage: openai.TokenUsage | UnsetType, timings: openai.RequestTimings | UnsetType
     ) -> openai.Completion:
-        """See `ResponseFormatter`."""
+        """See `ChunkFormatter`."""
         return self._answer([], usage, timings)
 
     def whole(self, events: Sequence[Event], usage: openai.TokenUsage) -> openai.Completion:

@@ -163,7 +163,8 @@ def make_starting_app() -> web.Application:
     """What a node answers until its engine is up: 503, with the reason, but it lives."""
 
     async def starting(request: web.Request) -> web.Response:
-        return error_response(RequestError("the engine is starting", status=503, code="starting"))
+        error = RequestError("the engine is starting", status=503, code="starting")
+        return error_response(request, error)
 
     async def lives(request: web.Request) -> web.Response:
         return json_response({"status": "starting"})

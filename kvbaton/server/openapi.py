@@ -36,12 +36,14 @@ class contract:
         answer: of status 200.
         streams: whether it may answer with server-sent events of JSON instead.
         content_type: of an answer that is no JSON.
+        error: of any other status.
     """
 
     body: type[Struct] | None = None
     answer: type[Struct] | None = None
     streams: bool = False
     content_type: str = "application/json"
+    error: type[Struct] = ErrorBody
 
     def __call__(self, handler: H) -> H:
         """Note it, for the description."""
@@ -62,7 +64,7 @@ def describe(app: web.Application) -> dict[str, Any]:
     frontend = app[FRONTEND]
     routes = [route for route in app.router.routes() if route.method != "HEAD"]
     named = [_contracts.get(inspect.unwrap(route.handler), contract()) for route in routes]
-    types = {t for c in named for t in (c.body, c.answer) if t is not None} | {ErrorBody}
+    types = {t for c in named for t in (c.body, c.answer, c.error) if t is not None}
     transfer = frontend.transfer_type
     if transfer is not None:
         types.add(transfer)
@@ -83,8 +85,11 @@ def describe(app: web.Application) -> dict[str, Any]:
         "components": {"schemas": schemas},
     }
     if frontend.config.api_keys:
-        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        document["security"] = [{"key": []}]
+        document["components"]["securitySchemes"] = {
+            "key": {"type": "http", "scheme": "bearer"},
+            "x-api-key": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
+        }
+        document["security"] = [{"key": []}, {"x-api-key": []}]
     return document
 
 
@@ -97,7 +102,7 @@ def _operation(route: AbstractRoute, found: contract) -> dict[str, Any]:
     content = {found.content_type: {"schema": _ref(found.answer)}}
     if found.streams:
         content["text/event-stream"] = {}  # readers of a schema apply it to each event, or to all
-    error = {"application/json": {"schema": _ref(ErrorBody)}}
+    error = {"application/json": {"schema": _ref(found.error)}}
     operation: dict[str, Any] = {
         "summary": (route.handler.__doc__ or "").partition("\n")[0],
         "responses": {

@@ -13,7 +13,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Struct
 
-from kvbaton.server.bodies import REQUEST_ID, describe, error_body
+from kvbaton.server.bodies import REQUEST_ID, describe, error_body, speaks_anthropic
 from kvbaton.types import MAX_MESSAGE_BYTES
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class EventStream:
 
 @asynccontextmanager
 async def event_stream(request: web.Request, limit_s: float) -> AsyncIterator[EventStream]:
-    """Answer with events, and ``[DONE]`` at the end.
+    """Answer with events, and ``[DONE]`` at the end where OpenAI's API has it.
 
     The answer begins with the first event, so that a request which fails before has its proper
     status. A failure after that is sent as an error event, and the stream ends without ``[DONE]``.
@@ -107,7 +107,7 @@ async def event_stream(request: web.Request, limit_s: float) -> AsyncIterator[Ev
             if not response.prepared:
                 await response.prepare(request)
             held, stream.held = stream.held, b""
-            await response.write_eof(held + _DONE_EVENT)
+            await response.write_eof(held if speaks_anthropic(request) else held + _DONE_EVENT)
     except Exception as error:
         if not response.prepared:
             raise
@@ -165,7 +165,9 @@ async def _end_badly(request: web.Request, stream: EventStream, error: Exception
         failure = describe(error)
         logger.info("request %s: ended by %s", name, failure.message)
         with contextlib.suppress(ConnectionResetError):  # it may go away at this very moment
-            await stream.response.write(b"%bdata: %b\n\n" % (stream.held, error_body(failure)))
+            kind = b"event: error\n" if speaks_anthropic(request) else b""
+            last = b"%bdata: %b\n\n" % (kind, error_body(request, failure))
+            await stream.response.write(stream.held + last)
             await stream.response.write_eof()
 
 

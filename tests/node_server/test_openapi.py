@@ -38,6 +38,8 @@ def api(checkpoint: Callable[..., Path]) -> Iterator[Any]:
 OPERATIONS = [
     ("POST", "/v1/completions"),
     ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/messages"),
+    ("POST", "/v1/messages/count_tokens"),
     ("POST", "/inference/v1/generate"),
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
