@@ -135,7 +135,9 @@ class StepColumns:
     def of(steps: Sequence[SequenceStep]) -> StepColumns:
         """Those of some steps."""
         numbers = [(s.start, s.count, s.num_samples, len(s.draft)) for s in steps]
-        starts, counts, samples, drafts = np.array(numbers, np.int64).reshape(-1, 4).T
+        table = np.array(numbers, np.int64).reshape(-1, 4)
+        table.flags.writeable = False  # all ranks have the same
+        starts, counts, samples, drafts = table.T
         new_blocks = [
             (index, group, blocks)
             for index, step in enumerate(steps)
