@@ -182,7 +182,8 @@ class RouteChooser:
             if not avoid:
                 self._check_length(num_tokens)
             return None
-        route = self._in_turn(request, num_tokens, route)
+        if self._loads.queues or self._loads.other_queues:
+            route = self._in_turn(request, num_tokens, route)
         predicted = route.predicted
         pairs, singles = ready.pairs, len(ready.serving)
         too_large, as_target = ready.too_large(num_tokens, request.params.n)

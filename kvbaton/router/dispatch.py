@@ -432,13 +432,13 @@ class _NodeCall:
         done: nothing more will come.
     """
 
-    __slots__ = ("_asked", "_client", "_load", "_running", "done")
+    __slots__ = ("_asked", "_client", "_load", "_queue", "_running", "done")
 
     def __init__(self, running: _Running, asked: NodeRequest) -> None:
         self._running = running
         self._asked = asked
-        self._load = IDLE
-        self._set_load(asked.load)
+        self._load, self._queue = asked.load, (asked.request.priority, asked.request.tenant)
+        running.dispatcher.loads.change(asked.node.node_id, IDLE, asked.load, self._queue)
         self._client: EngineClient | None = running.dispatcher.nodes.engines.get(asked.node)
         self.done = False
         try:
@@ -506,7 +506,6 @@ class _NodeCall:
     def _set_load(self, load: NodeLoad) -> None:
         """What the request is to the node now."""
         if load != self._load:
-            request, loads = self._asked.request, self._running.dispatcher.loads
-            queue = request.priority, request.tenant
-            loads.change(self._asked.node.node_id, self._load, load, queue)
+            loads = self._running.dispatcher.loads
+            loads.change(self._asked.node.node_id, self._load, load, self._queue)
             self._load = load
