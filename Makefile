@@ -62,7 +62,8 @@ page-picture: $(VENV)/.dev  ## the README's picture of the router's page
 	  $(BIN)/pytest -q tests/e2e/test_page.py -k updates_itself
 
 test: $(VENV)/.dev  ## the test suite: minutes on 2 cores
-	$(BIN)/pytest -q -n $(JOBS) --dist loadgroup -m "not slow and not matrix and not gpu and not multigpu"
+	$(BIN)/pytest -q -n $(JOBS) --dist loadgroup -m "not slow and not matrix and not gpu and not multigpu" \
+	  -o faulthandler_timeout=400
 
 test-all: test test-slow test-matrix test-kernels test-lmcache test-ray  ## everything that needs no GPU
 

@@ -26,25 +26,6 @@ settings.register_profile(
 settings.load_profile("kvbaton")
 """The same examples each time, which may take as long as they do on a machine that is busy."""
 
-SHARED = (
-    "tests/e2e/",
-    "tests/matrix/",
-    "tests/llm/",
-    "tests/conformance/test_remote_stores_conform.py::TestS3",
-)
-"""Tests below one of these share servers that take long to start, so they run in one worker.
-
-The largest group starts first.
-"""
-OWN_SERVERS = frozenset(
-    f"tests/e2e/test_{name}.py"
-    for name in (
-        "commands encode encode_more failures frontends hostile migration namespaces overlap "
-        "readme rolling_update tcp_gpu tensor_parallel_gpu up vendor_transport vllm_connector"
-    ).split()
-)
-"""Files whose tests share servers with no other file: a worker for each."""
-
 NEEDS = {
     "gguf": ("engine/test_gguf.py", "e2e/test_chat.py", "e2e/test_up.py"),
     "cryptography": ("e2e/test_https.py", "server/test_tls.py", "router/test_model_lookup.py"),
@@ -54,9 +35,6 @@ collect_ignore = [file for name, files in NEEDS.items() if not find_spec(name) f
 
 KEPT_GPU_BYTES = 1 << 30
 """A worker's, between two tests: up to 14 of them share a GPU."""
-
-PAIRS_GPU = "tests/e2e/test_pair_gpu.py"
-"""Its models have servers each."""
 
 if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and "KVBATON_TESTS_SPREAD" in os.environ:
     # Before anything asks CUDA what there is.
@@ -99,22 +77,8 @@ def import_from_elsewhere(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Spread tests over workers one by one, but those that share servers together.
-
-    pytest-xdist's own groups are of no use: with pytest 9.2 its 3.8 ignores the mark.
-    """
-    from xdist.scheduler import LoadScopeScheduling
-
-    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
-        def _split_scope(self, nodeid: str) -> str:
-            if "test_every_cell[" in nodeid:
-                return nodeid.rsplit("/", 2)[0]  # cells that differ in ranks and block sizes only
-            file = nodeid.partition("::")[0]
-            if file == PAIRS_GPU:
-                return file + nodeid.partition("[")[2].partition("-")[0]
-            if file in OWN_SERVERS:
-                return file
-            return next((group for group in SHARED if nodeid.startswith(group)), nodeid)
+    """See `Scheduling`."""
+    from tests.support.scheduling import Scheduling
 
     return Scheduling(config, log)
 

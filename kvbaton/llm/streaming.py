@@ -213,7 +213,7 @@ class AsyncLLM:
             ids, items = prompt.token_ids, prompt.items
         elif isinstance(prompt, str):
             try:
-                ids = await encode(frontend.tokenizer, prompt, add_special_tokens=True)
+                ids = await encode(frontend, prompt, add_special_tokens=True)
             except UnicodeEncodeError as error:
                 raise RequestError(f"a prompt must be Unicode: {error}", param="prompt") from None
         else:

@@ -291,7 +291,7 @@ async def tokenize(request: web.Request) -> web.Response:
         ids, _ = await encode_chat(frontend, body)
     else:
         special = body.add_special_tokens is not False
-        ids = await encode(frontend.tokenizer, body.prompt, add_special_tokens=special)
+        ids = await encode(frontend, body.prompt, add_special_tokens=special)
     texts = [frontend.tokenizer.token_text(i) for i in ids] if body.return_token_strs else None
     return json_response(
         openai.TokenizeResponse(

@@ -23,13 +23,11 @@ from kvbaton.server.frontend import FRONTEND, Frontend
 from kvbaton.server.images import load_images
 from kvbaton.server.openapi import contract
 from kvbaton.server.validation import (
-    MAX_TEXT_TOKENS,
     PromptRequest,
     check_common,
     encode,
     prompt_request,
     public_id,
-    text_tokens,
     truncated,
 )
 from kvbaton.text.chat import ImageUrl, normalize_messages
@@ -81,7 +79,7 @@ async def chat_prompt(
     """
     check_common(frontend, body)
     check_chat(frontend, body)
-    prompt, items = await encode_chat(frontend, body, text_tokens(frontend, body))
+    prompt, items = await encode_chat(frontend, body, whole=body.truncate_prompt_tokens is not None)
     form, functions = frontend.output_format, callable_functions(frontend, body)
     given = body.max_completion_tokens
     max_tokens = body.max_tokens if given is None else given
@@ -221,14 +219,15 @@ def check_chat(frontend: Frontend, body: openai.ChatRequest) -> None:
 async def encode_chat(
     frontend: Frontend,
     body: openai.ChatRequest | openai.TokenizeRequest,
-    most: int = MAX_TEXT_TOKENS,
+    *,
+    whole: bool = True,
 ) -> tuple[list[int], tuple[Item, ...]]:
     """Token ids of a conversation, and its images; its special tokens come from the template.
 
     Args:
         frontend: for tokenizer and template.
         body: with the messages.
-        most: see `validation.encode`.
+        whole: see `validation.encode`.
 
     Raises:
         RequestError: the model has no template, the messages do not fit it, or an image is wrong.
@@ -262,9 +261,7 @@ async def encode_chat(
     special = bool(body.add_special_tokens)
     if vision is not None:
         text = vision.prepare(text)
-    ids = await encode(
-        frontend.tokenizer, text, add_special_tokens=special, name="messages", most=most
-    )
+    ids = await encode(frontend, text, add_special_tokens=special, name="messages", whole=whole)
     if vision is None:
         return ids, ()
     return vision.expand(ids, await load_images(images, vision, frontend.config.media))

@@ -21,7 +21,6 @@ from kvbaton.server.validation import (
     prompt_request,
     public_id,
     split_prompts,
-    text_tokens,
     truncated,
 )
 from kvbaton.text.logprobs import completion_logprobs, prompt_logprobs
@@ -80,14 +79,14 @@ async def encode_prompts(frontend: Frontend, body: openai.CompletionRequest) -> 
     if body.kv_transfer_params and len(prompts) > 1:
         raise RequestError("a hand-over takes one prompt per request", param="prompt")
     special = body.add_special_tokens is not False
-    most = text_tokens(frontend, body)
+    keep = body.truncate_prompt_tokens
     encoded = [
-        await encode(frontend.tokenizer, prompt, add_special_tokens=special, most=most)
+        await encode(frontend, prompt, add_special_tokens=special, whole=keep is not None)
         if isinstance(prompt, str)
         else prompt
         for prompt in prompts
     ]
-    if (keep := body.truncate_prompt_tokens) is None:
+    if keep is None:
         return encoded
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     return [truncated(frontend, ids, keep, max_tokens) for ids in encoded]

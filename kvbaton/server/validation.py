@@ -22,7 +22,6 @@ from kvbaton.text.choice import TextOptions
 from kvbaton.text.tokenizer import Tokenizer
 
 SEED_MASK = 2**63 - 1
-MAX_TEXT_TOKENS = 1 << 30
 LONG_TOKEN = 16
 """Characters of a token that is longer than most."""
 MAX_STOPS = 16
@@ -144,30 +143,32 @@ def split_prompts(prompt: str | Sequence[str | int | list[int]], most: int) -> l
 
 
 async def encode(
-    tokenizer: Tokenizer,
+    frontend: Frontend,
     text: str,
     *,
     add_special_tokens: bool,
     name: str = "prompt",
-    most: int = MAX_TEXT_TOKENS,
+    whole: bool = True,
 ) -> list[int]:
     """Token ids of a text; of a long one in a thread, so that other streams go on.
 
     Args:
-        tokenizer: the model's.
+        frontend: for tokenizer and context.
         text: the prompt.
         add_special_tokens: the model's own start and end.
         name: of the field that it came in.
-        most: tokens that it may have. Of a text that is much longer only the beginning is looked
-            at, since all of it may take seconds.
+        whole: however long it is, which may take seconds; else of a text far longer than the
+            model's context only the beginning is looked at.
 
     Raises:
-        RequestError: its beginning alone has twice as many.
+        RequestError: its beginning alone is twice as long as the context.
     """
+    tokenizer = frontend.tokenizer
     if len(text) <= tokenizer.quick_characters:
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    most = frontend.facts().max_model_len
     begin = text[: most * LONG_TOKEN]
-    if len(begin) < len(text):
+    if not whole and len(begin) < len(text):
         found = await asyncio.to_thread(tokenizer.encode, begin, add_special_tokens=False)
         if len(found) > 2 * most:
             raise RequestError(
@@ -177,12 +178,6 @@ async def encode(
                 code="context_length_exceeded",
             )
     return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
-
-
-def text_tokens(frontend: Frontend, body: SamplingFields) -> int:
-    """Most tokens that a text may have; see `encode`."""
-    keeps_all = body.truncate_prompt_tokens is None
-    return frontend.facts().max_model_len if keeps_all else MAX_TEXT_TOKENS
 
 
 def bad_words_token_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:

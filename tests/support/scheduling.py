@@ -1,0 +1,61 @@
+"""Which worker of pytest-xdist runs which tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from xdist.scheduler import LoadScopeScheduling
+
+SHARED = (
+    "tests/e2e/",
+    "tests/matrix/",
+    "tests/llm/",
+    "tests/conformance/test_remote_stores_conform.py::TestS3",
+)
+"""Tests below one of these share servers that take long to start, so they run in one worker.
+
+The largest group starts first.
+"""
+OWN_SERVERS = frozenset(
+    f"tests/e2e/test_{name}.py"
+    for name in (
+        "commands encode encode_more failures frontends hostile migration namespaces overlap "
+        "readme rolling_update tcp_gpu tensor_parallel_gpu up vendor_transport vllm_connector"
+    ).split()
+)
+"""Files whose tests share servers with no other file: a worker for each."""
+PAIRS_GPU = "tests/e2e/test_pair_gpu.py"
+"""Its models have servers each."""
+
+
+class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
+    """Spread tests over workers one by one, but those that share servers together.
+
+    pytest-xdist's own groups are of no use: with pytest 9.2 its 3.8 ignores the mark.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        if "test_every_cell[" in nodeid:
+            return nodeid.rsplit("/", 2)[0]  # cells that differ in ranks and block sizes only
+        file = nodeid.partition("::")[0]
+        if file == PAIRS_GPU:
+            return file + nodeid.partition("[")[2].partition("-")[0]
+        if file in OWN_SERVERS:
+            return file
+        return next((group for group in SHARED if nodeid.startswith(group)), nodeid)
+
+    def _reschedule(self, node: Any) -> None:
+        """Give a worker more, until it knows the test after its next one, or that there is none.
+
+        It waits for that; xdist gives the successor of a worker that died one scope only.
+        """
+        super()._reschedule(node)
+        while not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
+            super()._reschedule(node)
+
+    def remove_node(self, node: Any) -> str | None:
+        """See xdist: what a worker has left goes to others, but for the test that it died of."""
+        died_of: str | None = super().remove_node(node)
+        if died_of is not None:
+            self.workqueue.get(self._split_scope(died_of), {})[died_of] = True
+        return died_of
