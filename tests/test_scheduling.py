@@ -29,7 +29,7 @@ def test_what_a_dead_worker_had_left_is_run_by_others(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_dies.py").write_text(TESTS)
     root = Path(__file__).parents[1]
-    limits = "-o faulthandler_timeout=2 -o faulthandler_exit_on_timeout=true".split()
+    limits = "-o faulthandler_timeout=4 -o faulthandler_exit_on_timeout=true".split()
     plugins = "-p xdist -p no:cacheprovider".split()
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-n", "2", *limits, *plugins, str(tmp_path)],
