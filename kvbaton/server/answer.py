@@ -22,7 +22,7 @@ from kvbaton.messages import openai
 from kvbaton.messages.engine import Output
 from kvbaton.server.bodies import json_response
 from kvbaton.server.frontend import Frontend
-from kvbaton.server.sse import event, event_stream
+from kvbaton.server.sse import DONE_EVENT, error_event, event, event_stream
 from kvbaton.server.tracing import TimedRequest
 from kvbaton.server.validation import PromptRequest
 from kvbaton.text.choice import ChoiceText, TextDelta
@@ -220,6 +220,8 @@ class ResponseFormatter(ABC):
 
     OPERATION: ClassVar[str]
     """How OpenTelemetry's conventions name what is done."""
+    DONE: ClassVar[bytes] = DONE_EVENT
+    """What a stream ends with if all is well."""
 
     def __init__(
         self,
@@ -242,9 +244,13 @@ class ResponseFormatter(ABC):
         """What a stream ends with after the last event of a prompt."""
         return b""
 
+    def failed(self, request: web.Request, error: RequestError) -> bytes:
+        """What a stream ends with if it fails."""
+        return error_event(request, error)
+
     @abstractmethod
     def whole(self, events: Sequence[Event], usage: openai.TokenUsage) -> Struct:
-        """All choices at once."""
+        """All choices at once, of the events as they came."""
 
 
 class ChunkFormatter(ResponseFormatter, Generic[Body]):
@@ -410,8 +416,9 @@ async def _respond(
         counter = UsageCounter(formatter.prompts)
         for new in got:
             counter.add(new)
-        return json_response(formatter.whole(fold(got), counter.usage()))
+        return json_response(formatter.whole(got, counter.usage()))
     async with event_stream(request, limit_s) as stream:
+        stream.done, stream.failed = formatter.DONE, formatter.failed
 
         def write(new: Event) -> None:
             stream.write(formatter.event(new))

@@ -17,7 +17,6 @@ from kvbaton.messages.anthropic import (
     AssistantMessage,
     Base64Source,
     CountTokensRequest,
-    CustomTool,
     ImageBlock,
     MessagesRequest,
     SystemMessage,
@@ -27,12 +26,11 @@ from kvbaton.messages.anthropic import (
     ToolResultBlock,
     ToolUseBlock,
 )
+from kvbaton.server.conversation import EFFORTS, Conversation, function, thinks
 
 BILLING = "x-anthropic-billing-header:"
 """Of a line that Claude Code puts before its system prompt: it is for Anthropic's servers, and may
 change from one request to the next, after which no prefix would be found again."""
-EFFORTS = {"xhigh": "high", "max": "high"}
-"""Those that no chat template knows."""
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 COPIED = (
     "stream", "max_tokens", "temperature", "top_p", "top_k", "priority", "cache_salt", "timeout",
@@ -59,12 +57,13 @@ def chat_request(body: CountTokensRequest) -> tuple[openai.ChatRequest, dict[str
     """
     if not body.messages:
         raise RequestError("must hold at least one message", param="messages")
-    said, images = conversation(body)
-    goes_on = said[-1]["role"] == "assistant"  # with the text that the client has begun
+    said = conversation(body)
+    goes_on = said.last_role == "assistant"  # with the text that the client has begun
+    tools = [function(tool.name, tool.description, tool.input_schema) for tool in body.tools or ()]
     chat = openai.ChatRequest(
         model=body.model,
-        messages=said,
-        tools=[function(tool) for tool in body.tools or ()] or None,
+        messages=said.messages(),
+        tools=tools or None,
         continue_final_message=goes_on,
         add_generation_prompt=not goes_on,
         **{name: getattr(body, name, None) for name in COPIED},
@@ -76,63 +75,46 @@ def chat_request(body: CountTokensRequest) -> tuple[openai.ChatRequest, dict[str
         chat.reasoning_effort = EFFORTS.get(config.effort or "", config.effort)
         if (form := config.format) is not None:
             chat.response_format = {"type": form.get("type"), "json_schema": form}
-    thinks = {}
-    if body.thinking is not None:  # Qwen's templates ask for the one, DeepSeek's for the other
-        thinks = dict.fromkeys(("enable_thinking", "thinking"), body.thinking.type != "disabled")
-    chat.chat_template_kwargs = {**thinks, **(body.chat_template_kwargs or {})}
+    wanted = {} if body.thinking is None else thinks(body.thinking.type != "disabled")
+    chat.chat_template_kwargs = {**wanted, **(body.chat_template_kwargs or {})}
     if isinstance(body, MessagesRequest):
         chat.stop = body.stop_sequences
         chat.user = None if body.metadata is None else body.metadata.user_id
-    return chat, {**FIELDS, **images}
+    return chat, {**FIELDS, **said.fields}
 
 
-def conversation(body: CountTokensRequest) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Messages of a chat, and what the client calls each image of theirs.
+def conversation(body: CountTokensRequest) -> Conversation:
+    """Messages as a chat's.
 
     Results of tools become messages of their own, before what the user says beside them. An
     instruction amid the conversation goes to what the user says: many chat templates refuse a
-    later message of the system, or leave it out. What one says in a row is one message.
+    later message of the system, or leave it out.
     """
-    said: list[dict[str, Any]] = []
-    images: dict[str, str] = {}
-
-    def say(role: str, shown: Sequence[tuple[TextBlock | ImageBlock, str]], **more: str) -> None:
-        if role == "tool" or not said or said[-1]["role"] != role:
-            said.append({"role": role, "content": [], **more})
-        content = said[-1]["content"]
-        for block, where in shown:
-            images[f"messages[{len(said) - 1}].content[{len(content)}].image_url"] = where
-            content.append(part(block))
-
+    said = Conversation()
     system = [block for block in blocks(body.system) if not block.text.startswith(BILLING)]
     if system:
-        say("system", [(block, "") for block in system])
+        said.say("system", [(part(block), "system") for block in system])
     for i, message in enumerate(body.messages):
         if isinstance(message, AssistantMessage):
-            said.append(assistant(blocks(message.content)))
+            answer(said, blocks(message.content), f"messages[{i}].content")
             continue
         held, shown = blocks(message.content), []
         for j, block in enumerate(held):
             where = f"messages[{i}].content[{j}]"
             if isinstance(block, ToolResultBlock):
                 told = enumerate(blocks(block.content))
-                inner = [(piece, f"{where}.content[{k}]") for k, piece in told]
-                say("tool", inner, tool_call_id=block.tool_use_id)
+                inner = [(part(piece), f"{where}.content[{k}]") for k, piece in told]
+                said.say("tool", inner, tool_call_id=block.tool_use_id)
             else:
-                shown.append((block, where))
+                shown.append((part(block), where))
         if shown or not held:
-            say("system" if i == 0 and isinstance(message, SystemMessage) else "user", shown)
-    return said, images
+            said.say("system" if i == 0 and isinstance(message, SystemMessage) else "user", shown)
+    return said
 
 
 def blocks(content: str | Sequence[B] | None) -> Sequence[B | TextBlock]:
     """Content, which may be a text alone, as blocks."""
     return [TextBlock(content)] if isinstance(content, str) else content or []
-
-
-def joined(held: Sequence[Struct]) -> str:
-    """The blocks of text as one text, as those of chats are."""
-    return "\n".join(block.text for block in held if isinstance(block, TextBlock))
 
 
 def part(block: TextBlock | ImageBlock) -> dict[str, Any]:
@@ -145,37 +127,24 @@ def part(block: TextBlock | ImageBlock) -> dict[str, Any]:
     return {"type": "image_url", "image_url": source.url}
 
 
-def assistant(held: Sequence[Struct]) -> dict[str, Any]:
-    """What the assistant has said, thought and called, as a message of a chat."""
-    message: dict[str, Any] = {"role": "assistant", "content": joined(held)}
-    if thoughts := [block.thinking for block in held if isinstance(block, ThinkingBlock)]:
-        message["reasoning_content"] = "\n".join(thoughts)
-    if calls := [call_of(block) for block in held if isinstance(block, ToolUseBlock)]:
-        message["tool_calls"] = calls
-        message["content"] = message["content"] or None  # what templates take for no text at all
-    return message
-
-
-def call_of(block: ToolUseBlock) -> dict[str, Any]:
-    """A past call as a chat's.
+def answer(said: Conversation, held: Sequence[Struct], where: str) -> None:
+    """Add what the assistant has said, thought and called.
 
     Raises:
-        RequestError: its input is nested as deep as can just be read.
+        RequestError: the input of a call is nested as deep as can just be read.
     """
-    try:
-        written = json.dumps(block.input, ensure_ascii=False)
-    except RecursionError as error:
-        problem = f"the input of {block.id[:64]!r} is nested too deep"
-        raise RequestError(problem, param="messages") from error
-    function = {"name": block.name, "arguments": written}
-    return {"id": block.id, "type": "function", "function": function}
-
-
-def function(tool: CustomTool) -> dict[str, Any]:
-    """A tool as a chat's."""
-    described = {} if tool.description is None else {"description": tool.description}
-    named = {"name": tool.name, **described, "parameters": tool.input_schema}
-    return {"type": "function", "function": named}
+    said.say("assistant")
+    for i, block in enumerate(held):
+        if isinstance(block, TextBlock) and block.text:
+            said.say("assistant", [(part(block), f"{where}[{i}]")])
+        elif isinstance(block, ThinkingBlock):
+            said.think(block.thinking)
+        elif isinstance(block, ToolUseBlock):
+            try:
+                written = json.dumps(block.input, ensure_ascii=False)
+            except RecursionError as error:
+                raise RequestError("is nested too deep", param=f"{where}[{i}].input") from error
+            said.call(block.id, block.name, written)
 
 
 def tool_choice(given: ToolChoice) -> str | dict[str, Any]:

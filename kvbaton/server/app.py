@@ -38,6 +38,7 @@ from kvbaton.server.config import EndpointConfig
 from kvbaton.server.frontend import FRONTEND, Frontend
 from kvbaton.server.messages import count_tokens, messages
 from kvbaton.server.openapi import contract, openapi
+from kvbaton.server.responses import not_stored, responses
 from kvbaton.server.tracing import ARRIVED, CLIENT_CLOSED_REQUEST
 from kvbaton.server.validation import check_model, encode
 from kvbaton.version import __version__
@@ -85,6 +86,9 @@ def make_app(
                 web.post("/v1/chat/completions", chat_completions),
                 web.post("/v1/messages", messages),
                 web.post("/v1/messages/count_tokens", count_tokens),
+                web.post("/v1/responses", responses),
+                web.get("/v1/responses/{response_id}", not_stored),
+                web.delete("/v1/responses/{response_id}", not_stored),
                 web.get("/v1/models", models),
                 web.get("/v1/models/{model:.+}", model),
                 web.post("/tokenize", tokenize),

@@ -16,7 +16,7 @@ from kvbaton.engine.validate import check_range
 from kvbaton.errors import RequestError
 from kvbaton.messages import openai
 from kvbaton.messages.engine import Item
-from kvbaton.server.answer import ChunkFormatter, Event, respond
+from kvbaton.server.answer import ChunkFormatter, Event, fold, respond
 from kvbaton.server.auth import tenant
 from kvbaton.server.bodies import read_body
 from kvbaton.server.frontend import FRONTEND, Frontend
@@ -308,7 +308,8 @@ class ChatFormatter(ChunkFormatter[openai.ChatRequest]):
 
     def whole(self, events: Sequence[Event], usage: openai.TokenUsage) -> openai.ChatCompletion:
         """See `ResponseFormatter`."""
-        prompt, outputs = self.prompts[0], [new.output for new in events]
+        prompt, events = self.prompts[0], fold(events)
+        outputs = [new.output for new in events]
         scores = (o.prompt_logprobs for o in outputs if o.prompt_logprobs is not None)
         transfers = (o.kv_transfer_params for o in outputs if o.kv_transfer_params)
         choices = [

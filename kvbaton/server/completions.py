@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 
 from kvbaton.errors import RequestError
 from kvbaton.messages import openai
-from kvbaton.server.answer import ChunkFormatter, Event, respond
+from kvbaton.server.answer import ChunkFormatter, Event, fold, respond
 from kvbaton.server.auth import tenant
 from kvbaton.server.bodies import read_body
 from kvbaton.server.frontend import FRONTEND, Frontend
@@ -121,7 +121,7 @@ class CompletionFormatter(ChunkFormatter[openai.CompletionRequest]):
 
     def whole(self, events: Sequence[Event], usage: openai.TokenUsage) -> openai.Completion:
         """See `ResponseFormatter`."""
-        return self._answer(events, usage, self.times())
+        return self._answer(fold(events), usage, self.times())
 
     def _answer(
         self,

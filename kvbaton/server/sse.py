@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from typing import Any
 
 import aiohttp
 import msgspec
 from aiohttp import web
 from msgspec import Struct
 
-from kvbaton.server.bodies import REQUEST_ID, describe, error_body, speaks_anthropic
+from kvbaton.errors import RequestError
+from kvbaton.server.bodies import REQUEST_ID, describe, error_body
 from kvbaton.types import MAX_MESSAGE_BYTES
 
 logger = logging.getLogger(__name__)
@@ -26,7 +28,7 @@ LAST_WORDS_S = 2.0
 """For a client that is behind to make room for why its stream ends."""
 DONE = b"[DONE]"
 DATA = b"data:"
-_DONE_EVENT = b"data: [DONE]\n\n"
+DONE_EVENT = b"data: [DONE]\n\n"
 EVENTS = "text/event-stream"
 HEADERS = {
     "Content-Type": f"{EVENTS}; charset=utf-8",
@@ -49,12 +51,16 @@ class EventStream:
 
     Attributes:
         held: events that leave with the next ones, or with the end.
+        done: what it ends with if all is well.
+        failed: makes an event of why it has not.
         error: why it has ended early; empty if it has not.
     """
 
     def __init__(self, request: web.Request) -> None:
         self.response = _EventResponse(headers=HEADERS)
         self.held = b""
+        self.done = DONE_EVENT
+        self.failed: Callable[[web.Request, RequestError], bytes] = error_event
         self.error = ""
         self._request = request
         self._chunks: asyncio.Transport | None = None
@@ -85,12 +91,17 @@ class EventStream:
             self._chunks = self._request.transport
 
 
+def error_event(request: web.Request, error: RequestError) -> bytes:
+    """What ends a stream early, as OpenAI's API has it."""
+    return b"data: %b\n\n" % error_body(request, error)
+
+
 @asynccontextmanager
 async def event_stream(request: web.Request, limit_s: float) -> AsyncIterator[EventStream]:
-    """Answer with events, and ``[DONE]`` at the end where OpenAI's API has it.
+    """Answer with events.
 
     The answer begins with the first event, so that a request which fails before has its proper
-    status. A failure after that is sent as an error event, and the stream ends without ``[DONE]``.
+    status. After that the stream ends with an event that tells of the failure.
 
     Args:
         request: to answer.
@@ -107,7 +118,7 @@ async def event_stream(request: web.Request, limit_s: float) -> AsyncIterator[Ev
             if not response.prepared:
                 await response.prepare(request)
             held, stream.held = stream.held, b""
-            await response.write_eof(held if speaks_anthropic(request) else held + _DONE_EVENT)
+            await response.write_eof(held + stream.done)
     except Exception as error:
         if not response.prepared:
             raise
@@ -149,6 +160,11 @@ def event(message: Struct) -> bytes:
     return b"data: %b\n\n" % _encoder.encode(message)
 
 
+def named_event(kind: str, **fields: Any) -> bytes:
+    """Fields and the type that they are of, as an event of that name."""
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encoder.encode({"type": kind, **fields}))
+
+
 async def _end_badly(request: web.Request, stream: EventStream, error: Exception) -> None:
     """Say why, if the client is still there and takes it in time; else hang up."""
     name, transport = request[REQUEST_ID], request.transport
@@ -165,9 +181,7 @@ async def _end_badly(request: web.Request, stream: EventStream, error: Exception
         failure = describe(error)
         logger.info("request %s: ended by %s", name, failure.message)
         with contextlib.suppress(ConnectionResetError):  # it may go away at this very moment
-            kind = b"event: error\n" if speaks_anthropic(request) else b""
-            last = b"%bdata: %b\n\n" % (kind, error_body(request, failure))
-            await stream.response.write(stream.held + last)
+            await stream.response.write(stream.held + stream.failed(request, failure))
             await stream.response.write_eof()
 
 

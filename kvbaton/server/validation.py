@@ -29,8 +29,14 @@ MAX_STOP_LENGTH = 256
 MAX_SALT = 4096
 MAX_BAD_WORDS = 1024
 
-_FIELDS = get_type_hints(ChatRequest, include_extras=True)
-UNSUPPORTED = tuple(name for name, kind in _FIELDS.items() if kind == Refused)
+
+def refused(kind: type[Struct]) -> tuple[str, ...]:
+    """The fields of a request that are known and not supported."""
+    hints = get_type_hints(kind, include_extras=True)
+    return tuple(name for name, hint in hints.items() if hint == Refused)
+
+
+UNSUPPORTED = refused(ChatRequest)
 COPIED = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "logit_bias", "n", "min_tokens", "ignore_eos",
@@ -67,18 +73,27 @@ def check_common(frontend: Frontend, body: SamplingFields) -> None:
         RequestError: another model, something unsupported, or options that exclude each other.
     """
     check_model(frontend, body.model)
-    for name in UNSUPPORTED:
-        value = getattr(body, name, None)
-        harmless = value is None or value is False or value in ("", [])
-        if not harmless:
-            hint = f': give structured_outputs {{"{name[7:]}": ...}}' if "guided_" in name else ""
-            raise RequestError(f"{name} is not supported{hint}", param=name, code="unsupported")
+    check_refused(body, UNSUPPORTED)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise RequestError("best_of must equal n", param="best_of", code="unsupported")
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream=true", param="stream_options")
     if body.stream and body.prompt_logprobs is not None:
         raise RequestError("prompt_logprobs can't be streamed", param="prompt_logprobs")
+
+
+def check_refused(body: Struct, names: Sequence[str]) -> None:
+    """Refuse fields that are not supported, unless they ask for nothing.
+
+    Raises:
+        RequestError: naming the field.
+    """
+    for name in names:
+        value = getattr(body, name, None)
+        harmless = value is None or value is False or value in ("", [])
+        if not harmless:
+            hint = f': give structured_outputs {{"{name[7:]}": ...}}' if "guided_" in name else ""
+            raise RequestError(f"{name} is not supported{hint}", param=name, code="unsupported")
 
 
 def check_model(frontend: Frontend, model: str | None) -> None:

@@ -153,7 +153,7 @@ class HarmonyParser(OutputParser):
         self._calls, self._reasons = calls, reasons
         self._state: Literal["header", "message", "between"] = "header"
         self._header = ""
-        self._kind: Kind = "content"
+        self.kind = "content"
         self._seen: set[Kind] = set()
         self._gap = ""
         self._bare: str | None = None
@@ -182,8 +182,8 @@ class HarmonyParser(OutputParser):
             self._header += piece
         elif self._state == "message" and piece and piece not in (MESSAGE, CONSTRAIN):
             text, self._gap = self._gap + piece, ""
-            self._seen.add(self._kind)
-            return MessagePart(self._kind, text, self.num_calls - 1)
+            self._seen.add(self.kind)
+            return MessagePart(self.kind, text, self.num_calls - 1)
         return None
 
     def _begin(self) -> MessagePart | None:
@@ -194,14 +194,14 @@ class HarmonyParser(OutputParser):
         to_function = name.startswith(_FUNCTIONS)
         self._gap = ""
         if to_function and self._calls:
-            self._kind = "call"
+            self.kind = "call"
             self.num_calls += 1
             function = name.removeprefix(_FUNCTIONS)
             return MessagePart("call", "", self.num_calls - 1, function)
         channel = _CHANNEL.search(self._header)
         # A tool of the model's own (browser, python) is part of how it reasons.
         reasons = (channel and channel[1] == "analysis") or (name and not to_function)
-        self._kind = "reasoning" if reasons and self._reasons else "content"
-        if self._kind in self._seen:
+        self.kind = "reasoning" if reasons and self._reasons else "content"
+        if self.kind in self._seen:
             self._gap = "\n"
         return None

@@ -48,9 +48,11 @@ class OutputParser(ABC):
     """Reads the text of one choice; the parts of a kind, joined, do not depend on how it is cut.
 
     Attributes:
+        kind: of the text that comes now; a call may stand in any.
         num_calls: that have begun.
     """
 
+    kind: Kind
     num_calls = 0
 
     @abstractmethod

@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from kvbaton.errors import RequestError
 from kvbaton.text.call_syntax import CallSyntax
-from kvbaton.text.output_parser import Kind, MessagePart, OutputFormat, OutputParser, split_calls
+from kvbaton.text.output_parser import MessagePart, OutputFormat, OutputParser, split_calls
 from kvbaton.text.structured import SPACE, TEXT, Functions, OutputGrammar, quoted, repeated
 from kvbaton.text.tokenizer import Tokenizer
 
@@ -204,7 +204,7 @@ class TaggedParser(OutputParser):
         self._last = False
         self._parts: list[MessagePart] = []
         self._read = self._read_text
-        self._kind: Kind = "reasoning" if reasons else "content"
+        self.kind = "reasoning" if reasons else "content"
         self._first = not reasons and not reasoned  # reasoning may follow
         self._empty = True  # there is no content yet
         self._after_tag = reasons
@@ -232,7 +232,7 @@ class TaggedParser(OutputParser):
     def _read_text(self) -> bool:
         """Content or reasoning, up to a tag."""
         held, form = self._held, self._form
-        if self._kind == "reasoning":
+        if self.kind == "reasoning":
             pattern = form.reasoning
         elif self._functions is None:
             pattern = form.first_without_calls if self._first else None
@@ -260,9 +260,9 @@ class TaggedParser(OutputParser):
             return True
         self._after_tag = True
         if found.lastgroup == "think":
-            self._kind, self._first = "reasoning", False
+            self.kind, self._first = "reasoning", False
         elif found.lastgroup == "end":
-            self._kind = "content"
+            self.kind = "content"
         return True
 
     def _may_begin_otherwise(self) -> bool:
@@ -274,9 +274,9 @@ class TaggedParser(OutputParser):
             text = text.lstrip()
         if text:
             self._after_tag = False
-            if self._kind == "content" and text.strip():
+            if self.kind == "content" and text.strip():
                 self._empty = self._first = False
-            self._parts.append(MessagePart(self._kind, text.translate(self._form.tags)))
+            self._parts.append(MessagePart(self.kind, text.translate(self._form.tags)))
 
     def _read_head(self) -> bool:
         """Of a call, up to its arguments."""

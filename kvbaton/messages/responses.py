@@ -1,0 +1,186 @@
+"""OpenAI's Responses API as types: requests, items, answers.
+
+Names and shapes are those of OpenAI's API reference; fields marked *extension* are those of chats
+(`messages.openai`). Unknown fields of a request are ignored, as there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import UNSET, Struct, UnsetType
+
+from kvbaton.messages.openai import Refused
+
+Status = Literal["in_progress", "completed", "incomplete", "failed"]
+Kind = Literal["message", "reasoning", "function_call", "function_call_output"]
+
+
+class ResponsePart(Struct, kw_only=True, omit_defaults=True):
+    """A part of an item.
+
+    Attributes:
+        image_url: of an image; an address, or a ``data:`` URL.
+        refusal: what a model has said instead of an answer.
+        annotations: none of ours.
+    """
+
+    type: Literal[
+        "input_text", "input_image", "output_text", "reasoning_text", "summary_text", "refusal"
+    ]
+    text: str | None = None
+    image_url: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class ResponseItem(Struct, kw_only=True, omit_defaults=True):
+    """A message, what the model thinks, a call of its, or what one came to.
+
+    Attributes:
+        type: without one it is a message.
+        content: of a message or of reasoning.
+        call_id: which call and result have in common.
+        namespace: which the called function is in.
+        arguments: of a call, in JSON.
+        output: what a call came to.
+    """
+
+    type: Kind | None = None
+    id: str | None = None
+    status: Status | None = None
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: str | list[ResponsePart] | None = None
+    summary: list[ResponsePart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    namespace: str | None = None
+    arguments: str | None = None
+    output: str | list[ResponsePart] | None = None
+
+
+# --- requests ---
+
+
+class FunctionTool(Struct, tag_field="type", tag="function"):
+    """A tool that the client runs."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamespaceTool(Struct, tag_field="type", tag="namespace"):
+    """Tools with a name in common."""
+
+    name: str
+    tools: list[FunctionTool]
+    description: str | None = None
+
+
+class FunctionChoice(Struct, kw_only=True, omit_defaults=True):
+    """The function that is to be called."""
+
+    type: Literal["function"]
+    name: str
+    namespace: str | None = None
+
+
+class TextConfig(Struct, kw_only=True):
+    """``text``: text, ``json_object`` or ``json_schema``; verbosity is ignored."""
+
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None
+
+
+class ReasoningConfig(Struct, kw_only=True):
+    """``reasoning``: the effort is for the template, a summary is not made."""
+
+    effort: str | None = None
+    summary: str | None = None
+
+
+class ResponseFields(Struct, kw_only=True):
+    """Fields of a request that its answer repeats."""
+
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    metadata: dict[str, str] | None = None
+    parallel_tool_calls: bool | None = True
+    reasoning: ReasoningConfig | None = None
+    temperature: float | None = None
+    text: TextConfig | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = "auto"
+    tools: list[FunctionTool | NamespaceTool] | None = []
+    top_p: float | None = None
+
+
+class ResponsesRequest(ResponseFields, kw_only=True):
+    """Body of ``POST /v1/responses``.
+
+    Among the fields that are ignored are ``store``, since nothing is stored, and ``truncation``:
+    what does not fit the model is refused.
+
+    Attributes:
+        top_k: extension, as all between it and `previous_response_id`.
+    """
+
+    input: str | list[ResponseItem]
+    model: str | None = None
+    stream: bool | None = None
+    include: list[str] | None = None
+
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    timeout: float | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    previous_response_id: Refused = None
+    conversation: Refused = None
+    background: Refused = None
+    prompt: Refused = None
+    context_management: Refused = None
+
+
+# --- answers ---
+
+
+class ResponseUsage(Struct, kw_only=True):
+    """Tokens counted: ``cached_tokens`` of the input, ``reasoning_tokens`` of the output."""
+
+    input_tokens: int
+    input_tokens_details: dict[str, int]
+    output_tokens: int
+    output_tokens_details: dict[str, int]
+    total_tokens: int
+
+
+class ResponseObject(ResponseFields, kw_only=True):
+    """Answer of ``POST /v1/responses``; in most events of a stream still without output.
+
+    Attributes:
+        kv_transfer_params: extension.
+    """
+
+    id: str
+    created_at: int
+    model: str
+    status: Status
+    completed_at: int | None = None
+    error: dict[str, str] | None = None
+    incomplete_details: dict[str, str] | None = None
+    output: list[ResponseItem] = []
+    usage: ResponseUsage | None = None
+    object: Literal["response"] = "response"
+    store: bool = False
+    kv_transfer_params: dict[str, Any] | UnsetType = UNSET
