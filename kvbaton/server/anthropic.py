@@ -128,11 +128,7 @@ def part(block: TextBlock | ImageBlock) -> dict[str, Any]:
 
 
 def answer(said: Conversation, held: Sequence[Struct], where: str) -> None:
-    """Add what the assistant has said, thought and called.
-
-    Raises:
-        RequestError: the input of a call is nested as deep as can just be read.
-    """
+    """Add what the assistant has said, thought and called."""
     said.say("assistant")
     for i, block in enumerate(held):
         if isinstance(block, TextBlock) and block.text:
@@ -140,11 +136,7 @@ def answer(said: Conversation, held: Sequence[Struct], where: str) -> None:
         elif isinstance(block, ThinkingBlock):
             said.think(block.thinking)
         elif isinstance(block, ToolUseBlock):
-            try:
-                written = json.dumps(block.input, ensure_ascii=False)
-            except RecursionError as error:
-                raise RequestError("is nested too deep", param=f"{where}[{i}].input") from error
-            said.call(block.id, block.name, written)
+            said.call(block.id, block.name, json.dumps(block.input, ensure_ascii=False))
 
 
 def tool_choice(given: ToolChoice) -> str | dict[str, Any]:

@@ -117,6 +117,8 @@ def describe(error: BaseException) -> RequestError:
         return RequestError(f"the engine is down: {error}", status=503, code="engine_dead")
     if isinstance(error, TimeoutError):
         return RequestError("the request took longer than its timeout", status=504, code="timeout")
+    if isinstance(error, RecursionError):  # it could just be read, but not be written again
+        return RequestError("the request is nested too deep")
     if isinstance(error, web.HTTPException):
         text = f"{error.reason}: {error.text}" if error.status == 413 else error.reason
         return RequestError(text, status=error.status)

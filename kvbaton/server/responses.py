@@ -61,21 +61,11 @@ async def not_stored(request: web.Request) -> web.StreamResponse:
 
 
 def repeated(asked: ResponsesRequest) -> dict[str, msgspec.Raw]:
-    """What an answer repeats of its request, encoded once.
-
-    Raises:
-        RequestError: a field is nested as deep as can just be read.
-    """
+    """What an answer repeats of its request, encoded once."""
     told = {name: getattr(asked, name) for name in ResponseFields.__struct_fields__}
     told["parallel_tool_calls"] = asked.parallel_tool_calls is not False
     told |= {"tool_choice": asked.tool_choice or "auto", "tools": asked.tools or []}
-    found = {}
-    for name, value in told.items():
-        try:
-            found[name] = msgspec.Raw(msgspec.json.encode(value))
-        except RecursionError as error:
-            raise RequestError("is nested too deep", param=name) from error
-    return found
+    return {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in told.items()}
 
 
 class ResponsesFormatter(ContentBlockFormatter):

@@ -7,6 +7,7 @@ The templates have the shape of those that are published, and their tags.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -334,6 +335,18 @@ async def test_what_is_refused_is_named(start: Any, extra: Any, param: str) -> N
     status, answer = await endpoint.post(CHAT, {"messages": ASK, "tools": TOOLS, **extra})
     assert (status, answer["error"]["param"]) == (400, param), answer
     assert endpoint.source.requests == []
+
+
+async def test_a_schema_that_can_just_be_read(start: Any) -> None:
+    """What is nested deeper than it can be written again is no failure of ours."""
+    endpoint = await start("mistral", "x")
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"a": 0}}}]
+    asked = {"model": "tiny", "messages": ASK, "tools": tools, "tool_choice": "required"}
+    body = json.dumps({**asked, "max_tokens": 1})
+    for depth in range(850, sys.getrecursionlimit()):
+        data = body.replace('"a": 0', f'"a": {"[" * depth}{"]" * depth}')
+        async with endpoint.session.post(CHAT, data=data) as response:
+            assert response.status in (200, 400), depth
 
 
 @pytest.mark.parametrize("family", FAMILIES)
