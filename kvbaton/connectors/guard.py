@@ -135,14 +135,21 @@ class Watch:
 
         One that is down is dialled at once, not when its turn comes.
         """
-        if self._state is _State.CUT:
-            self._guard.dial_now(self)
+        with self._guard.lock:
+            if self._state is _State.CUT:
+                self._known.clear()
+                self.drop()
+                self.dial()
         self._known.wait(seconds)
         return self._state in (_State.HELD, _State.ENDED)
 
     def close(self) -> None:
         """Give it back, once for each `watch`; what was known stays known."""
-        self._guard.unwatch(self)
+        with self._guard.lock:
+            self.users -= 1
+            if not self.users:
+                self.drop()
+                self._guard.watches.pop(self.card, None)
 
     def close_with(self, user: object) -> None:
         """Give it back when nobody holds `user` any more."""
@@ -173,13 +180,6 @@ class Watch:
             self._guard.register(sock, select.EPOLLIN | select.EPOLLRDHUP, self._readable)
 
         self._guard.register(sock, select.EPOLLOUT, connected)
-
-    def dial_again(self) -> None:
-        """Begin anew if the connection is down."""
-        if self._state is _State.CUT:
-            self._known.clear()
-            self.drop()
-            self.dial()
 
     def look(self) -> None:
         """Give up a connection that does not come up; dial again one that went down."""
@@ -236,18 +236,18 @@ class _Guard:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self._life = secrets.token_bytes(_LIFE_BYTES)
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._epoll = select.epoll()
         self._handlers: dict[int, tuple[socket.socket, Callable[[], None]]] = {}
         self._listeners: dict[str, GuardCard] = {}
         self._accepted: dict[int, str] = {}
         self._resting: dict[socket.socket, float] = {}
-        self._watches: dict[GuardCard, Watch] = {}
+        self.watches: dict[GuardCard, Watch] = {}
         self._thread = threading.Thread(target=self._run, name="kvbaton-guard", daemon=True)
         self._thread.start()
 
     def listen(self, host: str) -> GuardCard:
-        with self._lock:
+        with self.lock:
             if host in self._listeners:
                 return self._listeners[host]
             sock = None
@@ -268,24 +268,13 @@ class _Guard:
             return card
 
     def watch(self, card: GuardCard) -> Watch:
-        with self._lock:
-            watch = self._watches.get(card)
+        with self.lock:
+            watch = self.watches.get(card)
             if watch is None:
-                watch = self._watches[card] = Watch(self, card)
+                watch = self.watches[card] = Watch(self, card)
                 watch.dial()
             watch.users += 1
             return watch
-
-    def dial_now(self, watch: Watch) -> None:
-        with self._lock:
-            watch.dial_again()
-
-    def unwatch(self, watch: Watch) -> None:
-        with self._lock:
-            watch.users -= 1
-            if not watch.users:
-                watch.drop()
-                self._watches.pop(watch.card, None)
 
     def register(self, sock: socket.socket, events: int, handler: Callable[[], None]) -> None:
         self._handlers[sock.fileno()] = (sock, handler)
@@ -300,12 +289,12 @@ class _Guard:
     def _run(self) -> None:
         while True:
             for descriptor, _ in self._epoll.poll(REDIAL_S / 4):
-                with self._lock:
+                with self.lock:
                     _, handler = self._handlers.get(descriptor, (None, None))
                     if handler is not None:
                         self._guarded(handler)
-            with self._lock:
-                for watch in list(self._watches.values()):
+            with self.lock:
+                for watch in list(self.watches.values()):
                     self._guarded(watch.look)
                 now = time.monotonic()
                 for listener in [one for one, until in self._resting.items() if until <= now]:
