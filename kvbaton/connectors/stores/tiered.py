@@ -283,7 +283,7 @@ class TieredStore(ComposedStore):
                 kept = {key: [data] for key, data in copies if data is not None}
                 if kept:
                     storing = self._store_above("promoted", depth, kept)
-                    self._move(list(kept), self._spend(sum(map(_length, kept.values())), storing))
+                    self._move(list(kept), storing, sum(map(_length, kept.values())))
         return [depth is not None for depth in depths]
 
     @override
@@ -384,13 +384,6 @@ class TieredStore(ComposedStore):
         stored = await self._store_in(self.tiers[:depth], list(objects), list(objects.values()))
         self.counts[what] += sum(stored)
 
-    async def _spend(self, num_bytes: int, work: Coroutine[Any, Any, None]) -> None:
-        """Do what bytes were taken for, then give them back."""
-        try:
-            await work
-        finally:
-            self._allowance.give(num_bytes)
-
     async def _prefetch(self, depth: int, keys: list[bytes]) -> None:
         for first in range(0, len(keys), PREFETCH_OBJECTS):
             # Those that were loaded meanwhile are promoted anyway.
@@ -466,7 +459,7 @@ class TieredStore(ComposedStore):
                     self.counts["demoted"] += 1
                     return
 
-        self._move([key], self._spend(len(data), lower()))
+        self._move([key], lower(), len(data))
 
     def _copy(self, pieces: Pieces) -> memoryview | None:
         if self._allowance.take(_length(pieces)):
@@ -474,12 +467,18 @@ class TieredStore(ComposedStore):
         self.counts["left"] += 1
         return None
 
-    def _move(self, keys: Sequence[bytes], work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run what moves objects; meanwhile who wants one of them waits for it."""
+    def _move(
+        self, keys: Sequence[bytes], work: Coroutine[Any, Any, None], num_bytes: int = 0
+    ) -> asyncio.Task[None]:
+        """Run what moves objects; meanwhile who wants one of them waits for it.
+
+        When it ends, so many bytes that were taken for it are given back.
+        """
         task = asyncio.get_running_loop().create_task(work)
         self._moving.update(dict.fromkeys(keys, task))
 
         def moved(task: asyncio.Task[None]) -> None:
+            self._allowance.give(num_bytes)
             for key in keys:
                 if self._moving.get(key) is task:
                     del self._moving[key]
