@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice, takewhile
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -44,13 +44,7 @@ from kvbaton.connectors.store import (
     Usage,
 )
 from kvbaton.connectors.stores.arena_copies import ArenaCopies, Extent, copy
-from kvbaton.connectors.stores.threaded import (
-    ONE,
-    BatchLimit,
-    ThreadedStore,
-    leading,
-    usage_by_namespace,
-)
+from kvbaton.connectors.stores.threaded import ONE, BatchLimit, ThreadedStore, usage_by_namespace
 from kvbaton.errors import ConfigError, StoreError
 
 WINDOW = 64
@@ -117,10 +111,7 @@ class MemoryStore(ThreadedStore):
     ) -> Future[Found]:
         """See `Store.lookup`; answered on the spot, since it only looks into a table."""
         answer: Future[Found] = Future()
-        there = self.backend.longest_prefix(keys) if prefix else len(keys)
-        found = self.backend.find(keys[:there], pin)
-        missing = leading(0, len(keys) - there).present
-        answer.set_result(Found(found.present + missing, found.ticket))
+        answer.set_result(self.backend.find(keys, pin, prefix))
         return answer
 
     def release(self, ticket: int) -> None:
@@ -258,19 +249,20 @@ class Arena:
 
     def longest_prefix(self, keys: Sequence[bytes]) -> int:
         """See `DeclaredBackend.longest_prefix`."""
-        with self._changed:
-            self._expire()
-            return sum(1 for _ in takewhile(self._written, keys))
+        return sum(self.find(keys, prefix=True).present)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """See `Backend.contains`."""
-        return list(self.find(keys, pin=False).present)
+        return list(self.find(keys).present)
 
-    def find(self, keys: Sequence[bytes], pin: bool) -> Found:
+    def find(self, keys: Sequence[bytes], pin: bool = False, prefix: bool = False) -> Found:
         """See `Store.lookup`."""
         with self._changed:
             self._expire()
             entries = [self._written(key) for key in keys]
+            if prefix and None in entries:
+                gap = entries.index(None)
+                entries[gap:] = [None] * (len(entries) - gap)
             found = [entry for entry in entries if entry is not None]
             ticket = None
             if pin and found:
