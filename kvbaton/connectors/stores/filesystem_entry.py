@@ -17,11 +17,10 @@ import os
 import struct
 import threading
 import time
-from binascii import hexlify
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import partial
 from itertools import islice
 from typing import NamedTuple, Self
 
@@ -29,7 +28,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from kvbaton.connectors.store import CLAIM_S, KEY_BYTES, Hints, Pieces
+from kvbaton.connectors.store import CLAIM_S, Hints, Pieces
 from kvbaton.connectors.stores.arena_copies import cut
 from kvbaton.connectors.stores.filesystem_space import closing_file, remove_file
 
@@ -162,39 +161,11 @@ def start_of(num_bytes: int) -> int:
 
 def header(key: bytes, num_bytes: int, start: int, labels: EntryLabels = NO_LABELS) -> bytes:
     """What stands before an object that begins at `start`: one tensor ``object`` of U8."""
-    before, spaces = _around(start)
-    return b"".join((before, key.hex().encode(), _behind_key(num_bytes, labels), spaces))
-
-
-_ABOUT = b'{"__metadata__":{"format":"kvbaton-object-2","key":"'
-_KEY_AT = _LENGTH.size + len(_ABOUT)
-_KEY_END = _KEY_AT + 2 * KEY_BYTES
-
-
-@lru_cache(maxsize=64)
-def _around(start: int) -> tuple[bytes, bytes]:
-    """What a header that long has before the key, and behind its first `HEADER_BYTES`."""
-    return _LENGTH.pack(start - _LENGTH.size) + _ABOUT, b" " * (start - HEADER_BYTES)
-
-
-def _behind_key(num_bytes: int, labels: EntryLabels) -> bytes:
-    """The rest of a header's first `HEADER_BYTES`."""
-    told = {name: str(value) for name, value in labels._asdict().items() if value}
-    more = b"," + msgspec.json.encode(told)[1:-1] if told else b""
-    tensor = f'{{"dtype":"U8","shape":[{num_bytes}],"data_offsets":[0,{num_bytes}]}}'
-    return b"".join((b'"', more, f'}},"object":{tensor}}}'.encode())).ljust(HEADER_BYTES - _KEY_END)
-
-
-@lru_cache(maxsize=64)
-def _found(behind_key: bytes, num_bytes: int) -> FoundEntry | None:
-    """What the rest of a header's first bytes tells; None if it is none of such an object.
-
-    Objects of one size that are told the same of have the same rest, so it is read once.
-    """
-    labels = labels_of(bytes(_LENGTH.size) + _ABOUT + behind_key)
-    if labels is None or behind_key != _behind_key(num_bytes, labels):
-        return None
-    return FoundEntry(num_bytes, labels)
+    about = {"format": "kvbaton-object-2", "key": key.hex()}
+    about |= {name: str(value) for name, value in labels._asdict().items() if value}
+    tensor = {"dtype": "U8", "shape": [num_bytes], "data_offsets": [0, num_bytes]}
+    told = msgspec.json.encode({"__metadata__": about, "object": tensor})
+    return _LENGTH.pack(start - _LENGTH.size) + told.ljust(start - _LENGTH.size)
 
 
 class _Head(Struct):
@@ -266,13 +237,12 @@ class EntryBuffer:
         return self._check(key, num_bytes, start)
 
     def _check(self, key: bytes, num_bytes: int, start: int) -> FoundEntry | None:
-        """What the header in our pages tells, if it is this object's."""
-        head, (before, spaces) = self._memory[:start], _around(start)
-        if not (head.startswith(before) and head.endswith(spaces)):
+        """What the header in our pages tells, if it is the one of this object."""
+        head = self._memory[:start]
+        labels = labels_of(head[:HEADER_BYTES])
+        if labels is None or head != header(key, num_bytes, start, labels):
             return None
-        if head[_KEY_AT:_KEY_END] != hexlify(key):
-            return None
-        return _found(head[_KEY_END:HEADER_BYTES], num_bytes)
+        return FoundEntry(num_bytes, labels)
 
 
 def _cut(pieces: Pieces, start: int, num_bytes: int) -> tuple[Pieces, Pieces]:
