@@ -33,7 +33,7 @@ from kvbaton.connectors.store import (
 )
 from kvbaton.connectors.stores.memory import Arena, MemoryStore
 from kvbaton.errors import StoreError
-from kvbaton.testing.store_objects import Owner, make_layout
+from kvbaton.testing.store_objects import OWNED, Owner
 
 CAPACITY = 32 << 20
 _LEAKED: list[bytes] = []
@@ -807,6 +807,6 @@ BROKEN_NAMES: dict[str, tuple[Callable[[Owner], list[bytes]], str]] = {
     "ignore the encoder": (_record_blind("encoder"), "L4.another-item"),
     "ignore the dtype": (_record_blind("dtype"), "L4.another-dtype"),
     "ignore the KV dtype": (_record_blind("kv_dtype"), "L4.another-dtype"),
-    "ignore the layout": (_blind(layouts=(make_layout(),)), "L4.another-layout"),
+    "ignore the layout": (_blind(layouts=OWNED.layouts()), "L4.another-layout"),
 }
 """Each broken way to name objects, and the case that must catch it, before any other does."""
