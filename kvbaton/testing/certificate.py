@@ -209,7 +209,8 @@ def page(certificate: Certificate) -> str:
             if o.verdict is not CaseVerdict.PASSED
         ]
         if some:
-            levels.append([f"L{level} {subject}", f"{len(passed)}: {', '.join(passed)}", *rest])
+            count = f"{len(passed)}: {', '.join(passed)}"
+            levels.append([f"L{level} {subject}", count, "; ".join(rest)])
     lines = [
         "<!doctype html>",
         '<html lang="en"><meta charset="utf-8">',
@@ -220,8 +221,7 @@ def page(certificate: Certificate) -> str:
     if told.exclusions:
         excluded = [[case, reason] for case, reason in told.exclusions.items()]
         lines += ["<h2>Excluded</h2>", _table(excluded, ["case", "reason"])]
-    rows = [[head, passed, "; ".join(rest)] for head, passed, *rest in levels]
-    lines += ["<h2>Cases</h2>", _table(rows, ["level", "passed", "not run, or failed"])]
+    lines += ["<h2>Cases</h2>", _table(levels, ["level", "passed", "not run, or failed"])]
     if told.speed:
         values = [
             [f"{value:.3g}" if isinstance(value, float) else value for value in row.values()]
