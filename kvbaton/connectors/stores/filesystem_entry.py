@@ -48,7 +48,21 @@ class FileMover:
 
         False if the file ends before, or takes no more; raises `OSError` otherwise.
         """
-        return _move_all(os.pwritev if write else os.preadv, file, pieces)
+        move: Callable[[int, Sequence[memoryview], int], int] = os.pwritev if write else os.preadv
+        if len(pieces) <= _MAX_PIECES and move(file, pieces, 0) == sum(map(len, pieces)):
+            return True
+        left, offset = deque(piece for piece in pieces if piece), 0
+        while left:
+            done = move(file, list(islice(left, _MAX_PIECES)), offset)
+            if not done:
+                return False
+            offset += done
+            while done:
+                piece = left.popleft()
+                if done < len(piece):
+                    left.appendleft(piece[done:])
+                done -= min(done, len(piece))
+        return True
 
 
 class DirectFileMover(FileMover):
@@ -83,26 +97,6 @@ class DirectFileMover(FileMover):
 def _is_aligned(piece: memoryview) -> bool:
     address: int = np.frombuffer(piece, np.uint8).ctypes.data if piece else 0
     return address % PAGE == 0 and len(piece) % PAGE == 0
-
-
-def _move_all(
-    move: Callable[[int, Sequence[memoryview], int], int], file: int, pieces: Pieces
-) -> bool:
-    """Read or write pieces from the start of a file on; False if it ends before."""
-    if len(pieces) <= _MAX_PIECES and move(file, pieces, 0) == sum(map(len, pieces)):
-        return True
-    left, offset = deque(piece for piece in pieces if piece), 0
-    while left:
-        done = move(file, list(islice(left, _MAX_PIECES)), offset)
-        if not done:
-            return False
-        offset += done
-        while done:
-            piece = left.popleft()
-            if done < len(piece):
-                left.appendleft(piece[done:])
-            done -= min(done, len(piece))
-    return True
 
 
 HEADER_BYTES = 512
@@ -226,15 +220,10 @@ class EntryBuffer:
                         piece[:] = self._pages[start : start + len(piece)]
                         start += len(piece)
                     return found
-        if size < HEADER_BYTES or not mover.move(file, [self._pages[: _LENGTH.size]], write=False):
+        if size < HEADER_BYTES or not mover.move(file, [self._pages[:size]], write=False):
             return None
         start = _LENGTH.size + _LENGTH.unpack(self._pages[: _LENGTH.size])[0]
-        num_bytes = size - start
-        if num_bytes < 0 or start != start_of(num_bytes):
-            return None
-        if not mover.move(file, [self._pages[:start]], write=False):
-            return None
-        return self._check(key, num_bytes, start)
+        return self._check(key, size - start, start) if start == start_of(size - start) else None
 
     def _check(self, key: bytes, num_bytes: int, start: int) -> FoundEntry | None:
         """What the header in our pages tells, if it is the one of this object."""
