@@ -66,18 +66,17 @@ class Certificate:
     cases: Sequence[Outcome]
 
 
-def certify(subject: Subject, speed: Speed, limit: float | None = None) -> tuple[Certificate, int]:
+def certify(subject: Subject, speed: Speed) -> tuple[Certificate, int]:
     """Run all cases, and measure; the certificate, and the exit status of `check_all`.
 
     Args:
         subject: what to check.
         speed: see `Speed`.
-        limit: seconds after which a case has failed; None for that of `Subject.run`.
 
     Raises:
         ConfigError: it can't be built or opened.
     """
-    outcomes, status, verdict = check_all(subject, subject.cases(), limit=limit)
+    outcomes, status, verdict = check_all(subject, subject.cases())
     target, options = split_spec(subject.spec, subject.registry)
     found = find_connector(subject.registry, target)
     with subject.rig() as rig:
