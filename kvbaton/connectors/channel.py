@@ -131,19 +131,12 @@ class ControlChannel:
         """Take in what has come, at most a batch per link; never blocks."""
         if self._gate is not None:
             self._gate.answer()
-        got = []
-        for frames in drain(self._router):
-            if len(frames) == 2:
-                got.append((Link(_INCOMING + frames[0]), frames[1]))
-            else:
-                self.dropped += 1
+        came = [(Link(_INCOMING + sender), rest) for sender, *rest in drain(self._router)]
         for link, dealer in self._dealers.items():
-            for frames in drain(dealer):
-                if len(frames) == 1:
-                    got.append((link, frames[0]))
-                else:
-                    self.dropped += 1
-        return got
+            came += [(link, frames) for frames in drain(dealer)]
+        whole = [(link, frames[0]) for link, frames in came if len(frames) == 1]
+        self.dropped += len(came) - len(whole)
+        return whole
 
     def hang_up(self, address: str) -> None:
         """Close the link to an address, if one is open."""

@@ -268,9 +268,7 @@ def _values(
     flat = sums.reshape(len(sums), -1)  # all sums of a block in a row
     width = sum(math.prod(plane.shape[HEAD : KV + 1]) for plane in layout.planes)
     assert flat.shape[1] == width, f"{flat.shape[1]} sums a block, of planes of {width}"
-    first_unit, units = first_block, flat
-    if unit != layout.block_size:
-        first_unit, units = unit_sums(flat, first_block, layout.block_size, unit)
+    first_unit, units = unit_sums(flat, first_block, layout.block_size, unit)
     total = np.zeros(len(units), np.uint64)
     for share in shares:
         mine = units[:, share.source_columns if of_source else share.target_columns]

@@ -17,25 +17,24 @@ one has to be closed (a stranger's, or one that sends) it is reset. A child that
 them, so the process counts as alive until the child has ended as well.
 
 A stranger who dials costs a descriptor, of which there are at most `MAX_ACCEPTED`, and
-`MAX_PER_ADDRESS` for one address; nothing of what it sends is read.
+`MAX_PER_ADDRESS` for one address; of what it sends one byte is read.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import enum
 import ipaddress
 import logging
 import os
 import secrets
-import select
 import socket
 import struct
 import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Annotated
@@ -109,11 +108,10 @@ class Watch:
         self.card = card
         self.users = 0
         self._guard = guard
-        self._state = _State.DIALLING
-        self._since = self._cut_since = time.monotonic()
+        self._state, self._since = _State.DIALLING, time.monotonic()
         self._known = threading.Event()
-        self._socket: socket.socket | None = None
-        self._said = b""
+        self._dial_now = asyncio.Event()
+        self._following = asyncio.run_coroutine_threadsafe(self._follow(), guard.loop)
 
     @property
     def held(self) -> bool:
@@ -123,7 +121,7 @@ class Watch:
     @property
     def cut(self) -> bool:
         """The connection is down, for `CUT_S`, without proof of anything: it can't be reached."""
-        return self._state is _State.CUT and time.monotonic() - self._cut_since >= CUT_S
+        return self._state is _State.CUT and time.monotonic() - self._since >= CUT_S
 
     @property
     def dead(self) -> bool:
@@ -135,126 +133,100 @@ class Watch:
 
         One that is down is dialled at once, not when its turn comes.
         """
-        if self._state is _State.CUT:
-            self._guard.dial_now(self)
+        with self._guard.lock:
+            if self._state is _State.CUT:
+                self._known.clear()
+                self._guard.loop.call_soon_threadsafe(self._dial_now.set)
         self._known.wait(seconds)
         return self._state in (_State.HELD, _State.ENDED)
 
     def close(self) -> None:
         """Give it back, once for each `watch`; what was known stays known."""
-        self._guard.unwatch(self)
+        with self._guard.lock:
+            self.users -= 1
+            if not self.users:
+                self._following.cancel()
+                self._guard.watches.pop(self.card, None)
 
     def close_with(self, user: object) -> None:
         """Give it back when nobody holds `user` any more."""
         weakref.finalize(user, self.close).atexit = False
 
-    # --- called under the guard's lock ---
+    # --- in the guard's thread ---
 
-    def dial(self) -> None:
-        """Begin to connect."""
-        self._since, self._said = time.monotonic(), b""
+    async def _follow(self) -> None:
+        """Dial until an orderly end was seen; between two tries it rests."""
+        while True:
+            try:
+                await self._connection()
+                self._become(_State.ENDED)
+                return
+            except Exception as error:  # whatever it is, it proves nothing
+                where = f"{self.card.host}:{self.card.port}"
+                log.debug("guard connection to %s: %s", where, error or type(error).__name__)
+            self._become(_State.CUT)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(REDIAL_S):
+                    await self._dial_now.wait()
+            self._dial_now.clear()
+
+    async def _connection(self) -> None:
+        """Dial, and return when whoever said that it has our card's life closes in order."""
+        loop, life = self._guard.loop, self.card.life
         family = socket.AF_INET6 if ":" in self.card.host else socket.AF_INET
-        try:
-            sock = self._socket = socket.socket(family, socket.SOCK_STREAM)
+        with socket.socket(family, socket.SOCK_STREAM) as sock:
             sock.setblocking(False)
             _keep_alive(sock)
-            sock.connect((self.card.host, self.card.port))
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            self._lose(f"can't be dialled: {error}")
-            return
+            said = b""
+            async with asyncio.timeout(DIAL_S):
+                await loop.sock_connect(sock, (self.card.host, self.card.port))
+                while len(said) < len(life):
+                    data = await loop.sock_recv(sock, len(life) + 1 - len(said))
+                    if not data:
+                        raise ConnectionError("closed before it said who it is")
+                    said += data
+            if said != life:
+                raise ConnectionError("another process answers")
+            self._become(_State.HELD)
+            if await loop.sock_recv(sock, 1):
+                raise ConnectionError("another process answers")
 
-        def connected() -> None:
-            if error := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                self._lose(os.strerror(error))
-                return
-            self._guard.unregister(sock)
-            self._guard.register(sock, select.EPOLLIN | select.EPOLLRDHUP, self._readable)
-
-        self._guard.register(sock, select.EPOLLOUT, connected)
-
-    def dial_again(self) -> None:
-        """Begin anew if the connection is down."""
-        if self._state is _State.CUT:
-            self._known.clear()
-            self.drop()
-            self.dial()
-
-    def look(self) -> None:
-        """Give up a connection that does not come up; dial again one that went down."""
-        now = time.monotonic()
-        if self._socket is not None and self._state is not _State.HELD:
-            if now - self._since > DIAL_S:
-                self._lose("did not answer")
-        elif self._state is _State.CUT and now - self._since > REDIAL_S:
-            self.dial()
-
-    def drop(self) -> None:
-        """Close the connection, if there is one."""
-        if self._socket is not None:
-            self._guard.unregister(self._socket)
-            self._socket.close()
-            self._socket = None
-
-    def _readable(self) -> None:
-        """Who it is, then nothing until the end."""
-        assert self._socket is not None
-        try:
-            data = self._socket.recv(_LIFE_BYTES + 1)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            self._lose(str(error))
-            return
-        if not data:  # the other side closed in order: death, if we knew who it was
-            if self._state is not _State.HELD:
-                self._lose("closed before it said who it is")
-                return
-            self._state, self._since = _State.ENDED, time.monotonic()
-            self.drop()
-            return
-        self._said += data
-        if self._said == self.card.life:
-            self._state = _State.HELD
+    def _become(self, state: _State) -> None:
+        with self._guard.lock:
+            if self._state is not state:
+                self._since = time.monotonic()  # first: who reads takes no lock
+                self._state = state
             self._known.set()
-        elif not self.card.life.startswith(self._said):
-            self._lose("another process answers")
-
-    def _lose(self, why: str) -> None:
-        log.debug("guard connection to %s:%d: %s", self.card.host, self.card.port, why)
-        self._since = time.monotonic()
-        if self._state is not _State.CUT:
-            self._state, self._cut_since = _State.CUT, self._since
-        self._known.set()
-        self.drop()
 
 
 class _Guard:
-    """All guard connections of this process, both ends, and the one thread that serves them."""
+    """All guard connections of this process, both ends, and the one thread that serves them.
 
-    def __init__(self) -> None:
+    Args:
+        parent: that of the process that this one was forked off: its connections stay open here.
+    """
+
+    def __init__(self, parent: _Guard | None) -> None:
         self.pid = os.getpid()
+        self.lock = threading.RLock()
+        self.loop = asyncio.SelectorEventLoop()
+        self.watches: dict[GuardCard, Watch] = {}
+        self._parent = parent
         self._life = secrets.token_bytes(_LIFE_BYTES)
-        self._lock = threading.RLock()
-        self._epoll = select.epoll()
-        self._handlers: dict[int, tuple[socket.socket, Callable[[], None]]] = {}
         self._listeners: dict[str, GuardCard] = {}
-        self._accepted: dict[int, str] = {}
-        self._resting: dict[socket.socket, float] = {}
-        self._watches: dict[GuardCard, Watch] = {}
-        self._thread = threading.Thread(target=self._run, name="kvbaton-guard", daemon=True)
-        self._thread.start()
+        self._accepted: dict[asyncio.Task[None], str] = {}
+        run = self.loop.run_forever
+        threading.Thread(target=run, name="kvbaton-guard", daemon=True).start()
 
     def listen(self, host: str) -> GuardCard:
-        with self._lock:
+        with self.lock:
             if host in self._listeners:
                 return self._listeners[host]
             sock = None
             try:
                 found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
                 sock = socket.socket(found[0], socket.SOCK_STREAM)
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)  # nothing is ever read
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)  # for what none sends
                 sock.bind(found[4])
                 sock.listen(128)
                 sock.setblocking(False)
@@ -262,94 +234,48 @@ class _Guard:
                 if sock is not None:
                     sock.close()
                 raise ConfigError("--host", f"can't listen on {host!r}: {error}") from error
-            self.register(sock, select.EPOLLIN, lambda: self._accept(sock))
+            asyncio.run_coroutine_threadsafe(self._accept(sock), self.loop)
             address, port = sock.getsockname()[:2]
             card = self._listeners[host] = GuardCard(address, port, self._life)
             return card
 
     def watch(self, card: GuardCard) -> Watch:
-        with self._lock:
-            watch = self._watches.get(card)
+        with self.lock:
+            watch = self.watches.get(card)
             if watch is None:
-                watch = self._watches[card] = Watch(self, card)
-                watch.dial()
+                watch = self.watches[card] = Watch(self, card)
             watch.users += 1
             return watch
 
-    def dial_now(self, watch: Watch) -> None:
-        with self._lock:
-            watch.dial_again()
+    # --- in its thread ---
 
-    def unwatch(self, watch: Watch) -> None:
-        with self._lock:
-            watch.users -= 1
-            if not watch.users:
-                watch.drop()
-                self._watches.pop(watch.card, None)
-
-    def register(self, sock: socket.socket, events: int, handler: Callable[[], None]) -> None:
-        self._handlers[sock.fileno()] = (sock, handler)
-        self._epoll.register(sock, events)
-
-    def unregister(self, sock: socket.socket) -> None:
-        if self._handlers.pop(sock.fileno(), None) is not None:
-            self._epoll.unregister(sock)
-
-    # --- the thread ---
-
-    def _run(self) -> None:
+    async def _accept(self, listener: socket.socket) -> None:
         while True:
-            for descriptor, _ in self._epoll.poll(REDIAL_S / 4):
-                with self._lock:
-                    _, handler = self._handlers.get(descriptor, (None, None))
-                    if handler is not None:
-                        self._guarded(handler)
-            with self._lock:
-                for watch in list(self._watches.values()):
-                    self._guarded(watch.look)
-                now = time.monotonic()
-                for listener in [one for one, until in self._resting.items() if until <= now]:
-                    del self._resting[listener]
-                    self._epoll.modify(listener, select.EPOLLIN)
+            try:
+                sock, address = await self.loop.sock_accept(listener)
+            except OSError as error:  # out of descriptors, say: do not spin
+                log.warning("accepting a guard connection failed: %s", error)
+                await asyncio.sleep(ACCEPT_PAUSE_S)
+                continue
+            host = address[0]
+            full = len(self._accepted) >= MAX_ACCEPTED
+            if full or Counter(self._accepted.values())[host] >= MAX_PER_ADDRESS:
+                _reset(sock)
+            else:
+                kept = self.loop.create_task(self._keep(sock))
+                self._accepted[kept] = host
+                kept.add_done_callback(self._accepted.pop)
 
-    def _guarded(self, call: Callable[[], None]) -> None:
-        """One connection's trouble is nobody else's."""
+    async def _keep(self, sock: socket.socket) -> None:
+        """Keep a connection until its dialler has gone, or sends, as none does who knows better."""
         try:
-            call()
-        except Exception:
-            log.exception("a guard connection failed")
-
-    def _accept(self, listener: socket.socket) -> None:
-        try:
-            sock, address = listener.accept()
-        except BlockingIOError:
-            return
-        except OSError as error:
-            log.warning("accepting a guard connection failed: %s", error)
-            self._epoll.modify(listener, 0)  # out of descriptors, say: do not spin
-            self._resting[listener] = time.monotonic() + ACCEPT_PAUSE_S
-            return
-        host = address[0]
-        full = len(self._accepted) >= MAX_ACCEPTED
-        if full or Counter(self._accepted.values())[host] >= MAX_PER_ADDRESS:
-            _reset(sock)
-            return
-        try:
-            sock.setblocking(False)
             _keep_alive(sock)
-            sock.send(self._life)
-        except OSError:
+            await self.loop.sock_sendall(sock, self._life)
+            await self.loop.sock_recv(sock, 1)
+        except OSError as error:
+            log.debug("a guard connection has ended: %s", error)
+        finally:
             _reset(sock)
-            return
-        self._accepted[sock.fileno()] = host
-
-        def leave() -> None:
-            """The dialler has gone, or it sends, which nobody does who knows what this is for."""
-            self._accepted.pop(sock.fileno(), None)
-            self.unregister(sock)
-            _reset(sock)
-
-        self.register(sock, select.EPOLLIN | select.EPOLLRDHUP, leave)
 
 
 _guard: _Guard | None = None
@@ -385,7 +311,7 @@ def _this_process() -> _Guard:
     global _guard
     with _guard_lock:
         if _guard is None or _guard.pid != os.getpid():
-            _guard = _Guard()
+            _guard = _Guard(_guard)
         return _guard
 
 

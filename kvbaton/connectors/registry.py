@@ -127,15 +127,10 @@ class Contract:
             raise ConfigError(flag, f"{target}'s contract is {written!r}, not MAJOR.MINOR")
         major, minor = map(int, version.groups())
         ours = f"this kvbaton knows {self.oldest}.0 to {self}"
-        if (major, minor) > (self.major, self.minor):
-            raise ConfigError(
-                flag, f"{target} was written to contract {written}; {ours}: install a later one"
-            )
-        if major < self.oldest:
-            raise ConfigError(
-                flag,
-                f"{target} was written to contract {written}; {ours}: install a later {target}",
-            )
+        if major < self.oldest or (major, minor) > (self.major, self.minor):
+            later = target if major < self.oldest else "one"
+            told = f"{target} was written to contract {written}; {ours}: install a later {later}"
+            raise ConfigError(flag, told)
         if major < self.major:
             told = f"{target} was written to contract {written}, which a later kvbaton refuses"
             warnings.warn(f"{told}; the present one is {self}", FutureWarning, stacklevel=4)

@@ -66,18 +66,17 @@ class Certificate:
     cases: Sequence[Outcome]
 
 
-def certify(subject: Subject, speed: Speed, limit: float | None = None) -> tuple[Certificate, int]:
+def certify(subject: Subject, speed: Speed) -> tuple[Certificate, int]:
     """Run all cases, and measure; the certificate, and the exit status of `check_all`.
 
     Args:
         subject: what to check.
         speed: see `Speed`.
-        limit: seconds after which a case has failed; None for that of `Subject.run`.
 
     Raises:
         ConfigError: it can't be built or opened.
     """
-    outcomes, status, verdict = check_all(subject, subject.cases(), limit=limit)
+    outcomes, status, verdict = check_all(subject, subject.cases())
     target, options = split_spec(subject.spec, subject.registry)
     found = find_connector(subject.registry, target)
     with subject.rig() as rig:
@@ -209,7 +208,8 @@ def page(certificate: Certificate) -> str:
             if o.verdict is not CaseVerdict.PASSED
         ]
         if some:
-            levels.append([f"L{level} {subject}", f"{len(passed)}: {', '.join(passed)}", *rest])
+            count = f"{len(passed)}: {', '.join(passed)}"
+            levels.append([f"L{level} {subject}", count, "; ".join(rest)])
     lines = [
         "<!doctype html>",
         '<html lang="en"><meta charset="utf-8">',
@@ -220,8 +220,7 @@ def page(certificate: Certificate) -> str:
     if told.exclusions:
         excluded = [[case, reason] for case, reason in told.exclusions.items()]
         lines += ["<h2>Excluded</h2>", _table(excluded, ["case", "reason"])]
-    rows = [[head, passed, "; ".join(rest)] for head, passed, *rest in levels]
-    lines += ["<h2>Cases</h2>", _table(rows, ["level", "passed", "not run, or failed"])]
+    lines += ["<h2>Cases</h2>", _table(levels, ["level", "passed", "not run, or failed"])]
     if told.speed:
         values = [
             [f"{value:.3g}" if isinstance(value, float) else value for value in row.values()]

@@ -347,7 +347,7 @@ def check_all(
     subject: Subject,
     cases: Sequence[Case[Any]],
     *,
-    limit: float | None,
+    limit: float | None = None,
     stop_at_failure: bool = False,
 ) -> tuple[list[Outcome], int, str]:
     """Run cases and print each; the outcomes, an exit status as of `main`, and the verdict.

@@ -9,9 +9,9 @@ Equal arguments give equal files. The text is noise, but every part of the path 
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvbaton.testing.checkpoint_config import (
-    ARCHITECTURES,
-    EXPERTS,
-    LATENT,
-    CheckpointSpec,
-    write_config,
-)
+from kvbaton.testing.checkpoint_config import EXPERTS, LATENT, CheckpointSpec, write_config
 
 __all__ = ["CheckpointSpec", "make_checkpoint"]
 
@@ -341,27 +335,16 @@ def _weights(spec: CheckpointSpec, config: dict[str, Any]) -> Iterator[tuple[str
 
 
 def main() -> None:
-    """``python -m kvbaton.testing.checkpoints FOLDER``: make a model for a demo or a benchmark."""
-    parser = argparse.ArgumentParser(description="Make a small random model folder.")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--family", choices=sorted(ARCHITECTURES), default="llama")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--hidden-size", type=int, default=512)
-    parser.add_argument("--max-position-embeddings", type=int, default=8192)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    """``python -m kvbaton.testing.checkpoints FOLDER``: make a model for the demo."""
     spec = CheckpointSpec(
-        family=args.family,
-        seed=args.seed,
-        hidden_size=args.hidden_size,
-        intermediate_size=3 * args.hidden_size,
-        num_layers=args.layers,
-        num_heads=args.hidden_size // 64,
-        num_kv_heads=max(1, args.hidden_size // 256),
+        hidden_size=512,
+        intermediate_size=1536,
+        num_layers=8,
+        num_heads=8,
         head_dim=64,
-        max_position_embeddings=args.max_position_embeddings,
+        max_position_embeddings=8192,
     )
-    print(make_checkpoint(args.folder, spec))
+    print(make_checkpoint(sys.argv[1], spec))
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvbaton.errors import StoreError
-from kvbaton.testing.kit import KitBroke, require
+from kvbaton.testing.kit import require
 from kvbaton.testing.remote import start_worker
 from kvbaton.testing.remote_worker import remote_objects
-from kvbaton.testing.store_rig import BackDoor, StoreRig, case, views
+from kvbaton.testing.store_rig import StoreRig, case, views
 
 SIZE = 2 << 20
 COUNT = 3
@@ -144,7 +144,7 @@ def cut_objects(rig: StoreRig) -> None:
         objects = rig.objects([100_000])
         (key,) = objects
         rig.put(objects)
-        _door(rig).cut(key, left)
+        rig.door.cut(key, left)
         require(rig.get(key, 100_000) is None, f"loaded, though cut to {left} bytes")
         if rig.store.capabilities.persistent:
             rig.reopen()
@@ -160,7 +160,7 @@ def spoiled_objects(rig: StoreRig) -> None:
         objects = rig.objects([size])
         (key,) = objects
         rig.put(objects)
-        _door(rig).spoil(key)
+        rig.door.spoil(key)
         require(rig.get(key, size) is None, f"loaded, though a byte of its {size} had changed")
         rig.put(objects)
         rig.expect(objects, "stored again after it was spoiled")
@@ -178,7 +178,7 @@ def errors_are_told(rig: StoreRig) -> None:
         "load": lambda: rig.store.load([key], views([bytearray(1000)])),
         "store": lambda: rig.store.store(list(more), views(more.values())),
     }
-    _door(rig).fail(True)
+    rig.door.fail(True)
     try:
         for name, call in calls.items():
             try:
@@ -188,7 +188,7 @@ def errors_are_told(rig: StoreRig) -> None:
                 continue
             require(False, f"while the back end failed, {name} answered {answer}")
     finally:
-        _door(rig).fail(False)
+        rig.door.fail(False)
     well = rig.eventually(lambda: _works(rig, key))
     require(well, "it does not work again, though its back end does")
     rig.expect(objects, "after its back end had failed")
@@ -200,9 +200,3 @@ def _works(rig: StoreRig, key: bytes) -> bool:
         return rig.found([key]) == (True,)
     except StoreError:
         return False
-
-
-def _door(rig: StoreRig) -> BackDoor:
-    if rig.door is None:
-        raise KitBroke("there is no back door")
-    return rig.door

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from kvbaton.testing.kit import Accounts, require, resident_bytes
-from kvbaton.testing.store_rig import StoreRig, case, views
+from kvbaton.testing.store_rig import StoreRig, case, targets_for, views
 
 DELAYS = (0.0, 0.0, 0.0002, 0.001, 0.003, 0.01)
 """Seconds between a call and its cancellation."""
@@ -33,14 +33,12 @@ MOST_OBJECTS = 200
 def many_at_once(rig: StoreRig) -> None:
     """Hundreds of calls in flight are all answered, each with its own bytes."""
     objects = rig.objects(rig.random.integers(0, 3000, 200).tolist())
-    calls = [rig.store.store([k], views([d])) for k, d in objects.items()]
+    calls = rig.store_each(objects)
     rig.settle(calls, "many stores")
     require(all(call.result() == [True] for call in calls), "not all objects were kept")
-    targets = [bytearray(len(data)) for data in objects.values()]
-    loads = [rig.store.load([k], views([t])) for k, t in zip(objects, targets, strict=True)]
+    loads, targets = rig.load_each(objects)
     rig.settle(loads, "many loads")
-    for load, target, data in zip(loads, targets, objects.values(), strict=True):
-        rig.compare(bytes(target) if load.result()[0] else None, data, "among many loads")
+    rig.compare_each(loads, targets, objects, "among many loads")
 
 
 @case(2)
@@ -48,7 +46,7 @@ def done_once(rig: StoreRig) -> None:
     """A future is done exactly once, and says so to each of its callbacks exactly once."""
     objects = rig.objects([1, 300_000, 5])
     told: list[str] = []
-    keys, targets = list(objects), views([bytearray(len(data)) for data in objects.values()])
+    keys, targets = list(objects), views(targets_for(objects))
     calls: dict[str, Callable[[], Future[Any]]] = {
         "store": lambda: rig.store.store(keys, views(objects.values())),
         "load": lambda: rig.store.load(keys, targets),
@@ -76,9 +74,9 @@ def calls_return_at_once(rig: StoreRig) -> None:
         called = time.monotonic() - start
         rig.settle([future], "store")
         stored = time.monotonic() - start
-        targets = views([bytearray(2 << 20) for _ in objects])
+        targets = targets_for(objects)
         start = time.monotonic()
-        future = rig.store.load(list(objects), targets)
+        future = rig.store.load(list(objects), views(targets))
         load_called = time.monotonic() - start
         rig.settle([future], "load")
         loaded = time.monotonic() - start
@@ -97,12 +95,9 @@ def lookups_overtake_bytes(rig: StoreRig) -> None:
     for times in (1, 4, 16):
         there, new = rig.objects([256 << 10] * 24), rig.objects([256 << 10] * 24)
         rig.put(there)
-        moves = [rig.store.store([k], views([d])) for k, d in new.items()]
-        moves += [
-            rig.store.load([k], views([bytearray(len(d))]))
-            for k, d in there.items()
-            for _ in range(times)
-        ]
+        moves = rig.store_each(new)
+        for _ in range(times):
+            moves += rig.load_each(there)[0]
         (key, *_), start = there, time.monotonic()
         require(rig.found([key]) == (True,), "a lookup behind bytes")
         last = all(move.done() for move in moves) and time.monotonic() - start > STARVED_S
@@ -154,7 +149,7 @@ def cancel_leaves_targets(rig: StoreRig) -> None:
     objects = rig.objects([200_000] * 12)
     rig.put(objects)
     for delay in DELAYS * rig.depth:
-        targets = [bytearray(len(data)) for data in objects.values()]
+        targets = targets_for(objects)
         future = rig.store.load(list(objects), views(targets))
         time.sleep(delay)
         future.cancel()
@@ -187,17 +182,14 @@ def cancel_leaves_sources(rig: StoreRig) -> None:
 def cancelled_in_the_queue(rig: StoreRig) -> None:
     """Calls that are cancelled behind many others end, and the others are not harmed."""
     objects = rig.objects([300_000] * 24)
-    stores = [rig.store.store([k], views([d])) for k, d in objects.items()]
-    rig.settle(stores, "stores")
-    targets = [bytearray(300_000) for _ in objects]
-    loads = [rig.store.load([k], views([t])) for k, t in zip(objects, targets, strict=True)]
+    rig.settle(rig.store_each(objects), "stores")
+    loads, targets = rig.load_each(objects)
     for load in loads[1::2]:
         load.cancel()
     rig.settle(loads, "loads of which every other was cancelled")
     _watch(targets[1::2], "the target of a cancelled load was written late")
-    kept = zip(loads[::2], targets[::2], list(objects.values())[::2], strict=True)
-    for load, target, data in kept:
-        rig.compare(bytes(target) if load.result()[0] else None, data, "beside cancelled loads")
+    kept = dict(list(objects.items())[::2])
+    rig.compare_each(loads[::2], targets[::2], kept, "beside cancelled loads")
 
 
 def _watch(buffers: list[bytearray], otherwise: str) -> None:
@@ -214,7 +206,7 @@ def delete_during_load(rig: StoreRig) -> None:
     for _ in range(6 * rig.depth):
         objects, others = rig.objects([400_000] * 6), rig.objects([400_000] * 6)
         rig.put(objects)
-        targets = [bytearray(len(data)) for data in objects.values()]
+        targets = targets_for(objects)
         load = rig.store.load(list(objects), views(targets))
         delete = rig.store.delete(list(objects))
         rig.put(others)
@@ -233,7 +225,7 @@ def eviction_during_load(rig: StoreRig) -> None:
         objects, others, more = (rig.objects([size] * count) for count in (4, 7, 5))
         rig.ask_store(objects)
         rig.ask_store(others)  # the next one finds no room
-        targets = [bytearray(size) for _ in objects]
+        targets = targets_for(objects)
         load = rig.store.load(list(objects), views(targets))
         rig.ask_store(more)
         answers = rig.wait(load, "a load of what is being evicted")
@@ -263,12 +255,8 @@ def close_ends_everything(rig: StoreRig) -> None:
     objects, more = rig.objects([400_000] * 16), rig.objects([400_000] * 16)
     rig.put(objects)
     store = rig.store
-    targets = [bytearray(400_000) for _ in objects]
-    calls: list[Future[Any]] = [
-        store.load([k], views([t])) for k, t in zip(objects, targets, strict=True)
-    ]
-    calls += [store.store([k], views([d])) for k, d in more.items()]
-    calls += [store.lookup(list(objects))]
+    loads, targets = rig.load_each(objects)
+    calls: list[Future[Any]] = [*loads, *rig.store_each(more), store.lookup(list(objects))]
     closing = threading.Thread(target=store.close, daemon=True)
     closing.start()
     closing.join(rig.patience)

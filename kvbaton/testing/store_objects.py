@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from msgspec import structs
@@ -40,6 +41,7 @@ class Shape:
         heads: of all ranks.
         tokens: of a block; 1 for a state.
         width: elements of a head.
+        layers: their ids.
     """
 
     dtype: str
@@ -51,13 +53,18 @@ class Shape:
     heads: int = 4
     tokens: int = 16
     width: int = 24
+    layers: tuple[int, ...] = (0, 1, 2)
+
+    def layouts(self) -> tuple[KVLayout, ...]:
+        """Of each rank."""
+        return tuple(_layout(self, rank) for rank in range(self.ranks))
 
 
 class _Pool:
     """The KV memory of an engine's ranks, filled with noise."""
 
     def __init__(self, rig: StoreRig, shape: Shape) -> None:
-        self.layouts = [_layout(shape, rank) for rank in range(shape.ranks)]
+        self.layouts = shape.layouts()
         self.form = ObjectForm(self.layouts)
         self.memory = [
             [rig.random.integers(0, 256, math.prod(plane.shape) * plane.item_size, dtype=np.uint8)
@@ -103,7 +110,7 @@ def _layout(shape: Shape, rank: int) -> KVLayout:
                 block_size=tokens,
                 num_heads=heads,
                 head_dim=width,
-                layers=(0, 1, 2),
+                layers=shape.layers,
                 dtype=dtype,
                 region=region,
                 head_start=rank * heads,
@@ -173,6 +180,8 @@ def layouts(rig: StoreRig) -> None:
 
 
 TOKENS = tuple(range(100, 164))
+OWNED = Shape("bfloat16")
+"""Of what owners keep, unless they differ in that."""
 
 
 @dataclass(frozen=True)
@@ -214,30 +223,7 @@ def make_owner(weights: str) -> Owner:
         encoder="",
         draft="",
     )
-    return Owner(record, "", b"", (make_layout(),))
-
-
-def make_layout(
-    *,
-    dtype: str = "bfloat16",
-    block_size: int = 16,
-    layers: tuple[int, ...] = (0, 1),
-    heads: int = 4,
-    head_start: int = 0,
-    head_dim: int = 8,
-) -> KVLayout:
-    """A small layout: one of `heads` of four heads."""
-    plane = contiguous_plane(
-        num_blocks=2,
-        block_size=block_size,
-        num_heads=heads,
-        head_dim=head_dim,
-        layers=layers,
-        dtype=dtype,
-        head_start=head_start,
-        head_total=4,
-    )
-    return KVLayout(0, GroupKind.FULL, block_size, 2, (plane,))
+    return Owner(record, "", b"", OWNED.layouts())
 
 
 SIZE = 3000
@@ -260,8 +246,7 @@ def equals_share(rig: StoreRig) -> None:
     if rig.store.capabilities.persistent:
         rig.reopen()
     twin = make_owner(weights=owner.record.weights)
-    halves = tuple(make_layout(heads=2, head_start=start) for start in (0, 2))
-    for other in (twin, replace(twin, layouts=halves)):
+    for other in (twin, replace(twin, layouts=replace(OWNED, ranks=2).layouts())):
         keys = _keys(rig, other)
         require(all(rig.found(keys)), "equals do not find each other's objects")
         rig.expect(dict(zip(keys, objects.values(), strict=True)), "stored by an equal")
@@ -325,13 +310,10 @@ def another_dtype(rig: StoreRig) -> None:
 @case(4)
 def another_layout(rig: StoreRig) -> None:
     """Objects of another layout (dtype, block size, layers, width) are other objects."""
-    for layout in (
-        make_layout(dtype="float16"),
-        make_layout(block_size=32),
-        make_layout(layers=(0, 1, 2)),
-        make_layout(head_dim=16),
-    ):
-        _must_be_apart(rig, lambda owner, layout=layout: replace(owner, layouts=(layout,)))  # type: ignore[misc]
+    changes: dict[str, Any] = {"dtype": "float16", "tokens": 32, "layers": (0, 1), "width": 16}
+    for name, value in changes.items():
+        layouts = replace(OWNED, **{name: value}).layouts()
+        _must_be_apart(rig, lambda owner, layouts=layouts: replace(owner, layouts=layouts))  # type: ignore[misc]
 
 
 def _record(**changes: str) -> Callable[[Owner], Owner]:

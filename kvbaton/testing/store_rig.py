@@ -216,13 +216,14 @@ class StoreRig:
         if need.startswith("door."):
             method = need.removeprefix("door.")
             missing = f"no back door (--back-door with a method {method})"
-            return None if hasattr(self.door, method) else missing
+            return None if self._back_door and hasattr(self.door, method) else missing
         return None if getattr(self.store.capabilities, need) else f"not declared: {need}"
 
     @property
-    def door(self) -> BackDoor | None:
-        """The back door of the store, if it has one."""
-        return self._back_door(self.store) if self._back_door is not None else None
+    def door(self) -> BackDoor:
+        """The back door of the store, for cases that need one."""
+        assert self._back_door is not None, "the case does not say that it needs a back door"
+        return self._back_door(self.store)
 
     # --- keys and bytes ---
 
@@ -303,8 +304,20 @@ class StoreRig:
 
     def load(self, objects: Mapping[bytes, bytes]) -> tuple[list[bool], list[bytearray]]:
         """Load all in one call: the answers, and what came."""
-        targets = [bytearray(len(data)) for data in objects.values()]
+        targets = targets_for(objects)
         return self.wait(self.store.load(list(objects), views(targets)), "load"), targets
+
+    def store_each(self, objects: Mapping[bytes, bytes]) -> list[Future[list[bool]]]:
+        """Begin a store of each object, without waiting."""
+        return [self.store.store([key], views([data])) for key, data in objects.items()]
+
+    def load_each(
+        self, objects: Mapping[bytes, bytes]
+    ) -> tuple[list[Future[list[bool]]], list[bytearray]]:
+        """Begin a load of each object, without waiting: the futures, and the targets."""
+        targets = targets_for(objects)
+        pairs = zip(objects, views(targets), strict=True)
+        return [self.store.load([key], [target]) for key, target in pairs], targets
 
     def drop(self, keys: Iterable[bytes], store: Store | None = None) -> None:
         """Delete objects, if the store can."""
@@ -344,6 +357,17 @@ class StoreRig:
                 f"{when}: {len(wrong)} of {len(data)} bytes are wrong, the first at {wrong[0]}"
             )
 
+    def compare_each(
+        self,
+        loads: Iterable[Future[list[bool]]],
+        targets: Iterable[bytearray],
+        objects: Mapping[bytes, bytes],
+        when: str,
+    ) -> None:
+        """Each of these loads is done, and must have found its object."""
+        for load, target, data in zip(loads, targets, objects.values(), strict=True):
+            self.compare(bytes(target) if load.result()[0] else None, data, when)
+
     def compare_hits(
         self,
         answers: Sequence[bool],
@@ -364,6 +388,11 @@ class StoreRig:
                 return False
             time.sleep(0.01)
         return True
+
+
+def targets_for(objects: Mapping[bytes, bytes]) -> list[bytearray]:
+    """Memory for each object."""
+    return [bytearray(len(data)) for data in objects.values()]
 
 
 def views(buffers: Iterable[bytearray | bytes]) -> list[Pieces]:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from kvbaton.connectors.store import Pieces
 from kvbaton.testing.kit import Accounts, allocated_bytes, require, resident_bytes
-from kvbaton.testing.store_rig import StoreRig, case, views
+from kvbaton.testing.store_rig import StoreRig, case, targets_for, views
 
 MANY_PIECES = (1023, 1024, 1025, 5000)
 """Around what one system call takes (IOV_MAX), and above."""
@@ -95,7 +95,7 @@ def done_means_done(rig: StoreRig) -> None:
                 source[:] = b"\xee" * len(source)
 
         _when_done(rig.store.store(keys, views(sources)), spoil, rig, "store")
-        targets = [bytearray(len(data)) for data in objects.values()]
+        targets = targets_for(objects)
         seen: list[bytes] = []
 
         def look(_: object, targets: list[bytearray] = targets, seen: list[bytes] = seen) -> None:
@@ -130,16 +130,10 @@ def small_objects_in_a_race(rig: StoreRig) -> None:
     with _fast_switches():
         for number in itertools.count():
             new = rig.objects([2000] * 8)
-            sources = views(new.values())
-            stores = [rig.store.store([k], [s]) for k, s in zip(new, sources, strict=True)]
-            targets = [bytearray(2000) for _ in objects]
-            loads = [
-                rig.store.load([k], [[memoryview(t)]])
-                for k, t in zip(objects, targets, strict=True)
-            ]
+            stores = rig.store_each(new)
+            loads, targets = rig.load_each(objects)
             rig.settle([*loads, *stores], "small calls")
-            for load, target, data in zip(loads, targets, objects.values(), strict=True):
-                rig.compare(bytes(target) if load.result()[0] else None, data, "in a race")
+            rig.compare_each(loads, targets, objects, "in a race")
             if number % 4 == 0:
                 rig.expect(new, "stored in a race")
             rig.drop(new)

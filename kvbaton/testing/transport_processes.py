@@ -6,7 +6,6 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
@@ -20,6 +19,7 @@ from kvbaton.testing.remote_worker import FILLED, NOTICE
 from kvbaton.testing.transport_rig import (
     PAUSE_S,
     Pair,
+    Polled,
     case,
     digest_of,
     fresh_name,
@@ -41,7 +41,7 @@ WATCH_DRAINED_S = 1.0
 UNTOUCHED = 99
 
 
-class _Sides:
+class _Sides(Polled):
     """One transport here, one in another process, connected from here."""
 
     def __init__(self, pair: Pair) -> None:
@@ -81,16 +81,6 @@ class _Sides:
         """Make progress."""
         self.notices += [notice.payload for notice in self.transport.notices()]
         self.lost += self.transport.lost()
-
-    def wait(self, done: Callable[[], bool], what: str, within: float | None = None) -> None:
-        """Poll until `done`."""
-        limit = time.monotonic() + (within or self.patience)
-        for polls in itertools.count():
-            if done():
-                return
-            self.poll()
-            require(time.monotonic() < limit, f"{what}: not in time")
-            pause_after(polls)
 
     def finish(self, handle: Handle) -> None:
         """Wait until a write is done."""

@@ -31,7 +31,6 @@ from kvbaton.connectors.registry import load_transport
 from kvbaton.errors import TransportError
 from kvbaton.testing.kit import (
     Answers,
-    CaseFailure,
     Kit,
     checked,
     kind,
@@ -70,7 +69,32 @@ def _are(answer: object, what: type[Any]) -> bool:
     return isinstance(answer, Sequence) and all(isinstance(one, what) for one in answer)
 
 
-class Pair:
+class Polled:
+    """What a case drives by polling it.
+
+    Attributes:
+        patience: seconds for which anything is waited for.
+    """
+
+    patience: float
+
+    def poll(self) -> None:
+        """Let transports make progress, and collect what they tell."""
+        raise NotImplementedError
+
+    def wait(self, done: Callable[[], bool], what: str, within: float | None = None) -> None:
+        """Poll until `done`, within so many seconds, or `patience`."""
+        patience = within or self.patience
+        limit = time.monotonic() + patience
+        for polls in itertools.count():
+            if done():
+                return
+            self.poll()
+            require(time.monotonic() < limit, f"{what}: not within {patience:.3g} s")
+            pause_after(polls)
+
+
+class Pair(Polled):
     """Two transports of one kind, both driven by one thread.
 
     Attributes:
@@ -151,18 +175,6 @@ class Pair:
         """Let both sides make progress and collect notices."""
         self.notices += [notice.payload for notice in self.target.notices()]
         self.source.notices()
-
-    def wait(self, done: Callable[[], bool], what: str, within: float | None = None) -> None:
-        """Poll until `done`, within so many seconds, or `patience`."""
-        patience = within or self.patience
-        limit = time.monotonic() + patience
-        for polls in itertools.count():
-            if done():
-                return
-            self.poll()
-            if time.monotonic() > limit:
-                raise CaseFailure(f"{what}: not within {patience:.3g} s")
-            pause_after(polls)
 
     def finish(self, handle: Handle, within: float | None = None) -> Status:
         """Poll until a write is no longer pending."""

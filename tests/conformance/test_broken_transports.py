@@ -73,7 +73,7 @@ BETWEEN_PROCESSES = {
     "DoneWhenSent": ("L3.a-stopped-target", "its bytes are not there"),
     "DoneWhenBroken": ("L3.a-killed-target", "a write to the killed can't be done"),
     "DrainedWhenHungUp": ("L3.a-stopped-target", "landed after it had DRAINED"),
-    "TakesHalfCloses": ("L3.a-killed-idle-target", "a dead peer is lost: not in time"),
+    "TakesHalfCloses": ("L3.a-killed-idle-target", "a dead peer is lost: not within"),
     "AdmitsOldCards": ("L2.fence", "dials once more"),
 }
 """Each transport, the case that must catch it, and what that says."""

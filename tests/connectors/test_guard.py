@@ -66,7 +66,7 @@ logging.basicConfig(format="%(message)s", stream=sys.stdout)
 card = guard_card("127.0.0.1")
 held = [os.dup(0)]
 resource.setrlimit(resource.RLIMIT_NOFILE, (held[0] + 1, 4096))
-print("card", msgspec.msgpack.encode(card).hex(), flush=True)
+sys.stdout.write(f"card {msgspec.msgpack.encode(card).hex()}\\n")  # whole: the guard logs meanwhile
 sys.stdin.readline()
 resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
 sys.stdin.readline()

@@ -35,8 +35,8 @@ class LoadsWhatHasExpired(BrokenMemory):
         def _expire(self) -> None:
             pass
 
-        def find(self, keys: Sequence[bytes], pin: bool) -> Found:
-            found = super().find(keys, pin)
+        def find(self, keys: Sequence[bytes], pin: bool = False, prefix: bool = False) -> Found:
+            found = super().find(keys, pin, prefix)
             late = [key in self._entries and self._is_late(key) for key in keys]
             pairs = zip(found.present, late, strict=True)
             return replace(found, present=tuple(there and not over for there, over in pairs))

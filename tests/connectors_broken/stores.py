@@ -33,7 +33,7 @@ from kvbaton.connectors.store import (
 )
 from kvbaton.connectors.stores.memory import Arena, MemoryStore
 from kvbaton.errors import StoreError
-from kvbaton.testing.store_objects import Owner, make_layout
+from kvbaton.testing.store_objects import OWNED, Owner
 
 CAPACITY = 32 << 20
 _LEAKED: list[bytes] = []
@@ -75,8 +75,8 @@ class FindsEverything(BrokenMemory):
     """Says yes to every key."""
 
     class Broken(Arena):
-        def find(self, keys: Sequence[bytes], pin: bool) -> Found:
-            return replace(super().find(keys, pin), present=(True,) * len(keys))
+        def find(self, keys: Sequence[bytes], pin: bool = False, prefix: bool = False) -> Found:
+            return replace(super().find(keys, pin, prefix), present=(True,) * len(keys))
 
 
 class MissIsAnError(BrokenMemory):
@@ -169,9 +169,9 @@ class KeepsReferences(BrokenMemory):
             super()._clear()
             self._later: dict[bytes, Pieces] = {}
 
-        def find(self, keys: Sequence[bytes], pin: bool) -> Found:
+        def find(self, keys: Sequence[bytes], pin: bool = False, prefix: bool = False) -> Found:
             self._catch_up()
-            return super().find(keys, pin)
+            return super().find(keys, pin, prefix)
 
         def get(self, key: bytes, target: Pieces) -> bool:
             self._catch_up()
@@ -212,8 +212,8 @@ class CutsKeys(BrokenMemory):
     """Ignores the last byte of a key."""
 
     class Broken(Arena):
-        def find(self, keys: Sequence[bytes], pin: bool) -> Found:
-            return super().find([key[:-1] for key in keys], pin)
+        def find(self, keys: Sequence[bytes], pin: bool = False, prefix: bool = False) -> Found:
+            return super().find([key[:-1] for key in keys], pin, prefix)
 
         def get(self, key: bytes, target: Pieces) -> bool:
             return super().get(key[:-1], target)
@@ -238,8 +238,8 @@ class StopsAtTheFirstMiss(BrokenMemory):
     """Looks up a prefix, as if the keys of a call were a chain."""
 
     class Broken(Arena):
-        def find(self, keys: Sequence[bytes], pin: bool) -> Found:
-            found = super().find(keys, pin)
+        def find(self, keys: Sequence[bytes], pin: bool = False, prefix: bool = False) -> Found:
+            found = super().find(keys, pin, prefix)
             end = (*found.present, False).index(False)
             return replace(found, present=tuple(i < end for i in range(len(keys))))
 
@@ -323,8 +323,8 @@ class HashesKeys(BrokenMemory):
         pass
 
     class Broken(PlainArena):
-        def find(self, keys: Sequence[bytes], pin: bool) -> Found:
-            return super().find([_short(key) for key in keys], pin)
+        def find(self, keys: Sequence[bytes], pin: bool = False, prefix: bool = False) -> Found:
+            return super().find([_short(key) for key in keys], pin, prefix)
 
         def get(self, key: bytes, target: Pieces) -> bool:
             return super().get(_short(key), target)
@@ -436,8 +436,8 @@ class FindsTooEarly(BrokenMemory):
             super()._clear()
             self._coming: set[bytes] = set()
 
-        def find(self, keys: Sequence[bytes], pin: bool) -> Found:
-            found = super().find(keys, pin)
+        def find(self, keys: Sequence[bytes], pin: bool = False, prefix: bool = False) -> Found:
+            found = super().find(keys, pin, prefix)
             pairs = zip(keys, found.present, strict=True)
             return replace(found, present=tuple(p or k in self._coming for k, p in pairs))
 
@@ -558,8 +558,8 @@ class PinsInWordsOnly(BrokenMemory):
     """Gives a ticket for pins, and pins nothing."""
 
     class Broken(Arena):
-        def find(self, keys: Sequence[bytes], pin: bool) -> Found:
-            found = super().find(keys, pin)
+        def find(self, keys: Sequence[bytes], pin: bool = False, prefix: bool = False) -> Found:
+            found = super().find(keys, pin, prefix)
             if found.ticket is not None:
                 super().release(found.ticket)
             return found
@@ -807,6 +807,6 @@ BROKEN_NAMES: dict[str, tuple[Callable[[Owner], list[bytes]], str]] = {
     "ignore the encoder": (_record_blind("encoder"), "L4.another-item"),
     "ignore the dtype": (_record_blind("dtype"), "L4.another-dtype"),
     "ignore the KV dtype": (_record_blind("kv_dtype"), "L4.another-dtype"),
-    "ignore the layout": (_blind(layouts=(make_layout(),)), "L4.another-layout"),
+    "ignore the layout": (_blind(layouts=OWNED.layouts()), "L4.another-layout"),
 }
 """Each broken way to name objects, and the case that must catch it, before any other does."""

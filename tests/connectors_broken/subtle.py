@@ -78,8 +78,8 @@ class FoldsCase(BrokenMemory):
         pass
 
     class Broken(PlainArena):
-        def find(self, keys: Sequence[bytes], pin: bool) -> Found:
-            return super().find([key.lower() for key in keys], pin)
+        def find(self, keys: Sequence[bytes], pin: bool = False, prefix: bool = False) -> Found:
+            return super().find([key.lower() for key in keys], pin, prefix)
 
         def get(self, key: bytes, target: Pieces) -> bool:
             return super().get(key.lower(), target)
@@ -195,8 +195,8 @@ class FindsAKeyOnce(BrokenMemory):
     """A lookup answers only the first of equal keys."""
 
     class Broken(Arena):
-        def find(self, keys: Sequence[bytes], pin: bool) -> Found:
-            found = super().find(keys, pin)
+        def find(self, keys: Sequence[bytes], pin: bool = False, prefix: bool = False) -> Found:
+            found = super().find(keys, pin, prefix)
             first = [keys.index(key) == place for place, key in enumerate(keys)]
             pairs = zip(found.present, first, strict=True)
             return replace(found, present=tuple(there and new for there, new in pairs))

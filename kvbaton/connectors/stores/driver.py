@@ -7,10 +7,19 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeVar
 
-from kvbaton.connectors.store import AnyPieces, Found, Pieces, Registering, Store
+from kvbaton.connectors.store import (
+    NO_HINTS,
+    AnyPieces,
+    Found,
+    Hints,
+    Pieces,
+    Registering,
+    Store,
+)
 from kvbaton.errors import StoreError
 
 T = TypeVar("T")
@@ -97,17 +106,19 @@ class ComposedStore(ABC):
 
     Args:
         name: see `Store.name`.
+        stores: what it is composed of.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, stores: Sequence[Store]) -> None:
         self.name = name
+        self.stores = tuple(stores)
         self.driver: Driver | None = None
 
     def open(self) -> None:
-        """See `Store.open`."""
+        """See `Store.open`; all of the inner stores are open then, or none."""
         driver = Driver(self.name)
         try:
-            driver.call(self.open_inner)
+            driver.call(self._open_all)
         except BaseException:
             driver.close(lambda: None)
             raise
@@ -118,13 +129,15 @@ class ComposedStore(ABC):
         driver = self.driver
         if driver is None:
             raise StoreError(f"store {self.name} is not open")
-        for store in self.inner_stores():
+        for store in self.stores:
             if isinstance(store, Registering):
                 driver.call(partial(store.register, regions))
 
-    def lookup(self, keys: Sequence[bytes], *, pin: bool = False) -> Future[Found]:
+    def lookup(
+        self, keys: Sequence[bytes], *, pin: bool = False, prefix: bool = False
+    ) -> Future[Found]:
         """See `Store.lookup`."""
-        return self.submit(self.on_lookup(list(keys), pin))
+        return self.submit(self.on_lookup(list(keys), pin, prefix))
 
     def release(self, ticket: int) -> None:
         """See `Store.release`."""
@@ -133,13 +146,20 @@ class ComposedStore(ABC):
 
     def load(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> Future[list[bool]]:
         """See `Store.load`."""
-        check_lengths(keys, targets)
+        _check_lengths(keys, targets)
         return self.submit(self.on_load(list(keys), list(targets)))
 
-    def store(self, keys: Sequence[bytes], sources: Sequence[Pieces]) -> Future[list[bool]]:
+    def store(
+        self,
+        keys: Sequence[bytes],
+        sources: Sequence[Pieces],
+        *,
+        hints: Sequence[Hints] | None = None,
+    ) -> Future[list[bool]]:
         """See `Store.store`."""
-        check_lengths(keys, sources)
-        return self.submit(self.on_store(list(keys), list(sources)))
+        _check_lengths(keys, sources)
+        given = [NO_HINTS] * len(keys) if hints is None else list(hints)
+        return self.submit(self.on_store(list(keys), list(sources), given))
 
     def delete(self, keys: Sequence[bytes]) -> Future[int]:
         """See `Store.delete`."""
@@ -149,7 +169,7 @@ class ComposedStore(ABC):
         """See `Store.close`; what still waits fails."""
         driver, self.driver = self.driver, None
         if driver is not None:
-            driver.close(self.close_inner)
+            driver.close(self._close_all)
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine on the driver. Raises `StoreError` if the store is not open."""
@@ -160,20 +180,20 @@ class ComposedStore(ABC):
 
     # --- on the driver's thread ---
 
-    @abstractmethod
-    def inner_stores(self) -> Sequence[Store]:
-        """What it is composed of."""
+    def _open_all(self) -> None:
+        with ExitStack() as opened:
+            for store in self.stores:
+                store.open()
+                opened.callback(store.close)
+            opened.pop_all()
+
+    def _close_all(self) -> None:
+        with ExitStack() as opened:  # one that raises does not keep the others open
+            for store in reversed(self.stores):
+                opened.callback(store.close)
 
     @abstractmethod
-    def open_inner(self) -> None:
-        """Open the inner stores: all of them, or none."""
-
-    @abstractmethod
-    def close_inner(self) -> None:
-        """Close the inner stores."""
-
-    @abstractmethod
-    async def on_lookup(self, keys: list[bytes], pin: bool) -> Found:
+    async def on_lookup(self, keys: list[bytes], pin: bool, prefix: bool) -> Found:
         """Answer `lookup`."""
 
     @abstractmethod
@@ -185,7 +205,9 @@ class ComposedStore(ABC):
         """Answer `load`."""
 
     @abstractmethod
-    async def on_store(self, keys: list[bytes], sources: list[Pieces]) -> list[bool]:
+    async def on_store(
+        self, keys: list[bytes], sources: list[Pieces], hints: list[Hints]
+    ) -> list[bool]:
         """Answer `store`."""
 
     @abstractmethod
@@ -193,7 +215,6 @@ class ComposedStore(ABC):
         """Answer `delete`."""
 
 
-def check_lengths(keys: Sequence[bytes], objects: Sequence[Pieces]) -> None:
-    """Raise `ValueError` unless there are as many keys as objects."""
+def _check_lengths(keys: Sequence[bytes], objects: Sequence[Pieces]) -> None:
     if len(keys) != len(objects):
         raise ValueError(f"{len(keys)} keys and {len(objects)} objects")

@@ -34,7 +34,7 @@ from typing_extensions import override
 
 from kvbaton.connectors.faults import Schedule, Schedules
 from kvbaton.connectors.registry import Spec, load_store
-from kvbaton.connectors.store import Found, Pieces, Store, StoreCapabilities, Usage
+from kvbaton.connectors.store import Found, Hints, Pieces, StoreCapabilities, Usage
 from kvbaton.connectors.stores.arena_copies import cut
 from kvbaton.connectors.stores.driver import ComposedStore
 from kvbaton.errors import ConfigError, StoreError
@@ -100,8 +100,8 @@ class FaultyStore(ComposedStore):
         self._delay_s = delay_s
         self._outage_s = outage_s
         self._back_at = 0.0
-        super().__init__(name)
         self.inner = load_store(inner)
+        super().__init__(name, [self.inner])
         self.injected = self._schedules.injected
 
     @property
@@ -149,19 +149,7 @@ class FaultyStore(ComposedStore):
         return not self._schedules.hit("lose", hit)
 
     @override
-    def inner_stores(self) -> Sequence[Store]:
-        return [self.inner]
-
-    @override
-    def open_inner(self) -> None:
-        self.inner.open()
-
-    @override
-    def close_inner(self) -> None:
-        self.inner.close()
-
-    @override
-    async def on_lookup(self, keys: list[bytes], pin: bool) -> Found:
+    async def on_lookup(self, keys: list[bytes], pin: bool, prefix: bool) -> Found:
         hits = self._draw("lookup", keys)
         found = await self._call(hits, lambda: self.inner.lookup(keys, pin=pin))
         pairs = zip(hits, found.present, strict=True)
@@ -191,7 +179,9 @@ class FaultyStore(ComposedStore):
         return loaded
 
     @override
-    async def on_store(self, keys: list[bytes], sources: list[Pieces]) -> list[bool]:
+    async def on_store(
+        self, keys: list[bytes], sources: list[Pieces], hints: list[Hints]
+    ) -> list[bool]:
         hits = self._draw("store", keys)
         left = [place for place, hit in enumerate(hits) if self._escapes(hit)]
         data = []

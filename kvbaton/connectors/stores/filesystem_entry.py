@@ -17,11 +17,10 @@ import os
 import struct
 import threading
 import time
-from binascii import hexlify
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import partial
 from itertools import islice
 from typing import NamedTuple, Self
 
@@ -29,7 +28,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from kvbaton.connectors.store import CLAIM_S, KEY_BYTES, Hints, Pieces
+from kvbaton.connectors.store import CLAIM_S, Hints, Pieces
 from kvbaton.connectors.stores.arena_copies import cut
 from kvbaton.connectors.stores.filesystem_space import closing_file, remove_file
 
@@ -49,7 +48,21 @@ class FileMover:
 
         False if the file ends before, or takes no more; raises `OSError` otherwise.
         """
-        return _move_all(os.pwritev if write else os.preadv, file, pieces)
+        move: Callable[[int, Sequence[memoryview], int], int] = os.pwritev if write else os.preadv
+        if len(pieces) <= _MAX_PIECES and move(file, pieces, 0) == sum(map(len, pieces)):
+            return True
+        left, offset = deque(piece for piece in pieces if piece), 0
+        while left:
+            done = move(file, list(islice(left, _MAX_PIECES)), offset)
+            if not done:
+                return False
+            offset += done
+            while done:
+                piece = left.popleft()
+                if done < len(piece):
+                    left.appendleft(piece[done:])
+                done -= min(done, len(piece))
+        return True
 
 
 class DirectFileMover(FileMover):
@@ -84,26 +97,6 @@ class DirectFileMover(FileMover):
 def _is_aligned(piece: memoryview) -> bool:
     address: int = np.frombuffer(piece, np.uint8).ctypes.data if piece else 0
     return address % PAGE == 0 and len(piece) % PAGE == 0
-
-
-def _move_all(
-    move: Callable[[int, Sequence[memoryview], int], int], file: int, pieces: Pieces
-) -> bool:
-    """Read or write pieces from the start of a file on; False if it ends before."""
-    if len(pieces) <= _MAX_PIECES and move(file, pieces, 0) == sum(map(len, pieces)):
-        return True
-    left, offset = deque(piece for piece in pieces if piece), 0
-    while left:
-        done = move(file, list(islice(left, _MAX_PIECES)), offset)
-        if not done:
-            return False
-        offset += done
-        while done:
-            piece = left.popleft()
-            if done < len(piece):
-                left.appendleft(piece[done:])
-            done -= min(done, len(piece))
-    return True
 
 
 HEADER_BYTES = 512
@@ -162,39 +155,11 @@ def start_of(num_bytes: int) -> int:
 
 def header(key: bytes, num_bytes: int, start: int, labels: EntryLabels = NO_LABELS) -> bytes:
     """What stands before an object that begins at `start`: one tensor ``object`` of U8."""
-    before, spaces = _around(start)
-    return b"".join((before, key.hex().encode(), _behind_key(num_bytes, labels), spaces))
-
-
-_ABOUT = b'{"__metadata__":{"format":"kvbaton-object-2","key":"'
-_KEY_AT = _LENGTH.size + len(_ABOUT)
-_KEY_END = _KEY_AT + 2 * KEY_BYTES
-
-
-@lru_cache(maxsize=64)
-def _around(start: int) -> tuple[bytes, bytes]:
-    """What a header that long has before the key, and behind its first `HEADER_BYTES`."""
-    return _LENGTH.pack(start - _LENGTH.size) + _ABOUT, b" " * (start - HEADER_BYTES)
-
-
-def _behind_key(num_bytes: int, labels: EntryLabels) -> bytes:
-    """The rest of a header's first `HEADER_BYTES`."""
-    told = {name: str(value) for name, value in labels._asdict().items() if value}
-    more = b"," + msgspec.json.encode(told)[1:-1] if told else b""
-    tensor = f'{{"dtype":"U8","shape":[{num_bytes}],"data_offsets":[0,{num_bytes}]}}'
-    return b"".join((b'"', more, f'}},"object":{tensor}}}'.encode())).ljust(HEADER_BYTES - _KEY_END)
-
-
-@lru_cache(maxsize=64)
-def _found(behind_key: bytes, num_bytes: int) -> FoundEntry | None:
-    """What the rest of a header's first bytes tells; None if it is none of such an object.
-
-    Objects of one size that are told the same of have the same rest, so it is read once.
-    """
-    labels = labels_of(bytes(_LENGTH.size) + _ABOUT + behind_key)
-    if labels is None or behind_key != _behind_key(num_bytes, labels):
-        return None
-    return FoundEntry(num_bytes, labels)
+    about = {"format": "kvbaton-object-2", "key": key.hex()}
+    about |= {name: str(value) for name, value in labels._asdict().items() if value}
+    tensor = {"dtype": "U8", "shape": [num_bytes], "data_offsets": [0, num_bytes]}
+    told = msgspec.json.encode({"__metadata__": about, "object": tensor})
+    return _LENGTH.pack(start - _LENGTH.size) + told.ljust(start - _LENGTH.size)
 
 
 class _Head(Struct):
@@ -255,24 +220,18 @@ class EntryBuffer:
                         piece[:] = self._pages[start : start + len(piece)]
                         start += len(piece)
                     return found
-        if size < HEADER_BYTES or not mover.move(file, [self._pages[: _LENGTH.size]], write=False):
+        if size < HEADER_BYTES or not mover.move(file, [self._pages[:size]], write=False):
             return None
         start = _LENGTH.size + _LENGTH.unpack(self._pages[: _LENGTH.size])[0]
-        num_bytes = size - start
-        if num_bytes < 0 or start != start_of(num_bytes):
-            return None
-        if not mover.move(file, [self._pages[:start]], write=False):
-            return None
-        return self._check(key, num_bytes, start)
+        return self._check(key, size - start, start) if start == start_of(size - start) else None
 
     def _check(self, key: bytes, num_bytes: int, start: int) -> FoundEntry | None:
-        """What the header in our pages tells, if it is this object's."""
-        head, (before, spaces) = self._memory[:start], _around(start)
-        if not (head.startswith(before) and head.endswith(spaces)):
+        """What the header in our pages tells, if it is the one of this object."""
+        head = self._memory[:start]
+        labels = labels_of(head[:HEADER_BYTES])
+        if labels is None or head != header(key, num_bytes, start, labels):
             return None
-        if head[_KEY_AT:_KEY_END] != hexlify(key):
-            return None
-        return _found(head[_KEY_END:HEADER_BYTES], num_bytes)
+        return FoundEntry(num_bytes, labels)
 
 
 def _cut(pieces: Pieces, start: int, num_bytes: int) -> tuple[Pieces, Pieces]:

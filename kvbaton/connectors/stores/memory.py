@@ -27,8 +27,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
-from itertools import islice, takewhile
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -44,13 +43,7 @@ from kvbaton.connectors.store import (
     Usage,
 )
 from kvbaton.connectors.stores.arena_copies import ArenaCopies, Extent, copy
-from kvbaton.connectors.stores.threaded import (
-    ONE,
-    BatchLimit,
-    ThreadedStore,
-    leading,
-    usage_by_namespace,
-)
+from kvbaton.connectors.stores.threaded import ONE, BatchLimit, ThreadedStore, usage_by_namespace
 from kvbaton.errors import ConfigError, StoreError
 
 WINDOW = 64
@@ -117,10 +110,7 @@ class MemoryStore(ThreadedStore):
     ) -> Future[Found]:
         """See `Store.lookup`; answered on the spot, since it only looks into a table."""
         answer: Future[Found] = Future()
-        there = self.backend.longest_prefix(keys) if prefix else len(keys)
-        found = self.backend.find(keys[:there], pin)
-        missing = leading(0, len(keys) - there).present
-        answer.set_result(Found(found.present + missing, found.ticket))
+        answer.set_result(self.backend.find(keys, pin, prefix))
         return answer
 
     def release(self, ticket: int) -> None:
@@ -258,19 +248,20 @@ class Arena:
 
     def longest_prefix(self, keys: Sequence[bytes]) -> int:
         """See `DeclaredBackend.longest_prefix`."""
-        with self._changed:
-            self._expire()
-            return sum(1 for _ in takewhile(self._written, keys))
+        return sum(self.find(keys, prefix=True).present)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """See `Backend.contains`."""
-        return list(self.find(keys, pin=False).present)
+        return list(self.find(keys).present)
 
-    def find(self, keys: Sequence[bytes], pin: bool) -> Found:
+    def find(self, keys: Sequence[bytes], pin: bool = False, prefix: bool = False) -> Found:
         """See `Store.lookup`."""
         with self._changed:
             self._expire()
             entries = [self._written(key) for key in keys]
+            if prefix and None in entries:
+                gap = entries.index(None)
+                entries[gap:] = [None] * (len(entries) - gap)
             found = [entry for entry in entries if entry is not None]
             ticket = None
             if pin and found:
@@ -294,33 +285,26 @@ class Arena:
 
     def get_many(self, keys: Sequence[bytes], targets: Sequence[AnyPieces]) -> list[bool]:
         """See `BatchBackend.get_many`; copies from or to GPUs are waited for together."""
-        entries = list[ArenaEntry | None]()
+        found = dict[int, ArenaEntry]()
         with self._changed:
             self._expire()
-            for key, target in zip(keys, targets, strict=True):
+            for number, (key, target) in enumerate(zip(keys, targets, strict=True)):
                 entry = self._written(key)
-                if entry is not None and entry.num_bytes != sum(map(len, target)):
-                    entry = None
-                if entry is not None:
+                if entry is not None and entry.num_bytes == sum(map(len, target)):
                     self._entries.move_to_end(key)
                     self._hold(entry)
-                entries.append(entry)
-        found = [
-            (target, entry)
-            for target, entry in zip(targets, entries, strict=True)
-            if entry is not None
-        ]
+                    found[number] = entry
         try:
             if self.copies is not None:
-                self.copies.load([(target, entry.extents) for target, entry in found])
+                self.copies.load([(targets[n], entry.extents) for n, entry in found.items()])
             else:
-                for target, entry in found:
-                    copy(target, self._views(entry))
+                for number, entry in found.items():
+                    copy(targets[number], self._views(entry))
         finally:
             with self._changed:
-                for _, entry in found:
+                for entry in found.values():
                     self._let_go(entry)
-        return [entry is not None for entry in entries]
+        return [number in found for number in range(len(keys))]
 
     def put(self, key: bytes, source: Pieces, hints: Hints = NO_HINTS) -> bool:
         """See `Backend.put`."""
@@ -364,9 +348,11 @@ class Arena:
                     answers[number] = not entry.forgotten
                 self._changed.notify_all()
         for number in others:  # written by another thread, or by us for an equal key
+            key = keys[number]
             with self._changed:
-                self._changed.wait_for(partial(self._is_settled, keys[number]))
-            [answers[number]] = self.put_many([keys[number]], [sources[number]], [hints[number]])
+                while (there := self._entries.get(key)) is not None and not there.written:
+                    self._changed.wait()
+            [answers[number]] = self.put_many([key], [sources[number]], [hints[number]])
         return answers
 
     def _begin(self, key: bytes, num_bytes: int, hints: Hints) -> ArenaEntry:
@@ -407,10 +393,6 @@ class Arena:
         self._held_bytes = 0
         self._pins: dict[int, tuple[float, list[ArenaEntry]]] = {}
 
-    def _is_settled(self, key: bytes) -> bool:
-        entry = self._entries.get(key)
-        return entry is None or entry.written
-
     def _written(self, key: bytes) -> ArenaEntry | None:
         entry = self._entries.get(key)
         return entry if entry is not None and entry.written else None
@@ -423,32 +405,27 @@ class Arena:
         victims = list[bytes]()
         if tenant and self._tenant_max_bytes is not None:
             over = self._of_tenant[tenant] + num_bytes - self._tenant_max_bytes
-            victims = self._victims(over, lambda entry: entry.hints.tenant == tenant)
+            victims = self._victims(over, lambda _, entry: entry.hints.tenant == tenant)
             if over > sum(self._entries[key].num_bytes for key in victims):
                 return False
         missing = num_bytes - self._free.num_bytes
         missing -= sum(self._entries[key].num_bytes for key in victims)
         gone = frozenset(victims)
-        victims += self._victims(missing, lambda entry: True, gone)
+        victims += self._victims(missing, lambda key, _: key not in gone)
         for key in victims:
             self._evicted(key, self._views(self._entries[key]))
             self._gone["evicted"] += 1
             self._forget(key)
         return True
 
-    def _victims(
-        self,
-        num_bytes: int,
-        may_go: Callable[[ArenaEntry], bool],
-        without: frozenset[bytes] = frozenset(),
-    ) -> list[bytes]:
+    def _victims(self, num_bytes: int, may_go: Callable[[bytes, ArenaEntry], bool]) -> list[bytes]:
         """Objects with at least so many bytes together, or all that may go."""
         if num_bytes <= 0:
             return []
         free = (
             (key, entry)
             for key, entry in self._entries.items()
-            if not entry.holds and key not in without and may_go(entry)
+            if not entry.holds and may_go(key, entry)
         )
         victims, oldest = list[bytes](), min(WINDOW, max(1, len(self._entries) // 8))
         while window := sorted(islice(free, oldest), key=lambda item: item[1].worth):

@@ -281,10 +281,14 @@ class ThreadedStore:
     ) -> Future[Found]:
         """See `Store.lookup`; nothing is pinned."""
         wanted, backend = list(keys), self.backend
-        if prefix and self.capabilities.prefix:
-            longest = cast(DeclaredBackend, backend).longest_prefix
-            return self._pool("lookup").submit(lambda: leading(longest(wanted), len(wanted)))
-        return self._pool("lookup").submit(lambda: Found(tuple(backend.contains(wanted))))
+
+        def look() -> Found:
+            if not (prefix and self.capabilities.prefix):
+                return Found(tuple(backend.contains(wanted)))
+            there = cast(DeclaredBackend, backend).longest_prefix(wanted)
+            return Found((True,) * there + (False,) * (len(wanted) - there))
+
+        return self._pool("lookup").submit(look)
 
     def release(self, ticket: int) -> None:
         """See `Store.release`; there are no pins."""
@@ -356,11 +360,6 @@ class ThreadedStore:
 
 Action = Callable[[Sequence[tuple[Any, ...]]], Sequence[bool]]
 """Moves a few objects, each given as key, pieces, and `Hints` where the backend takes them."""
-
-
-def leading(count: int, total: int) -> Found:
-    """The answer to a lookup of a prefix of which the first so many are there."""
-    return Found((True,) * count + (False,) * (total - count))
 
 
 def _one_by_one(move: Callable[..., bool]) -> Action:

@@ -25,7 +25,6 @@ import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
 from functools import partial
 from itertools import takewhile
 from typing import Any, TypeVar
@@ -34,7 +33,6 @@ from typing_extensions import override
 
 from kvbaton.connectors.registry import Spec, load_store
 from kvbaton.connectors.store import (
-    NO_HINTS,
     Evicting,
     Forgetting,
     Found,
@@ -44,7 +42,7 @@ from kvbaton.connectors.store import (
     StoreCapabilities,
     Usage,
 )
-from kvbaton.connectors.stores.driver import ComposedStore, check_lengths
+from kvbaton.connectors.stores.driver import ComposedStore
 from kvbaton.connectors.stores.tier import Allowance, Tier
 from kvbaton.errors import ConfigError, StoreError
 
@@ -102,9 +100,9 @@ class TieredStore(ComposedStore):
             raise ConfigError("--store", f"tiers must be a list of specs, not {tiers!r}")
         if write not in ("through", "on_eviction"):
             raise ConfigError("--store", f"write must be through or on_eviction, not {write!r}")
-        super().__init__(name)
+        super().__init__(name, [load_store(spec) for spec in tiers])
         self.tiers: list[Tier] = []
-        for depth, store in enumerate(map(load_store, tiers)):
+        for depth, store in enumerate(self.stores):
             taken = store.name in [tier.store.name for tier in self.tiers]
             name = f"{store.name}-{depth}" if taken else store.name
             self.tiers.append(Tier(store, name, retry_s))
@@ -156,24 +154,6 @@ class TieredStore(ComposedStore):
             prefix=all(one.prefix for one in every),
         )
 
-    @override
-    def lookup(
-        self, keys: Sequence[bytes], *, pin: bool = False, prefix: bool = False
-    ) -> Future[Found]:
-        return self.submit(self.on_lookup(list(keys), pin, prefix and self.capabilities.prefix))
-
-    @override
-    def store(
-        self,
-        keys: Sequence[bytes],
-        sources: Sequence[Pieces],
-        *,
-        hints: Sequence[Hints] | None = None,
-    ) -> Future[list[bool]]:
-        check_lengths(keys, sources)
-        given = [NO_HINTS] * len(keys) if hints is None else list(hints)
-        return self.submit(self.on_store(list(keys), list(sources), given))
-
     def health(self) -> str | None:
         """See `Store.health`: one tier is enough."""
         outages = self.outages()
@@ -211,29 +191,11 @@ class TieredStore(ComposedStore):
     # --- what follows runs on the driver's thread, but for `_evicted` ---
 
     @override
-    def inner_stores(self) -> Sequence[Store]:
-        return [tier.store for tier in self.tiers]
-
-    @override
-    def open_inner(self) -> None:
-        with ExitStack() as opened:
-            for tier in self.tiers:
-                tier.store.open()
-                opened.callback(tier.store.close)
-            opened.pop_all()
-
-    @override
-    def close_inner(self) -> None:
-        with ExitStack() as opened:  # one that raises does not keep the others open
-            for tier in reversed(self.tiers):
-                opened.callback(tier.store.close)
-
-    @override
-    async def on_lookup(self, keys: list[bytes], pin: bool, prefix: bool = False) -> Found:
+    async def on_lookup(self, keys: list[bytes], pin: bool, prefix: bool) -> Found:
         pin = pin and self.capabilities.pins
         tickets: list[tuple[Store, int]] = []
         deletes = self._deletes
-        find = self._find_prefix if prefix else self._find
+        find = self._find_prefix if prefix and self.capabilities.prefix else self._find
         depths = await find(keys, tickets if pin else None)
         if self._prefetches and self._lengths and self._deletes == deletes:
             busy = self._to_prefetch | self._moving.keys() | self._deleting.keys()
@@ -321,12 +283,12 @@ class TieredStore(ComposedStore):
                 kept = {key: [data] for key, data in copies if data is not None}
                 if kept:
                     storing = self._store_above("promoted", depth, kept)
-                    self._move(list(kept), self._spend(sum(map(_length, kept.values())), storing))
+                    self._move(list(kept), storing, sum(map(_length, kept.values())))
         return [depth is not None for depth in depths]
 
     @override
     async def on_store(
-        self, keys: list[bytes], sources: list[Pieces], hints: Sequence[Hints] = ()
+        self, keys: list[bytes], sources: list[Pieces], hints: list[Hints]
     ) -> list[bool]:
         self._remember(sources)
         if self._write == "through":
@@ -422,13 +384,6 @@ class TieredStore(ComposedStore):
         stored = await self._store_in(self.tiers[:depth], list(objects), list(objects.values()))
         self.counts[what] += sum(stored)
 
-    async def _spend(self, num_bytes: int, work: Coroutine[Any, Any, None]) -> None:
-        """Do what bytes were taken for, then give them back."""
-        try:
-            await work
-        finally:
-            self._allowance.give(num_bytes)
-
     async def _prefetch(self, depth: int, keys: list[bytes]) -> None:
         for first in range(0, len(keys), PREFETCH_OBJECTS):
             # Those that were loaded meanwhile are promoted anyway.
@@ -504,7 +459,7 @@ class TieredStore(ComposedStore):
                     self.counts["demoted"] += 1
                     return
 
-        self._move([key], self._spend(len(data), lower()))
+        self._move([key], lower(), len(data))
 
     def _copy(self, pieces: Pieces) -> memoryview | None:
         if self._allowance.take(_length(pieces)):
@@ -512,12 +467,18 @@ class TieredStore(ComposedStore):
         self.counts["left"] += 1
         return None
 
-    def _move(self, keys: Sequence[bytes], work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run what moves objects; meanwhile who wants one of them waits for it."""
+    def _move(
+        self, keys: Sequence[bytes], work: Coroutine[Any, Any, None], num_bytes: int = 0
+    ) -> asyncio.Task[None]:
+        """Run what moves objects; meanwhile who wants one of them waits for it.
+
+        When it ends, so many bytes that were taken for it are given back.
+        """
         task = asyncio.get_running_loop().create_task(work)
         self._moving.update(dict.fromkeys(keys, task))
 
         def moved(task: asyncio.Task[None]) -> None:
+            self._allowance.give(num_bytes)
             for key in keys:
                 if self._moving.get(key) is task:
                     del self._moving[key]

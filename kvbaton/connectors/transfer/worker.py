@@ -127,10 +127,7 @@ class TransferWorker:
             os.eventfd_read(self.outbox_fd)
         except BlockingIOError:
             return []
-        actions = []
-        while self._outbox:
-            actions.append(self._outbox.popleft())
-        return actions
+        return [self._outbox.popleft() for _ in range(len(self._outbox))]
 
     def error(self, what: str, *args: object) -> None:
         """Count the exception being handled, and log it while it is no flood.

@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -121,23 +122,21 @@ class MemoryPeer:
         self.open = True
 
 
+@dataclass(eq=False)
 class MemoryHandle(BaseHandle):
     """One write; its state changes under the hub's lock only."""
 
-    def __init__(
-        self, writer: MemoryTransport, peer: MemoryPeer, copies: Copies, notice: bytes
-    ) -> None:
-        self.writer = writer
-        self.peer = peer
-        self._copies = copies
-        self._notice = notice
+    writer: MemoryTransport
+    peer: MemoryPeer
+    copies: Copies
+    notice: bytes
 
     def land(self) -> None:
         """Copy the bytes, then leave the notice; or fail, if the target would not have it."""
         target = self.writer.hub.find(self.peer.name)
         if target is None or not self.peer.open or self.writer.closed:
             self.drain(f"the connection to {self.peer.name} is closed")
-        elif not target.receive(self.writer, self._copies, self._notice):
+        elif not target.receive(self.writer, self.copies, self.notice):
             self.drain(f"peer {self.peer.name} does not take this write")
         else:
             self._status = Status.DONE

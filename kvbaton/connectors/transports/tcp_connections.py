@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Annotated, Any
 
@@ -51,31 +52,24 @@ class TcpCard(msgspec.Struct, frozen=True):
     sizes: tuple[Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)], ...]
 
 
+@dataclass(eq=False)
 class TcpHandle(BaseHandle):
     """One write: queued, being sent, or waiting for its ack."""
 
-    def __init__(
-        self,
-        peer: TcpPeer,
-        write: int,
-        copies: Copies,
-        views: Sequence[memoryview | GpuRegion],
-        notice: bytes,
-    ) -> None:
-        self.write = write
-        self.started = False
-        self._peer = peer
-        self._copies = copies
-        self._views = views
-        self._notice = notice
+    peer: TcpPeer
+    write: int
+    copies: Copies
+    views: Sequence[memoryview | GpuRegion]
+    notice: bytes
+    started: bool = False
 
     def status(self) -> Status:
         """State now; reads acks that have come in. DRAINED if its bytes provably can't land."""
         if self._status in (Status.PENDING, Status.ERROR):
-            self._peer.read_acks()
-        if self._status in (Status.PENDING, Status.ERROR) and self._peer.broken is not None:
-            self._status, self._error = Status.ERROR, self._peer.broken
-            if self._peer.stopped and (not self.started or self._peer.watch.dead):
+            self.peer.read_acks()
+        if self._status in (Status.PENDING, Status.ERROR) and self.peer.broken is not None:
+            self._status, self._error = Status.ERROR, self.peer.broken
+            if self.peer.stopped and (not self.started or self.peer.watch.dead):
                 self._status = Status.DRAINED
         return self._status
 
@@ -85,19 +79,19 @@ class TcpHandle(BaseHandle):
 
     def frames(self) -> Iterator[tuple[bytes, list[Run]]]:
         """Head and payload of each frame; a region's copies follow each other, on either side."""
-        copies = self._copies.by_region()
+        copies = self.copies.by_region()
         total = len(copies.length)
         for start in range(0, max(total, 1), tcp_wire.MAX_FRAME_COPIES):
             part = copies.take(start, start + tcp_wire.MAX_FRAME_COPIES)
             last = start + tcp_wire.MAX_FRAME_COPIES >= total
             kind = tcp_wire.FrameKind.LAST if last else tcp_wire.FrameKind.PART
-            notice = self._notice if last else b""
+            notice = self.notice if last else b""
             count, size = len(part.length), int(part.length.sum())
             header = tcp_wire.Header(kind, count, len(notice), self.write, size)
             targets = np.stack([part.target_region, part.target_offset, part.length], axis=1)
             head = header.pack() + targets.astype("<i8").tobytes() + notice
             sources = part.source_region, part.source_offset, part.length
-            yield head, runs_of(self._views, *sources) if count else []
+            yield head, runs_of(self.views, *sources) if count else []
 
 
 class TcpPeer:

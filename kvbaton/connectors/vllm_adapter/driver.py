@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
@@ -51,10 +52,11 @@ class VllmObject(SimpleNamespace):
         raise AttributeError(f"{title}.{name} is not there for connectors under kvbaton")
 
 
+@dataclass(kw_only=True, eq=False)
 class ConnectorDriver:
     """One connector, both of its sides; one caller at a time.
 
-    Args:
+    Attributes:
         path: ``package.module:Class`` of the connector.
         extra_config: its ``kv_connector_extra_config``.
         block_bytes: of a block; a multiple of 4 times `block_tokens`.
@@ -65,24 +67,17 @@ class ConnectorDriver:
         timeout_s: the longest that it may say "not yet", or load and save asynchronously.
     """
 
-    def __init__(
-        self,
-        path: str,
-        extra_config: Mapping[str, Any],
-        *,
-        block_bytes: int,
-        block_tokens: int,
-        num_blocks: int,
-        planes: bool,
-        timeout_s: float,
-    ) -> None:
-        self._path = path
-        self._extra_config = dict(extra_config)
-        self.block_bytes = block_bytes
-        self._tokens = block_tokens
-        self._num_blocks = num_blocks + _FIRST
-        self._planes = planes
-        self._timeout_s = timeout_s
+    path: str
+    extra_config: Mapping[str, Any]
+    block_bytes: int
+    block_tokens: int
+    num_blocks: int
+    planes: bool
+    timeout_s: float
+
+    def __post_init__(self) -> None:
+        self._pool_blocks = self.num_blocks + _FIRST
+        self._features = self.block_bytes // (2 * _DTYPE.itemsize * self.block_tokens)
         self._numbers = itertools.count()
         self._free: list[int] = []
         self._late: dict[str, Any] = {}
@@ -103,16 +98,15 @@ class ConnectorDriver:
         layout = kind.get_required_kvcache_layout(config)
         if layout not in (None, "NHD", "HND", "LBNHC", "LBHNC"):
             raise self.refusal(f"get_required_kvcache_layout asks for {layout!r}")
-        memory = np.zeros(self._num_blocks * self.block_bytes, np.uint8)
+        memory = np.zeros(self._pool_blocks * self.block_bytes, np.uint8)
         self._memory = memory.data
-        features = self.block_bytes // (2 * _DTYPE.itemsize * self._tokens)
         shape = (
-            (2, self._num_blocks, self._tokens, 1, features)
-            if self._planes
-            else (self._num_blocks, 1, self._tokens, 2 * features)
+            (2, self._pool_blocks, self.block_tokens, 1, self._features)
+            if self.planes
+            else (self._pool_blocks, 1, self.block_tokens, 2 * self._features)
         )
         self._cache = torch.from_numpy(memory).view(_DTYPE).view(shape)
-        caches = self._caches(features)
+        caches = self._caches()
         for role in (base.KVConnectorRole.SCHEDULER, base.KVConnectorRole.WORKER):
             self._sides.append(kind(config, role, caches))
         self._scheduler, self._worker = self._sides
@@ -124,7 +118,7 @@ class ConnectorDriver:
             raise self.refusal(
                 "get_handshake_metadata: it moves blocks between engines that live, and keeps none"
             )
-        self._free = list(range(_FIRST, self._num_blocks))
+        self._free = list(range(_FIRST, self._pool_blocks))
 
     def close(self) -> None:
         """Let both sides shut down."""
@@ -187,14 +181,14 @@ class ConnectorDriver:
             if found and asynchronous:
                 self._late[request.request_id] = request
             elif found:
-                request.num_computed_tokens = self._tokens
+                request.num_computed_tokens = self.block_tokens
             if found:
-                self._allocate(request, self._tokens)
+                self._allocate(request, self.block_tokens)
         bad = self._step([request for request in requests if request.num_computed_tokens])
         bad |= self._until_named(requests, "load")
         for request, found, _ in there:
             request.loaded = found and not bad.intersection(request.blocks)
-            request.num_computed_tokens = self._tokens if request.loaded else 0
+            request.num_computed_tokens = self.block_tokens if request.loaded else 0
 
     def _rounds(self, count: int) -> Iterator[slice]:
         """So many at a time as there are free blocks."""
@@ -208,7 +202,7 @@ class ConnectorDriver:
     # --- the scheduler's side ---
 
     def _request(self, name: bytes) -> Any:
-        tokens = [*tokens_of(name, self._tokens), 0, 0]
+        tokens = [*tokens_of(name, self.block_tokens), 0, 0]
         return VllmObject(
             "Request",
             request_id=f"kvbaton-{next(self._numbers)}",
@@ -254,13 +248,13 @@ class ConnectorDriver:
 
     def _matched(self, request: Any) -> tuple[bool, bool]:
         """Whether the block of a request is there, and is loaded asynchronously."""
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self.timeout_s
         while True:
             count, asynchronous = self._scheduler.get_num_new_matched_tokens(request, 0)
             if count is not None:
-                return count == self._tokens, asynchronous
+                return count == self.block_tokens, asynchronous
             if time.monotonic() > deadline:
-                raise StoreError(f"get_num_new_matched_tokens says None for {self._timeout_s:g} s")
+                raise StoreError(f"get_num_new_matched_tokens says None for {self.timeout_s:g} s")
             self._step([])
             time.sleep(_POLL_S)
 
@@ -386,10 +380,10 @@ class ConnectorDriver:
 
     def _until(self, done: Callable[[], bool], why: str) -> set[int]:
         """Step on until it is done; blocks whose loads failed meanwhile."""
-        deadline, bad = time.monotonic() + self._timeout_s, set[int]()
+        deadline, bad = time.monotonic() + self.timeout_s, set[int]()
         while not done():
             if time.monotonic() > deadline:
-                raise StoreError(f"{why} for {self._timeout_s:g} s")
+                raise StoreError(f"{why} for {self.timeout_s:g} s")
             time.sleep(_POLL_S)
             bad |= self._step([])
         return bad
@@ -399,13 +393,13 @@ class ConnectorDriver:
     def _memory_of(self, request: Any) -> list[memoryview]:
         """The memory of a request's block."""
         [number] = request.blocks
-        size = self.block_bytes // 2 if self._planes else self.block_bytes
-        starts = (number, number + self._num_blocks) if self._planes else (number,)
+        size = self.block_bytes // 2 if self.planes else self.block_bytes
+        starts = (number, number + self._pool_blocks) if self.planes else (number,)
         return [self._memory[start * size : (start + 1) * size] for start in starts]
 
     def refusal(self, why: str) -> ConfigError:
         """That the connector can't be used here; to be raised."""
-        return ConfigError("connector", f"{self._path} can't be a store: {why}")
+        return ConfigError("connector", f"{self.path} can't be a store: {why}")
 
     def _base(self) -> Any:
         """The module of the base class, vLLM's own or ours."""
@@ -421,9 +415,9 @@ class ConnectorDriver:
 
     def _class(self, base: Any) -> Any:
         try:
-            kind = resolve_name(self._path)
+            kind = resolve_name(self.path)
         except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError("connector", f"can't load {self._path}: {error}") from error
+            raise ConfigError("connector", f"can't load {self.path}: {error}") from error
         if not (isinstance(kind, type) and issubclass(kind, base.KVConnectorBase_V1)):
             raise self.refusal("it is no class over vLLM's KVConnectorBase_V1")
         if missing := sorted(getattr(kind, "__abstractmethods__", ())):
@@ -432,15 +426,14 @@ class ConnectorDriver:
 
     def _config(self) -> Any:
         """What connectors read of a `VllmConfig`: one layer, one head, one rank."""
-        extra = self._extra_config
+        extra = dict(self.extra_config)
         engine = f"kvbaton-{uuid.uuid4()}"
-        features = self.block_bytes // (2 * _DTYPE.itemsize * self._tokens)
         return VllmObject(
             "VllmConfig",
             instance_id=engine,
             kv_transfer_config=VllmObject(
                 "KVTransferConfig",
-                kv_connector=self._path,
+                kv_connector=self.path,
                 kv_connector_module_path=None,
                 kv_connector_extra_config=extra,
                 get_from_extra_config=extra.get,
@@ -459,9 +452,9 @@ class ConnectorDriver:
             ),
             cache_config=VllmObject(
                 "CacheConfig",
-                block_size=self._tokens,
+                block_size=self.block_tokens,
                 cache_dtype="auto",
-                num_gpu_blocks=self._num_blocks,
+                num_gpu_blocks=self._pool_blocks,
                 enable_prefix_caching=True,
             ),
             model_config=VllmObject(
@@ -469,13 +462,13 @@ class ConnectorDriver:
                 model=f"kvbaton-{self.block_bytes}",
                 served_model_name=f"kvbaton-{self.block_bytes}",
                 dtype=_DTYPE,
-                max_model_len=self._tokens + 2,
+                max_model_len=self.block_tokens + 2,
                 use_mla=False,
                 hf_config=VllmObject("hf_config"),
                 get_num_layers=lambda parallel: 1,
                 get_num_kv_heads=lambda parallel: 1,
                 get_total_num_kv_heads=lambda: 1,
-                get_head_size=lambda: features,
+                get_head_size=lambda: self._features,
             ),
             parallel_config=VllmObject(
                 "ParallelConfig",
@@ -490,8 +483,8 @@ class ConnectorDriver:
             ),
             scheduler_config=VllmObject(
                 "SchedulerConfig",
-                max_num_batched_tokens=self._num_blocks * (self._tokens + 2),
-                max_num_seqs=self._num_blocks,
+                max_num_batched_tokens=self._pool_blocks * (self.block_tokens + 2),
+                max_num_seqs=self._pool_blocks,
                 disable_hybrid_kv_cache_manager=True,
             ),
             device_config=VllmObject("DeviceConfig", device=torch.device("cpu"), device_type="cpu"),
@@ -501,21 +494,21 @@ class ConnectorDriver:
             additional_config={},
         )
 
-    def _caches(self, features: int) -> Any:
+    def _caches(self) -> Any:
         """What connectors read of a `KVCacheConfig`."""
         spec = VllmObject(
             "KVCacheSpec",
-            block_size=self._tokens,
+            block_size=self.block_tokens,
             page_size_bytes=self.block_bytes,
             num_kv_heads=1,
-            head_size=features,
+            head_size=self._features,
             dtype=_DTYPE,
         )
         group = VllmObject("KVCacheGroupSpec", layer_names=[LAYER], kv_cache_spec=spec)
-        size = self._num_blocks * self.block_bytes
+        size = self._pool_blocks * self.block_bytes
         return VllmObject(
             "KVCacheConfig",
-            num_blocks=self._num_blocks,
+            num_blocks=self._pool_blocks,
             kv_cache_tensors=[VllmObject("KVCacheTensor", size=size, shared_by=[LAYER])],
             kv_cache_groups=[group],
         )

@@ -215,14 +215,7 @@ class _Names(MetaPathFinder, Loader):
         module.__dict__.update(_MODULES.get(module.__name__, {}))
 
 
-def provide_names() -> bool:
-    """Let `vllm` be imported if it is not installed; whether it was not."""
+def provide_names() -> None:
+    """Let `vllm` be imported if it is not installed."""
     if find_spec("vllm") is None:
         sys.meta_path.append(_Names())
-    return is_stand_in()
-
-
-def is_stand_in() -> bool:
-    """Whether the names are ours."""
-    found = find_spec("vllm")
-    return found is not None and found.origin == __name__

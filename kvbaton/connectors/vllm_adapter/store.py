@@ -68,8 +68,8 @@ class VllmStore(ThreadedStore):
         if staging_bytes < block_bytes:
             raise ConfigError("staging_bytes", f"must hold a block, {block_bytes} bytes")
         driver = ConnectorDriver(
-            connector,
-            extra_config or {},
+            path=connector,
+            extra_config=extra_config or {},
             block_bytes=block_bytes,
             block_tokens=block_tokens,
             num_blocks=staging_bytes // block_bytes,
