@@ -33,7 +33,6 @@ from kvbaton.engine.kv_groups import least_block_size
 from kvbaton.engine.loader import load_kv_scales
 from kvbaton.engine.model_config import ModelConfig, load_model_config, resolve_max_model_len
 from kvbaton.engine.profiler import TorchProfiler
-from kvbaton.engine.prompt_limits import prompt_limits
 from kvbaton.engine.scheduler import Scheduler
 from kvbaton.engine.speculative import SpeculativeConfig
 from kvbaton.engine.store_connector import StoreConnector
@@ -158,7 +157,7 @@ def build_engine(
     roles = {connector.transfer_role: connector for connector in connectors}
     scheduler.both_sides = {"source", "target"} <= roles.keys()
     target = roles.get("target")
-    limits = prompt_limits(scheduler, None if target is None else target.most_blocks)
+    limits = scheduler.prompt_limits(None if target is None else target.most_blocks)
     if target is None:
         limits = PromptLimits(limits.computed, lent=limits.lent)
     if isinstance(mailbox, FrontendServer):

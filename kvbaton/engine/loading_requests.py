@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from functools import cached_property
@@ -12,7 +13,7 @@ from kvbaton.engine.kv_connector import KVConnector, Load
 from kvbaton.engine.live_requests import LiveRequests
 from kvbaton.engine.request import Request, Sequence, SequenceState
 from kvbaton.messages.engine import Output
-from kvbaton.types import ChoiceStart
+from kvbaton.types import PINNED_SHARE_PER_PEER, ChoiceStart, PromptLimits
 
 
 class LoadingRequests(LiveRequests):
@@ -37,6 +38,46 @@ class LoadingRequests(LiveRequests):
         longest = self.blocks.need(self.blocks.empty(), self.config.max_model_len) + forks
         left = 1.0 - longest / max(1, self.blocks.pool.usable)
         return max(0.5, min(self.config.max_loading_share, left))
+
+    def prompt_limits(self, most_blocks: int | None = None) -> PromptLimits:
+        """The longest prompts that are computed, and taken from other nodes: what a router is told.
+
+        They follow from the rules for an idle engine, so that no prompt is computed elsewhere for
+        an engine that never has the room to load it (`_has_room_to_load`).
+
+        Args:
+            most_blocks: that may wait for one source; None for any number.
+        """
+        blocks, config = self.blocks, self.config
+        lengths = range(1, config.max_model_len)
+        computed = bisect_left(lengths, True, key=lambda n: blocks.too_large(n) is not None)
+        received, lengths = computed, lengths[:computed]
+
+        def within(most: int) -> int:
+            return bisect_right(
+                lengths, most, key=lambda n: blocks.need(blocks.empty(), n, start=n)
+            )
+
+        lent = within(config.groups[0].num_blocks // PINNED_SHARE_PER_PEER)
+        if most_blocks is not None:
+            received = within(most_blocks)
+        if not self.both_sides:
+            return PromptLimits(computed, received, config.max_num_seqs, lent=lent)
+
+        def held(num_tokens: int) -> int:
+            return blocks.need(blocks.empty(), num_tokens + 1)
+
+        # Some blocks and half of the seats are left to prompts for others; each choice takes a
+        # block of every group: of a prompt that is shorter by one, only groups that keep all give
+        # one back.
+        most, groups = int(self.load_share * blocks.pool.usable), len(blocks.groups)
+        received = min(received, bisect_right(lengths, most, key=held))
+        choices, keeping = config.max_num_seqs // 2, sum(group.keeps_all for group in blocks.groups)
+        if keeping:
+            each = -(-groups // keeping) * blocks.alignment
+            return PromptLimits(computed, received, choices, each, lent)
+        spare = most - held(received) if received else 0
+        return PromptLimits(computed, received, min(choices, 1 + spare // groups), lent=lent)
 
     # --- their begin ---
 

@@ -26,7 +26,6 @@ from kvbaton.engine.frontends import CachedBlockSource, FrontendServer
 from kvbaton.engine.kv_cache_manager import GroupSpec
 from kvbaton.engine.kv_connector import Connectors, KVConnector
 from kvbaton.engine.outputs import OutputReceiver
-from kvbaton.engine.prompt_limits import prompt_limits
 from kvbaton.engine.request import Sequence, SequenceState
 from kvbaton.engine.scheduler import Scheduler
 from kvbaton.engine.step import Sampled, StepPlan, StepResult
@@ -199,7 +198,7 @@ class ModeledEngine:
             clock=loop.time,
         )
         self.scheduler.both_sides = role == "any"
-        limits = prompt_limits(self.scheduler)
+        limits = self.scheduler.prompt_limits()
         if role == "prefill":
             limits = PromptLimits(limits.computed, lent=limits.lent)
         self._limits = limits

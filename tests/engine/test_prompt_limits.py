@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from kvbaton.connectors.layout import GroupKind
 from kvbaton.engine.kv_cache_manager import GroupSpec
-from kvbaton.engine.prompt_limits import prompt_limits
 from kvbaton.errors import RequestError
 from tests.support.toy_engine import Loop, ask, target
 
@@ -49,7 +48,7 @@ def takes(loop: Loop, length: int, choices: int) -> bool:
 def test_what_a_node_says_that_it_takes_it_takes(
     kinds: list[str], blocks: int, seats: int, both: bool, choices: int, shorter: int
 ) -> None:
-    limits = prompt_limits(make(kinds, blocks, seats, both).scheduler)
+    limits = make(kinds, blocks, seats, both).scheduler.prompt_limits()
     length = limits.received - (choices - 1) * limits.choice_tokens - shorter
     if length > 0 and limits.receives(length, choices):
         assert takes(make(kinds, blocks, seats, both), length, choices)
@@ -65,7 +64,7 @@ def test_what_a_node_says_that_it_takes_it_takes(
 )
 def test_the_longest_prompt_that_it_computes(kinds: list[str], blocks: int) -> None:
     loop = make(kinds, blocks, 4, False)
-    longest = prompt_limits(loop.scheduler).computed
+    longest = loop.scheduler.prompt_limits().computed
     with pytest.raises(RequestError, match="tokens"):
         loop.add(ask("a", [1] * (longest + 1)))
     if longest:
@@ -76,8 +75,8 @@ def test_the_longest_prompt_that_it_computes(kinds: list[str], blocks: int) -> N
 
 def test_what_one_peer_may_hold_bounds_what_is_taken() -> None:
     loop = make(["full"], 40, 4, False)
-    assert prompt_limits(loop.scheduler).received == 119, "as the model"
-    assert prompt_limits(loop.scheduler, most_blocks=7).received == 28
+    assert loop.scheduler.prompt_limits().received == 119, "as the model"
+    assert loop.scheduler.prompt_limits(most_blocks=7).received == 28
 
 
 @pytest.mark.parametrize(
@@ -88,4 +87,4 @@ def test_the_longest_prefix_that_it_lends_takes_a_quarter_of_its_pool(
     kinds: list[str], lent: int
 ) -> None:
     """Ten blocks, of all groups together."""
-    assert prompt_limits(make(kinds, 40, 4, True).scheduler).lent == lent
+    assert make(kinds, 40, 4, True).scheduler.prompt_limits().lent == lent
