@@ -32,8 +32,7 @@ from kvbaton.engine.config import SchedulerConfig
 from kvbaton.engine.encoder.pool import EncoderPool
 from kvbaton.engine.pending import Pending, join
 from kvbaton.engine.step import StepPlan, StepResult
-from kvbaton.engine.step_costs import Terms
-from kvbaton.engine.trial_steps import try_steps
+from kvbaton.engine.step_costs import Terms, try_steps
 from kvbaton.engine.worker import Worker
 from kvbaton.messages.engine import AddRequest
 
@@ -185,7 +184,7 @@ class Executor:
             worker.expect(request)
 
     def try_steps(self, limits: SchedulerConfig) -> list[tuple[Terms, float]]:
-        """What steps take by what is in them, see `trial_steps`; before any request."""
+        """What steps take by what is in them, see `step_costs`; before any request."""
 
         def run(plan: StepPlan) -> float:
             began = time.perf_counter()

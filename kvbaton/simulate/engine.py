@@ -29,8 +29,7 @@ from kvbaton.engine.outputs import OutputReceiver
 from kvbaton.engine.request import Sequence, SequenceState
 from kvbaton.engine.scheduler import Scheduler
 from kvbaton.engine.step import Sampled, StepPlan, StepResult
-from kvbaton.engine.step_costs import Terms, step_costs, terms_of
-from kvbaton.engine.trial_steps import try_steps
+from kvbaton.engine.step_costs import Terms, step_costs, terms_of, try_steps
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest, BlockChange, CachedBlocks, Metrics, Output
 from kvbaton.messages.nodes import NodeInfo

@@ -14,8 +14,7 @@ from kvbaton.connectors.layout import GroupKind
 from kvbaton.engine.config import SchedulerConfig
 from kvbaton.engine.kv_cache_manager import GroupSpec
 from kvbaton.engine.step import StepPlan
-from kvbaton.engine.step_costs import Terms, step_costs, terms_of
-from kvbaton.engine.trial_steps import TRIAL_S, try_steps
+from kvbaton.engine.step_costs import TRIAL_S, Terms, step_costs, terms_of, try_steps
 from kvbaton.messages.nodes import STEP_COSTS
 from kvbaton.simulate.engine_model import load_engine
 from tests.support.driver import Driver

@@ -23,7 +23,7 @@ import pytest
 from kvbaton.connectors.transfer.thread import TransferThread
 from kvbaton.connectors.transports.memory import PROCESS_HUB
 from kvbaton.decode.target_connector import TargetConnector
-from kvbaton.engine import trial_steps
+from kvbaton.engine import step_costs
 from kvbaton.engine.build import ConnectorFactory, build_engine
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.cpu_worker import CpuWorker
@@ -226,7 +226,7 @@ class Node:
         self._numbers = itertools.count()
         self._buried = False
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(trial_steps, "TRIAL_S", 0.0)  # what steps take is not what tests ask
+            patch.setattr(step_costs, "TRIAL_S", 0.0)  # what steps take is not what tests ask
             self.core = build_engine(config, self.id, factories, self.mailbox).core
         self.scheduler = self.core.scheduler
         self._thread = threading.Thread(target=self._run, name=f"core-{name}")

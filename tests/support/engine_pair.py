@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvbaton.connectors.transfer.config import HandoverConfig
-from kvbaton.engine import trial_steps
+from kvbaton.engine import step_costs
 from kvbaton.engine.build import ConnectorFactory
 from kvbaton.messages.engine import AddRequest, TransferSpec
 from kvbaton.roles import HandoverFactory
@@ -157,7 +157,7 @@ class Pair:
 @pytest.fixture(autouse=True)
 def few_trial_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines try as few steps as they can; what they try with time has tests of its own."""
-    monkeypatch.setattr(trial_steps, "TRIAL_S", 0.0)
+    monkeypatch.setattr(step_costs, "TRIAL_S", 0.0)
 
 
 @pytest.fixture
