@@ -21,9 +21,8 @@ from kvbaton.engine.cache import KVCache
 from kvbaton.engine.encoder.pool import EncoderPool, item_tokens, last_keys
 from kvbaton.engine.models.layers import AttentionContext
 from kvbaton.engine.models.llama import Encoded, LlamaForCausalLM
-from kvbaton.engine.mrope import merge_size
 from kvbaton.engine.sampler import Logprobs, SampleRows, logprobs_of, needs_tokens, sample
-from kvbaton.engine.sequences import Sequences
+from kvbaton.engine.sequences import Sequences, merge_size
 from kvbaton.engine.state_blocks import StateBatch, step_states
 from kvbaton.engine.step import Sampled, SequenceStep, StepColumns, StepPlan, StepResult
 from kvbaton.engine.upload import upload

@@ -1,4 +1,10 @@
-"""What a rank remembers of its sequences from step to step: tokens, block tables, sampling."""
+"""What a rank remembers of its sequences from step to step: tokens, block tables, sampling.
+
+And rotary positions of prompts with images (M-RoPE: Wang et al., "Qwen2-VL", arXiv 2409.12191). A
+token has three: temporal, vertical, horizontal. Those of text are equal and count up. The rows of
+an image stand on a grid, which begins where the text before it ended; the text after it goes on
+behind the largest of them. So after the last image, all three are the position plus a constant.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +16,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvbaton.engine.mrope import RotaryPositions, rotary_positions
+from kvbaton.engine.model_config import ModelConfig
 from kvbaton.engine.step import Fork, NewSequence, SequenceStep
 from kvbaton.engine.upload import upload
-from kvbaton.messages.engine import SamplingParams
+from kvbaton.messages.engine import Item, SamplingParams
+
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -74,7 +82,7 @@ class Sequences:
         self._row: dict[int, int] = {}
         self._free = list(range(rows - 1, -1, -1))
 
-    def rows(self, steps: Sequence[SequenceStep]) -> npt.NDArray[np.int64]:
+    def rows(self, steps: Sequence[SequenceStep]) -> Ints:
         """Rows of the steps' sequences, in their order."""
         return np.fromiter((self._row[step.handle] for step in steps), np.int64, len(steps))
 
@@ -131,7 +139,7 @@ class Sequences:
         self.tables[row, group, start : start + len(blocks)] = blocks
         self._table_lens[row, group] += len(blocks)
 
-    def cut(self, rows: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> None:
+    def cut(self, rows: Ints, lengths: Ints) -> None:
         """Forget tokens from these lengths on: of drafts that were not accepted to their ends."""
         self.lengths[rows] = np.minimum(self.lengths[rows], lengths)
 
@@ -148,10 +156,10 @@ class Sequences:
 
     def put_tokens(
         self,
-        rows: npt.NDArray[np.int64],
-        positions: npt.NDArray[np.int64],
+        rows: Ints,
+        positions: Ints,
         tokens: Tensor,
-        chosen: npt.NDArray[np.int64],
+        chosen: Ints,
     ) -> None:
         """Write one of `tokens` into each of these rows, which ends with it.
 
@@ -167,10 +175,10 @@ class Sequences:
 
     def rotary_positions(
         self,
-        rows: npt.NDArray[np.int64],
-        positions: npt.NDArray[np.int64],
-        counts: npt.NDArray[np.int64],
-    ) -> npt.NDArray[np.int64]:
+        rows: Ints,
+        positions: Ints,
+        counts: Ints,
+    ) -> Ints:
         """Rotary positions of a batch: [3, tokens], or [tokens] where they are the positions.
 
         Args:
@@ -214,3 +222,52 @@ class Sequences:
             setattr(self, name, np.concatenate((array, np.zeros_like(array))))
         self.params += [None] * rows
         self._free = list(range(2 * rows - 1, rows - 1, -1))
+
+
+# --- M-RoPE ---
+
+
+def merge_size(config: ModelConfig) -> int | None:
+    """Side of the square of patches that becomes one token; None without M-RoPE."""
+    return config.vision.merge_size if config.vision and config.rope.mrope_section else None
+
+
+@dataclass(frozen=True)
+class RotaryPositions:
+    """Rotary positions of a sequence.
+
+    Attributes:
+        rows: [3, tokens] int64, of the tokens up to the end of the last item.
+        delta: what to add to the position of any later token.
+    """
+
+    rows: Ints
+    delta: int
+
+    def at(self, positions: Ints) -> Ints:
+        """[tokens] absolute positions to [3, tokens]."""
+        found = np.tile(positions + self.delta, (3, 1))
+        inside = np.flatnonzero(positions < self.rows.shape[1])
+        found[:, inside] = self.rows[:, positions[inside]]
+        return found
+
+
+def rotary_positions(items: Sequence[Item], merge_size: int) -> RotaryPositions:
+    """Rotary positions of a prompt.
+
+    Args:
+        items: of the prompt, by start.
+        merge_size: side of the square of patches that became one row.
+    """
+    parts, token, base = [np.empty((3, 0), np.int64)], 0, 0
+    for item in items:
+        text = np.arange(item.start - token) + base
+        base += len(text)
+        # Time, row and column of each of the item's rows.
+        height, width = (max(1, patches // merge_size) for patches in item.grid[1:])
+        row = np.arange(item.length)
+        grid = np.stack((row // (height * width), row // width % height, row % width))
+        parts += [np.tile(text, (3, 1)), grid + base]
+        base = int(parts[-1].max()) + 1
+        token = item.start + item.length
+    return RotaryPositions(np.concatenate(parts, axis=1), base - token)

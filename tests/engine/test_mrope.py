@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.models.layers import RotaryEmbedding
-from kvbaton.engine.mrope import rotary_positions
 from kvbaton.engine.rope_config import RopeConfig
+from kvbaton.engine.sequences import rotary_positions
 from kvbaton.messages.engine import Item
 from tests.support.pictures import FAMILIES, Pictures
 
