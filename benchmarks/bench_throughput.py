@@ -23,9 +23,9 @@ from benchmarks.workload import SMALL
 from kvbaton.bench.report import median, publish
 from kvbaton.engine.build import make_scheduler
 from kvbaton.engine.config import EngineConfig
-from kvbaton.engine.cpu_worker import cpu_executor
 from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.scheduler import Scheduler
+from kvbaton.engine.worker import cpu_executor
 from kvbaton.messages.engine import AddRequest, SamplingParams
 from kvbaton.testing.checkpoints import make_checkpoint
 

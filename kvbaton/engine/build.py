@@ -19,7 +19,6 @@ from kvbaton.connectors.registry import load_store
 from kvbaton.engine.block_feed import BlockFeed
 from kvbaton.engine.config import EngineConfig, SchedulerConfig
 from kvbaton.engine.core import EngineCore, Mailbox
-from kvbaton.engine.cpu_worker import cpu_executor
 from kvbaton.engine.encoder.cache_manager import Answers, EncoderCacheManager
 from kvbaton.engine.encoder.pool import EncoderPool
 from kvbaton.engine.encoder.worker import encoder_executor
@@ -37,7 +36,7 @@ from kvbaton.engine.scheduler import Scheduler
 from kvbaton.engine.speculative import SpeculativeConfig
 from kvbaton.engine.store_connector import StoreConnector
 from kvbaton.engine.store_worker import StoreWorker
-from kvbaton.engine.worker import choose_device
+from kvbaton.engine.worker import choose_device, cpu_executor
 from kvbaton.errors import ConfigError
 from kvbaton.image_file import Resizing, processor_settings
 from kvbaton.messages.engine import Ready

@@ -4,13 +4,15 @@ Ranks are threads of this process, since a rank does little on the host (a step 
 or some hundred launches), and one address space lets one transfer thread move the blocks of all
 ranks, and collectives of a CPU be plain additions. Every rank runs every step: it samples the same
 tokens from the same gathered logits, so nothing but partial sums and logits ever passes between
-them. What the executor says to a worker and hears from it is plain data (see `worker`).
+them. What goes into a worker and comes out is plain data (plans, block numbers, sums), and it knows
+nothing of the others but by `Shard.collectives`.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from concurrent.futures import Executor as Thread
@@ -21,6 +23,7 @@ from kvbaton.connectors.base import Memory
 from kvbaton.connectors.digest import BlockRange, Sums
 from kvbaton.connectors.layout import KVLayout
 from kvbaton.connectors.objects import ObjectForm
+from kvbaton.engine.block_memory import BlockMemory
 from kvbaton.engine.block_staging import (
     BlockStaging,
     CpuBlockStaging,
@@ -33,7 +36,6 @@ from kvbaton.engine.encoder.pool import EncoderPool
 from kvbaton.engine.pending import Pending, join
 from kvbaton.engine.step import StepPlan, StepResult
 from kvbaton.engine.step_costs import Terms, try_steps
-from kvbaton.engine.worker import Worker
 from kvbaton.messages.engine import AddRequest
 
 T = TypeVar("T")
@@ -58,6 +60,56 @@ class CallerThread(Thread):
 def rank_threads(size: int) -> list[Thread]:
     """A thread for each rank."""
     return [ThreadPoolExecutor(1, thread_name_prefix=f"rank{rank}") for rank in range(size)]
+
+
+class Worker(ABC):
+    """One rank. It is made in its thread, where also all is called that enqueues or runs steps.
+
+    Attributes:
+        cache: its pool, once started.
+        wake_fd: one of `Executor.wake_fds`; None if its steps are waited for.
+    """
+
+    cache: BlockMemory
+    wake_fd: int | None = None
+
+    @abstractmethod
+    def fit(self) -> int:
+        """Blocks that its pool could have."""
+
+    @abstractmethod
+    def start(self, num_blocks: int) -> None:
+        """Allocate the pool and warm up."""
+
+    def attach_encoder(self, pool: EncoderPool) -> None:  # noqa: B027
+        """See `Executor.attach_encoder`; nothing for who computes the outputs itself."""
+
+    def expect(self, request: AddRequest) -> None:  # noqa: B027
+        """See `Executor.expect`; nothing where all that a prompt needs is its steps."""
+
+    @abstractmethod
+    def run(self, plan: StepPlan) -> Pending[StepResult]:
+        """Run a step, or enqueue it."""
+
+    @abstractmethod
+    def sums(self, group: int, blocks: Sequence[int], *, in_flight: bool = False) -> Pending[Sums]:
+        """See `Executor.sums`; with `in_flight` in the rank's thread."""
+
+    @abstractmethod
+    def digest(self, ranges: Sequence[BlockRange]) -> Pending[list[Sums]]:
+        """See `Executor.digest`."""
+
+    def adopt(self, ranges: Sequence[BlockRange], sums: Sequence[Sums]) -> None:
+        """See `Executor.adopt` and `BlockMemory.adopt`."""
+        self.cache.adopt(ranges, sums)
+
+    def counters(self) -> dict[str, float]:
+        """See `Executor.counters`."""
+        return {}
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give everything back; its thread has ended."""
 
 
 class WorkerGroup:

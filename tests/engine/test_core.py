@@ -12,7 +12,6 @@ import pytest
 from kvbaton.engine.build import ConnectorContext, build_engine
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.core import EngineCore
-from kvbaton.engine.cpu_worker import CpuWorker
 from kvbaton.engine.executor import Executor
 from kvbaton.engine.kv_connector import KVConnector
 from kvbaton.engine.pending import Pending
@@ -20,6 +19,7 @@ from kvbaton.engine.scheduler import Scheduler
 from kvbaton.engine.stats import PARTS
 from kvbaton.engine.step import SequenceStep, StepPlan, StepResult
 from kvbaton.engine.step_costs import MIN_STEPS, step_costs, terms_of
+from kvbaton.engine.worker import CpuWorker
 from kvbaton.messages.engine import AddRequest, FromCore, Output
 from kvbaton.server.metrics import families
 from kvbaton.types import NodeId

@@ -15,10 +15,9 @@ import torch
 from kvbaton.connectors.digest import BlockRange
 from kvbaton.connectors.layout import ALIGNMENT
 from kvbaton.engine.config import EngineConfig
-from kvbaton.engine.cpu_worker import cpu_executor
 from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.step import BlockCopy, Fork, NewSequence, SequenceStep, StepPlan
-from kvbaton.engine.worker import choose_device
+from kvbaton.engine.worker import choose_device, cpu_executor
 from kvbaton.errors import ConfigError
 from kvbaton.messages.engine import SamplingParams
 from kvbaton.types import TokenLogprobs

@@ -16,10 +16,10 @@ from kvbaton.connectors.digest import BlockRange
 from kvbaton.engine.build import make_executor, make_scheduler
 from kvbaton.engine.collectives import AbortedError, Barrier, HostCollectives, Lockstep
 from kvbaton.engine.config import EngineConfig
-from kvbaton.engine.cpu_worker import CpuWorker
 from kvbaton.engine.executor import WorkerGroup, rank_threads
 from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.step import NewSequence, SequenceStep, StepPlan
+from kvbaton.engine.worker import CpuWorker
 from kvbaton.errors import ConfigError
 from kvbaton.messages.engine import AddRequest, Output, SamplingParams
 from tests.support.digests import digest_of
@@ -262,7 +262,7 @@ def test_the_pools_are_as_large_as_the_smallest_fits(
     def fit(settings: Any) -> int:
         return 44 - 2 * int(settings.shard.rank)
 
-    monkeypatch.setattr("kvbaton.engine.cpu_worker.pool_blocks", fit)
+    monkeypatch.setattr("kvbaton.engine.worker.pool_blocks", fit)
     layouts = served(checkpoint(), 2).executor.layouts
     assert [groups[0].num_blocks for groups in layouts] == [42, 42]
 

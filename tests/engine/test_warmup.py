@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from kvbaton.engine.config import EngineConfig
-from kvbaton.engine.cpu_worker import BLOCK, cpu_executor
 from kvbaton.engine.executor import Executor
 from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.step import NewSequence, SequenceStep, StepPlan
+from kvbaton.engine.worker import BLOCK, cpu_executor
 from kvbaton.messages.engine import SamplingParams
 from kvbaton.testing.checkpoints import CheckpointSpec, make_checkpoint
 

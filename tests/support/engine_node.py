@@ -26,7 +26,7 @@ from kvbaton.decode.target_connector import TargetConnector
 from kvbaton.engine import step_costs
 from kvbaton.engine.build import ConnectorFactory, build_engine
 from kvbaton.engine.config import EngineConfig
-from kvbaton.engine.cpu_worker import CpuWorker
+from kvbaton.engine.worker import CpuWorker
 from kvbaton.messages.engine import (
     AbortRequest,
     AddRequest,

@@ -33,7 +33,7 @@ IMPORTS = (
     "kvbaton.router.app",
     "kvbaton.engine.build",
     "kvbaton.engine.loader",
-    "kvbaton.engine.cpu_worker",
+    "kvbaton.engine.worker",
     "kvbaton.engine.encoder.worker",
     "kvbaton.roles",
     "kvbaton.prefill.source_connector",

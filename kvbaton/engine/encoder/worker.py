@@ -22,13 +22,13 @@ from kvbaton.connectors.digest import BlockRange, Sums
 from kvbaton.connectors.layout import ITEM_SIZE
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.encoder.pool import EncoderPool
-from kvbaton.engine.executor import Executor, WorkerGroup
+from kvbaton.engine.executor import Executor, Worker, WorkerGroup
 from kvbaton.engine.loader import load_vision
 from kvbaton.engine.model_config import ModelConfig, resolve_max_model_len
 from kvbaton.engine.pending import Pending
 from kvbaton.engine.step import Sampled, StepPlan, StepResult
 from kvbaton.engine.vision_config import VisionConfig
-from kvbaton.engine.worker import DEFAULT_CPU_BYTES, Worker, choose_device
+from kvbaton.engine.worker import DEFAULT_CPU_BYTES, choose_device
 from kvbaton.errors import ConfigError
 from kvbaton.image_file import Resizing, processor_settings
 from kvbaton.messages.engine import AddRequest, Item
