@@ -354,19 +354,18 @@ class EngineCore:
             "stop_profile": self.profiler.stop,
         }
         number = command.command_id
-        if command.name in actions:
-            try:
-                result = actions[command.name]()
-                if isinstance(result, Future):  # `poll` replies
-                    self._replies.append((number, result))
-                    return
-                reply = messages.Reply(command_id=number, result=result)
-            except (TimeoutError, RequestError) as error:  # of a thread that is stuck, or a refusal
-                reply = messages.Reply(command_id=number, error=clip_text(str(error)))
+        try:
+            if command.name not in actions:
+                known = sorted(actions)
+                raise RequestError(f"unknown command {command.name!r}; known: {known}")
+            result = actions[command.name]()
+        except (TimeoutError, RequestError) as error:  # of a thread that is stuck, or a refusal
+            self.mailbox.send(messages.Reply(command_id=number, error=clip_text(str(error))))
         else:
-            text = f"unknown command {command.name!r}; known: {sorted(actions)}"
-            reply = messages.Reply(command_id=number, error=clip_text(text))
-        self.mailbox.send(reply)
+            if isinstance(result, Future):  # `poll` replies
+                self._replies.append((number, result))
+            else:
+                self.mailbox.send(messages.Reply(command_id=number, result=result))
 
     def set_members(self, addresses: Sequence[str]) -> None:
         """Control addresses that the router vouches for."""
