@@ -5,13 +5,17 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
+
+import msgspec
 
 from kvbaton.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvbaton.engine.kv_cache_manager import GroupSpec
     from kvbaton.engine.speculative import SpeculativeConfig
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 DType = Literal["auto", "float32", "float16", "bfloat16"]
 LoadFormat = Literal["auto", "dummy"]
@@ -41,6 +45,19 @@ LEAST: dict[str, float] = {
     "max_num_encoder_tokens": 1,
 }
 """The least value of settings, by field of `EngineConfig`; what a model needs is checked later."""
+
+
+def parse_json_flag(flag: str, text: str, form: type[T]) -> T:
+    """The settings that a flag's JSON holds.
+
+    Raises:
+        ConfigError: it is no JSON, or a key or value is wrong.
+    """
+    try:
+        return msgspec.json.decode(text, type=form)
+    except msgspec.DecodeError as error:
+        known = ", ".join(form.__struct_fields__)
+        raise ConfigError(flag, f"{text!r}: {error}; keys: {known}") from error
 
 
 def check_model_folder(model: str) -> None:

@@ -24,10 +24,12 @@ import zmq
 from typing_extensions import override
 
 from kvbaton.connectors.layout import GroupKind
+from kvbaton.engine.config import parse_json_flag
 from kvbaton.engine.kv_cache_manager import KVCacheManager
 from kvbaton.engine.kv_connector import KVConnector
 from kvbaton.engine.request import Sequence as RequestSequence
 from kvbaton.errors import ConfigError
+from kvbaton.types import Size
 
 logger = logging.getLogger(__name__)
 
@@ -79,9 +81,9 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     publisher: Literal["zmq", "null"] | None = None
     endpoint: str = "tcp://127.0.0.1:5557"
     replay_endpoint: str | None = None
-    buffer_steps: int = 10_000
-    hwm: int = 100_000
-    max_queue_size: int = 100_000
+    buffer_steps: Size = 10_000
+    hwm: Size = 100_000
+    max_queue_size: Size = 100_000
     topic: str = ""
     int_block_hashes: bool = True
 
@@ -92,15 +94,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Raises:
             ConfigError: it is no JSON, or a key or value is wrong.
         """
-        try:
-            config = msgspec.json.decode(text or "{}", type=cls)
-        except msgspec.DecodeError as error:
-            known = ", ".join(cls.__struct_fields__)
-            raise ConfigError(FLAG, f"{text!r}: {error}; keys: {known}") from error
-        for name in ("buffer_steps", "hwm", "max_queue_size"):
-            if getattr(config, name) < 1:
-                raise ConfigError(FLAG, f"{name}: {getattr(config, name)} is not positive")
-        return config
+        return parse_json_flag(FLAG, text or "{}", cls)
 
     @property
     def enabled(self) -> bool:
@@ -214,11 +208,10 @@ class KVEventLog(KVConnector):
         if self.index[g].pop(key, None) is None:
             return
         last = self._events[-1] if self._events else None
-        held = isinstance(last, BlockRemoved) and last.medium == POOL_MEDIUM
-        if not isinstance(last, BlockRemoved) or not held or last.group_idx != g:
-            last = BlockRemoved([], POOL_MEDIUM, g)
-            self._events.append(last)
-        last.block_hashes.append(self._hash(key))
+        if isinstance(last, BlockRemoved) and (last.medium, last.group_idx) == (POOL_MEDIUM, g):
+            last.block_hashes.append(self._hash(key))
+        else:
+            self._events.append(BlockRemoved([self._hash(key)], POOL_MEDIUM, g))
 
     @override
     def saved(self, medium: str, g: int, keys: list[bytes]) -> None:

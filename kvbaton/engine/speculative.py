@@ -16,7 +16,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvbaton.engine.config import parse_json_flag
 from kvbaton.errors import ConfigError
+from kvbaton.types import Size
 
 FLAG = "--speculative-config"
 
@@ -33,9 +35,9 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """
 
     method: Literal["ngram"]
-    num_speculative_tokens: int
-    prompt_lookup_max: int | None = None
-    prompt_lookup_min: int | None = None
+    num_speculative_tokens: Size
+    prompt_lookup_max: Size | None = None
+    prompt_lookup_min: Size | None = None
 
     @property
     def lookup(self) -> tuple[int, int]:
@@ -52,15 +54,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         """
         if text is None:
             return None
-        try:
-            config = msgspec.json.decode(text, type=cls)
-        except msgspec.DecodeError as error:
-            known = ", ".join(cls.__struct_fields__)
-            raise ConfigError(FLAG, f"{text!r}: {error}; keys: {known}") from error
-        for name in ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"):
-            value = getattr(config, name)
-            if value is not None and value < 1:
-                raise ConfigError(FLAG, f"{name}: {value} is too small; at least 1")
+        config = parse_json_flag(FLAG, text, cls)
         least, most = config.lookup
         if least > most:
             raise ConfigError(

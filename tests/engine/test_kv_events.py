@@ -297,7 +297,7 @@ def test_odd_requests(
         ("{", "truncated"),
         ('{"endpoints": "tcp://*:1"}', "endpoints"),
         ('{"publisher": "kafka"}', "kafka"),
-        ('{"hwm": 0}', "hwm: 0 is not positive"),
+        ('{"hwm": 0}', r">= 1 - at `\$.hwm`"),
         ('{"buffer_steps": "many"}', "buffer_steps"),
     ],
 )
