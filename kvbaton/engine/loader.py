@@ -29,7 +29,7 @@ from kvbaton.engine.models.qwen3_next import Qwen3NextForCausalLM
 from kvbaton.engine.models.qwen_vision import Qwen3VisionTower, Qwen25VisionTower
 from kvbaton.engine.models.siglip_vision import SiglipVisionTower
 from kvbaton.engine.models.vision_layers import VisionTower
-from kvbaton.engine.quantization.tensors import MXFP4Tensor, ScaledTensor, Stored, find_tensor
+from kvbaton.engine.quantized_tensors import MXFP4Tensor, ScaledTensor, Stored, find_tensor
 from kvbaton.errors import ConfigError
 from kvbaton.kernels.mxfp4 import pack_mxfp4, quantize_mxfp4
 from kvbaton.kernels.quantize_fp8 import quantize_fp8

@@ -27,7 +27,7 @@ from kvbaton.engine.attention_config import (
 )
 from kvbaton.engine.kv_groups import KVGroup, LayerKV, kv_groups
 from kvbaton.engine.moe_config import MoeConfig, read_moe
-from kvbaton.engine.quantization.config import Quantization, read_quantization
+from kvbaton.engine.quantization_config import Quantization, read_quantization
 from kvbaton.engine.rope_config import RawRotary, RopeConfig, read_local_rope, read_rope
 from kvbaton.engine.vision_config import VISION_FAMILIES, VisionConfig, read_siglip, read_vision
 from kvbaton.errors import ConfigError

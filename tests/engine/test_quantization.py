@@ -15,8 +15,8 @@ from torch import Tensor
 from kvbaton.engine.collectives import Shard
 from kvbaton.engine.loader import load_model
 from kvbaton.engine.model_config import ModelConfig, load_model_config
-from kvbaton.engine.quantization.config import Quantization, read_quantization
-from kvbaton.engine.quantization.tensors import MXFP4Tensor, dequantize_mxfp4, find_tensor
+from kvbaton.engine.quantization_config import Quantization, read_quantization
+from kvbaton.engine.quantized_tensors import MXFP4Tensor, dequantize_mxfp4, find_tensor
 from kvbaton.errors import ConfigError
 from tests.engine.test_loader import CPU, logits
 from tests.support.quantized_files import CONFIGS, compressed, mxfp4_folders, quantized_folders

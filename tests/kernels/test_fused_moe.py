@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvbaton.engine.quantization.tensors import dequantize_mxfp4
+from kvbaton.engine.quantized_tensors import dequantize_mxfp4
 from kvbaton.kernels import fused_moe as module
 from kvbaton.kernels.fused_moe import (
     ClampedSwiGLU,

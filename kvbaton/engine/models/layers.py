@@ -20,7 +20,7 @@ from kvbaton.engine.attention_config import MlaConfig
 from kvbaton.engine.collectives import Shard
 from kvbaton.engine.model_config import ModelConfig
 from kvbaton.engine.models.linear import linear_method, product
-from kvbaton.engine.quantization.config import Quantization
+from kvbaton.engine.quantization_config import Quantization
 from kvbaton.engine.rope_config import RopeConfig
 from kvbaton.engine.state_blocks import StateBatch
 from kvbaton.kernels.rms_norm import rms_norm

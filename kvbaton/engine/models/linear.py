@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from kvbaton.engine.quantization.config import Quantization
+from kvbaton.engine.quantization_config import Quantization
 from kvbaton.errors import ConfigError
 from kvbaton.kernels.block_scaled_linear import GROUPS, block_scaled_linear
 from kvbaton.kernels.quantize_fp8 import quantize_fp8

@@ -19,7 +19,7 @@ from kvbaton.engine.models.layers import (
 )
 from kvbaton.engine.models.linear import FP8, expert_run, keeps_mxfp4, product
 from kvbaton.engine.moe_config import MoeConfig
-from kvbaton.engine.quantization.config import Quantization
+from kvbaton.engine.quantization_config import Quantization
 from kvbaton.kernels.fused_moe import ClampedSwiGLU, fused_moe
 from kvbaton.kernels.fused_router import fits, fused_router
 from kvbaton.kernels.fused_topk import ExpertChoice, fused_topk

@@ -27,7 +27,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvbaton.engine.quantization.config import Quantization
+from kvbaton.engine.quantization_config import Quantization
 from kvbaton.errors import ConfigError
 from kvbaton.kernels.mxfp4 import GROUP, MOST
 
