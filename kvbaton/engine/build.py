@@ -17,7 +17,7 @@ from kvbaton.connectors.layout import GroupKind, KVLayout
 from kvbaton.connectors.objects import ObjectForm
 from kvbaton.connectors.registry import load_store
 from kvbaton.engine.block_feed import BlockFeed
-from kvbaton.engine.config import EngineConfig, SchedulerConfig
+from kvbaton.engine.config import EngineConfig, KVEventsConfig, SchedulerConfig, SpeculativeConfig
 from kvbaton.engine.core import EngineCore, Mailbox
 from kvbaton.engine.encoder.cache_manager import Answers, EncoderCacheManager
 from kvbaton.engine.encoder.pool import EncoderPool
@@ -27,13 +27,12 @@ from kvbaton.engine.frontends import FrontendServer
 from kvbaton.engine.grammars import Grammars
 from kvbaton.engine.kv_cache_manager import GroupSpec
 from kvbaton.engine.kv_connector import KVConnector
-from kvbaton.engine.kv_events import KVEventPublisher, KVEventsConfig
+from kvbaton.engine.kv_events import KVEventPublisher
 from kvbaton.engine.kv_groups import least_block_size
 from kvbaton.engine.loader import load_kv_scales
 from kvbaton.engine.model_config import ModelConfig, load_model_config, resolve_max_model_len
 from kvbaton.engine.profiler import TorchProfiler
 from kvbaton.engine.scheduler import Scheduler
-from kvbaton.engine.speculative import SpeculativeConfig
 from kvbaton.engine.store_connector import StoreConnector
 from kvbaton.engine.store_worker import StoreWorker
 from kvbaton.engine.worker import choose_device, cpu_executor

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 import msgspec
 
 from kvbaton.errors import ConfigError
+from kvbaton.types import Size
 
 if TYPE_CHECKING:
     from kvbaton.engine.kv_cache_manager import GroupSpec
-    from kvbaton.engine.speculative import SpeculativeConfig
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -29,6 +29,8 @@ ENCODER_SETTINGS = (
     "max_num_encoder_tokens", "profile_dir",
 )  # fmt: skip
 """Settings that an engine with `encoder_only` heeds."""
+
+KV_EVENTS_FLAG = "--kv-events-config"
 
 LEAST: dict[str, float] = {
     "block_size": 1,
@@ -176,14 +178,94 @@ class EngineConfig:
             from kvbaton.connectors.registry import STORES, check_spec
 
             check_spec(STORES, self.store)
-        if self.speculative_config is not None:
-            from kvbaton.engine.speculative import SpeculativeConfig
+        SpeculativeConfig.parse(self.speculative_config)
+        KVEventsConfig.parse(self.kv_events_config)
 
-            SpeculativeConfig.parse(self.speculative_config)
-        if self.kv_events_config is not None:
-            from kvbaton.engine.kv_events import KVEventsConfig
 
-            KVEventsConfig.parse(self.kv_events_config)
+class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of KV events; keys as vLLM's.
+
+    Attributes:
+        enable_kv_cache_events: publish them.
+        publisher: ``zmq``, or ``null`` for none; None takes ``zmq``.
+        endpoint: of the PUB socket. ``tcp://`` with ``*``, ``::`` or a loopback address, ``ipc://``
+            and ``inproc://`` are bound, others connected to. Port ``*`` takes a free one.
+        replay_endpoint: of the ROUTER socket that repeats batches; None has none.
+        buffer_steps: batches that can be repeated.
+        hwm: messages that wait for a slow subscriber; it misses those beyond.
+        max_queue_size: batches that wait to be published; those beyond are dropped.
+        topic: first frame of each message.
+        int_block_hashes: send the last 8 bytes of a block's key as a number (what vLLM does by
+            default, and some indexers need), not all 32 bytes.
+    """
+
+    enable_kv_cache_events: bool = False
+    publisher: Literal["zmq", "null"] | None = None
+    endpoint: str = "tcp://127.0.0.1:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: Size = 10_000
+    hwm: Size = 100_000
+    max_queue_size: Size = 100_000
+    topic: str = ""
+    int_block_hashes: bool = True
+
+    @classmethod
+    def parse(cls, text: str | None) -> KVEventsConfig:
+        """Read the flag's JSON; None is all defaults.
+
+        Raises:
+            ConfigError: it is no JSON, or a key or value is wrong.
+        """
+        return parse_json_flag(KV_EVENTS_FLAG, text or "{}", cls)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there is anything to publish, and a way."""
+        return self.enable_kv_cache_events and self.publisher != "null"
+
+
+class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of drafts; keys as vLLM's.
+
+    Attributes:
+        method: ``ngram``.
+        num_speculative_tokens: most tokens of a draft.
+        prompt_lookup_max: most of the latest tokens that are looked for; None takes
+            `prompt_lookup_min`, or 5.
+        prompt_lookup_min: fewest; None takes `prompt_lookup_max`.
+    """
+
+    method: Literal["ngram"]
+    num_speculative_tokens: Size
+    prompt_lookup_max: Size | None = None
+    prompt_lookup_min: Size | None = None
+
+    @property
+    def lookup(self) -> tuple[int, int]:
+        """Fewest and most of the latest tokens that are looked for."""
+        most = self.prompt_lookup_max or self.prompt_lookup_min or 5
+        return self.prompt_lookup_min or most, most
+
+    @classmethod
+    def parse(cls, text: str | None) -> SpeculativeConfig | None:
+        """Read the flag's JSON; None is no speculation.
+
+        Raises:
+            ConfigError: it is no JSON, or a key or value is wrong.
+        """
+        if text is None:
+            return None
+        config = parse_json_flag("--speculative-config", text, cls)
+        least, most = config.lookup
+        if least > most:
+            raise ConfigError(
+                "--speculative-config",
+                f"prompt_lookup_min: {least} is more than prompt_lookup_max, {most}",
+            )
+        return config
+
+
+NO_DRAFTS = SpeculativeConfig(method="ngram", num_speculative_tokens=0)
 
 
 @dataclass(frozen=True, kw_only=True)

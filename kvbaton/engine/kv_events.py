@@ -17,23 +17,21 @@ from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, islice
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import zmq
 from typing_extensions import override
 
 from kvbaton.connectors.layout import GroupKind
-from kvbaton.engine.config import parse_json_flag
+from kvbaton.engine.config import KV_EVENTS_FLAG, KVEventsConfig
 from kvbaton.engine.kv_cache_manager import KVCacheManager
 from kvbaton.engine.kv_connector import KVConnector
 from kvbaton.engine.request import Sequence as RequestSequence
 from kvbaton.errors import ConfigError
-from kvbaton.types import Size
 
 logger = logging.getLogger(__name__)
 
-FLAG = "--kv-events-config"
 POOL_MEDIUM = "GPU"
 """What indexers call the memory that a model runs from, whatever the device is."""
 
@@ -58,48 +56,6 @@ KINDS = {
 """What vLLM calls groups."""
 
 BlockHash = int | bytes
-
-
-class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of the events; keys as vLLM's.
-
-    Attributes:
-        enable_kv_cache_events: publish them.
-        publisher: ``zmq``, or ``null`` for none; None takes ``zmq``.
-        endpoint: of the PUB socket. ``tcp://`` with ``*``, ``::`` or a loopback address, ``ipc://``
-            and ``inproc://`` are bound, others connected to. Port ``*`` takes a free one.
-        replay_endpoint: of the ROUTER socket that repeats batches; None has none.
-        buffer_steps: batches that can be repeated.
-        hwm: messages that wait for a slow subscriber; it misses those beyond.
-        max_queue_size: batches that wait to be published; those beyond are dropped.
-        topic: first frame of each message.
-        int_block_hashes: send the last 8 bytes of a block's key as a number (what vLLM does by
-            default, and some indexers need), not all 32 bytes.
-    """
-
-    enable_kv_cache_events: bool = False
-    publisher: Literal["zmq", "null"] | None = None
-    endpoint: str = "tcp://127.0.0.1:5557"
-    replay_endpoint: str | None = None
-    buffer_steps: Size = 10_000
-    hwm: Size = 100_000
-    max_queue_size: Size = 100_000
-    topic: str = ""
-    int_block_hashes: bool = True
-
-    @classmethod
-    def parse(cls, text: str | None) -> KVEventsConfig:
-        """Read the flag's JSON; None is all defaults.
-
-        Raises:
-            ConfigError: it is no JSON, or a key or value is wrong.
-        """
-        return parse_json_flag(FLAG, text or "{}", cls)
-
-    @property
-    def enabled(self) -> bool:
-        """Whether there is anything to publish, and a way."""
-        return self.enable_kv_cache_events and self.publisher != "null"
 
 
 class BlockStored(msgspec.Struct, array_like=True, tag=True, frozen=True):
@@ -449,5 +405,5 @@ def _attach(socket: zmq.Socket[bytes], key: str, endpoint: str, *, bind: bool = 
             return socket.getsockopt_string(zmq.LAST_ENDPOINT)
         socket.connect(endpoint)
     except zmq.ZMQError as error:
-        raise ConfigError(FLAG, f"{key} {endpoint!r}: {error}") from error
+        raise ConfigError(KV_EVENTS_FLAG, f"{key} {endpoint!r}: {error}") from error
     return endpoint

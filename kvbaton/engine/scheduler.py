@@ -26,12 +26,12 @@ import numpy.typing as npt
 
 from kvbaton.connectors.layout import GroupKind
 from kvbaton.engine.chunk_limit import IN_TIME
-from kvbaton.engine.config import SchedulerConfig
+from kvbaton.engine.config import NO_DRAFTS, SchedulerConfig
 from kvbaton.engine.kv_cache_manager import Match
 from kvbaton.engine.kv_connector import KVConnector
 from kvbaton.engine.loading_requests import LoadingRequests
 from kvbaton.engine.request import InFlightStep, ScheduledSequence, Sequence, SequenceState
-from kvbaton.engine.speculative import NO_DRAFTS, NgramProposer
+from kvbaton.engine.speculative import NgramProposer
 from kvbaton.engine.step import (
     BlockCopy,
     Fork,

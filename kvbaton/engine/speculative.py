@@ -10,60 +10,8 @@ Prompt lookup is by Saxena (github.com/apoorvumang/prompt-lookup-decoding); vLLM
 
 from __future__ import annotations
 
-from typing import Literal
-
-import msgspec
 import numpy as np
 import numpy.typing as npt
-
-from kvbaton.engine.config import parse_json_flag
-from kvbaton.errors import ConfigError
-from kvbaton.types import Size
-
-FLAG = "--speculative-config"
-
-
-class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of drafts; keys as vLLM's.
-
-    Attributes:
-        method: ``ngram``.
-        num_speculative_tokens: most tokens of a draft.
-        prompt_lookup_max: most of the latest tokens that are looked for; None takes
-            `prompt_lookup_min`, or 5.
-        prompt_lookup_min: fewest; None takes `prompt_lookup_max`.
-    """
-
-    method: Literal["ngram"]
-    num_speculative_tokens: Size
-    prompt_lookup_max: Size | None = None
-    prompt_lookup_min: Size | None = None
-
-    @property
-    def lookup(self) -> tuple[int, int]:
-        """Fewest and most of the latest tokens that are looked for."""
-        most = self.prompt_lookup_max or self.prompt_lookup_min or 5
-        return self.prompt_lookup_min or most, most
-
-    @classmethod
-    def parse(cls, text: str | None) -> SpeculativeConfig | None:
-        """Read the flag's JSON; None is no speculation.
-
-        Raises:
-            ConfigError: it is no JSON, or a key or value is wrong.
-        """
-        if text is None:
-            return None
-        config = parse_json_flag(FLAG, text, cls)
-        least, most = config.lookup
-        if least > most:
-            raise ConfigError(
-                FLAG, f"prompt_lookup_min: {least} is more than prompt_lookup_max, {most}"
-            )
-        return config
-
-
-NO_DRAFTS = SpeculativeConfig(method="ngram", num_speculative_tokens=0)
 
 
 class NgramProposer:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvbaton.messages.engine import HistogramCounts, Output
 
 if TYPE_CHECKING:
-    from kvbaton.engine.speculative import SpeculativeConfig
+    from kvbaton.engine.config import SpeculativeConfig
     from kvbaton.engine.step import StepPlan, StepResult
 
 TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10, 20, 40, 80, 160)

@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvbaton.engine.config import KVEventsConfig
 from kvbaton.engine.kv_cache_manager import GroupSpec, KVCacheManager
 from kvbaton.engine.kv_connector import Connectors
-from kvbaton.engine.kv_events import EventBatch, KVEventLog, KVEventPublisher, KVEventsConfig
+from kvbaton.engine.kv_events import EventBatch, KVEventLog, KVEventPublisher
 from kvbaton.errors import ConfigError
 from kvbaton.types import ChoiceStart
 from tests.support.engine_node import Node

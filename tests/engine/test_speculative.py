@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvbaton.engine.config import SpeculativeConfig
 from kvbaton.engine.runner import accepted
-from kvbaton.engine.speculative import NgramProposer, SpeculativeConfig
+from kvbaton.engine.speculative import NgramProposer
 from kvbaton.errors import ConfigError
 from kvbaton.messages.engine import Shutdown
 from tests.support.engine_node import Node

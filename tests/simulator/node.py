@@ -28,14 +28,13 @@ from kvbaton.connectors.transfer.target_worker import TargetWorker
 from kvbaton.connectors.transfer.thread import TransferThread
 from kvbaton.decode.target_connector import PrefixConnector, TargetConnector
 from kvbaton.engine.block_pool import BlockPool
-from kvbaton.engine.config import SchedulerConfig
+from kvbaton.engine.config import SchedulerConfig, SpeculativeConfig
 from kvbaton.engine.core import EngineCore
 from kvbaton.engine.encoder.cache_manager import Answers, EncoderCacheManager
 from kvbaton.engine.executor import Executor
 from kvbaton.engine.kv_cache_manager import GroupSpec
 from kvbaton.engine.kv_connector import KVConnector
 from kvbaton.engine.scheduler import Scheduler
-from kvbaton.engine.speculative import SpeculativeConfig
 from kvbaton.errors import RequestError, TransportError
 from kvbaton.messages.control import Complete, RankCard
 from kvbaton.messages.engine import (

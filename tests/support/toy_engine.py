@@ -21,13 +21,12 @@ from kvbaton.connectors.layout import GroupKind
 from kvbaton.connectors.protocol.events import Deliver, Fail, Start, Unneeded, Unquarantine
 from kvbaton.decode.target_connector import TargetConnector
 from kvbaton.engine.audit import audit
-from kvbaton.engine.config import SchedulerConfig
+from kvbaton.engine.config import SchedulerConfig, SpeculativeConfig
 from kvbaton.engine.kv_cache_manager import GroupSpec
 from kvbaton.engine.kv_connector import Connectors, KVConnector
 from kvbaton.engine.request import Sequence as Sequence_
 from kvbaton.engine.request import SequenceState
 from kvbaton.engine.scheduler import Scheduler
-from kvbaton.engine.speculative import SpeculativeConfig
 from kvbaton.engine.step import Sampled, SequenceStep, StepPlan, StepResult
 from kvbaton.messages.engine import AddRequest, Output, SamplingParams, TransferSpec
 from kvbaton.types import Attempt, ChoiceStart, Spans, TokenLogprobs
