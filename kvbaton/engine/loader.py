@@ -26,9 +26,12 @@ from kvbaton.engine.models.layers import Piece, pieces_of
 from kvbaton.engine.models.llama import LlamaForCausalLM
 from kvbaton.engine.models.llama4 import Llama4ForCausalLM
 from kvbaton.engine.models.qwen3_next import Qwen3NextForCausalLM
-from kvbaton.engine.models.qwen_vision import Qwen3VisionTower, Qwen25VisionTower
-from kvbaton.engine.models.siglip_vision import SiglipVisionTower
 from kvbaton.engine.models.vision_layers import VisionTower
+from kvbaton.engine.models.vision_towers import (
+    Qwen3VisionTower,
+    Qwen25VisionTower,
+    SiglipVisionTower,
+)
 from kvbaton.engine.quantized_tensors import MXFP4Tensor, ScaledTensor, Stored, find_tensor
 from kvbaton.errors import ConfigError
 from kvbaton.kernels.mxfp4 import pack_mxfp4, quantize_mxfp4
