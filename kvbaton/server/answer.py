@@ -25,7 +25,7 @@ from kvbaton.server.frontend import Frontend
 from kvbaton.server.sse import DONE_EVENT, error_event, event, event_stream
 from kvbaton.server.tracing import TimedRequest
 from kvbaton.server.validation import PromptRequest
-from kvbaton.text.choice import ChoiceText, TextDelta
+from kvbaton.text.detokenize import ChoiceText, TextDelta
 
 T = TypeVar("T")
 Body = TypeVar("Body", openai.CompletionRequest, openai.ChatRequest)
