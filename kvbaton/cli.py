@@ -465,7 +465,7 @@ def _subject(args: argparse.Namespace) -> Subject:
 
 def run_connectors_certify(args: argparse.Namespace) -> int:
     """``kvbaton connectors certify``."""
-    from kvbaton.bench.connector_speed import speed
+    from kvbaton.bench.store import speed
     from kvbaton.testing.certificate import certify, write
     from kvbaton.testing.check import end
 

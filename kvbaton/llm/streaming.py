@@ -25,7 +25,8 @@ from kvbaton.messages.engine import AddRequest, Item, SamplingParams
 from kvbaton.messages.openai import ChatRequest
 from kvbaton.server.answer import run_prompts
 from kvbaton.server.chat import encode_chat
-from kvbaton.server.frontend import Frontend, FrontendConfig, ModelFacts
+from kvbaton.server.config import GenerationConfigMode
+from kvbaton.server.frontend import Frontend, FrontendConfig, ModelFacts, sampling_defaults
 from kvbaton.server.validation import (
     PromptRequest,
     bad_words_token_ids,
@@ -37,7 +38,6 @@ from kvbaton.server.validation import (
     unique,
 )
 from kvbaton.text.detokenize import TextOptions
-from kvbaton.text.generation import GenerationConfigMode, sampling_defaults
 from kvbaton.text.structured import BODY, StructuredOutputs, checked_grammar, joined, wanted
 from kvbaton.text.tokenizer import Tokenizer
 from kvbaton.types import NodeId, TokenLogprobs
