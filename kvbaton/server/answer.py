@@ -214,6 +214,7 @@ class ResponseFormatter(ABC):
 
     Attributes:
         head: fields that every answer begins with.
+        counter: of tokens, for the usage that the answer tells.
         timings: where the time went until now, if the client wants to know.
         error: why a stream has ended early; empty if it has not.
     """
@@ -233,6 +234,7 @@ class ResponseFormatter(ABC):
         self.body = body
         self.prompts = prompts
         self.head: dict[str, Any] = {"id": request_id, "model": frontend.config.model_name}
+        self.counter = UsageCounter(prompts)
         self.timings: Callable[[], openai.RequestTimings] | None = None
         self.error = ""
 
@@ -249,16 +251,12 @@ class ResponseFormatter(ABC):
         return error_event(request, error)
 
     @abstractmethod
-    def whole(self, events: Sequence[Event], usage: openai.TokenUsage) -> Struct:
-        """All choices at once, of the events as they came."""
+    def whole(self, events: Sequence[Event]) -> Struct:
+        """All choices at once, of the events as they came; `counter` has counted them."""
 
 
 class ChunkFormatter(ResponseFormatter, Generic[Body]):
-    """Streams chunks, as OpenAI's API has them.
-
-    Attributes:
-        usage: counts the tokens of a stream that tells of them; None of others.
-    """
+    """Streams chunks, as OpenAI's API has them."""
 
     body: Body
     EMPTY_TEXT: ClassVar[bytes]
@@ -274,7 +272,7 @@ class ChunkFormatter(ResponseFormatter, Generic[Body]):
         self._is_plain = not scored and not body.return_token_ids
         self._frames: dict[int, tuple[bytes, bytes]] = {}
         options: openai.StreamOptions = body.stream_options or openai.StreamOptions()
-        self.usage = UsageCounter(prompts) if options.include_usage else None
+        self._tells_usage = bool(options.include_usage)
         self._usage_always = bool(options.continuous_usage_stats)
 
     @abstractmethod
@@ -291,9 +289,9 @@ class ChunkFormatter(ResponseFormatter, Generic[Body]):
     def event(self, new: Event) -> bytes:
         """A chunk as a server-sent event; where only the text is new, only that is encoded."""
         delta, usage = new.delta, None
-        if self.usage is not None:
-            self.usage.add(new)
-            usage = self.usage.usage() if self._usage_always else None
+        if self._tells_usage:
+            self.counter.add(new)
+            usage = self.counter.usage() if self._usage_always else None
         if not self._is_plain or new.first or delta.finish_reason is not None or usage is not None:
             return event(self.chunk(new, usage))
         frame = self._frames.get(new.choice)
@@ -309,9 +307,9 @@ class ChunkFormatter(ResponseFormatter, Generic[Body]):
 
     @override
     def closing(self) -> bytes:
-        if self.usage is None and self.timings is None:
+        if not self._tells_usage and self.timings is None:
             return b""
-        usage = UNSET if self.usage is None else self.usage.usage()
+        usage = self.counter.usage() if self._tells_usage else UNSET
         return event(self.last_chunk(usage, self.times()))
 
 
@@ -413,10 +411,9 @@ async def _respond(
         async with asyncio.timeout(limit_s), aclosing(events):
             async for new in events:
                 take(new)
-        counter = UsageCounter(formatter.prompts)
         for new in got:
-            counter.add(new)
-        return json_response(formatter.whole(got, counter.usage()))
+            formatter.counter.add(new)
+        return json_response(formatter.whole(got))
     async with event_stream(request, limit_s) as stream:
         stream.done, stream.failed = formatter.DONE, formatter.failed
 

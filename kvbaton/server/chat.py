@@ -306,7 +306,7 @@ class ChatFormatter(ChunkFormatter[openai.ChatRequest]):
         """See `ChunkFormatter`."""
         return openai.ChatChunk(**self.head, choices=[], usage=usage, timings=timings)
 
-    def whole(self, events: Sequence[Event], usage: openai.TokenUsage) -> openai.ChatCompletion:
+    def whole(self, events: Sequence[Event]) -> openai.ChatCompletion:
         """See `ResponseFormatter`."""
         prompt, events = self.prompts[0], fold(events)
         outputs = [new.output for new in events]
@@ -326,7 +326,7 @@ class ChatFormatter(ChunkFormatter[openai.ChatRequest]):
         return openai.ChatCompletion(
             **self.head,
             choices=choices,
-            usage=usage,
+            usage=self.counter.usage(),
             prompt_logprobs=next(
                 (prompt_logprobs(self.tokenizer, prompt, found) for found in scores), UNSET
             ),

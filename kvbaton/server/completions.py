@@ -119,9 +119,9 @@ class CompletionFormatter(ChunkFormatter[openai.CompletionRequest]):
         """See `ChunkFormatter`."""
         return self._answer([], usage, timings)
 
-    def whole(self, events: Sequence[Event], usage: openai.TokenUsage) -> openai.Completion:
+    def whole(self, events: Sequence[Event]) -> openai.Completion:
         """See `ResponseFormatter`."""
-        return self._answer(fold(events), usage, self.times())
+        return self._answer(fold(events), self.counter.usage(), self.times())
 
     def _answer(
         self,

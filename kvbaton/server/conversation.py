@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from kvbaton.errors import RequestError
 from kvbaton.messages import openai
-from kvbaton.server.answer import Event, ResponseFormatter, UsageCounter, fold, respond
+from kvbaton.server.answer import Event, ResponseFormatter, fold, respond
 from kvbaton.server.bodies import REQUEST_ID
 from kvbaton.server.chat import OutputReader, chat_prompt
 from kvbaton.server.frontend import FRONTEND, Frontend
@@ -181,7 +181,6 @@ class ContentBlockFormatter(ResponseFormatter):
 
     Attributes:
         blocks: that have begun.
-        counter: of tokens.
         reasoning_tokens: about as many were reasoning: of tokens that came at once, by characters.
     """
 
@@ -201,7 +200,6 @@ class ContentBlockFormatter(ResponseFormatter):
     ) -> None:
         super().__init__(frontend, body, request_id, prompts)
         self.blocks: list[ContentBlock] = []
-        self.counter = UsageCounter(prompts)
         self.reasoning_tokens = 0
         self._reader = reader
         self._parser = None if reader is None else reader.parser()
@@ -227,7 +225,7 @@ class ContentBlockFormatter(ResponseFormatter):
         """That and why the answer ends."""
 
     @abstractmethod
-    def answer(self, new: Event, usage: openai.TokenUsage) -> Struct:
+    def answer(self, new: Event) -> Struct:
         """All at once, as of one event with all that was told."""
 
     @property
@@ -240,12 +238,12 @@ class ContentBlockFormatter(ResponseFormatter):
         return b"".join(self._told(new)) or self.SILENCE
 
     @override
-    def whole(self, events: Sequence[Event], usage: openai.TokenUsage) -> Struct:
+    def whole(self, events: Sequence[Event]) -> Struct:
         for new in events:
             for block, text in self._added(new):
                 block.pieces.append(text)
         (new,) = fold(events)
-        return self.answer(new, usage)
+        return self.answer(new)
 
     def _told(self, new: Event) -> Iterator[bytes]:
         self.counter.add(new)

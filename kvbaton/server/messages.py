@@ -86,7 +86,7 @@ class MessagesFormatter(ContentBlockFormatter):
 
     @override
     def begin(self) -> Iterable[bytes]:
-        begun = MessagesResponse(**self.head, usage=tokens_used(self.counter.usage()))
+        begun = MessagesResponse(**self.head, usage=self._usage())
         return named_event("message_start", message=begun), PING
 
     @override
@@ -106,8 +106,7 @@ class MessagesFormatter(ContentBlockFormatter):
 
     @override
     def end(self, new: Event) -> Iterable[bytes]:
-        usage = tokens_used(self.counter.usage())
-        yield named_event("message_delta", delta=self._stop(new), usage=usage)
+        yield named_event("message_delta", delta=self._stop(new), usage=self._usage())
         yield named_event("message_stop")
 
     @override
@@ -115,11 +114,11 @@ class MessagesFormatter(ContentBlockFormatter):
         return b"event: error\n" + super().failed(request, error)
 
     @override
-    def answer(self, new: Event, usage: openai.TokenUsage) -> MessagesResponse:
+    def answer(self, new: Event) -> MessagesResponse:
         return MessagesResponse(
             **self.head,
             **self._stop(new),
-            usage=tokens_used(usage),
+            usage=self._usage(),
             content=[content(block) for block in self.blocks],
             kv_transfer_params=new.output.kv_transfer_params or UNSET,
         )
@@ -134,6 +133,16 @@ class MessagesFormatter(ContentBlockFormatter):
             reason = "tool_use"
         return {"stop_reason": reason, "stop_sequence": None}
 
+    def _usage(self) -> MessagesUsage:
+        """Tokens as Anthropic counts them: those from a cache are none of the input."""
+        usage = self.counter.usage()
+        cached = usage.prompt_tokens_details.cached_tokens
+        return MessagesUsage(
+            input_tokens=usage.prompt_tokens - cached,
+            output_tokens=usage.completion_tokens,
+            cache_read_input_tokens=cached,
+        )
+
 
 def content(block: ContentBlock) -> Content:
     """A block as Anthropic has it."""
@@ -142,16 +151,6 @@ def content(block: ContentBlock) -> Content:
     if block.kind == "reasoning":
         return ThinkingBlock(block.text)
     return ToolUseBlock(block.call_id, block.function, arguments(block.text))
-
-
-def tokens_used(usage: openai.TokenUsage) -> MessagesUsage:
-    """Tokens as Anthropic counts them: those from a cache are none of the input."""
-    cached = usage.prompt_tokens_details.cached_tokens
-    return MessagesUsage(
-        input_tokens=usage.prompt_tokens - cached,
-        output_tokens=usage.completion_tokens,
-        cache_read_input_tokens=cached,
-    )
 
 
 # --- the request as a chat ---

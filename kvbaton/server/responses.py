@@ -121,7 +121,7 @@ class ResponsesFormatter(ContentBlockFormatter):
 
     @override
     def end(self, new: Event) -> Iterable[bytes]:
-        response = self.answer(new, self.counter.usage())
+        response = self.answer(new)
         yield self._event(f"response.{response.status}", response=response)
 
     @override
@@ -131,8 +131,8 @@ class ResponsesFormatter(ContentBlockFormatter):
         return self._event("response.failed", response=response)
 
     @override
-    def answer(self, new: Event, usage: openai.TokenUsage) -> ResponseObject:
-        cut = new.delta.finish_reason == "length"
+    def answer(self, new: Event) -> ResponseObject:
+        cut, usage = new.delta.finish_reason == "length", self.counter.usage()
         cached = usage.prompt_tokens_details.cached_tokens
         return ResponseObject(
             **self.head,

@@ -89,27 +89,22 @@ class ChoiceText:
         # A last token that only ended the text is not to be read.
         hidden = finish == "stop" and not self._options.include_stop
         visible = tokens[:-1] if hidden else tokens
+        count = len(tokens)
         if self._stops is None:
             text = "".join(map(self._detokenizer.push, visible))
             if finish is not None:
                 text += self._detokenizer.flush()
-            return TextDelta(
-                text=text,
-                token_ids=list(tokens),
-                logprobs=None if output.logprobs is None else list(output.logprobs),
-                finish_reason=finish,
-                stop_reason=reason,
-            )
-        shown: list[str] = []
-        count = len(tokens)
-        stop = self._find_stop(self._stops, tokens, len(visible), finish, shown)
-        if stop is not None:
-            count, reason = stop
-            finish = "stop"
-        elif finish is not None:
-            shown.append(self._stops.flush())
+        else:
+            shown: list[str] = []
+            stop = self._find_stop(self._stops, tokens, len(visible), finish, shown)
+            if stop is not None:
+                count, reason = stop
+                finish = "stop"
+            elif finish is not None:
+                shown.append(self._stops.flush())
+            text = "".join(shown)
         return TextDelta(
-            text="".join(shown),
+            text=text,
             token_ids=list(tokens[:count]),
             logprobs=None if output.logprobs is None else list(output.logprobs[:count]),
             finish_reason=finish,
