@@ -478,7 +478,7 @@ def run_connectors_certify(args: argparse.Namespace) -> int:
 
 def run_connectors_namespaces(args: argparse.Namespace) -> int:
     """``kvbaton connectors namespaces``."""
-    from kvbaton.doctor.main import run_namespaces
+    from kvbaton.doctor.installed import run_namespaces
 
     return run_namespaces(args.spec, args.clear)
 

@@ -16,7 +16,7 @@ from kvbaton.bench.store import LOOKUP_KEYS, drop_pages, make_calls
 from kvbaton.cli import main
 from kvbaton.connectors.store import Hints
 from kvbaton.connectors.stores.filesystem import FilesystemStore
-from kvbaton.doctor.trials import try_store
+from kvbaton.doctor.main import try_store
 from kvbaton.errors import StoreError
 
 Capture = pytest.CaptureFixture[str]

@@ -38,9 +38,10 @@ from kvbaton.server.validation import (
     unique,
 )
 from kvbaton.text.detokenize import TextOptions
+from kvbaton.text.logprobs import Logprobs, named_logprobs
 from kvbaton.text.structured import BODY, StructuredOutputs, checked_grammar, joined, wanted
 from kvbaton.text.tokenizer import Tokenizer
-from kvbaton.types import NodeId, TokenLogprobs
+from kvbaton.types import NodeId
 
 
 class TextSamplingParams(SamplingParams, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -97,42 +98,6 @@ class TextSamplingParams(SamplingParams, frozen=True, kw_only=True, forbid_unkno
             skip_special_tokens=self.skip_special_tokens,
             min_tokens=self.min_tokens,
         )
-
-
-@dataclass(frozen=True)
-class Logprob:
-    """One candidate at one position.
-
-    Attributes:
-        logprob: natural logarithm of its probability.
-        rank: 1 is the likeliest.
-        decoded_token: its text.
-    """
-
-    logprob: float
-    rank: int
-    decoded_token: str
-
-
-Logprobs = list[dict[int, Logprob] | None]
-"""Per token, its candidates by id, the chosen one among them; None for the first of a prompt."""
-
-
-def named_logprobs(
-    tokenizer: Tokenizer, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]
-) -> Logprobs:
-    """Log probabilities of n tokens by candidate, from n entries."""
-    found: Logprobs = []
-    for token, entry in zip(token_ids, entries, strict=True):
-        if entry is None:
-            found.append(None)
-            continue
-        named = {token: Logprob(entry.logprob, entry.rank, tokenizer.token_text(token))}
-        for rival in entry.top:
-            text = tokenizer.token_text(rival.token)
-            named.setdefault(rival.token, Logprob(rival.logprob, rival.rank, text))
-        found.append(named)
-    return found
 
 
 @dataclass

@@ -97,16 +97,12 @@ async def chat_prompt(
         tenant=tenant(request),
         grammar=await chat_grammar(frontend, body, prompt, functions),
     )
-    if form is None or not is_read(form, body, functions):
+    if form is None or body.skip_special_tokens is False:  # the client wants it as it is written
+        return asked, None
+    if not (form.reasons or form.always_read or functions is not None):
         return asked, None
     reader = OutputReader(partial(form.parser, prompt, functions), form.call_id)
     return with_marks(asked, form, calls=functions is not None), reader
-
-
-def is_read(form: OutputFormat, body: openai.ChatRequest, functions: Functions | None) -> bool:
-    """Whether anything is told apart; a client may want the text as it is written."""
-    wanted = form.reasons or form.always_read or functions is not None
-    return wanted and body.skip_special_tokens is not False
 
 
 def callable_functions(frontend: Frontend, body: openai.ChatRequest) -> Functions | None:

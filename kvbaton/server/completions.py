@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from aiohttp import web
 from msgspec import UNSET, UnsetType
@@ -23,7 +22,7 @@ from kvbaton.server.validation import (
     split_prompts,
     truncated,
 )
-from kvbaton.text.logprobs import completion_logprobs, prompt_logprobs
+from kvbaton.text.logprobs import Logprobs, completion_logprobs, prompt_logprobs
 from kvbaton.text.structured import BODY, checked_grammar, joined, wanted
 from kvbaton.types import TokenLogprobs
 
@@ -147,7 +146,7 @@ class CompletionFormatter(ChunkFormatter[openai.CompletionRequest]):
         if first and body.echo:
             skip = body.skip_special_tokens is not False
             text = self.tokenizer.decode(prompt, skip_special_tokens=skip) + text
-        shown: list[dict[str, Any] | None] | UnsetType = UNSET
+        shown: Logprobs | UnsetType = UNSET
         if first and body.prompt_logprobs is not None and scores is not None:
             shown = prompt_logprobs(self.tokenizer, prompt, scores)
         return openai.CompletionChoice(
