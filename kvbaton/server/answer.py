@@ -6,7 +6,7 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing, closing
+from contextlib import aclosing, closing, nullcontext
 from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
@@ -358,69 +358,73 @@ async def respond(
     wanted = bool(formatter.body.return_timings)
     if wanted and len(prompts) > 1:
         raise RequestError("return_timings takes one prompt per request", param="return_timings")
-    if not wanted and frontend.tracing is None:
-        return await _respond(request, frontend, prompts, formatter)
-    model = frontend.config.model_name
-    timed = TimedRequest.begin(
-        frontend.tracing,
-        request,
-        [prompt.request for prompt in prompts],
-        wanted=wanted,
-        attributes={
-            "gen_ai.operation.name": formatter.OPERATION,
-            "gen_ai.request.model": model,
-            "gen_ai.response.model": model,
-        },
-    )
-    if timed is None:
-        return await _respond(request, frontend, prompts, formatter)
-    both = zip(prompts, timed.asks, timed.timelines, strict=True)
-    prompts = [replace(p, request=ask, timeline=its) for p, ask, its in both]
-    if wanted:
-        formatter.timings = timed.timelines[0].timings
-    with timed:
-        response = await _respond(request, frontend, prompts, formatter)
-        timed.status, timed.error = response.status, formatter.error
+    timed = None
+    if wanted or frontend.tracing is not None:
+        model = frontend.config.model_name
+        timed = TimedRequest.begin(
+            frontend.tracing,
+            request,
+            [prompt.request for prompt in prompts],
+            wanted=wanted,
+            attributes={
+                "gen_ai.operation.name": formatter.OPERATION,
+                "gen_ai.request.model": model,
+                "gen_ai.response.model": model,
+            },
+        )
+    if timed is not None:
+        both = zip(prompts, timed.asks, timed.timelines, strict=True)
+        prompts = [replace(p, request=ask, timeline=its) for p, ask, its in both]
+        if wanted:
+            formatter.timings = timed.timelines[0].timings
+    limit_s = prompts[0].request.deadline_s + frontend.config.deadline_grace_s
+    response: web.StreamResponse
+    with timed or nullcontext():
+        if formatter.body.stream:
+            response = await _stream(request, frontend, prompts, formatter, limit_s)
+        else:
+            response = await _whole(frontend, prompts, formatter, limit_s)
+        if timed is not None:
+            timed.status, timed.error = response.status, formatter.error
     return response
 
 
-async def _respond(
+async def _whole(
+    frontend: Frontend,
+    prompts: Sequence[PromptRequest],
+    formatter: ResponseFormatter,
+    limit_s: float,
+) -> web.Response:
+    got: list[Event] = []
+
+    def take(new: Event) -> None:
+        got.append(new)
+        _wrote(prompts, new)
+
+    events = run_prompts(frontend, prompts, take, lambda: True)
+    async with asyncio.timeout(limit_s), aclosing(events):
+        async for new in events:
+            take(new)
+    for new in got:
+        formatter.counter.add(new)
+    return json_response(formatter.whole(got))
+
+
+async def _stream(
     request: web.Request,
     frontend: Frontend,
     prompts: Sequence[PromptRequest],
     formatter: ResponseFormatter,
+    limit_s: float,
 ) -> web.StreamResponse:
-    """As `respond`; tells the prompts' timelines what was written."""
-
-    def wrote(new: Event) -> None:
-        timeline = prompts[new.prompt].timeline
-        if timeline is not None:
-            first = new.prompt * prompts[0].request.params.n
-            timeline.wrote(len(new.delta.token_ids), new.choice - first)
-
     timed = prompts[0].timeline is not None
-    limit_s = prompts[0].request.deadline_s + frontend.config.deadline_grace_s
-    if not formatter.body.stream:
-        got: list[Event] = []
-
-        def take(new: Event) -> None:
-            got.append(new)
-            wrote(new)
-
-        events = run_prompts(frontend, prompts, take, lambda: True)
-        async with asyncio.timeout(limit_s), aclosing(events):
-            async for new in events:
-                take(new)
-        for new in got:
-            formatter.counter.add(new)
-        return json_response(formatter.whole(got))
     async with event_stream(request, limit_s) as stream:
         stream.done, stream.failed = formatter.DONE, formatter.failed
 
         def write(new: Event) -> None:
             stream.write(formatter.event(new))
             if timed:
-                wrote(new)
+                _wrote(prompts, new)
 
         events = run_prompts(frontend, prompts, write, stream.is_free)
         async with aclosing(events):
@@ -429,7 +433,15 @@ async def _respond(
                     stream.held = formatter.event(new)
                 else:
                     await stream.send(formatter.event(new))
-                wrote(new)
+                _wrote(prompts, new)
         stream.held += formatter.closing()
     formatter.error = stream.error
     return stream.response
+
+
+def _wrote(prompts: Sequence[PromptRequest], new: Event) -> None:
+    """Tell the prompt's timeline what was written."""
+    timeline = prompts[new.prompt].timeline
+    if timeline is not None:
+        first = new.prompt * prompts[0].request.params.n
+        timeline.wrote(len(new.delta.token_ids), new.choice - first)
