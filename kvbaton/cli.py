@@ -476,6 +476,10 @@ def run_connectors_bench(args: argparse.Namespace) -> int:
         from kvbaton.bench.transfer import TransferLoad
         from kvbaton.bench.transfer import run as run_transport
 
+        for name in ("plot", "folder"):
+            if getattr(args, name) is not None:
+                problem = f"is for stores, and {args.spec} is a transport"
+                raise ConfigError(f"--{name}", problem)
         blocks = tuple(args.object_bytes)
         load = TransferLoad(transports=(args.spec,), block_bytes=blocks, num_bytes=args.bytes)
         return run_transport(load, args.out)

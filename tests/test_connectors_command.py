@@ -121,6 +121,13 @@ def test_bench_names_a_place_that_is_none(flag: str, tmp_path: Path, capsys: Cap
     assert f"error: {flag}: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", ["--plot", "--folder"])
+def test_bench_refuses_what_is_for_stores(flag: str, tmp_path: Path, capsys: Capture) -> None:
+    words = ["connectors", "bench", "tcp", "--object-bytes", "8K", "--bytes", "64K"]
+    assert main([*words, flag, str(tmp_path)]) == 2
+    assert f"error: {flag}: is for stores, and tcp is a transport" in capsys.readouterr().err
+
+
 def test_bench_says_that_a_transport_reaches_no_other_process(capsys: Capture) -> None:
     words = ["connectors", "bench", "memory", "--kind", "transport"]
     assert main([*words, "--object-bytes", "8192", "--bytes", "8192"]) == 1
