@@ -234,7 +234,7 @@ class ResponseFormatter(ABC):
         self.body = body
         self.prompts = prompts
         self.head: dict[str, Any] = {"id": request_id, "model": frontend.config.model_name}
-        self.counter = UsageCounter(prompts)
+        self.counter = UsageCounter(sum(map(len, prompts)), [0] * len(prompts))
         self.timings: Callable[[], openai.RequestTimings] | None = None
         self.error = ""
 
@@ -313,30 +313,31 @@ class ChunkFormatter(ResponseFormatter, Generic[Body]):
         return event(self.last_chunk(usage, self.times()))
 
 
-class UsageCounter:
+class UsageCounter(Struct):
     """Tokens of one client's request, as its events go by.
 
-    Args:
-        prompts: token ids of each.
+    Attributes:
+        prompt_tokens: of all prompts.
+        cached: of each prompt, tokens that came from a cache.
+        completion_tokens: counted until now.
     """
 
-    def __init__(self, prompts: Sequence[Sequence[int]]) -> None:
-        self._prompt_tokens = sum(map(len, prompts))
-        self._completion_tokens = 0
-        self._cached = [0] * len(prompts)
+    prompt_tokens: int
+    cached: list[int]
+    completion_tokens: int = 0
 
     def add(self, new: Event) -> None:
         """Count one event."""
-        self._completion_tokens += len(new.delta.token_ids)
-        self._cached[new.prompt] = max(self._cached[new.prompt], new.output.cached_tokens)
+        self.completion_tokens += len(new.delta.token_ids)
+        self.cached[new.prompt] = max(self.cached[new.prompt], new.output.cached_tokens)
 
     def usage(self) -> openai.TokenUsage:
         """All counted until now; a prompt with several choices counts once."""
         return openai.TokenUsage(
-            prompt_tokens=self._prompt_tokens,
-            completion_tokens=self._completion_tokens,
-            total_tokens=self._prompt_tokens + self._completion_tokens,
-            prompt_tokens_details=openai.PromptTokensDetails(sum(self._cached)),
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.completion_tokens,
+            total_tokens=self.prompt_tokens + self.completion_tokens,
+            prompt_tokens_details=openai.PromptTokensDetails(sum(self.cached)),
         )
 
 

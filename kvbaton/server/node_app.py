@@ -96,11 +96,18 @@ def _engine_app(
     text: bool = True,
 ) -> web.Application:
     """What nodes of all roles answer, and these routes."""
+
+    def facts() -> ModelFacts:
+        if client.dead is not None:
+            raise EngineDeadError(client.dead)
+        ready = client.ready
+        return ModelFacts(max_model_len=ready.max_model_len, vocab_size=ready.vocab_size)
+
     frontend = Frontend(
         source=client,
         tokenizer=tokenizer,
         config=config,
-        facts=lambda: node_facts(client),
+        facts=facts,
         transfer=transfer,
         transfer_type=KvTransferParams,
         metrics=HttpMetrics(latencies=False),
@@ -173,18 +180,6 @@ def make_starting_app() -> web.Application:
     app.router.add_get("/live", lives)
     app.router.add_route("*", "/{path:.*}", starting)
     return app
-
-
-def node_facts(client: EngineClient) -> ModelFacts:
-    """Bounds of a request on this node.
-
-    Raises:
-        EngineDeadError: there is no engine to ask.
-    """
-    if client.dead is not None:
-        raise EngineDeadError(client.dead)
-    ready = client.ready
-    return ModelFacts(max_model_len=ready.max_model_len, vocab_size=ready.vocab_size)
 
 
 async def health(request: web.Request) -> web.Response:

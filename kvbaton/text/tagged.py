@@ -275,7 +275,9 @@ class TaggedParser(OutputParser):
         if pattern and held.isspace() and not self._last:
             return False
         found = None  # most pieces have no mark
-        if pattern and (self._may_begin_otherwise() or _MARK.search(held)):
+        # What is no mark may be a tag, too, or begin a call.
+        otherwise = not form.marks_all or (form.has_bare and self._empty)
+        if pattern and (otherwise or _MARK.search(held)):
             found = pattern.search(held, partial=not self._last)
         if found is None or found.partial:
             end = len(held) if found is None else found.start()
@@ -296,10 +298,6 @@ class TaggedParser(OutputParser):
         elif found.lastgroup == "end":
             self.kind = "content"
         return True
-
-    def _may_begin_otherwise(self) -> bool:
-        """Whether what is no mark may be a tag, or begin a call."""
-        return not self._form.marks_all or (self._form.has_bare and self._empty)
 
     def _say(self, text: str) -> None:
         if self._after_tag:
