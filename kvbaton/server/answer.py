@@ -7,6 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, closing, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
@@ -203,16 +204,15 @@ def fold(events: Sequence[Event]) -> list[Event]:
 # --- from events to the answer ---
 
 
+@dataclass(eq=False)
 class ResponseFormatter(ABC):
     """Formats the answer to one client's request; each endpoint has its own.
 
-    Args:
+    Attributes:
         frontend: for the tokenizer and the model's name.
         body: the request.
         request_id: of the answer.
         prompts: token ids of each.
-
-    Attributes:
         head: fields that every answer begins with.
         counter: of tokens, for the usage that the answer tells.
         timings: where the time went until now, if the client wants to know.
@@ -224,19 +224,18 @@ class ResponseFormatter(ABC):
     DONE: ClassVar[bytes] = DONE_EVENT
     """What a stream ends with if all is well."""
 
-    def __init__(
-        self,
-        frontend: Frontend,
-        body: openai.SamplingFields,
-        request_id: str,
-        prompts: Sequence[list[int]],
-    ) -> None:
-        self.body = body
-        self.prompts = prompts
-        self.head: dict[str, Any] = {"id": request_id, "model": frontend.config.model_name}
-        self.counter = UsageCounter(sum(map(len, prompts)), [0] * len(prompts))
-        self.timings: Callable[[], openai.RequestTimings] | None = None
-        self.error = ""
+    frontend: Frontend
+    body: openai.SamplingFields
+    request_id: str
+    prompts: Sequence[list[int]]
+    head: dict[str, Any] = field(init=False)
+    counter: UsageCounter = field(init=False)
+    timings: Callable[[], openai.RequestTimings] | None = field(default=None, init=False)
+    error: str = field(default="", init=False)
+
+    def __post_init__(self) -> None:
+        self.head = {"id": self.request_id, "model": self.frontend.config.model_name}
+        self.counter = UsageCounter(sum(map(len, self.prompts)), [0] * len(self.prompts))
 
     @abstractmethod
     def event(self, new: Event) -> bytes:
@@ -255,6 +254,7 @@ class ResponseFormatter(ABC):
         """All choices at once, of the events as they came; `counter` has counted them."""
 
 
+@dataclass(eq=False)
 class ChunkFormatter(ResponseFormatter, Generic[Body]):
     """Streams chunks, as OpenAI's API has them."""
 
@@ -262,11 +262,10 @@ class ChunkFormatter(ResponseFormatter, Generic[Body]):
     EMPTY_TEXT: ClassVar[bytes]
     """How a chunk's field for new text is encoded when there is none."""
 
-    def __init__(
-        self, frontend: Frontend, body: Body, request_id: str, prompts: Sequence[list[int]]
-    ) -> None:
-        super().__init__(frontend, body, request_id, prompts)
-        self.tokenizer = frontend.tokenizer
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        body = self.body
+        self.tokenizer = self.frontend.tokenizer
         self.head["created"] = int(time.time())
         scored = body.logprobs is not None and body.logprobs is not False  # 0 candidates count
         self._is_plain = not scored and not body.return_token_ids
@@ -297,8 +296,8 @@ class ChunkFormatter(ResponseFormatter, Generic[Body]):
         frame = self._frames.get(new.choice)
         if frame is None:
             blank = event(self.chunk(replace(new, delta=TextDelta()), None))
-            head, field, tail = blank.partition(self.EMPTY_TEXT)
-            frame = self._frames[new.choice] = head + field.removesuffix(b'""'), tail
+            head, empty, tail = blank.partition(self.EMPTY_TEXT)
+            frame = self._frames[new.choice] = head + empty.removesuffix(b'""'), tail
         return frame[0] + _encoder.encode(delta.text) + frame[1]
 
     def times(self) -> openai.RequestTimings | UnsetType:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -342,21 +343,16 @@ class ChatFormatter(ChunkFormatter[openai.ChatRequest]):
         return chat_logprobs(self.tokenizer, ids, scores, as_ids=as_ids)
 
 
+@dataclass(eq=False)
 class ParsedFormatter(ChatFormatter):
     """The same for a model that marks what it writes: reasoning, calls and content apart."""
 
-    def __init__(
-        self,
-        frontend: Frontend,
-        body: openai.ChatRequest,
-        request_id: str,
-        prompts: Sequence[list[int]],
-        reader: OutputReader,
-    ) -> None:
-        super().__init__(frontend, body, request_id, prompts)
+    reader: OutputReader
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._is_plain = False  # what is new may be in any field of a chunk
-        self._call_id = reader.call_id
-        self._parsers = defaultdict[int, OutputParser](reader.parser)
+        self._parsers = defaultdict[int, OutputParser](self.reader.parser)
 
     @override
     def message(self, new: Event) -> openai.ChatMessage:
@@ -374,7 +370,7 @@ class ParsedFormatter(ChatFormatter):
                 part.number, openai.ToolCall(index=index, function=openai.FunctionCall())
             )
             if part.function is not None:
-                call.id, call.type = self._call_id(), "function"
+                call.id, call.type = self.reader.call_id(), "function"
                 call.function.name = part.function
             call.function.arguments += part.text
         nothing = UNSET if streams else None if texts or calls else ""

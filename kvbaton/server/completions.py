@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from aiohttp import web
 from msgspec import UNSET, UnsetType
@@ -37,8 +38,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
     check_common(frontend, body)
     grammar, asks = "", wanted(body.response_format, body.structured_outputs)
     if asks is not None:
-        field, piece = asks
-        grammar = await checked_grammar(joined(f"start: {BODY}", {"body": piece}), field)
+        name, piece = asks
+        grammar = await checked_grammar(joined(f"start: {BODY}", {"body": piece}), name)
     prompts = await encode_prompts(frontend, body)
     request_id = f"cmpl-{public_id(request, body)}"
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
@@ -91,22 +92,15 @@ async def encode_prompts(frontend: Frontend, body: openai.CompletionRequest) -> 
     return [truncated(frontend, ids, keep, max_tokens) for ids in encoded]
 
 
+@dataclass(eq=False)
 class CompletionFormatter(ChunkFormatter[openai.CompletionRequest]):
     """Formats events for ``/v1/completions``, where a chunk has the shape of a whole answer."""
 
     EMPTY_TEXT = b'"text":""'
     OPERATION = "text_completion"
 
-    def __init__(
-        self,
-        frontend: Frontend,
-        body: openai.CompletionRequest,
-        request_id: str,
-        prompts: Sequence[list[int]],
-    ) -> None:
-        super().__init__(frontend, body, request_id, prompts)
-        self._offsets: dict[int, int] = {}
-        self._scores: dict[int, Sequence[TokenLogprobs | None]] = {}
+    _offsets: dict[int, int] = field(default_factory=dict, init=False)
+    _scores: dict[int, Sequence[TokenLogprobs | None]] = field(default_factory=dict, init=False)
 
     def chunk(self, new: Event, usage: openai.TokenUsage | None) -> openai.Completion:
         """See `ChunkFormatter`."""

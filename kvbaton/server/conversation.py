@@ -6,6 +6,7 @@ import json
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from aiohttp import web
@@ -17,7 +18,7 @@ from kvbaton.messages import openai
 from kvbaton.server.answer import Event, ResponseFormatter, fold, respond
 from kvbaton.server.bodies import REQUEST_ID
 from kvbaton.server.chat import OutputReader, chat_prompt
-from kvbaton.server.frontend import FRONTEND, Frontend
+from kvbaton.server.frontend import FRONTEND
 from kvbaton.text.output_parser import Kind, MessagePart
 
 # --- the request as a chat ---
@@ -169,17 +170,12 @@ async def respond_in_blocks(
     return await respond(request, frontend, [asked], answer)
 
 
+@dataclass(eq=False)
 class ContentBlockFormatter(ResponseFormatter):
     """Formats the events of a chat's only choice as content blocks.
 
-    Args:
-        frontend: for the model's name.
-        body: the request, as a chat.
-        request_id: of the answer.
-        prompts: token ids of the only one.
-        reader: tells reasoning and calls apart; None if all is text.
-
     Attributes:
+        reader: tells reasoning and calls apart; None if all is text.
         blocks: that have begun.
         reasoning_tokens: about as many were reasoning: of tokens that came at once, by characters.
     """
@@ -190,19 +186,13 @@ class ContentBlockFormatter(ResponseFormatter):
     SILENCE: ClassVar[bytes] = b":\n\n"
     """What a token that adds no text is in a stream, which has an event a token as chats do."""
 
-    def __init__(
-        self,
-        frontend: Frontend,
-        body: openai.ChatRequest,
-        request_id: str,
-        prompts: Sequence[list[int]],
-        reader: OutputReader | None,
-    ) -> None:
-        super().__init__(frontend, body, request_id, prompts)
-        self.blocks: list[ContentBlock] = []
-        self.reasoning_tokens = 0
-        self._reader = reader
-        self._parser = None if reader is None else reader.parser()
+    reader: OutputReader | None
+    blocks: list[ContentBlock] = field(default_factory=list, init=False)
+    reasoning_tokens: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._parser = None if self.reader is None else self.reader.parser()
 
     @abstractmethod
     def begin(self) -> Iterable[bytes]:
@@ -267,7 +257,7 @@ class ContentBlockFormatter(ResponseFormatter):
             if last is None or part.kind != last.kind or part.function is not None:
                 if last is not None:
                     last.status = "completed"
-                call_id = self._reader.call_id() if self._reader and part.kind == "call" else ""
+                call_id = self.reader.call_id() if self.reader and part.kind == "call" else ""
                 begun = ContentBlock(len(self.blocks), part.kind, part.function or "", call_id)
                 self.blocks.append(begun)
             yield self.blocks[-1], part.text

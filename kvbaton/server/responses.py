@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any
@@ -59,7 +60,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
     """Answer a conversation, by OpenAI's Responses API."""
     asked = await read_body(request, ResponsesRequest)
     body, fields = response_chat(asked)
-    formatter = partial(ResponsesFormatter, asked)
+    formatter = partial(ResponsesFormatter, asked=asked)
     return await respond_in_blocks(request, body, fields, "resp", formatter)
 
 
@@ -77,21 +78,23 @@ def repeated(asked: ResponsesRequest) -> dict[str, msgspec.Raw]:
     return {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in told.items()}
 
 
+@dataclass(eq=False)
 class ResponsesFormatter(ContentBlockFormatter):
     """Formats events for ``/v1/responses``.
 
-    Args:
+    Attributes:
         asked: the request.
-        more: see `ContentBlockFormatter`.
     """
 
-    def __init__(self, asked: ResponsesRequest, *more: Any) -> None:
-        super().__init__(*more)
+    asked: ResponsesRequest
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._functions = {
-            called(tool.name, space): (tool.name, space) for tool, space, _ in functions(asked)
+            called(tool.name, space): (tool.name, space) for tool, space, _ in functions(self.asked)
         }
         self._sequence = count()
-        self.head |= {"created_at": int(time.time()), **repeated(asked)}
+        self.head |= {"created_at": int(time.time()), **repeated(self.asked)}
 
     @override
     def begin(self) -> Iterable[bytes]:
