@@ -10,8 +10,8 @@ from kvbaton.version import __version__
 
 if TYPE_CHECKING:
     from kvbaton.llm.offline import LLM as LLM
-    from kvbaton.llm.params import TextSamplingParams as SamplingParams
     from kvbaton.llm.streaming import AsyncLLM as AsyncLLM
+    from kvbaton.llm.streaming import TextSamplingParams as SamplingParams
     from kvbaton.text.structured import StructuredOutputs as StructuredOutputs
 
 # Torch reads it when it is imported. cuBLAS alone does not split long rows of a weight among enough
@@ -24,7 +24,7 @@ __all__ = ["LLM", "AsyncLLM", "SamplingParams", "StructuredOutputs", "__version_
 _LAZY = {
     "LLM": ("kvbaton.llm.offline", "LLM"),
     "AsyncLLM": ("kvbaton.llm.streaming", "AsyncLLM"),
-    "SamplingParams": ("kvbaton.llm.params", "TextSamplingParams"),
+    "SamplingParams": ("kvbaton.llm.streaming", "TextSamplingParams"),
     "StructuredOutputs": ("kvbaton.text.structured", "StructuredOutputs"),
 }
 """The Python API: its names are looked up when they are used, so that the commands start fast."""

@@ -28,6 +28,8 @@ FillParser = Callable[[argparse.ArgumentParser], None]
 RunCommand = Callable[[argparse.Namespace], int]
 
 SIMULATION = "kvbaton.simulate.main:SimulateConfig"
+FILES = {"out": "write the result as JSON", "plot": "draw the result as PNG"}
+"""What tools write, by option."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -106,15 +108,14 @@ def make_parser() -> argparse.ArgumentParser:
     for name, fill, run, text in (
         (
             "up",
-            _takes_model(
-                _flags_of(
-                    "kvbaton.cluster.config:ClusterConfig",
-                    order=("cluster", "endpoint", None),
-                    skip={"encoder_only"},
-                    model=None,
-                    port=8000,
-                    log_level="warning",
-                )
+            _flags_of(
+                "kvbaton.cluster.config:ClusterConfig",
+                takes_model=True,
+                order=("cluster", "endpoint", None),
+                skip={"encoder_only"},
+                model=None,
+                port=8000,
+                log_level="warning",
             ),
             run_up,
             "Start a whole cluster on this machine, or on those of a Ray cluster.",
@@ -153,13 +154,13 @@ def make_parser() -> argparse.ArgumentParser:
         ),
         (
             "simulate",
-            _simulate_flags,
+            _flags_of(SIMULATION, "out", "plot"),
             _runs("kvbaton.simulate.main:run", SIMULATION, "out", "plot"),
             "Serve a trace on a virtual clock: which layout and policy pay.",
         ),
         (
             "advise",
-            _advise_flags,
+            _flags_of(SIMULATION, "out", skip={"policies", "min_handover_tokens"}, nodes="4"),
             _runs("kvbaton.simulate.main:run_advise", SIMULATION, "out"),
             "Say which layout of so many nodes serves a trace best, in virtual time.",
         ),
@@ -201,6 +202,7 @@ def _encode_flags(parser: argparse.ArgumentParser) -> None:
 def _node_flags(port: int, *skip: str, role: str | None = None) -> FillParser:
     fill = _flags_of(
         "kvbaton.server.config:NodeConfig",
+        takes_model=True,
         order=("node", None, "endpoint"),
         skip={"encoder_only", *skip},
         model=None,
@@ -213,14 +215,26 @@ def _node_flags(port: int, *skip: str, role: str | None = None) -> FillParser:
             parser.set_defaults(role=role)
         fill(parser)
 
-    return _takes_model(fill_for_role)
+    return fill_for_role
 
 
-def _flags_of(path: str, **settings: Any) -> FillParser:
-    """Adds the flags of a configuration, which is imported then; `settings` as of `add_flags`."""
+def _flags_of(path: str, *files: str, takes_model: bool = False, **settings: Any) -> FillParser:
+    """Adds the flags of a configuration, which is imported then.
+
+    Args:
+        path: of the configuration.
+        files: of `FILES`, that the command writes.
+        takes_model: also without a flag, as vLLM has it; see `find_model`.
+        settings: see `add_flags`.
+    """
 
     def fill(parser: argparse.ArgumentParser) -> None:
+        if takes_model:
+            help_text = "in place of --model"
+            parser.add_argument("model_tag", nargs="?", metavar="MODEL", help=help_text)
         add_flags(parser, resolve_name(path), **settings)
+        for name in files:
+            parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=FILES[name])
 
     return fill
 
@@ -293,16 +307,6 @@ def node_config(args: argparse.Namespace) -> NodeConfig:
     return from_args(NodeConfig, args, role=args.role)
 
 
-def _takes_model(fill: FillParser) -> FillParser:
-    """The model as vLLM has it, without a flag, or by ``--model``; see `find_model`."""
-
-    def fill_both(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="in place of --model")
-        fill(parser)
-
-    return fill_both
-
-
 def find_model(args: argparse.Namespace) -> None:
     """Put a model's folder in place of what the command line names, which clients know it by.
 
@@ -336,24 +340,7 @@ def _bench_flags(parser: argparse.ArgumentParser) -> None:
     ):
         bench, config = benches.add_parser(name, help=text), f"kvbaton.bench.{name}:{load}"
         bench.set_defaults(run=_runs(f"kvbaton.bench.{name}:run", config, "out"))
-        _flags_of(config)(bench)
-        _add_out(bench)
-
-
-def _add_out(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the result as JSON")
-
-
-def _simulate_flags(parser: argparse.ArgumentParser) -> None:
-    _flags_of(SIMULATION)(parser)
-    _add_out(parser)
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the results as PNG")
-
-
-def _advise_flags(parser: argparse.ArgumentParser) -> None:
-    skip = {"policies", "min_handover_tokens"}
-    _flags_of(SIMULATION, skip=skip, nodes="4")(parser)
-    _add_out(parser)
+        _flags_of(config, "out")(bench)
 
 
 def _doctor_flags(parser: argparse.ArgumentParser) -> None:
@@ -409,9 +396,7 @@ def _connector_flags(parser: argparse.ArgumentParser) -> None:
     bench = jobs.add_parser("bench", help="measure one beside the machine's own figures")
     _add_spec(bench)
     bench.set_defaults(run=run_connectors_bench)
-    _flags_of("kvbaton.bench.store:StoreLoad")(bench)
-    _add_out(bench)
-    bench.add_argument("--plot", type=Path, metavar="FILE", help="draw a store's result as PNG")
+    _flags_of("kvbaton.bench.store:StoreLoad", "out", "plot")(bench)
 
 
 def _add_spec(parser: argparse.ArgumentParser) -> None:
@@ -465,7 +450,7 @@ def _subject(args: argparse.Namespace) -> Subject:
 
 def run_connectors_certify(args: argparse.Namespace) -> int:
     """``kvbaton connectors certify``."""
-    from kvbaton.bench.connector_speed import speed
+    from kvbaton.bench.store import speed
     from kvbaton.testing.certificate import certify, write
     from kvbaton.testing.check import end
 
@@ -478,7 +463,7 @@ def run_connectors_certify(args: argparse.Namespace) -> int:
 
 def run_connectors_namespaces(args: argparse.Namespace) -> int:
     """``kvbaton connectors namespaces``."""
-    from kvbaton.doctor.main import run_namespaces
+    from kvbaton.doctor.installed import run_namespaces
 
     return run_namespaces(args.spec, args.clear)
 
@@ -491,6 +476,10 @@ def run_connectors_bench(args: argparse.Namespace) -> int:
         from kvbaton.bench.transfer import TransferLoad
         from kvbaton.bench.transfer import run as run_transport
 
+        for name in ("plot", "folder"):
+            if getattr(args, name) is not None:
+                problem = f"is for stores, and {args.spec} is a transport"
+                raise ConfigError(f"--{name}", problem)
         blocks = tuple(args.object_bytes)
         load = TransferLoad(transports=(args.spec,), block_bytes=blocks, num_bytes=args.bytes)
         return run_transport(load, args.out)

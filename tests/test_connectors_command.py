@@ -16,7 +16,7 @@ from kvbaton.bench.store import LOOKUP_KEYS, drop_pages, make_calls
 from kvbaton.cli import main
 from kvbaton.connectors.store import Hints
 from kvbaton.connectors.stores.filesystem import FilesystemStore
-from kvbaton.doctor.trials import try_store
+from kvbaton.doctor.main import try_store
 from kvbaton.errors import StoreError
 
 Capture = pytest.CaptureFixture[str]
@@ -119,6 +119,13 @@ def test_bench_names_a_place_that_is_none(flag: str, tmp_path: Path, capsys: Cap
     place = tmp_path / "none" if flag == "--folder" else tmp_path
     assert main(["connectors", "bench", FILES, *SMALL, flag, str(place)]) == 2
     assert f"error: {flag}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--plot", "--folder"])
+def test_bench_refuses_what_is_for_stores(flag: str, tmp_path: Path, capsys: Capture) -> None:
+    words = ["connectors", "bench", "tcp", "--object-bytes", "8K", "--bytes", "64K"]
+    assert main([*words, flag, str(tmp_path)]) == 2
+    assert f"error: {flag}: is for stores, and tcp is a transport" in capsys.readouterr().err
 
 
 def test_bench_says_that_a_transport_reaches_no_other_process(capsys: Capture) -> None:

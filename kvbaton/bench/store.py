@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvbaton.bench import transfer
 from kvbaton.bench.report import new_figure, percentile, publish, writing
 from kvbaton.config import flag
 from kvbaton.connectors.registry import load_store
 from kvbaton.connectors.store import KEY_BYTES, Pieces, Store
 from kvbaton.errors import ConfigError, StoreError
+from kvbaton.testing.check import Subject
 
 MARKERS = {"copy": "s", "disk write": "v", "disk read": "x", "disk read cold": "*"}
 """Of the machine's own figures."""
@@ -265,6 +267,41 @@ def drop_pages(folder: Path) -> None:
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             finally:
                 os.close(descriptor)
+
+
+# --- for a certificate: seconds, not minutes ---
+
+SPEED_OBJECTS = (64 << 10, 2 << 20)
+SPEED_BYTES = 16 << 20
+SPEED_COLUMNS = ("object KiB", "what", "at once", "GiB/s", "p50 ms", "of copy")
+
+
+def speed(subject: Subject) -> list[dict[str, Any]]:
+    """How fast a connector is beside plain copies; nothing of one that reaches no other process.
+
+    Raises:
+        StoreError: a call failed, or what was loaded is not what was stored.
+        TransportError: the same of a write.
+    """
+    if subject.kind == "transport":
+        with subject.rig() as pair:
+            if not pair.source.capabilities.processes:
+                return []
+        moved = transfer.TransferLoad(
+            transports=(subject.spec,), block_bytes=(64 << 10,), num_bytes=SPEED_BYTES, repeats=5
+        )
+        rows = transfer.measure(moved, 64 << 10)
+        return [{key: row[key] for key in ("block KiB", "method", "ms", "GiB/s")} for row in rows]
+    with tempfile.TemporaryDirectory(prefix="kvbaton-certify-") as folder:
+        spec = subject.spec.replace("{tmp}", folder)
+        load = StoreLoad(
+            spec=spec, object_bytes=SPEED_OBJECTS, concurrency=(4,), num_bytes=SPEED_BYTES
+        )
+        store = load_store(spec)
+        store.open()
+        with closing(store):
+            rows = [row for size in SPEED_OBJECTS for row in measure(store, load, size)]
+    return [{key: row[key] for key in SPEED_COLUMNS} for row in rows]
 
 
 # --- the picture ---

@@ -151,11 +151,11 @@ class ClusterConfig(EndpointConfig):
         ]
 
     def _text_words(self) -> list[str]:
-        parsers = ("tool_call_parser", "reasoning_parser")
-        others = "generation_config", "otlp_traces_endpoint", "min_priority"
-        names = ("chat_template", *parsers, *others)
-        mine = words_of(self, names)
-        return [*self._common_words(), *mine, *words_of(self.media)]
+        names = (
+            "chat_template", "tool_call_parser", "reasoning_parser", "generation_config",
+            "otlp_traces_endpoint", "min_priority",
+        )  # fmt: skip
+        return [*self._common_words(), *words_of(self, names), *words_of(self.media)]
 
     def _common_words(self) -> list[str]:
         return [

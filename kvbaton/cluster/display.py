@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from collections import deque
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console, Group
@@ -55,12 +54,7 @@ class ClusterDisplay:
             self._log_to_stderr()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._live is not None:
             self._live.stop()
             self._log_to_stderr()

@@ -115,7 +115,7 @@ class Cluster:
             print(f"curl {self.url}/v1/completions {header} -d {data}\n", flush=True)
             await self.serve()
             return 1
-        from kvbaton.cluster.conversation import ask
+        from kvbaton.cluster.chat import ask
 
         key = next(iter(config.api_keys), None)
         return await ask(self.url, config, bearer(key), self._member_headers())

@@ -1,4 +1,4 @@
-"""Which connectors are installed here, and whether they can be used."""
+"""Which connectors are installed here, whether they can be used, and what a store holds."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import inspect
 import json
 import re
 from collections.abc import Sequence
-from contextlib import ExitStack
-from typing import Any
+from contextlib import ExitStack, closing
+from typing import Any, cast
 
 import msgspec
 from msgspec import Struct
@@ -23,6 +23,7 @@ from kvbaton.connectors.registry import (
     load_transport,
     split_spec,
 )
+from kvbaton.connectors.store import Namespaced
 from kvbaton.errors import ConfigError, KvbatonError
 
 NOT_OPTIONS = ("name", "host", "clock", "hub")
@@ -136,3 +137,33 @@ def _table(found: Sequence[Installed]) -> str:
         for head, text in (*parts, ("not built: ", one.problem)):
             lines += [f"{'':<11}{'':<{width}}{head}{text}"] if text else []
     return "\n".join(lines)
+
+
+# --- what a store holds ---
+
+CLEAR_S = 600.0
+"""A store may have to look at every object."""
+
+
+def run_namespaces(spec: str, clear: str | None = None) -> int:
+    """List a store's namespaces, and forget one if it is named; the exit status.
+
+    Raises:
+        ConfigError: the store can't be opened, or does not tell namespaces apart.
+        StoreError: it fails.
+    """
+    store = load_store(spec)
+    if not store.capabilities.namespaces:
+        raise ConfigError("SPEC", f"{store.name} does not tell namespaces apart")
+    store.open()
+    with closing(store):
+        able = cast(Namespaced, store)
+        if clear is not None:
+            print(f"{clear}: {able.clear(clear).result(CLEAR_S)} objects forgotten")
+        for name, usage in sorted(able.namespaces().result(CLEAR_S).items()):
+            tenants = ", ".join(f"{who} {held}" for who, held in sorted(usage.tenants.items()))
+            print(
+                f"{name or '(none)'}: {usage.objects} objects, {usage.num_bytes} bytes"
+                + (f" ({tenants})" if tenants else "")
+            )
+    return 0

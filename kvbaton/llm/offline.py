@@ -12,8 +12,16 @@ from typing import Any, Self, TypeVar, cast
 from tqdm import tqdm
 
 from kvbaton.errors import EngineDeadError, RequestError
-from kvbaton.llm.params import CompletionOutput, RequestOutput, TextSamplingParams
-from kvbaton.llm.streaming import AsyncLLM, Message, Prepared, Prompt, Rendered
+from kvbaton.llm.streaming import (
+    AsyncLLM,
+    CompletionOutput,
+    Message,
+    Prepared,
+    Prompt,
+    Rendered,
+    RequestOutput,
+    TextSamplingParams,
+)
 
 T = TypeVar("T")
 Params = TextSamplingParams | Sequence[TextSamplingParams] | None

@@ -1,4 +1,7 @@
-"""`AsyncLLM`: an engine in a child process, for programs that run an event loop."""
+"""`AsyncLLM`: an engine in a child process, for programs that run an event loop.
+
+What it takes and gives has the names and shapes of vLLM's.
+"""
 
 from __future__ import annotations
 
@@ -6,34 +9,153 @@ import os
 import secrets
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import index
 from pathlib import Path
 from typing import Any, Self
+
+import msgspec
 
 from kvbaton.engine.config import EngineConfig, check_model_folder
 from kvbaton.engine.gguf import model_folder
 from kvbaton.engine.process import EngineProcess
 from kvbaton.engine.validate import INT32, MAX_DEADLINE_S, Range, check_range
 from kvbaton.errors import ConfigError, RequestError
-from kvbaton.llm.params import CompletionOutput, RequestOutput, TextSamplingParams, named_logprobs
-from kvbaton.messages.engine import AddRequest, Item
+from kvbaton.messages.engine import AddRequest, Item, SamplingParams
 from kvbaton.messages.openai import ChatRequest
 from kvbaton.server.answer import run_prompts
 from kvbaton.server.chat import encode_chat
-from kvbaton.server.frontend import Frontend, FrontendConfig, ModelFacts
+from kvbaton.server.config import GenerationConfigMode
+from kvbaton.server.frontend import Frontend, FrontendConfig, ModelFacts, sampling_defaults
 from kvbaton.server.validation import (
     PromptRequest,
+    bad_words_token_ids,
     check_prompt,
+    check_stops,
     checked,
     encode,
     truncated,
     unique,
 )
-from kvbaton.text.generation import GenerationConfigMode, sampling_defaults
-from kvbaton.text.structured import checked_grammar
+from kvbaton.text.detokenize import TextOptions
+from kvbaton.text.logprobs import Logprobs, named_logprobs
+from kvbaton.text.structured import BODY, StructuredOutputs, checked_grammar, joined, wanted
 from kvbaton.text.tokenizer import Tokenizer
 from kvbaton.types import NodeId
+
+
+class TextSamplingParams(SamplingParams, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The engine's parameters (`SamplingParams`), and how tokens become text.
+
+    Attributes:
+        max_tokens: most tokens to generate; None for as many as the model's length leaves.
+        stop: strings that end the text.
+        include_stop_str_in_output: keep the stop string, or stop token, in the text.
+        skip_special_tokens: leave special tokens out of the text.
+        structured_outputs: what the text must be.
+        bad_words: texts that are not generated, with and without a space before them.
+        truncate_prompt_tokens: keep so many of the prompt's tokens, the last ones; -1 keeps as many
+            as leave room for `max_tokens`.
+    """
+
+    max_tokens: int | None = 16  # type: ignore[assignment]  # the engine is told a number
+    stop: str | Sequence[str] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | None = None
+    bad_words: Sequence[str] = ()
+    truncate_prompt_tokens: int | None = None
+
+    def for_engine(self, room: int, tokenizer: Tokenizer) -> SamplingParams:
+        """The part that the engine is told.
+
+        Args:
+            room: tokens that fit behind the prompt.
+            tokenizer: for `bad_words`.
+
+        Raises:
+            ValueError: a field has a wrong type; the message names it.
+            RequestError: `structured_outputs` or `bad_words` are wrong.
+        """
+        fields = {name: getattr(self, name) for name in SamplingParams.__struct_fields__}
+        if self.max_tokens is None:
+            fields["max_tokens"] = max(1, room)
+        fields["bad_words_token_ids"] += bad_words_token_ids(tokenizer, self.bad_words)
+        if (found := wanted(None, self.structured_outputs)) is not None:
+            _, piece = found
+            fields["grammar"] = joined(f"start: {BODY}", {"body": piece})
+        return msgspec.convert(fields, SamplingParams)
+
+    def for_text(self) -> TextOptions:
+        """The part that makes text of tokens.
+
+        Raises:
+            RequestError: `stop` is wrong.
+        """
+        return TextOptions(
+            stop=check_stops(self.stop),
+            include_stop=self.include_stop_str_in_output,
+            skip_special_tokens=self.skip_special_tokens,
+            min_tokens=self.min_tokens,
+        )
+
+
+@dataclass
+class CompletionOutput:
+    """One choice, or what is new of it.
+
+    Attributes:
+        index: of the choice.
+        text: generated.
+        token_ids: generated, the stop token included.
+        logprobs: one per token, if asked for.
+        finish_reason: ``stop`` or ``length``; None while it goes on.
+        stop_reason: the stop string or stop token id that ended it, if one did.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: Logprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def append(self, delta: CompletionOutput) -> None:
+        """Add what is new of this choice."""
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        if delta.logprobs is not None:
+            self.logprobs = [*(self.logprobs or []), *delta.logprobs]
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
+
+@dataclass
+class RequestOutput:
+    """Answer to one prompt, or what is new of it.
+
+    Attributes:
+        request_id: of the request.
+        prompt: its text; None if it came as tokens.
+        prompt_token_ids: its tokens.
+        outputs: the choices; of a delta, the one that has news.
+        prompt_logprobs: one per prompt token, if asked for.
+        num_cached_tokens: prompt tokens taken from the prefix cache.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: Logprobs | None = None
+    num_cached_tokens: int = 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether all of `outputs` have ended."""
+        return all(output.finish_reason is not None for output in self.outputs)
+
+
+# --- the engine ---
 
 Message = dict[str, Any]
 

@@ -223,7 +223,7 @@ class CompletionChoice(Struct, kw_only=True):
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    prompt_logprobs: list[dict[str, Any] | None] | UnsetType = UNSET
+    prompt_logprobs: list[dict[int, Any] | None] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
@@ -321,7 +321,7 @@ class ChatCompletion(Struct, kw_only=True):
     choices: list[ChatChoice]
     usage: TokenUsage
     object: str = "chat.completion"
-    prompt_logprobs: list[dict[str, Any] | None] | UnsetType = UNSET
+    prompt_logprobs: list[dict[int, Any] | None] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     kv_transfer_params: dict[str, Any] | UnsetType = UNSET
     timings: RequestTimings | UnsetType = UNSET

@@ -6,7 +6,8 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing, closing
+from contextlib import aclosing, closing, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
@@ -25,7 +26,7 @@ from kvbaton.server.frontend import Frontend
 from kvbaton.server.sse import DONE_EVENT, error_event, event, event_stream
 from kvbaton.server.tracing import TimedRequest
 from kvbaton.server.validation import PromptRequest
-from kvbaton.text.choice import ChoiceText, TextDelta
+from kvbaton.text.detokenize import ChoiceText, TextDelta
 
 T = TypeVar("T")
 Body = TypeVar("Body", openai.CompletionRequest, openai.ChatRequest)
@@ -203,17 +204,17 @@ def fold(events: Sequence[Event]) -> list[Event]:
 # --- from events to the answer ---
 
 
+@dataclass(eq=False)
 class ResponseFormatter(ABC):
     """Formats the answer to one client's request; each endpoint has its own.
 
-    Args:
+    Attributes:
         frontend: for the tokenizer and the model's name.
         body: the request.
         request_id: of the answer.
         prompts: token ids of each.
-
-    Attributes:
         head: fields that every answer begins with.
+        counter: of tokens, for the usage that the answer tells.
         timings: where the time went until now, if the client wants to know.
         error: why a stream has ended early; empty if it has not.
     """
@@ -223,18 +224,18 @@ class ResponseFormatter(ABC):
     DONE: ClassVar[bytes] = DONE_EVENT
     """What a stream ends with if all is well."""
 
-    def __init__(
-        self,
-        frontend: Frontend,
-        body: openai.SamplingFields,
-        request_id: str,
-        prompts: Sequence[list[int]],
-    ) -> None:
-        self.body = body
-        self.prompts = prompts
-        self.head: dict[str, Any] = {"id": request_id, "model": frontend.config.model_name}
-        self.timings: Callable[[], openai.RequestTimings] | None = None
-        self.error = ""
+    frontend: Frontend
+    body: openai.SamplingFields
+    request_id: str
+    prompts: Sequence[list[int]]
+    head: dict[str, Any] = field(init=False)
+    counter: UsageCounter = field(init=False)
+    timings: Callable[[], openai.RequestTimings] | None = field(default=None, init=False)
+    error: str = field(default="", init=False)
+
+    def __post_init__(self) -> None:
+        self.head = {"id": self.request_id, "model": self.frontend.config.model_name}
+        self.counter = UsageCounter(sum(map(len, self.prompts)), [0] * len(self.prompts))
 
     @abstractmethod
     def event(self, new: Event) -> bytes:
@@ -249,32 +250,28 @@ class ResponseFormatter(ABC):
         return error_event(request, error)
 
     @abstractmethod
-    def whole(self, events: Sequence[Event], usage: openai.TokenUsage) -> Struct:
-        """All choices at once, of the events as they came."""
+    def whole(self, events: Sequence[Event]) -> Struct:
+        """All choices at once, of the events as they came; `counter` has counted them."""
 
 
+@dataclass(eq=False)
 class ChunkFormatter(ResponseFormatter, Generic[Body]):
-    """Streams chunks, as OpenAI's API has them.
-
-    Attributes:
-        usage: counts the tokens of a stream that tells of them; None of others.
-    """
+    """Streams chunks, as OpenAI's API has them."""
 
     body: Body
     EMPTY_TEXT: ClassVar[bytes]
     """How a chunk's field for new text is encoded when there is none."""
 
-    def __init__(
-        self, frontend: Frontend, body: Body, request_id: str, prompts: Sequence[list[int]]
-    ) -> None:
-        super().__init__(frontend, body, request_id, prompts)
-        self.tokenizer = frontend.tokenizer
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        body = self.body
+        self.tokenizer = self.frontend.tokenizer
         self.head["created"] = int(time.time())
         scored = body.logprobs is not None and body.logprobs is not False  # 0 candidates count
         self._is_plain = not scored and not body.return_token_ids
         self._frames: dict[int, tuple[bytes, bytes]] = {}
         options: openai.StreamOptions = body.stream_options or openai.StreamOptions()
-        self.usage = UsageCounter(prompts) if options.include_usage else None
+        self._tells_usage = bool(options.include_usage)
         self._usage_always = bool(options.continuous_usage_stats)
 
     @abstractmethod
@@ -291,16 +288,16 @@ class ChunkFormatter(ResponseFormatter, Generic[Body]):
     def event(self, new: Event) -> bytes:
         """A chunk as a server-sent event; where only the text is new, only that is encoded."""
         delta, usage = new.delta, None
-        if self.usage is not None:
-            self.usage.add(new)
-            usage = self.usage.usage() if self._usage_always else None
+        if self._tells_usage:
+            self.counter.add(new)
+            usage = self.counter.usage() if self._usage_always else None
         if not self._is_plain or new.first or delta.finish_reason is not None or usage is not None:
             return event(self.chunk(new, usage))
         frame = self._frames.get(new.choice)
         if frame is None:
             blank = event(self.chunk(replace(new, delta=TextDelta()), None))
-            head, field, tail = blank.partition(self.EMPTY_TEXT)
-            frame = self._frames[new.choice] = head + field.removesuffix(b'""'), tail
+            head, empty, tail = blank.partition(self.EMPTY_TEXT)
+            frame = self._frames[new.choice] = head + empty.removesuffix(b'""'), tail
         return frame[0] + _encoder.encode(delta.text) + frame[1]
 
     def times(self) -> openai.RequestTimings | UnsetType:
@@ -309,36 +306,37 @@ class ChunkFormatter(ResponseFormatter, Generic[Body]):
 
     @override
     def closing(self) -> bytes:
-        if self.usage is None and self.timings is None:
+        if not self._tells_usage and self.timings is None:
             return b""
-        usage = UNSET if self.usage is None else self.usage.usage()
+        usage = self.counter.usage() if self._tells_usage else UNSET
         return event(self.last_chunk(usage, self.times()))
 
 
-class UsageCounter:
+class UsageCounter(Struct):
     """Tokens of one client's request, as its events go by.
 
-    Args:
-        prompts: token ids of each.
+    Attributes:
+        prompt_tokens: of all prompts.
+        cached: of each prompt, tokens that came from a cache.
+        completion_tokens: counted until now.
     """
 
-    def __init__(self, prompts: Sequence[Sequence[int]]) -> None:
-        self._prompt_tokens = sum(map(len, prompts))
-        self._completion_tokens = 0
-        self._cached = [0] * len(prompts)
+    prompt_tokens: int
+    cached: list[int]
+    completion_tokens: int = 0
 
     def add(self, new: Event) -> None:
         """Count one event."""
-        self._completion_tokens += len(new.delta.token_ids)
-        self._cached[new.prompt] = max(self._cached[new.prompt], new.output.cached_tokens)
+        self.completion_tokens += len(new.delta.token_ids)
+        self.cached[new.prompt] = max(self.cached[new.prompt], new.output.cached_tokens)
 
     def usage(self) -> openai.TokenUsage:
         """All counted until now; a prompt with several choices counts once."""
         return openai.TokenUsage(
-            prompt_tokens=self._prompt_tokens,
-            completion_tokens=self._completion_tokens,
-            total_tokens=self._prompt_tokens + self._completion_tokens,
-            prompt_tokens_details=openai.PromptTokensDetails(sum(self._cached)),
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.completion_tokens,
+            total_tokens=self.prompt_tokens + self.completion_tokens,
+            prompt_tokens_details=openai.PromptTokensDetails(sum(self.cached)),
         )
 
 
@@ -360,70 +358,73 @@ async def respond(
     wanted = bool(formatter.body.return_timings)
     if wanted and len(prompts) > 1:
         raise RequestError("return_timings takes one prompt per request", param="return_timings")
-    if not wanted and frontend.tracing is None:
-        return await _respond(request, frontend, prompts, formatter)
-    model = frontend.config.model_name
-    timed = TimedRequest.begin(
-        frontend.tracing,
-        request,
-        [prompt.request for prompt in prompts],
-        wanted=wanted,
-        attributes={
-            "gen_ai.operation.name": formatter.OPERATION,
-            "gen_ai.request.model": model,
-            "gen_ai.response.model": model,
-        },
-    )
-    if timed is None:
-        return await _respond(request, frontend, prompts, formatter)
-    both = zip(prompts, timed.asks, timed.timelines, strict=True)
-    prompts = [replace(p, request=ask, timeline=its) for p, ask, its in both]
-    if wanted:
-        formatter.timings = timed.timelines[0].timings
-    with timed:
-        response = await _respond(request, frontend, prompts, formatter)
-        timed.status, timed.error = response.status, formatter.error
+    timed = None
+    if wanted or frontend.tracing is not None:
+        model = frontend.config.model_name
+        timed = TimedRequest.begin(
+            frontend.tracing,
+            request,
+            [prompt.request for prompt in prompts],
+            wanted=wanted,
+            attributes={
+                "gen_ai.operation.name": formatter.OPERATION,
+                "gen_ai.request.model": model,
+                "gen_ai.response.model": model,
+            },
+        )
+    if timed is not None:
+        both = zip(prompts, timed.asks, timed.timelines, strict=True)
+        prompts = [replace(p, request=ask, timeline=its) for p, ask, its in both]
+        if wanted:
+            formatter.timings = timed.timelines[0].timings
+    limit_s = prompts[0].request.deadline_s + frontend.config.deadline_grace_s
+    response: web.StreamResponse
+    with timed or nullcontext():
+        if formatter.body.stream:
+            response = await _stream(request, frontend, prompts, formatter, limit_s)
+        else:
+            response = await _whole(frontend, prompts, formatter, limit_s)
+        if timed is not None:
+            timed.status, timed.error = response.status, formatter.error
     return response
 
 
-async def _respond(
+async def _whole(
+    frontend: Frontend,
+    prompts: Sequence[PromptRequest],
+    formatter: ResponseFormatter,
+    limit_s: float,
+) -> web.Response:
+    got: list[Event] = []
+
+    def take(new: Event) -> None:
+        got.append(new)
+        _wrote(prompts, new)
+
+    events = run_prompts(frontend, prompts, take, lambda: True)
+    async with asyncio.timeout(limit_s), aclosing(events):
+        async for new in events:
+            take(new)
+    for new in got:
+        formatter.counter.add(new)
+    return json_response(formatter.whole(got))
+
+
+async def _stream(
     request: web.Request,
     frontend: Frontend,
     prompts: Sequence[PromptRequest],
     formatter: ResponseFormatter,
+    limit_s: float,
 ) -> web.StreamResponse:
-    """As `respond`; tells the prompts' timelines what was written."""
-
-    def wrote(new: Event) -> None:
-        timeline = prompts[new.prompt].timeline
-        if timeline is not None:
-            first = new.prompt * prompts[0].request.params.n
-            timeline.wrote(len(new.delta.token_ids), new.choice - first)
-
     timed = prompts[0].timeline is not None
-    limit_s = prompts[0].request.deadline_s + frontend.config.deadline_grace_s
-    if not formatter.body.stream:
-        got: list[Event] = []
-
-        def take(new: Event) -> None:
-            got.append(new)
-            wrote(new)
-
-        events = run_prompts(frontend, prompts, take, lambda: True)
-        async with asyncio.timeout(limit_s), aclosing(events):
-            async for new in events:
-                take(new)
-        counter = UsageCounter(formatter.prompts)
-        for new in got:
-            counter.add(new)
-        return json_response(formatter.whole(got, counter.usage()))
     async with event_stream(request, limit_s) as stream:
         stream.done, stream.failed = formatter.DONE, formatter.failed
 
         def write(new: Event) -> None:
             stream.write(formatter.event(new))
             if timed:
-                wrote(new)
+                _wrote(prompts, new)
 
         events = run_prompts(frontend, prompts, write, stream.is_free)
         async with aclosing(events):
@@ -432,7 +433,15 @@ async def _respond(
                     stream.held = formatter.event(new)
                 else:
                     await stream.send(formatter.event(new))
-                wrote(new)
+                _wrote(prompts, new)
         stream.held += formatter.closing()
     formatter.error = stream.error
     return stream.response
+
+
+def _wrote(prompts: Sequence[PromptRequest], new: Event) -> None:
+    """Tell the prompt's timeline what was written."""
+    timeline = prompts[new.prompt].timeline
+    if timeline is not None:
+        first = new.prompt * prompts[0].request.params.n
+        timeline.wrote(len(new.delta.token_ids), new.choice - first)

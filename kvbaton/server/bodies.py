@@ -22,11 +22,29 @@ from kvbaton.messages.openai import ErrorBody, ErrorInfo
 from kvbaton.server.auth import tenant
 from kvbaton.server.frontend import FRONTEND, FrontendConfig
 
+logger = logging.getLogger(__name__)
+
 HEADER = "X-Request-Id"
 MAX_LENGTH = 128
 REQUEST_ID = web.RequestKey("request_id", str)
+LONG_BODY = 1 << 20
+"""Bytes, up to which a body is not counted."""
+RETRY_AFTER_S = 1.0
+WINDOW_BITS = {"gzip": 31, "deflate": 15}
+"""For `zlib`, by Content-Encoding."""
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+ANTHROPIC_TYPES = {**TYPES, 413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
 
 _UNWANTED = re.compile(r"[^A-Za-z0-9._:@+=/-]")
+_LOCATION = re.compile(r" - at (?:`[^`$]*` in )?`\$\.?([^`]*)`$")
+_MISSING = re.compile(r"missing required field `([^`]*)`")
+
+T = TypeVar("T")
 
 
 def clean(request_id: str | None) -> str | None:
@@ -73,25 +91,6 @@ async def close_connection(request: web.Request, response: web.StreamResponse) -
     """
     response.headers["Connection"] = "close"
     response.force_close()
-
-
-logger = logging.getLogger(__name__)
-
-LONG_BODY = 1 << 20
-"""Bytes, up to which a body is not counted."""
-RETRY_AFTER_S = 1.0
-WINDOW_BITS = {"gzip": 31, "deflate": 15}
-"""For `zlib`, by Content-Encoding."""
-TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-}
-ANTHROPIC_TYPES = {**TYPES, 413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
-
-_LOCATION = re.compile(r" - at (?:`[^`$]*` in )?`\$\.?([^`]*)`$")
-_MISSING = re.compile(r"missing required field `([^`]*)`")
 
 
 def malformed(error: Exception) -> RequestError:
@@ -175,9 +174,6 @@ def failure_response(request: web.Request, error: Exception) -> web.Response:
     if isinstance(error, web.HTTPMethodNotAllowed):
         response.headers["Allow"] = error.headers["Allow"]
     return response
-
-
-T = TypeVar("T")
 
 
 async def read_body(request: web.Request, kind: type[T]) -> T:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -97,16 +98,12 @@ async def chat_prompt(
         tenant=tenant(request),
         grammar=await chat_grammar(frontend, body, prompt, functions),
     )
-    if form is None or not is_read(form, body, functions):
+    if form is None or body.skip_special_tokens is False:  # the client wants it as it is written
+        return asked, None
+    if not (form.reasons or form.always_read or functions is not None):
         return asked, None
     reader = OutputReader(partial(form.parser, prompt, functions), form.call_id)
     return with_marks(asked, form, calls=functions is not None), reader
-
-
-def is_read(form: OutputFormat, body: openai.ChatRequest, functions: Functions | None) -> bool:
-    """Whether anything is told apart; a client may want the text as it is written."""
-    wanted = form.reasons or form.always_read or functions is not None
-    return wanted and body.skip_special_tokens is not False
 
 
 def callable_functions(frontend: Frontend, body: openai.ChatRequest) -> Functions | None:
@@ -306,7 +303,7 @@ class ChatFormatter(ChunkFormatter[openai.ChatRequest]):
         """See `ChunkFormatter`."""
         return openai.ChatChunk(**self.head, choices=[], usage=usage, timings=timings)
 
-    def whole(self, events: Sequence[Event], usage: openai.TokenUsage) -> openai.ChatCompletion:
+    def whole(self, events: Sequence[Event]) -> openai.ChatCompletion:
         """See `ResponseFormatter`."""
         prompt, events = self.prompts[0], fold(events)
         outputs = [new.output for new in events]
@@ -326,7 +323,7 @@ class ChatFormatter(ChunkFormatter[openai.ChatRequest]):
         return openai.ChatCompletion(
             **self.head,
             choices=choices,
-            usage=usage,
+            usage=self.counter.usage(),
             prompt_logprobs=next(
                 (prompt_logprobs(self.tokenizer, prompt, found) for found in scores), UNSET
             ),
@@ -346,21 +343,16 @@ class ChatFormatter(ChunkFormatter[openai.ChatRequest]):
         return chat_logprobs(self.tokenizer, ids, scores, as_ids=as_ids)
 
 
+@dataclass(eq=False)
 class ParsedFormatter(ChatFormatter):
     """The same for a model that marks what it writes: reasoning, calls and content apart."""
 
-    def __init__(
-        self,
-        frontend: Frontend,
-        body: openai.ChatRequest,
-        request_id: str,
-        prompts: Sequence[list[int]],
-        reader: OutputReader,
-    ) -> None:
-        super().__init__(frontend, body, request_id, prompts)
+    reader: OutputReader
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._is_plain = False  # what is new may be in any field of a chunk
-        self._call_id = reader.call_id
-        self._parsers = defaultdict[int, OutputParser](reader.parser)
+        self._parsers = defaultdict[int, OutputParser](self.reader.parser)
 
     @override
     def message(self, new: Event) -> openai.ChatMessage:
@@ -378,7 +370,7 @@ class ParsedFormatter(ChatFormatter):
                 part.number, openai.ToolCall(index=index, function=openai.FunctionCall())
             )
             if part.function is not None:
-                call.id, call.type = self._call_id(), "function"
+                call.id, call.type = self.reader.call_id(), "function"
                 call.function.name = part.function
             call.function.arguments += part.text
         nothing = UNSET if streams else None if texts or calls else ""

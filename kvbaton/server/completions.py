@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
 
 from aiohttp import web
 from msgspec import UNSET, UnsetType
@@ -23,7 +23,7 @@ from kvbaton.server.validation import (
     split_prompts,
     truncated,
 )
-from kvbaton.text.logprobs import completion_logprobs, prompt_logprobs
+from kvbaton.text.logprobs import Logprobs, completion_logprobs, prompt_logprobs
 from kvbaton.text.structured import BODY, checked_grammar, joined, wanted
 from kvbaton.types import TokenLogprobs
 
@@ -38,8 +38,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
     check_common(frontend, body)
     grammar, asks = "", wanted(body.response_format, body.structured_outputs)
     if asks is not None:
-        field, piece = asks
-        grammar = await checked_grammar(joined(f"start: {BODY}", {"body": piece}), field)
+        name, piece = asks
+        grammar = await checked_grammar(joined(f"start: {BODY}", {"body": piece}), name)
     prompts = await encode_prompts(frontend, body)
     request_id = f"cmpl-{public_id(request, body)}"
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
@@ -92,22 +92,15 @@ async def encode_prompts(frontend: Frontend, body: openai.CompletionRequest) -> 
     return [truncated(frontend, ids, keep, max_tokens) for ids in encoded]
 
 
+@dataclass(eq=False)
 class CompletionFormatter(ChunkFormatter[openai.CompletionRequest]):
     """Formats events for ``/v1/completions``, where a chunk has the shape of a whole answer."""
 
     EMPTY_TEXT = b'"text":""'
     OPERATION = "text_completion"
 
-    def __init__(
-        self,
-        frontend: Frontend,
-        body: openai.CompletionRequest,
-        request_id: str,
-        prompts: Sequence[list[int]],
-    ) -> None:
-        super().__init__(frontend, body, request_id, prompts)
-        self._offsets: dict[int, int] = {}
-        self._scores: dict[int, Sequence[TokenLogprobs | None]] = {}
+    _offsets: dict[int, int] = field(default_factory=dict, init=False)
+    _scores: dict[int, Sequence[TokenLogprobs | None]] = field(default_factory=dict, init=False)
 
     def chunk(self, new: Event, usage: openai.TokenUsage | None) -> openai.Completion:
         """See `ChunkFormatter`."""
@@ -119,9 +112,9 @@ class CompletionFormatter(ChunkFormatter[openai.CompletionRequest]):
         """See `ChunkFormatter`."""
         return self._answer([], usage, timings)
 
-    def whole(self, events: Sequence[Event], usage: openai.TokenUsage) -> openai.Completion:
+    def whole(self, events: Sequence[Event]) -> openai.Completion:
         """See `ResponseFormatter`."""
-        return self._answer(fold(events), usage, self.times())
+        return self._answer(fold(events), self.counter.usage(), self.times())
 
     def _answer(
         self,
@@ -147,7 +140,7 @@ class CompletionFormatter(ChunkFormatter[openai.CompletionRequest]):
         if first and body.echo:
             skip = body.skip_special_tokens is not False
             text = self.tokenizer.decode(prompt, skip_special_tokens=skip) + text
-        shown: list[dict[str, Any] | None] | UnsetType = UNSET
+        shown: Logprobs | UnsetType = UNSET
         if first and body.prompt_logprobs is not None and scores is not None:
             shown = prompt_logprobs(self.tokenizer, prompt, scores)
         return openai.CompletionChoice(

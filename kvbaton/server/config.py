@@ -13,9 +13,11 @@ from kvbaton.connectors.transfer.config import HandoverConfig
 from kvbaton.engine.config import EngineConfig
 from kvbaton.errors import ConfigError
 from kvbaton.server.network import TlsConfig
-from kvbaton.text.generation import GenerationConfigMode
 from kvbaton.text.output_parser import ReasoningParserName, ToolCallParserName
 from kvbaton.types import MAX_NAME
+
+GenerationConfigMode = Literal["auto", "none"]
+"""``auto`` takes the model's recommendations as defaults, ``none`` the API's own defaults."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +61,8 @@ class EndpointConfig:
         chat_template: file with another chat template than the model's.
         tool_call_parser: which calls are told apart in chats; see `text.output_parser`.
         reasoning_parser: the same for reasoning.
-        generation_config: whether the model recommends sampling defaults; see `text.generation`.
+        generation_config: whether the model recommends sampling defaults; see
+            `frontend.sampling_defaults`.
         media: what images clients may bring.
         tls: certificates.
         api_keys: any of them opens the endpoint; none leaves it open.

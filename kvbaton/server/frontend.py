@@ -6,21 +6,22 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
+import msgspec
 from aiohttp import web
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from kvbaton.engine.outputs import TokenSource
 from kvbaton.engine.validate import INT32, RANGES, Range, check_range
-from kvbaton.errors import RequestError
+from kvbaton.errors import ConfigError, RequestError
 from kvbaton.messages.engine import PrefixAt, TransferSpec
-from kvbaton.server.config import EndpointConfig, MediaConfig
+from kvbaton.server.config import EndpointConfig, GenerationConfigMode, MediaConfig
 from kvbaton.server.metrics import HttpMetrics
 from kvbaton.server.tracing import Tracing, TracingConfig
-from kvbaton.text.generation import sampling_defaults
 from kvbaton.text.output_parser import OutputFormat, ReasoningParserName, ToolCallParserName
 from kvbaton.text.parsers import find_output_format
 from kvbaton.text.tokenizer import Tokenizer
@@ -64,8 +65,7 @@ class FrontendConfig:
         max_logprobs: candidates per token.
         tool_call_parser: see `EndpointConfig`.
         reasoning_parser: see there.
-        sampling_defaults: of the model, for fields that a request leaves out; see
-            `text.generation`.
+        sampling_defaults: of the model, for fields that a request leaves out.
         media: what images clients may bring.
         traces: where traces go, if there are to be any.
     """
@@ -127,23 +127,65 @@ class FrontendConfig:
         Raises:
             ConfigError: the model's recommendations can't be read, or traces can't be made.
         """
-        least = config.min_priority
-        if least is None:
-            least = 0 if len(config.api_keys) > 1 else -INT32
+        shared = {item.name for item in fields(cls)} & {item.name for item in fields(config)}
+        given = {name: getattr(config, name) for name in shared}
+        if config.min_priority is None:
+            given["min_priority"] = 0 if len(config.api_keys) > 1 else -INT32
         return cls(
+            **given,
             model_name=name,
-            min_priority=least,
             aliases=config.served_model_name[1:],
-            api_keys=config.api_keys,
-            operator_keys=config.operator_keys,
-            allowed_origins=config.allowed_origins,
             operator_token=operator_token,
-            tool_call_parser=config.tool_call_parser,
-            reasoning_parser=config.reasoning_parser,
             sampling_defaults=sampling_defaults(folder, config.generation_config),
-            media=config.media,
             traces=TracingConfig.of(config.otlp_traces_endpoint, role, node),
         )
+
+
+# --- what a model recommends ---
+
+
+class Recommended(Struct, omit_defaults=True):
+    """The fields of ``generation_config.json`` that become defaults; bounds are those of a request.
+
+    Its end-of-text ids are read by the engine (`engine.model_config`).
+    """
+
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, lt=1 << 31)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    max_new_tokens: Annotated[int, Meta(ge=1)] | None = None
+    do_sample: bool | None = None
+
+
+def sampling_defaults(folder: str | Path, mode: GenerationConfigMode = "auto") -> dict[str, Any]:
+    """Defaults of a request by their name in the API (`max_tokens` for ``max_new_tokens``).
+
+    Args:
+        folder: of the model; without the file there are none.
+        mode: see `GenerationConfigMode`.
+
+    Returns:
+        Empty if the file says ``"do_sample": false``: what it says of sampling is then not meant.
+
+    Raises:
+        ConfigError: the file can't be read, or recommends a value that no request may have.
+    """
+    path = Path(folder, "generation_config.json")
+    if mode == "none" or not path.is_file():
+        return {}
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=Recommended, strict=False)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(str(path), f"{error}; or start with --generation-config=none") from error
+    named = msgspec.to_builtins(found)
+    if named.pop("do_sample", None) is False:
+        return {}
+    return {("max_tokens" if k == "max_new_tokens" else k): v for k, v in named.items()}
+
+
+# --- what handlers share ---
 
 
 TransferParser = Callable[[dict[str, Any] | None], tuple[TransferSpec | None, PrefixAt | None]]

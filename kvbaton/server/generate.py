@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing, closing
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, closing, nullcontext
 
 import msgspec
 from aiohttp import web
@@ -59,44 +59,21 @@ async def respond(
     add = replace(add_request(frontend, body, request_id), tenant=tenant(request))
     if add.params.grammar:
         await checked_grammar(add.params.grammar, "sampling_params.grammar")
-    if frontend.tracing is None:
-        return await _respond(request, frontend, body, add, request_id)
-    about = {
-        "gen_ai.operation.name": "generate",
-        "gen_ai.request.model": frontend.config.model_name,
-    }
+    model = frontend.config.model_name
+    about = {"gen_ai.operation.name": "generate", "gen_ai.request.model": model}
     timed = TimedRequest.begin(frontend.tracing, request, [add], role=role, attributes=about)
-    if timed is None:
-        return await _respond(request, frontend, body, add, request_id)
-    with timed:
+    timeline = None
+    if timed is not None:
         (add,), (timeline,) = timed.asks, timed.timelines
-        response = await _respond(request, frontend, body, add, request_id, timeline)
-        timed.status = response.status
-    return response
-
-
-async def _respond(
-    request: web.Request,
-    frontend: Frontend,
-    body: GenerateRequest,
-    add: AddRequest,
-    request_id: str,
-    timeline: RequestTimeline | None = None,
-) -> web.StreamResponse:
     outputs = shown_outputs(frontend, add, request_id, timeline)
     limit_s = add.deadline_s + frontend.config.deadline_grace_s
-    if body.stream:
+    with timed or nullcontext():
+        if not body.stream:
+            return json_response(await whole_response(add, request_id, outputs, limit_s))
         async with event_stream(request, limit_s) as stream, aclosing(outputs):
             async for output in outputs:
                 await stream.send(event(output))
         return stream.response
-    got: list[GenerateChunk] = []
-    start = time.monotonic()
-    async with asyncio.timeout(limit_s), aclosing(outputs):
-        async for output in outputs:
-            raise_if_failed(output, time.monotonic() - start >= add.deadline_s)
-            got.append(output)
-    return json_response(whole_response(add, request_id, got))
 
 
 def add_request(frontend: Frontend, body: GenerateRequest, request_id: str) -> AddRequest:
@@ -162,8 +139,21 @@ async def shown_outputs(
                 yield GenerateChunk(**fields)
 
 
-def whole_response(add: AddRequest, request_id: str, outputs: Sequence[Output]) -> GenerateResponse:
-    """All outputs of a request as one answer."""
+async def whole_response(
+    add: AddRequest, request_id: str, chunks: AsyncGenerator[GenerateChunk], limit_s: float
+) -> GenerateResponse:
+    """All outputs of a request as one answer.
+
+    Raises:
+        RequestError: it did not complete.
+        TimeoutError: it takes longer than `limit_s` seconds.
+    """
+    outputs: list[Output] = []
+    start = time.monotonic()
+    async with asyncio.timeout(limit_s), aclosing(chunks):
+        async for chunk in chunks:
+            raise_if_failed(chunk, time.monotonic() - start >= add.deadline_s)
+            outputs.append(chunk)
     choices = [
         merge_outputs([output for output in outputs if output.choice == index])
         for index in range(add.params.n)

@@ -51,8 +51,7 @@ def text_app(config: NodeConfig) -> MakeApp:
 
 
 CLIENT = web.AppKey("client", EngineClient)
-Exposition = Callable[[], Awaitable[bytes]]
-EXPOSITION: web.AppKey[Exposition] = web.AppKey("exposition")
+EXPOSITION: web.AppKey[Callable[[], Awaitable[bytes]]] = web.AppKey("exposition")
 """What ``/metrics`` shows, in Prometheus' text format."""
 
 ALARMS = ("kvbaton_unhealthy", "kvbaton_ledger_imbalance")
@@ -97,11 +96,18 @@ def _engine_app(
     text: bool = True,
 ) -> web.Application:
     """What nodes of all roles answer, and these routes."""
+
+    def facts() -> ModelFacts:
+        if client.dead is not None:
+            raise EngineDeadError(client.dead)
+        ready = client.ready
+        return ModelFacts(max_model_len=ready.max_model_len, vocab_size=ready.vocab_size)
+
     frontend = Frontend(
         source=client,
         tokenizer=tokenizer,
         config=config,
-        facts=lambda: node_facts(client),
+        facts=facts,
         transfer=transfer,
         transfer_type=KvTransferParams,
         metrics=HttpMetrics(latencies=False),
@@ -176,27 +182,6 @@ def make_starting_app() -> web.Application:
     return app
 
 
-def node_facts(client: EngineClient) -> ModelFacts:
-    """Bounds of a request on this node.
-
-    Raises:
-        EngineDeadError: there is no engine to ask.
-    """
-    if client.dead is not None:
-        raise EngineDeadError(client.dead)
-    ready = client.ready
-    return ModelFacts(max_model_len=ready.max_model_len, vocab_size=ready.vocab_size)
-
-
-def complaint(client: EngineClient) -> str | None:
-    """Why the node is not healthy; None if it is."""
-    if client.dead is not None:
-        return f"the engine is down: {client.dead}"
-    gauges = client.metrics.gauges.items()
-    alarms = [key for key, value in gauges if value and split_name(key)[0] in ALARMS]
-    return f"alarms: {', '.join(sorted(alarms))}" if alarms else None
-
-
 async def health(request: web.Request) -> web.Response:
     """``GET /health``: 200 if it may get requests, or 503 with the reason."""
     if request.app[CLIENT].draining:
@@ -206,9 +191,14 @@ async def health(request: web.Request) -> web.Response:
 
 async def live(request: web.Request) -> web.Response:
     """``GET /live``: 200, or 503 with a reason that only a restart takes away."""
-    reason = complaint(request.app[CLIENT])
-    if reason is not None:
+    client = request.app[CLIENT]
+    if client.dead is not None:
+        reason = f"the engine is down: {client.dead}"
         raise RequestError(reason, status=503, code="unhealthy")
+    gauges = client.metrics.gauges.items()
+    alarms = sorted(key for key, value in gauges if value and split_name(key)[0] in ALARMS)
+    if alarms:
+        raise RequestError(f"alarms: {', '.join(alarms)}", status=503, code="unhealthy")
     return json_response({"status": "ok"})
 
 

@@ -165,9 +165,7 @@ class Tracing:
         """Export what is left, as far as that is possible soon."""
         closing = threading.Thread(target=self._processor.shutdown, daemon=True)
         closing.start()
-        give_up = time.monotonic() + CLOSE_S
-        while closing.is_alive() and time.monotonic() < give_up:
-            await asyncio.sleep(0.01)
+        await asyncio.to_thread(closing.join, CLOSE_S)
         if closing.is_alive():
             logger.warning("the last traces could not be exported within %g s", CLOSE_S)
 

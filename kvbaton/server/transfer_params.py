@@ -88,30 +88,31 @@ def parse_transfer(params: dict[str, Any] | None) -> tuple[TransferSpec | None, 
             f"{PARAM}: {reason} at {field or 'the top'}",
             param=f"{PARAM}.{field}" if field else PARAM,
         ) from error
-    prefix = None if fields.remote_prefix is None else _prefix(fields.remote_prefix)
+    prefix = None
+    if (named := fields.remote_prefix) is not None:
+        peer = _address(named.remote_host, named.remote_port, "remote_prefix.remote_host")
+        prefix = PrefixAt(peer=peer, num_tokens=named.num_tokens)
     if fields.do_remote_decode and fields.do_remote_prefill:
         raise RequestError(
             "do_remote_decode and do_remote_prefill exclude each other",
             param=f"{PARAM}.do_remote_prefill",
         )
     if fields.do_remote_decode:
-        named = fields.transfer_id
+        minted = fields.transfer_id
         spec = TransferSpec(
             role="source",
-            transfer_id=secrets.token_bytes(16) if named is None else bytes.fromhex(named),
+            transfer_id=secrets.token_bytes(16) if minted is None else bytes.fromhex(minted),
             attempt=fields.attempt or 0,
         )
         return spec, prefix
     return _target(fields) if fields.do_remote_prefill else None, prefix
 
 
-def _prefix(named: RemotePrefix) -> PrefixAt:
+def _address(host: str, port: int, field: str) -> str:
     try:
-        peer = address_of(named.remote_host, named.remote_port)
+        return address_of(host, port)
     except ValueError as error:
-        where = f"{PARAM}.remote_prefix.remote_host"
-        raise RequestError(f"remote_prefix.remote_host: {error}", param=where) from None
-    return PrefixAt(peer=peer, num_tokens=named.num_tokens)
+        raise RequestError(f"{field}: {error}", param=f"{PARAM}.{field}") from None
 
 
 def check_item_transfer(transfer: TransferSpec | None, where: str) -> None:
@@ -176,10 +177,7 @@ def _target(fields: KvTransferParams) -> TransferSpec:
     for name in ("remote_engine_id", "remote_host", "remote_port"):
         if getattr(fields, name) is None:
             raise _missing(name)
-    try:
-        peer = address_of(fields.remote_host or "", fields.remote_port or 0)
-    except ValueError as error:
-        raise RequestError(f"remote_host: {error}", param=f"{PARAM}.remote_host") from None
+    peer = _address(fields.remote_host or "", fields.remote_port or 0, "remote_host")
     named = fields.remote_request_id or fields.transfer_id
     if named is None:
         raise _missing("remote_request_id")

@@ -18,7 +18,7 @@ from kvbaton.messages.openai import ChatRequest, Refused, SamplingFields
 from kvbaton.server.bodies import HEADER, REQUEST_ID, clean
 from kvbaton.server.frontend import Frontend, FrontendConfig, ModelFacts
 from kvbaton.server.timeline import RequestTimeline
-from kvbaton.text.choice import TextOptions
+from kvbaton.text.detokenize import TextOptions
 from kvbaton.text.tokenizer import Tokenizer
 
 SEED_MASK = 2**63 - 1

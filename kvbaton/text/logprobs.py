@@ -1,9 +1,10 @@
-"""Log probabilities in the shapes of the two OpenAI endpoints and of vLLM's prompt logprobs."""
+"""Log probabilities in the shapes of the two OpenAI endpoints, and of vLLM."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 from msgspec.structs import replace
 
@@ -81,28 +82,47 @@ def chat_logprobs(
     return ChatLogprobs(entries)
 
 
+@dataclass(frozen=True)
+class Logprob:
+    """One candidate at one position.
+
+    Attributes:
+        logprob: natural logarithm of its probability.
+        rank: 1 is the likeliest.
+        decoded_token: its text.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+Logprobs = list[dict[int, Logprob] | None]
+"""Per token, its candidates by id, the chosen one among them; None for the first of a prompt."""
+
+
+def named_logprobs(
+    tokenizer: Tokenizer, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]
+) -> Logprobs:
+    """Log probabilities of n tokens by candidate, from n entries."""
+    found: Logprobs = []
+    for token, entry in zip(token_ids, entries, strict=True):
+        if entry is None:
+            found.append(None)
+            continue
+        named = {token: Logprob(entry.logprob, entry.rank, tokenizer.token_text(token))}
+        for rival in entry.top:
+            text = tokenizer.token_text(rival.token)
+            named.setdefault(rival.token, Logprob(rival.logprob, rival.rank, text))
+        found.append(named)
+    return found
+
+
 def prompt_logprobs(
     tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
-) -> list[dict[str, Any] | None]:
-    """The shape of vLLM: per prompt token None, or entries by token id, the prompt's own first."""
-    entries: list[dict[str, Any] | None] = []
-    for token, entry in zip(token_ids, logprobs, strict=True):
-        if entry is None:
-            entries.append(None)
-            continue
-        ranked = [(token, entry.logprob, entry.rank)]
-        ranked += [(top.token, top.logprob, top.rank) for top in entry.top if top.token != token]
-        entries.append(
-            {
-                str(token_id): {
-                    "logprob": _finite(logprob),
-                    "rank": rank,
-                    "decoded_token": tokenizer.token_text(token_id),
-                }
-                for token_id, logprob, rank in ranked
-            }
-        )
-    return entries
+) -> Logprobs:
+    """The same as JSON has it, in the shape of vLLM."""
+    return named_logprobs(tokenizer, token_ids, [floored(entry) for entry in logprobs])
 
 
 def floored(entry: Entry) -> Entry:

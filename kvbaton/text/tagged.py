@@ -22,7 +22,6 @@ from msgspec import Struct
 from typing_extensions import override
 
 from kvbaton.errors import RequestError
-from kvbaton.text.call_syntax import CallSyntax
 from kvbaton.text.output_parser import MessagePart, OutputFormat, OutputParser, split_calls
 from kvbaton.text.structured import SPACE, TEXT, Functions, OutputGrammar, quoted, repeated
 from kvbaton.text.tokenizer import Tokenizer
@@ -36,6 +35,39 @@ _MARK = re.compile(f"[{MARKS}]")
 _STRUCTURE = re.compile(rf'["{{}}\\{MARKS}]')
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 _ALPHANUMERIC = string.ascii_letters + string.digits
+
+
+class CallSyntax(Struct, frozen=True):
+    """How a family writes calls, in regular expressions in which ``«tag»`` is a tag.
+
+    Attributes:
+        tags: all of them.
+        begin: of a call, before its head.
+        heads: of its styles: ``name`` is the function, and its arguments begin behind it. What
+            follows the arguments of each: ``more`` if that is another head.
+        in_template: what chat templates of the family contain.
+        call: as the template writes one, of ``$name`` and ``$arguments``.
+        around: what it writes before all calls, between two and behind them.
+        ignored: tags around several calls.
+        json: where the head does not fit, a call may be JSON with the same members all the same.
+        xml: each argument has tags of its own.
+        bare: JSON at the start of the content is a call, if it names a function.
+        one_each: the template takes one call in each message.
+        short_ids: calls are named by nine letters and digits.
+    """
+
+    tags: tuple[str, ...]
+    begin: str
+    heads: tuple[tuple[str, str], ...]
+    in_template: tuple[str, ...]
+    call: str
+    around: tuple[str, str, str] = ("", "", "")
+    ignored: str = ""
+    json: bool = True
+    xml: bool = False
+    bare: bool = False
+    one_each: bool = False
+    short_ids: bool = False
 
 
 class TaggedFormat(OutputFormat):
@@ -243,7 +275,9 @@ class TaggedParser(OutputParser):
         if pattern and held.isspace() and not self._last:
             return False
         found = None  # most pieces have no mark
-        if pattern and (self._may_begin_otherwise() or _MARK.search(held)):
+        # What is no mark may be a tag, too, or begin a call.
+        otherwise = not form.marks_all or (form.has_bare and self._empty)
+        if pattern and (otherwise or _MARK.search(held)):
             found = pattern.search(held, partial=not self._last)
         if found is None or found.partial:
             end = len(held) if found is None else found.start()
@@ -264,10 +298,6 @@ class TaggedParser(OutputParser):
         elif found.lastgroup == "end":
             self.kind = "content"
         return True
-
-    def _may_begin_otherwise(self) -> bool:
-        """Whether what is no mark may be a tag, or begin a call."""
-        return not self._form.marks_all or (self._form.has_bare and self._empty)
 
     def _say(self, text: str) -> None:
         if self._after_tag:

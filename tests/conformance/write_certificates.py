@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from kvbaton.bench.connector_speed import speed
+from kvbaton.bench.store import speed
 from kvbaton.testing.certificate import certify, write
 from kvbaton.testing.check import Subject
 from tests.conformance import test_stores_conform as stores

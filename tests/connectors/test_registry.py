@@ -17,7 +17,7 @@ from kvbaton.connectors.stores.threaded import ThreadedStore
 from kvbaton.connectors.stores.tiered import TieredStore
 from kvbaton.connectors.transports.faulty import FaultyTransport
 from kvbaton.connectors.transports.memory import MemoryHub, MemoryTransport
-from kvbaton.doctor.trials import try_store
+from kvbaton.doctor.main import try_store
 from kvbaton.engine.store_calls import StoreCalls, StoreStatus
 from kvbaton.errors import ConfigError, StoreError
 from tests.support.held_store import Backend, Box

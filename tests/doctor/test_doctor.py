@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from kvbaton.cli import main
-from kvbaton.doctor.main import look, slow_path
-from kvbaton.doctor.trials import TransportTrial, try_transport
+from kvbaton.doctor.main import TransportTrial, look, slow_path, try_transport
 
 
 def test_healthy_transports(capsys: pytest.CaptureFixture[str]) -> None:

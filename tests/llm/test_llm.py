@@ -18,7 +18,7 @@ import kvbaton
 from kvbaton import LLM, AsyncLLM, SamplingParams, StructuredOutputs
 from kvbaton.engine.process import EngineProcess
 from kvbaton.errors import ConfigError, EngineDeadError, RequestError
-from kvbaton.llm.params import CompletionOutput
+from kvbaton.llm.streaming import CompletionOutput
 
 TEXTS = ["Once upon a time", "The capital of France is", "One, two,"]
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}

@@ -11,7 +11,7 @@ import llguidance
 import openai
 import pytest
 
-from kvbaton.cluster.conversation import stream_answer
+from kvbaton.cluster.chat import stream_answer
 from kvbaton.text.harmony import MARKERS
 from kvbaton.text.tokenizer import Tokenizer
 from tests.support.scripted_source import SPECIAL, write_tokenizer

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 from kvbaton.errors import RequestError
-from kvbaton.text.call_syntax import CALL_SYNTAXES
 from kvbaton.text.harmony import MARKERS
 from kvbaton.text.output_parser import OutputFormat
-from kvbaton.text.parsers import find_output_format
+from kvbaton.text.parsers import CALL_SYNTAXES, find_output_format
 from kvbaton.text.structured import MAX_CALLS, OutputGrammar, StructuredOutputs, forced_functions
 from kvbaton.text.tagged import TaggedFormat
 from kvbaton.text.tokenizer import Tokenizer

@@ -2,7 +2,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbaton.messages.engine import Output
-from kvbaton.text.choice import ChoiceText, StopStrings, TextOptions
+from kvbaton.text.detokenize import ChoiceText, StopStrings, TextOptions
 from kvbaton.text.tokenizer import Tokenizer
 
 letters = st.text("ab", max_size=12)

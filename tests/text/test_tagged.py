@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbaton.errors import ConfigError
-from kvbaton.text.call_syntax import CALL_SYNTAXES, REASONING_TAGS
 from kvbaton.text.output_parser import OutputFormat
-from kvbaton.text.parsers import find_output_format
+from kvbaton.text.parsers import CALL_SYNTAXES, REASONING_TAGS, find_output_format
 from kvbaton.text.structured import Functions
 from kvbaton.text.tagged import TaggedFormat
 from kvbaton.text.tokenizer import Tokenizer

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kvbaton.errors import ConfigError
-from kvbaton.text.generation import sampling_defaults
+from kvbaton.server.frontend import sampling_defaults
 
 QWEN = {
     "bos_token_id": 151643,
