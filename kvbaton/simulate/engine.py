@@ -370,8 +370,11 @@ class ModeledEngine:
             self.post(self._inbox.pop())
 
     def _launch(self) -> None:
-        plan, slower_s, self._slower_s = self.scheduler.plan(), self._slower_s, 0.0
+        plan = self.scheduler.plan()
         self._send(self.scheduler.expire(-1.0))  # what could never fit
+        if plan is not None:
+            self.connectors.call(KVConnector.launched, self.scheduler.in_flight[-1])
+        slower_s, self._slower_s = self._slower_s, 0.0
         if plan is None:
             return
         terms, now = terms_of(plan.steps), self.loop.time()

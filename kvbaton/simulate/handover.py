@@ -3,9 +3,11 @@
 The real connectors would have their protocol, digests and plans computed in Python for each block
 of each prompt, which takes about as long as the hand-over itself; here the schedulers load, hold,
 release and recompute as with them, and `EngineModel.handover` says how long blocks are on their
-way. As there, blocks leave when the step that computed them is over, and a reservation that comes
-after the prompt was computed runs it again, mostly from the cache. Prefixes that another engine has
-take as long as a hand-over of so many cached tokens, and are fetched by key, as there.
+way. As there, blocks leave when the step that computed them is over, and what was cached when the
+first step is launched, if it is reserved by then (one that is reserved during a step leaves after
+it here); a reservation that comes after the prompt was computed runs it again, mostly from the
+cache. Prefixes that another engine has take as long as a hand-over of so many cached tokens, and
+are fetched by key, as there.
 """
 
 from __future__ import annotations
@@ -219,6 +221,11 @@ class WireSource(KVConnector):
             transfer.source, transfer.request = self._engine, spec
         transfer.request_id = spec.request_id
         return False
+
+    @override
+    def launched(self, step: requests.InFlightStep) -> None:
+        for scheduled in step.scheduled if self._by_request else ():
+            self.progressed(scheduled.sequence.request)  # a cached prefix waits for no step
 
     @override
     def progressed(self, request: requests.Request) -> None:

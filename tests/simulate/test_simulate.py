@@ -350,6 +350,22 @@ def test_a_hand_over_makes_a_step_of_its_source_and_one_of_its_target_longer() -
     assert first[1] - first[0] == pytest.approx(0.03), "three of its four steps"
 
 
+def test_what_a_source_has_cached_leaves_when_the_first_step_is_launched() -> None:
+    """A prompt that waits is reserved meanwhile: its prefix crosses beside its only step."""
+    trace = [
+        TraceRequest(0.0, ((1, 8000),), 400, 10),  # keeps the other target busy
+        TraceRequest(1.0, ((3, 4000),), 2, 11),
+        TraceRequest(1.01, ((1, 8000), (2, 2000)), 4, 12),
+    ]
+    model = replace(EVEN, handover=(0.002, 5e-6, 0.0), leaving=(0.0, 0.0), coming=(0.0, 0.0))
+    done = serve(trace, "1P2D", "least-loaded", model)
+    assert done.decisions[2].target != done.decisions[0].target
+    assert done.outcomes[2].cached == 8000
+    assert done.leaked == 0
+    rest_s, step_s = 0.002 + 2000 * 5e-6, EVEN.step_s((1, 0, 0, 1, 10))
+    assert done.outcomes[2].gaps[0] == pytest.approx(rest_s + step_s, abs=5e-4)
+
+
 def test_what_another_engine_has_is_fetched_if_that_is_faster() -> None:
     """More ask at once for a prefix than those that have it are given."""
     trace = [TraceRequest(0.2 * i, ((100 + i, 2000),), 10, 200 + i) for i in range(30)]
