@@ -348,7 +348,11 @@ class CostModel:
         at, share, steps = self._prefilled.get(prefills.node_id, (now, 0.0, 0.0))
         kept, work_s = self._kept(at), predicted.work_s
         _, speed = self._speeds.get(prefills.node_id, (None, None))
-        count = math.ceil(work_s / speed.full_s) if speed is not None and speed.full_s else 1
+        count, queue = 1.0, self._queues.get(prefills.node_id)
+        if speed is not None and speed.full_s:
+            count = work_s / speed.full_s
+            if queue is None or not queue.longest_s:  # else it shares a step with those that wait
+                count = math.ceil(count)
         fresh = now, kept * share + work_s / share_s, kept * steps + count / share_s
         self._prefilled[prefills.node_id] = fresh
         if predicted.late:

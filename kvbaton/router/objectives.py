@@ -18,9 +18,6 @@ MISSED_S = 30.0
 """A request that misses an objective counts as so many seconds."""
 CERTAINTY = 8.0
 """What is expected to take half its objective misses it once in 2 to this power."""
-SPREAD = 0.5
-"""Of how many prompts are expected beside a text, standard deviation beyond chance: more or fewer
-requests come than of late, and they go elsewhere."""
 MISJUDGED = 0.1
 """So often how many prompts will come beside a text is not known at all."""
 
@@ -108,9 +105,9 @@ class PercentileItl(ItlObjective):
     """A percentile of a text's times between tokens is to be within the objective.
 
     So a text may meet some prompts, however long, but not more. How many come is a Poisson
-    variable of uncertain mean, taken for a normal one, or is misjudged: then each that is expected
-    counts for its part of those that are forgiven. So prompts come together at few nodes while
-    others have none.
+    variable, taken for a normal one, or is misjudged: then each that is expected counts for its
+    part of those that are forgiven. One more harms the more the more come, until as many come as
+    are forgiven: so nodes share them evenly, and where that is too many they come together at few.
 
     Args:
         slo_s: the objective.
@@ -154,6 +151,5 @@ class PercentileItl(ItlObjective):
         if not slow:
             return 0.0
         forgiven = self._forgiven * tokens
-        variance = slow + (SPREAD * slow) ** 2
-        known = math.erfc((forgiven - slow) / math.sqrt(2 * variance)) / 2
+        known = math.erfc((forgiven - slow) / math.sqrt(2 * slow)) / 2
         return known + MISJUDGED * (min(1.0, slow / forgiven) - known)

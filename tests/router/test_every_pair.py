@@ -21,7 +21,7 @@ from kvbaton.router.config import RoutingPolicy
 from kvbaton.router.costs import BESIDE_HANDOVER, GUESSED_WIRE, CostModel
 from kvbaton.router.loads import NodeLoad, NodeLoads
 from kvbaton.router.membership import Member, ReadyNodes
-from kvbaton.router.objectives import CERTAINTY, MISJUDGED, MISSED_S, SPREAD
+from kvbaton.router.objectives import CERTAINTY, MISJUDGED, MISSED_S
 from kvbaton.router.policies import (
     NO_ROOM_S,
     SATURATED_SEQUENCES,
@@ -365,7 +365,7 @@ def by_cost(
         may = (1 - (asked.itl_percentile or 0.0) / 100) * tokens
         if not slow:
             return 0.0
-        known = math.erfc((may - slow) / math.sqrt(2 * (slow + (SPREAD * slow) ** 2))) / 2
+        known = math.erfc((may - slow) / math.sqrt(2 * slow)) / 2
         return known + MISJUDGED * (min(1.0, slow / may) - known)
 
     def meets(node: Decode, step_s: float, tokens: float, waits_s: float) -> float:
