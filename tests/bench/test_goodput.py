@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import bench_simulated_goodput
 from benchmarks.bench_goodput import Layout
 from benchmarks.memory_wall import wall_of
 from benchmarks.open_load import Load
@@ -85,3 +86,15 @@ def test_rates_are_found_end_to_end(layout: str, tmp_path: Path) -> None:
             assert tokens['source="local_cache"'] > 20 * tokens['source="computed"'] > 0
         busy = [parts["busy"] for parts in row["steps"].values()]
         assert all(part["steps"] > 0 and part["device"] > 0 for part in busy)
+
+
+def test_a_simulated_load_counts_the_middle_of_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At a low rate a text of 1,000 tokens meets 12 ms, and 5 ms never."""
+    words = ["bench", "--policy", "cost@2A", "least-loaded@2D", "--rate", "1", "--life", "4"]
+    for itl, share in (("12", "1.000"), ("5", "0.000")):
+        monkeypatch.setattr("sys.argv", [*words, "--seeds", "1", "--itl", itl, "--live"])
+        bench_simulated_goodput.main()
+        rows = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
+        assert rows == [["cost@2A", share], ["least-loaded@2D", share]]
