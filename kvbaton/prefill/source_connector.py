@@ -9,9 +9,10 @@ from typing import Any, cast
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 from typing_extensions import override
 
-from kvbaton.connectors.digest import BlockRange, Sums
+from kvbaton.connectors.digest import BlockRange, PendingDigests, PendingSums
 from kvbaton.connectors.keys import prompt_key
 from kvbaton.connectors.layout import GroupKind
 from kvbaton.connectors.protocol import events
@@ -22,7 +23,6 @@ from kvbaton.engine import request as requests
 from kvbaton.engine.block_pool import NULL_BLOCK
 from kvbaton.engine.executor import Executor
 from kvbaton.engine.kv_connector import HeldBlocks, KVConnector, transfer_consumed
-from kvbaton.engine.pending import Pending
 from kvbaton.engine.request import Tables
 from kvbaton.engine.scheduler import Scheduler
 from kvbaton.errors import RequestError
@@ -75,28 +75,30 @@ class _Source:
     forget_at: float = 0.0
 
 
-def cut_sums(kept: Pending[list[Sums]], anew: Pending[list[list[Sums]]]) -> Pending[list[Sums]]:
-    """Sums of blocks of which the first counts only from a token inside it, per rank.
+class CutSums:
+    """Sums of blocks of which the first counts only from a token inside it.
 
     A target's own hit may end inside one of our blocks. The sums kept with the block cover all of
     it, so the part is summed anew; it counts only if the whole still matches what the step that
     wrote the block signed, else stale bytes would be signed here.
-
-    Args:
-        kept: of all blocks.
-        anew: of the first one, whole and the part that counts.
     """
 
-    def cut() -> list[Sums]:
+    def __init__(self, kept: PendingSums, anew: PendingDigests) -> None:
+        """`anew` is of the first block, whole and the part that counts."""
+        self._kept, self._anew = kept, anew
+
+    def poll(self) -> list[npt.NDArray[np.uint64]] | None:
+        """Per rank, the sums; None while they are on their way."""
+        kept, anew = self._kept.poll(), self._anew.poll()
+        if kept is None or anew is None:
+            return None
         cut = []
-        for of_kept, of_whole, of_part in zip(kept.result(), *anew.result(), strict=True):
+        for of_kept, of_whole, of_part in zip(kept, *anew, strict=True):
             sums = of_kept.copy()
             # What does not match is left wrong on purpose: the target will refuse it.
             sums[0] = np.where(of_kept[0] == of_whole[0], of_part[0], ~of_part[0])
             cut.append(sums)
         return cut
-
-    return Pending(lambda: kept.ready() and anew.ready(), cut)
 
 
 class SourceConnector(KVConnector):
@@ -336,13 +338,13 @@ class SourceConnector(KVConnector):
         for group, held in enumerate(spans):
             begin, size = max(start, counted[group]), sizes[group]
             blocks = [block for span in held for block in span.blocks]
-            pending = self.executor.sums(group, blocks, in_flight=in_flight)
+            pending: PendingSums = self.executor.sums(group, blocks, in_flight=in_flight)
             if begin % size and blocks:  # the first block counts in part
                 first = begin - begin % size
                 past = min(first + size, end)  # the prompt may end in this very block
                 whole = BlockRange(group, blocks[:1], first, first, past)
                 anew = self.executor.digest([whole, whole._replace(start=begin)])
-                pending = cut_sums(pending, anew)
+                pending = CutSums(pending, anew)
             sums.append((held[0].first if held else 0, pending))
         return events.BlocksReady(attempt, start, end, spans, tuple(sums))
 
