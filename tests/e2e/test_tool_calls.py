@@ -147,4 +147,5 @@ def test_responses_cross(talking: Pair) -> None:
             "function_call", "f", '{"a": [1, 2]}',
         )  # fmt: skip
         assert (told["status"], told["usage"]["output_tokens"]) == ("completed", len(SAYS) + 1)
-        assert told["usage"]["output_tokens_details"]["reasoning_tokens"] == 3
+        # Of tokens that came at once it is told by characters.
+        assert 0 < told["usage"]["output_tokens_details"]["reasoning_tokens"] < len(SAYS)

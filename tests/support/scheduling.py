@@ -55,7 +55,13 @@ class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
 
     def remove_node(self, node: Any) -> str | None:
         """See xdist: what a worker has left goes to others, but for the test that it died of."""
-        died_of: str | None = super().remove_node(node)
-        if died_of is not None:
-            self.workqueue.get(self._split_scope(died_of), {})[died_of] = True
+        units = {s: u for s, u in self.assigned_work.pop(node).items() if not all(u.values())}
+        if not units:
+            return None
+        first = next(iter(units.values()))
+        died_of: str = next(nodeid for nodeid, done in first.items() if not done)
+        first[died_of] = True
+        self.workqueue.update(units)
+        for other in self.assigned_work:
+            self._reschedule(other)
         return died_of
