@@ -25,7 +25,6 @@ import inspect
 import logging
 import math
 import os
-import sys
 import threading
 import time
 import traceback
@@ -37,6 +36,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Generic, Protocol, Self, TypeVar
 from xml.etree import ElementTree
+
+from kvbaton.connectors.thread_stack import stack_of
 
 LEVELS = ("API", "data", "concurrency", "crash", "identity", "soak")
 """What each level is about."""
@@ -265,8 +266,7 @@ class _CaseThread(threading.Thread):
 
 def hangs_in(thread: threading.Thread) -> str:
     """The innermost lines in which it is."""
-    frame = sys._current_frames().get(thread.ident or 0)
-    return "".join(traceback.format_stack(frame)[-4:]) if frame else "(it just ended)"
+    return "".join(stack_of(thread)[-4:]) or "(it just ended)"
 
 
 def kits_own_time() -> AbstractContextManager[None]:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -24,6 +22,7 @@ import zmq
 
 from kvbaton.connectors.channel import ControlChannel
 from kvbaton.connectors.protocol import events
+from kvbaton.connectors.thread_stack import stack_of
 from kvbaton.connectors.transfer.source_worker import SourceWorker
 from kvbaton.connectors.transfer.target_worker import TargetWorker
 from kvbaton.messages import control
@@ -115,8 +114,7 @@ class TransferThread:
             self._asked_at = now
             self._missed += 1
             if self._missed == MAX_MISSED:
-                frame = sys._current_frames().get(self._thread.ident or 0)
-                where = "".join(traceback.format_stack(frame))
+                where = "".join(stack_of(self._thread))
                 logger.error("the transfer thread hangs in\n%s", where)
         return self._missed >= MAX_MISSED or self.failure is not None
 
