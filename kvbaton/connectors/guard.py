@@ -257,14 +257,18 @@ class _Guard:
                 log.warning("accepting a guard connection failed: %s", error)
                 await asyncio.sleep(ACCEPT_PAUSE_S)
                 continue
-            host = address[0]
-            full = len(self._accepted) >= MAX_ACCEPTED
-            if full or Counter(self._accepted.values())[host] >= MAX_PER_ADDRESS:
+            try:
+                host = address[0]
+                full = len(self._accepted) >= MAX_ACCEPTED
+                if full or Counter(self._accepted.values())[host] >= MAX_PER_ADDRESS:
+                    _reset(sock)
+                else:
+                    kept = self.loop.create_task(self._keep(sock))
+                    self._accepted[kept] = host
+                    kept.add_done_callback(self._accepted.pop)
+            except Exception:  # one connection's trouble is nobody else's
+                log.exception("a guard connection failed")
                 _reset(sock)
-            else:
-                kept = self.loop.create_task(self._keep(sock))
-                self._accepted[kept] = host
-                kept.add_done_callback(self._accepted.pop)
 
     async def _keep(self, sock: socket.socket) -> None:
         """Keep a connection until its dialler has gone, or sends, as none does who knows better."""

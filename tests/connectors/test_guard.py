@@ -230,6 +230,25 @@ def test_watches_of_one_process_share_a_connection(
     sock.close()
 
 
+def test_one_connections_failure_is_logged_and_others_are_accepted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    card = guard_card("127.0.0.5")
+
+    def fails(addresses: object) -> None:
+        monkeypatch.undo()
+        raise RuntimeError("unforeseen")
+
+    monkeypatch.setattr(guard, "Counter", fails)
+    address, said = (card.host, card.port), list[bytes]()
+    for _ in range(2):
+        with contextlib.suppress(ConnectionResetError):
+            with socket.create_connection(address, PATIENCE_S) as sock:
+                said.append(sock.recv(64))
+    assert said == [card.life], "the first is reset, the second is not"
+    assert "unforeseen" in caplog.text
+
+
 def test_strangers_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that sends is reset and nothing of it is read; too many of one address are refused."""
     monkeypatch.setattr(guard, "MAX_PER_ADDRESS", 8)
