@@ -1,4 +1,4 @@
-"""Gather tokens of a sequence from its pages: contiguous keys or values."""
+"""Gather tokens of a sequence from its pages: contiguous keys and values."""
 
 from __future__ import annotations
 
@@ -11,37 +11,46 @@ BLOCK_T = 16
 
 
 def gather_pages(
-    cache: torch.Tensor, block_table: torch.Tensor, start: int, tokens: int, valid: int
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    start: int,
+    tokens: int,
+    valid: int,
 ) -> torch.Tensor:
     """Tokens from position `start` on of one sequence, zero past the first `valid` of them.
 
     One launch, no synchronisation.
 
     Args:
-        cache: [num_blocks, heads, block_size, D]; last axis contiguous, else any strides.
+        key_cache: [num_blocks, heads, block_size, D]; last axis contiguous, else any strides.
+        value_cache: as `key_cache`, with the same strides.
         block_table: [blocks], int32 or int64, in logical order; blocks past `valid` are not read.
         start: position of the first token.
         tokens: how many.
         valid: tokens of them that are there.
 
     Returns:
-        [heads, tokens, D].
+        Keys and values, [2, heads, tokens, D].
     """
-    heads, block_size, head_dim = cache.shape[1:]
-    out = torch.empty(heads, tokens, head_dim, dtype=cache.dtype, device=cache.device)
-    if not use_triton(cache):
-        at = start + torch.arange(min(valid, tokens), device=cache.device)
-        rows = cache[block_table[at // block_size].long(), :, at % block_size]
-        out[:, : len(at)], out[:, len(at) :] = rows.transpose(0, 1), 0
+    heads, block_size, head_dim = key_cache.shape[1:]
+    shape = 2, heads, tokens, head_dim
+    out = torch.empty(shape, dtype=key_cache.dtype, device=key_cache.device)
+    if not use_triton(key_cache):
+        at = start + torch.arange(min(valid, tokens), device=key_cache.device)
+        places = block_table[at // block_size].long(), slice(None), at % block_size
+        for cache, rows in zip((key_cache, value_cache), out, strict=True):
+            rows[:, : len(at)], rows[:, len(at) :] = cache[places].transpose(0, 1), 0
         return out
-    _kernel[(cdiv(tokens, BLOCK_T), heads)](
-        cache,
+    _kernel[(cdiv(tokens, BLOCK_T), heads, 2)](
+        key_cache,
+        value_cache,
         block_table,
         out,
         start,
         tokens,
         valid,
-        *cache.stride()[:3],
+        *key_cache.stride()[:3],
         BLOCK_SIZE=block_size,
         HEAD_DIM=head_dim,
         BLOCK_D=next_power_of_2(head_dim),
@@ -53,7 +62,8 @@ def gather_pages(
 
 @jit("block_table", "start", "tokens", "valid")
 def _kernel(
-    cache: tl.tensor,
+    key_cache: tl.tensor,
+    value_cache: tl.tensor,
     block_table: tl.tensor,
     out: tl.tensor,
     start: tl.tensor,
@@ -67,8 +77,9 @@ def _kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_T tokens of one head."""
-    head = tl.program_id(1).to(tl.int64)
+    """One program: BLOCK_T tokens of one head, keys or values."""
+    head, of_values = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    cache = value_cache if of_values else key_cache
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     there, place = token < tl.minimum(valid, tokens), start + token
     block = tl.load(block_table + place // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
@@ -77,5 +88,6 @@ def _kernel(
         HEAD_DIM, BLOCK_D, BLOCK_SIZE,
     )  # fmt: skip
     column = tl.arange(0, BLOCK_D)
-    target = out + (head * tokens + token)[:, None] * HEAD_DIM + column[None, :]
+    row = (of_values * tl.num_programs(1) + head) * tokens + token
+    target = out + row[:, None] * HEAD_DIM + column[None, :]
     tl.store(target, rows, mask=(token < tokens)[:, None] & (column < HEAD_DIM)[None, :])

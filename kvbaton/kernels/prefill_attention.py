@@ -170,6 +170,9 @@ def _cut(
 Shape = tuple[str, int, int]
 """Of a launch: what the keys are, how many queries and keys."""
 
+State = tuple[torch.Tensor, torch.Tensor]
+"""Out [T, heads, D] and lse [T, heads] of queries over some keys."""
+
 
 def _padded(tokens: int, granule: int, parts: int) -> int:
     """Round up to a multiple of `granule`, or of a part of the next power of two if that is more.
@@ -268,23 +271,24 @@ def _chunk(
     tokens, rest = query.shape[0], prefix % PREFIX_GRANULE
     (_, own, _), *earlier = _chunk_shapes(tokens, prefix)
 
-    def among(
-        before: int, queries: int, start: int, keys: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        padded = pad(query, (0, 0, 0, 0, before, queries - before - tokens))
-        key, value = (
-            gather_pages(cache, block_table, start, keys, prefix + tokens - start).to(query.dtype)
-            for cache in (key_cache, value_cache)
-        )
-        parts = padded.transpose(0, 1)[None], key[None], value[None]  # [1, heads, tokens, D]
-        out, lse = _cudnn_batch(*parts, start + before == prefix, scale)
+    def padded(before: int, queries: int) -> torch.Tensor:
+        """[1, heads, queries, D]."""
+        return pad(query, (0, 0, 0, 0, before, queries - before - tokens)).transpose(0, 1)[None]
+
+    def among(queries: torch.Tensor, before: int, start: int, keys: int) -> State:
+        there = prefix + tokens - start
+        both = gather_pages(key_cache, value_cache, block_table, start, keys, there)
+        key, value = both.to(query.dtype)[:, None]
+        out, lse = _cudnn_batch(queries, key, value, start + before == prefix, scale)
         out, lse = out[0].transpose(0, 1), lse[0, :, :, 0].T
         return out[before : before + tokens], lse[before : before + tokens]
 
-    state, start = among(rest, own, prefix - rest, own), 0
-    for _, queries, keys in earlier:
-        state = merge_attention_states(*state, *among(0, queries, start, keys))
-        start += keys
+    state = among(padded(rest, own), rest, prefix - rest, own)
+    if earlier:  # for fewer launches, which the driver takes so many of, one padding is for all
+        queries, start = padded(0, earlier[0][1]), 0
+        for _, _, keys in earlier:
+            state = merge_attention_states(*state, *among(queries, 0, start, keys))
+            start += keys
     return state[0]
 
 

@@ -209,7 +209,8 @@ for rows, context in ((16, 8192), (4096, 8192)):
         shape | options | dict(BLOCK_M=tile["BLOCK_M"], BLOCK_N=tile["BLOCK_N"]),
         ["scale"], num_stages=tile["num_stages"], num_warps=tile["num_warps"],
     )
-run(gather_pages._kernel, {"cache": "*fp8e4nv", "block_table": "*i32", "out": "*fp8e4nv"},
+caches = dict.fromkeys(("key_cache", "value_cache", "out"), "*fp8e4nv")
+run(gather_pages._kernel, caches | {"block_table": "*i32"},
     dict(HEAD_DIM=128, BLOCK_D=128, BLOCK_SIZE=16, BLOCK_T=16), num_warps=4)
 """
 

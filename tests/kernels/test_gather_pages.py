@@ -14,12 +14,12 @@ def test_gathers_one_layer_of_a_sequence(
     """What no sequence owns is NaN, past the valid tokens, too: it does not travel."""
     paged = make_paged([50, start + valid], 3, 24, block_size)
     table = paged.block_tables[1]
-    for view in paged.views:
-        found = gather_pages(view, table, start, tokens, valid)
+    both = gather_pages(*paged.views, table, start, tokens, valid)
+    assert both.shape == (2, 3, tokens, 24)
+    for view, found in zip(paged.views, both, strict=True):
         whole = view[table.long()].transpose(0, 1).flatten(1, 2)
         there = min(valid, tokens)
         assert torch.equal(found[:, :there], whole[:, start : start + there])
-        assert found.shape == (3, tokens, 24)
         assert (found[:, there:] == 0).all()
 
 
@@ -29,6 +29,7 @@ def test_pool_past_31_bits(place: Any) -> None:
         pytest.skip("needs a GPU")
     cache = torch.zeros(2300, 8, 32, 2, 16, 128, device="cuda", dtype=torch.bfloat16)
     cache[2200].normal_()
-    view = cache[:, :, 31, 1]
-    found = gather_pages(view, torch.tensor([2200], device="cuda"), 0, 16, 16)
-    assert torch.equal(found, view[2200])
+    keys, values = cache[:, :, 31].unbind(2)
+    found = gather_pages(keys, values, torch.tensor([2200], device="cuda"), 0, 16, 16)
+    assert torch.equal(found[0], keys[2200])
+    assert torch.equal(found[1], values[2200])
