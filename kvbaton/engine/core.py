@@ -209,8 +209,10 @@ class EngineCore:
 
     def launch(self) -> None:
         """Start the next step, if there is one and room for it."""
-        self._applied = False
+        self._applied, launched = False, False
         while len(self.in_flight) < self.depth and not self._awaits():
+            if launched:  # that may have taken long: what peers asked for since comes first
+                self._hear()
             began = time.monotonic()
             plan = self.scheduler.plan()
             self.times.lap("schedule")
@@ -229,7 +231,7 @@ class EngineCore:
             self._terms.append(terms_of(plan.steps))
             self.times.launched(plan, num_tokens)
             self.in_flight.append(self.executor.launch(plan))
-            self._launch_s = time.monotonic() - began
+            self._launch_s, launched = time.monotonic() - began, True
             self.times.lap("launch")
             self.connectors.call(KVConnector.launched, self.scheduler.in_flight[-1])
             if len(self.in_flight) == 1:

@@ -113,6 +113,15 @@ def test_connectors_are_heard_while_a_step_runs(core: EngineCore) -> None:
     assert "r" not in core.scheduler.requests, "a step in which all decode is waited for"
 
 
+def test_peers_are_heard_between_two_launches(core: EngineCore) -> None:
+    """To launch a chunk behind a long prefix takes as long as the driver's queue is full."""
+    (listener,) = (each for each in core.connectors if isinstance(each, Listener))
+    core.depth = 2
+    core.launch()
+    assert len(core.in_flight) == 2
+    assert listener.heard == [0]
+
+
 @pytest.mark.parametrize(("prompt", "waits"), [(12, True), (6, False)], ids=["long", "short"])
 def test_tokens_do_not_wait_for_a_long_launch(
     core: EngineCore, monkeypatch: pytest.MonkeyPatch, prompt: int, waits: bool
