@@ -429,10 +429,10 @@ def bench_moves() -> Iterator[Row]:
     us = time_calls([partial(merge_attention_states, states[0], lse[0], states[1], lse[1])])
     moved = 3 * states[0].numel() * 2
     yield Row("merge_attention_states", "2048 tokens", us, moved / us / 1e6, "TB/s")
-    caches = make_cache(1025, 2)[:, :, 1].unbind(2)
+    keys, values = make_cache(1025, 2)[:, :, 1].unbind(2)
     ids = torch.randperm(1024, device="cuda").to(torch.int32) + 1
     for tokens in (1024, 4096, 16384):
-        us = time_calls([partial(gather_pages, *caches, ids, 0, tokens, tokens)])
+        us = time_calls([partial(gather_pages, keys, values, ids, 0, tokens, tokens)])
         moved = 4 * tokens * KV_HEADS * HEAD_DIM * 2
         yield Row("gather_pages", f"{tokens} tokens", us, moved / us / 1e6, "TB/s")
 

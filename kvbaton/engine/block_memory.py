@@ -15,7 +15,7 @@ from torch import Tensor
 from kvbaton.connectors.base import Device, Memory
 from kvbaton.connectors.digest import BlockRange, Sums
 from kvbaton.connectors.layout import ALIGNMENT, BLOCK, GroupKind, KVLayout, contiguous_plane
-from kvbaton.engine.upload import upload, upload_ids
+from kvbaton.engine.upload import upload_ids
 from kvbaton.errors import ConfigError
 from kvbaton.kernels.digest import block_sums
 
@@ -183,27 +183,28 @@ class BlockMemory:
         sums = self.group_sums(group)
         return _unsigned(sums[torch.tensor(blocks, dtype=torch.int64, device=sums.device)])
 
-    def digest(self, ranges: Sequence[BlockRange]) -> list[Sums]:
-        """Per range sums recomputed from memory, [blocks, layers, kv, heads]."""
+    def digest(self, ranges: Sequence[BlockRange], *, keep: bool = False) -> list[Sums]:
+        """Per range sums recomputed from memory, [blocks, layers, kv, heads]; see `keep`."""
         found = []
-        for group, blocks, *tokens in ranges:
+        for held in ranges:
+            group, blocks, *tokens = held
             ids = torch.tensor(blocks, dtype=torch.int64, device=self.blocks.device)
-            found.append(_unsigned(block_sums(self.group_data[group], ids, *tokens)))
+            sums = block_sums(self.group_data[group], ids, *tokens)
+            if keep:
+                self.keep(held, ids, sums)
+            found.append(_unsigned(sums))
         return found
 
-    def adopt(self, ranges: Sequence[BlockRange], sums: Sequence[Sums]) -> None:
-        """Keep sums computed elsewhere, per range as `digest`, each from its first token on."""
-        if self.sums is None or not ranges:
+    def keep(self, held: BlockRange, ids: Tensor, sums: Tensor) -> None:
+        """Keep recomputed sums with their blocks, whose numbers are `ids`, where any are kept.
+
+        Not if the first block counts in part only: such a one is never cached, nor sent.
+        """
+        if self.sums is None or held.start > held.first_position:
             return
-        arrays = [np.asarray(held.blocks, np.int64) for held in ranges]
-        arrays += [np.ascontiguousarray(of_range).view(np.int64) for of_range in sums]
-        sent = upload(arrays, self.sums.device)
-        of_ranges = zip(ranges, sums, sent[: len(ranges)], sent[len(ranges) :], strict=True)
-        for held, summed, ids, kept in of_ranges:
-            self.group_sums(held.group).index_copy_(0, ids, kept.view(summed.shape))
-            size = self.layouts[held.group].block_size
-            tokens = held.end - held.first_position
-            self.counted[list(held.blocks)] = np.clip(tokens - size * np.arange(len(ids)), 0, size)
+        self.group_sums(held.group).index_copy_(0, ids, sums)
+        size, tokens = self.layouts[held.group].block_size, held.end - held.first_position
+        self.counted[list(held.blocks)] = np.clip(tokens - size * np.arange(len(ids)), 0, size)
 
 
 def _unsigned(sums: Tensor) -> npt.NDArray[np.uint64]:

@@ -130,7 +130,7 @@ class KVCache(BlockMemory):
     Groups of one shape share a view of the blocks.
 
     Writing slot 0 of a block starts its sum anew; writing another slot that is counted takes that
-    and all later ones out first. On a GPU nothing but `kept_sums`, `digest` and `adopt` waits for
+    and all later ones out first. On a GPU nothing but `kept_sums` and `digest` waits for
     the device.
 
     Args:
@@ -303,8 +303,8 @@ class KVCache(BlockMemory):
         sums = self.group_sums(group).index_select(0, upload_ids(blocks, self.data.device))
         return fetch(sums.contiguous())
 
-    def fetch_digest(self, ranges: Sequence[BlockRange]) -> list[Tensor]:
-        """Per range sums recomputed from memory, likewise; those of a view in one launch."""
+    def fetch_digest(self, ranges: Sequence[BlockRange], *, keep: bool = False) -> list[Tensor]:
+        """As `digest`, on their way into host memory; those of a view in one launch."""
         found: list[Tensor] = []
         for view, alike in groupby(ranges, lambda held: self.views[held.group]):
             same, size = list(alike), view.layout.block_size
@@ -314,9 +314,14 @@ class KVCache(BlockMemory):
                 part[0], part[2], part[3] = held.blocks, held.start, held.end
                 part[1] = held.first_position + size * np.arange(part.shape[1])
             (sent,) = upload([table], self.data.device)
-            sums = fetch(table_sums(view.data, sent.view(table.shape)))
-            for held, of_range in zip(same, torch.split(sums, counts), strict=True):
-                found.append(of_range[:, : self.num_layers(held.group)])
+            sums = table_sums(view.data, sent.view(table.shape))
+            ids = sent[: table.shape[1]]
+            columns = (torch.split(column, counts) for column in (ids, sums, fetch(sums)))
+            for held, blocks, there, here in zip(same, *columns, strict=True):
+                layers = self.num_layers(held.group)
+                if keep:
+                    self.keep(held, blocks, there[:, :layers])
+                found.append(here[:, :layers])
         return found
 
 

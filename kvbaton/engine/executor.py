@@ -96,12 +96,8 @@ class Worker(ABC):
         """See `Executor.sums`; with `in_flight` in the rank's thread."""
 
     @abstractmethod
-    def digest(self, ranges: Sequence[BlockRange]) -> Pending[list[Sums]]:
+    def digest(self, ranges: Sequence[BlockRange], *, keep: bool = False) -> Pending[list[Sums]]:
         """See `Executor.digest`."""
-
-    def adopt(self, ranges: Sequence[BlockRange], sums: Sequence[Sums]) -> None:
-        """See `Executor.adopt` and `BlockMemory.adopt`."""
-        self.cache.adopt(ranges, sums)
 
     def counters(self) -> dict[str, float]:
         """See `Executor.counters`."""
@@ -299,25 +295,21 @@ class Executor:
             lambda: [f.result().result() for f in asked],
         )
 
-    def digest(self, ranges: Sequence[BlockRange]) -> Pending[list[list[Sums]]]:
+    def digest(
+        self, ranges: Sequence[BlockRange], *, keep: bool = False
+    ) -> Pending[list[list[Sums]]]:
         """Digest sums recomputed from the bytes in memory now, per range as `sums`.
 
         May be called from another thread than `launch`.
-        """
-        of_ranks = [worker.digest(ranges) for worker in self.workers]
-        return join(of_ranks, lambda found: list(map(list, zip(*found, strict=True))))
-
-    def adopt(self, ranges: Sequence[BlockRange], sums: Sequence[Sequence[Sums]]) -> None:
-        """Keep sums of blocks that arrived verified, as if a step had written them.
-
-        No step in flight touches blocks that are only arriving.
 
         Args:
-            ranges: each counted from its first token on.
-            sums: per range and rank, from `digest`.
+            ranges: what to sum.
+            keep: keep the sums with their blocks too, as if a step had written these: of blocks
+                that have arrived, which no step in flight touches. Whoever finds them wrong caches
+                nothing of them.
         """
-        for rank, worker in enumerate(self.workers):
-            worker.adopt(ranges, [of_ranks[rank] for of_ranks in sums])
+        of_ranks = [worker.digest(ranges, keep=keep) for worker in self.workers]
+        return join(of_ranks, lambda found: list(map(list, zip(*found, strict=True))))
 
     def staging(self, forms: Sequence[ObjectForm], reached: Collection[str] = ()) -> BlockStaging:
         """Bytes of blocks for a store.

@@ -456,11 +456,9 @@ class StoreWorker:
         form = self.forms[run.group]
         start, end = (form.block_size * (run.first + i) for i in (0, len(run.blocks)))
         ranges = [BlockRange(run.group, run.blocks, start, start, end)]
-        pending = self._executor.digest(ranges)
+        pending = self._executor.digest(ranges, keep=True)
         yield pending.ready
-        # They are kept with the blocks, as if a step had written these.
-        (sums,) = found = pending.result()
-        self._executor.adopt(ranges, found)
+        (sums,) = pending.result()
         if self.calls.capabilities.synthetic:
             return there, []
         right, bad = [], []

@@ -261,9 +261,9 @@ class CpuWorker(ModelWorker):
         summed = self.steps.submit(self.cache.kept_sums, group, blocks)
         return Pending(summed.done, summed.result)
 
-    def digest(self, ranges: Sequence[BlockRange]) -> Pending[list[Sums]]:
+    def digest(self, ranges: Sequence[BlockRange], *, keep: bool = False) -> Pending[list[Sums]]:
         """See `Worker.digest`."""
-        summed = self.digests.submit(self.cache.digest, ranges)
+        summed = self.digests.submit(self.cache.digest, ranges, keep=keep)
         return Pending(summed.done, summed.result)
 
     def close(self) -> None:

@@ -44,6 +44,7 @@ from kvbaton.router.dispatch import Dispatcher
 from kvbaton.router.node_request import NodeRequest
 from kvbaton.router.relay import CancelNode, RequestRelay
 from kvbaton.types import Attempt
+from tests.simulator.executor import SimulatedExecutor
 from tests.simulator.run import simulate
 from tests.simulator.world import ViolationError
 
@@ -588,7 +589,7 @@ def takes_all_as_come(self: Any, now: float) -> Any:
 
 real_target_poll = TargetConnector.poll
 
-off("keeps_no_sums_of_what_it_received", (TargetWorker, "_keep"))
+off("keeps_no_sums_of_what_it_received", (SimulatedExecutor, "_keep"))
 real_look_at_check = TargetWorker._look_at_check
 
 

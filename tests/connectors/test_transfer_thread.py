@@ -390,7 +390,7 @@ def test_a_memory_that_cannot_be_summed_fails_its_attempt_only(
 ) -> None:
     p, d = make(Prefill), make(Decode)
     with monkeypatch.context() as patch:
-        patch.setattr(d.pool, "digest", lambda *_: 1 / 0)
+        patch.setattr(d.pool, "digest", lambda *_, **options: 1 / 0)
         ended = hand_over(p, d)
     assert isinstance(ended, Fail)
     assert "ZeroDivisionError" in ended.reason

@@ -74,7 +74,7 @@ class Pool:
     def memory(self) -> Memory:
         return Memory(self.data.ctypes.data, self.data.nbytes, owner=self.data)
 
-    def digest(self, ranges: Sequence[BlockRange]) -> Known[list[list[Sums]]]:
+    def digest(self, ranges: Sequence[BlockRange], *, keep: bool) -> Known[list[list[Sums]]]:
         return Known([[self.sums(*held[1:])] for held in ranges])
 
     def sums(self, blocks: Sequence[int], first_position: int, start: int, end: int) -> Sums:
@@ -86,9 +86,6 @@ class Pool:
             values = self.data[block].astype(np.uint64) * weight.astype(np.uint64)[:, None]
             rows.append(values.sum((-1, -2)).transpose(1, 2, 0))
         return np.stack(rows)
-
-    def adopt(self, ranges: Sequence[BlockRange], sums: Sequence[Sequence[Sums]]) -> None:
-        """Sums are made anew here each time."""
 
 
 class Node:

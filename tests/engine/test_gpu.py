@@ -217,6 +217,13 @@ def test_kept_sums_are_those_of_the_bytes(checkpoint: Callable[..., Path], drive
     reference = block_sums(cache.cpu(), torch.tensor(blocks), 0, 0, length).numpy()
     assert (kept == again).all()
     assert (kept.view(np.int64) == reference).all()
+    driver.executor.poison(0, blocks[1:2])
+    inside = digest_of(driver.executor, 0, blocks[1:], 16, 20, length, keep=True)
+    assert (driver.wait(inside)[0] != kept[1]).any()
+    assert (driver.wait(driver.executor.sums(0, blocks)) == kept).all(), "a cut block's are not"
+    poisoned = driver.wait(digest_of(driver.executor, 0, blocks, 0, 0, length, keep=True))
+    assert (poisoned[1] != kept[1]).all()
+    assert (driver.wait(driver.executor.sums(0, blocks)) == poisoned).all()
 
 
 def noting_replays(monkeypatch: pytest.MonkeyPatch) -> list[torch.cuda.CUDAGraph]:

@@ -12,7 +12,6 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from kvbaton.connectors.digest import BlockRange
 from kvbaton.connectors.layout import ALIGNMENT
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.model_config import load_model_config
@@ -321,9 +320,8 @@ def test_adopted_blocks_are_as_if_computed_here(
     blocks = [target.free.pop() for _ in source.tables[handle]]
     pools = [driver.executor.workers[0].cache.data for driver in (source, target)]
     pools[1][blocks] = pools[0][source.tables[handle]]
-    sums = digest_of(target.executor, 0, blocks, 0, 0, 37)
+    sums = digest_of(target.executor, 0, blocks, 0, 0, 37, keep=True)
     assert (target.wait(sums) == kept(source, handle)).all()
-    target.executor.adopt([BlockRange(0, blocks, 0, 0, 37)], [sums.result()])
     new = NewSequence(1, (*PROMPT, token), 37, 0, SamplingParams(temperature=0.0))
     step = SequenceStep(1, 37 - again, 1 + again, (tuple(blocks),), 1)
     result = target.executor.launch(StepPlan(1, new=(new,), steps=(step,))).result()
@@ -339,9 +337,7 @@ def test_sums_can_be_left_out(checkpoint: Checkpoint, drive: Any) -> None:
     for driver in (with_sums, without):
         driver.generate(driver.add(PROMPT), 3)
     assert (recomputed(without, 1) == kept(with_sums, 1)).all()
-    sums = digest_of(without.executor, 0, [1], 0, 0, 16)
-    without.wait(sums)
-    without.executor.adopt([BlockRange(0, [1], 0, 0, 16)], [sums.result()])
+    without.wait(digest_of(without.executor, 0, [1], 0, 0, 16, keep=True))
     with pytest.raises(AssertionError, match="without digest sums"):
         without.wait(without.executor.sums(0, [1]))
 

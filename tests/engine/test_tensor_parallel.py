@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from kvbaton.connectors.digest import BlockRange
 from kvbaton.engine.build import make_executor, make_scheduler
 from kvbaton.engine.collectives import AbortedError, Barrier, HostCollectives, Lockstep
 from kvbaton.engine.config import EngineConfig
@@ -217,13 +216,12 @@ def test_kept_sums_are_those_of_the_bytes(checkpoint: Checkpoint, drive: Any) ->
     assert len(kept.poll()) == 2
     for mine, theirs in zip(kept.poll(), again.result(), strict=True):
         assert (mine == theirs).all()
-    driver.executor.adopt([BlockRange(0, blocks, 0, 0, length)], [again.result()])
-    driver.wait(adopted := driver.executor.sums(0, blocks))
-    for mine, theirs in zip(adopted.poll(), again.result(), strict=True):
-        assert (mine == theirs).all()
     driver.executor.poison(0, blocks[:1])
-    driver.wait(poisoned := digest_of(driver.executor, 0, blocks, 0, 0, length))
-    for mine, theirs in zip(poisoned.result(), again.result(), strict=True):
+    driver.wait(poisoned := digest_of(driver.executor, 0, blocks, 0, 0, length, keep=True))
+    driver.wait(kept := driver.executor.sums(0, blocks))
+    found = kept.poll(), poisoned.result(), again.result()
+    for of_kept, mine, theirs in zip(*found, strict=True):
+        assert (of_kept == mine).all()
         assert (mine[0] != theirs[0]).all()
         assert (mine[1:] == theirs[1:]).all()
 

@@ -14,7 +14,8 @@ def test_gathers_one_layer_of_a_sequence(
     """What no sequence owns is NaN, past the valid tokens, too: it does not travel."""
     paged = make_paged([50, start + valid], 3, 24, block_size)
     table = paged.block_tables[1]
-    both = gather_pages(*paged.views, table, start, tokens, valid)
+    keys, values = paged.views
+    both = gather_pages(keys, values, table, start, tokens, valid)
     assert both.shape == (2, 3, tokens, 24)
     for view, found in zip(paged.views, both, strict=True):
         whole = view[table.long()].transpose(0, 1).flatten(1, 2)

@@ -471,10 +471,17 @@ class SimulatedExecutor:
         self._read_sums()
         return waits
 
-    def digest(self, ranges: Sequence[BlockRange]) -> PendingDigests:
+    def digest(self, ranges: Sequence[BlockRange], *, keep: bool = False) -> PendingDigests:
         """As `Executor.digest`."""
         asks = [self._summing(*held) for held in ranges]
-        return self._soon(lambda: [ask() for ask in asks])
+
+        def ask() -> list[list[Words]]:
+            found = [ask() for ask in asks]
+            if keep:
+                self._keep(ranges, found)
+            return found
+
+        return self._soon(ask)
 
     def _summing(
         self, group: int, blocks: Sequence[int], first_position: int, start: int, end: int
@@ -492,9 +499,11 @@ class SimulatedExecutor:
 
         return ask
 
-    def adopt(self, ranges: Sequence[BlockRange], sums: Sequence[Sequence[Words]]) -> None:
-        """As `Executor.adopt`."""
-        for (group, blocks, first_position, _, end), found in zip(ranges, sums, strict=True):
+    def _keep(self, ranges: Sequence[BlockRange], sums: Sequence[Sequence[Words]]) -> None:
+        """As `BlockMemory.keep`."""
+        for (group, blocks, first_position, start, end), found in zip(ranges, sums, strict=True):
+            if start > first_position:
+                continue
             size, ids = self.layouts[0][group].block_size, list(blocks)
             self.kept[group][ids] = np.stack(list(found))[:, :, 0].transpose(1, 0, 3, 2)
             counted = end - first_position - size * np.arange(len(ids))

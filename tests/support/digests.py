@@ -13,11 +13,18 @@ from kvbaton.kernels.digest import range_table, table_sums_reference
 
 
 def digest_of(
-    executor: Executor, group: int, blocks: Sequence[int], first_position: int, start: int, end: int
+    executor: Executor,
+    group: int,
+    blocks: Sequence[int],
+    first_position: int,
+    start: int,
+    end: int,
+    *,
+    keep: bool = False,
 ) -> Pending[list[Sums]]:
     """Per rank; see `Executor.digest` and `BlockRange`."""
     held = BlockRange(group, blocks, first_position, start, end)
-    return executor.digest([held]).then(lambda found: found[0])
+    return executor.digest([held], keep=keep).then(lambda found: found[0])
 
 
 def block_sums_reference(

@@ -6,13 +6,12 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import compress
 from typing import Protocol
 
 import numpy as np
 
 from kvbaton.connectors.base import Transport
-from kvbaton.connectors.digest import BlockRange, PendingDigests, Sums, mismatches
+from kvbaton.connectors.digest import BlockRange, PendingDigests, mismatches
 from kvbaton.connectors.protocol import events
 from kvbaton.connectors.protocol.notice import unpack_notice
 from kvbaton.connectors.protocol.target import Target
@@ -26,11 +25,13 @@ logger = logging.getLogger(__name__)
 class TargetMemory(Protocol):
     """What the receiver needs of the engine's memory."""
 
-    def digest(self, ranges: Sequence[BlockRange]) -> PendingDigests:
-        """Digest sums recomputed from the bytes in memory now; called from the transfer thread."""
+    def digest(self, ranges: Sequence[BlockRange], *, keep: bool) -> PendingDigests:
+        """Digest sums recomputed from the bytes in memory now; called from the transfer thread.
 
-    def adopt(self, ranges: Sequence[BlockRange], sums: Sequence[Sequence[Sums]]) -> None:
-        """Keep verified sums with blocks, as if a step had written them; likewise."""
+        Args:
+            ranges: what to sum.
+            keep: keep them with the blocks, too, as if a step had written these.
+        """
 
 
 @dataclass
@@ -158,7 +159,7 @@ class TargetWorker(TransferWorker):
         try:
             if check.sums is None:
                 check.ranges = self._landed_ranges(order)
-                check.sums = self.memory.digest(check.ranges)
+                check.sums = self.memory.digest(check.ranges, keep=True)
             of_ranges = check.sums.poll()
             if of_ranges is None:
                 return
@@ -175,8 +176,6 @@ class TargetWorker(TransferWorker):
                         attempt=order.attempt,
                     )
                 )
-            if not bad:
-                self._keep(check.ranges, of_ranges)
         except Exception as error:
             self.error("what has landed can't be compared")
             self._checks.remove(check)
@@ -190,11 +189,3 @@ class TargetWorker(TransferWorker):
         self.mark(order.attempt, "verified", write=order.write, start=order.start, end=order.end)
         verified = events.Verified(order.attempt, order.write, tuple(sorted(bad)))
         self.handle(verified, time.monotonic())  # to compare may have taken a while
-
-    def _keep(self, ranges: Sequence[BlockRange], sums: Sequence[list[Sums]]) -> None:
-        """Keep what was verified, so that the blocks can be handed on without a look at them.
-
-        A first block that counted in part only is never cached, nor sent.
-        """
-        whole = [landed.start <= landed.first_position for landed in ranges]
-        self.memory.adopt([*compress(ranges, whole)], [*compress(sums, whole)])

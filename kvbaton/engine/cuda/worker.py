@@ -162,21 +162,11 @@ class CudaWorker(ModelWorker):
             sums = self.cache.fetch_kept_sums(group, blocks)
             return enqueued(lambda: sums.numpy().view(np.uint64))
 
-    def digest(self, ranges: Sequence[BlockRange]) -> Pending[list[Sums]]:
-        """See `Worker.digest`."""
+    def digest(self, ranges: Sequence[BlockRange], *, keep: bool = False) -> Pending[list[Sums]]:
+        """See `Worker.digest`; once the sums are here, so are those that are kept."""
         with torch.cuda.stream(self._digest_stream), torch.inference_mode():
-            found = self.cache.fetch_digest(ranges)
+            found = self.cache.fetch_digest(ranges, keep=keep)
             return enqueued(lambda: [sums.numpy().view(np.uint64) for sums in found])
-
-    def adopt(self, ranges: Sequence[BlockRange], sums: Sequence[Sums]) -> None:
-        """See `Worker.adopt`; steps and sums that are launched later see them."""
-        if self.cache.sums is None or not ranges:  # nor need a step wait
-            return
-        with torch.cuda.stream(self._digest_stream), torch.inference_mode():
-            super().adopt(ranges, sums)
-        default = torch.cuda.default_stream(self.settings.device)
-        for stream in (default, self._sums_stream, self._later_sums_stream):
-            stream.wait_stream(self._digest_stream)
 
     def close(self) -> None:
         """See `Worker.close`; waits for the steps in flight."""

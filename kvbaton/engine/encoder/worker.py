@@ -245,9 +245,9 @@ class EncoderWorker(Worker):
         assert not in_flight, "steps of an encoder end in any order"
         return self._beside(lambda: self.cache.kept_sums(group, blocks))
 
-    def digest(self, ranges: Sequence[BlockRange]) -> Pending[list[Sums]]:
+    def digest(self, ranges: Sequence[BlockRange], *, keep: bool = False) -> Pending[list[Sums]]:
         """See `Worker.digest`."""
-        return self._beside(lambda: self.cache.digest(ranges))
+        return self._beside(lambda: self.cache.digest(ranges, keep=keep))
 
     def _beside(self, work: Callable[[], T]) -> Pending[T]:
         """Read the pool beside the steps; what was adopted came by the default stream."""

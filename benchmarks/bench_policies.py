@@ -1,0 +1,200 @@
+"""Policies on two real nodes of this machine's CPU, and in the simulator: the same order?
+
+    python -m benchmarks.bench_policies --json policies.json
+
+One thread each, a model of 25 million parameters, Poisson arrivals, prompts and answers of mixed
+lengths. Each policy serves the same requests, on nodes that are started for it and have served as
+many others before. Then the simulator does, with what steps and hand-overs took by the nodes' own
+figures (`kvbaton_step_cost_seconds`, `kvbaton_wire_cost_seconds`; medians of all nodes). It needs
+three cores to itself, or a rate at which the nodes rest: two nodes and who asks them share them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import re
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import aiohttp
+
+from benchmarks.workload import SMALL, cluster_of, counters
+from kvbaton.bench.report import percentile, publish
+from kvbaton.bench.serve import Shot, served_model, shoot
+from kvbaton.messages.nodes import STEP_COSTS
+from kvbaton.router.config import RoutingPolicy
+from kvbaton.simulate.engine_model import EngineModel
+from kvbaton.simulate.main import is_good
+from kvbaton.simulate.service import parse_nodes, simulate
+from kvbaton.simulate.traces import TraceRequest
+from kvbaton.testing.checkpoints import make_checkpoint
+
+POLICIES = "cost@2A", "least-loaded@2D", "threshold@1P1D", "least-loaded@1P1D"
+LETTERS = {"A": "any", "P": "prefill", "D": "decode"}
+BLOCK, CHUNK, MAX_MODEL_LEN = 16, 512, 2040
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request: seconds from the first one, tokens of its prompt and of its answer."""
+
+    at: float
+    length: int
+    tokens: int
+
+
+def requests(args: argparse.Namespace, seed: int) -> list[Ask]:
+    """Arrivals of one run."""
+    chance, at, found = random.Random(seed), 0.0, list[Ask]()
+    for _ in range(args.requests):
+        at += chance.expovariate(args.rate)
+        found.append(Ask(at, chance.choice(args.lengths), chance.choice(args.outputs)))
+    return found
+
+
+Figures = dict[str, float]
+
+
+def figures(ttfts: Sequence[float], paces: Sequence[float], good: float) -> Figures:
+    """What is compared."""
+    return {
+        "good": good,
+        "TTFT p50, ms": 1e3 * percentile(ttfts, 50),
+        "TTFT p90, ms": 1e3 * percentile(ttfts, 90),
+        "pace p50, ms": 1e3 * percentile(paces, 50),
+        "pace p90, ms": 1e3 * percentile(paces, 90),
+    }
+
+
+def words_of(spec: str, args: argparse.Namespace) -> list[str]:
+    """Of ``kvbaton up``, for a policy and its nodes."""
+    policy, _, nodes = spec.partition("@")
+    counts = re.findall(r"(\d+)([APD])", nodes)
+    words = [f"--{LETTERS[letter]}={count}" for count, letter in counts]
+    if policy == "cost":
+        words += [f"--ttft-slo={args.ttft_slo:g}", f"--itl-slo={args.itl_slo:g}"]
+    return [*words, f"--policy={policy}"]
+
+
+async def real(router: str, args: argparse.Namespace) -> tuple[Figures, list[dict[str, float]]]:
+    """What clients of a cluster saw, and the nodes' metrics."""
+    timeout, connector = aiohttp.ClientTimeout(total=300), aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+        model = await served_model(session, router)
+        for seed in (0, args.seed):  # the first ones are to learn from
+            asks, chance, began = requests(args, seed), random.Random(seed), time.monotonic()
+
+            async def one(ask: Ask, prompt: list[int], began: float = began) -> Shot:
+                await asyncio.sleep(began + ask.at - time.monotonic())
+                shot = await shoot(session, router, model, prompt, ask.tokens)
+                if shot.error:
+                    raise SystemExit(shot.error)
+                return shot
+
+            prompts = [chance.choices(range(3, 4000), k=ask.length) for ask in asks]
+            shots = await asyncio.gather(*map(one, asks, prompts))
+        async with session.get(f"{router}/nodes") as response:
+            nodes = [node["url"] for node in (await response.json())["nodes"]]
+        told = [await counters(session, node) for node in nodes]
+    ttfts = [shot.after(0) for shot in shots]
+    paces = [(shot.after(-1) - shot.after(0)) / (len(shot.times) - 1) for shot in shots]
+    met = [1e3 * ttft <= args.ttft_slo and 1e3 * pace <= args.itl_slo
+           for ttft, pace in zip(ttfts, paces, strict=True)]  # fmt: skip
+    return figures(ttfts, paces, sum(met) / len(met)), told
+
+
+def engine_of(told: Sequence[Mapping[str, float]], num_blocks: int) -> EngineModel:
+    """The nodes, by their own figures."""
+
+    def cost(name: str, term: str) -> float:
+        values = [
+            value
+            for metrics in told
+            for labelled, value in metrics.items()
+            if labelled.startswith(f"{name}{{") and f'term="{term}"' in labelled
+        ]
+        return median(values) if values else 0.0
+
+    steps = tuple(cost("kvbaton_step_cost_seconds", term) for term in STEP_COSTS)
+    wire = "kvbaton_wire_cost_seconds"
+    return EngineModel(
+        name="two nodes of this machine",
+        costs=steps,
+        handover=(cost(wire, "handover_s"), 0.0, cost(wire, "token_s")),
+        block_size=BLOCK,
+        kv_tokens=BLOCK * num_blocks,
+        step_tokens=CHUNK,
+        max_model_len=MAX_MODEL_LEN,
+        message_s=0.001,
+    )
+
+
+def simulated(spec: str, model: EngineModel, args: argparse.Namespace) -> Figures:
+    """The same requests on a virtual clock."""
+    policy, _, nodes = spec.partition("@")
+    settings = RoutingPolicy(policy=policy)
+    if policy == "cost":
+        settings = RoutingPolicy(policy=policy, ttft_slo=args.ttft_slo, itl_slo=args.itl_slo)
+    before, asks = requests(args, 0), requests(args, args.seed)
+    starts = before[-1].at + 5.0
+    both = [*before, *(Ask(starts + ask.at, ask.length, ask.tokens) for ask in asks)]
+    trace = [
+        TraceRequest(ask.at, ((2 * i + 2, ask.length),), ask.tokens, 2 * i + 3)
+        for i, ask in enumerate(both)
+    ]
+    done = simulate(trace, parse_nodes(nodes), model, settings, seed=args.seed).outcomes
+    counts = [outcome for outcome in done if outcome.begin >= starts]
+    good = [is_good(outcome, args.ttft_slo, args.itl_slo) for outcome in counts]
+    ttfts = [outcome.ttft_s for outcome in counts if outcome.ttft_s is not None]
+    return figures(ttfts, [outcome.itl_of(None) for outcome in counts], sum(good) / len(good))
+
+
+def main() -> None:
+    """Run it."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    add = parser.add_argument
+    add("--policies", nargs="+", default=POLICIES, metavar="NAME@NODES")
+    add("--rate", type=float, default=1.5, help="requests per second")
+    add("--requests", type=int, default=90, help="of each run")
+    add("--lengths", type=int, nargs="+", default=[64, 256, 512, 1024])
+    add("--outputs", type=int, nargs="+", default=[8, 32, 96])
+    add("--ttft-slo", type=float, default=1000.0, help="milliseconds")
+    add("--itl-slo", type=float, default=40.0, help="milliseconds, the mean of a request's")
+    add("--seed", type=int, default=1)
+    add("--json", type=Path)
+    args = parser.parse_args()
+    found, told, num_blocks = dict[str, Figures](), list[Mapping[str, float]](), 2000
+    with tempfile.TemporaryDirectory() as folder:
+        flags = [
+            f"--model={make_checkpoint(Path(folder, 'model'), SMALL)}", "--num-threads=1",
+            f"--max-num-batched-tokens={CHUNK}", f"--num-blocks={num_blocks}",
+            f"--max-model-len={MAX_MODEL_LEN}", "--no-enable-prefix-caching",
+        ]  # fmt: skip
+        for spec in args.policies:
+            with cluster_of([*words_of(spec, args), *flags], {"OMP_NUM_THREADS": "1"}) as (url, _):
+                found[spec], metrics = asyncio.run(real(url, args))
+            told += metrics
+            print(spec, found[spec], flush=True)
+    model = engine_of(told, num_blocks)
+    print(model, flush=True)
+    virtual = {spec: simulated(spec, model, args) for spec in args.policies}
+    rows = [
+        {"policy": spec, "what": what, "real": value, "simulated": virtual[spec][what]}
+        for spec, seen in found.items()
+        for what, value in seen.items()
+    ]
+    publish("policies", vars(args), rows, args.json)
+    for what in ("good", "TTFT p50, ms", "pace p50, ms"):
+        orders = [sorted(ways, key=lambda s: ways[s][what]) for ways in (found, virtual)]
+        print(f"{what}, ascending: real {', '.join(orders[0])}; simulated {', '.join(orders[1])}")
+
+
+if __name__ == "__main__":
+    main()
