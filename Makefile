@@ -103,7 +103,7 @@ test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.dev)  ## what need
 	KVBATON_TESTS_SPREAD=1 $(GPU_PYTHON) -m pytest -q -m "gpu and not (multigpu or alone or e2e)" \
 	  $(call GPU_WORKERS,5) tests/engine tests/connectors tests/store_connector
 	$(GPU_PYTHON) -m pytest -q -rs -m "not alone and (multigpu or (gpu and e2e))" $(call GPU_WORKERS,3) \
-	  tests/kernels/test_peer_all_reduce.py tests/engine tests/e2e
+	  -o faulthandler_timeout=200 tests/kernels/test_peer_all_reduce.py tests/engine tests/e2e
 	$(GPU_PYTHON) -m pytest -q -rs -m "gpu and alone" tests/engine
 
 lint: $(VENV)/.dev  ## style, types, size and ways of the house
