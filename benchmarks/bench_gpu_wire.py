@@ -1,8 +1,11 @@
 """A transport between two GPUs: GB/s of scattered blocks of 2 MiB, by size of their pieces.
 
     python -m benchmarks.bench_gpu_wire [--transport nccl | tcp]
+    python -m benchmarks.bench_gpu_wire --run 16
 
-From `write` to the moment at which the target's process has seen the notice and said so.
+With ``--run`` so many blocks follow each other on both sides, as those of a prompt do while a pool
+is not in pieces, and pieces are as long as they are or longer. From `write` to the moment at which
+the target's process has seen the notice and said so.
 """
 
 from __future__ import annotations
@@ -21,10 +24,11 @@ from kvbaton.connectors.transports import nixl_parts
 
 BLOCK = 2 << 20
 BLOCKS = 2048
-SIZES = (8, 64, 128, 512)
+SIZES = (16, 64, 128, 512)
 PIECES = (128 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20)
 ROWS = {"nixl": PIECES, "nccl": PIECES[-1:], "tcp": (4 << 10, 64 << 10, 2 << 20)}
 """Lengths to try: of NIXL's pieces, or of the rows that are written."""
+LONG_PIECES = (2 << 20, 4 << 20, 8 << 20, 16 << 20, 32 << 20)
 
 
 def open_transport(name: str, gpu: int) -> tuple[Transport, object]:
@@ -57,12 +61,12 @@ def far_side(name: str, pipe: Connection) -> None:
             pipe.send("landed")
 
 
-def ranges_of(blocks: int, length: int = BLOCK) -> Ranges:
-    """Scattered blocks, or as many bytes in shorter rows."""
-    order, rest = np.random.default_rng(blocks), BLOCK // length
-    rows = np.zeros((blocks * rest, len(RangeColumn)), np.int64)
-    rows[:, RangeColumn.SOURCE_OFFSET] = order.permutation(BLOCKS * rest)[: len(rows)] * length
-    rows[:, RangeColumn.TARGET_OFFSET] = order.permutation(BLOCKS * rest)[: len(rows)] * length
+def ranges_of(blocks: int, length: int) -> Ranges:
+    """Scattered rows of a length that hold as much as so many blocks."""
+    order, room = np.random.default_rng(blocks), BLOCKS * BLOCK // length
+    rows = np.zeros((blocks * BLOCK // length, len(RangeColumn)), np.int64)
+    rows[:, RangeColumn.SOURCE_OFFSET] = order.permutation(room)[: len(rows)] * length
+    rows[:, RangeColumn.TARGET_OFFSET] = order.permutation(room)[: len(rows)] * length
     rows[:, RangeColumn.LENGTH], rows[:, RangeColumn.COUNT] = length, 1
     return rows
 
@@ -71,19 +75,22 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--transport", default="nixl", choices=["nixl", "nccl", "tcp"])
+    parser.add_argument("--run", type=int, default=1, choices=[1, 2, 4, 8, 16], help="nixl only")
     args = parser.parse_args()
+    if args.run > 1 and args.transport != "nixl":
+        parser.error("--run: of nixl only, whose pieces may be longer than a block")
     context = mp.get_context("spawn")
     ours, theirs = context.Pipe()
     child = context.Process(target=far_side, args=(args.transport, theirs), daemon=True)
     child.start()
     transport, _pool = open_transport(args.transport, 0)
     peer = transport.connect(ours.recv())
-    for piece in ROWS[args.transport]:
+    for piece in ROWS[args.transport] if args.run == 1 else LONG_PIECES:
         nixl_parts.GPU_PIECE_BYTES = piece
         line = [f"pieces of {piece >> 10:5d} KiB:"]
         for blocks in SIZES:
             taken = []
-            ranges = ranges_of(blocks, BLOCK if args.transport == "nixl" else piece)
+            ranges = ranges_of(blocks, BLOCK * args.run if args.transport == "nixl" else piece)
             for _ in range(8):
                 began = time.perf_counter()
                 handle = transport.write(peer, ranges, b"x")
