@@ -194,11 +194,11 @@ class RouteChooser:
         again = avoid or num_tokens != len(request.token_ids)
         if predicted is not None and not again:  # what is begun is seen through
             self._check_soon(request, predicted)
-            costs = self.policy.costs
-            costs.assigned(route.prefills, route.target, predicted)
-            costs.queued(request.request_id, route.prefills, predicted)
+            costs, prefills = self.policy.costs, route.prefills
+            costs.assigned(prefills, route.target, predicted)
+            costs.queued(request.request_id, prefills, predicted)
             if route.holder is not None:
-                costs.wires.sent(route.holder, route.prefills, route.held - route.cached)
+                costs.wires.sent(route.holder, prefills, route.held - route.cached)
             if route.source is not None:
                 lacking = num_tokens - min(cached.get(route.target.node_id, 0), num_tokens - 1)
                 costs.wires.sent(route.source, route.target, lacking)
