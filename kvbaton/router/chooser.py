@@ -324,7 +324,6 @@ class RouteChooser:
 
     def second_token(self, request_id: str, seconds: float) -> None:
         """The second token came so long after the first."""
-        self.policy.costs.begun(request_id)
         known = self._open.get(request_id)
         if known is None:
             return
@@ -339,7 +338,6 @@ class RouteChooser:
         """A request is over, after so many tokens; with so long between them, if that is known."""
         self.policy.costs.computed(request_id)
         known = self._open.pop(request_id, None)
-        self.policy.costs.finished(request_id, generated if known is not None else 0, itl_s)
         if known is None or not generated:
             return
         route = known.route

@@ -27,7 +27,8 @@ LENGTHS = 128
 """Of the last texts, of which a quarter is short."""
 SHARE_S = (1.0, 4.0)
 """Least and most time over which it is averaged how much of a node's time prompts take, and how
-many sequences come to it; between, it is as long as `SHARE_TEXTS` texts take."""
+many sequences come to it; between, it is as long as `SHARE_TEXTS` texts take, and at first as there
+have been requests."""
 SHARE_TEXTS = 8.0
 MOST_SHARE = 0.95
 DEFAULT_STEP_TOKENS = 2048
@@ -89,17 +90,19 @@ class CostModel:
         ttft_slo_s: objective of first tokens.
         max_itl_s: what tokens beside a prompt may take.
         output_tokens: that a request generates, of late: by what all do, over how many end.
+        relayed: tokens that clients were told; who tells them counts them here.
         short_output: that a quarter of the last requests do not exceed.
         wires: between nodes.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.ttft_slo_s = self.max_itl_s = math.inf
-        self.output_tokens = self.short_output = FIRST_OUTPUT
+        self.output_tokens = FIRST_OUTPUT
+        self.short_output = FIRST_OUTPUT * math.log(4 / 3)  # a quarter of exponential lengths
         self.wires = Wires(clock)
         self._generated, self._ended = FIRST_TEXTS * FIRST_OUTPUT, FIRST_TEXTS
-        self._live = set[str]()
-        self._counted_at, self._token_s = clock(), 0.0
+        self._ended_tokens = self._generated
+        self.relayed = self._counted = self._live_tokens = self._live = 0
         self._lengths = deque[int](maxlen=LENGTHS)
         self._handovers: dict[tuple[str, str], Handovers] = {}
         self._clock = clock
@@ -107,7 +110,8 @@ class CostModel:
         self._speeds: dict[str, tuple[Mapping[str, float], StepSpeed | None]] = {}
         self._learned: Sequence[NodeInfo] | None = None
         self._measured = False
-        self._share_s = SHARE_S[1]
+        self._mean_s, self._share_s = SHARE_S
+        self._given_since = math.inf
         self._elsewhere: dict[str, tuple[float, int]] = {}
         self._prefilled: dict[str, tuple[float, float, float]] = {}
         self._targeted: dict[str, tuple[float, float, float]] = {}
@@ -126,6 +130,9 @@ class CostModel:
         there while the report was made (`loads`) is other routers'.
         """
         self._count_tokens()
+        # Means reach back to the first request, not into the time before.
+        given_s = self._clock() - self._given_since
+        self._mean_s = min(self._share_s, max(SHARE_S[0], given_s))
         if nodes is self._learned:
             return self._measured
         self.wires.learn(nodes)
@@ -137,7 +144,6 @@ class CostModel:
         mean = {term: sum(seconds) / len(seconds) for term, seconds in told.items()}
         measured = "prefill_token_s" in mean
         self._learned, self._measured = nodes, measured
-        self._token_s = self._token_s or mean.get("step_s", 0.0)
         texts_s = SHARE_TEXTS * self.output_tokens * mean.get("step_s", math.inf)
         self._share_s = min(max(texts_s, SHARE_S[0]), SHARE_S[1])
         self._speeds = {}
@@ -339,12 +345,13 @@ class CostModel:
 
     def _kept(self, at: float) -> float:
         """What is left of a mean per second that was such then."""
-        return math.exp((at - self._clock()) / self._share_s)
+        return math.exp((at - self._clock()) / self._mean_s)
 
     def assigned(self, prefills: NodeInfo, target: NodeInfo, predicted: Prediction) -> None:
         """A prompt was given to a node, and what it generates to the same or another one."""
         # Means, not sums: how long they reach back changes with how long texts take.
-        now, share_s = self._clock(), self._share_s
+        now, share_s = self._clock(), self._mean_s
+        self._given_since = min(self._given_since, now)
         at, share, steps = self._prefilled.get(prefills.node_id, (now, 0.0, 0.0))
         kept, work_s = self._kept(at), predicted.work_s
         _, speed = self._speeds.get(prefills.node_id, (None, None))
@@ -437,40 +444,38 @@ class CostModel:
         known = self._handovers.setdefault((source.node_id, target.node_id), Handovers())
         known.observe(late_s, self._clock())
 
-    def begun(self, request_id: str) -> None:
-        """A request has its second token, and generates until it is `finished`."""
-        self._count_tokens()
-        self._live.add(request_id)
+    def begun(self, texts: int) -> None:
+        """Texts have their second token, and go on until they are `finished`."""
+        self._live += texts
 
-    def finished(self, request_id: str, tokens: int, itl_s: float | None = None) -> None:
-        """A request is over.
-
-        Args:
-            request_id: whose.
-            tokens: that it has generated; 0 if that says nothing of how long texts are.
-            itl_s: seconds between them, if that is known.
-        """
+    def finished(self, tokens: int, texts: int = 1) -> None:
+        """Texts of one request are over, after so many tokens that were `relayed`, in all."""
         self._count_tokens()
-        counted = request_id in self._live
-        self._live.discard(request_id)
+        self._live_tokens -= tokens
+        if tokens > 1:
+            self._live -= texts
+        if not self._live:
+            self._live_tokens = 0
         if not tokens:
             return
-        kept = min(1.0, LAST_TEXTS / (self._ended + 1.0))
-        self._generated = kept * (self._generated + (min(2, tokens) if counted else tokens))
-        self._ended = kept * (self._ended + 1.0)
-        self.output_tokens = self._generated / self._ended
-        if itl_s is not None:
-            self._token_s += (itl_s - self._token_s) / self._ended
-        self._lengths.append(tokens)
+        kept = min(1.0, LAST_TEXTS / (self._ended + texts))
+        self._generated *= kept
+        self._ended_tokens = kept * (self._ended_tokens + tokens)
+        self._ended = kept * (self._ended + texts)
+        self._count_tokens()
+        self._lengths.append(tokens // texts)
         self.short_output = float(sorted(self._lengths)[len(self._lengths) // 4])
 
     def _count_tokens(self) -> None:
-        """What is generated by all that live, for each that ends, is how long texts are.
+        """What all texts generate, over how many end, is how long they are.
 
-        The mean of those that have ended would be too short while long ones have yet to end.
+        The mean of those that have ended would be too short while long ones have yet to end. But
+        where none could have ended yet, that says nothing: so none is believed to go on for longer
+        than it has, or than texts are believed to be at first.
         """
-        now = self._clock()
-        if self._live and self._token_s:
-            self._generated += len(self._live) * (now - self._counted_at) / self._token_s
-            self.output_tokens = self._generated / self._ended
-        self._counted_at = now
+        new, self._counted = self.relayed - self._counted, self.relayed
+        self._generated += new
+        self._live_tokens += new
+        to_come = max(self._live_tokens, FIRST_OUTPUT * self._live)
+        most = (self._ended_tokens + self._live_tokens + to_come) / (self._ended + self._live)
+        self.output_tokens = min(self._generated / self._ended, most)

@@ -261,6 +261,7 @@ class _Running:
         self.receiver = receiver
         self.read_at = 0.0
         self.marks: list[Mark] = []
+        self._costs = dispatcher.chooser.policy.costs
         self._calls: dict[NodeRequest, _NodeCall] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._tokens_timed = 0
@@ -281,6 +282,7 @@ class _Running:
             if generated > before:
                 itl_s = (self.loop.time() - since) / (generated - before)
         self.dispatcher.chooser.ended(request_id, generated, itl_s)
+        self._costs.finished(self.relay.num_tokens, self.relay.request.params.n)
         self.dispatcher.count_end(outcome, self.relay.num_tokens)
         for line in self.relay.story:
             logger.warning("request %s: %s", request_id, line)
@@ -354,6 +356,7 @@ class _Running:
             match action:
                 case Output():
                     self.receiver.put(self._with_marks(action) if self.marks else action)
+                    self._costs.relayed += len(action.token_ids)
                     for _ in action.token_ids[: 2 - self._tokens_timed]:
                         self._time_token()
                 case AskNode(asked):
@@ -405,6 +408,7 @@ class _Running:
         else:
             self._second_at = now, min(self.relay.num_generated, 2)
             self.dispatcher.chooser.second_token(request_id, now - self._first_at)
+            self._costs.begun(self.relay.request.params.n)
 
     def tick(self) -> None:
         """Tell the relay the time, and come again when it next wants to know."""

@@ -153,6 +153,7 @@ def test_a_policy_chooses_as_if_it_looked_at_every_pair(name: str, number: int) 
         min_fetch_tokens=chance.choice([0, 256]),
     )
     costs, ready = CostModel(lambda: NOW), ReadyNodes(members)
+    costs.short_output = costs.output_tokens  # all texts are alike
     pairs = every_pair(members, avoid)
     assert [pair for pair in ready.pairs if avoid.isdisjoint(map(_id, pair))] == pairs
     late_s = chance.choice([[], [0.0, EXACT, 4 * EXACT, 8 * EXACT]])
@@ -469,7 +470,7 @@ def test_a_late_request_goes_to_the_soonest_target_whatever_it_would_miss_there(
         costs = CostModel(lambda: NOW)
         costs.ttft_slo_s = ttft_slo / 1e3
         policy = LeastCost(RoutingPolicy(ttft_slo=ttft_slo, itl_slo=100.0), costs)
-        beside = Prediction(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, work_s=1.0)
+        beside = Prediction(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, work_s=0.25)
         costs.assigned(quick.info, ELSEWHERE, beside)
         return ids(choose(nodes, loads, policy, Wanted(TOKENS, 128)))
 

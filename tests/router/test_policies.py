@@ -30,6 +30,7 @@ from kvbaton.router.predictions import Prediction
 from kvbaton.router.route import Route
 from kvbaton.types import PromptLimits
 from tests.router.test_pairing import ids, member
+from tests.router.test_text_lengths import generated
 from tests.support.toy_engine import Clock
 
 H200 = {
@@ -262,13 +263,13 @@ def test_cost_spares_short_texts_that_a_prompt_would_make_miss_their_objective()
     }
     costs = CostModel(Clock())
     for tokens in 150 * (8, 250):
-        costs.finished("", tokens)
+        generated(costs, tokens)
     assert costs.output_tokens > 100, "the mean"
     slos: dict[str, Any] = {"ttft_slo": 3000.0, "itl_slo": 25.0}
     assert route("cost", both, 8000, loads, costs=costs, **slos).prefills.node_id == "a1"
     long = CostModel(Clock())
     for _ in range(300):
-        long.finished("", 130)
+        generated(long, 130)
     assert route("cost", both, 8000, loads, costs=long, **slos).prefills.node_id == "a0"
 
 
@@ -278,7 +279,7 @@ def test_prompts_each_of_which_would_do_no_harm_are_counted_together() -> None:
     slos: dict[str, Any] = {"ttft_slo": 1000.0, "itl_slo": 25.0}
     costs = CostModel(Clock())
     for _ in range(300):
-        costs.finished("", 12)
+        generated(costs, 12)
     behind = {"a1": NodeLoad(prompt_tokens=20_000, prefill_us=600_000)}
     alone = {"a0": NodeLoad(sequences=8, tokens=4000), **behind}
     assert route("cost", both, 800, alone, costs=costs, **slos).prefills.node_id == "a0"
@@ -294,7 +295,7 @@ def test_a_prompt_is_not_computed_where_sequences_come_fast_though_none_is_there
     clock = Clock()
     costs = CostModel(clock)
     for _ in range(300):
-        costs.finished("", 18)
+        generated(costs, 18)
     loads = {"a1": NodeLoad(prompt_tokens=30_000, prefill_us=1_000_000)}
     assert route("cost", both, 8000, loads, costs=costs, **slos).prefills.node_id == "a0"
     predicted = Prediction(0.1, 0.006, 0.006, 0.0, 0.1, 0.0, work_s=0.0)
@@ -316,7 +317,7 @@ def beside_prompts(tokens: int, percentile: float | None, *, per_s: float) -> st
     clock = Clock()
     costs, both = CostModel(clock), [member(f"a{i}", "any", load=H200) for i in range(2)]
     for _ in range(300):
-        costs.finished("", tokens)
+        generated(costs, tokens)
     costs.learn([one.info for one in both], NodeLoads())
     predicted = Prediction(0.1, 0.006, 0.006, 0.0, 0.1, 0.0, work_s=0.1)
     for _ in range(int(20 * per_s)):
@@ -375,7 +376,7 @@ def test_what_a_node_was_given_is_no_more_once_texts_are_known_to_be_short() -> 
     assert before[0] == pytest.approx(0.2, rel=0.1)
     assert before[1] == pytest.approx(10, rel=0.1)
     for _ in range(300):
-        costs.finished("", 18)
+        generated(costs, 18)
     costs.learn([p.info, d.info], NodeLoads())
     assert (costs.prefill_share(p.info), costs.targets_per_s(d.info)) == pytest.approx(before)
 

@@ -23,51 +23,82 @@ def model() -> tuple[CostModel, Clock]:
     return costs, clock
 
 
+def generated(costs: CostModel, tokens: int, texts: int = 1) -> None:
+    """A request has come and gone."""
+    costs.begun(texts)
+    costs.relayed += tokens
+    costs.finished(tokens, texts)
+
+
 def test_texts_that_have_not_ended_count_as_long_as_they_have_become() -> None:
     """The first to end are the short ones: three of fifty, while the others go on."""
-    costs, clock = model()
+    costs, _ = model()
     assert costs.output_tokens == FIRST_OUTPUT
-    for number in range(50):
-        costs.begun(f"r{number}")
-    clock.now += 30 * TOKEN_S
-    for number in range(3):
-        costs.finished(f"r{number}", 32, TOKEN_S)
-    clock.now += 270 * TOKEN_S
+    costs.begun(50)
+    costs.relayed += 50 * 32
+    for _ in range(3):
+        costs.finished(32)
+    costs.relayed += 47 * 268
     costs.learn([], NodeLoads())  # as with each decision
-    assert costs.output_tokens == pytest.approx((8 * 128 + 3 * 32 + 47 * 300) / 11, rel=0.02)
+    twice = 47 * 2 * 300  # each is believed to go on for as long as it has
+    assert costs.output_tokens == pytest.approx((8 * 128 + 3 * 32 + twice) / 58)
+
+
+def test_texts_none_of_which_could_have_ended_are_not_believed_to_be_endless() -> None:
+    costs, _ = model()
+    costs.begun(400)
+    costs.relayed += 400 * 50
+    costs.learn([], NodeLoads())
+    assert costs.output_tokens < 50 + FIRST_OUTPUT, "not 20,000 tokens over 8 texts"
+
+
+def test_a_quarter_of_texts_is_believed_to_be_short_before_any_has_ended() -> None:
+    costs, _ = model()
+    assert costs.short_output < FIRST_OUTPUT / 3, "one slow step in twenty may be too many"
+
+
+def test_who_has_computed_prompts_since_the_first_request_is_believed_to_go_on() -> None:
+    """A mean over 4 s that began as if nothing had been there before said 0.22 after 1 s."""
+    clock = Clock()
+    costs, node = CostModel(clock), member("a0", "any", load={"step_s": TOKEN_S})
+    costs.learn([node.info], NodeLoads())
+    predicted = Prediction(0.1, 0.006, 0.006, 0.0, 0.1, 0.0, work_s=0.05)
+    for _ in range(20):
+        costs.learn([node.info], NodeLoads())
+        costs.assigned(node.info, node.info, predicted)
+        clock.now += 0.1
+    assert costs.prefill_share(node.info) == pytest.approx(0.5, abs=0.1)
 
 
 def test_of_texts_that_come_and_go_it_is_the_mean() -> None:
-    """Those that live add nothing then, however many: each adds its tokens once."""
-    costs, clock = model()
+    """Those that live add nothing then, however many, nor that a request asks for several."""
+    costs, _ = model()
     for number in range(2000):
-        costs.begun(f"r{number}")
+        costs.begun(2)
+        costs.relayed += 404
         if number >= 20:
-            costs.finished(f"r{number - 20}", 202, TOKEN_S)
-        clock.now += 10 * TOKEN_S
+            costs.finished(404, 2)
     assert costs.output_tokens == pytest.approx(202, rel=0.02)
-    for number in range(1980, 2000):
-        costs.finished(f"r{number}", 0)  # lost, or given up: nothing was learned of its length
+    assert costs.short_output == 202
+
+
+def test_requests_that_fail_before_they_have_two_tokens_say_nothing() -> None:
+    costs, _ = model()
+    generated(costs, 400)
     before = costs.output_tokens
-    clock.now += 1000.0
-    costs.learn([], NodeLoads())
+    for _ in range(100):
+        costs.finished(0)
     assert costs.output_tokens == before
-
-
-def test_tokens_take_as_long_as_they_did_of_late() -> None:
-    costs, clock = model()
-    for number in range(400):
-        costs.begun(f"r{number}")
-        clock.now += 100 * 2 * TOKEN_S
-        costs.finished(f"r{number}", 102, 2 * TOKEN_S)
-    assert costs.output_tokens == pytest.approx(102, rel=0.05)
+    costs.relayed += 1
+    costs.finished(1)
+    assert costs.output_tokens < before, "a text of one token"
 
 
 def test_one_more_prompt_harms_texts_the_more_the_more_come_until_all_that_may_do() -> None:
     """Else prompts would gather at one of two nodes though each could have half of them."""
     costs, _ = model()
-    for number in range(300):
-        costs.finished(f"r{number}", 1000)
+    for _ in range(300):
+        generated(costs, 1000)
     itl = PercentileItl(0.012, 95.0, costs)
 
     def harm(expected: float) -> float:
