@@ -17,7 +17,9 @@ import pytest
 
 from kvbaton.connectors.base import Notice, Peer, Ranges, Status
 from kvbaton.connectors.channel import ControlChannel
+from kvbaton.connectors.digest import BlockRange, Sums
 from kvbaton.connectors.protocol.events import (
+    CancelTarget,
     Deliver,
     Engage,
     Fail,
@@ -383,6 +385,28 @@ def test_a_peer_that_is_gone_already_is_told_in_one_line(
     told, name = caplog.records[0], "d" if side is Prefill else "p"
     assert told.getMessage() == f"can't reach {name}" + ": can't be reached" * expected
     assert bool(told.exc_info) is not expected
+
+
+def test_blocks_are_not_free_while_they_are_summed(make: Make) -> None:
+    """Their sums are kept with them: those of who has them next would be overwritten."""
+    p, d = make(Prefill), make(Decode)
+    digest, over = d.pool.digest, threading.Event()
+
+    class Slow:
+        def __init__(self, ranges: Sequence[BlockRange]) -> None:
+            self._found = digest(ranges, keep=True)
+
+        def poll(self) -> list[list[Sums]] | None:
+            return self._found.poll() if over.is_set() else None
+
+    d.pool.digest = lambda ranges, keep: Slow(ranges)
+    attempt = begin(p, d)
+    wait(lambda: d.thread.inspect(lambda: bool(d.worker._checks)), p, d)
+    d.thread.submit(CancelTarget(attempt))
+    wait(lambda: attempt not in d.thread.inspect(lambda: set(d.machine.live)), p, d)
+    assert not d.freed(attempt)
+    over.set()
+    wait(lambda: d.freed(attempt), d)
 
 
 def test_a_memory_that_cannot_be_summed_fails_its_attempt_only(

@@ -67,10 +67,12 @@ class TargetWorker(TransferWorker):
         self.memory = memory
         self._unreachable = b""
         self._checks: list[_Check] = []
+        self._freed: list[events.Unquarantine] = []
         self._do |= {
             events.OpenPeer: self._open_peer,
             events.Verify: self._verify,
             events.Fence: self._fence,
+            events.Unquarantine: self._unquarantine,
             events.ForgetPeer: lambda action, now: self._close_all(action.node),
             events.HangUp: lambda action, now: self.channel.hang_up(action.address),
         }
@@ -78,7 +80,10 @@ class TargetWorker(TransferWorker):
     def _look(self, now: float) -> bool:
         for check in list(self._checks):
             self._look_at_check(check, now)
-        return bool(self.target.live)
+        freed, self._freed = self._freed, []
+        for action in freed:
+            self._unquarantine(action, now)
+        return bool(self.target.live or self._checks)
 
     def _look_around(self, now: float) -> None:
         super()._look_around(now)
@@ -138,6 +143,14 @@ class TargetWorker(TransferWorker):
 
     def _verify(self, action: events.Verify, now: float) -> None:
         self._checks.append(_Check(action, time.monotonic()))  # this turn's `poll` looks at it
+
+    def _unquarantine(self, action: events.Unquarantine, now: float) -> None:
+        """Let blocks be freed, once none is summed: who has them next would get these sums."""
+        if any(check.order.attempt == action.attempt for check in self._checks):
+            self._freed.append(action)
+        else:
+            self.published = dict(self.counters)
+            self.to_engine(action)
 
     def _landed_ranges(self, order: events.Verify) -> list[BlockRange]:
         """What a write has brought, by group."""
