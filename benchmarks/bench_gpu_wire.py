@@ -24,7 +24,7 @@ from kvbaton.connectors.transports import nixl_parts
 
 BLOCK = 2 << 20
 BLOCKS = 2048
-SIZES = (16, 64, 128, 512)
+SIZES = (8, 64, 128, 512)
 PIECES = (128 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20)
 ROWS = {"nixl": PIECES, "nccl": PIECES[-1:], "tcp": (4 << 10, 64 << 10, 2 << 20)}
 """Lengths to try: of NIXL's pieces, or of the rows that are written."""
@@ -88,7 +88,7 @@ def main() -> None:
     for piece in ROWS[args.transport] if args.run == 1 else LONG_PIECES:
         nixl_parts.GPU_PIECE_BYTES = piece
         line = [f"pieces of {piece >> 10:5d} KiB:"]
-        for blocks in SIZES:
+        for blocks in (max(size, args.run) for size in SIZES):
             taken = []
             ranges = ranges_of(blocks, BLOCK * args.run if args.transport == "nixl" else piece)
             for _ in range(8):

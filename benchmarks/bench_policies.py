@@ -18,17 +18,16 @@ import re
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 import aiohttp
 
+from benchmarks.bench_simulated_goodput import fresh, settings_of
 from benchmarks.workload import SMALL, cluster_of, counters
 from kvbaton.bench.report import percentile, publish
 from kvbaton.bench.serve import Shot, served_model, shoot
 from kvbaton.messages.nodes import STEP_COSTS
-from kvbaton.router.config import RoutingPolicy
 from kvbaton.simulate.engine_model import EngineModel
 from kvbaton.simulate.main import is_good
 from kvbaton.simulate.service import parse_nodes, simulate
@@ -40,21 +39,13 @@ LETTERS = {"A": "any", "P": "prefill", "D": "decode"}
 BLOCK, CHUNK, MAX_MODEL_LEN = 16, 512, 2040
 
 
-@dataclass(frozen=True)
-class Ask:
-    """A request: seconds from the first one, tokens of its prompt and of its answer."""
-
-    at: float
-    length: int
-    tokens: int
-
-
-def requests(args: argparse.Namespace, seed: int) -> list[Ask]:
-    """Arrivals of one run."""
-    chance, at, found = random.Random(seed), 0.0, list[Ask]()
-    for _ in range(args.requests):
+def requests(args: argparse.Namespace, seed: int, since: float = 0.0) -> list[TraceRequest]:
+    """Arrivals of one run, that begins then."""
+    chance, at, found = random.Random(seed), since, list[TraceRequest]()
+    for number in range(args.requests):
         at += chance.expovariate(args.rate)
-        found.append(Ask(at, chance.choice(args.lengths), chance.choice(args.outputs)))
+        length, tokens = chance.choice(args.lengths), chance.choice(args.outputs)
+        found.append(fresh(seed * args.requests + number, at, length, tokens))
     return found
 
 
@@ -90,14 +81,14 @@ async def real(router: str, args: argparse.Namespace) -> tuple[Figures, list[dic
         for seed in (0, args.seed):  # the first ones are to learn from
             asks, chance, began = requests(args, seed), random.Random(seed), time.monotonic()
 
-            async def one(ask: Ask, prompt: list[int], began: float = began) -> Shot:
+            async def one(ask: TraceRequest, prompt: list[int], began: float = began) -> Shot:
                 await asyncio.sleep(began + ask.at - time.monotonic())
-                shot = await shoot(session, router, model, prompt, ask.tokens)
+                shot = await shoot(session, router, model, prompt, ask.output_tokens)
                 if shot.error:
                     raise SystemExit(shot.error)
                 return shot
 
-            prompts = [chance.choices(range(3, 4000), k=ask.length) for ask in asks]
+            prompts = [chance.choices(range(3, 4000), k=ask.prompt_tokens) for ask in asks]
             shots = await asyncio.gather(*map(one, asks, prompts))
         async with session.get(f"{router}/nodes") as response:
             nodes = [node["url"] for node in (await response.json())["nodes"]]
@@ -138,16 +129,10 @@ def engine_of(told: Sequence[Mapping[str, float]], num_blocks: int) -> EngineMod
 def simulated(spec: str, model: EngineModel, args: argparse.Namespace) -> Figures:
     """The same requests on a virtual clock."""
     policy, _, nodes = spec.partition("@")
-    settings = RoutingPolicy(policy=policy)
-    if policy == "cost":
-        settings = RoutingPolicy(policy=policy, ttft_slo=args.ttft_slo, itl_slo=args.itl_slo)
-    before, asks = requests(args, 0), requests(args, args.seed)
+    settings = settings_of(policy, args.ttft_slo, args.itl_slo)
+    before = requests(args, 0)
     starts = before[-1].at + 5.0
-    both = [*before, *(Ask(starts + ask.at, ask.length, ask.tokens) for ask in asks)]
-    trace = [
-        TraceRequest(ask.at, ((2 * i + 2, ask.length),), ask.tokens, 2 * i + 3)
-        for i, ask in enumerate(both)
-    ]
+    trace = [*before, *requests(args, args.seed, starts)]
     done = simulate(trace, parse_nodes(nodes), model, settings, seed=args.seed).outcomes
     counts = [outcome for outcome in done if outcome.begin >= starts]
     good = [is_good(outcome, args.ttft_slo, args.itl_slo) for outcome in counts]
@@ -167,7 +152,7 @@ def main() -> None:
     add("--outputs", type=int, nargs="+", default=[8, 32, 96])
     add("--ttft-slo", type=float, default=1000.0, help="milliseconds")
     add("--itl-slo", type=float, default=40.0, help="milliseconds, the mean of a request's")
-    add("--seed", type=int, default=1)
+    add("--seed", type=int, default=1, help="of what counts, at least 1")
     add("--json", type=Path)
     args = parser.parse_args()
     found, told, num_blocks = dict[str, Figures](), list[Mapping[str, float]](), 2000

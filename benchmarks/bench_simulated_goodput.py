@@ -33,20 +33,29 @@ def requests(seed: int, rate: float, seconds: float, live: int) -> list[TraceReq
     at = 0.0
     while (at := at + rng.exponential(1 / rate)) < seconds:
         asks.append((at, OUTPUT))
-    return [
-        TraceRequest(at, ((2 * i + 2, INPUT),), tokens, 2 * i + 3)
-        for i, (at, tokens) in enumerate(asks)
-    ]
+    return [fresh(i, at, INPUT, tokens) for i, (at, tokens) in enumerate(asks)]
+
+
+def fresh(number: int, at: float, length: int, tokens: int) -> TraceRequest:
+    """A request whose prompt nobody has seen."""
+    return TraceRequest(at, ((2 * number + 2, length),), tokens, 2 * number + 3)
+
+
+def settings_of(
+    policy: str, ttft_slo: float, itl_slo: float, itl_percentile: float | None = None
+) -> RoutingPolicy:
+    """Of a policy; but for `cost` none has a use for objectives, and nodes would order prompts."""
+    if policy != "cost":
+        return RoutingPolicy(policy=policy)
+    return RoutingPolicy(
+        policy=policy, ttft_slo=ttft_slo, itl_slo=itl_slo, itl_percentile=itl_percentile
+    )
 
 
 def met(args: argparse.Namespace, model: EngineModel, spec: str, seed: int) -> float:
     """Share of the requests that count which meet both objectives."""
     policy, _, nodes = spec.partition("@")
-    settings = RoutingPolicy(policy=policy)
-    if policy == "cost":  # others have no use for objectives; nodes would order prompts by them
-        settings = RoutingPolicy(
-            policy=policy, ttft_slo=TTFT_MS, itl_slo=args.itl, itl_percentile=95.0
-        )
+    settings = settings_of(policy, TTFT_MS, args.itl, 95.0)
     life, live = args.life, round(args.rate * args.life) if args.live else 0
     opens = life if args.live else 2 * life
     trace = requests(seed, args.rate, opens + 4 * life, live)

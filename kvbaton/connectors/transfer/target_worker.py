@@ -149,7 +149,6 @@ class TargetWorker(TransferWorker):
         if any(check.order.attempt == action.attempt for check in self._checks):
             self._freed.append(action)
         else:
-            self.published = dict(self.counters)
             self.to_engine(action)
 
     def _landed_ranges(self, order: events.Verify) -> list[BlockRange]:

@@ -109,15 +109,15 @@ class TransferWorker:
                 try:
                     if do is not None:
                         do(action, now)
-                    else:  # who acts on it and then asks sees what led to it
-                        self.published = dict(self.counters)
+                    else:
                         self.to_engine(action)
                 except Exception:
                     self.error("%s could not be carried out", type(action).__name__)
             self._events.popleft()
 
     def to_engine(self, action: events.Action) -> None:
-        """Leave an action for the engine's thread."""
+        """Leave an action for the engine's thread: who acts on it sees what led to it."""
+        self.published = dict(self.counters)
         self._outbox.append(action)
         os.eventfd_write(self.outbox_fd, 1)
 

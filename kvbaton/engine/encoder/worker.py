@@ -250,7 +250,7 @@ class EncoderWorker(Worker):
         return self._beside(lambda: self.cache.digest(ranges, keep=keep))
 
     def _beside(self, work: Callable[[], T]) -> Pending[T]:
-        """Read the pool beside the steps; what was adopted came by the default stream."""
+        """Work on the pool beside the steps, behind what the default stream holds."""
 
         def read() -> T:
             with self._on_stream(1):
