@@ -6,15 +6,15 @@ python -m benchmarks.bench_all_reduce --ranks 2 --json all_reduce.json
 from __future__ import annotations
 
 import argparse
-from functools import partial
 from pathlib import Path
 from statistics import median
 
 import torch
 
 from kvbaton.bench.report import publish
-from kvbaton.engine.cuda.nccl import Communicators
+from kvbaton.engine.cuda.nccl import NcclCollectives, make_unique_id
 from kvbaton.engine.executor import WorkerGroup, rank_threads
+from kvbaton.kernels.peer_all_reduce import peer_memories
 
 HIDDEN = 4096
 ROWS = (1, 8, 32, 64, 128, 256, 512, 2048, 8192)
@@ -24,13 +24,10 @@ CALLS, REPLAYS = 64, 20
 class Rank:
     """One GPU, and a graph of many all-reduces."""
 
-    def __init__(self, rank: int, communicators: Communicators) -> None:
+    def __init__(self, rank: int, collectives: NcclCollectives) -> None:
         self._device = torch.device("cuda", rank)
         torch.cuda.set_device(self._device)
-        self._ways = {
-            "NCCL": partial(communicators.nccl_all_reduce, rank),
-            "ours": partial(communicators.all_reduce, rank),
-        }
+        self._ways = {"NCCL": collectives.nccl_all_reduce, "ours": collectives.all_reduce}
 
     def capture(self, way: str, rows: int) -> None:
         """Record `CALLS` all-reduces of [rows, HIDDEN]."""
@@ -69,9 +66,13 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    communicators = Communicators(args.ranks)
-    group = WorkerGroup(rank_threads(args.ranks), abort=communicators.abort)
-    ranks = group.call(lambda rank: Rank(rank, communicators))
+    devices = [torch.device("cuda", rank) for rank in range(args.ranks)]
+    unique_id, memories = make_unique_id(), peer_memories(devices)
+    all_collectives = [
+        NcclCollectives(rank, args.ranks, unique_id, memory) for rank, memory in enumerate(memories)
+    ]
+    group = WorkerGroup(rank_threads(args.ranks))
+    ranks = group.call(lambda rank: Rank(rank, all_collectives[rank]))
     found = []
     for rows in ROWS:
         row = {"rows": float(rows), "KiB": rows * HIDDEN / 512}
@@ -83,7 +84,8 @@ def main() -> None:
         thread.shutdown()
     for rank in ranks:
         rank.close()
-    communicators.close()
+    for collectives in all_collectives:
+        collectives.close()
     publish("all_reduce", vars(args), found, args.json)
 
 

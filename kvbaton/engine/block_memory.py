@@ -98,6 +98,7 @@ class BlockMemory:
         block_size: tokens that a block holds.
         device: where it lies.
         flag: that said how many blocks there are.
+        blocks: those of another pool, which are ours, too: [blocks, bytes] uint8.
 
     Attributes:
         blocks: [blocks, bytes] uint8.
@@ -125,6 +126,7 @@ class BlockMemory:
         block_size: int,
         device: torch.device,
         flag: str = "--num-blocks",
+        blocks: Tensor | None = None,
     ) -> None:
         if block_bytes % ALIGNMENT:
             raise ConfigError(
@@ -133,22 +135,14 @@ class BlockMemory:
             )
         self.block_size, self.num_blocks = block_size, num_blocks
         num_bytes = num_blocks * block_bytes
-        if device.type == "cpu":  # pages are made when they are first touched, 2 MiB at a time
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            try:
-                memory = mmap.mmap(-1, num_bytes + PAGE, flags=flags)
-            except (OSError, OverflowError) as error:
-                text = f"{num_blocks} blocks of {block_bytes} bytes can't be had: {error}"
-                raise ConfigError(flag, text) from error
-            memory.madvise(mmap.MADV_HUGEPAGE)
-            raw = torch.frombuffer(memory, dtype=torch.uint8)
-        else:
-            raw = torch.zeros(num_bytes + PAGE, dtype=torch.uint8, device=device)
-        start = -raw.data_ptr() % PAGE
-        self.blocks = raw[start : start + num_bytes].view(num_blocks, block_bytes)
+        if blocks is None:
+            raw = _memory(num_blocks, block_bytes, device, flag)
+            start = -raw.data_ptr() % PAGE
+            blocks = raw[start : start + num_bytes].view(num_blocks, block_bytes)
+        self.blocks = blocks
         self.counted = np.zeros(num_blocks, np.int64)
         where: Device = "cuda" if device.type == "cuda" else "cpu"
-        self.memory = Memory(self.blocks.data_ptr(), num_bytes, where, device.index or 0, raw)
+        self.memory = Memory(self.blocks.data_ptr(), num_bytes, where, device.index or 0, blocks)
 
     def num_layers(self, group: int) -> int:
         """Layers of a group: the first ones of its blocks."""
@@ -205,6 +199,21 @@ class BlockMemory:
         self.group_sums(held.group).index_copy_(0, ids, sums)
         size, tokens = self.layouts[held.group].block_size, held.end - held.first_position
         self.counted[list(held.blocks)] = np.clip(tokens - size * np.arange(len(ids)), 0, size)
+
+
+def _memory(num_blocks: int, block_bytes: int, device: torch.device, flag: str) -> Tensor:
+    """Zeros for these blocks, and a page more."""
+    num_bytes = num_blocks * block_bytes + PAGE
+    if device.type != "cpu":
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    # Pages are made when they are first touched, 2 MiB at a time.
+    try:
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        text = f"{num_blocks} blocks of {block_bytes} bytes can't be had: {error}"
+        raise ConfigError(flag, text) from error
+    pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def _unsigned(sums: Tensor) -> npt.NDArray[np.uint64]:

@@ -269,7 +269,7 @@ def make_executor(config: EngineConfig, model: ModelConfig, *, track_sums: bool)
         ConfigError: a setting, the model folder or the size of the pool is wrong.
     """
     if choose_device(config).type == "cuda":
-        from kvbaton.engine.cuda.worker import cuda_executor
+        from kvbaton.engine.cuda.executor import cuda_executor
 
         return cuda_executor(config, model, track_sums=track_sums)
     return cpu_executor(config, model, track_sums=track_sums)

@@ -144,6 +144,7 @@ class KVCache(BlockMemory):
         shard: the rank's share.
         track_sums: keep digest sums.
         flag: that said how many blocks there are.
+        blocks: see `BlockMemory`.
 
     Attributes:
         groups: those.
@@ -168,9 +169,10 @@ class KVCache(BlockMemory):
         compute_dtype: str | None = None,
         scales: Mapping[int, tuple[float, float]] | None = None,
         flag: str = "--num-blocks",
+        blocks: Tensor | None = None,
     ) -> None:
         num_bytes = block_bytes(groups, block_size, shard.size, dtype)
-        super().__init__(num_blocks, num_bytes, block_size, device, flag)
+        super().__init__(num_blocks, num_bytes, block_size, device, flag, blocks)
         of_states = [group for group in groups if group.state_rows]
         self.groups = tuple(groups)
         self.num_kv_groups = len(groups) - len(of_states)

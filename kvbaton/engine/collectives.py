@@ -28,15 +28,9 @@ class Collectives(Protocol):
     def all_gather(self, tensor: Tensor) -> Tensor:
         """[rows, n] of each rank, side by side in the order of ranks: [rows, size * n]."""
 
-    def tick(self) -> None:
-        """A graph that may hold collectives was launched; see `Lockstep`."""
-
 
 class Alone:
     """`Collectives` of a single rank."""
-
-    def tick(self) -> None:
-        """Nobody is there to run ahead of."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """As it is."""
@@ -142,30 +136,6 @@ class Barrier:
                 gate.release()
 
 
-class Lockstep:
-    """Keeps ranks that only enqueue work from running ahead of each other.
-
-    A driver takes about a thousand launches; then the next one waits for a device, with locks held
-    that all threads of the process need. If that device waits for a rank whose thread needs them,
-    nothing moves any more. With few launches between two waits, what fills a queue is always
-    work that no thread has to do anything for.
-    """
-
-    def __init__(self, barrier: Barrier, *, every: int) -> None:
-        self._barrier, self._every = barrier, every
-        self._counts = [0] * barrier.size
-
-    def tick(self, rank: int) -> None:
-        """Count a collective; every so many of them, wait for the other ranks.
-
-        Raises:
-            AbortedError: a rank failed, or did not come in time.
-        """
-        self._counts[rank] += 1
-        if self._counts[rank] % self._every == 0:
-            self._barrier.wait(rank)
-
-
 class HostCollectives:
     """`Collectives` of one rank; see `Barrier`."""
 
@@ -180,9 +150,6 @@ class HostCollectives:
     def all_gather(self, tensor: Tensor) -> Tensor:
         """See `Collectives.all_gather`."""
         return torch.cat(self._exchange(tensor), dim=-1)
-
-    def tick(self) -> None:
-        """See `Collectives.tick`; a CPU has no graphs."""
 
     def _exchange(self, tensor: Tensor) -> list[Tensor]:
         self._number += 1

@@ -130,6 +130,7 @@ class EngineCore:
 
     def turn(self) -> None:
         """Go round the loop once."""
+        self.executor.check()
         self.receive()
         self._hear()
         self.launch()  # what connectors have brought is computed first, then told

@@ -1,11 +1,12 @@
 """The ranks of one node as one: workers, what lets them fail together, and what gathers from them.
 
-Ranks are threads of this process, since a rank does little on the host (a step is one CUDA graph,
-or some hundred launches), and one address space lets one transfer thread move the blocks of all
-ranks, and collectives of a CPU be plain additions. Every rank runs every step: it samples the same
-tokens from the same gathered logits, so nothing but partial sums and logits ever passes between
-them. What goes into a worker and comes out is plain data (plans, block numbers, sums), and it knows
-nothing of the others but by `Shard.collectives`.
+On a CPU ranks are threads of this process, so collectives are plain additions; on GPUs all but the
+first are processes (`worker_process`), since threads of one interpreter launch one after the other.
+The memory of all pools belongs to this process in any case, so that one transfer thread moves the
+blocks of all ranks. Every rank runs every step: it samples the same tokens from the same gathered
+logits, so nothing but partial sums and logits ever passes between them. What goes into a worker and
+comes out is plain data (plans, block numbers, sums), and it knows nothing of the others but by
+`Shard.collectives`.
 """
 
 from __future__ import annotations
@@ -86,6 +87,12 @@ class Worker(ABC):
 
     def expect(self, request: AddRequest) -> None:  # noqa: B027
         """See `Executor.expect`; nothing where all that a prompt needs is its steps."""
+
+    def forget(self) -> None:  # noqa: B027
+        """Forget what kept sums count of which blocks; nothing where all blocks are whole."""
+
+    def check(self) -> None:  # noqa: B027
+        """See `Executor.check`; nothing for a thread of ours."""
 
     @abstractmethod
     def run(self, plan: StepPlan) -> Pending[StepResult]:
@@ -241,8 +248,13 @@ class Executor:
 
         tried = try_steps(run, limits)
         for worker in self.workers:
-            worker.cache.counted[:] = 0
+            worker.forget()
         return tried
+
+    def check(self) -> None:
+        """Raise `RuntimeError` if a rank has ended by itself."""
+        for worker in self.workers:
+            worker.check()
 
     def launch(self, plan: StepPlan) -> Pending[StepResult]:
         """Start a step. At most two are in flight. Its result raises what a rank raised."""
@@ -257,9 +269,9 @@ class Executor:
         try:
             parts = self.group.gather(steps, self.group.patience_s)
             try:
+                for part in parts[1:]:  # before ours, for which a driver waits as long as it takes
+                    part.result()
                 result = parts[0].result()
-                for part in parts[1:]:
-                    part.wait()
             except BaseException:
                 self.group.abort()
                 raise
@@ -286,7 +298,7 @@ class Executor:
             Per rank, what `connectors.digest.Sums` says.
         """
         if not in_flight:
-            return join([worker.sums(group, blocks) for worker in self.workers], list)
+            return join(self._ask(lambda worker: worker.sums(group, blocks)), list)
         asked = self.group.start(
             lambda rank: self.workers[rank].sums(group, blocks, in_flight=True)
         )
@@ -308,8 +320,12 @@ class Executor:
                 that have arrived, which no step in flight touches. Whoever finds them wrong caches
                 nothing of them.
         """
-        of_ranks = [worker.digest(ranges, keep=keep) for worker in self.workers]
+        of_ranks = self._ask(lambda worker: worker.digest(ranges, keep=keep))
         return join(of_ranks, lambda found: list(map(list, zip(*found, strict=True))))
+
+    def _ask(self, call: Callable[[Worker], Pending[T]]) -> list[Pending[T]]:
+        """What all ranks give, the last one asked first: ours is the only one that keeps us."""
+        return [call(worker) for worker in reversed(self.workers)][::-1]
 
     def staging(self, forms: Sequence[ObjectForm], reached: Collection[str] = ()) -> BlockStaging:
         """Bytes of blocks for a store.

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import Struct
+from msgspec import Struct, msgpack
+from msgspec.structs import replace
 
 from kvbaton.messages.engine import Item, SamplingParams
 from kvbaton.types import TokenLogprobs
@@ -175,8 +177,35 @@ class StepPlan(Struct, frozen=True, dict=True):
 
     @cached_property
     def columns(self) -> StepColumns:
-        """Of `steps`: made once for all ranks, whose threads share an interpreter."""
+        """Of `steps`: made once for all ranks whose threads share an interpreter."""
         return StepColumns.of(self.steps)
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """For ranks in processes of their own, once for all; they need no bytes of images."""
+        new = [
+            replace(each, items=tuple(replace(item, data=b"") for item in each.items))
+            for each in self.new
+        ]
+        return _encoder.encode(replace(self, new=tuple(new)) if new else self)
+
+    @staticmethod
+    def decode(data: bytes) -> StepPlan:
+        """The plan of which `data` is the encoded form."""
+        return _decoder.decode(data)
+
+
+def _mask_parts(mask: Any) -> tuple[tuple[int, ...], bytes]:
+    return mask.shape, mask.tobytes()
+
+
+def _mask(kind: type, parts: Any) -> npt.NDArray[np.uint8]:
+    shape, data = parts
+    return np.frombuffer(data, np.uint8).reshape(shape)
+
+
+_encoder = msgpack.Encoder(enc_hook=_mask_parts)
+_decoder = msgpack.Decoder(StepPlan, dec_hook=_mask)
 
 
 class Sampled(Struct, frozen=True, array_like=True):

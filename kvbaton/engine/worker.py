@@ -66,8 +66,10 @@ class WorkerSettings:
     max_model_len: int
     track_sums: bool
 
-    def make_cache(self, num_blocks: int, *, track_sums: bool) -> KVCache:
-        """A pool for the rank's heads.
+    def make_cache(
+        self, num_blocks: int, *, track_sums: bool, blocks: torch.Tensor | None = None
+    ) -> KVCache:
+        """A pool for the rank's heads, of blocks of its own or of another one's.
 
         Raises:
             ConfigError: the device can't compute with its dtype, or a scale is no number.
@@ -92,6 +94,7 @@ class WorkerSettings:
             shard=self.shard,
             track_sums=track_sums,
             flag=_pool_flag(self.config),
+            blocks=blocks,
         )
 
 
@@ -116,9 +119,10 @@ class ModelWorker(Worker):
             shard=settings.shard,
         )
 
-    def start(self, num_blocks: int) -> None:
-        """See `Worker.start`."""
-        self.cache = self.settings.make_cache(num_blocks, track_sums=self.settings.track_sums)
+    def start(self, num_blocks: int, blocks: torch.Tensor | None = None) -> None:
+        """See `Worker.start`; its pool may be another one's `blocks`."""
+        track_sums = self.settings.track_sums
+        self.cache = self.settings.make_cache(num_blocks, track_sums=track_sums, blocks=blocks)
         self.runner = self.make_runner()
         self.warm_up()
 
@@ -129,6 +133,10 @@ class ModelWorker(Worker):
     @abstractmethod
     def warm_up(self) -> None:
         """Run what requests will need, so that the first one does not pay for it."""
+
+    def forget(self) -> None:
+        """See `Worker.forget`."""
+        self.cache.counted[:] = 0
 
     def attach_encoder(self, pool: EncoderPool) -> None:
         """See `Worker.attach_encoder`."""

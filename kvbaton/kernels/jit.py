@@ -8,7 +8,6 @@ tensors too (fp32): that is how they are tested without a GPU.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
@@ -48,7 +47,6 @@ __all__ = [
     "is_last",
     "jit",
     "launch_next",
-    "make_launchers_one_by_one",
     "next_power_of_2",
     "shared_memory",
     "tl",
@@ -79,28 +77,6 @@ def jit(*unspecialized: str, early: bool = False) -> Callable[[Callable[..., Any
         return make(kernel, do_not_specialize=unspecialized, repr=lambda _: name)
 
     return decorate
-
-
-def make_launchers_one_by_one(driver: Any) -> None:
-    """Let no two threads make launchers of kernels at the same time.
-
-    Triton (3.6) loads all of them as modules of one name, and CPython gives whoever loads one again
-    the module that has this name now, filled anew (single-phase initialization, PEP 489). So two
-    ranks' threads would get each other's launchers now and then, for other arguments.
-
-    Args:
-        driver: Triton's, ``triton.runtime.driver.active``.
-    """
-    make, lock = driver.launcher_cls, threading.Lock()
-    if getattr(make, "one_by_one", False):
-        return
-
-    def locked(*args: Any) -> Any:
-        with lock:
-            return make(*args)
-
-    locked.one_by_one = True  # type: ignore[attr-defined]
-    driver.launcher_cls = locked
 
 
 @cache

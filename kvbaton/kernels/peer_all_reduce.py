@@ -38,37 +38,37 @@ MOST_SHARED = 1024 * 4096
 
 
 class PeerMemory:
-    """What an all-reduce needs on all GPUs; made before any rank uses it.
+    """What an all-reduce needs, as one rank sees it.
+
+    Args:
+        rank: which.
+        inboxes: per rank, [2, ranks, part] of 4 bytes, flat float32.
+        flags: per rank, [MAX_BLOCKS, ranks] int32, flat: the last round for which a sender has
+            written.
+        rounds: its own, [MAX_BLOCKS] int32: rounds of each program.
+        waiting: its own, [1] int32: 0 once it shall not wait any more.
 
     Attributes:
-        capacity: elements of the largest tensor.
         part: elements that one rank sends another before they meet.
-        inboxes: per rank, [2, size, part] of 4 bytes.
-        flags: per rank, [MAX_BLOCKS, size] int32: the last round for which a sender has written.
-        flags_at: per rank, on its device, [size] int64: addresses of all ranks' `flags`.
-        rounds: per rank, [MAX_BLOCKS] int32: rounds of each program.
-        waiting: per rank, [1] int32: 0 once nobody shall wait any more.
+        capacity: elements of the largest tensor.
+        flags_at: on its device, [ranks] int64: addresses of `flags`.
     """
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        size = len(devices)
-        self.part = MAX_BLOCKS * BLOCK * (PAIR_ROUNDS if size == 2 else 1)
-        self.capacity = self.part if size == 2 else MOST_SHARED
-        elements = 2 * size * self.part
-        self.inboxes = [torch.empty(elements, dtype=torch.float32, device=d) for d in devices]
-        self.flags, self.rounds = (
-            [torch.zeros(count, dtype=torch.int32, device=d) for d in devices]
-            for count in (MAX_BLOCKS * size, MAX_BLOCKS)
-        )
-        addresses = [flags.data_ptr() for flags in self.flags]
-        self.flags_at = [torch.tensor(addresses, device=d) for d in devices]
-        self.waiting = [torch.ones(1, dtype=torch.int32, device=d) for d in devices]
+    def __init__(
+        self,
+        rank: int,
+        inboxes: Sequence[torch.Tensor],
+        flags: Sequence[torch.Tensor],
+        rounds: torch.Tensor,
+        waiting: torch.Tensor,
+    ) -> None:
+        self.rank, self.size = rank, len(inboxes)
+        self.inboxes, self.flags, self.rounds, self.waiting = inboxes, flags, rounds, waiting
+        self.part = len(inboxes[0]) // (2 * self.size)
+        self.capacity = self.part if self.size == 2 else MOST_SHARED
+        addresses = [each.data_ptr() for each in flags]
+        self.flags_at = torch.tensor(addresses, device=rounds.device)
         self._views: dict[torch.dtype, tuple[torch.Tensor, ...]] = {}
-        for ours in self.inboxes:  # torch makes memory reachable with the first copy
-            for theirs in self.inboxes:
-                ours[:1].copy_(theirs[:1])
-        for device in devices:
-            torch.cuda.synchronize(device)
 
     def views(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """The inboxes as elements of a dtype."""
@@ -81,27 +81,44 @@ class PeerMemory:
         return tensor.numel() <= self.capacity
 
     def abort(self) -> None:
-        """Let nobody wait any more; what they then have is no sum."""
-        for waiting in self.waiting:
-            with torch.cuda.stream(torch.cuda.Stream(waiting.device)):  # type: ignore[no-untyped-call]
-                waiting.zero_()  # no kernel: to load one could wait for those that wait
+        """Let this rank not wait any more; what it then has is no sum."""
+        with torch.cuda.stream(torch.cuda.Stream(self.waiting.device)):  # type: ignore[no-untyped-call]
+            self.waiting.zero_()  # no kernel: to load one could wait for those that wait
 
 
-def peer_all_reduce(tensor: torch.Tensor, memory: PeerMemory, rank: int) -> torch.Tensor:
+def peer_memories(devices: Sequence[torch.device]) -> list[PeerMemory]:
+    """Memory for a rank on each device, before any of them uses it."""
+    size = len(devices)
+    part = MAX_BLOCKS * BLOCK * (PAIR_ROUNDS if size == 2 else 1)
+    inboxes = [torch.empty(2 * size * part, dtype=torch.float32, device=d) for d in devices]
+    flags, rounds = (
+        [torch.zeros(count, dtype=torch.int32, device=d) for d in devices]
+        for count in (MAX_BLOCKS * size, MAX_BLOCKS)
+    )
+    waiting = [torch.ones(1, dtype=torch.int32, device=d) for d in devices]
+    for ours in inboxes:  # torch makes memory reachable with the first copy
+        for theirs in inboxes:
+            ours[:1].copy_(theirs[:1])
+    made = [PeerMemory(rank, inboxes, flags, rounds[rank], waiting[rank]) for rank in range(size)]
+    for device in devices:
+        torch.cuda.synchronize(device)
+    return made
+
+
+def peer_all_reduce(tensor: torch.Tensor, memory: PeerMemory) -> torch.Tensor:
     """Compute the sum of all ranks' tensors, accumulated in fp32.
 
     All ranks call it in the same order with equal shapes, on one stream each.
 
     Args:
         tensor: contiguous, on the rank's device; see `PeerMemory.fits`.
-        memory: of all ranks.
-        rank: whose tensor it is.
+        memory: the rank's.
 
     Returns:
         As `tensor`.
     """
     out = torch.empty_like(tensor)
-    count, size = tensor.numel(), len(memory.inboxes)
+    count, size = tensor.numel(), memory.size
     if not count:
         return out
     shared = size > 2 and count > SHARED_FROM
@@ -110,12 +127,12 @@ def peer_all_reduce(tensor: torch.Tensor, memory: PeerMemory, rank: int) -> torc
         tensor,
         out,
         memory.views(tensor.dtype),
-        memory.flags[rank],
-        memory.flags_at[rank],
-        memory.rounds[rank],
-        memory.waiting[rank],
+        memory.flags[memory.rank],
+        memory.flags_at,
+        memory.rounds,
+        memory.waiting,
         count,
-        RANK=rank,
+        RANK=memory.rank,
         SIZE=size,
         LANES=next_power_of_2(size),
         PART=memory.part,

@@ -241,3 +241,14 @@ def test_a_leak_shows(
     core.launch()
     core.update()
     assert imbalance(core) == 0
+
+
+def test_a_rank_that_has_ended_ends_the_core(
+    core: EngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended() -> None:
+        raise RuntimeError("rank 1 ended with code -9")
+
+    monkeypatch.setattr(core.executor.workers[0], "check", ended)
+    with pytest.raises(RuntimeError, match="rank 1 ended"):
+        core.run()

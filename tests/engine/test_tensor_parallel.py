@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvbaton.engine.build import make_executor, make_scheduler
-from kvbaton.engine.collectives import AbortedError, Barrier, HostCollectives, Lockstep
+from kvbaton.engine.collectives import AbortedError, Barrier, HostCollectives
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.executor import WorkerGroup, rank_threads
 from kvbaton.engine.model_config import load_model_config
@@ -408,43 +408,5 @@ def test_collectives_of_many_rounds() -> None:
         for number in range(rounds):
             assert (sums[number] == number * 6).all()
             assert rows[number].tolist() == [[number + rank for rank in (0, 0, 1, 1, 2, 2)]]
-    for thread in group.threads:
-        thread.shutdown()
-
-
-def test_ranks_in_lockstep_stay_together() -> None:
-    """However fast a rank is, it is never more than a stretch ahead of the slowest."""
-    size, every, rounds = 3, 4, 200
-    barrier = Barrier(size)
-    lockstep, counts, ahead = Lockstep(barrier, every=every), [0] * size, []
-
-    def work(rank: int) -> None:
-        for number in range(rounds):
-            if rank == 0 and number % 10 == 0:
-                time.sleep(0.001)
-            lockstep.tick(rank)
-            counts[rank] += 1
-            ahead.append(counts[rank] - min(counts))
-
-    group = WorkerGroup(rank_threads(size), abort=barrier.abort)
-    group.call(work)
-    assert counts == [rounds] * size
-    assert 0 < max(ahead) <= every
-    for thread in group.threads:
-        thread.shutdown()
-
-
-def test_a_rank_in_lockstep_is_not_kept_by_one_that_failed() -> None:
-    barrier = Barrier(2)
-    lockstep = Lockstep(barrier, every=1)
-
-    def work(rank: int) -> None:
-        if rank:
-            raise ArithmeticError("rank 1 broke")
-        lockstep.tick(rank)
-
-    group = WorkerGroup(rank_threads(2), abort=barrier.abort)
-    with pytest.raises(ArithmeticError, match="rank 1 broke"):
-        group.call(work)
     for thread in group.threads:
         thread.shutdown()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +27,7 @@ pytestmark = [
 ]
 
 Checkpoint = Callable[..., Path]
+MIXED = ("llama", "llama-biases", "mistral-window", "qwen3")
 TWO: dict[str, Any] = GPU | {"tensor_parallel_size": 2}
 
 
@@ -33,9 +37,13 @@ def ieee_products() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
-@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["llama", "llama-biases", "mistral-window", "qwen3"])
+@pytest.mark.parametrize(
+    ("name", "dtype", "eager"),
+    [
+        *itertools.product(MIXED, ["float32", "bfloat16"], [False]),
+        *itertools.product(MIXED[:1], ["float32", "bfloat16"], [True]),
+    ],
+)
 def test_mixed_batches_generate_what_transformers_does(
     name: str, dtype: str, eager: bool, checkpoint: Checkpoint, reference: Any, drive: Any
 ) -> None:
@@ -47,8 +55,6 @@ def test_mixed_batches_generate_what_transformers_does(
     generated = driver.generate_mixed(handles, 12, rng, most_tokens=60)
     for prompt, got in zip(prompts, generated, strict=True):
         check_greedy(reference(folder, dtype), prompt, got, TOLERANCE[dtype])
-    first, second = (rank.runner.sequences.tokens.cpu() for rank in driver.executor.workers)
-    assert torch.equal(first, second), "ranks sampled different tokens"
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["split", "whole"])
@@ -95,56 +101,68 @@ def test_kept_sums_are_those_of_the_bytes(checkpoint: Checkpoint, drive: Any) ->
     driver.wait(kept)
     driver.wait(again)
     assert [rank.cache.data.get_device() for rank in driver.executor.workers] == [0, 1]
+    cells = driver.executor.workers[1].cache.data[blocks[0]].cpu()
+    assert cells.isfinite().all(), "rank 1's process has not written what we see"
+    assert cells.any(dim=-1).all()
     for mine, theirs in zip(kept.poll(), again.result(), strict=True):
         assert (mine == theirs).all()
 
 
-@pytest.mark.parametrize("when", ["before a collective", "after one"])
-def test_what_one_rank_raises_ends_both(
-    when: str, checkpoint: Checkpoint, drive: Any, monkeypatch: pytest.MonkeyPatch
+def one_step(driver: Any, handle: int = 77) -> StepPlan:
+    """A prompt of three tokens."""
+    new = (NewSequence(handle, (5, 6, 7), 3, 0, GREEDY),)
+    step = SequenceStep(handle, 0, 3, ((driver.free.pop(),),), 1)
+    return StepPlan(9, new=new, steps=(step,))
+
+
+@pytest.mark.parametrize("how", ["raises", "dies", "hangs"])
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+def test_a_rank_that_fails_ends_both(
+    how: str, eager: bool, checkpoint: Checkpoint, drive: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other one's GPU waits for a product that never comes, and is set free."""
-    driver = drive(checkpoint(**MODELS["llama"]), enforce_eager=True, **TWO)  # graphs call nobody
+    driver = drive(checkpoint(**MODELS["llama"]), enforce_eager=eager, **TWO)
     driver.generate(driver.add([5] * 20), 3)
-
-    def broken(hidden: torch.Tensor) -> torch.Tensor:
-        raise ArithmeticError("rank 1 broke")
-
-    model = driver.executor.workers[1].model
-    layer = model.embed_tokens if when == "before a collective" else model.layers[1].mlp
-    monkeypatch.setattr(layer, "forward", broken)
-    new = (NewSequence(77, (5, 6, 7), 3, 0, GREEDY),)
-    plan = StepPlan(9, new=new, steps=(SequenceStep(77, 0, 3, ((driver.free.pop(),),), 1),))
+    _, rank = driver.executor.workers
     began = time.monotonic()
-    with pytest.raises(ArithmeticError, match="rank 1 broke"):
-        driver.executor.launch(plan).result()
-    with pytest.raises((ArithmeticError, AbortedError)):
-        driver.executor.launch(plan).result()
+    if how == "raises":  # told of a sequence that it does not know
+        run, broken = rank.run, StepPlan(9, steps=(SequenceStep(78, 4, 1, ((),), 1),))
+        monkeypatch.setattr(rank, "run", lambda plan: run(broken))
+        error: tuple[type[Exception], str] = RuntimeError, "KeyError"
+    elif how == "dies":
+        os.kill(rank.pid, signal.SIGKILL)
+        error = RuntimeError, "rank 1 ended with code -9"
+    else:
+        os.kill(rank.pid, signal.SIGSTOP)
+        run = rank._channels[0].ask
+        monkeypatch.setattr(
+            rank._channels[0], "ask", lambda *args, **more: run(*args, patience_s=2.0, **more)
+        )
+        error = TimeoutError, "did not answer within 2 s"
+    with pytest.raises(error[0], match=error[1]):
+        driver.executor.launch(one_step(driver)).result()
+    with pytest.raises((RuntimeError, AbortedError)):
+        driver.executor.launch(one_step(driver, 79)).result()
     driver.executor.close()
     assert time.monotonic() - began < 20
 
 
 def test_a_rank_that_lags_by_more_launches_than_a_driver_takes(
-    checkpoint: Checkpoint, drive: Any, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Checkpoint, drive: Any
 ) -> None:
-    """Else rank 0's launches fill the queue while they wait for those of rank 1: for ever."""
     folder = checkpoint(**MODELS["llama"], num_layers=96)
     driver = drive(folder, enforce_eager=True, **TWO)
     prompt = random_tokens(np.random.default_rng(7), 40)
     expected = driver.generate(driver.add(prompt), 1)
-    late = driver.executor.workers[1].runner
-    run = late.run
-
-    def lag(plan: StepPlan) -> Any:
-        time.sleep(0.5)
-        return run(plan)
-
-    monkeypatch.setattr(late, "run", lag)
+    _, late = driver.executor.workers
+    os.kill(late.pid, signal.SIGSTOP)
     pending = []
     for handle in range(50, 56):
         blocks = tuple(driver.free.pop() for _ in range(3))
         new = (NewSequence(handle, tuple(prompt), 40, 0, GREEDY),)
         step = SequenceStep(handle, 0, 40, (blocks,), 1)
         pending.append(driver.executor.launch(StepPlan(handle, new=new, steps=(step,))))
+    time.sleep(0.5)
+    os.kill(late.pid, signal.SIGCONT)
     for step_pending in pending:
         assert list(step_pending.result().sampled[0].token_ids) == expected

@@ -20,6 +20,7 @@ from kvbaton.kernels.peer_all_reduce import (
     PeerMemory,
     peer_all_reduce,
     peer_all_reduce_reference,
+    peer_memories,
 )
 
 RANKS = torch.cuda.device_count()
@@ -34,8 +35,8 @@ Together = Callable[[Callable[[int], Any]], list[Any]]
 
 
 @pytest.fixture(scope="module")
-def memory() -> PeerMemory:
-    return PeerMemory([torch.device("cuda", rank) for rank in range(RANKS)])
+def memory() -> list[PeerMemory]:
+    return peer_memories([torch.device("cuda", rank) for rank in range(RANKS)])
 
 
 @pytest.fixture
@@ -54,7 +55,9 @@ def parts(size: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_rounds_of_many_sizes(dtype: torch.dtype, memory: PeerMemory, together: Together) -> None:
+def test_rounds_of_many_sizes(
+    dtype: torch.dtype, memory: list[PeerMemory], together: Together
+) -> None:
     rounds = [SIZES[i] for i in np.random.default_rng(0).integers(0, len(SIZES), 60)]
     given = [parts(size, dtype, seed) for seed, size in enumerate(rounds)]
 
@@ -63,7 +66,7 @@ def test_rounds_of_many_sizes(dtype: torch.dtype, memory: PeerMemory, together: 
         for tensors in given:
             if late.random() < 0.2:
                 time.sleep(0.003)
-            found.append(peer_all_reduce(tensors[rank].cuda(), memory, rank))
+            found.append(peer_all_reduce(tensors[rank].cuda(), memory[rank]))
         return [tensor.cpu() for tensor in found]
 
     first, *others = together(work)
@@ -72,17 +75,17 @@ def test_rounds_of_many_sizes(dtype: torch.dtype, memory: PeerMemory, together: 
         assert all(torch.equal(first[number], other[number]) for other in others)
 
 
-def test_replays_of_a_graph(memory: PeerMemory, together: Together) -> None:
+def test_replays_of_a_graph(memory: list[PeerMemory], together: Together) -> None:
     given = [parts(20_000, torch.bfloat16, seed) for seed in range(40)]
 
     def work(rank: int) -> list[torch.Tensor]:
         tensor, found = torch.zeros(20_000, dtype=torch.bfloat16, device="cuda"), []
-        peer_all_reduce(tensor, memory, rank)
+        peer_all_reduce(tensor, memory[rank])
         torch.cuda.synchronize()
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
             graph.capture_begin(capture_error_mode="thread_local")
-            out = peer_all_reduce(peer_all_reduce(tensor, memory, rank), memory, rank)
+            out = peer_all_reduce(peer_all_reduce(tensor, memory[rank]), memory[rank])
             graph.capture_end()
         for tensors in given:
             tensor.copy_(tensors[rank])
@@ -98,9 +101,9 @@ def test_replays_of_a_graph(memory: PeerMemory, together: Together) -> None:
 
 @pytest.mark.parametrize("size", [10, SHARED_FROM + 5])
 def test_who_waits_in_vain_is_set_free(size: int) -> None:
-    memory = PeerMemory([torch.device("cuda", rank) for rank in range(RANKS)])
+    memory = peer_memories([torch.device("cuda", rank) for rank in range(RANKS)])[0]
     torch.cuda.set_device(0)
-    peer_all_reduce(torch.ones(size, device="cuda"), memory, 0)
+    peer_all_reduce(torch.ones(size, device="cuda"), memory)
     over = torch.cuda.Event()  # type: ignore[no-untyped-call]
     over.record()
     time.sleep(0.2)
@@ -112,6 +115,6 @@ def test_who_waits_in_vain_is_set_free(size: int) -> None:
         time.sleep(0.01)
 
 
-def test_what_fits(memory: PeerMemory) -> None:
-    assert memory.fits(torch.empty(max(SIZES), device="meta"))
-    assert not memory.fits(torch.empty(max(SIZES) + 1, device="meta"))
+def test_what_fits(memory: list[PeerMemory]) -> None:
+    assert memory[0].fits(torch.empty(max(SIZES), device="meta"))
+    assert not memory[0].fits(torch.empty(max(SIZES) + 1, device="meta"))

@@ -278,6 +278,9 @@ class SimulatedExecutor:
 
     # --- steps ---
 
+    def check(self) -> None:
+        """See `Executor.check`: a rank ends with its node."""
+
     def launch(self, plan: StepPlan) -> SimulatedStep:
         """As `Executor.launch`: all of a step happens when it is over, in order."""
         step = SimulatedStep()

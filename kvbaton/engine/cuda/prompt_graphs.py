@@ -5,7 +5,7 @@ to one of a few; its attention depends on every sequence. So what lies between t
 graph (vLLM calls it piecewise), and attention is launched as it is; but for a few prompts, with or
 without others that decode, and for a longer one alone, whose attention has a launch that suits all,
 and is within one graph with the rest. The host is quick then, which counts where the device is,
-too: for few tokens, and for ranks, whose threads share an interpreter. Launching the attention of
+too: for few tokens, and for ranks. Launching the attention of
 32 layers takes it 6 to 11 ms, for which the tokens of the step before wait as well.
 """
 
@@ -29,7 +29,7 @@ from kvbaton.kernels.prefill_attention import PrefillBatch, planning
 
 RANKS_TOKENS = 512
 """With more tokens a device is slower than the host, times the square of the ranks: each of n
-computes an n-th, and launching takes them more than n times as long."""
+computes an n-th in no less than an n-th of the time."""
 
 WHOLE_PROMPTS = 4
 """Most prompts of one: the attention's launch is as if each had all the tokens."""
@@ -273,8 +273,7 @@ class PromptGraphs:
         most_sequences: int,
         most_blocks: int,
     ) -> None:
-        self._model, self._collectives = model, model.shard.collectives
-        ranks = model.shard.size
+        self._model, ranks = model, model.shard.size
         padded = padded_sizes(min(most_tokens, max(WHOLE_TOKENS, RANKS_TOKENS * ranks**2)))
         whole = WHOLE_TOKENS if ranks == 1 else LONG_TOKENS
         lone_most = min(most_tokens, most_blocks * cache.block_size, LONG_TOKENS)
@@ -309,7 +308,6 @@ class PromptGraphs:
         self._inputs.fill(token_ids, positions, attention)
         for piece in captured.pieces:
             piece.graph.replay()
-            self._collectives.tick()
             if piece.attend is not None:
                 piece.attend(attention)
         return captured.hidden[:n]

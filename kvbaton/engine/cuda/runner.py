@@ -31,8 +31,8 @@ SHORT_CONTEXT = 2048
 
 RANK_CONTEXT = 256
 """Tokens, times the square of the ranks: of several prompts in a step, those with fewer share one
-launch of a slower kernel. cuDNN is launched for each, by threads that share an interpreter: n ranks
-take n times as long to launch what each of them computes in an n-th of the time."""
+launch of a slower kernel. cuDNN is launched for each, which takes n ranks as long for what each of
+them computes in an n-th of the time."""
 
 
 class CudaRunner(Runner):

@@ -1,4 +1,4 @@
-"""A worker on a CUDA device of this process.
+"""A worker on a CUDA device, and the executor of one or several.
 
 Steps run in order on a device's default stream. Sums are read and digests computed on streams of
 their own, beside the steps: the blocks they are about are final when they are asked for, or, of
@@ -18,9 +18,6 @@ import torch
 from msgspec.structs import replace
 
 from kvbaton.connectors.digest import BlockRange, Sums
-from kvbaton.engine.collectives import Shard
-from kvbaton.engine.config import EngineConfig
-from kvbaton.engine.cuda.nccl import Communicators, NcclCollectives
 from kvbaton.engine.cuda.runner import CudaRunner
 from kvbaton.engine.cuda.warm_up import (
     GRAPHS_AND_LIBRARIES,
@@ -28,16 +25,12 @@ from kvbaton.engine.cuda.warm_up import (
     measure_activations,
     warm_up,
 )
-from kvbaton.engine.executor import CallerThread, Executor, WorkerGroup, rank_threads
-from kvbaton.engine.model_config import ModelConfig, resolve_max_model_len
 from kvbaton.engine.pending import Pending
 from kvbaton.engine.runner import StepOutput
 from kvbaton.engine.sampler import Logprobs
 from kvbaton.engine.step import StepPlan, StepResult
 from kvbaton.engine.upload import fetch
-from kvbaton.engine.worker import ModelWorker, WorkerSettings, choose_device, pool_blocks
-from kvbaton.errors import ConfigError
-from kvbaton.kernels.jit import make_launchers_one_by_one, triton
+from kvbaton.engine.worker import ModelWorker, WorkerSettings, pool_blocks
 
 log = logging.getLogger(__name__)
 
@@ -174,50 +167,6 @@ class CudaWorker(ModelWorker):
         if hasattr(self, "runner"):  # a start that failed early has made none
             # NCCL must not go before the graphs that call it.
             self.runner.graphs = self.runner.prompt_graphs = None
-
-
-def cuda_executor(
-    config: EngineConfig, model_config: ModelConfig, *, track_sums: bool = True
-) -> Executor:
-    """Ranks on the GPUs that this process sees, the first ones.
-
-    Raises:
-        ConfigError: a setting, the model folder or the size of the pool is wrong.
-    """
-    first, size = choose_device(config), config.tensor_parallel_size
-    there = torch.cuda.device_count()
-    if there < size:
-        raise ConfigError(
-            "--tensor-parallel-size",
-            f"{size} ranks need {size} GPUs, and this process sees {there}: give at most {there}",
-        )
-    devices = [torch.device(first.type, rank) for rank in range(size)]
-    max_model_len = resolve_max_model_len(config.max_model_len, model_config)
-    experts = config.enable_expert_parallel
-    shards = [Shard(expert_parallel=experts)]
-    group = WorkerGroup([CallerThread()])
-    if size > 1:
-        make_launchers_one_by_one(triton.runtime.driver.active)
-        communicators = Communicators(size)
-        shards = [
-            Shard(rank, size, NcclCollectives(communicators, rank, size), experts)
-            for rank in range(size)
-        ]
-        group = WorkerGroup(
-            rank_threads(size),
-            abort=communicators.abort,
-            release=communicators.close,
-            patience_s=PATIENCE_S,
-        )
-
-    def make(rank: int) -> CudaWorker:
-        return CudaWorker(
-            WorkerSettings(
-                config, model_config, shards[rank], devices[rank], max_model_len, track_sums
-            )
-        )
-
-    return Executor(group, make)
 
 
 def _urgent_stream(device: torch.device) -> torch.cuda.Stream:

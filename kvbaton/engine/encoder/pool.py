@@ -29,15 +29,22 @@ class EncoderPool(BlockMemory):
         hidden: features of the language model.
         dtype: name of the model's dtype.
         device: where it lies.
+        blocks: see `BlockMemory`.
     """
 
     def __init__(
-        self, num_blocks: int, levels: int, hidden: int, dtype: str, device: torch.device
+        self,
+        num_blocks: int,
+        levels: int,
+        hidden: int,
+        dtype: str,
+        device: torch.device,
+        blocks: Tensor | None = None,
     ) -> None:
         shape = (1, levels, 1, ENCODER_BLOCK_ROWS, hidden)
         block_bytes = math.prod(shape) * ITEM_SIZE[dtype]
         super().__init__(
-            num_blocks, block_bytes, ENCODER_BLOCK_ROWS, device, "--encoder-cache-tokens"
+            num_blocks, block_bytes, ENCODER_BLOCK_ROWS, device, "--encoder-cache-tokens", blocks
         )
         view = BlockView(self.blocks, shape, dtype)
         self.views, self.data, self.sums = [view], view.data, view.sums

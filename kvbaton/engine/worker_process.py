@@ -1,0 +1,290 @@
+"""A worker in a process of its own, and the one in the core's process that stands for it.
+
+Threads of one interpreter launch one after the other, so each rank but the first has a process.
+Calls go to it through channels: a socket, and a thread that answers in order. One is for all that
+runs in the worker's own thread, where a step is answered when it is over and the next one is
+launched meanwhile; one each is for kept sums and for digests, which wait for no step. Both ends
+are of one program and one user, parent and child, so what passes is pickled.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import Any
+
+from kvbaton.connectors.digest import BlockRange, Sums
+from kvbaton.engine.collectives import AbortedError
+from kvbaton.engine.executor import Worker
+from kvbaton.engine.pending import Pending
+from kvbaton.engine.step import StepPlan, StepResult
+from kvbaton.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S = 60.0
+"""For a step or sums: far beyond any, but not for ever if a device does not come."""
+START_S = 600.0
+"""For loading weights, and for warming up."""
+END_S = 5.0
+"""For a process to end by itself."""
+
+STEPS, SUMS, DIGESTS = range(3)
+"""The channels."""
+
+COMMAND = "from kvbaton.engine.worker_process import main; main()"
+
+
+class Channel:
+    """Calls that one thread of a process answers in order. Any thread of ours may make them.
+
+    Args:
+        connection: to it.
+        gone: says why nothing comes any more.
+    """
+
+    def __init__(self, connection: Connection, gone: Callable[[], Exception]) -> None:
+        self._connection, self._gone = connection, gone
+        self._asking, self._reading = threading.Lock(), threading.Lock()
+        self._poll = select.poll()  # a connection's own makes a selector each time
+        self._poll.register(connection, select.POLLIN)
+        self._asked: deque[Future[Any]] = deque()
+
+    def ask(
+        self, name: str, *args: Any, patience_s: float = PATIENCE_S, **options: Any
+    ) -> Pending[Any]:
+        """Call the worker's method; what it raises, or that the process has ended, is raised later.
+
+        Args:
+            name: of the method.
+            args: for it.
+            patience_s: for the answer, then `TimeoutError`.
+            options: for the method, too.
+        """
+        future: Future[Any] = Future()
+        with self._asking:
+            self._asked.append(future)
+            with suppress(OSError):  # who reads the answer is told
+                self._connection.send((name, args, options))
+
+        def ready() -> bool:
+            if not future.done() and self._reading.acquire(blocking=False):
+                try:
+                    self._read(0.0)
+                finally:
+                    self._reading.release()
+            return future.done()
+
+        def wait() -> None:
+            deadline = time.monotonic() + patience_s
+            while not future.done():
+                left = deadline - time.monotonic()
+                if left < 0:
+                    raise TimeoutError(f"a rank did not answer within {patience_s:g} s: {name}")
+                with self._reading:
+                    if not future.done():
+                        self._read(min(left, 1.0))
+
+        return Pending(ready, lambda: future.result(0), wait)
+
+    def close(self) -> None:
+        """Let the process know that no call comes any more."""
+        with self._reading:
+            self._connection.close()
+
+    def _read(self, timeout_s: float) -> None:
+        """Take the answers that are there; wait so long for the first one."""
+        try:
+            while self._asked and (self._connection.closed or self._poll.poll(1000 * timeout_s)):
+                (answer, error, field), timeout_s = self._connection.recv(), 0.0
+                future = self._asked.popleft()
+                if field is not None:
+                    future.set_exception(ConfigError(field, error))
+                elif error:
+                    future.set_exception(RuntimeError(error))
+                else:
+                    future.set_result(answer)
+        except (OSError, EOFError):
+            while self._asked:
+                self._asked.popleft().set_exception(self._gone())
+
+
+class WorkerProcess(Worker):
+    """`Worker` whose work another process does; the results of its steps are not fetched.
+
+    Args:
+        make: makes the worker, in the process; goes there by pickle.
+        name: for messages.
+    """
+
+    def __init__(self, make: Callable[[], Worker], name: str) -> None:
+        self.name, self._killed = name, False
+        pairs = [socket.socketpair() for _ in (STEPS, SUMS, DIGESTS)]
+        descriptors = [theirs.fileno() for _, theirs in pairs]
+        level = logging.getLogger().getEffectiveLevel()
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", COMMAND, *map(str, (level, *descriptors))],
+            stdin=subprocess.DEVNULL,
+            pass_fds=descriptors,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)},
+        )
+        for _, theirs in pairs:
+            theirs.close()
+        self._channels = [Channel(Connection(ours.detach()), self._gone) for ours, _ in pairs]
+        self._made = self._ask("make", make, patience_s=START_S)
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def _ask(self, name: str, *args: Any, **options: Any) -> Pending[Any]:
+        return self._channels[STEPS].ask(name, *args, **options)
+
+    def _gone(self) -> Exception:
+        if self._killed:
+            return AbortedError("another rank failed, or did not come in time")
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_S)
+        return RuntimeError(f"{self.name} ended with code {self._process.returncode}")
+
+    def check(self) -> None:
+        """See `Worker.check`."""
+        if self._process.poll() is not None:
+            raise self._gone()
+
+    def fit(self) -> int:
+        """See `Worker.fit`; raises what making the worker raised."""
+        self._made.result()
+        blocks: int = self._ask("fit", patience_s=START_S).result()
+        return blocks
+
+    def start(self, num_blocks: int) -> None:
+        """See `Worker.start`."""
+        self._ask("start", num_blocks, patience_s=START_S).result()
+
+    def forget(self) -> None:
+        """See `Worker.forget`."""
+        self._ask("forget").result()
+
+    def run(self, plan: StepPlan) -> Pending[StepResult]:
+        """See `Worker.run`; the result is that of the first rank, and is not asked for here."""
+        return self._ask("run", plan.encoded)
+
+    def sums(self, group: int, blocks: Sequence[int], *, in_flight: bool = False) -> Pending[Sums]:
+        """See `Worker.sums`."""
+        if in_flight:
+            return self._ask("sums", group, blocks, in_flight=True)
+        return self._channels[SUMS].ask("sums", group, blocks)
+
+    def digest(self, ranges: Sequence[BlockRange], *, keep: bool = False) -> Pending[list[Sums]]:
+        """See `Worker.digest`."""
+        return self._channels[DIGESTS].ask("digest", ranges, keep=keep)
+
+    def kill(self) -> None:
+        """End it at once: what waits for it fails."""
+        self._killed = True
+        self._process.kill()
+
+    def close(self) -> None:
+        """See `Worker.close`. Idempotent."""
+        if not self._killed:  # else steps that wait for its part would never end
+            with suppress(Exception):
+                self._ask("close").result()
+        for channel in self._channels:
+            channel.close()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(END_S)
+
+
+# --- in the process ---
+
+
+class _Served:
+    """The worker, made by the first call."""
+
+    worker: Worker
+
+    def call(self, name: str, args: Sequence[Any], options: dict[str, Any]) -> Any:
+        """What the call gives; a `Pending` is waited for elsewhere."""
+        if name == "make":
+            (make,) = args
+            self.worker = make()
+            return None
+        if name == "run":
+            step = self.worker.run(StepPlan.decode(*args))
+            return Pending(step.ready, lambda: None, step.wait)
+        return getattr(self.worker, name)(*args, **options)
+
+
+def _serve(connection: Connection, served: _Served, answer: Callable[[Pending[Any]], None]) -> None:
+    """Carry out the calls of a channel until there can be no more."""
+    with suppress(EOFError, OSError):  # our parent has closed it, or has died
+        while True:
+            try:
+                made = served.call(*connection.recv())
+            except (EOFError, OSError):
+                raise
+            except Exception as error:
+                answer(Pending(lambda: True, partial(_raise, error)))
+            else:
+                answer(made if isinstance(made, Pending) else Pending.of(made))
+    os._exit(0)  # nothing is worth tidying up, and a device may hang
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def _send(connection: Connection, made: Pending[Any]) -> None:
+    """Send what was made, or why not: `Channel._settle`."""
+    answer: tuple[Any, str, str | None]
+    try:
+        answer = made.result(), "", None
+    except ConfigError as error:
+        answer = None, str(error).removeprefix(f"{error.field}: "), error.field
+    except Exception as error:
+        log.exception("a rank fails")
+        answer = None, f"{type(error).__name__}: {error}", None
+    with suppress(OSError):  # our parent has died, of which `_serve` hears
+        connection.send(answer)
+
+
+def main() -> None:
+    """Entry point of the process: ``log level, descriptors of the channels``."""
+    level, *descriptors = map(int, sys.argv[1:])
+    faulthandler.enable()  # a library that crashes would end it without a word
+    for number in (signal.SIGINT, signal.SIGHUP):  # of a terminal; we end when our parent does
+        signal.signal(number, signal.SIG_IGN)
+    form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=level, format=form)
+    connections, served = [Connection(descriptor) for descriptor in descriptors], _Served()
+    waiting: SimpleQueue[Pending[Any]] = SimpleQueue()
+
+    def tell() -> None:
+        while True:
+            _send(connections[STEPS], waiting.get())
+
+    threading.Thread(target=tell, daemon=True).start()
+    for connection in connections[SUMS:]:
+        args = connection, served, partial(_send, connection)
+        threading.Thread(target=_serve, args=args, daemon=True).start()
+    _serve(connections[STEPS], served, waiting.put)

@@ -1,0 +1,230 @@
+"""A worker in a process of its own gives what one in ours gives; if it ends, we do not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvbaton.connectors.digest import BlockRange
+from kvbaton.engine.collectives import AbortedError
+from kvbaton.engine.config import EngineConfig
+from kvbaton.engine.executor import Executor, WorkerGroup, rank_threads
+from kvbaton.engine.model_config import load_model_config
+from kvbaton.engine.pending import Pending
+from kvbaton.engine.step import NewSequence, SequenceStep, StepPlan
+from kvbaton.engine.worker import CpuWorker, cpu_executor
+from kvbaton.engine.worker_process import STEPS, WorkerProcess
+from kvbaton.errors import ConfigError
+from kvbaton.messages.engine import SamplingParams
+from tests.support.making import making
+from tests.support.waiting import PATIENCE_S
+
+SAMPLED = SamplingParams(temperature=0.9, seed=5, max_tokens=64)
+PROMPT = tuple(range(5, 45))
+BLOCKS = (7, 3, 9, 4)
+
+
+class Started(CpuWorker):
+    """Has started when it is made."""
+
+    def start(self, num_blocks: int, blocks: torch.Tensor | None = None) -> None:
+        assert blocks is None
+        assert num_blocks == self.cache.num_blocks
+
+
+def make_worker(folder: Path) -> Any:
+    config = EngineConfig(
+        model=str(folder), device="cpu", num_blocks=32, max_model_len=128, num_threads=1
+    )
+    (worker,) = cpu_executor(config, load_model_config(folder, config.dtype)).workers
+    worker.__class__ = Started
+    return worker
+
+
+def refuse() -> Any:
+    raise ConfigError("--num-blocks", "must be 3")
+
+
+@pytest.fixture
+def start(checkpoint: Callable[..., Path]) -> Iterator[Callable[[], WorkerProcess]]:
+    """Starts processes, and ends them."""
+    make = partial(make_worker, checkpoint())
+    with making(lambda: WorkerProcess(make, "rank 1"), WorkerProcess.close) as started:
+        yield started
+
+
+def plan(handle: int, start: int, count: int, *, blocks: tuple[int, ...] = ()) -> StepPlan:
+    new = (NewSequence(handle, PROMPT, len(PROMPT), 0, SAMPLED),) if start == 0 else ()
+    return StepPlan(start, new=new, steps=(SequenceStep(handle, start, count, (blocks,), 1),))
+
+
+def steps() -> list[StepPlan]:
+    """A prompt, and ten tokens."""
+    first = plan(1, 0, len(PROMPT), blocks=BLOCKS)
+    return [first, *(plan(1, len(PROMPT) + n, 1) for n in range(10))]
+
+
+def test_steps_sums_and_digests_are_those_of_a_worker_here(
+    start: Callable[[], WorkerProcess], checkpoint: Callable[..., Path]
+) -> None:
+    """The KV of ten tokens says which ones it sampled."""
+    process, ours = start(), make_worker(checkpoint())
+    assert process.fit() == ours.fit()
+    process.start(ours.fit())
+    process.forget()
+    pending = [process.run(step) for step in steps()]
+    early = process.sums(0, BLOCKS, in_flight=True)
+    for step in steps():
+        ours.run(step).result()
+    wanted = ours.sums(0, BLOCKS).result()
+    assert np.array_equal(early.result(), wanted)
+    assert all(each.ready() for each in pending), "they were asked for before"
+    assert np.array_equal(process.sums(0, BLOCKS).result(), wanted)
+    held = [BlockRange(0, list(BLOCKS), 0, 0, len(PROMPT) + 10)]
+    (again,) = process.digest(held, keep=True).result()
+    assert np.array_equal(again, wanted)
+    process.close()
+    assert process._process.returncode == 0
+    ours.close()
+
+
+def test_what_it_raises_is_told_and_ends_nothing(start: Callable[[], WorkerProcess]) -> None:
+    process = start()
+    first, *rest = steps()
+    broken = process.run(rest[0])  # of a sequence that nobody knows
+    after = process.run(first)
+    with pytest.raises(RuntimeError, match="KeyError"):
+        broken.result()
+    after.result()
+    process.check()
+
+
+def test_a_setting_that_it_refuses_keeps_its_name() -> None:
+    process = WorkerProcess(refuse, "rank 1")
+    with pytest.raises(ConfigError, match=r"^--num-blocks: must be 3$") as found:
+        process.fit()
+    assert found.value.field == "--num-blocks"
+    process.close()
+
+
+def test_one_that_dies_is_noticed(start: Callable[[], WorkerProcess]) -> None:
+    process = start()
+    process.check()
+    os.kill(process.pid, signal.SIGSTOP)
+    asked: list[Pending[Any]] = [
+        process.run(steps()[0]),
+        process.sums(0, BLOCKS),
+        process.digest([]),
+    ]
+    os.kill(process.pid, signal.SIGKILL)
+    for each in asked:
+        with pytest.raises(RuntimeError, match="rank 1 ended with code -9"):
+            each.result()
+    with pytest.raises(RuntimeError, match="rank 1 ended"):
+        process.run(steps()[0]).result()
+    with pytest.raises(RuntimeError, match="rank 1 ended"):
+        process.check()
+
+
+def test_one_that_does_not_answer_is_given_up_and_may_answer_later(
+    start: Callable[[], WorkerProcess],
+) -> None:
+    process = start()
+    os.kill(process.pid, signal.SIGSTOP)
+    channel = process._channels[STEPS]
+    late = channel.ask("fit", patience_s=0.2)
+    assert not late.ready()
+    with pytest.raises(TimeoutError, match="fit"):
+        late.result()
+    os.kill(process.pid, signal.SIGCONT)
+    process.run(steps()[0]).result()
+    assert late.ready()
+
+
+def test_calls_of_several_threads_get_their_own_answers(
+    start: Callable[[], WorkerProcess],
+) -> None:
+    process = start()
+    for step in steps():
+        process.run(step).wait()
+    wanted = {block: process.sums(0, [block]).result() for block in BLOCKS}
+
+    def ask(block: int) -> bool:
+        return all(
+            np.array_equal(process.sums(0, [block]).result(), wanted[block]) for _ in range(50)
+        )
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(ask, BLOCKS))
+
+
+def test_it_ends_when_its_parent_is_killed(checkpoint: Callable[..., Path]) -> None:
+    text = f"""
+import time
+from functools import partial
+from pathlib import Path
+from kvbaton.engine.worker_process import WorkerProcess
+from tests.engine.test_worker_process import make_worker
+process = WorkerProcess(partial(make_worker, Path({str(checkpoint())!r})), "rank 1")
+print(process.pid, flush=True)
+time.sleep(600)
+"""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", text]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        os.kill(pid, 0)
+        parent.kill()
+    deadline = time.monotonic() + PATIENCE_S
+    while (
+        Path(f"/proc/{pid}/status").exists()
+        and "zombie" not in Path(f"/proc/{pid}/status").read_text()
+    ):
+        assert time.monotonic() < deadline, "it has outlived its parent"
+        time.sleep(0.01)
+
+
+def test_an_executor_of_two_ends_the_other_when_one_dies(
+    start: Callable[[], WorkerProcess], checkpoint: Callable[..., Path]
+) -> None:
+    aborted = threading.Event()
+    process = start()
+    made = [make_worker(checkpoint()), process]
+    executor = Executor(WorkerGroup(rank_threads(2), abort=aborted.set), lambda rank: made[rank])
+    first, second, *_ = steps()
+    (sampled,) = executor.launch(first).result().sampled
+    assert len(sampled.token_ids) == 1
+    ours, theirs = executor.sums(0, BLOCKS).result()
+    assert np.array_equal(ours, theirs)
+    executor.check()
+    assert not aborted.is_set()
+    os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="rank 1 ended with code -9"):
+        executor.launch(second).result()
+    assert aborted.is_set()
+    with pytest.raises(RuntimeError, match="rank 1 ended"):
+        executor.check()
+    executor.close()
+
+
+def test_what_was_killed_is_told_apart(start: Callable[[], WorkerProcess]) -> None:
+    process = start()
+    os.kill(process.pid, signal.SIGSTOP)
+    asked = process.run(steps()[0])
+    process.kill()
+    with pytest.raises(AbortedError):
+        asked.result()
