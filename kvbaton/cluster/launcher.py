@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -73,15 +74,15 @@ class Cluster:
     async def run(self) -> int:
         """Startup, serve, shutdown; returns the exit status."""
 
-        def on_signal() -> None:
-            if self._stop.is_set():  # the second time: no more patience
+        def on_signal(number: int) -> None:
+            if self._stop.is_set() and number == signal.SIGINT:  # Ctrl-C again: no more patience
                 for child in self._children():
                     child.kill()
             self._stop.set()
 
         loop = asyncio.get_running_loop()
         for number in STOP_SIGNALS:
-            loop.add_signal_handler(number, on_signal)
+            loop.add_signal_handler(number, on_signal, number)
         living = asyncio.create_task(self._live())
         stopped = asyncio.create_task(self._stop.wait())
         try:

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures.thread import _threads_queues
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
+from multiprocessing.util import Finalize
 from types import ModuleType
 from typing import TYPE_CHECKING, Self
 
@@ -106,6 +107,8 @@ def core_main(
         log_level: of the log on standard error.
     """
     begin_child()
+    # systemd and Slurm tell all processes of a node at once; we end when our parent says so.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.enable()  # a library that crashes would end it without a word
     sys.setswitchinterval(GIL_SWITCH_S)
     form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -191,6 +194,7 @@ class EngineProcess(EngineClient):
 
     last_words_s = LAST_WORDS_S
     _process: multiprocessing.process.BaseProcess
+    _at_exit: Finalize
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,6 +242,8 @@ class EngineProcess(EngineClient):
             name=f"kvbaton-core-{node.node}",
             daemon=True,
         )
+        # An interpreter that ends sends its children SIGTERM, and waits for them without end.
+        client._at_exit = Finalize(None, client._process.kill, exitpriority=0)
         try:
             with _no_main_module():
                 client._process.start()
@@ -299,6 +305,7 @@ class EngineProcess(EngineClient):
         if self._closing:
             return
         self._closing = True
+        self._at_exit.cancel()
         if self._process.pid is not None:
             # Told by its sentinel: of two threads that join a process one may take it for alive.
             if self.dead is None and self._socket is not None:

@@ -272,7 +272,7 @@ def main() -> None:
     """Entry point of the process: ``log level, descriptors of the channels``."""
     level, *descriptors = map(int, sys.argv[1:])
     faulthandler.enable()  # a library that crashes would end it without a word
-    for number in (signal.SIGINT, signal.SIGHUP):  # of a terminal; we end when our parent does
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):  # we end when our parent does
         signal.signal(number, signal.SIG_IGN)
     form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(level=level, format=form)

@@ -160,22 +160,25 @@ def freeze_startup() -> None:
 
 
 def stop_requested() -> asyncio.Event:
-    """Set by one of `STOP_SIGNALS`; a second one ends the process at once."""
+    """Set by one of `STOP_SIGNALS`; a Ctrl-C after that ends the process at once.
+
+    A second SIGTERM does not: systemd and Slurm tell a whole group, and so does its leader then.
+    """
     stop = asyncio.Event()
 
-    def on_signal() -> None:
-        if stop.is_set():
+    def on_signal(number: int) -> None:
+        if stop.is_set() and number == signal.SIGINT:
             logger.warning("told to stop twice: not waiting for requests")
             os._exit(TOLD_TWICE)
         stop.set()
 
     for number in STOP_SIGNALS:
-        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+        asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
     return stop
 
 
 def end_when_told_again() -> None:
-    """Have another signal end the process at once, without the loop, which is about to close.
+    """As `stop_requested` after the first signal, without the loop, which is about to close.
 
     The loop's own handlers would write to its pipe, which it closes before it removes them: a
     traceback, and no more.
@@ -186,7 +189,7 @@ def end_when_told_again() -> None:
 
     for number in STOP_SIGNALS:
         if asyncio.get_running_loop().remove_signal_handler(number):
-            signal.signal(number, end)
+            signal.signal(number, end if number == signal.SIGINT else signal.SIG_IGN)
 
 
 @web.middleware
