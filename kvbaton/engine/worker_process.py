@@ -32,6 +32,7 @@ from kvbaton.connectors.digest import BlockRange, Sums
 from kvbaton.engine.collectives import AbortedError
 from kvbaton.engine.executor import Worker
 from kvbaton.engine.pending import Pending
+from kvbaton.engine.process import die_with_parent
 from kvbaton.engine.step import StepPlan, StepResult
 from kvbaton.errors import ConfigError
 
@@ -127,6 +128,8 @@ class Channel:
 class WorkerProcess(Worker):
     """`Worker` whose work another process does; the results of its steps are not fetched.
 
+    The process dies with the thread that makes this.
+
     Args:
         make: makes the worker, in the process; goes there by pickle.
         name: for messages.
@@ -138,7 +141,7 @@ class WorkerProcess(Worker):
         descriptors = [theirs.fileno() for _, theirs in pairs]
         level = logging.getLogger().getEffectiveLevel()
         self._process = subprocess.Popen(
-            [sys.executable, "-c", COMMAND, *map(str, (level, *descriptors))],
+            [sys.executable, "-c", COMMAND, *map(str, (os.getpid(), level, *descriptors))],
             stdin=subprocess.DEVNULL,
             pass_fds=descriptors,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)},
@@ -237,7 +240,7 @@ class _Served:
 
 def _serve(connection: Connection, served: _Served, answer: Callable[[Pending[Any]], None]) -> None:
     """Carry out the calls of a channel until there can be no more."""
-    with suppress(EOFError, OSError):  # our parent has closed it, or has died
+    with suppress(EOFError, OSError):  # our parent has closed it
         while True:
             try:
                 made = served.call(*connection.recv())
@@ -269,8 +272,9 @@ def _send(connection: Connection, made: Pending[Any]) -> None:
 
 
 def main() -> None:
-    """Entry point of the process: ``log level, descriptors of the channels``."""
-    level, *descriptors = map(int, sys.argv[1:])
+    """Entry point of the process: ``parent's pid, log level, descriptors of the channels``."""
+    parent, level, *descriptors = map(int, sys.argv[1:])
+    die_with_parent(parent)  # whatever our threads wait for; see `_serve` for who closes us
     faulthandler.enable()  # a library that crashes would end it without a word
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):  # we end when our parent does
         signal.signal(number, signal.SIG_IGN)

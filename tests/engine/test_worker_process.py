@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -171,14 +172,23 @@ def test_calls_of_several_threads_get_their_own_answers(
         assert all(pool.map(ask, BLOCKS))
 
 
-def test_it_ends_when_its_parent_is_killed(checkpoint: Callable[..., Path]) -> None:
+def hold_interpreter() -> Any:
+    """As a launch does whose queue is full: none of its threads hears anything."""
+    print("made", flush=True)
+    ctypes.PyDLL(None).sleep(600)
+
+
+def say() -> Any:
+    print("made", flush=True)
+
+
+@pytest.mark.parametrize("make", [say, hold_interpreter])
+def test_it_ends_when_its_parent_is_killed(make: Callable[[], Any]) -> None:
     text = f"""
 import time
-from functools import partial
-from pathlib import Path
 from kvbaton.engine.worker_process import WorkerProcess
-from tests.engine.test_worker_process import make_worker
-process = WorkerProcess(partial(make_worker, Path({str(checkpoint())!r})), "rank 1")
+from tests.engine.test_worker_process import {make.__name__}
+process = WorkerProcess({make.__name__}, "rank 1")
 print(process.pid, flush=True)
 time.sleep(600)
 """
@@ -187,13 +197,10 @@ time.sleep(600)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
-        os.kill(pid, 0)
+        assert parent.stdout.readline() == "made\n"
         parent.kill()
-    deadline = time.monotonic() + PATIENCE_S
-    while (
-        Path(f"/proc/{pid}/status").exists()
-        and "zombie" not in Path(f"/proc/{pid}/status").read_text()
-    ):
+    status, deadline = Path(f"/proc/{pid}/status"), time.monotonic() + PATIENCE_S
+    while status.exists() and "zombie" not in status.read_text():
         assert time.monotonic() < deadline, "it has outlived its parent"
         time.sleep(0.01)
 

@@ -49,13 +49,13 @@ def cuda_executor(
     peers = peer_memories(devices) if reachable else [None] * size
     unique_id = make_unique_id()
     collectives = NcclCollectives(0, size, unique_id, peers[0])
-    processes: list[RankProcess] = []
+    # By this thread, with which they would end, and not by the ranks' threads.
+    processes = [
+        RankProcess(settings(rank, Alone()), unique_id, peers[rank]) for rank in range(1, size)
+    ]
 
     def make(rank: int) -> Worker:
-        if rank == 0:
-            return CudaWorker(settings(0, collectives))
-        processes.append(RankProcess(settings(rank, Alone()), unique_id, peers[rank]))
-        return processes[-1]
+        return processes[rank - 1] if rank else CudaWorker(settings(0, collectives))
 
     def abort() -> None:
         for process in processes:
