@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import io
 import os
 import socket
 import sys
@@ -37,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     It is 2 for a wrong setting, 1 for an engine that does not come up, or a connector that fails.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # answers may have what its encoding lacks
+        sys.stdout.reconfigure(errors="replace")
     try:
         args = make_parser().parse_args(argv)
         run: RunCommand = args.run

@@ -336,6 +336,23 @@ def test_an_output_that_takes_nothing_is_no_traceback(words: list[str]) -> None:
     assert run("sh", "-c", 'exec "$@" >&-', "-") == ("", 0)
 
 
+def test_an_answer_that_a_terminal_can_not_show_is_shown_in_part() -> None:
+    text = """
+import argparse, sys
+from kvbaton import cli
+class Parser:
+    def parse_args(self, argv):
+        return argparse.Namespace(run=lambda args: print("pr\\u00eat \\u4f60") or 0)
+cli.make_parser = Parser
+sys.exit(cli.main())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, timeout=60, check=False,
+        env=os.environ | {"PYTHONIOENCODING": "latin-1"},
+    )  # fmt: skip
+    assert (done.stderr, done.returncode, done.stdout) == (b"", 0, b"pr\xeat ?\n")
+
+
 @pytest.mark.parametrize("error", [BrokenPipeError("of a child"), OSError(28, "of a file")])
 def test_another_error_is_not_taken_for_that_of_standard_output(
     error: OSError, monkeypatch: pytest.MonkeyPatch
