@@ -53,6 +53,10 @@ class ItlObjective(ABC):
         """Of a request that is generated on a node."""
 
     @abstractmethod
+    def met(self, decode: Decode) -> float:
+        """Of a text that one prompt surely comes beside, beside those that `own` expects."""
+
+    @abstractmethod
     def waiting(self, seconds: float, tokens: float) -> float:
         """Of a text of so many tokens that waits once for so long."""
 
@@ -90,6 +94,13 @@ class MeanItl(ItlObjective):
         return (self._missed(decode.itl_s) + between) / 2
 
     @override
+    def met(self, decode: Decode) -> float:
+        # As many texts are too short to make up for it as if lengths were exponential.
+        spare_s = (self._slo_s - decode.step_s) * self._costs.output_tokens
+        too_short = decode.full_s / spare_s if spare_s > decode.full_s else 1.0
+        return MISSED_S * too_short * (1 - decode.prefill_share)
+
+    @override
     def waiting(self, seconds: float, tokens: float) -> float:
         return self._missed(seconds / tokens)
 
@@ -123,6 +134,10 @@ class PercentileItl(ItlObjective):
     def own(self, decode: Decode) -> float:
         lengths = self._costs.output_tokens, self._costs.short_output
         return sum(self._missed(n, decode.step_s, decode, decode.backlog_s) for n in lengths) / 2
+
+    @override
+    def met(self, decode: Decode) -> float:
+        return self.coming(decode, 0.0, decode.full_s)
 
     @override
     def waiting(self, seconds: float, tokens: float) -> float:

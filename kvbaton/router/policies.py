@@ -342,7 +342,7 @@ class _Prices:
                 total += self._beside(source) + self._beside(target)
                 decode, own_s, _, _ = self._decode(target)
                 if decode.queued_s > ttft_s:  # what is left of it then comes in between
-                    own_s, missed = self._own(options.decode(costs, target, ttft_s))
+                    own_s, missed = self._own(target, options.decode(costs, target, ttft_s))
                 total += own_s + others
                 total += self._room(target, ttft_s) if late else missed
                 # Its last blocks come while the target is in a step, and then wait for the next.
@@ -371,7 +371,8 @@ class _Prices:
             expected, cost = self._prefill(node)
             decode, own, _, _ = self._decode(node)
             if decode.queued_s > expected.ttft_s:  # late ones, which come after it
-                own, missed = self._own(self._options.decode(self._costs, node, expected.ttft_s))
+                after = self._options.decode(self._costs, node, expected.ttft_s)
+                own, missed = self._own(node, after)
             if not expected.late:
                 own += missed
             cost += own + self._delay(node, decode.sequences, decode.slower_s, expected.work_s)
@@ -425,7 +426,7 @@ class _Prices:
         if found is None:
             decode = self._options.decode(self._costs, node, math.inf)
             anyway = self._itl.there(decode) if self._itl is not None else 0.0
-            found = self._decodes[node.node_id] = decode, *self._own(decode), anyway
+            found = self._decodes[node.node_id] = decode, *self._own(node, decode), anyway
         return found
 
     def _target(self, node: NodeInfo) -> tuple[float, float, float]:
@@ -441,13 +442,17 @@ class _Prices:
             found = self._targets[node.node_id] = own + missed + others, others, missed
         return found
 
-    def _own(self, decode: Decode) -> tuple[float, float]:
+    def _own(self, node: NodeInfo, decode: Decode) -> tuple[float, float]:
         """What it costs a request to be generated for on a node: seconds, and what it misses.
 
-        The latter is nothing to one whose first token is late: it has missed its objectives.
+        The latter is nothing to one whose first token is late: it has missed its objectives. Where
+        nothing is generated prompts to come are computed first, however few came there of late.
         """
-        cost, itl = self._output_tokens * decode.itl_s, self._itl
+        cost, itl, options = self._output_tokens * decode.itl_s, self._itl, self._options
         missed = itl.own(decode) if itl is not None else 0.0
+        free = node.role == "any" and options.loads and not options.load(node).sequences
+        if itl is not None and free:
+            missed += itl.met(decode)
         if decode.room:
             return cost, missed
         if itl is not None:

@@ -390,7 +390,19 @@ def by_cost(
         later = anyway + slower_s + work_s / tokens
         return tokens * slower_s + work_s + (missed(later, slo) - missed(anyway, slo))
 
-    def generate(decode: Decode, work_s: float, is_late: bool) -> float:
+    def one_comes(decode: Decode) -> float:
+        """What a full step of prompts makes a text miss on average."""
+        if asked.itl_slo is None:
+            return 0.0
+        if asked.itl_percentile is not None:
+            step_s, tokens = decode.others_s * (1 - decode.prefill_share), costs.output_tokens
+            with_one = meets(decode, step_s, tokens, decode.full_s)
+            return with_one - meets(decode, step_s, tokens, 0.0)
+        spare_s = costs.output_tokens * (asked.itl_slo / 1e3 - decode.step_s)
+        too_short = min(1.0, decode.full_s / spare_s) if spare_s > 0 else 1.0
+        return MISSED_S * too_short * (1 - decode.prefill_share)
+
+    def generate(node: NodeInfo, decode: Decode, work_s: float, is_late: bool) -> float:
         slo, share = asked.itl_slo, decode.prefill_share
         between = decode.step_s + decode.backlog_s / costs.short_output
         if_short = share * missed(decode.step_s + decode.full_s, slo) + (1 - share) * missed(
@@ -401,6 +413,8 @@ def by_cost(
         if asked.itl_percentile is not None:
             misses = meets(decode, decode.step_s, costs.output_tokens, decode.backlog_s)
             late = MISSED_S * exceeds(output_tokens, likely(NO_ROOM_S))
+        if node.role == "any" and options.loads and not options.load(node).sequences:
+            misses += one_comes(decode)
         cost = output_tokens * decode.itl_s
         if not decode.room:
             cost, misses = cost + NO_ROOM_S, max(misses, late)
@@ -429,7 +443,7 @@ def by_cost(
         there = options.decode(costs, source, math.inf)
         late = prefill.decoding * delay(there, 0.0, prefill.work_s)
         cost += late + costs.handover(source, target) + beside(source) + beside(target)
-        cost += generate(options.decode(costs, target, prefill.ttft_s), 0.0, prefill.late)
+        cost += generate(target, options.decode(costs, target, prefill.ttft_s), 0.0, prefill.late)
         if prefill.late:
             load, each = options.load(target), NO_ROOM_S
             taken = missed(load.taken(target, TOKENS), 1e3) - missed(load.taken(target), 1e3)
@@ -445,7 +459,7 @@ def by_cost(
         prefill = options.prefill(costs, node)
         cost = prefill.ttft_s + prefill.work_s + missed(prefill.risk_s, asked.ttft_slo)
         return cost + generate(
-            options.decode(costs, node, prefill.ttft_s), prefill.work_s, prefill.late
+            node, options.decode(costs, node, prefill.ttft_s), prefill.work_s, prefill.late
         )
 
     singles = [n for n in options.singles if n.role != "prefill"] or options.singles

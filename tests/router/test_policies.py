@@ -273,6 +273,21 @@ def test_cost_spares_short_texts_that_a_prompt_would_make_miss_their_objective()
     assert route("cost", both, 8000, loads, costs=long, **slos).prefills.node_id == "a0"
 
 
+@pytest.mark.parametrize("percentile", [None, 95.0])
+def test_a_node_that_is_free_to_compute_is_kept_so_while_another_can_generate(
+    percentile: float | None,
+) -> None:
+    """After an idle spell each text was generated at another node, and met by the next prompts."""
+    members = [member(name, "any", load=H200) for name in "abcd"]
+    told: dict[str, Any] = {"ttft_slo": 1000.0, "itl_slo": 25.0, "itl_percentile": percentile}
+    generating = {"a": NodeLoad(sequences=1, tokens=1000)}
+    assert ids(route("cost", members, **told))[0] is None, "alone"  # type: ignore[index]
+    found = ids(route("cost", members, loads=generating, **told))
+    assert found is not None
+    assert found[0] is not None, "not by another node alone"
+    assert found[1] == "a"
+
+
 def test_prompts_each_of_which_would_do_no_harm_are_counted_together() -> None:
     """A node that generates is given one short prompt, but not the fifth."""
     both = [member(f"a{i}", "any", load=H200) for i in range(2)]
