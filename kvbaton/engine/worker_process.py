@@ -240,17 +240,17 @@ class _Served:
 
 def _serve(connection: Connection, served: _Served, answer: Callable[[Pending[Any]], None]) -> None:
     """Carry out the calls of a channel until there can be no more."""
-    with suppress(EOFError, OSError):  # our parent has closed it
-        while True:
-            try:
-                made = served.call(*connection.recv())
-            except (EOFError, OSError):
-                raise
-            except Exception as error:
-                answer(Pending(lambda: True, partial(_raise, error)))
-            else:
-                answer(made if isinstance(made, Pending) else Pending.of(made))
-    os._exit(0)  # nothing is worth tidying up, and a device may hang
+    while True:
+        try:
+            call = connection.recv()
+        except (EOFError, OSError):  # our parent has closed it
+            os._exit(0)  # nothing is worth tidying up, and a device may hang
+        try:
+            made = served.call(*call)
+        except Exception as error:
+            answer(Pending(lambda: True, partial(_raise, error)))
+        else:
+            answer(made if isinstance(made, Pending) else Pending.of(made))
 
 
 def _raise(error: Exception) -> None:
@@ -258,7 +258,7 @@ def _raise(error: Exception) -> None:
 
 
 def _send(connection: Connection, made: Pending[Any]) -> None:
-    """Send what was made, or why not: `Channel._settle`."""
+    """Send what was made, or why not, as `Channel` reads it."""
     answer: tuple[Any, str, str | None]
     try:
         answer = made.result(), "", None

@@ -121,6 +121,18 @@ def test_a_setting_that_it_refuses_keeps_its_name() -> None:
     process.close()
 
 
+def lack_a_file() -> Any:
+    raise FileNotFoundError("model.safetensors")
+
+
+def test_a_file_that_it_lacks_is_not_taken_for_the_end_of_its_parent() -> None:
+    process = WorkerProcess(lack_a_file, "rank 1")
+    with pytest.raises(RuntimeError, match=r"FileNotFoundError: model\.safetensors"):
+        process.fit()
+    process.check()
+    process.close()
+
+
 def test_one_that_dies_is_noticed(start: Callable[[], WorkerProcess]) -> None:
     process = start()
     process.check()
