@@ -27,6 +27,7 @@ class Rank:
     def __init__(self, rank: int, collectives: NcclCollectives) -> None:
         self._device = torch.device("cuda", rank)
         torch.cuda.set_device(self._device)
+        collectives.connect()
         self._ways = {"NCCL": collectives.nccl_all_reduce, "ours": collectives.all_reduce}
 
     def capture(self, way: str, rows: int) -> None:

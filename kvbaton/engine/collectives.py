@@ -22,6 +22,9 @@ PATIENCE_S = 120.0
 class Collectives(Protocol):
     """What all ranks call at the same time, in the same order; a tensor given in is given away."""
 
+    def connect(self) -> None:
+        """Meet the others; before all else."""
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks, the same bits on each."""
 
@@ -31,6 +34,9 @@ class Collectives(Protocol):
 
 class Alone:
     """`Collectives` of a single rank."""
+
+    def connect(self) -> None:
+        """Nobody is there."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """As it is."""
@@ -142,6 +148,9 @@ class HostCollectives:
     def __init__(self, barrier: Barrier, rank: int) -> None:
         self._barrier, self._rank = barrier, rank
         self._number = 0
+
+    def connect(self) -> None:
+        """See `Collectives.connect`; they are."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """See `Collectives.all_reduce`."""

@@ -171,9 +171,12 @@ class WorkerProcess(Worker):
         if self._process.poll() is not None:
             raise self._gone()
 
-    def fit(self) -> int:
-        """See `Worker.fit`; raises what making the worker raised."""
+    def wait_made(self) -> None:
+        """Wait until the worker is made; raises what that raised."""
         self._made.result()
+
+    def fit(self) -> int:
+        """See `Worker.fit`."""
         blocks: int = self._ask("fit", patience_s=START_S).result()
         return blocks
 

@@ -53,9 +53,9 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     found.graphs_gone.set()
 
 
-def test_ranks_are_connected_by_the_first_call(library: Library) -> None:
+def test_calls_go_to_the_communicator(library: Library) -> None:
     collectives = NcclCollectives(1, 2, b"id" + bytes(126), None)
-    assert not library.calls
+    collectives.connect()
     for _ in range(2):
         assert collectives.all_gather(torch.zeros(3, 4)).shape == (3, 8)
     assert library.calls == ["connect 1 of 2, b'id'", *["gather 12 by 7"] * 2]
@@ -70,7 +70,7 @@ def test_an_error_is_told(library: Library) -> None:
 def test_after_an_abort_no_call_waits_for_it(library: Library) -> None:
     """NCCL comes back from it only once all graphs with its kernels are gone."""
     collectives = NcclCollectives(0, 2, bytes(128), None)
-    collectives.all_gather(torch.zeros(1, 1))
+    collectives.connect()
     collectives.abort()
     collectives.abort()
     assert library.aborting.wait(PATIENCE_S)

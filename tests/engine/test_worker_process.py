@@ -116,7 +116,7 @@ def test_what_it_raises_is_told_and_ends_nothing(start: Callable[[], WorkerProce
 def test_a_setting_that_it_refuses_keeps_its_name() -> None:
     process = WorkerProcess(refuse, "rank 1")
     with pytest.raises(ConfigError, match=r"^--num-blocks: must be 3$") as found:
-        process.fit()
+        process.wait_made()
     assert found.value.field == "--num-blocks"
     process.close()
 
@@ -128,7 +128,7 @@ def lack_a_file() -> Any:
 def test_a_file_that_it_lacks_is_not_taken_for_the_end_of_its_parent() -> None:
     process = WorkerProcess(lack_a_file, "rank 1")
     with pytest.raises(RuntimeError, match=r"FileNotFoundError: model\.safetensors"):
-        process.fit()
+        process.wait_made()
     process.check()
     process.close()
 

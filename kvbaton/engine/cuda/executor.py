@@ -55,7 +55,10 @@ def cuda_executor(
     ]
 
     def make(rank: int) -> Worker:
-        return processes[rank - 1] if rank else CudaWorker(settings(0, collectives))
+        if rank == 0:
+            return CudaWorker(settings(0, collectives))
+        processes[rank - 1].wait_made()  # else the others would wait for it in `connect`
+        return processes[rank - 1]
 
     def abort() -> None:
         for process in processes:

@@ -58,8 +58,6 @@ def make_unique_id() -> bytes:
 class NcclCollectives:
     """`Collectives` of one rank, on its current stream.
 
-    NCCL connects the ranks with their first call of it, which none may capture.
-
     Args:
         rank: ours.
         size: ranks in all.
@@ -72,6 +70,12 @@ class NcclCollectives:
         self._library, self._lock = _library(), threading.Lock()
         self._handle = ctypes.c_void_p()
         self._open = True
+
+    def connect(self) -> None:
+        """See `Collectives.connect`; on the current device. Nothing ends this wait."""
+        told, made = _UniqueId.from_buffer_copy(self._unique_id), ctypes.byref(self._handle)
+        code = self._library.ncclCommInitRank(made, self._size, told, self._rank)
+        _check(self._library, code)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """See `Collectives.all_reduce`."""
@@ -95,13 +99,6 @@ class NcclCollectives:
         stream = torch.cuda.current_stream(tensor.device).cuda_stream
         with self._lock:
             self._check_open()
-            if not self._handle:
-                told = _UniqueId.from_buffer_copy(self._unique_id)
-                made = ctypes.byref(self._handle)
-                _check(
-                    self._library,
-                    self._library.ncclCommInitRank(made, self._size, told, self._rank),
-                )
             code = getattr(self._library, name)(
                 ctypes.c_void_p(tensor.data_ptr()),
                 ctypes.c_void_p(out.data_ptr()),

@@ -105,7 +105,8 @@ class CudaWorker(ModelWorker):
         self._digest_stream = _urgent_stream(settings.device)
 
     def fit(self) -> int:
-        """See `Worker.fit`."""
+        """See `Worker.fit`; when all ranks are made, so that none waits in vain."""
+        self.settings.shard.collectives.connect()
         began = time.monotonic()
         self._activations = measure_activations(self.settings, self.model)
         torch.cuda.empty_cache()
