@@ -70,7 +70,8 @@ class LateRequests:
     """Ranks those of a queue that would be late, or make more others late, behind the others.
 
     How long prompts take by what requests say is corrected by how long others took here, beside
-    what is generated: if too little were expected, all would be begun in time and end late.
+    what is generated: if too little were expected, all would be begun in time and end late. Their
+    tokens come when their steps end, which others may fill: as much as the longest step later.
     """
 
     def __init__(self) -> None:
@@ -79,11 +80,13 @@ class LateRequests:
         self._planned: tuple[float, float] | None = None
         self._begun_s = 0.0
         self._took_s = self._expected_s = 1.0
+        self._step_s = 0.0
 
     def _pace(self, now: float, left_s: float) -> float:
         """Seconds that a second of prompts has taken of late, while there was a queue."""
         if self._planned is not None:
             before, left_before_s = self._planned
+            self._step_s = max(now - before, FADE * self._step_s)
             self._took_s = FADE * self._took_s + now - before
             done_s = left_before_s + self._begun_s - left_s
             self._expected_s = FADE * self._expected_s + max(0.0, done_s)
@@ -118,7 +121,7 @@ class LateRequests:
             work_s = pace * spec.prefill_s
             heapq.heappush(rivals, (-work_s, -number, sequence))
             end += work_s
-            if end > due:
+            if end + self._step_s > due:
                 less, _, steps_back = heapq.heappop(rivals)
                 end += less
                 late[steps_back] = True

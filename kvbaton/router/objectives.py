@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
+from msgspec.structs import replace
 from typing_extensions import override
 
 from kvbaton.router.costs import CostModel
@@ -43,7 +45,12 @@ class ItlObjective(ABC):
     Args:
         slo_s: the objective.
         costs: with the lengths of texts.
+
+    Attributes:
+        spared: so likely a text that generates will meet no prompts but those that are there.
     """
+
+    spared: ClassVar[float]
 
     def __init__(self, slo_s: float, costs: CostModel) -> None:
         self._slo_s, self._costs = slo_s, costs
@@ -67,9 +74,13 @@ class ItlObjective(ABC):
     def there(self, decode: Decode, slower_s: float = 0.0, work_s: float = 0.0) -> float:
         """Of a sequence that is on a node, if steps take longer and one more prompt is computed.
 
-        It waits for that after all prompts which are there already.
+        It waits for that after all prompts which are there already. Those to come are the router's
+        to give, or to spare it: else who seems lost by those of late would get them all.
         """
-        return self._of_any(decode, slower_s, decode.queued_s + work_s)
+        others_s, wait_s = decode.others_s * (1 - decode.prefill_share), decode.queued_s + work_s
+        spared = replace(decode, prefill_share=0.0, others_s=others_s)
+        missed = self._of_any(decode, slower_s, wait_s)
+        return missed + self.spared * (self._of_any(spared, slower_s, wait_s) - missed)
 
     def coming(self, decode: Decode, slower_s: float, wait_s: float) -> float:
         """Of a sequence that comes to the node meanwhile, what it misses more than otherwise."""
@@ -84,6 +95,8 @@ class ItlObjective(ABC):
 
 class MeanItl(ItlObjective):
     """A text's mean time per token is to be within the objective."""
+
+    spared = 0.25
 
     @override
     def own(self, decode: Decode) -> float:
@@ -126,6 +139,8 @@ class PercentileItl(ItlObjective):
         costs: with the lengths of texts.
     """
 
+    spared = 0.75
+
     def __init__(self, slo_s: float, percentile: float, costs: CostModel) -> None:
         super().__init__(slo_s, costs)
         self._forgiven = 1.0 - percentile / 100
@@ -151,15 +166,15 @@ class PercentileItl(ItlObjective):
     def _missed(self, tokens: float, step_s: float, decode: Decode, wait_s: float) -> float:
         """Of a text with steps of such a time, prompts as of late, and some that surely come."""
         share, full_s, prompt_s = decode.prefill_share, decode.full_s, decode.prompt_s
-        slow = 0.0
+        slow, always = 0.0, likely(step_s, self._slo_s)
         if share:
             prompts = tokens * step_s / prompt_s * share / (1 - share)
-            slow = prompts * likely(step_s + prompt_s, self._slo_s)
+            slow = prompts * (likely(step_s + prompt_s, self._slo_s) - always)
         if wait_s:  # of several prompts in full steps
             steps = max(1.0, wait_s / full_s)
-            slow += steps * likely(step_s + wait_s / steps, self._slo_s)
+            slow += steps * (likely(step_s + wait_s / steps, self._slo_s) - always)
         stalled = self._too_many(tokens, slow)
-        return MISSED_S * (stalled + (1 - stalled) * likely(step_s, self._slo_s))
+        return MISSED_S * (stalled + (1 - stalled) * always)
 
     def _too_many(self, tokens: float, slow: float) -> float:
         """How likely more of a text's gaps are slow than may be, of which so many are expected."""

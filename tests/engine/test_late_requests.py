@@ -13,8 +13,10 @@ WORK_S = 1.0
 """Of a prompt, and so of a step: one prompt at a time runs, and generates one token."""
 
 
-def timed(name: str, number: int, ttft_s: float, work_s: float = WORK_S) -> AddRequest:
-    request = ask(name, prompt(12, number), max_tokens=1, ignore_eos=True)
+def timed(
+    name: str, number: int, ttft_s: float, work_s: float = WORK_S, tokens: int = 12
+) -> AddRequest:
+    request = ask(name, prompt(tokens, number), max_tokens=1, ignore_eos=True)
     return replace(request, ttft_s=ttft_s, prefill_s=work_s)
 
 
@@ -28,9 +30,9 @@ def serve(loop: Loop) -> dict[str, float]:
     while loop.scheduler.has_work():
         before = len(loop.outputs)
         loop.step()
-        for output in loop.outputs[before:]:
-            loop.clock.now += loop.requests[output.request_id].prefill_s
-            ends[output.request_id] = loop.clock.now
+        names = [output.request_id for output in loop.outputs[before:]]
+        loop.clock.now += sum(loop.requests[name].prefill_s for name in names)
+        ends.update(dict.fromkeys(names, loop.clock.now))
     return ends
 
 
@@ -57,6 +59,22 @@ def test_the_longest_steps_back_for_the_others() -> None:
     ends = serve(loop)
     assert list(ends) == ["first", "short-0", "short-1", "short-2", "long"]
     assert sum(end > begin + 5.0 for end in ends.values()) == 1
+
+
+def test_a_token_that_comes_when_others_of_its_step_are_computed_is_not_expected_before() -> None:
+    loop = Loop(max_num_batched_tokens=36, depth=1)
+    begin = loop.clock.now
+    for i in range(3):
+        loop.add(timed(f"first-{i}", i, 8.5))
+    loop.add(timed("long", 3, 8.5, 3.0, tokens=36))
+    for i in range(2):  # alone they would end after 8 s, the long one before them
+        loop.add(timed(f"short-{i}", 4 + i, 8.5))
+    loop.step()
+    loop.clock.now += 3 * WORK_S
+    loop.add(timed("later", 6, 8.5))  # makes that 9
+    ends = serve(loop)
+    assert list(ends) == ["short-0", "short-1", "later", "long"]
+    assert [name for name, end in ends.items() if end > begin + 8.5] == ["long"]
 
 
 def test_nobody_steps_back_for_another_tenant_or_a_worse_priority() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvbaton.messages.nodes import WIRE_COSTS, NodeInfo
 from kvbaton.router.choose import Wanted, choose, holders_of
@@ -21,7 +22,7 @@ from kvbaton.router.config import RoutingPolicy
 from kvbaton.router.costs import BESIDE_HANDOVER, GUESSED_WIRE, CostModel
 from kvbaton.router.loads import NodeLoad, NodeLoads
 from kvbaton.router.membership import Member, ReadyNodes
-from kvbaton.router.objectives import CERTAINTY, MISJUDGED, MISSED_S
+from kvbaton.router.objectives import CERTAINTY, MISJUDGED, MISSED_S, MeanItl, PercentileItl
 from kvbaton.router.policies import (
     NO_ROOM_S,
     SATURATED_SEQUENCES,
@@ -372,23 +373,30 @@ def by_cost(
     def meets(node: Decode, step_s: float, tokens: float, waits_s: float) -> float:
         """What it costs that a percentile of a text's gaps may be too long."""
         met = tokens * step_s / node.prompt_s * node.prefill_share / (1 - node.prefill_share)
-        slow = met * likely(step_s + node.prompt_s)
+        always = likely(step_s)
+        slow = met * (likely(step_s + node.prompt_s) - always)
         if waits_s:
             steps = max(1.0, waits_s / node.full_s)
-            slow += steps * likely(step_s + waits_s / steps)
+            slow += steps * (likely(step_s + waits_s / steps) - always)
         stalls = exceeds(tokens, slow)
-        return MISSED_S * (stalls + (1 - stalls) * likely(step_s))
+        return MISSED_S * (stalls + (1 - stalls) * always)
 
     def delay(there: Decode, slower_s: float, work_s: float) -> float:
+        others_s = there.others_s * (1 - there.prefill_share)
+        spared = replace(there, prefill_share=0.0, others_s=others_s)
+        likely_so = (MeanItl if asked.itl_percentile is None else PercentileItl).spared
+        more = (1 - likely_so) * misses_more(there, slower_s, work_s)
+        more += likely_so * misses_more(spared, slower_s, work_s)
+        return costs.output_tokens * slower_s + work_s + more
+
+    def misses_more(there: Decode, slower_s: float, work_s: float) -> float:
         tokens, slo = costs.output_tokens, asked.itl_slo
         if asked.itl_percentile is not None:
             step_s = there.others_s * (1 - there.prefill_share)
             now = meets(there, step_s, tokens, there.queued_s)
-            then = meets(there, step_s + slower_s, tokens, there.queued_s + work_s)
-            return tokens * slower_s + work_s + (then - now)
+            return meets(there, step_s + slower_s, tokens, there.queued_s + work_s) - now
         anyway = there.others_s + there.queued_s / tokens
-        later = anyway + slower_s + work_s / tokens
-        return tokens * slower_s + work_s + (missed(later, slo) - missed(anyway, slo))
+        return missed(anyway + slower_s + work_s / tokens, slo) - missed(anyway, slo)
 
     def one_comes(decode: Decode) -> float:
         """What a full step of prompts makes a text miss on average."""

@@ -348,7 +348,7 @@ def beside_prompts(tokens: int, percentile: float | None, *, per_s: float) -> st
 
 def test_a_percentile_of_the_times_between_tokens_forgives_some_prompts_and_no_more() -> None:
     assert beside_prompts(1000, 95.0, per_s=0.5) == "a0", "3 of 1,000 gaps are long, 50 may be"
-    assert beside_prompts(1000, 99.5, per_s=0.5) == "a1", "5 may be"
+    assert beside_prompts(1000, 99.6, per_s=0.5) == "a1", "4 may be"
     assert beside_prompts(10, 95.0, per_s=0.1) == "a1", "of a short text not even one"
     assert beside_prompts(10, 60.0, per_s=0.1) == "a0", "four of ten"
     assert beside_prompts(1000, None, per_s=0.5) == "a0", "the mean"
