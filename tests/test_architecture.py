@@ -15,6 +15,7 @@ PACKAGE = Path(kvbaton.__file__).parent
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "signals": set(),
     "version": set(),
     "types": set(),
     "config": {"errors"},
@@ -23,9 +24,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
     "connectors": {"errors", "types", "messages"},
     "testing": {"errors", "types", "messages", "connectors"},
-    "engine": {"errors", "types", "messages", "image_file", "connectors", "kernels"},
+    "engine": {"errors", "signals", "types", "messages", "image_file", "connectors", "kernels"},
     "text": {"errors", "types", "messages", "image_file"},
-    "server": {"version", "errors", "types", "config", "messages", "text", "engine", "connectors"},
+    "server": {
+        *("version", "errors", "signals", "types", "config"),
+        *("messages", "text", "engine", "connectors"),
+    },
     "decode": {"errors", "types", "messages", "connectors", "engine", "server"},
     "prefill": {"errors", "types", "messages", "connectors", "engine", "server"},
     "roles": {"messages", "connectors", "engine", "server", "prefill", "decode"},

@@ -15,9 +15,9 @@ import msgspec
 
 from kvbaton.cluster.config import ClusterConfig
 from kvbaton.cluster.placement import Child, LocalPlacement, NodeProcess, Placement, StartError
-from kvbaton.engine.process import STOP_SIGNALS
 from kvbaton.messages.nodes import NodesView
 from kvbaton.server.network import bearer, bind, registration_token, url_of
+from kvbaton.signals import STOP_SIGNALS
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from kvbaton.cluster.config import ClusterConfig, shares, visible_gpus
 from kvbaton.connectors.address import is_loopback, is_wildcard
-from kvbaton.engine.process import die_with_parent
+from kvbaton.signals import die_with_parent
 
 TAIL_LINES = 30
 SHOWN_LINES = 20

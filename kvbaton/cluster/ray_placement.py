@@ -25,8 +25,8 @@ from typing_extensions import override
 from kvbaton.cluster.config import ClusterConfig
 from kvbaton.cluster.placement import Child, NodeProcess, Placement, StartError
 from kvbaton.connectors.address import is_loopback
-from kvbaton.engine.process import die_with_parent
 from kvbaton.errors import ConfigError
+from kvbaton.signals import die_with_parent
 
 LINES_AHEAD = 1000
 """Lines that an actor keeps for us; then the node waits, as on any full pipe."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import faulthandler
 import gc
 import logging
@@ -30,6 +29,7 @@ from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.frontends import EngineEndpoints, FrontendServer
 from kvbaton.errors import ConfigError, EngineDeadError
 from kvbaton.messages.engine import Dead, Ready, Shutdown
+from kvbaton.signals import begin_child
 from kvbaton.types import NodeId, clip_text
 
 if TYPE_CHECKING:
@@ -37,46 +37,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PR_SET_PDEATHSIG = 1
 START_TIMEOUT_S = 600.0
 GIL_SWITCH_S = 0.0005
 """Python's own 5 ms are a whole step: so long would the core's thread, back from a step, wait for
 the interpreter while another one computes (bursts of 8 ms: p95 of the wait 5.2 ms, and 0.7 with
 this; a decode node's transfer thread takes in a prompt of 2,000 tokens in bursts of 1.5 ms)."""
-STOP_SIGNALS = [signal.SIGINT, signal.SIGTERM]
-"""They end a process in good order, and so does its terminal's end, unless it runs by `nohup`."""
-if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-    STOP_SIGNALS.append(signal.SIGHUP)
 MAX_FOLDER = 70
 """Bytes of a path to which `socket_folder` adds: the address of a Unix socket has 107."""
 LAST_WORDS_S = 1.0
 """A child that dies tells why: a lost connection to it ends its requests only after this."""
 
 _reports = msgspec.msgpack.Decoder(Ready | Dead)
-
-
-def die_with_parent(parent: int) -> None:
-    """Ask Linux to kill this process when its parent dies (prctl(2), PR_SET_PDEATHSIG).
-
-    Args:
-        parent: its process id. If it has died already, this process ends now.
-    """
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def begin_child() -> None:
-    """What a child that multiprocessing made does first: die with its parent, but not sooner.
-
-    The signals of a terminal come to children, too; they end when their parent tells them to.
-    """
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "no child of multiprocessing"
-    assert parent.pid is not None, "a parent has started"
-    die_with_parent(parent.pid)
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
 
 
 def socket_folder() -> str:

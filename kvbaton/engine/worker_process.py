@@ -32,9 +32,9 @@ from kvbaton.connectors.digest import BlockRange, Sums
 from kvbaton.engine.collectives import AbortedError
 from kvbaton.engine.executor import Worker
 from kvbaton.engine.pending import Pending
-from kvbaton.engine.process import die_with_parent
 from kvbaton.engine.step import StepPlan, StepResult
 from kvbaton.errors import ConfigError
+from kvbaton.signals import die_with_parent
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,6 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 from typing_extensions import override
 
-from kvbaton.engine.process import STOP_SIGNALS
 from kvbaton.engine.validate import INT32, check_ids
 from kvbaton.errors import RequestError
 from kvbaton.messages import openai
@@ -41,6 +40,7 @@ from kvbaton.server.openapi import contract, openapi
 from kvbaton.server.responses import not_stored, responses
 from kvbaton.server.tracing import ARRIVED, CLIENT_CLOSED_REQUEST
 from kvbaton.server.validation import check_model, encode
+from kvbaton.signals import STOP_SIGNALS
 from kvbaton.version import __version__
 
 logger = logging.getLogger(__name__)

@@ -29,13 +29,14 @@ from aiohttp.typedefs import Handler
 from prometheus_client import CollectorRegistry, generate_latest
 
 from kvbaton.config import LOG_FORMAT
-from kvbaton.engine.process import begin_child, socket_folder
+from kvbaton.engine.process import socket_folder
 from kvbaton.errors import ConfigError, RequestError
 from kvbaton.server.app import freeze_startup, serve_on
 from kvbaton.server.auth import PEER
 from kvbaton.server.config import EndpointConfig
 from kvbaton.server.metrics import MergedMetrics
 from kvbaton.server.sse import EVENTS, send_events
+from kvbaton.signals import begin_child
 from kvbaton.types import Count
 
 logger = logging.getLogger(__name__)

@@ -366,7 +366,7 @@ def test_another_error_is_not_taken_for_that_of_standard_output(
 
 
 def test_a_child_whose_parent_died_before_it_asked_ends_at_once() -> None:
-    ask = f"from kvbaton.engine.process import die_with_parent; die_with_parent({os.getpid()} + %d)"
+    ask = f"from kvbaton.signals import die_with_parent; die_with_parent({os.getpid()} + %d)"
     ends = [
         subprocess.run([sys.executable, "-c", ask % more], timeout=60, check=False).returncode
         for more in (0, 1)
@@ -376,7 +376,7 @@ def test_a_child_whose_parent_died_before_it_asked_ends_at_once() -> None:
 
 CHILD = """
 import multiprocessing, os, time
-from kvbaton.engine.process import begin_child
+from kvbaton.signals import begin_child
 
 def work():
     begin_child()

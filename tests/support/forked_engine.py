@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib
 import os
 
-from kvbaton.engine import process
+from kvbaton import signals
 from tests.support.forked_command import IMPORTS
 
 for _module in IMPORTS:
     importlib.import_module(_module)
-_die_with_parent = process.die_with_parent
+_die_with_parent = signals.die_with_parent
 # The parent of the core is the fork server, which ends with the tests.
-process.die_with_parent = lambda parent: _die_with_parent(os.getppid())
+signals.die_with_parent = lambda parent: _die_with_parent(os.getppid())
