@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from pkgutil import resolve_name
@@ -39,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     It is 2 for a wrong setting, 1 for an engine that does not come up, or a connector that fails.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):  # answers may have what its encoding lacks
-        sys.stdout.reconfigure(errors="replace")
+        with suppress(OSError):  # it began as a file, and its descriptor is a pipe's now
+            sys.stdout.reconfigure(errors="replace")
     try:
         args = make_parser().parse_args(argv)
         run: RunCommand = args.run
