@@ -77,9 +77,12 @@ class ItlObjective(ABC):
         It waits for that after all prompts which are there already. Those to come are the router's
         to give, or to spare it: else who seems lost by those of late would get them all.
         """
-        others_s, wait_s = decode.others_s * (1 - decode.prefill_share), decode.queued_s + work_s
-        spared = replace(decode, prefill_share=0.0, others_s=others_s)
+        wait_s = decode.queued_s + work_s
         missed = self._of_any(decode, slower_s, wait_s)
+        if not decode.prefill_share:
+            return missed
+        others_s = decode.others_s * (1 - decode.prefill_share)
+        spared = replace(decode, prefill_share=0.0, others_s=others_s)
         return missed + self.spared * (self._of_any(spared, slower_s, wait_s) - missed)
 
     def coming(self, decode: Decode, slower_s: float, wait_s: float) -> float:

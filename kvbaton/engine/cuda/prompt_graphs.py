@@ -5,8 +5,8 @@ to one of a few; its attention depends on every sequence. So what lies between t
 graph (vLLM calls it piecewise), and attention is launched as it is; but for a few prompts, with or
 without others that decode, and for a longer one alone, whose attention has a launch that suits all,
 and is within one graph with the rest. The host is quick then, which counts where the device is,
-too: for few tokens, and for ranks. Launching the attention of
-32 layers takes it 6 to 11 ms, for which the tokens of the step before wait as well.
+too: for few tokens, and for ranks. Launching the attention of 32 layers takes it 6 to 11 ms, for
+which the tokens of the step before wait as well.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A worker on a CUDA device, and the executor of one or several.
+"""A worker on a CUDA device of this process.
 
 Steps run in order on a device's default stream. Sums are read and digests computed on streams of
 their own, beside the steps: the blocks they are about are final when they are asked for, or, of
@@ -31,6 +31,7 @@ from kvbaton.engine.sampler import Logprobs
 from kvbaton.engine.step import StepPlan, StepResult
 from kvbaton.engine.upload import fetch
 from kvbaton.engine.worker import ModelWorker, WorkerSettings, pool_blocks
+from kvbaton.engine.worker_process import PATIENCE_S
 
 log = logging.getLogger(__name__)
 
@@ -38,9 +39,6 @@ T = TypeVar("T")
 
 LOOK_S = 20e-6
 """Pause between two looks at a step of several ranks."""
-
-PATIENCE_S = 60.0
-"""For one step of several ranks: far beyond any, but not for ever if a device does not come."""
 
 
 def timed_event() -> torch.cuda.Event:
