@@ -17,7 +17,6 @@ from kvbaton.engine.collectives import AbortedError, Barrier, HostCollectives
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.executor import WorkerGroup, rank_threads
 from kvbaton.engine.model_config import load_model_config
-from kvbaton.engine.models import llama
 from kvbaton.engine.step import NewSequence, SequenceStep, StepPlan
 from kvbaton.engine.worker import CpuWorker
 from kvbaton.errors import ConfigError
@@ -119,28 +118,6 @@ def test_greedy_tokens_are_those_of_one_rank(
         experts = worker.model.layers[1].mlp.experts
         assert experts.first == 4 * rank
         assert len(experts.gate_up_proj) == len(experts.down_proj) == 4
-
-
-@pytest.mark.parametrize("name", ["llama-biases", "gpt-oss", "qwen3-moe"])
-def test_a_step_in_two_parts_gives_what_one_gives(
-    name: str, checkpoint: Checkpoint, served: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = checkpoint(**MODELS[name])
-    requests = [(PROMPTS[3], GREEDY), (PROMPTS[0], GREEDY), (PROMPTS[2], GREEDY)]
-    expected = tokens(served(folder, 1, max_num_batched_tokens=300).run(requests))
-    monkeypatch.setattr(llama, "PARTS_TOKENS", 2)
-    monkeypatch.setattr(llama, "PART_ROWS", 1)
-    sizes: list[int] = []
-    compute = llama.DecoderLayer.forward_in_parts
-
-    def count(layer: Any, deltas: Any, streams: Any, *rest: Any) -> Any:
-        sizes.extend(map(len, streams))
-        return compute(layer, deltas, streams, *rest)
-
-    monkeypatch.setattr(llama.DecoderLayer, "forward_in_parts", count)
-    found = served(folder, 2, max_num_batched_tokens=300).run(requests)
-    assert tokens(found) == expected
-    assert 0 < min(sizes) < max(sizes)  # some halves are uneven
 
 
 def test_sampling_choices_and_preemption_are_those_of_one_rank(

@@ -95,31 +95,6 @@ def test_requests_give_the_tokens_of_one_gpu(checkpoint: Checkpoint) -> None:
     assert found[1] == found[0]
 
 
-@pytest.mark.parametrize("name", ["llama-biases", "qwen3-moe"])
-def test_a_step_in_two_parts_gives_what_one_gives(name: str, checkpoint: Checkpoint) -> None:
-    """Of 1,910 tokens in a graph, if there is one, of 2,334 without."""
-    rng = np.random.default_rng(5)
-    steps = [
-        [(random_tokens(rng, count), GREEDY) for count in counts]
-        for counts in ((950, 960), (1100, 1234))
-    ]
-    found = []
-    for size in (1, 2):
-        settings = {"device": "cuda", "max_num_seqs": 8, "num_blocks": 400, "max_model_len": 2048}
-        engine = Served(
-            checkpoint(**MODELS[name]),
-            size,
-            **settings,
-            dtype="float32",
-            max_num_batched_tokens=4096,
-        )
-        try:
-            found.append([tokens(engine.run(requests)) for requests in steps])
-        finally:
-            engine.executor.close()
-    assert found[1] == found[0]
-
-
 def test_kept_sums_are_those_of_the_bytes(checkpoint: Checkpoint, drive: Any) -> None:
     driver = drive(checkpoint(**MODELS["llama"]), dtype="bfloat16", **TWO)
     handle = driver.add(random_tokens(np.random.default_rng(4), 200))

@@ -179,8 +179,11 @@ class RowLinear(WeightedModule):
         With `gated` of [tokens, 2 * columns], gate and up, whose silu(gate) * up is the input.
         """
         product = self.method.gated_product if gated else self.method.product
-        bias = self.bias if self.shard.rank == 0 else None
-        return self.shard.collectives.all_reduce(product(x, self.weight, self.scales, bias))
+        if self.shard.size == 1:
+            return product(x, self.weight, self.scales, self.bias)
+        part = product(x, self.weight, self.scales, None)
+        total = self.shard.collectives.all_reduce(part)
+        return total if self.bias is None else total + self.bias
 
     def pieces(self) -> Iterator[Piece]:
         """Weight, and bias if there is one."""
@@ -503,19 +506,15 @@ class SelfAttention(WeightedModule):
 
     def forward(self, hidden: Tensor, rotary: Rotary, attention: AttentionContext) -> Tensor:
         """[tokens, hidden] to [tokens, hidden]; writes this layer's K and V into the cache."""
-        return self.o_proj(self.attend(self.qkv_proj(hidden), rotary, attention))  # type: ignore[no-any-return]
-
-    def attend(self, projected: Tensor, rotary: Rotary, attention: AttentionContext) -> Tensor:
-        """What `qkv_proj` made of all tokens to what their heads attended to, [tokens, columns]."""
-        by_head = projected.view(len(projected), -1, self.head_dim)
-        sizes = [self.heads, self.kv_heads, self.kv_heads]
-        query, key, value = torch.split(by_head, sizes, dim=1)
+        projected = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
+        query, key, value = projected.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
             eps, offset = self.q_norm.eps, self.q_norm.offset
             norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, eps, offset)
         heads = Heads(query, key, value, self.scale, self.sinks, norms)
-        return attention.attend(self.layer, heads, rotary).flatten(1)
+        out = attention.attend(self.layer, heads, rotary)
+        return self.o_proj(out.flatten(1))  # type: ignore[no-any-return]
 
     def pieces(self) -> Iterator[Piece]:
         """Its sinks, if there are any."""

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from kvbaton.engine.collectives import Collectives, Shard
+from kvbaton.engine.collectives import Shard
 from kvbaton.engine.model_config import ModelConfig
 from kvbaton.engine.models.layers import (
     AttentionContext,
@@ -26,14 +24,6 @@ from kvbaton.engine.models.layers import (
     SelfAttention,
 )
 from kvbaton.engine.models.moe import MoE
-from kvbaton.kernels.jit import cdiv
-
-PARTS_TOKENS = 2048
-"""From so many on, ranks compute a step in two parts: what is summed takes longer than launching
-the other part's products."""
-
-PART_ROWS = 128
-"""Of the first part a multiple: as many rows as a tile of most products."""
 
 
 @dataclass(frozen=True)
@@ -93,38 +83,9 @@ class DecoderLayer(nn.Module):
 
         What is returned is added by the next norm, in one pass with it; None if all is added.
         """
-        attended = self.self_attn(self._normed(delta, stream), inputs[self.kind], attention)
+        normed = self.input_norm(stream) if delta is None else self.input_norm(delta, stream)
+        attended = self.self_attn(normed, inputs[self.kind], attention)
         return self.mlp(self.post_norm(attended, stream))  # type: ignore[no-any-return]
-
-    def forward_in_parts(
-        self,
-        deltas: Sequence[Callable[[], Tensor] | None],
-        streams: Sequence[Tensor],
-        inputs: Sequence[Any],
-        attention: AttentionContext,
-        collectives: Collectives,
-    ) -> Sequence[Callable[[], Tensor]]:
-        """As `forward`, on parts of the tokens: one's sums run beside the other's products.
-
-        Rows meet in attention alone. (DeepSeek-V3 computes two batches in turn to the same end:
-        arXiv 2412.19437, section 3.4.)
-        """
-        own, later = cast(SelfAttention, self.self_attn), collectives.later
-        projected = [
-            own.qkv_proj(self._normed(delta and delta(), stream))
-            for delta, stream in zip(deltas, streams, strict=True)
-        ]
-        attended = own.attend(torch.cat(projected), inputs[self.kind], attention)
-        parts = torch.split(attended, [len(stream) for stream in streams])
-        added = [later(partial(own.o_proj, part)) for part in parts]
-        return [
-            later(partial(self.mlp, self.post_norm(part(), stream)))
-            for part, stream in zip(added, streams, strict=True)
-        ]
-
-    def _normed(self, delta: Tensor | None, stream: Tensor) -> Tensor:
-        norm = self.input_norm
-        return norm(stream) if delta is None else norm(delta, stream)  # type: ignore[no-any-return]
 
 
 class LlamaForCausalLM(nn.Module):
@@ -170,34 +131,12 @@ class LlamaForCausalLM(nn.Module):
             stream.index_copy_(0, encoded.at, encoded.rows[:, 0])
             deep = encoded.rows.unbind(1)[1:]
         inputs = self.layer_inputs(token_ids, positions, stream)
-        if encoded is None and len(stream) >= PARTS_TOKENS and self._can_part():
-            return self._forward_in_parts(stream, inputs, attention)
         delta = None
         for number, layer in enumerate(self.layers):
             delta = layer(delta, stream, inputs, attention)
             if encoded is not None and number < len(deep):
                 stream.index_add_(0, encoded.at, deep[number])
         return self.norm(stream) if delta is None else self.norm(delta, stream)  # type: ignore[no-any-return]
-
-    def _can_part(self) -> bool:
-        layer = self.layer_class
-        return (
-            self.shard.size > 1
-            and layer.forward is DecoderLayer.forward
-            and getattr(layer, "attention_class", None) is SelfAttention
-        )
-
-    def _forward_in_parts(
-        self, stream: Tensor, inputs: Sequence[Any], attention: AttentionContext
-    ) -> Tensor:
-        first = cdiv(len(stream), 2 * PART_ROWS) * PART_ROWS
-        streams, sums = (stream[:first], stream[first:]), self.shard.collectives
-        deltas: Sequence[Callable[[], Tensor] | None] = [None, None]
-        for layer in self.layers:
-            own = cast(DecoderLayer, layer)
-            deltas = own.forward_in_parts(deltas, streams, inputs, attention, sums)
-        parts = zip(deltas, streams, strict=True)
-        return torch.cat([self.norm(delta(), part) for delta, part in parts if delta])
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[tokens] to the stream before all layers, [tokens, hidden_size]."""
