@@ -179,11 +179,8 @@ class RowLinear(WeightedModule):
         With `gated` of [tokens, 2 * columns], gate and up, whose silu(gate) * up is the input.
         """
         product = self.method.gated_product if gated else self.method.product
-        if self.shard.size == 1:
-            return product(x, self.weight, self.scales, self.bias)
-        part = product(x, self.weight, self.scales, None)
-        total = self.shard.collectives.all_reduce(part)
-        return total if self.bias is None else total + self.bias
+        bias = self.bias if self.shard.rank == 0 else None
+        return self.shard.collectives.all_reduce(product(x, self.weight, self.scales, bias))
 
     def pieces(self) -> Iterator[Piece]:
         """Weight, and bias if there is one."""
