@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
-from kvbaton.engine.collectives import Shard
+from kvbaton.engine.collectives import Collectives, Shard
 from kvbaton.engine.model_config import ModelConfig
 from kvbaton.engine.models.layers import (
     AttentionContext,
@@ -24,6 +26,19 @@ from kvbaton.engine.models.layers import (
     SelfAttention,
 )
 from kvbaton.engine.models.moe import MoE
+from kvbaton.kernels.jit import cdiv
+
+PARTS_RANKS = 3
+"""From so many ranks on steps are computed in parts. Sums of two take a seventh of a step, and what
+holds that up is the power which the devices may draw."""
+
+PART_TOKENS = 1024
+"""In a part at least; with fewer, products take as long for less."""
+
+MOST_PARTS = 4
+
+PART_ROWS = 128
+"""Of a part a multiple, but for the last: as many rows as a tile of most products."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +98,38 @@ class DecoderLayer(nn.Module):
 
         What is returned is added by the next norm, in one pass with it; None if all is added.
         """
-        normed = self.input_norm(stream) if delta is None else self.input_norm(delta, stream)
-        attended = self.self_attn(normed, inputs[self.kind], attention)
+        attended = self.self_attn(self._normed(delta, stream), inputs[self.kind], attention)
         return self.mlp(self.post_norm(attended, stream))  # type: ignore[no-any-return]
+
+    def forward_in_parts(
+        self,
+        deltas: Sequence[Callable[[], Tensor] | None],
+        streams: Sequence[Tensor],
+        inputs: Sequence[Any],
+        attention: AttentionContext,
+        collectives: Collectives,
+    ) -> Sequence[Callable[[], Tensor]]:
+        """As `forward`, on parts of the tokens: one's sums run beside the other's products.
+
+        Rows meet in attention alone. (DeepSeek-V3 computes two batches in turn to the same end:
+        arXiv 2412.19437, section 3.4.)
+        """
+        own, later = cast(SelfAttention, self.self_attn), collectives.later
+        projected = [
+            own.qkv_proj(self._normed(delta and delta(), stream))
+            for delta, stream in zip(deltas, streams, strict=True)
+        ]
+        attended = own.attend(torch.cat(projected), inputs[self.kind], attention)
+        parts = torch.split(attended, [len(stream) for stream in streams])
+        added = [later(partial(own.o_proj, part)) for part in parts]
+        return [
+            later(partial(self.mlp, self.post_norm(part(), stream)))
+            for part, stream in zip(added, streams, strict=True)
+        ]
+
+    def _normed(self, delta: Tensor | None, stream: Tensor) -> Tensor:
+        norm = self.input_norm
+        return norm(stream) if delta is None else norm(delta, stream)  # type: ignore[no-any-return]
 
 
 class LlamaForCausalLM(nn.Module):
@@ -131,12 +175,34 @@ class LlamaForCausalLM(nn.Module):
             stream.index_copy_(0, encoded.at, encoded.rows[:, 0])
             deep = encoded.rows.unbind(1)[1:]
         inputs = self.layer_inputs(token_ids, positions, stream)
+        if encoded is None and (parts := self._num_parts(len(stream))) > 1:
+            return self._forward_in_parts(parts, stream, inputs, attention)
         delta = None
         for number, layer in enumerate(self.layers):
             delta = layer(delta, stream, inputs, attention)
             if encoded is not None and number < len(deep):
                 stream.index_add_(0, encoded.at, deep[number])
         return self.norm(stream) if delta is None else self.norm(delta, stream)  # type: ignore[no-any-return]
+
+    def _num_parts(self, num_tokens: int) -> int:
+        layer = self.layer_class
+        plain = layer.forward is DecoderLayer.forward
+        plain = plain and getattr(layer, "attention_class", None) is SelfAttention
+        if not plain or self.shard.size < PARTS_RANKS:
+            return 1
+        return min(MOST_PARTS, num_tokens // PART_TOKENS)
+
+    def _forward_in_parts(
+        self, count: int, stream: Tensor, inputs: Sequence[Any], attention: AttentionContext
+    ) -> Tensor:
+        rows = cdiv(len(stream), count * PART_ROWS) * PART_ROWS
+        streams, sums = torch.split(stream, rows), self.shard.collectives
+        deltas: Sequence[Callable[[], Tensor] | None] = [None] * len(streams)
+        for layer in self.layers:
+            own = cast(DecoderLayer, layer)
+            deltas = own.forward_in_parts(deltas, streams, inputs, attention, sums)
+        parts = zip(deltas, streams, strict=True)
+        return torch.cat([self.norm(delta(), part) for delta, part in parts if delta])
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[tokens] to the stream before all layers, [tokens, hidden_size]."""
