@@ -29,16 +29,14 @@ from kvbaton.engine.models.moe import MoE
 from kvbaton.kernels.jit import cdiv
 
 PARTS_RANKS = 3
-"""From so many ranks on steps are computed in parts. Sums of two take a seventh of a step, and what
-holds that up is the power which the devices may draw."""
+"""From so many ranks on long steps are computed in two parts. Sums of two ranks take a seventh of a
+step, and what holds that up is the power which the devices may draw."""
 
-PART_TOKENS = 1024
-"""In a part at least; with fewer, products take as long for less."""
-
-MOST_PARTS = 4
+PARTS_TOKENS = 2048
+"""What is a long step; of fewer tokens a half takes products almost as long as the whole."""
 
 PART_ROWS = 128
-"""Of a part a multiple, but for the last: as many rows as a tile of most products."""
+"""Of the first part a multiple: as many rows as a tile of most products."""
 
 
 @dataclass(frozen=True)
@@ -175,8 +173,8 @@ class LlamaForCausalLM(nn.Module):
             stream.index_copy_(0, encoded.at, encoded.rows[:, 0])
             deep = encoded.rows.unbind(1)[1:]
         inputs = self.layer_inputs(token_ids, positions, stream)
-        if encoded is None and (parts := self._num_parts(len(stream))) > 1:
-            return self._forward_in_parts(parts, stream, inputs, attention)
+        if encoded is None and self._takes_parts(len(stream)):
+            return self._forward_in_parts(stream, inputs, attention)
         delta = None
         for number, layer in enumerate(self.layers):
             delta = layer(delta, stream, inputs, attention)
@@ -184,20 +182,21 @@ class LlamaForCausalLM(nn.Module):
                 stream.index_add_(0, encoded.at, deep[number])
         return self.norm(stream) if delta is None else self.norm(delta, stream)  # type: ignore[no-any-return]
 
-    def _num_parts(self, num_tokens: int) -> int:
+    def _takes_parts(self, num_tokens: int) -> bool:
         layer = self.layer_class
-        plain = layer.forward is DecoderLayer.forward
-        plain = plain and getattr(layer, "attention_class", None) is SelfAttention
-        if not plain or self.shard.size < PARTS_RANKS:
-            return 1
-        return min(MOST_PARTS, num_tokens // PART_TOKENS)
+        return (
+            num_tokens >= PARTS_TOKENS
+            and self.shard.size >= PARTS_RANKS
+            and layer.forward is DecoderLayer.forward
+            and getattr(layer, "attention_class", None) is SelfAttention
+        )
 
     def _forward_in_parts(
-        self, count: int, stream: Tensor, inputs: Sequence[Any], attention: AttentionContext
+        self, stream: Tensor, inputs: Sequence[Any], attention: AttentionContext
     ) -> Tensor:
-        rows = cdiv(len(stream), count * PART_ROWS) * PART_ROWS
-        streams, sums = torch.split(stream, rows), self.shard.collectives
+        streams = torch.split(stream, cdiv(len(stream), 2 * PART_ROWS) * PART_ROWS)
         deltas: Sequence[Callable[[], Tensor] | None] = [None] * len(streams)
+        sums = self.shard.collectives
         for layer in self.layers:
             own = cast(DecoderLayer, layer)
             deltas = own.forward_in_parts(deltas, streams, inputs, attention, sums)
