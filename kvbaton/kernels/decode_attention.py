@@ -164,7 +164,7 @@ def _tile(block_d: int, element_size: int) -> tuple[int, dict[str, int]]:
     return 64, {"num_stages": 3, "num_warps": 4, "maxnreg": 128}
 
 
-@jit("fields")
+@jit("fields", "counters")
 def _kernel(
     query: tl.tensor,
     key_cache: tl.tensor,
