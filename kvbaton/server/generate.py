@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, closing, nullcontext
 
-import msgspec
 from aiohttp import web
 from msgspec.structs import asdict, replace
 
@@ -185,6 +184,6 @@ async def whole_response(
             for index, choice in enumerate(choices)
         ),
         prompt_logprobs=next((o.prompt_logprobs for o in outputs if o.prompt_logprobs), None),
-        usage=msgspec.to_builtins(usage),
+        usage=usage,
         kv_transfer_params=next((params for params in transfers if params), None),
     )
