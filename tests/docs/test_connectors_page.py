@@ -94,6 +94,32 @@ def test_the_mistake_that_the_page_tells_of_is_caught(folder: Path, tmp_path: Pa
     assert re.findall(r"FAILED +(\S+)", said) == re.findall(r"FAILED (\S+)`", TEXT)
 
 
+FILL = """
+import os
+from kvbaton.connectors import load_store
+
+store = load_store('shelf:ShelfStore:{"path": "objects"}')
+store.open()
+keys = [bytes([n]) * 32 for n in range(8)]
+print([store.store([key], [[memoryview(bytes(900_000))]]).result()[0] for key in keys])
+print([name.endswith(".part") for name in os.listdir("objects")])
+"""
+
+
+def test_a_full_disk_is_no_error_and_nothing_of_it_stays(folder: Path) -> None:
+    """What a write has begun would else keep the disk full: on 4 MiB there are four objects."""
+    mount = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=4m none "$0" && exec "$@"']
+    where = str(folder / "objects")
+    (folder / "objects").mkdir(exist_ok=True)
+    if subprocess.run([*mount, where, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this machine lets nobody mount a tmpfs")
+    env = os.environ | {"PYTHONPATH": f"{folder}:{PAGE.parents[1]}"}
+    words = [*mount, where, sys.executable, "-c", FILL]
+    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{[True] * 4 + [False] * 4}\n{[False] * 4}\n"
+
+
 def test_the_contract_of_a_transport_is_whole() -> None:
     """Each method with its signature, each field, column and state is in the section."""
     _, _, rest = TEXT.partition("## The contract of a transport")
