@@ -55,12 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"kvbaton: error: standard output: {error}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left to write is nobody's
         return 1
-    except ConfigError as error:
-        print(f"kvbaton: error: {error}", file=sys.stderr)
-        return 2
-    except (EngineDeadError, StoreError, TransportError) as error:
-        print(f"kvbaton: error: {error}", file=sys.stderr)
-        return 1
+    except (ConfigError, EngineDeadError, StoreError, TransportError) as error:
+        from kvbaton.connectors.registry import as_written
+
+        print(f"kvbaton: error: {as_written(str(error))}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 130
 

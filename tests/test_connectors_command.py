@@ -237,6 +237,28 @@ def test_a_tier_that_is_out_is_told_of() -> None:
     assert trial.warnings == ["tiered: faulty is passed over: injected error"]
 
 
+@pytest.mark.parametrize("opens", [False, True], ids=["open", "lookup"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["connectors", "check", "--case", "L0.a-miss-is-no-error", "--case", "L1.outlives-close"],
+        ["connectors", "bench", "--bytes", "64K", "--object-bytes=4K"],
+        ["doctor", "--json", "--transport", "memory", "--store"],
+    ],
+    ids=["check", "bench", "doctor"],
+)
+def test_what_a_store_raises_tells_a_secret_as_it_was_written(
+    words: list[str], opens: bool, capfd: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("KV_PASSWORD", "hunter2")
+    options = {"password": "{env:KV_PASSWORD}", "opens": opens}
+    store = "tests.store_connector.misbehaving:TellsItsPassword"
+    assert main([*words, f"{store}:{json.dumps(options)}"]) != 0
+    said = "".join(capfd.readouterr())
+    assert "'{env:KV_PASSWORD}' is " in said
+    assert "hunter2" not in said
+
+
 def test_namespaces_are_listed_and_cleared(tmp_path: Path, capsys: Capture) -> None:
     spec = f'filesystem:{{"path": "{tmp_path}"}}'
     store = FilesystemStore("files", path=str(tmp_path))

@@ -49,6 +49,20 @@ def as_written(text: str) -> str:
     return text
 
 
+def as_told(flag: str, name: str, error: KvbatonError) -> KvbatonError:
+    """What a connector raised as its operator is to read it.
+
+    Args:
+        flag: that named the connector.
+        name: of the connector; an error that names an option alone is told to be of this one.
+        error: what it raised; nothing that was filled in is left in what is returned.
+    """
+    told = as_written(str(error))
+    if isinstance(error, ConfigError) and error.field[:2] != "--":
+        return ConfigError(flag, f"{name}'s {told}")
+    return error if told == str(error) else ConfigError(flag, told.removeprefix(f"{flag}: "))
+
+
 def filled_in(flag: str, option: str, value: Any) -> Any:
     """An option's value with what its texts stand for.
 
@@ -286,9 +300,7 @@ def _build(kind: Kind, spec: str, context: dict[str, Any]) -> Any:
         connector = factory(**arguments)
         fits = isinstance(connector, kind.protocol)  # looks at its properties
     except KvbatonError as error:
-        if (told := as_written(str(error))) == str(error):
-            raise
-        raise ConfigError(kind.flag, told) from None
+        raise as_told(kind.flag, target, error) from None
     except (Exception, SystemExit) as error:
         text = f"{target} can't be built: {type(error).__name__}: {error}"
         told = as_written(text)

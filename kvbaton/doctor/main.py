@@ -27,7 +27,7 @@ from msgspec import Struct
 
 import kvbaton
 from kvbaton.connectors.base import Device, Ranges
-from kvbaton.connectors.registry import load_store, load_transport
+from kvbaton.connectors.registry import as_written, load_store, load_transport
 from kvbaton.connectors.store import KEY_BYTES
 from kvbaton.errors import StoreError, TransportError
 from kvbaton.testing.kit import CaseFailure, KitBroke
@@ -284,9 +284,9 @@ class ConnectorTrial(Struct, kw_only=True):
                 self.failed_at = None
         # Of the remote process: no errors of ours by type.
         except (CaseFailure, KitBroke) as failure:
-            self.error = str(failure)
+            self.error = as_written(str(failure))
         except (Exception, SystemExit) as error:
-            self.error = f"{type(error).__name__}: {error}"
+            self.error = as_written(f"{type(error).__name__}: {error}")
 
 
 # --- a transport ---
@@ -438,7 +438,7 @@ def _store_steps(spec: str, trial: StoreTrial) -> Generator[None]:
         reasons = [f"{tier} is passed over: {why}" for tier, why in outages.items()]
         if (health := store.health()) is not None:
             reasons.append(health)
-        trial.warnings = [f"{trial.store}: {reason}" for reason in reasons]
+        trial.warnings = [as_written(f"{trial.store}: {reason}") for reason in reasons]
         yield
 
 

@@ -47,6 +47,8 @@ LEAST: dict[str, float] = {
     "max_num_encoder_tokens": 1,
 }
 """The least value of settings, by field of `EngineConfig`; what a model needs is checked later."""
+MOST = {"tensor_parallel_size": 1024, "num_threads": 1024}
+"""The largest: a wrong number of threads would take all that the machine has, not just ours."""
 
 
 def parse_json_flag(flag: str, text: str, form: type[T]) -> T:
@@ -57,7 +59,7 @@ def parse_json_flag(flag: str, text: str, form: type[T]) -> T:
     """
     try:
         return msgspec.json.decode(text, type=form)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeEncodeError) as error:
         known = ", ".join(form.__struct_fields__)
         raise ConfigError(flag, f"{text!r}: {error}; keys: {known}") from error
 
@@ -167,10 +169,11 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name, least in LEAST.items():
-            value = getattr(self, name)
+            value, flag = getattr(self, name), "--" + name.replace("_", "-")
             if value is not None and not value >= least:  # NaN is not
-                flag = "--" + name.replace("_", "-")
                 raise ConfigError(flag, f"{value} is too small; at least {least:g}")
+            if value is not None and value > MOST.get(name, value):
+                raise ConfigError(flag, f"{value} is too large; at most {MOST[name]}")
         if not 0 < self.gpu_memory_utilization <= 1:
             text = f"{self.gpu_memory_utilization} is no share, above 0 and at most 1"
             raise ConfigError("--gpu-memory-utilization", text)

@@ -24,7 +24,7 @@ from kvbaton.connectors.base import Device
 from kvbaton.connectors.digest import BlockRange
 from kvbaton.connectors.layout import GroupKind
 from kvbaton.connectors.objects import HEADER_BYTES, ObjectForm
-from kvbaton.connectors.registry import as_written
+from kvbaton.connectors.registry import as_told, as_written
 from kvbaton.connectors.store import Forgetting, Hints, Registering, Store
 from kvbaton.engine.block_staging import BlockStaging, StagedBlocks
 from kvbaton.engine.executor import Executor
@@ -222,8 +222,8 @@ class StoreWorker:
         for step, limit in ((self._opened, OPEN_S), (self._ready, REGISTER_S)):
             try:
                 step.result(limit)
-            except ConfigError:
-                raise
+            except ConfigError as error:
+                raise as_told("--store", self.name, error) from None
             except BaseException as error:
                 if not step.done():  # a store's own TimeoutError is told as what it is
                     text = f"{self.name} was not open within {limit:g} s"

@@ -49,7 +49,9 @@ from kvbaton.server.network import (
     registration_token,
     url_of,
 )
-from kvbaton.text.tokenizer import Tokenizer
+from kvbaton.server.tracing import TracingConfig
+from kvbaton.text.chat import ChatTemplate
+from kvbaton.text.tokenizer import Tokenizer, read_template
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +69,7 @@ def main(config: RouterConfig) -> int:
 
 async def run(config: RouterConfig) -> int:
     """Startup, serve, drain, shutdown."""
-    load_policy(config.dispatch, CostModel())  # refuses a wrong one before a node is waited for
+    check_before_waiting(config)
     inherited = config.fd is not None
     with (
         socket.socket(fileno=config.fd) if inherited else bind(config.host, config.port) as listener
@@ -95,6 +97,14 @@ async def run(config: RouterConfig) -> int:
             logger.info("stopping; open requests have %g s", config.shutdown_timeout_s)
     end_when_told_again()
     return 0
+
+
+def check_before_waiting(config: RouterConfig) -> None:
+    """Raise `ConfigError` for what would be wrong with any model, before a node is waited for."""
+    load_policy(config.dispatch, CostModel())
+    TracingConfig.of(config.otlp_traces_endpoint, "router", "")
+    if config.chat_template is not None:
+        ChatTemplate(read_template(config.chat_template), {})
 
 
 @asynccontextmanager

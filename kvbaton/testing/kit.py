@@ -37,6 +37,7 @@ from statistics import median
 from typing import Any, Generic, Protocol, Self, TypeVar
 from xml.etree import ElementTree
 
+from kvbaton.connectors.registry import as_written
 from kvbaton.connectors.thread_stack import stack_of
 
 LEVELS = ("API", "data", "concurrency", "crash", "identity", "soak")
@@ -237,7 +238,7 @@ def run_case(
         told = "\n".join([*thread.failed, told])
         answers = [(CaseVerdict.BROKE if own else CaseVerdict.FAILED, told)]
     verdict, text = answers[0]
-    return Outcome(case.id, case.law, verdict, text, time.monotonic() - start, hung)
+    return Outcome(case.id, case.law, verdict, as_written(text), time.monotonic() - start, hung)
 
 
 class _CaseThread(threading.Thread):

@@ -115,10 +115,7 @@ class Tokenizer:
         if chat_template is None and (folder / "chat_template.jinja").exists():
             chat_template = folder / "chat_template.jinja"
         if chat_template is not None:
-            try:
-                template = Path(chat_template).read_text(encoding="utf-8")
-            except (OSError, ValueError) as error:
-                raise ConfigError(str(chat_template), f"can't be read: {error}") from error
+            template = read_template(chat_template)
         elif isinstance(template, list):  # several, by name
             named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
             template = named.get("default")
@@ -209,6 +206,18 @@ def _fast_encoder(backend: tokenizers.Tokenizer) -> Any:
         logger.info("texts are encoded by tokenizers, not fastokens: %s", error)
         return None
     return fast
+
+
+def read_template(path: str | Path) -> str:
+    """A chat template of a file by itself.
+
+    Raises:
+        ConfigError: it can't be read; named by its path.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(path), f"can't be read: {error}") from error
 
 
 def _read_config(path: Path) -> dict[str, Any]:

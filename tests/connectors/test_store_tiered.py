@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -158,6 +160,44 @@ def test_a_tier_that_fails_is_passed_over_and_asked_again() -> None:
         until(lambda: not store.outages(), "the tier is back")
         assert read(store, OBJECTS) == DATA
         assert [tier.hits for tier in store.tiers] == [6, 6]
+
+
+@pytest.mark.parametrize("error", [SystemExit("out of luck"), KeyError("a bug")])
+@pytest.mark.parametrize("where", ["call", "future", "health"])
+def test_a_tier_that_raises_anything_else_is_passed_over_likewise(
+    where: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **options: Any) -> Future[Any]:
+        if where != "future":
+            raise error
+        future = Future[Any]()
+        future.set_exception(error)
+        return future
+
+    with tiered(MEMORY, MEMORY, retry_s=60.0, **QUIET) as store:
+        save(store, OBJECTS)
+        for call in ("health",) if where == "health" else ("lookup", "load"):
+            monkeypatch.setattr(inner(store, 0), call, fail)
+        assert read(store, OBJECTS) == DATA
+        assert has(store, *range(6)) == [True] * 6
+        assert store.tiers[0].failures == 1
+        told = "SystemExit: out of luck" if isinstance(error, SystemExit) else "KeyError: 'a bug'"
+        assert store.outages() == {"memory": told}
+
+
+def test_a_store_that_would_end_the_process_leaves_the_others_their_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with tiered(MEMORY, MEMORY, **QUIET) as store:
+        save(store, OBJECTS)
+        for call in ("release", "delete"):
+            monkeypatch.setattr(inner(store, 0), call, lambda *_: sys.exit("out of luck"))
+        ticket = wait(store.lookup(KEYS, pin=True)).ticket
+        assert ticket is not None
+        store.release(ticket)
+        with pytest.raises(SystemExit):
+            wait(store.delete(KEYS[:1]))
+        assert read(store, OBJECTS)[1:] == DATA[1:]
 
 
 def test_a_tier_that_failed_is_not_asked_for_a_while() -> None:

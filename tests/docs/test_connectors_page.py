@@ -94,6 +94,72 @@ def test_the_mistake_that_the_page_tells_of_is_caught(folder: Path, tmp_path: Pa
     assert re.findall(r"FAILED +(\S+)", said) == re.findall(r"FAILED (\S+)`", TEXT)
 
 
+FILL = """
+import os
+from kvbaton.connectors import load_store
+
+store = load_store('shelf:ShelfStore:{"path": "objects"}')
+store.open()
+keys = [bytes([n]) * 32 for n in range(8)]
+print([store.store([key], [[memoryview(bytes(900_000))]]).result()[0] for key in keys])
+print([name.endswith(".part") for name in os.listdir("objects")])
+"""
+
+
+FAIL = """
+import asyncio, threading
+import looped
+from kvbaton.connectors import StoreError, load_store
+
+class Client(looped.Client):
+    async def get(self, key):
+        if key == bytes(32):
+            failed.set()
+            raise {error}
+        await asyncio.to_thread(late.wait)
+        return await super().get(key)
+
+failed, late, seen = threading.Event(), threading.Event(), []
+looped.Client = Client
+store = load_store("looped:LoopedStore")
+store.open()
+keys, data = [bytes(32), b"k" * 32], b"d" * 100
+assert store.store(keys[1:], [[memoryview(data)]]).result() == [True]
+targets = [bytearray(100), bytearray(100)]
+future = store.load(keys, [[memoryview(target)] for target in targets])
+future.add_done_callback(lambda _: seen.append(bytes(targets[1])))
+failed.wait()
+for _ in range(10):  # turns of the loop, in which the error goes up
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0), store._loop).result()
+late.set()
+try:
+    print(future.result(10))
+except StoreError:
+    store.close()
+    print(seen == [bytes(targets[1])])
+"""
+
+
+@pytest.mark.parametrize("error", ["OSError('gone')", "asyncio.CancelledError"])
+def test_no_buffer_is_touched_when_a_call_has_failed(folder: Path, error: str) -> None:
+    """One object fails at once, another comes later: the call ends when neither can."""
+    assert run(folder, "-c", FAIL.replace("{error}", error)) == "True\n"
+
+
+def test_a_full_disk_is_no_error_and_nothing_of_it_stays(folder: Path) -> None:
+    """What a write has begun would else keep the disk full: on 4 MiB there are four objects."""
+    mount = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=4m none "$0" && exec "$@"']
+    where = str(folder / "objects")
+    (folder / "objects").mkdir(exist_ok=True)
+    if subprocess.run([*mount, where, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this machine lets nobody mount a tmpfs")
+    env = os.environ | {"PYTHONPATH": f"{folder}:{PAGE.parents[1]}"}
+    words = [*mount, where, sys.executable, "-c", FILL]
+    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{[True] * 4 + [False] * 4}\n{[False] * 4}\n"
+
+
 def test_the_contract_of_a_transport_is_whole() -> None:
     """Each method with its signature, each field, column and state is in the section."""
     _, _, rest = TEXT.partition("## The contract of a transport")

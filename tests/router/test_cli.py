@@ -106,12 +106,15 @@ def test_node_settings_that_do_not_fit_are_named(
         (["--max-num-seqs", "0"], "--max-num-seqs: 0 is too small"),
         (["--max-num-batched-tokens", "0"], "--max-num-batched-tokens: 0 is too small"),
         (["--num-threads", "0"], "--num-threads: 0 is too small"),
+        (["--num-threads", "100000"], "--num-threads: 100000 is too large; at most 1024"),
+        (["--tensor-parallel-size", "100000"], "--tensor-parallel-size: 100000 is too large"),
         (["--store-load-timeout", "nan"], "--store-load-timeout: invalid number value: 'nan'"),
         (["--gpu-memory-utilization", "5"], "--gpu-memory-utilization: 5.0 is no share"),
         (["--transport", "pigeon"], "--transport: unknown transport 'pigeon'"),
         (["--transport", "tcp:{"], "--transport: '{' after tcp is not JSON"),
         (["--speculative-config", "{"], "--speculative-config: '{'"),
         (["--kv-events-config", "[]"], "--kv-events-config: '[]'"),
+        (["--kv-events-config", "\udcff"], "--kv-events-config: '\\udcff'"),  # no UTF-8
     ],
 )
 @pytest.mark.parametrize("command", ["serve", "up"])
@@ -134,11 +137,20 @@ def test_what_no_model_makes_right_is_refused_before_one_is_loaded(
         (["--decode", "127.0.0.1:8200"], "--decode: '127.0.0.1:8200' is no http URL"),
         (["--api-key", "right", ""], "--api-key: is empty"),
         (["--node-api-key", " "], "--node-api-key: is empty"),
+        (["--chat-template", "/nope"], "/nope: can't be read"),
+        (["--chat-template", "wrong.jinja"], "chat_template: does not compile"),
+        (["--otlp-traces-endpoint", "here"], "--otlp-traces-endpoint: 'here' is no address"),
     ],
 )
 def test_a_router_refuses_what_is_wrong_before_it_waits_for_nodes(
-    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    message: str,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("wrong.jinja").write_text("{% if %}")
     assert message in failure(capsys, "router", "--port", "0", *words)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvbaton.connectors.store import Found, Hints, Pieces, StoreCapabilities, Usage
 from kvbaton.connectors.stores.threaded import ThreadedStore
+from kvbaton.errors import ConfigError, StoreError
 from tests.support.held_store import Backend, Box
 
 SLOW_S = 3.0
@@ -257,6 +258,23 @@ class OpenTimesOut(Sound):
 class OpenRaises(Sound):
     def open(self) -> None:
         raise TypeError("'str' and 'int' can't be compared")
+
+
+class TellsItsPassword(Sound):
+    """Puts it into what it raises: of `open` as a wrong option, or of each lookup."""
+
+    def __init__(self, name: str, *, password: str, opens: bool = False) -> None:
+        super().__init__(name)
+        self._password, self._opens = password, opens
+        self.backend.contains = self._contains  # type: ignore[method-assign]
+
+    def open(self) -> None:
+        if not self._opens:
+            raise ConfigError("password", f"{self._password!r} is too short")
+        super().open()
+
+    def _contains(self, keys: Sequence[bytes]) -> list[bool]:
+        raise StoreError(f"{self._password!r} is no longer right")
 
 
 class BuildRaises(Sound):

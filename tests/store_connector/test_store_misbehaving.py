@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 
 import pytest
@@ -32,6 +33,7 @@ from tests.store_connector.misbehaving import (
     ShortContains,
     SlowUsage,
     Sound,
+    TellsItsPassword,
 )
 from tests.store_connector.test_store_faults import store_of
 from tests.support.engine_node import Node
@@ -193,7 +195,8 @@ def test_cancelled_loads_are_not_missing(nodes: Nodes, box: Box) -> None:
         ('filesystem:{"path": 5}', "path has a wrong type: Expected `str`"),
         ('filesystem:{"path": "/tmp/x", "max_bytes": [1]}', "Expected `int | null`, got `array`"),
         ('memory:{"threads": "4"}', "threads has a wrong type"),
-        ('memory:{"max_bytes": -5}', "max_bytes"),
+        ('memory:{"max_bytes": -5}', "--store: memory's max_bytes: must be at least 1, not -5"),
+        ('memory:{"threads": 0}', "--store: memory's threads: must be at least 1, not 0"),
         (spec_of(NoCapabilities), "declares no valid capabilities"),
         (spec_of(NoKeys), "declares no valid capabilities"),
         (spec_of(OwnName), "the name 'OwnName \"shelf\"' of a store can't be a metric's label"),
@@ -208,6 +211,16 @@ def test_cancelled_loads_are_not_missing(nodes: Nodes, box: Box) -> None:
 def test_a_wrong_option_is_told(nodes: Nodes, spec: str, told: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(told)):
         nodes.start(spec)
+
+
+def test_an_option_that_open_finds_wrong_is_told_as_it_was_written(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KV_PASSWORD", "hunter2")
+    told = "--store: TellsItsPassword's password: '{env:KV_PASSWORD}' is too short"
+    with pytest.raises(ConfigError, match=re.escape(told)) as raised:
+        nodes.start(f'{spec_of(TellsItsPassword)}:{{"password": "{{env:KV_PASSWORD}}"}}')
+    assert "hunter2" not in "".join(traceback.format_exception(raised.value))
 
 
 def test_a_process_ends_though_a_store_hangs() -> None:

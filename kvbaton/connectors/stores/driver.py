@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
@@ -15,6 +16,8 @@ from kvbaton.connectors.store import NO_HINTS, AnyPieces, Found, Hints, Pieces, 
 from kvbaton.errors import StoreError
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
 LAST_S = 0.1
 """For calls to end by themselves, once the inner stores are closed."""
 
@@ -33,8 +36,15 @@ class Driver:
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                return self._loop.run_forever()
+            except SystemExit:  # of an inner store; asyncio lets it end the loop
+                logger.exception("an inner store would end the process")
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine; those submitted first begin first."""
@@ -46,7 +56,7 @@ class Driver:
                 answer.set_result(await work)
             except asyncio.CancelledError:
                 answer.set_exception(StoreError("the store was closed"))
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 answer.set_exception(error)
 
         def start() -> None:

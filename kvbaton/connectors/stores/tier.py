@@ -93,9 +93,9 @@ class Tier:
             within: seconds to wait, for calls that borrow no buffers.
             late: is given the future that was not waited for any longer, once it is done.
         """
-        if not self._is_due():
-            return None
         try:
+            if not self._is_due():
+                return None
             future = call()
             waiting = asyncio.wrap_future(future)
             if not (await asyncio.wait((waiting,), timeout=within))[0]:
@@ -104,10 +104,11 @@ class Tier:
                     future.add_done_callback(late)
                 raise StoreError(f"no answer within {within:g} s")
             answer = waiting.result()
-        except StoreError as error:
+        except (Exception, SystemExit) as error:
+            kind = "" if isinstance(error, StoreError) else f"{type(error).__name__}: "
             now = time.monotonic()
             self.failures += 1
-            self._error = str(error)
+            self._error = f"{kind}{error}"
             self._again_at = now + self._retry_s
             if now >= self._warn_at:
                 self._warn_at = now + WARN_S
