@@ -26,11 +26,12 @@ class ConfigError(KvbatonError, ValueError):
 
     Attributes:
         field: the flag or file that is wrong, as the user wrote it (``--block-size``).
+        reason: what is wrong with it.
     """
 
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(f"{field}: {message}")
-        self.field = field
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(f"{field}: {reason}")
+        self.field, self.reason = field, reason
 
 
 def stand_in(data: bytes) -> str:

@@ -25,14 +25,19 @@ def die_with_parent(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def begin_child() -> None:
-    """What a child that multiprocessing made does first: die with its parent, but not sooner.
+def begin_child(*ignored: signal.Signals, parent: int | None = None) -> None:
+    """What a child does first: die with its parent, but not sooner.
 
     The signals of a terminal come to children, too; they end when their parent tells them to.
+
+    Args:
+        ignored: signals that do not end it either.
+        parent: its process id; a child that multiprocessing made knows it.
     """
-    parent = multiprocessing.parent_process()
+    if parent is None:
+        maker = multiprocessing.parent_process()
+        parent = None if maker is None else maker.pid
     assert parent is not None, "no child of multiprocessing"
-    assert parent.pid is not None, "a parent has started"
-    die_with_parent(parent.pid)
-    for number in (signal.SIGINT, signal.SIGHUP):
+    die_with_parent(parent)
+    for number in (signal.SIGINT, signal.SIGHUP, *ignored):
         signal.signal(number, signal.SIG_IGN)

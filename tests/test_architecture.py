@@ -24,7 +24,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
     "connectors": {"errors", "types", "messages"},
     "testing": {"errors", "types", "messages", "connectors"},
-    "engine": {"errors", "signals", "types", "messages", "image_file", "connectors", "kernels"},
+    "engine": {
+        *("errors", "signals", "types", "config"),
+        *("messages", "image_file", "connectors", "kernels"),
+    },
     "text": {"errors", "types", "messages", "image_file"},
     "server": {
         *("version", "errors", "signals", "types", "config"),

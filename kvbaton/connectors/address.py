@@ -6,6 +6,8 @@ import ipaddress
 import re
 from urllib.parse import urlsplit
 
+from kvbaton.errors import ConfigError
+
 MAX_HOST = 240
 """Characters of a host; an address with it is still a `Name`."""
 
@@ -65,3 +67,9 @@ def is_wildcard(host: str) -> bool:
         return host in ("", "*") or ipaddress.ip_address(host).is_unspecified
     except ValueError:
         return False
+
+
+def check_dialable(host: str) -> None:
+    """Raise `ConfigError` for a wildcard as the host of a node or of what it listens with."""
+    if is_wildcard(host):
+        raise ConfigError("--host", f"must be an address that others can dial, not {host!r}")

@@ -17,7 +17,7 @@ import secrets
 
 import zmq
 
-from kvbaton.connectors.address import host_of, is_loopback, is_wildcard
+from kvbaton.connectors.address import check_dialable, host_of, is_loopback
 from kvbaton.connectors.curve import CurveAuthenticator, bind_tcp, drain, secure_client
 from kvbaton.connectors.protocol.events import Link
 from kvbaton.errors import ConfigError
@@ -55,8 +55,7 @@ class ControlChannel:
             ConfigError: the host is a wildcard or not ours, or is no loopback and there is no key;
                 or the port is taken.
         """
-        if is_wildcard(host):
-            raise ConfigError("--host", f"must be an address that peers can dial, not {host!r}")
+        check_dialable(host)
         if not cluster_key and not is_loopback(host):
             raise ConfigError("--cluster-key", f"is needed to listen beyond loopback, on {host}")
         self.dropped = 0

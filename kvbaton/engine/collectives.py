@@ -8,6 +8,7 @@ same bits everywhere. A rank that does not come, or that failed, ends the wait o
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Protocol
@@ -31,8 +32,17 @@ class Collectives(Protocol):
     def all_gather(self, tensor: Tensor) -> Tensor:
         """[rows, n] of each rank, side by side in the order of ranks: [rows, size * n]."""
 
+    def later(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Start what ends with `all_reduce`, whose sum may run beside what is computed next.
 
-class Alone:
+        Returns:
+            What waits for the result.
+        """
+        result = compute()
+        return lambda: result
+
+
+class Alone(Collectives):
     """`Collectives` of a single rank."""
 
     def connect(self) -> None:
@@ -142,7 +152,7 @@ class Barrier:
                 gate.release()
 
 
-class HostCollectives:
+class HostCollectives(Collectives):
     """`Collectives` of one rank; see `Barrier`."""
 
     def __init__(self, barrier: Barrier, rank: int) -> None:

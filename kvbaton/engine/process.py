@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Self
 
 import msgspec
 
+from kvbaton.config import LOG_FORMAT
 from kvbaton.engine.client import EngineClient
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.frontends import EngineEndpoints, FrontendServer
@@ -77,13 +78,10 @@ def core_main(
         parent: gets `Ready` when the core is up, or `Dead` when it can't come up or go on.
         log_level: of the log on standard error.
     """
-    begin_child()
-    # systemd and Slurm tell all processes of a node at once; we end when our parent says so.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    begin_child(signal.SIGTERM)  # systemd and Slurm tell all processes of a node at once
     faulthandler.enable()  # a library that crashes would end it without a word
     sys.setswitchinterval(GIL_SWITCH_S)
-    form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-    logging.basicConfig(level=log_level.upper(), format=form)
+    logging.basicConfig(level=log_level.upper(), format=LOG_FORMAT)
     frontends: FrontendServer | None = None
     try:
         frontends = FrontendServer(endpoints)
@@ -106,8 +104,7 @@ def core_main(
         finally:
             engine.core.close()
     except ConfigError as error:
-        text = str(error).removeprefix(f"{error.field}: ")
-        _report(Dead(error=clip_text(text), field=error.field), parent)
+        _report(Dead(error=clip_text(error.reason), field=error.field), parent)
     except BaseException as error:
         # Clients see one line. Who starts us may end us once it has that, too.
         logger.exception("the engine core ends")

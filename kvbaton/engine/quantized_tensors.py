@@ -62,9 +62,11 @@ class Stored(Protocol):
         """A part of it; axes that are not given are whole."""
 
 
-def find_tensor(
-    tensors: Mapping[str, Stored], name: str, quantization: Quantization | None
-) -> Stored:
+Tensors = Mapping[str, Stored]
+"""A checkpoint's, by their names."""
+
+
+def find_tensor(tensors: Tensors, name: str, quantization: Quantization | None) -> Stored:
     """The tensor of a name in floats.
 
     Args:
@@ -97,7 +99,7 @@ def find_tensor(
     raise _missing(name)
 
 
-def _matrix(tensors: Mapping[str, Stored], name: str) -> Stored:
+def _matrix(tensors: Tensors, name: str) -> Stored:
     """A stored matrix. Raises `ConfigError` if it is missing, or none."""
     stored = tensors.get(name)
     if stored is None:
@@ -111,9 +113,7 @@ def _missing(name: str) -> ConfigError:
     return ConfigError("--model", f"the checkpoint has no tensor {name!r}")
 
 
-def _part(
-    tensors: Mapping[str, Stored], name: str, dtypes: tuple[str, ...], shape: tuple[int, ...]
-) -> Stored:
+def _part(tensors: Tensors, name: str, dtypes: tuple[str, ...], shape: tuple[int, ...]) -> Stored:
     """A stored tensor that must have one of some dtypes, and a shape.
 
     Raises:
@@ -155,7 +155,7 @@ def _spread(x: Tensor, dim: int, size: int, start: int, end: int) -> Tensor:
 # --- 8 bits beside scales ---
 
 
-def scales_of(tensors: Mapping[str, Stored], name: str, quantization: Quantization) -> Scales:
+def scales_of(tensors: Tensors, name: str, quantization: Quantization) -> Scales:
     """The scales of a weight ``X.weight``.
 
     Raises:
@@ -257,9 +257,7 @@ class AWQTensor:
 
     CODES = "qweight"
 
-    def __init__(
-        self, tensors: Mapping[str, Stored], module: str, quantization: Quantization
-    ) -> None:
+    def __init__(self, tensors: Tensors, module: str, quantization: Quantization) -> None:
         codes = _matrix(tensors, f"{module}.{self.CODES}")
         columns, rows = codes.shape[0], codes.shape[1] * 8
         self._group = quantization.group_size or columns
@@ -294,9 +292,7 @@ class GPTQTensor:
 
     CODES = "qweight"
 
-    def __init__(
-        self, tensors: Mapping[str, Stored], module: str, quantization: Quantization
-    ) -> None:
+    def __init__(self, tensors: Tensors, module: str, quantization: Quantization) -> None:
         self._bits, self._offset = quantization.bits, quantization.zero_offset
         each = 32 // self._bits
         codes = _matrix(tensors, f"{module}.{self.CODES}")
@@ -327,9 +323,7 @@ class PackedTensor:
 
     CODES = "weight_packed"
 
-    def __init__(
-        self, tensors: Mapping[str, Stored], module: str, quantization: Quantization
-    ) -> None:
+    def __init__(self, tensors: Tensors, module: str, quantization: Quantization) -> None:
         self._bits = quantization.bits
         each = 32 // self._bits
         codes = _matrix(tensors, f"{module}.{self.CODES}")
@@ -402,7 +396,7 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 class MXFP4Tensor:
     """A tensor of gpt-oss: stored [..., rows, columns], read as the float model's, transposed."""
 
-    def __init__(self, tensors: Mapping[str, Stored], name: str) -> None:
+    def __init__(self, tensors: Tensors, name: str) -> None:
         blocks = tensors[f"{name}_blocks"]
         shape = (*blocks.shape[:-1], 16)
         self._blocks = _part(tensors, f"{name}_blocks", ("U8",), shape)

@@ -154,13 +154,7 @@ class Sequences:
         self.tokens[of, at] = drafts.int()
         self.lengths[rows] = ends + 1
 
-    def put_tokens(
-        self,
-        rows: Ints,
-        positions: Ints,
-        tokens: Tensor,
-        chosen: Ints,
-    ) -> None:
+    def put_tokens(self, rows: Ints, positions: Ints, tokens: Tensor, chosen: Ints) -> None:
         """Write one of `tokens` into each of these rows, which ends with it.
 
         Args:
@@ -173,12 +167,7 @@ class Sequences:
         self.tokens[of, at] = tokens[index].int()
         self.lengths[rows] = positions + 1
 
-    def rotary_positions(
-        self,
-        rows: Ints,
-        positions: Ints,
-        counts: Ints,
-    ) -> Ints:
+    def rotary_positions(self, rows: Ints, positions: Ints, counts: Ints) -> Ints:
         """Rotary positions of a batch: [3, tokens], or [tokens] where they are the positions.
 
         Args:

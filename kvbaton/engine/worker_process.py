@@ -28,13 +28,14 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
+from kvbaton.config import LOG_FORMAT
 from kvbaton.connectors.digest import BlockRange, Sums
 from kvbaton.engine.collectives import AbortedError
 from kvbaton.engine.executor import Worker
 from kvbaton.engine.pending import Pending
 from kvbaton.engine.step import StepPlan, StepResult
 from kvbaton.errors import ConfigError
-from kvbaton.signals import die_with_parent
+from kvbaton.signals import begin_child
 
 log = logging.getLogger(__name__)
 
@@ -266,7 +267,7 @@ def _send(connection: Connection, made: Pending[Any]) -> None:
     try:
         answer = made.result(), "", None
     except ConfigError as error:
-        answer = None, str(error).removeprefix(f"{error.field}: "), error.field
+        answer = None, error.reason, error.field
     except Exception as error:
         log.exception("a rank fails")
         answer = None, f"{type(error).__name__}: {error}", None
@@ -277,12 +278,10 @@ def _send(connection: Connection, made: Pending[Any]) -> None:
 def main() -> None:
     """Entry point of the process: ``parent's pid, log level, descriptors of the channels``."""
     parent, level, *descriptors = map(int, sys.argv[1:])
-    die_with_parent(parent)  # whatever our threads wait for; see `_serve` for who closes us
+    # Dies with it whatever our threads wait for; see `_serve` for who closes us.
+    begin_child(signal.SIGTERM, parent=parent)
     faulthandler.enable()  # a library that crashes would end it without a word
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):  # we end when our parent does
-        signal.signal(number, signal.SIG_IGN)
-    form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-    logging.basicConfig(level=level, format=form)
+    logging.basicConfig(level=level, format=LOG_FORMAT)
     connections, served = [Connection(descriptor) for descriptor in descriptors], _Served()
     waiting: SimpleQueue[Pending[Any]] = SimpleQueue()
 

@@ -89,11 +89,8 @@ def decode_attention(
         states,
         lse,
         scale,
-        query.stride(0),
-        query.stride(1),
-        key_cache.stride(0),
-        key_cache.stride(1),
-        key_cache.stride(2),
+        *query.stride()[:2],
+        *key_cache.stride()[:3],
         block_tables.stride(0),
         GROUP=heads // kv_heads,
         MERGED_G=next_power_of_2(heads // kv_heads),
@@ -164,7 +161,7 @@ def _tile(block_d: int, element_size: int) -> tuple[int, dict[str, int]]:
     return 64, {"num_stages": 3, "num_warps": 4, "maxnreg": 128}
 
 
-@jit("fields")
+@jit("fields", "counters")
 def _kernel(
     query: tl.tensor,
     key_cache: tl.tensor,

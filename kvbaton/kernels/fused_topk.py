@@ -61,10 +61,7 @@ def fused_topk(logits: torch.Tensor, choice: ExpertChoice) -> tuple[torch.Tensor
 
 
 def choose_experts(
-    parts: torch.Tensor,
-    like: torch.Tensor,
-    logit_bias: torch.Tensor | None,
-    choice: ExpertChoice,
+    parts: torch.Tensor, like: torch.Tensor, logit_bias: torch.Tensor | None, choice: ExpertChoice
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `fused_topk`, by its kernel, of logits in parts.
 

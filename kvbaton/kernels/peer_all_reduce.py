@@ -69,6 +69,8 @@ class PeerMemory:
         addresses = [each.data_ptr() for each in flags]
         self.flags_at = torch.tensor(addresses, device=rounds.device)
         self._views: dict[torch.dtype, tuple[torch.Tensor, ...]] = {}
+        # While a rank waits the driver may not make one.
+        self._aside = torch.cuda.Stream(rounds.device)  # type: ignore[no-untyped-call]
 
     def views(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """The inboxes as elements of a dtype."""
@@ -82,7 +84,7 @@ class PeerMemory:
 
     def abort(self) -> None:
         """Let this rank not wait any more; what it then has is no sum."""
-        with torch.cuda.stream(torch.cuda.Stream(self.waiting.device)):  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._aside):
             self.waiting.zero_()  # no kernel: to load one could wait for those that wait
 
 

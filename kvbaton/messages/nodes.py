@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from kvbaton.messages.engine import Item, Output, SamplingParams
+from kvbaton.messages.openai import TokenUsage
 from kvbaton.types import Name, PromptLimits, Text, TokenId, TokenLogprobs
 
 STEP_COSTS = (
@@ -68,8 +69,8 @@ class GenerateResponse(Struct, frozen=True, kw_only=True):
 
     request_id: str
     choices: tuple[GenerateChoice, ...]
+    usage: TokenUsage
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-    usage: dict[str, Any] = {}
     kv_transfer_params: dict[str, Any] | None = None
 
 

@@ -215,30 +215,45 @@ class CompletionLogprobs(Struct):
     top_logprobs: list[dict[str, float] | None]
 
 
-class CompletionChoice(Struct, kw_only=True):
-    """One choice of a completion, or of a chunk of one."""
+class AnswerFields(Struct, kw_only=True):
+    """What all answers and chunks have.
 
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    prompt_logprobs: list[dict[int, Any] | None] | UnsetType = UNSET
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-
-
-class Completion(Struct, kw_only=True):
-    """Answer of ``/v1/completions``, whole or a chunk (both have this shape)."""
+    Attributes:
+        kv_transfer_params: extension.
+        timings: extension (ours).
+    """
 
     id: str
     created: int
     model: str
-    choices: list[CompletionChoice]
-    object: str = "text_completion"
     usage: TokenUsage | UnsetType = UNSET
     kv_transfer_params: dict[str, Any] | UnsetType = UNSET
     timings: RequestTimings | UnsetType = UNSET
+
+
+class ChoiceFields(Struct, kw_only=True):
+    """What all choices have, whole or in a chunk."""
+
+    index: int
+    finish_reason: str | None = None
+    stop_reason: int | str | UnsetType | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class CompletionChoice(ChoiceFields, kw_only=True):
+    """One choice of a completion, or of a chunk of one."""
+
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    prompt_logprobs: list[dict[int, Any] | None] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Completion(AnswerFields, kw_only=True):
+    """Answer of ``/v1/completions``, whole or a chunk (both have this shape)."""
+
+    choices: list[CompletionChoice]
+    object: str = "text_completion"
 
 
 class TopLogprobEntry(Struct):
@@ -301,55 +316,35 @@ class ChatMessage(Struct, kw_only=True):
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
-class ChatChoice(Struct, kw_only=True):
+class ChatChoice(ChoiceFields, kw_only=True):
     """One choice of a whole chat completion."""
 
-    index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatCompletion(Struct, kw_only=True):
+class ChatCompletion(AnswerFields, kw_only=True):
     """Answer of ``/v1/chat/completions``."""
 
-    id: str
-    created: int
-    model: str
     choices: list[ChatChoice]
-    usage: TokenUsage
     object: str = "chat.completion"
     prompt_logprobs: list[dict[int, Any] | None] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
-    kv_transfer_params: dict[str, Any] | UnsetType = UNSET
-    timings: RequestTimings | UnsetType = UNSET
 
 
-class ChatChunkChoice(Struct, kw_only=True):
+class ChatChunkChoice(ChoiceFields, kw_only=True):
     """What is new of one choice of a streamed chat completion."""
 
-    index: int
     delta: ChatMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | UnsetType | None = UNSET
-    token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatChunk(Struct, kw_only=True):
+class ChatChunk(AnswerFields, kw_only=True):
     """One event of a streamed chat completion."""
 
-    id: str
-    created: int
-    model: str
     choices: list[ChatChunkChoice]
     object: str = "chat.completion.chunk"
-    usage: TokenUsage | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
-    kv_transfer_params: dict[str, Any] | UnsetType = UNSET
-    timings: RequestTimings | UnsetType = UNSET
 
 
 class ModelCard(Struct, kw_only=True):

@@ -214,10 +214,7 @@ def check_chat(frontend: Frontend, body: openai.ChatRequest) -> None:
 
 
 async def encode_chat(
-    frontend: Frontend,
-    body: openai.ChatRequest | openai.TokenizeRequest,
-    *,
-    whole: bool = True,
+    frontend: Frontend, body: openai.ChatRequest | openai.TokenizeRequest, *, whole: bool = True
 ) -> tuple[list[int], tuple[Item, ...]]:
     """Token ids of a conversation, and its images; its special tokens come from the template.
 

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from urllib.parse import urlsplit
 
 from kvbaton.config import Count, LogLevel, Port, Seconds, flag, secret_flag
-from kvbaton.connectors.address import host_of, is_loopback, is_wildcard
+from kvbaton.connectors.address import check_dialable, host_of, is_loopback
 from kvbaton.connectors.transfer.config import HandoverConfig
 from kvbaton.engine.config import EngineConfig
 from kvbaton.errors import ConfigError
@@ -260,10 +260,7 @@ class NodeConfig(EndpointConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if is_wildcard(self.host):  # a node says where it is: to the router, and to its peers
-            raise ConfigError(
-                "--host", f"must be an address that others can dial, not {self.host!r}"
-            )
+        check_dialable(self.host)  # a node says where it is: to the router, and to its peers
         if self.cluster_key is None and not is_loopback(self.host):
             raise ConfigError(
                 "--host", f"{self.host} is not loopback: that needs a --cluster-key of all nodes"

@@ -46,7 +46,7 @@ class Conversation:
         """Whose the last message is; None if there is none."""
         return self._messages[-1]["role"] if self._messages else None
 
-    def say(self, role: str, parts: Iterable[tuple[Any, str]] = (), **more: str) -> None:
+    def say(self, role: str, parts: Iterable[tuple[dict[str, Any], str]] = (), **more: str) -> None:
         """Add parts of a message, each with what the client calls it.
 
         Args:

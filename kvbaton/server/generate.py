@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, closing, nullcontext
 
-import msgspec
 from aiohttp import web
 from msgspec.structs import asdict, replace
 
@@ -15,7 +14,7 @@ from kvbaton.engine.outputs import merge_outputs
 from kvbaton.engine.stats import RequestTimes
 from kvbaton.engine.validate import INT32, check_ids
 from kvbaton.errors import RequestError
-from kvbaton.messages.engine import AddRequest, Output
+from kvbaton.messages.engine import AddRequest, Output, SamplingParams
 from kvbaton.messages.nodes import GenerateChoice, GenerateChunk, GenerateRequest, GenerateResponse
 from kvbaton.messages.openai import PromptTokensDetails, TokenUsage
 from kvbaton.server.answer import raise_if_failed
@@ -91,8 +90,6 @@ def add_request(frontend: Frontend, body: GenerateRequest, request_id: str) -> A
             f"resume_token_ids must be fewer than max_tokens ({params.max_tokens})",
             param="resume_token_ids",
         )
-    if body.priority:
-        frontend.config.check_priority(body.priority)
     vision, most = frontend.tokenizer.vision, frontend.config.media.max_images
     if len(body.items) > most:
         raise RequestError(f"{len(body.items)} items; --limit-images is {most}", param="items")
@@ -102,12 +99,24 @@ def add_request(frontend: Frontend, body: GenerateRequest, request_id: str) -> A
         raise RequestError("this model takes text only, no items", param="items")
     for number, item in enumerate(body.items):
         check_item_transfer(item.transfer, f"items[{number}].transfer")
+    return replace(engine_request(frontend, body, request_id, params), resume_ids=resume)
+
+
+def engine_request(
+    frontend: Frontend, body: GenerateRequest, request_id: str, params: SamplingParams
+) -> AddRequest:
+    """A `GenerateRequest` as the engine gets it, from its beginning.
+
+    Raises:
+        RequestError: its priority, its deadline or its `kv_transfer_params` are wrong.
+    """
+    if body.priority:
+        frontend.config.check_priority(body.priority)
     transfer, prefix = frontend.transfer(body.kv_transfer_params)
     return AddRequest(
         request_id=unique(request_id),
         token_ids=body.token_ids,
         params=params,
-        resume_ids=resume,
         priority=body.priority,
         cache_salt=body.cache_salt or "",
         deadline_s=deadline(frontend, body.deadline_s, "deadline_s"),
@@ -175,6 +184,6 @@ async def whole_response(
             for index, choice in enumerate(choices)
         ),
         prompt_logprobs=next((o.prompt_logprobs for o in outputs if o.prompt_logprobs), None),
-        usage=msgspec.to_builtins(usage),
+        usage=usage,
         kv_transfer_params=next((params for params in transfers if params), None),
     )

@@ -12,22 +12,22 @@ from typing import Any
 import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
+from msgspec.structs import replace
 from prometheus_client import generate_latest
 
 from kvbaton.engine.client import EngineClient
 from kvbaton.errors import ConfigError, EngineDeadError, RequestError
-from kvbaton.messages.engine import AddRequest, Item, PrefixAt, SamplingParams, TransferSpec
+from kvbaton.messages.engine import AddRequest, PrefixAt, SamplingParams, TransferSpec
 from kvbaton.messages.nodes import GenerateRequest, GenerateResponse
 from kvbaton.server.app import make_app
 from kvbaton.server.auth import require_operator
 from kvbaton.server.bodies import close_connection, error_response, flag_of, json_response
 from kvbaton.server.config import NodeConfig, NodeRole
 from kvbaton.server.frontend import Frontend, FrontendConfig, ModelFacts, TransferParser
-from kvbaton.server.generate import generate, respond
+from kvbaton.server.generate import engine_request, generate, respond
 from kvbaton.server.metrics import CoreCollector, HttpMetrics, exposition, split_name
 from kvbaton.server.openapi import contract
 from kvbaton.server.transfer_params import KvTransferParams, parse_transfer
-from kvbaton.server.validation import deadline, unique
 from kvbaton.text.tokenizer import Tokenizer
 from kvbaton.text.vision import VisionText
 
@@ -343,22 +343,6 @@ def item_request(
     Raises:
         RequestError: it is no single item, or does not fit.
     """
-    if body.priority:
-        frontend.config.check_priority(body.priority)
-    transfer, _ = frontend.transfer(body.kv_transfer_params)
-    return AddRequest(
-        request_id=unique(request_id),
-        token_ids=body.token_ids,
-        params=ENCODE,
-        priority=body.priority,
-        cache_salt=body.cache_salt or "",
-        deadline_s=deadline(frontend, body.deadline_s, "deadline_s"),
-        transfer=transfer,
-        items=(_only_item(vision, frontend, body),),
-    )
-
-
-def _only_item(vision: VisionText, frontend: Frontend, body: GenerateRequest) -> Item:
     if len(body.items) != 1 or body.resume_token_ids:
         raise RequestError(
             f"an encoder node takes one item per request and no text; this has {len(body.items)} "
@@ -388,4 +372,4 @@ def _only_item(vision: VisionText, frontend: Frontend, body: GenerateRequest) ->
     error = vision.mismatch(item)
     if error is not None:
         raise RequestError(error, param="items[0]")
-    return item
+    return replace(engine_request(frontend, body, request_id, ENCODE), prefix=None)

@@ -28,6 +28,9 @@ _NORMED_HEADS = ("dots1", "gemma3", "gemma3_vl", "qwen3", "qwen3_moe", "qwen3_ne
 _OFFSET_NORMS = ("gemma3", "gemma3_vl", "qwen3_next")
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
+Shapes = Iterator[tuple[str, tuple[int, ...]]]
+"""Of tensors, each with its name."""
+
 
 def make_checkpoint(folder: str | Path, spec: CheckpointSpec | None = None) -> Path:
     """Write a model folder and return it."""
@@ -52,7 +55,7 @@ def make_checkpoint(folder: str | Path, spec: CheckpointSpec | None = None) -> P
     return folder
 
 
-def _shapes(spec: CheckpointSpec, config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _shapes(spec: CheckpointSpec, config: dict[str, Any]) -> Shapes:
     """Names and shapes of all tensors, as published checkpoints have them."""
     if "vision_config" in config:
         if spec.family == "gemma3_vl":
@@ -111,9 +114,7 @@ def _shapes(spec: CheckpointSpec, config: dict[str, Any]) -> Iterator[tuple[str,
         yield f"{outer}lm_head.weight", (spec.vocab_size, hidden)
 
 
-def _attention_shapes(
-    spec: CheckpointSpec, name: str, config: dict[str, Any]
-) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _attention_shapes(spec: CheckpointSpec, name: str, config: dict[str, Any]) -> Shapes:
     """Projections of heads, and what else some families have."""
     hidden, dim = spec.hidden_size, spec.head_dim
     rows = {"q": spec.num_heads * dim, "k": spec.num_kv_heads * dim}
@@ -133,16 +134,10 @@ def _attention_shapes(
         yield f"{name}.k_norm.weight", (dim,)
 
 
-def _gemma4_shapes(
-    spec: CheckpointSpec, layer: str, number: int, config: dict[str, Any]
-) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _gemma4_shapes(spec: CheckpointSpec, layer: str, number: int, config: dict[str, Any]) -> Shapes:
     """A layer's attention, its own input, and the scale of its output."""
-    name, hidden, size = (
-        f"{layer}.self_attn",
-        spec.hidden_size,
-        config["hidden_size_per_layer_input"],
-    )
-    dim, kv_heads = spec.head_dim, spec.num_kv_heads
+    name, size = f"{layer}.self_attn", config["hidden_size_per_layer_input"]
+    hidden, dim, kv_heads = spec.hidden_size, spec.head_dim, spec.num_kv_heads
     full = config["layer_types"][number] == "full_attention"
     alike = full and config["attention_k_eq_v"]
     if full:
@@ -164,7 +159,7 @@ def _gemma4_shapes(
         yield f"{layer}.post_per_layer_input_norm.weight", (hidden,)
 
 
-def _latent_shapes(name: str, config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _latent_shapes(name: str, config: dict[str, Any]) -> Shapes:
     """Projections to latents and from them."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     nope, rope = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
@@ -181,9 +176,7 @@ def _latent_shapes(name: str, config: dict[str, Any]) -> Iterator[tuple[str, tup
     yield f"{name}.o_proj.weight", (hidden, heads * value)
 
 
-def _linear_attention_shapes(
-    layer: str, config: dict[str, Any]
-) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _linear_attention_shapes(layer: str, config: dict[str, Any]) -> Shapes:
     """The gated delta rule of a layer, in the place of attention."""
     name, hidden = f"{layer}.linear_attn", config["hidden_size"]
     heads, value_heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
@@ -198,9 +191,7 @@ def _linear_attention_shapes(
     yield f"{name}.out_proj.weight", (hidden, values)
 
 
-def _expert_shapes(
-    family: str, layer: str, config: dict[str, Any]
-) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _expert_shapes(family: str, layer: str, config: dict[str, Any]) -> Shapes:
     """Router, experts and shared experts of a layer."""
     block, parts = f"{layer}.mlp", _PROJECTIONS
     if family == "mixtral":
@@ -240,7 +231,7 @@ def _expert_shapes(
 
 def _mlp(
     name: str, parts: Sequence[str], hidden: int, middle: int, *, bias: bool = False
-) -> Iterator[tuple[str, tuple[int, ...]]]:
+) -> Shapes:
     """Gate, up and down."""
     for part, shape in zip(parts, (*[(middle, hidden)] * 2, (hidden, middle)), strict=True):
         yield f"{name}.{part}.weight", shape
@@ -248,7 +239,7 @@ def _mlp(
             yield f"{name}.{part}.bias", shape[:1]
 
 
-def _tower_shapes(family: str, tower: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _tower_shapes(family: str, tower: dict[str, Any]) -> Shapes:
     """Names and shapes of the tower's tensors, as published checkpoints have them."""
     head = "model.visual" if family == "qwen3_vl" else "visual"
     norm = ["weight", "bias"] if family == "qwen3_vl" else ["weight"]
@@ -284,9 +275,7 @@ def _tower_shapes(family: str, tower: dict[str, Any]) -> Iterator[tuple[str, tup
         yield from _linear(f"{head}.{part}.linear_fc2", wide, out)
 
 
-def _siglip_shapes(
-    tower: dict[str, Any], hidden_size: int
-) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _siglip_shapes(tower: dict[str, Any], hidden_size: int) -> Shapes:
     """Tower and projector as in published checkpoints of Gemma 3."""
     head, hidden, patch = "vision_tower.vision_model", tower["hidden_size"], tower["patch_size"]
     yield f"{head}.embeddings.patch_embedding.weight", (hidden, 3, patch, patch)
@@ -306,7 +295,7 @@ def _siglip_shapes(
     yield "multi_modal_projector.mm_input_projection_weight", (hidden, hidden_size)
 
 
-def _linear(name: str, size_in: int, size_out: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _linear(name: str, size_in: int, size_out: int) -> Shapes:
     yield f"{name}.weight", (size_out, size_in)
     yield f"{name}.bias", (size_out,)
 

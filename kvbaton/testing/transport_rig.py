@@ -29,14 +29,7 @@ from kvbaton.connectors.base import (
 )
 from kvbaton.connectors.registry import load_transport
 from kvbaton.errors import TransportError
-from kvbaton.testing.kit import (
-    Answers,
-    Kit,
-    checked,
-    kind,
-    require,
-    require_answer,
-)
+from kvbaton.testing.kit import Answers, Kit, checked, kind, require, require_answer
 
 Bytes = npt.NDArray[np.uint8]
 Row = tuple[int, int, int, int, int, int, int, int]

@@ -93,10 +93,7 @@ CALL_SYNTAXES = {
         tags=("<|python_tag|>",),
         begin="«<|python_tag|>»",
         heads=(
-            (
-                rf"\s*+{_HEAD}",
-                rf"{_END}(?:;\s*+(?=\{{)(?P<more>)|(?=[^\s;,])|(?=;\s*+[^\s{{]))",
-            ),
+            (rf"\s*+{_HEAD}", rf"{_END}(?:;\s*+(?=\{{)(?P<more>)|(?=[^\s;,])|(?=;\s*+[^\s{{]))"),
         ),
         in_template=("<|start_header_id|>", '"parameters": '),
         call='{"name": "$name", "parameters": $arguments}',

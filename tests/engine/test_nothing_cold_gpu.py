@@ -30,11 +30,12 @@ pytestmark = [
 ]
 
 SETTINGS: dict[str, Any] = {
-    "device": "cuda", "dtype": "bfloat16", "max_num_seqs": 16, "max_model_len": 6000,
+    "device": "cuda", "dtype": "bfloat16", "max_num_seqs": 40, "max_model_len": 6000,
     "max_num_batched_tokens": 2048, "num_blocks": 80_000,
 }  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
+    "llama-two-ranks": ("llama", {"tensor_parallel_size": 2}),
     "llama-fp8": ("llama", {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
     "gemma3": ("gemma3", {"num_blocks": 400_000}),
     "gpt-oss": ("gpt-oss", {"num_blocks": 200_000}),
@@ -74,12 +75,12 @@ class Mix:
     def round(self) -> None:
         """One step, with prompts and chunks behind decoding sequences; then digests as pushed."""
         ended = self._end()
-        while len(self.live) < self.rng.integers(1, 15):
+        while len(self.live) < self.rng.integers(1, 39):
             self._come()
         budget, work = SETTINGS["max_num_batched_tokens"], []
         for handle in self.live:
             left = self.driver.left(handle)
-            count = min(left, int(self.rng.integers(2, 2048)), budget)
+            count = min(left, int(2 ** self.rng.uniform(1, 11)), budget)
             if count and (count > 1 or left == 1):
                 work.append((handle, count, int(count == left)))
                 budget -= count
@@ -152,6 +153,8 @@ def test_no_mix_compiles_captures_allocates_or_stalls(
     case: str, checkpoint: Callable[..., Path], drive: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, settings = CASES[case]
+    if settings.get("tensor_parallel_size", 1) > torch.cuda.device_count():
+        pytest.skip("fewer than two CUDA devices")
     spec = MODELS[name] | {"max_position_embeddings": 8192}
     folder = checkpoint(**spec)
     driver = drive(folder, **SETTINGS | settings)

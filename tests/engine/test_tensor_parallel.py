@@ -17,6 +17,7 @@ from kvbaton.engine.collectives import AbortedError, Barrier, HostCollectives
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.executor import WorkerGroup, rank_threads
 from kvbaton.engine.model_config import load_model_config
+from kvbaton.engine.models import llama
 from kvbaton.engine.step import NewSequence, SequenceStep, StepPlan
 from kvbaton.engine.worker import CpuWorker
 from kvbaton.errors import ConfigError
@@ -118,6 +119,29 @@ def test_greedy_tokens_are_those_of_one_rank(
         experts = worker.model.layers[1].mlp.experts
         assert experts.first == 4 * rank
         assert len(experts.gate_up_proj) == len(experts.down_proj) == 4
+
+
+@pytest.mark.parametrize("family", ["llama-biases", "gpt-oss", "qwen3-moe"])
+def test_a_step_in_parts_gives_what_a_whole_one_gives(
+    family: str, checkpoint: Checkpoint, served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = checkpoint(**MODELS[family])
+    requests = [(PROMPTS[3], GREEDY), (PROMPTS[0], GREEDY), (PROMPTS[2], GREEDY)]
+    expected = tokens(served(folder, 1, max_num_batched_tokens=300).run(requests))
+    for name, value in {"PARTS_RANKS": 2, "PARTS_TOKENS": 4, "PART_ROWS": 2}.items():
+        monkeypatch.setattr(llama, name, value)
+    sizes: list[tuple[int, ...]] = []
+    compute = llama.DecoderLayer.forward_in_parts
+
+    def count(layer: Any, deltas: Any, streams: Any, *rest: Any) -> Any:
+        sizes.append(tuple(map(len, streams)))
+        return compute(layer, deltas, streams, *rest)
+
+    monkeypatch.setattr(llama.DecoderLayer, "forward_in_parts", count)
+    found = served(folder, 2, max_num_batched_tokens=300).run(requests)
+    assert tokens(found) == expected
+    assert {len(step) for step in sizes} == {2}
+    assert any(len(set(step)) > 1 for step in sizes)  # the second part has what is left
 
 
 def test_sampling_choices_and_preemption_are_those_of_one_rank(

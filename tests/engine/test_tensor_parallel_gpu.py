@@ -95,6 +95,29 @@ def test_requests_give_the_tokens_of_one_gpu(checkpoint: Checkpoint) -> None:
     assert found[1] == found[0]
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="fewer than four CUDA devices")
+def test_a_step_in_parts_gives_what_a_whole_one_gives(checkpoint: Checkpoint) -> None:
+    """Of 1,910 tokens in a graph, of 4,334 without, and of one that decodes."""
+    rng = np.random.default_rng(5)
+    steps = [
+        [(random_tokens(rng, count), GREEDY) for count in counts]
+        for counts in ((950, 960), (2100, 2234))
+    ]
+    folder = checkpoint(family="qwen3", num_kv_heads=4, max_position_embeddings=4096)
+    settings: dict[str, Any] = {
+        "device": "cuda", "dtype": "float32", "num_blocks": 400, "max_model_len": 4096,
+        "max_num_batched_tokens": 8192,
+    }  # fmt: skip
+    found = []
+    for size in (1, 4):
+        engine = Served(folder, size, **settings)
+        try:
+            found.append([tokens(engine.run(requests)) for requests in steps])
+        finally:
+            engine.executor.close()
+    assert found[1] == found[0]
+
+
 def test_kept_sums_are_those_of_the_bytes(checkpoint: Checkpoint, drive: Any) -> None:
     driver = drive(checkpoint(**MODELS["llama"]), dtype="bfloat16", **TWO)
     handle = driver.add(random_tokens(np.random.default_rng(4), 200))

@@ -44,7 +44,7 @@ async def test_tokens_in_tokens_out(node: Any) -> None:
     assert len(whole.choices[1].logprobs) == len(text) + 1
     assert whole.prompt_logprobs is not None
     assert len(whole.prompt_logprobs) == 3
-    assert whole.usage["completion_tokens"] == 2 * (len(text) + 1)
+    assert whole.usage.completion_tokens == 2 * (len(text) + 1)
 
 
 async def test_a_stream_of_outputs(node: Any) -> None:

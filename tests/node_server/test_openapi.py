@@ -12,7 +12,7 @@ import pytest
 from kvbaton.server.frontend import FrontendConfig
 from kvbaton.server.node_app import make_node_app
 from kvbaton.text.tokenizer import Tokenizer
-from tests.support.fuzzing import Background, described, fuzz
+from tests.support.fuzzing import OF_BOTH, Background, described, fuzz
 from tests.support.listening import listen
 from tests.support.scripted_source import ScriptedClient
 
@@ -36,28 +36,10 @@ def api(checkpoint: Callable[..., Path]) -> Iterator[Any]:
 
 
 OPERATIONS = [
-    ("POST", "/v1/completions"),
-    ("POST", "/v1/chat/completions"),
-    ("POST", "/v1/messages"),
-    ("POST", "/v1/messages/count_tokens"),
-    ("POST", "/v1/responses"),
-    ("GET", "/v1/responses/{response_id}"),
-    ("DELETE", "/v1/responses/{response_id}"),
+    *OF_BOTH,
     ("POST", "/inference/v1/generate"),
-    ("POST", "/tokenize"),
-    ("POST", "/detokenize"),
-    ("POST", "/reset_prefix_cache"),
     ("POST", "/start_profile"),
     ("POST", "/stop_profile"),
-    ("GET", "/v1/models"),
-    ("GET", "/v1/models/{model}"),
-    ("GET", "/version"),
-    ("GET", "/health"),
-    ("GET", "/live"),
-    ("GET", "/ping"),
-    ("POST", "/ping"),
-    ("GET", "/load"),
-    ("GET", "/metrics"),
     ("GET", "/state"),
     ("GET", "/debug/steps"),
 ]

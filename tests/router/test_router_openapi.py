@@ -10,21 +10,12 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from kvbaton.router.loads import NodeLoad
-from tests.support.fuzzing import Background, described, fuzz
+from tests.support.fuzzing import OF_BOTH, Background, described, fuzz
 from tests.support.router_rig import Rig, build_rig
 from tests.support.stand_in import MODEL
 
 OPERATIONS = [
-    ("POST", "/v1/completions"),
-    ("POST", "/v1/chat/completions"),
-    ("POST", "/v1/messages"),
-    ("POST", "/v1/messages/count_tokens"),
-    ("POST", "/v1/responses"),
-    ("GET", "/v1/responses/{response_id}"),
-    ("DELETE", "/v1/responses/{response_id}"),
-    ("POST", "/tokenize"),
-    ("POST", "/detokenize"),
-    ("POST", "/reset_prefix_cache"),
+    *OF_BOTH,
     ("POST", "/nodes"),
     ("POST", "/nodes/{node_id}/drain"),
     ("POST", "/nodes/{node_id}/migrate"),
@@ -33,16 +24,7 @@ OPERATIONS = [
     ("DELETE", "/nodes/{node_id}"),
     ("GET", "/nodes"),
     ("GET", "/debug/routes"),
-    ("GET", "/v1/models"),
-    ("GET", "/v1/models/{model}"),
-    ("GET", "/version"),
-    ("GET", "/health"),
-    ("GET", "/live"),
-    ("GET", "/ping"),
-    ("POST", "/ping"),
-    ("GET", "/load"),
     ("POST", "/drain"),
-    ("GET", "/metrics"),
     ("GET", "/"),
 ]
 

@@ -22,6 +22,28 @@ CHECKS: list[CheckFunction] = [
     content_type_conformance,
     response_schema_conformance,
 ]
+OF_BOTH = [
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/messages"),
+    ("POST", "/v1/messages/count_tokens"),
+    ("POST", "/v1/responses"),
+    ("GET", "/v1/responses/{response_id}"),
+    ("DELETE", "/v1/responses/{response_id}"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+    ("POST", "/reset_prefix_cache"),
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/{model}"),
+    ("GET", "/version"),
+    ("GET", "/health"),
+    ("GET", "/live"),
+    ("GET", "/ping"),
+    ("POST", "/ping"),
+    ("GET", "/load"),
+    ("GET", "/metrics"),
+]
+"""Operations that nodes and routers have."""
 
 
 class Background:

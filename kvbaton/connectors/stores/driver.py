@@ -11,15 +11,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeVar
 
-from kvbaton.connectors.store import (
-    NO_HINTS,
-    AnyPieces,
-    Found,
-    Hints,
-    Pieces,
-    Registering,
-    Store,
-)
+from kvbaton.connectors.store import NO_HINTS, AnyPieces, Found, Hints, Pieces, Registering, Store
 from kvbaton.errors import StoreError
 
 T = TypeVar("T")

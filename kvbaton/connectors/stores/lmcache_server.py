@@ -96,9 +96,7 @@ class LMCacheServerBackend(ClientBackend):
 
         self._context = zmq.Context()
         self._context.setsockopt(zmq.LINGER, _LINGER_MS)
-        self._context.setsockopt(
-            zmq.SNDTIMEO, _LINGER_MS
-        )  # all of LMCache's clients share a thread
+        self._context.setsockopt(zmq.SNDTIMEO, _LINGER_MS)  # its clients share a thread
         self._client = RequestClientFactory.create(self._url, context=self._context)
         try:
             with self._instance() as instance:

@@ -23,9 +23,11 @@ import numpy as np
 
 from kvbaton.connectors.base import Capabilities, FenceScope, Memory, Notice, Peer, Region, Status
 from kvbaton.connectors.transports.regions import (
+    MAX_NOTICE_BYTES,
     BaseHandle,
     Copies,
     RegionTable,
+    check_notice,
     decode_card,
     expand,
     own_peer,
@@ -34,8 +36,6 @@ from kvbaton.errors import TransportError
 
 if TYPE_CHECKING:
     from kvbaton.connectors.base import Ranges
-
-MAX_NOTICE_BYTES = 1 << 16
 
 
 class MemoryCard(msgspec.Struct, frozen=True):
@@ -224,8 +224,7 @@ class MemoryTransport:
 
     def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> MemoryHandle:
         """Copy now, or when the hub is released."""
-        if len(notice) > MAX_NOTICE_BYTES:
-            raise ValueError(f"notice has {len(notice)} bytes, at most {MAX_NOTICE_BYTES}")
+        check_notice(notice)
         own = own_peer(peer, MemoryPeer, "memory")
         copies = expand(ranges, self._regions.sizes, own.sizes)
         handle = MemoryHandle(self, own, copies, notice)

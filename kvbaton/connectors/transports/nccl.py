@@ -27,6 +27,7 @@ from typing_extensions import override
 
 from kvbaton.connectors.base import Capabilities, Device, FenceScope, Memory, Region
 from kvbaton.connectors.transports import tcp_wire
+from kvbaton.connectors.transports.regions import MAX_NOTICE_BYTES
 from kvbaton.connectors.transports.tcp import TcpTransport
 from kvbaton.connectors.transports.tcp_connections import (
     AcceptedConnection,
@@ -35,7 +36,6 @@ from kvbaton.connectors.transports.tcp_connections import (
     TcpPeer,
 )
 from kvbaton.connectors.transports.tcp_staging import Run, tensor_of
-from kvbaton.connectors.transports.tcp_wire import MAX_NOTICE_BYTES
 from kvbaton.errors import ConfigError, RemoteProtocolError, TransportError
 
 CHUNK_BYTES = 16 << 20

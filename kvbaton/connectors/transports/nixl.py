@@ -69,15 +69,16 @@ from kvbaton.connectors.transports.nixl_parts import (
     this_place,
 )
 from kvbaton.connectors.transports.regions import (
+    MAX_NOTICE_BYTES,
     BaseHandle,
     RegionTable,
+    check_notice,
     decode_card,
     expand,
     own_peer,
 )
 from kvbaton.errors import TransportError
 
-MAX_NOTICE_BYTES = 1 << 16
 POST_BUDGET_S = 0.002
 """A call stops posting parts after this long; the next call goes on."""
 SETTLE_S = 0.05
@@ -432,8 +433,7 @@ class NixlTransport:
 
     def post(self, prepared: NixlHandle, notice: bytes) -> NixlHandle:
         """Post what was prepared, or as much of it as a call may take."""
-        if len(notice) > MAX_NOTICE_BYTES:
-            raise ValueError(f"notice has {len(notice)} bytes, at most {MAX_NOTICE_BYTES}")
+        check_notice(notice)
         if prepared in self._prepared:
             self._prepared.remove(prepared)
         peer = prepared.peer

@@ -16,7 +16,7 @@ Int64s = npt.NDArray[np.int64]
 
 MAX_COPIES = 1 << 24
 """Most single copies that one write may come to."""
-
+MAX_NOTICE_BYTES = 1 << 16
 
 T = TypeVar("T")
 
@@ -26,6 +26,12 @@ def own_peer(peer: Peer, kind: type[T], transport: str) -> T:
     if not isinstance(peer, kind):
         raise ValueError(f"{peer!r} is not a peer of the {transport} transport")
     return peer
+
+
+def check_notice(notice: bytes) -> None:
+    """Raise `ValueError` for one that is too long."""
+    if len(notice) > MAX_NOTICE_BYTES:
+        raise ValueError(f"notice has {len(notice)} bytes, at most {MAX_NOTICE_BYTES}")
 
 
 def decode_card(card: bytes, decoder: msgspec.msgpack.Decoder[T], transport: str) -> T:

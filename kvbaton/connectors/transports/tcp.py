@@ -16,10 +16,17 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvbaton.connectors.address import is_wildcard
+from kvbaton.connectors.address import check_dialable
 from kvbaton.connectors.base import Capabilities, FenceScope, Memory, Notice, Peer, Ranges, Region
 from kvbaton.connectors.guard import guard_card
-from kvbaton.connectors.transports.regions import RegionTable, decode_card, expand, own_peer
+from kvbaton.connectors.transports.regions import (
+    MAX_NOTICE_BYTES,
+    RegionTable,
+    check_notice,
+    decode_card,
+    expand,
+    own_peer,
+)
 from kvbaton.connectors.transports.tcp_connections import TcpCard, TcpHandle, TcpListener, TcpPeer
 from kvbaton.connectors.transports.tcp_staging import (
     LANE_BYTES,
@@ -27,7 +34,7 @@ from kvbaton.connectors.transports.tcp_staging import (
     GpuRegion,
     PinnedBounceBuffer,
 )
-from kvbaton.connectors.transports.tcp_wire import MAX_NAME_BYTES, MAX_NOTICE_BYTES
+from kvbaton.connectors.transports.tcp_wire import MAX_NAME_BYTES
 from kvbaton.errors import ConfigError, TransportError
 
 JOIN_S = 1.0
@@ -60,8 +67,7 @@ class TcpTransport:
         """
         if pinned_mib << 20 < 2 * LANE_BYTES:
             raise ConfigError("pinned_mib", f"must be at least {2 * LANE_BYTES >> 20}")
-        if is_wildcard(host):
-            raise ConfigError("--host", f"must be an address that peers can dial, not {host!r}")
+        check_dialable(host)
         if len(name.encode()) > MAX_NAME_BYTES:
             raise ConfigError("name", f"has more than {MAX_NAME_BYTES} bytes")
         self.name = name
@@ -140,8 +146,7 @@ class TcpTransport:
 
     def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> TcpHandle:
         """Queue a write for the peer's sending thread."""
-        if len(notice) > MAX_NOTICE_BYTES:
-            raise ValueError(f"notice has {len(notice)} bytes, at most {MAX_NOTICE_BYTES}")
+        check_notice(notice)
         own = own_peer(peer, TcpPeer, "TCP")
         copies = expand(ranges, self._regions.sizes, own.card.sizes)
         return own.post(copies, tuple(self._views), notice)

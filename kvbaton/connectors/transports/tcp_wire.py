@@ -27,13 +27,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvbaton.connectors.transports.regions import MAX_NOTICE_BYTES
 from kvbaton.errors import RemoteProtocolError
 
 MAGIC = b"kvbaton1"
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 MAX_NAME_BYTES = 512
-MAX_NOTICE_BYTES = 1 << 16
 MAX_FRAME_COPIES = 4096
 ACK = struct.Struct("<Q")
 _HELLO = struct.Struct(f"<{NONCE_BYTES}s{PROOF_BYTES}sH")

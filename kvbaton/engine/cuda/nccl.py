@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Callable
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from kvbaton.engine.collectives import AbortedError
+from kvbaton.engine.collectives import AbortedError, Collectives
 from kvbaton.kernels.peer_all_reduce import PeerMemory, peer_all_reduce
 
 DTYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
@@ -55,7 +57,7 @@ def make_unique_id() -> bytes:
     return bytes(made)
 
 
-class NcclCollectives:
+class NcclCollectives(Collectives):
     """`Collectives` of one rank, on its current stream.
 
     Args:
@@ -70,6 +72,7 @@ class NcclCollectives:
         self._library, self._lock = _library(), threading.Lock()
         self._handle = ctypes.c_void_p()
         self._open = True
+        self._later = False
 
     def connect(self) -> None:
         """See `Collectives.connect`; on the current device. Nothing ends this wait."""
@@ -77,8 +80,17 @@ class NcclCollectives:
         code = self._library.ncclCommInitRank(made, self._size, told, self._rank)
         _check(self._library, code)
 
+    @cached_property
+    def _beside(self) -> torch.cuda.Stream:
+        """Its kernels go before products, which leave them no room once they have begun."""
+        return torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """See `Collectives.all_reduce`."""
+        if self._later:
+            self._beside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._beside):
+                return self.nccl_all_reduce(tensor)
         if self._peers is not None and self._peers.fits(tensor):
             self._check_open()
             return peer_all_reduce(tensor, self._peers)
@@ -88,6 +100,21 @@ class NcclCollectives:
         """The same in place, whatever its size."""
         self._call("ncclAllReduce", tensor, tensor, SUM)
         return tensor
+
+    def later(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """See `Collectives.later`; the current stream waits for the result when it is asked for."""
+        self._later = True
+        try:
+            result = compute()
+        finally:
+            self._later = False
+        summed = self._beside.record_event()
+
+        def wait() -> Tensor:
+            torch.cuda.current_stream().wait_event(summed)
+            return result
+
+        return wait
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """See `Collectives.all_gather`."""

@@ -53,11 +53,12 @@ PINNED_BUFFERS = 4
 SMALL_PINNED_BYTES, SMALL_PINNED_BUFFERS = 1 << 16, 16
 """Several small arrays of one step may be of one size."""
 
-SHORT_PROMPTS = (2, 3, 9, 17, 32, 65, 128, 1040)
-"""One of each kind for which some kernel is compiled on its own."""
+SHORT_CHUNKS = (2, 3, 5, 9, 17, 33, 65, 128)
+"""One for each power of two of queries, for which attention takes another tile: also after a long
+prefix, where tiles are others again."""
 
-SHORT_CHUNKS = (2, 9, 32, 128)
-"""Likewise after a long prefix, where the attention of chunks takes other tiles."""
+SHORT_PROMPTS = (*SHORT_CHUNKS, 1040)
+"""Likewise, and one that cuDNN attends to, where it can."""
 
 
 class TrialSteps:

@@ -47,10 +47,7 @@ def timed_event() -> torch.cuda.Event:
 
 
 def enqueued(
-    take: Callable[[], T],
-    *,
-    patience_s: float | None = None,
-    over: torch.cuda.Event | None = None,
+    take: Callable[[], T], *, patience_s: float | None = None, over: torch.cuda.Event | None = None
 ) -> Pending[T]:
     """What is there once the current stream has come as far as it is filled now.
 

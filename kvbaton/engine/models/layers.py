@@ -503,15 +503,19 @@ class SelfAttention(WeightedModule):
 
     def forward(self, hidden: Tensor, rotary: Rotary, attention: AttentionContext) -> Tensor:
         """[tokens, hidden] to [tokens, hidden]; writes this layer's K and V into the cache."""
-        projected = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
-        query, key, value = projected.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        return self.o_proj(self.attend(self.qkv_proj(hidden), rotary, attention))  # type: ignore[no-any-return]
+
+    def attend(self, projected: Tensor, rotary: Rotary, attention: AttentionContext) -> Tensor:
+        """What `qkv_proj` made of all tokens to what their heads attended to, [tokens, columns]."""
+        by_head = projected.view(len(projected), -1, self.head_dim)
+        sizes = [self.heads, self.kv_heads, self.kv_heads]
+        query, key, value = torch.split(by_head, sizes, dim=1)
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
             eps, offset = self.q_norm.eps, self.q_norm.offset
             norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, eps, offset)
         heads = Heads(query, key, value, self.scale, self.sinks, norms)
-        out = attention.attend(self.layer, heads, rotary)
-        return self.o_proj(out.flatten(1))  # type: ignore[no-any-return]
+        return attention.attend(self.layer, heads, rotary).flatten(1)
 
     def pieces(self) -> Iterator[Piece]:
         """Its sinks, if there are any."""

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
-from kvbaton.engine.collectives import Shard
+from kvbaton.engine.collectives import Collectives, Shard
 from kvbaton.engine.model_config import ModelConfig
 from kvbaton.engine.models.layers import (
     AttentionContext,
@@ -24,6 +26,17 @@ from kvbaton.engine.models.layers import (
     SelfAttention,
 )
 from kvbaton.engine.models.moe import MoE
+from kvbaton.kernels.jit import cdiv
+
+PARTS_RANKS = 3
+"""From so many ranks on long steps are computed in two parts. Sums of two ranks take a seventh of a
+step, and what holds that up is the power which the devices may draw."""
+
+PARTS_TOKENS = 2048
+"""What is a long step; of fewer tokens a half takes products almost as long as the whole."""
+
+PART_ROWS = 128
+"""Of the first part a multiple: as many rows as a tile of most products."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +96,38 @@ class DecoderLayer(nn.Module):
 
         What is returned is added by the next norm, in one pass with it; None if all is added.
         """
-        normed = self.input_norm(stream) if delta is None else self.input_norm(delta, stream)
-        attended = self.self_attn(normed, inputs[self.kind], attention)
+        attended = self.self_attn(self._normed(delta, stream), inputs[self.kind], attention)
         return self.mlp(self.post_norm(attended, stream))  # type: ignore[no-any-return]
+
+    def forward_in_parts(
+        self,
+        deltas: Sequence[Callable[[], Tensor] | None],
+        streams: Sequence[Tensor],
+        inputs: Sequence[Any],
+        attention: AttentionContext,
+        collectives: Collectives,
+    ) -> Sequence[Callable[[], Tensor]]:
+        """As `forward`, on parts of the tokens: one's sums run beside the other's products.
+
+        Rows meet in attention alone. (DeepSeek-V3 computes two batches in turn to the same end:
+        arXiv 2412.19437, section 3.4.)
+        """
+        own, later = cast(SelfAttention, self.self_attn), collectives.later
+        projected = [
+            own.qkv_proj(self._normed(delta and delta(), stream))
+            for delta, stream in zip(deltas, streams, strict=True)
+        ]
+        attended = own.attend(torch.cat(projected), inputs[self.kind], attention)
+        parts = torch.split(attended, [len(stream) for stream in streams])
+        added = [later(partial(own.o_proj, part)) for part in parts]
+        return [
+            later(partial(self.mlp, self.post_norm(part(), stream)))
+            for part, stream in zip(added, streams, strict=True)
+        ]
+
+    def _normed(self, delta: Tensor | None, stream: Tensor) -> Tensor:
+        norm = self.input_norm
+        return norm(stream) if delta is None else norm(delta, stream)  # type: ignore[no-any-return]
 
 
 class LlamaForCausalLM(nn.Module):
@@ -131,12 +173,35 @@ class LlamaForCausalLM(nn.Module):
             stream.index_copy_(0, encoded.at, encoded.rows[:, 0])
             deep = encoded.rows.unbind(1)[1:]
         inputs = self.layer_inputs(token_ids, positions, stream)
+        if encoded is None and self._takes_parts(len(stream)):
+            return self._forward_in_parts(stream, inputs, attention)
         delta = None
         for number, layer in enumerate(self.layers):
             delta = layer(delta, stream, inputs, attention)
             if encoded is not None and number < len(deep):
                 stream.index_add_(0, encoded.at, deep[number])
         return self.norm(stream) if delta is None else self.norm(delta, stream)  # type: ignore[no-any-return]
+
+    def _takes_parts(self, num_tokens: int) -> bool:
+        layer = self.layer_class
+        return (
+            num_tokens >= PARTS_TOKENS
+            and self.shard.size >= PARTS_RANKS
+            and layer.forward is DecoderLayer.forward
+            and getattr(layer, "attention_class", None) is SelfAttention
+        )
+
+    def _forward_in_parts(
+        self, stream: Tensor, inputs: Sequence[Any], attention: AttentionContext
+    ) -> Tensor:
+        streams = torch.split(stream, cdiv(len(stream), 2 * PART_ROWS) * PART_ROWS)
+        deltas: Sequence[Callable[[], Tensor] | None] = [None] * len(streams)
+        sums = self.shard.collectives
+        for layer in self.layers:
+            own = cast(DecoderLayer, layer)
+            deltas = own.forward_in_parts(deltas, streams, inputs, attention, sums)
+        parts = zip(deltas, streams, strict=True)
+        return torch.cat([self.norm(delta(), part) for delta, part in parts if delta])
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[tokens] to the stream before all layers, [tokens, hidden_size]."""
