@@ -31,7 +31,7 @@ from kvbaton.engine.request import (
     extras_of,
     finish_of,
 )
-from kvbaton.engine.service_order import FairShares, LateRequests
+from kvbaton.engine.service_order import SERVED, FairShares, LateRequests
 from kvbaton.engine.stats import Totals
 from kvbaton.engine.step import BlockCopy
 from kvbaton.engine.validate import validate_request
@@ -111,8 +111,13 @@ class LiveRequests:
 
     # --- requests ---
 
-    def add(self, request: AddRequest) -> None:
+    def add(self, request: AddRequest, *, served: bool = False) -> None:
         """Take a request into the queue.
+
+        Args:
+            request: what is asked.
+            served: it was computed already and is computed again, mostly from the cache: it goes
+                before all others of its priority, and its tenant has paid for it.
 
         Raises:
             RequestError: it can never be served here; names the field and the limit.
@@ -143,7 +148,7 @@ class LiveRequests:
             params=params,
             limit=min(limit, self.config.max_model_len),
             priority=request.priority,
-            start_tag=self._shares.enter(request.tenant, len(known)),
+            start_tag=SERVED if served else self._shares.enter(request.tenant, len(known)),
             arrival=next(self._arrivals),
             deadline=self.clock() + request.deadline_s,
             due=self.clock() + request.ttft_s if request.ttft_s else None,

@@ -21,6 +21,8 @@ from collections.abc import Iterable
 from kvbaton.engine.request import Sequence
 
 GENERATED_WEIGHT = 2
+SERVED = -1
+"""Start tag of what has had its turn before: it goes first."""
 
 MAX_TENANTS = 4096
 """Beyond them, what all have had is forgotten: they are equal again, and none goes back."""

@@ -438,16 +438,18 @@ class SourceConnector(KVConnector):
             if request is not None:
                 self.progressed(request)
             return
-        # Run again: mostly hits, and the same first token.
+        # Run again: mostly hits, and the same first token, which its client has: it is not late.
         self.revived += 1
         source.request_id = f"{source.request.request_id}#{self.revived}"
         source.first, source.running = {}, True
         self._by_request[source.request_id] = source
         # The first run has used the hand-overs of its items.
         items = tuple(msgspec.structs.replace(i, transfer=None) for i in source.request.items)
-        again = msgspec.structs.replace(source.request, request_id=source.request_id, items=items)
+        again = msgspec.structs.replace(
+            source.request, request_id=source.request_id, items=items, ttft_s=0.0, prefill_s=0.0
+        )
         try:
-            self.scheduler.add(again)
+            self.scheduler.add(again, served=True)
         except RequestError as error:
             self._failed(source.request_id, error.message)
             logger.warning("can't prefill again for a late reservation: %s", error)

@@ -201,7 +201,7 @@ class RouteChooser:
                 costs.wires.sent(route.holder, prefills, route.held - route.cached)
             if route.source is not None:
                 lacking = num_tokens - min(cached.get(route.target.node_id, 0), num_tokens - 1)
-                costs.wires.sent(route.source, route.target, lacking)
+                costs.crosses(route.source, route.target, lacking)
         membership.sent(route)
         self.decisions.append(decision)
         if again:

@@ -115,6 +115,7 @@ class CostModel:
         self._elsewhere: dict[str, tuple[float, int]] = {}
         self._prefilled: dict[str, tuple[float, float, float]] = {}
         self._targeted: dict[str, tuple[float, float, float]] = {}
+        self._crossed: dict[str, tuple[float, float]] = {}
         self._queues: dict[str, PromptQueue] = {}
         self._queued_at: dict[str, str] = {}
 
@@ -167,6 +168,7 @@ class CostModel:
             self._overhead.scales,
             self._prefilled,
             self._targeted,
+            self._crossed,
             self._queues,
         )
         for by_node in of_nodes:
@@ -291,7 +293,9 @@ class CostModel:
                 will come in between: most likely they were this client's own.
         """
         speed = self.speed(node)
-        share, meet = 0.0 if alone else self.prefill_share(node), 1.0
+        share, longer, meet = 0.0, 1.0, 1.0
+        if not alone:
+            share, longer = self.prefill_share(node), 1 / (1 - self.crossing_share(node))
         if load.pending and load.sequences:  # many wait elsewhere, and never meet
             every_s = speed.step_s + speed.decode_s(load.sequences, load.tokens)
             meet = self._generating(node, output_tokens * every_s / (1 - share))
@@ -303,7 +307,7 @@ class CostModel:
         room = free is None or free * node.block_size >= num_tokens
         if node.num_blocks:  # those whose prompts are on their way hold all their blocks, too
             room = room and node.num_blocks * node.block_size >= load.tokens + num_tokens
-        step_s = speed.step_s + after
+        step_s = longer * (speed.step_s + after)
         chunk = speed.chunk_tokens(step_s)
         full_s = speed.full_s if chunk == speed.step_tokens else speed.prefill_s(chunk, 0)
         full_s = max(full_s, LEAST_S)
@@ -313,7 +317,7 @@ class CostModel:
         return Decode(
             itl_s=max(step_s / (1 - share), step_s + backlog_s / output_tokens),
             step_s=step_s,
-            others_s=(speed.step_s + before) / (1 - share),
+            others_s=longer * (speed.step_s + before) / (1 - share),
             queued_s=queued_s,
             backlog_s=backlog_s,
             prefill_share=share,
@@ -327,6 +331,11 @@ class CostModel:
     def prefill_share(self, node: NodeInfo) -> float:
         """Share of a node's time that prompts of ours take, of late."""
         at, share, _ = self._prefilled.get(node.node_id, (0.0, 0.0, 0.0))
+        return min(MOST_SHARE, share * self._kept(at)) if share else 0.0
+
+    def crossing_share(self, node: NodeInfo) -> float:
+        """Share of a node's time that steps take longer for KV that leaves it or comes, of late."""
+        at, share = self._crossed.get(node.node_id, (0.0, 0.0))
         return min(MOST_SHARE, share * self._kept(at)) if share else 0.0
 
     def _generating(self, node: NodeInfo, seconds: float) -> float:
@@ -368,6 +377,15 @@ class CostModel:
         kept = self._kept(at)
         given = now, kept * per_s + 1.0 / share_s, kept * waits + predicted.ttft_s / share_s
         self._targeted[target.node_id] = given
+
+    def crosses(self, source: NodeInfo, target: NodeInfo, tokens: int) -> None:
+        """So many tokens' KV is to be handed over."""
+        self.wires.sent(source, target, tokens)
+        now = self._clock()
+        for node in (source, target):
+            at, share = self._crossed.get(node.node_id, (now, 0.0))
+            more = self.beside_s(node, tokens) / self._mean_s
+            self._crossed[node.node_id] = now, self._kept(at) * share + more
 
     def queued(self, request_id: str, node: NodeInfo, predicted: Prediction) -> None:
         """A prompt waits at a node until it is `computed`, or given to another."""

@@ -114,8 +114,10 @@ class SimulatedWires:
         elif transfer.request is not None and transfer.first is not None:
             transfer.request_id = transfer.request_id + "#"
             transfer.first = None
-            again = msgspec.structs.replace(transfer.request, request_id=transfer.request_id)
-            source.scheduler.add(again)
+            again = msgspec.structs.replace(
+                transfer.request, request_id=transfer.request_id, ttft_s=0.0, prefill_s=0.0
+            )
+            source.scheduler.add(again, served=True)
 
     def push(self, transfer: WireTransfer, request: requests.Request) -> None:
         """Send what became final."""

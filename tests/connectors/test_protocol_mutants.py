@@ -647,8 +647,8 @@ real_engage_source = SourceConnector._engage
 def runs_a_prompt_again_with_used_hand_overs(self: Any, source: Any, action: Any) -> None:
     real_add = self.scheduler.add
 
-    def add(request: Any) -> None:
-        real_add(msgspec.structs.replace(request, items=source.request.items))
+    def add(request: Any, **how: Any) -> None:
+        real_add(msgspec.structs.replace(request, items=source.request.items), **how)
 
     with mock.patch.object(self.scheduler, "add", add):
         real_engage_source(self, source, action)

@@ -67,6 +67,28 @@ def test_p_remembers_so_many_prompts_only_that_nobody_has_claimed(
     pair.settle()
 
 
+def test_who_reserves_late_waits_for_no_queue(make_pair: Callable[..., Pair]) -> None:
+    """Its client has had the first token: the run for it goes before prompts that have yet to."""
+    pair = make_pair(p={"max_num_seqs": 1, "max_num_batched_tokens": 64})
+    of_p, of_d = pair.requests(PROMPT)
+    pair.p.add(of_p).result()
+    pair.settle()
+    queue, again = pair.p.scheduler, f"{of_p.request_id}#1"
+    with pair.p.held_step() as held:
+        calls = [pair.p.add(pair.requests(prompt_of(20, seed))[0]) for seed in range(4)]
+        until(held.waited_for, "P computes the first")
+        until(lambda: len(queue.requests) == len(calls), "the others")
+        calls.append(pair.d.add(of_d))
+        until(lambda: pair.p.leases() == 1, "P's transfer thread has engaged")
+        while again not in [s.request.request_id for s in queue.running]:
+            held.let_one_pass()
+            until(held.waited_for, "P computes the next")
+        assert len(queue.waiting) >= 2
+    for call in calls:
+        call.result()
+    pair.settle()
+
+
 def test_seeded_first_token_is_the_same_when_computed_again(pair: Pair, expected: Expected) -> None:
     how: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_tokens": 8}
     of_p, of_d = pair.requests(PROMPT, **how)

@@ -424,6 +424,25 @@ def test_where_prompts_were_computed_of_late_tokens_are_expected_to_come_slowly(
     assert costs.decode(d.info, IDLE, None, 1000).itl_s == pytest.approx(alone.itl_s, rel=0.01)
 
 
+def test_where_kv_came_of_late_steps_are_expected_to_be_longer() -> None:
+    """Each hand-over was charged to who was there then, and the next text believed in none."""
+    clock = Clock()
+    costs, (p, d) = CostModel(clock), nodes(1, load=H200)
+    costs.learn([p.info, d.info], NodeLoads())
+    before = costs.decode(d.info, IDLE, None, 1000)
+    for _ in range(400):
+        clock.now += 0.01
+        costs.crosses(p.info, d.info, 5000)
+    share = costs.beside_s(d.info, 5000) / 0.01
+    assert costs.crossing_share(d.info) == pytest.approx(share, rel=0.1)
+    after = costs.decode(d.info, IDLE, None, 1000)
+    assert after.step_s == pytest.approx(before.step_s / (1 - share), rel=0.05)
+    assert after.others_s == pytest.approx(before.others_s / (1 - share), rel=0.05)
+    assert costs.decode(d.info, IDLE, None, 1000, alone=True).step_s == before.step_s
+    clock.now += 60.0
+    assert costs.decode(d.info, IDLE, None, 1000).step_s == pytest.approx(before.step_s, rel=0.01)
+
+
 def test_a_chat_that_is_alone_stays_where_its_first_turn_was_computed() -> None:
     """Its own first prompt was taken for a sign that others would come in between."""
     clock = Clock()
