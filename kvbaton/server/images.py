@@ -54,10 +54,16 @@ async def load_images(
 
     async def load(image: ImageUrl) -> Item:
         try:
+            if (item := vision.recent.get(image.url)) is not None:
+                room.take(len(item.data))
+                return item
             data = await _data(image.url, config, room)
-            return await asyncio.get_running_loop().run_in_executor(_decoders, vision.item, data)
+            item = await asyncio.get_running_loop().run_in_executor(_decoders, vision.item, data)
         except RequestError as error:
             raise RequestError(error.message, param=image.where, code="invalid_image") from error
+        if _is_inline(image.url):  # what is at an address may be another image by now
+            vision.recent.put(image.url, item)
+        return item
 
     tasks = [asyncio.ensure_future(load(image)) for image in images]
     try:
@@ -82,10 +88,9 @@ class _Room:
 
 
 async def _data(url: str, config: MediaConfig, room: _Room) -> bytes:
-    scheme = url.partition(":")[0].lower()
-    if scheme == "data":
+    if _is_inline(url):
         return _inline(url, room)
-    if scheme not in ("http", "https"):
+    if not url.lower().startswith(("http:", "https:")):
         raise RequestError("an image's url must begin with data:, http: or https:")
     try:
         async with asyncio.timeout(config.image_timeout_s):
@@ -98,6 +103,10 @@ async def _data(url: str, config: MediaConfig, room: _Room) -> bytes:
         raise RequestError(f"can't fetch {url[:SHOWN]}: {error}") from error
 
 
+def _is_inline(url: str) -> bool:
+    return url[: len("data:")].lower() == "data:"
+
+
 def _inline(url: str, room: _Room) -> bytes:
     """The bytes of a ``data:`` URL (RFC 2397)."""
     head, comma, body = url[len("data:") :].partition(",")
@@ -106,9 +115,11 @@ def _inline(url: str, room: _Room) -> bytes:
         raise RequestError("a data: url must be data:image/...;base64,... with an image type")
     try:
         if any(parameter.strip().lower() == "base64" for parameter in parameters):
-            # Lines as many encoders write them; a space is a + that some form has decoded.
-            written = unquote_to_bytes(body).translate(None, b"\r\n")
-            data = base64.b64decode(written, validate=True)
+            try:
+                data = binascii.a2b_base64(body, strict_mode=True)
+            except ValueError:  # in lines, as many encoders write it, or quoted
+                written = unquote_to_bytes(body).translate(None, b"\r\n")
+                data = base64.b64decode(written, validate=True)
         else:
             data = unquote_to_bytes(body)
     except binascii.Error as error:

@@ -13,6 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from sys import getsizeof
 from typing import Any
 
 import msgspec
@@ -24,6 +25,8 @@ from kvbaton.messages.engine import Item
 
 KNOWN_IMAGES = 4096
 """Images whose bytes were found good are remembered by digest, so many."""
+RECENT_BYTES = 64 << 20
+"""Of inline images that are kept with the texts that they came as, both together."""
 DECODERS = 2
 """Images that are decoded at a time, each in at most `image_file.MAX_PIXELS` pixels of memory."""
 ORIENTATION, SIDEWAYS = 0x0112, (5, 6, 7, 8)
@@ -40,6 +43,39 @@ class _Config(msgspec.Struct):
     vision_config: dict[str, Any] | None = None
 
 
+class RecentItems:
+    """The last inline images, by the whole text that they came as: 4 bytes of it for 3 of an image.
+
+    Conversations bring their images with every turn, and many users bring the same. To find the
+    same text takes a tenth of what it takes to decode it and to hash what it holds.
+
+    Args:
+        most_bytes: of texts and images.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._left = most_bytes
+        self._items: OrderedDict[str, Item] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, text: str) -> Item | None:
+        """The item that was put with this very text, unless it had to go."""
+        with self._lock:
+            if (item := self._items.get(text)) is not None:
+                self._items.move_to_end(text)
+            return item
+
+    def put(self, text: str, item: Item) -> None:
+        """Keep an item, and let those go that were not asked for longest."""
+        with self._lock:
+            if text not in self._items:
+                self._items[text] = item
+                self._left -= getsizeof(text) + len(item.data)
+            while self._left < 0:
+                text, item = self._items.popitem(last=False)
+                self._left += getsizeof(text) + len(item.data)
+
+
 class VisionText:
     """Places images in prompts of one model.
 
@@ -48,6 +84,9 @@ class VisionText:
         settings: of the model's image processor, see `image_file.processor_settings`.
         frame: what the chat template has for an image, and what stands for that before a prompt is
             tokenized; None if the template has the placeholder itself.
+
+    Attributes:
+        recent: items of inline images.
 
     Raises:
         ConfigError: the processor is none whose rule is known.
@@ -62,6 +101,7 @@ class VisionText:
         self.merge_size = self._resizing.merge_size
         canonical = json.dumps(settings, sort_keys=True).encode()
         self._settings = hashlib.blake2b(canonical, digest_size=32).digest()
+        self.recent = RecentItems(RECENT_BYTES)
         self._known: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
         self._lock = threading.Lock()
         self._decoders = threading.Semaphore(DECODERS)

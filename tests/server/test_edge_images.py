@@ -206,8 +206,40 @@ async def test_too_many_images_and_too_many_bytes(vision: VisionText) -> None:
         await load_images(urls, vision, replace(OPEN, max_images=2))
     most = sum(len(picture(seed)) for seed in range(3))
     await load_images(urls, vision, replace(OPEN, max_image_bytes=most))
+    assert all(vision.recent.get(url.url) for url in urls), "known ones count, too"
     with pytest.raises(RequestError, match="too large"):
         await load_images(urls, vision, replace(OPEN, max_image_bytes=most - 1))
+
+
+async def test_a_known_inline_image_is_neither_decoded_nor_hashed_again(
+    endpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, seen = picture(7, 56, 84), list[bytes]()
+    digest = VisionText.digest
+
+    def hashed(self: VisionText, data: bytes) -> bytes:
+        seen.append(data)
+        return digest(self, data)
+
+    monkeypatch.setattr(VisionText, "digest", hashed)
+    for text in ("one", "another", "a third"):
+        status, _ = await endpoint.post(CHAT, say(text, part(inline(data))))
+        assert status == 200
+    assert seen == [data]
+    first, *others = (request.items[0] for request in endpoint.source.requests)
+    assert all(item.digest == first.digest and item.grid == first.grid for item in others)
+    assert all(item.data is first.data for item in others), "it lies in memory once"
+    # One letter more or less, and it is another text, whatever it has in common with this one.
+    for url in (inline(data, "image/jpeg"), inline(data + b"\0")):
+        await endpoint.post(CHAT, say("one", part(url)))
+    assert seen == [data, data, data + b"\0"]
+
+
+async def test_an_image_that_is_refused_is_not_known(vision: VisionText) -> None:
+    url = inline(picture(11)[:-40])
+    for _ in range(2):
+        assert "can't decode" in await refused(url, vision)
+    assert vision.recent.get(url) is None
 
 
 async def test_a_prompt_that_is_too_long_with_its_images(endpoint: Any) -> None:

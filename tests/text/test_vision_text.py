@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ from kvbaton.engine.encoder.images import ImageReader
 from kvbaton.errors import ConfigError, RequestError
 from kvbaton.messages.engine import Item, TransferSpec
 from kvbaton.text import vision as module
-from kvbaton.text.vision import VisionText
+from kvbaton.text.vision import RecentItems, VisionText
 from tests.support.waiting import PATIENCE_S
 
 PAD = 7
@@ -167,6 +168,32 @@ def test_a_known_image_is_not_decoded_again(
     item = vision.item(data)
     monkeypatch.setattr(Image, "open", lambda *_, **__: pytest.fail("decoded again"))
     assert vision.item(data) == item
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.tuples(st.integers(0, 7), st.booleans()), max_size=40))
+def test_recent_items_are_the_last_that_were_used(used: list[tuple[int, bool]]) -> None:
+    """As many as fit, under their own texts alone."""
+    most = 2000
+    recent, order = RecentItems(most), list[int]()
+    texts = ["é" * number + "x" * 100 * (number + 1) for number in range(8)]
+    items = [
+        Item(start=0, length=1, digest=bytes([n]) * 32, grid=(1, 2, 2), data=bytes(50 * n))
+        for n in range(8)
+    ]
+    size = [sys.getsizeof(text) + len(item.data) for text, item in zip(texts, items, strict=True)]
+    for number, puts in used:
+        if puts and number not in order:
+            order.append(number)
+            while sum(size[n] for n in order) > most:
+                order.pop(0)
+            recent.put(texts[number], items[number])
+        elif number in order:
+            order.append(order.pop(order.index(number)))
+            recent.get(texts[number])
+    for number in range(8):
+        found = recent.get("".join(list(texts[number])))
+        assert found is (items[number] if number in order else None)
 
 
 def test_few_are_decoded_at_once(vision: VisionText, monkeypatch: pytest.MonkeyPatch) -> None:
