@@ -16,6 +16,7 @@ PACKAGE = Path(kvbaton.__file__).parent
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "signals": set(),
+    "malloc": set(),
     "version": set(),
     "types": set(),
     "config": {"errors"},
@@ -25,12 +26,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "connectors": {"errors", "types", "messages"},
     "testing": {"errors", "types", "messages", "connectors"},
     "engine": {
-        *("errors", "signals", "types", "config"),
+        *("errors", "signals", "malloc", "types", "config"),
         *("messages", "image_file", "connectors", "kernels"),
     },
     "text": {"errors", "types", "messages", "image_file"},
     "server": {
-        *("version", "errors", "signals", "types", "config"),
+        *("version", "errors", "signals", "malloc", "types", "config"),
         *("messages", "text", "engine", "connectors"),
     },
     "decode": {"errors", "types", "messages", "connectors", "engine", "server"},

@@ -29,6 +29,7 @@ from kvbaton.engine.client import EngineClient
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.frontends import EngineEndpoints, FrontendServer
 from kvbaton.errors import ConfigError, EngineDeadError
+from kvbaton.malloc import keep_freed_memory
 from kvbaton.messages.engine import Dead, Ready, Shutdown
 from kvbaton.signals import begin_child
 from kvbaton.types import NodeId, clip_text
@@ -81,6 +82,7 @@ def core_main(
     begin_child(signal.SIGTERM)  # systemd and Slurm tell all processes of a node at once
     faulthandler.enable()  # a library that crashes would end it without a word
     sys.setswitchinterval(GIL_SWITCH_S)
+    keep_freed_memory()
     logging.basicConfig(level=log_level.upper(), format=LOG_FORMAT)
     frontends: FrontendServer | None = None
     try:

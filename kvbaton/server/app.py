@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from kvbaton.engine.validate import INT32, check_ids
 from kvbaton.errors import RequestError
+from kvbaton.malloc import keep_freed_memory
 from kvbaton.messages import openai
 from kvbaton.server.auth import PROTECTED, check_key
 from kvbaton.server.bodies import (
@@ -152,11 +153,13 @@ async def serve_on(
 def freeze_startup() -> None:
     """Keep the garbage collector from looking again and again at what was made until now.
 
-    Requests leave it nothing to find, so it need not look at each dozen of them either.
+    Requests leave it nothing to find, so it need not look at each dozen of them either. What they
+    free is needed by the next ones.
     """
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS)
+    keep_freed_memory()
 
 
 def stop_requested() -> asyncio.Event:
