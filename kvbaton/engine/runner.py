@@ -278,7 +278,7 @@ class Runner:
 
     def _gather(self, blocks: Ints, offsets: Ints) -> Tensor:
         assert self.encoder is not None, "items come after their pool was attached"
-        return self.encoder.gather(self._to_device(blocks), self._to_device(offsets))
+        return self.encoder.gather(*upload([blocks, offsets], self.device))
 
     def _sample(
         self, output: StepOutput, rows: Ints, known: Ints, hidden: Tensor, ends: Ints
