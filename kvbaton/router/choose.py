@@ -9,7 +9,7 @@ Ravishankar, 1998) with a bounded load (Mirrokni, Thorup and Zadimoghaddam, 2018
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from operator import itemgetter
 
 from msgspec import Struct
@@ -44,6 +44,7 @@ class Wanted(Struct, frozen=True):
         items: of the prompt.
         cached: tokens of the prompt that nodes hold, by node id.
         choices: that are to be generated.
+        held_items: digests of those of `items` whose outputs a node is likely to hold.
     """
 
     num_tokens: int
@@ -51,6 +52,7 @@ class Wanted(Struct, frozen=True):
     items: Sequence[Item] = ()
     cached: Mapping[str, int] = {}
     choices: int = 1
+    held_items: Callable[[NodeInfo], Set[bytes]] = lambda _: frozenset()
 
 
 def choose(
@@ -105,7 +107,10 @@ def choose(
     if not wanted.items:
         return route
     min_rows = policy.settings.min_encode_rows
-    return with_encoders(route, wanted.items, ready, loads, avoid=avoid, min_rows=min_rows)
+    held = wanted.held_items(route.prefills)
+    return with_encoders(
+        route, wanted.items, ready, loads, avoid=avoid, min_rows=min_rows, held=held
+    )
 
 
 def successor(
@@ -202,6 +207,7 @@ def with_encoders(
     *,
     avoid: Set[str] = frozenset(),
     min_rows: int | None = None,
+    held: Set[bytes] = frozenset(),
 ) -> Route:
     """A route that also says who encodes each item.
 
@@ -213,6 +219,8 @@ def with_encoders(
         avoid: ids of nodes that already failed this request.
         min_rows: items of fewer rows are encoded where their prompt is prefilled, all others by
             encoder nodes; None estimates for each where it is done first.
+        held: digests of items whose outputs the node that prefills is likely to hold: there they
+            are first.
     """
     prefills = route.prefills
     encoders = [
@@ -234,7 +242,9 @@ def with_encoders(
             if min_rows is not None:
                 stays = item.length < min_rows
             else:
-                stays = _is_faster_here(item, prefills, encoder, queued, prompt_s)
+                stays = item.digest in held or _is_faster_here(
+                    item, prefills, encoder, queued, prompt_s
+                )
             encoder = None if stays else encoder
         queued[(encoder or prefills).node_id] += item.length
         chosen[item.digest] = encoder

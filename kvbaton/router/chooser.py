@@ -13,6 +13,7 @@ from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest, Item
 from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.choose import Wanted, choose, successor
+from kvbaton.router.encoded_items import EncodedItems
 from kvbaton.router.loads import IDLE, NodeLoads
 from kvbaton.router.metrics import RouterMetrics
 from kvbaton.router.nodes import KnownNodes
@@ -127,6 +128,7 @@ class _Open:
 
     decision: Decision
     route: Route
+    request: AddRequest
     held_s: float = 0.0
 
 
@@ -157,6 +159,7 @@ class RouteChooser:
         self.decisions: deque[Decision] = deque(maxlen=remembered)
         self._nodes, self._loads, self._metrics = nodes, loads, metrics
         self._open: dict[str, _Open] = {}
+        self._encoded = EncodedItems()
 
     def route(
         self, request: AddRequest, num_tokens: int, items: Sequence[Item], avoid: frozenset[str]
@@ -176,7 +179,10 @@ class RouteChooser:
         membership, index = self._nodes.membership, self._nodes.index
         ready = membership.ready()
         cached = index.cached(request) if index is not None else {}
-        wanted = Wanted(num_tokens, request.params.max_tokens, items, cached, request.params.n)
+        wanted = Wanted(
+            num_tokens, request.params.max_tokens, items, cached, request.params.n,
+            lambda node: self._encoded.at(node, request.cache_salt, items),
+        )  # fmt: skip
         route = choose(ready, self._loads, self.policy, wanted, avoid=avoid)
         if route is None:
             if not avoid:
@@ -208,7 +214,7 @@ class RouteChooser:
             self.policy.costs.computed(request.request_id)
             self._open.pop(request.request_id, None)  # its times say nothing about this choice
         else:
-            self._open[request.request_id] = _Open(decision, route)
+            self._open[request.request_id] = _Open(decision, route, request)
         return route
 
     def _in_turn(self, request: AddRequest, num_tokens: int, route: Route) -> Route:
@@ -308,6 +314,8 @@ class RouteChooser:
             return
         route, target, costs = known.route, known.route.target.node_id, self.policy.costs
         known.decision.observed_ttft_s = ttft_s
+        if items := known.request.items:
+            self._encoded.computed(route.prefills, known.request.cache_salt, items)
         if route.predicted is not None:
             if route.source is not None:
                 load, since = self._loads.get(target, IDLE), self._loads.prefill_since.get(target)

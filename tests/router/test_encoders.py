@@ -1,17 +1,26 @@
-"""Who encodes an item is a pure function: no socket needed."""
+"""Who encodes an item follows from what is known: no socket needed."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 
 import pytest
 from msgspec.structs import replace
+from prometheus_client import CollectorRegistry
 
-from kvbaton.messages.engine import Item
+from kvbaton.messages.engine import AddRequest, Item, SamplingParams
 from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.choose import HANDOVER_S, UNMEASURED_ROWS, with_encoders
-from kvbaton.router.loads import NodeLoad
-from kvbaton.router.membership import Member, NodeState, ReadyNodes
+from kvbaton.router.chooser import RouteChooser
+from kvbaton.router.config import RoutingPolicy
+from kvbaton.router.costs import CostModel
+from kvbaton.router.encoded_items import EncodedItems
+from kvbaton.router.loads import NodeLoad, NodeLoads
+from kvbaton.router.membership import Member, Membership, NodeState, ReadyNodes
+from kvbaton.router.metrics import RouterMetrics
+from kvbaton.router.nodes import KnownNodes
+from kvbaton.router.policies import load_policy
 from kvbaton.router.route import Route
 
 IDENTITY = "ee"
@@ -65,6 +74,70 @@ def test_equal_items_of_different_prompts_go_to_the_same_node_and_others_spread(
     counts = Counter(node for (node,) in where.values())
     assert len(counts) == 4
     assert max(counts.values()) < 32
+
+
+def test_what_the_prefill_node_holds_is_not_encoded_elsewhere() -> None:
+    items = [item(1), item(2), item(1)]
+    held = {items[0].digest}
+    assert chosen(items, ENCODERS[:1], held=held) == [None, "e0", None]
+    assert chosen(items, ENCODERS[:1], min_rows=1, held=held) == ["e0", "e0", None]
+    blind = member("p0", "prefill", encodes=False)  # if it has lost it, it can't make it
+    assert chosen(items, ENCODERS[:1], p=blind, held=held) == ["e0", "e0", None]
+
+
+def test_items_are_thought_to_be_where_their_prompts_were_computed() -> None:
+    known, p = EncodedItems(), replace(P.info, max_model_len=3 * 1024)
+    items = [item(number) for number in range(5)]  # of 1,024 rows in whole blocks
+    known.computed(p, "", items[:3])
+    assert known.at(p, "", items) == {i.digest for i in items[:3]}
+    assert not known.at(D.info, "", items)
+    assert not known.at(p, "salt", items), "other tenants' outputs are others"
+    assert not known.at(replace(p, generation="2"), "", items), "it began anew, with nothing"
+    known.computed(p, "", items[:1])
+    known.computed(p, "", items[3:4])
+    assert known.at(p, "", items) == {i.digest for i in (items[0], items[2], items[3])}
+    known.computed(replace(p, max_model_len=1000), "", items[4:])
+    assert not known.at(p, "", items)
+
+
+class Present(KnownNodes):
+    """Nodes that are there, whatever happens."""
+
+    def unreachable(self, node: NodeInfo, error: str) -> None:
+        raise AssertionError("nobody is asked")
+
+
+@pytest.mark.parametrize(("min_rows", "later"), [(None, [None]), (1, ["e0"])])
+def test_who_had_an_image_of_late_has_it_still(
+    min_rows: int | None, later: list[str | None]
+) -> None:
+    """From its first token on, and never with `--min-encode-rows`: then encoder nodes get all."""
+    nodes = Present(Membership(), None)
+    nodes.membership.show(
+        dataclasses.replace(m, info=replace(m.info, max_model_len=4096, identity="id"))
+        for m in (P, D, ENCODERS[0])
+    )
+    settings = RoutingPolicy(policy="least-loaded", min_encode_rows=min_rows)
+    metrics = RouterMetrics(CollectorRegistry())
+    chooser = RouteChooser(nodes, NodeLoads(), load_policy(settings, CostModel()), metrics)
+
+    def encoders(name: str, salt: str = "") -> list[str | None]:
+        request = AddRequest(
+            request_id=name,
+            token_ids=(7,) * 1100,
+            params=SamplingParams(max_tokens=4),
+            deadline_s=60.0,
+            cache_salt=salt,
+            items=(item(1),),
+        )
+        route = chooser.route(request, 1100, request.items, frozenset())
+        assert route is not None
+        return [None if node is None else node.node_id for node in route.encoders]
+
+    assert encoders("first") == encoders("before its token") == ["e0"]
+    chooser.first_token("first", 0.1)
+    assert encoders("second") == later
+    assert encoders("of another tenant", "salt") == ["e0"]
 
 
 def test_items_that_a_node_can_not_keep_go_elsewhere() -> None:
