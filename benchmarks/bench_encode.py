@@ -2,6 +2,7 @@
 
     python -m benchmarks.bench_encode --device cuda --json encode.json     # two GPUs
     python -m benchmarks.bench_encode --device cpu                         # a small model
+    python -m benchmarks.bench_encode --known [--device cpu]               # known images alone
 
 On GPUs the model has Qwen2.5-VL-7B's shape (dummy weights, bfloat16). Requests are chats over HTTP
 with one or more images, each seen for the first time, as JPEG. *Colocated* asks the node that has
@@ -9,6 +10,9 @@ both encoder and language model; *separate* asks the router, which lets an encod
 (``--min-encode-rows 1``) while the same node prefills. Pairs alternate, within one run. Then the
 same image again behind another text, beside a text of as many tokens: what an encoded image still
 costs. Then a closed loop of clients, on one encoder node and one other, and on two that have both.
+With ``--known`` only that image and that text, in many pairs, and encoder nodes get what the router
+gives them. On CPUs the model is a tiny one then, and an image has 64 rows, whatever its size: what
+is left are its bytes.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import sub
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -62,6 +67,7 @@ QWEN_7B_VISION = {
     "window_size": 112,
     "fullatt_block_indexes": [7, 15, 23, 31],
 }
+KNOWN_SIDES, KNOWN_PAIRS, CPU_ROWS = (448, 1024), 40, 64
 QWEN_7B_PIXELS = {"patch_size": 14, "min_pixels": 4 * 28 * 28, "max_pixels": 16384 * 28 * 28}
 SMALL = CheckpointSpec(
     family="qwen2_5_vl",
@@ -73,6 +79,8 @@ SMALL = CheckpointSpec(
     head_dim=64,
     max_position_embeddings=2048,
 )
+
+TINY = CheckpointSpec(family="qwen2_5_vl", max_position_embeddings=4096)
 
 
 @dataclass(frozen=True)
@@ -179,13 +187,14 @@ async def pairs(asker: Asker, urls: dict[str, str], workload: Workload) -> list[
     return rows
 
 
-async def again(asker: Asker, url: str, node: str, workload: Workload) -> list[Row]:
-    """A known image behind a new text, beside a text of as many tokens."""
-    side = workload.sides[-1]
+async def again(
+    asker: Asker, url: str, node: str, workload: Workload, side: int, count: int
+) -> list[Row]:
+    """A known image behind a new text, beside a text of as many tokens, in `count` pairs."""
     image = asker.image(side)
     seen, plain = list[float](), list[float]()
     tokens = await _prompt_tokens(asker, node, image, workload)
-    for number in range(workload.pairs + 2):
+    for number in range(count + 2):
         known = await asker.ask(url, asker.text(workload.words), [image])
         text = await asker.ask(url, asker.text(workload.words + tokens), [])
         if number >= 2:
@@ -194,6 +203,7 @@ async def again(asker: Asker, url: str, node: str, workload: Workload) -> list[R
     return [
         (f"TTFT, known image of {side} x {side}, ms", median(seen), None),
         ("TTFT, text of as many tokens, ms", median(plain), None),
+        ("known image - text, ms, in pairs", median(map(sub, seen, plain)), None),
         ("known image / text", median(seen) / median(plain), None),
     ]
 
@@ -264,6 +274,21 @@ async def load(asker: Asker, url: str, workload: Workload) -> list[Row]:
     ]
 
 
+async def known_images(router: str, workload: Workload) -> list[Row]:
+    """What images that were seen before cost, of each size."""
+    rows: list[Row] = []
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as session:
+        asker = Asker(session, await served_model(session, router), 0)
+        told = (await get_json(session, f"{router}/nodes"))["nodes"]
+        node = next(node["url"] for node in told if node["role"] != "encode")
+        await asker.ask(node, asker.text(workload.words), [])
+        for side in KNOWN_SIDES:
+            rows += await again(asker, router, node, workload, side, KNOWN_PAIRS)
+    for row in rows:
+        print(f"  {row[0]}: {row[1]:,.2f}", flush=True)
+    return rows
+
+
 async def measure(router: str, workload: Workload, *, separate: bool) -> list[Row]:
     """All rows of one cluster."""
     timeout = aiohttp.ClientTimeout(total=300)
@@ -276,7 +301,7 @@ async def measure(router: str, workload: Workload, *, separate: bool) -> list[Ro
         if separate:
             node = next(url for role, url in nodes if role != "encode")
             rows += await pairs(asker, {"colocated": node, "separate": router}, workload)
-            rows += await again(asker, router, node, workload)
+            rows += await again(asker, router, node, workload, workload.sides[-1], workload.pairs)
         requests, count, side, clients, _ = workload.load
         name = "1 encoder + 1" if separate else "2 with both"
         for what, ours, theirs in await load(asker, router, workload):
@@ -295,6 +320,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--transport", default="nixl")
+    parser.add_argument("--known", action="store_true", help="only what known images cost")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp()) / "model"
     flags = [f"--device={args.device}", f"--transport={args.transport}", "--start-timeout=200"]
@@ -302,10 +328,22 @@ def main() -> None:
         qwen_7b(folder)
         flags += ["--load-format=dummy", "--max-model-len=16640", "--log-level=info"]
     else:
-        make_checkpoint(folder, SMALL)
+        make_checkpoint(folder, TINY if args.known else SMALL)
         flags += ["--num-threads=1"]
     workload = GPU if args.device == "cuda" else CPU
     rows: list[Row] = []
+    if args.known:
+        if args.device == "cpu":
+            file = folder / "preprocessor_config.json"
+            pixels = json.loads(file.read_text())
+            row_pixels = (pixels["patch_size"] * pixels["merge_size"]) ** 2
+            pixels |= {"min_pixels": row_pixels, "max_pixels": CPU_ROWS * row_pixels}
+            file.write_text(json.dumps(pixels))
+        nodes = ["--prefill=0", "--decode=1", "--encode=1"]
+        with cluster([f"--model={folder}", *flags, *nodes]) as (router, _):
+            rows = asyncio.run(known_images(router, workload))
+        publish("known-images", vars(args), compared(rows), args.json)
+        return
     clusters = [
         (["--prefill=0", "--decode=1", "--encode=1", "--min-encode-rows=1"], True),
         (["--prefill=0", "--decode=2"], False),
