@@ -65,6 +65,8 @@ async def load_images(
             vision.recent.put(image.url, item)
         return item
 
+    if len(images) < 2:  # tasks would take as long as all that is done for a known one
+        return [await load(image) for image in images]
     tasks = [asyncio.ensure_future(load(image)) for image in images]
     try:
         return list(await asyncio.gather(*tasks))
