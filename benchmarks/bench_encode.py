@@ -2,6 +2,7 @@
 
     python -m benchmarks.bench_encode --device cuda --json encode.json     # two GPUs
     python -m benchmarks.bench_encode --device cpu                         # a small model
+    python -m benchmarks.bench_encode --device cuda --known                # one GPU
 
 On GPUs the model has Qwen2.5-VL-7B's shape (dummy weights, bfloat16). Requests are chats over HTTP
 with one or more images, each seen for the first time, as JPEG. *Colocated* asks the node that has
@@ -9,6 +10,7 @@ both encoder and language model; *separate* asks the router, which lets an encod
 (``--min-encode-rows 1``) while the same node prefills. Pairs alternate, within one run. Then the
 same image again behind another text, beside a text of as many tokens: what an encoded image still
 costs. Then a closed loop of clients, on one encoder node and one other, and on two that have both.
+With ``--known`` only the known image, through the router to one node that has both.
 """
 
 from __future__ import annotations
@@ -214,7 +216,8 @@ async def _prompt_tokens(asker: Asker, node: str, image: str, workload: Workload
 
 
 async def _computed(asker: Asker, node: str) -> float:
-    return (await _metrics(asker, node))['kvbaton_prompt_tokens_total{source="computed"}']
+    found = await _metrics(asker, node)
+    return found.get('kvbaton_prompt_tokens_total{source="computed"}', 0.0)
 
 
 async def _metrics(asker: Asker, node: str) -> dict[str, float]:
@@ -264,8 +267,10 @@ async def load(asker: Asker, url: str, workload: Workload) -> list[Row]:
     ]
 
 
-async def measure(router: str, workload: Workload, *, separate: bool) -> list[Row]:
-    """All rows of one cluster."""
+async def measure(
+    router: str, workload: Workload, *, separate: bool, only_known: bool = False
+) -> list[Row]:
+    """All rows of one cluster, or those of a known image."""
     timeout = aiohttp.ClientTimeout(total=300)
     connector = aiohttp.TCPConnector(limit=0)
     rows: list[Row] = []
@@ -273,6 +278,8 @@ async def measure(router: str, workload: Workload, *, separate: bool) -> list[Ro
         asker = Asker(session, await served_model(session, router), int(separate))
         told = (await get_json(session, f"{router}/nodes"))["nodes"]
         nodes = [(node["role"], node["url"]) for node in told]
+        if only_known:
+            return await again(asker, router, nodes[0][1], workload)
         if separate:
             node = next(url for role, url in nodes if role != "encode")
             rows += await pairs(asker, {"colocated": node, "separate": router}, workload)
@@ -295,6 +302,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--transport", default="nixl")
+    parser.add_argument("--known", action="store_true", help="measure a known image alone")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp()) / "model"
     flags = [f"--device={args.device}", f"--transport={args.transport}", "--start-timeout=200"]
@@ -310,9 +318,11 @@ def main() -> None:
         (["--prefill=0", "--decode=1", "--encode=1", "--min-encode-rows=1"], True),
         (["--prefill=0", "--decode=2"], False),
     ]
+    if args.known:
+        clusters = [(["--prefill=0", "--decode=1"], True)]
     for nodes, separate in clusters:
         with cluster([f"--model={folder}", *flags, *nodes]) as (router, _):
-            rows += asyncio.run(measure(router, workload, separate=separate))
+            rows += asyncio.run(measure(router, workload, separate=separate, only_known=args.known))
     publish("encode", vars(args), compared(rows), args.json)
 
 
