@@ -2,7 +2,8 @@
 
     python -m benchmarks.bench_encode --device cuda --json encode.json     # two GPUs
     python -m benchmarks.bench_encode --device cpu                         # a small model
-    python -m benchmarks.bench_encode --known [--device cpu]               # known images alone
+    python -m benchmarks.bench_encode --known                              # one GPU
+    python -m benchmarks.bench_encode --known --device cpu
 
 On GPUs the model has Qwen2.5-VL-7B's shape (dummy weights, bfloat16). Requests are chats over HTTP
 with one or more images, each seen for the first time, as JPEG. *Colocated* asks the node that has
@@ -10,9 +11,9 @@ both encoder and language model; *separate* asks the router, which lets an encod
 (``--min-encode-rows 1``) while the same node prefills. Pairs alternate, within one run. Then the
 same image again behind another text, beside a text of as many tokens: what an encoded image still
 costs. Then a closed loop of clients, on one encoder node and one other, and on two that have both.
-With ``--known`` only that image and that text, in many pairs, and encoder nodes get what the router
-gives them. On CPUs the model is a tiny one then, and an image has 64 rows, whatever its size: what
-is left are its bytes.
+With ``--known`` only known images, in many pairs, through the router to one node that has both. On
+CPUs there is an encoder node, too, the model is a tiny one, and an image has 64 rows, whatever its
+size: what is left are its bytes.
 """
 
 from __future__ import annotations
@@ -224,7 +225,8 @@ async def _prompt_tokens(asker: Asker, node: str, image: str, workload: Workload
 
 
 async def _computed(asker: Asker, node: str) -> float:
-    return (await _metrics(asker, node))['kvbaton_prompt_tokens_total{source="computed"}']
+    found = await _metrics(asker, node)
+    return found.get('kvbaton_prompt_tokens_total{source="computed"}', 0.0)
 
 
 async def _metrics(asker: Asker, node: str) -> dict[str, float]:
@@ -320,7 +322,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--transport", default="nixl")
-    parser.add_argument("--known", action="store_true", help="only what known images cost")
+    parser.add_argument("--known", action="store_true", help="measure known images alone")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp()) / "model"
     flags = [f"--device={args.device}", f"--transport={args.transport}", "--start-timeout=200"]
@@ -339,7 +341,7 @@ def main() -> None:
             row_pixels = (pixels["patch_size"] * pixels["merge_size"]) ** 2
             pixels |= {"min_pixels": row_pixels, "max_pixels": CPU_ROWS * row_pixels}
             file.write_text(json.dumps(pixels))
-        nodes = ["--prefill=0", "--decode=1", "--encode=1"]
+        nodes = ["--prefill=0", "--decode=1", f"--encode={int(args.device == 'cpu')}"]
         with cluster([f"--model={folder}", *flags, *nodes]) as (router, _):
             rows = asyncio.run(known_images(router, workload))
         publish("known-images", vars(args), compared(rows), args.json)

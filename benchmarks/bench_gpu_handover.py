@@ -226,10 +226,10 @@ async def measure(
         loops = args.shape == "8b" and not args.one_gpu
         planned = True
         dump: Path | None = args.dump
-        for length in ADDED if loops else OF_SHAPES:
+        for length in ADDED if args.shape == "8b" else OF_SHAPES:
             theirs = ADDED[length] if loops else None
             ways = {ALONE: urls["prefill"], "through P and D": router}
-            pairs = PAIRS if loops else PAIRS // 2
+            pairs = PAIRS if args.shape == "8b" else PAIRS // 2
             known = await timelines(session, urls["prefill"], urls["decode"])
             first, second = await compare(session, ways, model, length, pairs, clocks)
             parts = await timelines(session, urls["prefill"], urls["decode"])

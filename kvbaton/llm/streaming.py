@@ -5,14 +5,16 @@ What it takes and gives has the names and shapes of vLLM's.
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from numbers import Integral
 from operator import index
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, get_type_hints
 
 import msgspec
 
@@ -199,6 +201,28 @@ def _prompt_of(said: dict[str, Any]) -> str | Sequence[int]:
     return text
 
 
+def _engine_config(model: str, settings: Mapping[str, Any]) -> EngineConfig:
+    """The engine's settings, of keyword arguments.
+
+    Raises:
+        ConfigError: there is no such setting, or its value is of another type.
+    """
+    types, values = get_type_hints(EngineConfig), dict[str, Any]()
+    for name, value in settings.items():
+        if name not in EngineConfig.__dataclass_fields__:
+            raise ConfigError(name, "the engine has no such setting")
+        plain = json.dumps(value) if isinstance(value, dict) else value
+        plain = os.fspath(plain) if isinstance(plain, os.PathLike) else plain
+        plain = (
+            index(plain) if isinstance(plain, Integral) and not isinstance(plain, bool) else plain
+        )
+        try:
+            values[name] = msgspec.convert(plain, types[name])
+        except msgspec.ValidationError as error:
+            raise ConfigError(name, f"{error}: {value!r}") from error
+    return EngineConfig(model=model, **values)
+
+
 class AsyncLLM:
     """An engine in a child process. Make one with `start`; it is also an async context manager.
 
@@ -226,29 +250,28 @@ class AsyncLLM:
             chat_template: file with another chat template than the model's.
             generation_config: whether the model recommends sampling defaults.
             log_level: of the engine's process.
-            engine: other fields of `EngineConfig`.
+            engine: other fields of `EngineConfig`; settings in JSON also as dicts.
 
         Raises:
             ConfigError: a setting or the model folder is wrong.
             EngineDeadError: the engine died.
         """
         folder = model_folder(model)
-        if unknown := sorted(engine.keys() - EngineConfig.__dataclass_fields__.keys()):
-            raise ConfigError(unknown[0], "the engine has no such setting")
+        config = _engine_config(folder, engine)
         check_model_folder(folder)
         tokenizer = Tokenizer.load(folder, chat_template)
         defaults = sampling_defaults(folder, generation_config)
         client = await EngineProcess.start(
-            EngineConfig(model=folder, **engine),
+            config,
             (),
             node=NodeId("llm", os.urandom(16)),
             log_level=log_level,
         )
         ready = client.ready
         facts = ModelFacts(max_model_len=ready.max_model_len, vocab_size=ready.vocab_size)
-        config = FrontendConfig(model_name=str(model), sampling_defaults=defaults)
+        served = FrontendConfig(model_name=str(model), sampling_defaults=defaults)
         return cls(
-            client, Frontend(source=client, tokenizer=tokenizer, config=config, facts=lambda: facts)
+            client, Frontend(source=client, tokenizer=tokenizer, config=served, facts=lambda: facts)
         )
 
     @property

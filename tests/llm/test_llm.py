@@ -179,6 +179,10 @@ def test_what_is_wrong_is_named(llm: LLM, model: Path) -> None:
         assert raised.value.param == "timeout"
     with pytest.raises(ConfigError, match="block_sise"):
         LLM(model, block_sise=16)
+    for wrong in ({"max_model_len": "long"}, {"max_num_seqs": 1.5}, {"enforce_eager": "no"}):
+        ((name, value),) = wrong.items()
+        with pytest.raises(ConfigError, match=f"{name}: Expected .* got .*: {value!r}"):
+            LLM(model, **wrong)
     with pytest.raises(ConfigError, match=r"'org/nowhere' is no model folder.*hf download"):
         LLM("org/nowhere")
     with pytest.raises(TypeError, match="SamplingParams, not dict"):
@@ -252,7 +256,7 @@ def test_a_store_that_is_none_is_refused_before_an_engine_starts(
 
 def test_drafts_change_no_text(llm: LLM, model: Path) -> None:
     """Stop strings end in the middle of what a step has accepted."""
-    drafts = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}'
+    drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
     texts = [" ".join([text] * 4) for text in TEXTS]
     with LLM(model, **SETTINGS, speculative_config=drafts) as drafting:
         (whole, *_) = llm.generate(texts, SamplingParams(**GREEDY, max_tokens=40), use_tqdm=False)
