@@ -61,6 +61,8 @@ class RequestTimes:
         seen: where that is counted.
     """
 
+    __slots__ = ("_done", "_last", "_seen", "_start")
+
     def __init__(self, seen: RequestHistograms) -> None:
         self._seen, self._start = seen, time.monotonic()
         self._last: dict[int, float] = {}

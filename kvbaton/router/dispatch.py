@@ -243,6 +243,11 @@ class _Running:
         marks: of a timed request, what its receiver is yet to be told.
     """
 
+    __slots__ = (
+        "_calls", "_costs", "_first_at", "_identity", "_second_at", "_timer", "_tokens_timed",
+        "dispatcher", "loop", "marks", "read_at", "receiver", "relay", "started_at",
+    )  # fmt: skip
+
     def __init__(
         self, dispatcher: Dispatcher, request: AddRequest, receiver: OutputReceiver
     ) -> None:

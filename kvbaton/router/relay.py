@@ -115,6 +115,13 @@ class RequestRelay:
         story: what happened, one line per event worth telling.
     """
 
+    __slots__ = (
+        "_avoid", "_base", "_cached", "_choices", "_confirm_by", "_excused", "_expires_at",
+        "_first_index", "_heard_at", "_item_ids", "_may_retry", "_move_by", "_moving_to", "_open",
+        "_owes_prompt_logprobs", "_prefilled", "_route", "_target_spoke", "_timers",
+        "_transfer_id", "_transferred", "_waiting", "attempt", "done", "request", "story",
+    )  # fmt: skip
+
     def __init__(
         self,
         request: AddRequest,

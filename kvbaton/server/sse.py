@@ -56,6 +56,8 @@ class EventStream:
         error: why it has ended early; empty if it has not.
     """
 
+    __slots__ = ("_chunks", "_request", "done", "error", "failed", "held", "response")
+
     def __init__(self, request: web.Request) -> None:
         self.response = _EventResponse(headers=HEADERS)
         self.held = b""

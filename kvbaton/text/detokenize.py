@@ -69,6 +69,8 @@ class ChoiceText:
         options: how to make text.
     """
 
+    __slots__ = ("_detokenizer", "_in_message", "_num_tokens", "_options", "_stops")
+
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], options: TextOptions) -> None:
         self._options = options
         self._detokenizer = Detokenizer.of(
@@ -204,6 +206,8 @@ NO_MARKS: Mapping[int, str] = MappingProxyType({})
 class Detokenizer(ABC):
     """Turns the tokens of one choice into text, one token at a time."""
 
+    __slots__ = ()
+
     @staticmethod
     def of(
         tokenizer: Tokenizer,
@@ -244,6 +248,8 @@ class ByteDetokenizer(Detokenizer):
     Args:
         tokenizer: see `Detokenizer.of`, as for the others.
     """
+
+    __slots__ = ("_bytes", "_rest")
 
     def __init__(
         self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True
