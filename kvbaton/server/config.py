@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import ClassVar, Literal
 from urllib.parse import urlsplit
 
-from kvbaton.config import Count, LogLevel, Port, Seconds, flag, secret_flag
+from kvbaton.config import Count, Host, LogLevel, Port, Seconds, flag, secret_flag
 from kvbaton.connectors.address import check_dialable, host_of, is_loopback
 from kvbaton.connectors.transfer.config import HandoverConfig
 from kvbaton.engine.config import EngineConfig
@@ -86,7 +86,7 @@ class EndpointConfig:
 
     GROUP: ClassVar[str | None] = "endpoint"
 
-    host: str = flag("127.0.0.1", "address to listen on", metavar=None)
+    host: Host = flag("127.0.0.1", "address to listen on", metavar=None)
     port: Port = flag(0, "0 takes a free one", metavar=None)
     served_model_name: tuple[str, ...] = flag(
         (), "as clients may name the model; answers say the first", nargs="+", metavar="NAME"

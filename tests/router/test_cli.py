@@ -21,7 +21,9 @@ from kvbaton.config import attribute_docs, from_args, human_int, words_of
 from kvbaton.connectors.transfer.config import HandoverConfig
 from kvbaton.engine.config import EngineConfig
 from kvbaton.errors import ConfigError
+from kvbaton.router.config import RouterConfig
 from kvbaton.server.config import MediaConfig, NodeConfig
+from kvbaton.testing.checkpoints import main as make_model
 from tests.support.processes import is_alive, processes_with
 from tests.support.waiting import until
 
@@ -105,6 +107,7 @@ def test_node_settings_that_do_not_fit_are_named(
         (["--num-blocks=-1"], "--num-blocks: -1 is too small"),
         (["--max-num-seqs", "0"], "--max-num-seqs: 0 is too small"),
         (["--max-num-batched-tokens", "0"], "--max-num-batched-tokens: 0 is too small"),
+        (["--max-num-seqs", "1T"], "--max-num-seqs: 1099511627776 is too large; at most 65536"),
         (["--num-threads", "0"], "--num-threads: 0 is too small"),
         (["--num-threads", "100000"], "--num-threads: 100000 is too large; at most 1024"),
         (["--tensor-parallel-size", "100000"], "--tensor-parallel-size: 100000 is too large"),
@@ -188,6 +191,25 @@ def test_the_module_runs_like_the_command() -> None:
     done = kvbaton("prefill", "--help")
     assert "--kv-load-failure-policy" in done.stdout
     assert "debug" not in done.stdout.replace("{debug,info,warning,error}", "")
+
+
+@pytest.mark.parametrize(
+    ("said", "host"), [("[::1]", "::1"), ("LocalHost", "localhost"), ("[FE80::1]", "fe80::1")]
+)
+def test_a_host_may_be_spelled_as_in_a_url(said: str, host: str) -> None:
+    args = make_parser().parse_args(["router", "--host", said])
+    assert from_args(RouterConfig, args).host == host
+
+
+def test_the_maker_of_random_models_has_a_help_text(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["checkpoints", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        make_model()
+    assert "FOLDER" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
 
 
 def test_every_engine_setting_has_a_flag_and_a_help_text() -> None:
