@@ -135,7 +135,7 @@ def measure(store: Store, load: StoreLoad, size: int) -> list[dict[str, Any]]:
         StoreError: a call failed, or what was loaded is not what was stored.
     """
     count = load.num_bytes // size
-    source = np.random.default_rng(size).integers(0, 256, (count, size), np.uint8)
+    source = transfer.random_bytes(count * size, size).reshape(count, size)
     target = np.zeros_like(source)
 
     def copy(i: int) -> None:

@@ -90,7 +90,8 @@ class SimulateConfig:
     def __post_init__(self) -> None:
         for name, value in (("--rate", self.rate), ("--seconds", self.seconds)):
             if value is not None and not 0 < value < math.inf:
-                raise ConfigError(name, f"{value} is not positive")
+                wrong = "finite" if value == math.inf else "positive"
+                raise ConfigError(name, f"{value} is not {wrong}")
         if self.begin < 0:
             raise ConfigError("--begin", f"{self.begin} is negative")
         if min(self.seeds, default=0) < 0:
