@@ -29,11 +29,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.bench import transfer
-from kvbaton.bench.report import new_figure, percentile, publish, writing
+from kvbaton.bench.report import new_figure, percentile, publish
 from kvbaton.config import flag
 from kvbaton.connectors.registry import load_store
 from kvbaton.connectors.store import KEY_BYTES, Pieces, Store
-from kvbaton.errors import ConfigError, StoreError
+from kvbaton.errors import ConfigError, StoreError, writing
 from kvbaton.testing.check import Subject
 
 MARKERS = {"copy": "s", "disk write": "v", "disk read": "x", "disk read cold": "*"}

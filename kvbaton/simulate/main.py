@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvbaton.bench.report import new_figure, percentile, prediction_error, publish, writing
+from kvbaton.bench.report import new_figure, percentile, prediction_error, publish
 from kvbaton.config import flag
-from kvbaton.errors import ConfigError
+from kvbaton.errors import ConfigError, writing
 from kvbaton.router.config import RoutingPolicy
 from kvbaton.simulate.engine_model import H200_8B, EngineModel, load_engine
 from kvbaton.simulate.generators import GENERATORS

@@ -136,6 +136,7 @@ def test_what_no_model_makes_right_is_refused_before_one_is_loaded(
     ("words", "message"),
     [
         (["--policy", "whoever"], "--policy: 'whoever' can't be loaded"),
+        (["--policy", "breaks:Policy"], "'breaks:Policy' can't be loaded: SyntaxError: invalid"),
         (["--prefill", "ftp://x"], "--prefill: 'ftp://x' is no http URL"),
         (["--decode", "127.0.0.1:8200"], "--decode: '127.0.0.1:8200' is no http URL"),
         (["--api-key", "right", ""], "--api-key: is empty"),
@@ -153,6 +154,8 @@ def test_a_router_refuses_what_is_wrong_before_it_waits_for_nodes(
     message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("breaks.py").write_text("class Policy(:")
     Path("wrong.jinja").write_text("{% if %}")
     assert message in failure(capsys, "router", "--port", "0", *words)
 
