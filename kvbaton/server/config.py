@@ -151,9 +151,9 @@ class EndpointConfig:
 
     def __post_init__(self) -> None:
         for key in self.api_keys:
-            check_secret("--api-key", key)
+            check_api_key("--api-key", key)
         for key in self.operator_keys:
-            check_secret("--operator-key", key)
+            check_api_key("--operator-key", key)
         check_secret("--cluster-key", self.cluster_key)
         if (self.min_priority or 0) > 0:
             raise ConfigError("--min-priority", f"{self.min_priority} is above 0, which is usual")
@@ -172,6 +172,20 @@ def check_secret(name: str, value: str | None) -> None:
     """Raise `ConfigError` for a secret that is empty, as of a variable that was not set."""
     if value is not None and not value.strip():
         raise ConfigError(name, "is empty; give a secret, or leave it out")
+    try:
+        (value or "").encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(name, "is not UTF-8") from error
+
+
+def check_api_key(name: str, value: str | None) -> None:
+    """Raise `ConfigError` for what `check_secret` refuses, and for several words.
+
+    Variables of the environment have a key in each word; so each would open what the key does.
+    """
+    check_secret(name, value)
+    if value is not None and value.split() != [value]:
+        raise ConfigError(name, "has white space; a key is one word, and several are several keys")
 
 
 def check_url(name: str, url: str) -> None:

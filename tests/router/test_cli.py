@@ -102,6 +102,10 @@ def test_node_settings_that_do_not_fit_are_named(
     [
         (["--served-model-name", ""], "--served-model-name: is empty"),
         (["--api-key", ""], "--api-key: is empty"),
+        (["--api-key", "right", "correct horse"], "--api-key: has white space"),
+        (["--api-key", "caf\udce9"], "--api-key: is not UTF-8"),
+        (["--operator-key", " key"], "--operator-key: has white space"),
+        (["--cluster-key", "\udce9"], "--cluster-key: is not UTF-8"),
         (["--cluster-key", "", "--host", "10.1.2.3"], "--cluster-key: is empty"),
         (["--block-size", "0"], "--block-size: 0 is too small"),
         (["--num-blocks=-1"], "--num-blocks: -1 is too small"),
@@ -141,6 +145,7 @@ def test_what_no_model_makes_right_is_refused_before_one_is_loaded(
         (["--decode", "127.0.0.1:8200"], "--decode: '127.0.0.1:8200' is no http URL"),
         (["--api-key", "right", ""], "--api-key: is empty"),
         (["--node-api-key", " "], "--node-api-key: is empty"),
+        (["--node-api-key", "a b"], "--node-api-key: has white space"),
         (["--chat-template", "/nope"], "/nope: can't be read"),
         (["--chat-template", "wrong.jinja"], "chat_template: does not compile"),
         (["--otlp-traces-endpoint", "here"], "--otlp-traces-endpoint: 'here' is no address"),
