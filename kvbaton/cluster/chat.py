@@ -341,8 +341,9 @@ class Chat:
     async def open(cls, config: ChatConfig, console: Console) -> Chat | None:
         """Find out what the endpoint serves, and say so; None if it does not answer."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
+        keys = (config.api_key or "").split()  # a router's variable may hold several
         session = aiohttp.ClientSession(
-            headers=bearer(config.api_key),
+            headers=bearer(next(iter(keys), None)),
             timeout=timeout,
             connector=aiohttp.TCPConnector(ssl=config.trust.client(config.base_url)),
         )

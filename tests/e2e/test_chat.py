@@ -193,6 +193,23 @@ async def test_an_event_that_is_no_object_ends_an_answer_and_not_the_conversatio
     assert "Expected `object`, got `str`" in said.file.getvalue()
 
 
+async def test_of_a_routers_keys_in_one_variable_the_first_is_presented() -> None:
+    sent = list[str]()
+
+    async def models(request: web.Request) -> web.Response:
+        sent.append(request.headers["Authorization"])
+        return web.json_response({"data": [{"id": "m"}]})
+
+    app = web.Application()
+    app.router.add_get("/v1/models", models)
+    async with TestServer(app) as server:
+        config = ChatConfig(url=str(server.make_url("")), api_key="first second\n")
+        chat = await Chat.open(config, Console(file=io.StringIO()))
+        assert chat is not None
+        await chat.close()
+    assert sent == ["Bearer first"]
+
+
 async def test_input_that_is_closed_or_no_text() -> None:
     """And an answer may be as long as fits, whatever the model's length."""
     asked = list[Any]()
