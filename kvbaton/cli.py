@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvbaton import __version__
 from kvbaton.config import add_config_flag, add_flags, from_args, human_int, with_config
-from kvbaton.errors import ConfigError, EngineDeadError, StoreError, TransportError
+from kvbaton.errors import ConfigError, EngineDeadError, StoreError, TransportError, writing
 
 if TYPE_CHECKING:
     from kvbaton.server.config import NodeConfig
@@ -459,8 +459,9 @@ def run_connectors_certify(args: argparse.Namespace) -> int:
     from kvbaton.testing.check import end
 
     certificate, status = certify(_subject(args), speed)
-    for path in write(certificate, args.out):
-        print(path)
+    with writing("--out"):
+        paths = write(certificate, args.out)
+    print(*paths, sep="\n")
     end(certificate.cases, status)
     return status
 

@@ -99,9 +99,16 @@ def seconds(text: str) -> float:
     return value
 
 
+def host_name(text: str) -> str:
+    """A host to listen on, in lower case; an IPv6 address may have the brackets of a URL."""
+    text = text.lower()
+    return text[1:-1] if text.startswith("[") and text.endswith("]") else text
+
+
 Count = Annotated[int, count]
 Seconds = Annotated[float, seconds]
 Port = Annotated[int, port_number]
+Host = Annotated[str, host_name]
 
 
 # --- fields ---

@@ -16,6 +16,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class KvbatonError(Exception):
     """Base of all errors that kvbaton raises on purpose."""
@@ -32,6 +35,21 @@ class ConfigError(KvbatonError, ValueError):
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(f"{field}: {reason}")
         self.field, self.reason = field, reason
+
+
+def import_failure(error: BaseException) -> str:
+    """What an import raised, with its type where its words do not tell it."""
+    known = isinstance(error, ImportError | AttributeError)
+    return str(error) if known else f"{type(error).__name__}: {error}"
+
+
+@contextmanager
+def writing(flag: str) -> Iterator[None]:
+    """What can't be written to the file of a flag is a `ConfigError`."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(flag, f"can't be written: {error}") from error
 
 
 def stand_in(data: bytes) -> str:

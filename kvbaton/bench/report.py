@@ -7,14 +7,13 @@ import math
 import os
 import platform
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvbaton.errors import ConfigError
+from kvbaton.errors import ConfigError, writing
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -110,15 +109,6 @@ def publish(
         with writing("--out"):
             out.parent.mkdir(parents=True, exist_ok=True)
             out.write_text(text + "\n")
-
-
-@contextmanager
-def writing(flag: str) -> Iterator[None]:
-    """What can't be written to the file of a flag is a `ConfigError`."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(flag, f"can't be written: {error}") from error
 
 
 def _plain(value: Any) -> Any:

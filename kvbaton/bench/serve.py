@@ -229,7 +229,7 @@ async def stream(session: aiohttp.ClientSession, url: str, body: Mapping[str, An
                 return Shot(began, (), error=(await response.text())[:500])
             async for data in read_events(response.content):
                 if data != DONE:
-                    told = tokens_of(msgspec.json.decode(data))
+                    told = tokens_of(msgspec.json.decode(data, type=dict[str, Any]))
                     times += [time.monotonic()] * (len(told) or 1) if told is not None else []
                     ids += told or []
     except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:

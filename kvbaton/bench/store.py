@@ -29,11 +29,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.bench import transfer
-from kvbaton.bench.report import new_figure, percentile, publish, writing
+from kvbaton.bench.report import new_figure, percentile, publish
 from kvbaton.config import flag
 from kvbaton.connectors.registry import load_store
 from kvbaton.connectors.store import KEY_BYTES, Pieces, Store
-from kvbaton.errors import ConfigError, StoreError
+from kvbaton.errors import ConfigError, StoreError, writing
 from kvbaton.testing.check import Subject
 
 MARKERS = {"copy": "s", "disk write": "v", "disk read": "x", "disk read cold": "*"}
@@ -135,7 +135,7 @@ def measure(store: Store, load: StoreLoad, size: int) -> list[dict[str, Any]]:
         StoreError: a call failed, or what was loaded is not what was stored.
     """
     count = load.num_bytes // size
-    source = np.random.default_rng(size).integers(0, 256, (count, size), np.uint8)
+    source = transfer.random_bytes(count * size, size).reshape(count, size)
     target = np.zeros_like(source)
 
     def copy(i: int) -> None:

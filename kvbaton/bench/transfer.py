@@ -79,13 +79,28 @@ def run(load: TransferLoad, out: Path | None = None) -> int:
     return 0
 
 
+def random_bytes(num_bytes: int, seed: int) -> Bytes:
+    """Bytes to move.
+
+    Returns:
+        [num_bytes] uint8.
+
+    Raises:
+        ConfigError: naming ``--bytes``: memory does not hold them.
+    """
+    try:
+        return np.random.default_rng(seed).integers(0, 256, num_bytes, np.uint8)
+    except (MemoryError, ValueError) as error:  # ValueError: more than an address has bits for
+        raise ConfigError("--bytes", f"{num_bytes} can't be had: {error}") from error
+
+
 def measure(load: TransferLoad, size: int) -> list[dict[str, Any]]:
     """All methods on blocks of one size.
 
     Raises:
         TransportError: a write failed, or what landed is not what was sent.
     """
-    source = np.random.default_rng(1).integers(0, 256, load.num_bytes, np.uint8)
+    source = random_bytes(load.num_bytes, 1)
     with ExitStack() as closing:
         found = ways(load, size, source, closing)
         for way in found.values():

@@ -97,7 +97,7 @@ async def stream_answer(
         async for data in read_events(response.content):
             if data == DONE:
                 break
-            chunk: dict[str, Any] = msgspec.json.decode(data)
+            chunk = msgspec.json.decode(data, type=dict[str, Any])
             if "error" in chunk:
                 raise ValueError(chunk["error"]["message"])
             answer.usage = chunk.get("usage") or answer.usage
@@ -341,16 +341,17 @@ class Chat:
     async def open(cls, config: ChatConfig, console: Console) -> Chat | None:
         """Find out what the endpoint serves, and say so; None if it does not answer."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
+        keys = (config.api_key or "").split()  # a router's variable may hold several
         session = aiohttp.ClientSession(
-            headers=bearer(config.api_key),
+            headers=bearer(next(iter(keys), None)),
             timeout=timeout,
             connector=aiohttp.TCPConnector(ssl=config.trust.client(config.base_url)),
         )
         try:
             async with session.get(f"{config.base_url}/v1/models") as response:
                 response.raise_for_status()
-                served = msgspec.json.decode(await response.read())["data"][0]["id"]
-        except (*FAILURES, KeyError, IndexError) as error:
+                served = str(msgspec.json.decode(await response.read())["data"][0]["id"])
+        except (*FAILURES, LookupError, TypeError) as error:
             await session.close()
             told = f"nobody answers at {config.base_url}: {error}"
             if isinstance(error, aiohttp.ClientResponseError):

@@ -32,7 +32,7 @@ import msgspec
 
 from kvbaton.connectors.base import Capabilities, Transport
 from kvbaton.connectors.store import Store, StoreCapabilities
-from kvbaton.errors import ConfigError, KvbatonError
+from kvbaton.errors import ConfigError, KvbatonError, import_failure
 
 LEAST_SECRET = 4
 """Characters of what is looked for in texts: of less there is something everywhere."""
@@ -388,9 +388,7 @@ def find_connector(kind: Kind, target: str) -> Any:
     try:
         factory = entry.load()
     except (Exception, SystemExit) as error:  # whatever its module does when it is imported
-        known = isinstance(error, ImportError | AttributeError)
-        what = str(error) if known else f"{type(error).__name__}: {error}"
-        raise ConfigError(kind.flag, f"can't load {target}: {what}") from error
+        raise ConfigError(kind.flag, f"can't load {target}: {import_failure(error)}") from error
     if not callable(factory):
         raise ConfigError(kind.flag, f"{target} is not a class")
     return factory

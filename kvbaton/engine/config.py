@@ -47,8 +47,8 @@ LEAST: dict[str, float] = {
     "max_num_encoder_tokens": 1,
 }
 """The least value of settings, by field of `EngineConfig`; what a model needs is checked later."""
-MOST = {"tensor_parallel_size": 1024, "num_threads": 1024}
-"""The largest: a wrong number of threads would take all that the machine has, not just ours."""
+MOST = {"max_num_seqs": 65_536, "tensor_parallel_size": 1024, "num_threads": 1024}
+"""The largest: wrong numbers would take all memory or threads of the machine, not just ours."""
 
 
 def parse_json_flag(flag: str, text: str, form: type[T]) -> T:

@@ -56,9 +56,16 @@ def socket_folder() -> str:
     """Make a folder for Unix sockets, in ``/tmp`` if the path of ``TMPDIR`` is too long for them.
 
     It has mode 0700: only we may connect.
+
+    Raises:
+        ConfigError: no folder for temporary files can be written to.
     """
-    long = len(os.fsencode(tempfile.gettempdir())) > MAX_FOLDER
-    return tempfile.mkdtemp(prefix="kvbaton-", dir="/tmp" if long else None)
+    try:
+        long = len(os.fsencode(tempfile.gettempdir())) > MAX_FOLDER
+        return tempfile.mkdtemp(prefix="kvbaton-", dir="/tmp" if long else None)
+    except OSError as error:
+        text = f"must name a folder that can be written to, for sockets: {error}"
+        raise ConfigError("TMPDIR", text) from error
 
 
 def core_main(

@@ -26,6 +26,7 @@ from kvbaton.engine.sequences import Sequences, merge_size
 from kvbaton.engine.state_blocks import StateBatch, step_states
 from kvbaton.engine.step import Sampled, SequenceStep, StepColumns, StepPlan, StepResult
 from kvbaton.engine.upload import upload
+from kvbaton.errors import ConfigError
 from kvbaton.types import TokenLogprobs
 
 Ints = npt.NDArray[np.int64]
@@ -141,14 +142,21 @@ class Runner:
         # A step that was launched before an end of text was seen may run one token over. Kernels
         # are compiled for row lengths that are multiples of 16.
         blocks = (max_model_len + 1) // cache.block_size + 1
-        self.sequences = self.sequences_class(
-            rows=2 * max_num_seqs,
-            max_tokens=max_model_len + 2,
-            max_blocks=-(-blocks // 16) * 16,
-            device=self.device,
-            merge_size=merge_size(model.config),
-            groups=len(cache.groups),
-        )
+        try:
+            self.sequences = self.sequences_class(
+                rows=2 * max_num_seqs,
+                max_tokens=max_model_len + 2,
+                max_blocks=-(-blocks // 16) * 16,
+                device=self.device,
+                merge_size=merge_size(model.config),
+                groups=len(cache.groups),
+            )
+        except (RuntimeError, MemoryError) as error:  # torch's, NumPy's
+            raise ConfigError(
+                "--max-num-seqs",
+                f"room for {max_num_seqs} sequences of {max_model_len} tokens can't be had "
+                f"({str(error).partition(chr(10))[0]}): lower it, or --max-model-len",
+            ) from error
 
     def attach_encoder(self, pool: EncoderPool) -> None:
         """Take encoder outputs from here."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from kvbaton.config import Count, flag
 from kvbaton.errors import ConfigError
-from kvbaton.server.config import EndpointConfig, check_secret, check_url
+from kvbaton.server.config import EndpointConfig, check_api_key, check_url
 from kvbaton.server.network import bearer
 
 
@@ -197,7 +197,7 @@ class RouterConfig(EndpointConfig):
         super().__post_init__()
         if self.workers < 1:
             raise ConfigError("--workers", f"{self.workers} is not positive")
-        check_secret("--node-api-key", self.node_api_key)
+        check_api_key("--node-api-key", self.node_api_key)
         for url, role in self.static_nodes:
             check_url(f"--{role}", url)
 

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from msgspec.structs import replace
 from typing_extensions import override
 
-from kvbaton.errors import ConfigError
+from kvbaton.errors import ConfigError, import_failure
 from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.config import RoutingPolicy
 from kvbaton.router.costs import CostModel
@@ -526,8 +526,10 @@ def load_policy(settings: RoutingPolicy, costs: CostModel) -> Policy:
         if not attribute:
             raise ImportError(f"known: {sorted(known)}, or package.module:Class")
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError("--policy", f"{name!r} can't be loaded: {error}") from error
+    except (Exception, SystemExit) as error:  # whatever its module does when it is imported
+        raise ConfigError(
+            "--policy", f"{name!r} can't be loaded: {import_failure(error)}"
+        ) from error
     if not isinstance(found, type) or not issubclass(found, Policy):
         raise ConfigError("--policy", f"{path} is no Policy")
     costs.ttft_slo_s = _seconds(settings.ttft_slo) or math.inf

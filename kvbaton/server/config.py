@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import ClassVar, Literal
 from urllib.parse import urlsplit
 
-from kvbaton.config import Count, LogLevel, Port, Seconds, flag, secret_flag
+from kvbaton.config import Count, Host, LogLevel, Port, Seconds, flag, secret_flag
 from kvbaton.connectors.address import check_dialable, host_of, is_loopback
 from kvbaton.connectors.transfer.config import HandoverConfig
 from kvbaton.engine.config import EngineConfig
@@ -86,7 +86,7 @@ class EndpointConfig:
 
     GROUP: ClassVar[str | None] = "endpoint"
 
-    host: str = flag("127.0.0.1", "address to listen on", metavar=None)
+    host: Host = flag("127.0.0.1", "address to listen on", metavar=None)
     port: Port = flag(0, "0 takes a free one", metavar=None)
     served_model_name: tuple[str, ...] = flag(
         (), "as clients may name the model; answers say the first", nargs="+", metavar="NAME"
@@ -151,9 +151,9 @@ class EndpointConfig:
 
     def __post_init__(self) -> None:
         for key in self.api_keys:
-            check_secret("--api-key", key)
+            check_api_key("--api-key", key)
         for key in self.operator_keys:
-            check_secret("--operator-key", key)
+            check_api_key("--operator-key", key)
         check_secret("--cluster-key", self.cluster_key)
         if (self.min_priority or 0) > 0:
             raise ConfigError("--min-priority", f"{self.min_priority} is above 0, which is usual")
@@ -172,6 +172,20 @@ def check_secret(name: str, value: str | None) -> None:
     """Raise `ConfigError` for a secret that is empty, as of a variable that was not set."""
     if value is not None and not value.strip():
         raise ConfigError(name, "is empty; give a secret, or leave it out")
+    try:
+        (value or "").encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(name, "is not UTF-8") from error
+
+
+def check_api_key(name: str, value: str | None) -> None:
+    """Raise `ConfigError` for what `check_secret` refuses, and for several words.
+
+    Variables of the environment have a key in each word; so each would open what the key does.
+    """
+    check_secret(name, value)
+    if value is not None and value.split() != [value]:
+        raise ConfigError(name, "has white space; a key is one word, and several are several keys")
 
 
 def check_url(name: str, url: str) -> None:

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvbaton.bench.report import new_figure, percentile, prediction_error, publish, writing
+from kvbaton.bench.report import new_figure, percentile, prediction_error, publish
 from kvbaton.config import flag
-from kvbaton.errors import ConfigError
+from kvbaton.errors import ConfigError, writing
 from kvbaton.router.config import RoutingPolicy
 from kvbaton.simulate.engine_model import H200_8B, EngineModel, load_engine
 from kvbaton.simulate.generators import GENERATORS
@@ -90,7 +90,8 @@ class SimulateConfig:
     def __post_init__(self) -> None:
         for name, value in (("--rate", self.rate), ("--seconds", self.seconds)):
             if value is not None and not 0 < value < math.inf:
-                raise ConfigError(name, f"{value} is not positive")
+                wrong = "finite" if value == math.inf else "positive"
+                raise ConfigError(name, f"{value} is not {wrong}")
         if self.begin < 0:
             raise ConfigError("--begin", f"{self.begin} is negative")
         if min(self.seeds, default=0) < 0:

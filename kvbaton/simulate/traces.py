@@ -18,6 +18,7 @@ from kvbaton.errors import ConfigError
 
 MOONCAKE_BLOCK = 512
 """Tokens that one of a trace's ``hash_ids`` stands for."""
+FORMATS = "Mooncake's (JSON lines) nor Azure's (CSV with TIMESTAMP, ContextTokens, GeneratedTokens)"
 MOST_TOKENS = 1 << 24
 """Of a prompt, each of which takes memory; no model has so long a context."""
 END_TOKEN = 1
@@ -76,7 +77,7 @@ def read_trace(path: Path) -> list[TraceRequest]:
     reader = _mooncake if text.lstrip().startswith("{") else _azure
     requests = reader(path, text)
     if not requests:
-        raise ConfigError("--trace", f"{path} has no requests")
+        raise ConfigError("--trace", f"{path} has no requests: neither {FORMATS}")
     requests.sort(key=lambda request: request.at)
     begin = requests[0].at
     return [replace(request, at=request.at - begin) for request in requests]
@@ -139,8 +140,7 @@ def _azure(path: Path, text: str) -> list[TraceRequest]:
 def _malformed(path: Path, line: int, error: Exception) -> ConfigError:
     return ConfigError(
         "--trace",
-        f"{path}:{line} is neither Mooncake's (JSON lines) nor Azure's (CSV with TIMESTAMP, "
-        f"ContextTokens, GeneratedTokens): {type(error).__name__}: {error}",
+        f"{path}:{line} is neither {FORMATS}: {type(error).__name__}: {error}",
     )
 
 

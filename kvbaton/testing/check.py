@@ -24,7 +24,14 @@ from kvbaton.connectors.registry import (
     split_spec,
 )
 from kvbaton.connectors.registry import Kind as RegistryKind
-from kvbaton.errors import ConfigError, KvbatonError, StoreError, TransportError
+from kvbaton.errors import (
+    ConfigError,
+    KvbatonError,
+    StoreError,
+    TransportError,
+    import_failure,
+    writing,
+)
 from kvbaton.testing import (
     store_api,
     store_basics,
@@ -244,9 +251,12 @@ def make_subject(
 def _imported(flag: str, path: str) -> Any:
     module, _, name = path.partition(":")
     try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(flag, f"can't load {path}: {error}") from error
+        found = getattr(importlib.import_module(module), name)
+    except (Exception, SystemExit) as error:  # whatever the module does when it is imported
+        raise ConfigError(flag, f"can't load {path}: {import_failure(error)}") from error
+    if not callable(found):
+        raise ConfigError(flag, f"{path} is not a class")
+    return found
 
 
 def print_outcome(outcome: Outcome) -> None:
@@ -330,7 +340,8 @@ def main(
     cases = subject.cases(level, only, quick=quick)
     outcomes, status, _ = check_all(subject, cases, limit=limit, stop_at_failure=stop_at_failure)
     if json_path is not None:
-        write_json(subject, outcomes, json_path)
+        with writing("--json"):
+            write_json(subject, outcomes, json_path)
     end(outcomes, status)
     return status
 

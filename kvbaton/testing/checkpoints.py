@@ -9,9 +9,9 @@ Equal arguments give equal files. The text is noise, but every part of the path 
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -325,6 +325,9 @@ def _weights(spec: CheckpointSpec, config: dict[str, Any]) -> Iterator[tuple[str
 
 def main() -> None:
     """``python -m kvbaton.testing.checkpoints FOLDER``: make a model for the demo."""
+    parser = argparse.ArgumentParser(description="Make a small model with random weights.")
+    parser.add_argument("folder", metavar="FOLDER", help="where; made if need be")
+    folder = parser.parse_args().folder
     spec = CheckpointSpec(
         hidden_size=512,
         intermediate_size=1536,
@@ -333,7 +336,7 @@ def main() -> None:
         head_dim=64,
         max_position_embeddings=8192,
     )
-    print(make_checkpoint(sys.argv[1], spec))
+    print(make_checkpoint(folder, spec))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from kvbaton.bench.report import percentile
 from kvbaton.bench.serve import ServeLoad, Shot, make_prompts, measure, summary, tokens_of
@@ -97,6 +98,18 @@ def test_failures_are_counted_and_told(
     words = ["bench", "serve", "--url", endpoint.url, "--requests", "2", "--api-key", "wrong"]
     assert main(words) == 1
     assert "bad key" in capsys.readouterr().out
+
+
+async def test_an_event_that_is_no_object_is_a_failure_too() -> None:
+    async def complete(request: web.Request) -> web.Response:
+        return web.Response(text='data: "x"\n\n', content_type="text/event-stream")
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", complete)
+    async with TestServer(app) as server:
+        load = ServeLoad(url=str(server.make_url("")), model="m", requests=1, input_len=1)
+        (shot,), _ = await measure(load)
+    assert "Expected `object`" in (shot.error or "")
 
 
 def test_an_address_where_nobody_serves_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,6 +40,17 @@ def test_nothing_to_measure_is_refused(name: str, capsys: pytest.CaptureFixture[
     assert f"error: {name}: must be at least 1, not 0" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "words", [["bench", "transfer"], ["connectors", "bench", "memory", "--kind=store"]]
+)
+def test_bytes_that_memory_does_not_hold_are_refused(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, "--bytes", str(1 << 52)]) == 2  # beyond all address spaces
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("kvbaton: error: --bytes: 4503599627370496 can't be had: ")
+
+
 def test_wrong_bytes_are_noticed() -> None:
     load = transfer.TransferLoad(transports=("tcp",), block_bytes=(8192,), num_bytes=65536)
     source = np.arange(65536, dtype=np.uint8)

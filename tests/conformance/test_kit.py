@@ -17,9 +17,10 @@ from xml.etree import ElementTree
 
 import pytest
 
+from kvbaton.cli import main as command
 from kvbaton.connectors.stores.memory import MemoryStore
 from kvbaton.errors import ConfigError, StoreError
-from kvbaton.testing.check import main, make_subject
+from kvbaton.testing.check import Subject, main, make_subject
 from kvbaton.testing.kit import THREAD, Case, CaseVerdict, Kit, KitBroke, Outcome, require, run_case
 from kvbaton.testing.store_rig import STORE_KIT
 from tests.support.waiting import PATIENCE_S
@@ -144,6 +145,7 @@ def test_the_kind_of_a_spec_is_found(spec: str, kind: str) -> None:
         ("nothing", {}, "--kind: 'nothing' is no connector that is installed"),
         ("kvbaton.nowhere:X", {}, "SPEC: can't load kvbaton.nowhere:X"),
         ("memory", {"kind": "store", "back_door": "no.where"}, "--back-door: can't load no.where"),
+        ("memory", {"kind": "store", "back_door": "json:__all__"}, "--back-door: .* not a class"),
         ("filesystem", {}, "--store: filesystem does not take these options: missing a required"),
         ('filesystem:{"path": "/proc/none"}', {}, "--store: .* can't be opened"),
     ],
@@ -151,6 +153,28 @@ def test_the_kind_of_a_spec_is_found(spec: str, kind: str) -> None:
 def test_a_wrong_setting_is_named(spec: str, options: dict[str, str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         main(make_subject(spec, **options))  # type: ignore[arg-type]
+
+
+def test_modules_that_break_when_they_are_imported_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "breaks_in_kit.py").write_text("class Broken(:")
+    with pytest.raises(ConfigError, match="SPEC: can't load breaks_in_kit:X: SyntaxError: inv"):
+        make_subject("breaks_in_kit:X")
+    with pytest.raises(ConfigError, match="--back-door: can't load breaks_in_kit:X: SyntaxError"):
+        make_subject("memory", "store", back_door="breaks_in_kit:X")
+
+
+def test_reports_that_can_not_be_written_are_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["memory", "--kind=store"]
+    assert command(["connectors", "check", *words, "--level=0", "--json=/dev/full"]) == 2
+    assert "error: --json: can't be written: " in capsys.readouterr().err
+    monkeypatch.setattr(Subject, "cases", lambda *_, **__: [])  # all of them take long
+    assert command(["connectors", "certify", *words, "--out=/dev/full"]) == 2
+    assert "error: --out: can't be written: " in capsys.readouterr().err
 
 
 def test_check_reports_on_screen_and_as_json(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import io
 import os
 import pty
 import re
@@ -156,6 +157,57 @@ async def test_a_wrong_key_is_told_from_an_address_where_nobody_is(
         chat = await Chat.open(ChatConfig(url=str(server.make_url(""))), Console())
     assert chat is None
     assert "answers 401 Unauthorized; give a right --api-key" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("answer", [[], {"data": {}}, {"data": [5]}, {"data": None}, "x"])
+async def test_an_address_of_something_else_is_told(
+    answer: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def models(request: web.Request) -> web.Response:
+        return web.json_response(answer)
+
+    app = web.Application()
+    app.router.add_get("/v1/models", models)
+    async with TestServer(app) as server:
+        assert await Chat.open(ChatConfig(url=str(server.make_url(""))), Console()) is None
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("kvbaton: nobody answers at http://127.0.0.1:")
+
+
+async def test_an_event_that_is_no_object_ends_an_answer_and_not_the_conversation() -> None:
+    async def models(request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "m"}]})
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(text='data: "x"\n\n', content_type="text/event-stream")
+
+    app = web.Application()
+    app.add_routes([web.get("/v1/models", models), web.post("/v1/chat/completions", answer)])
+    said = Console(file=io.StringIO())
+    async with TestServer(app) as server:
+        chat = await Chat.open(ChatConfig(url=str(server.make_url(""))), said)
+        assert chat is not None
+        await chat.take("hi")
+        await chat.close()
+    assert isinstance(said.file, io.StringIO)
+    assert "Expected `object`, got `str`" in said.file.getvalue()
+
+
+async def test_of_a_routers_keys_in_one_variable_the_first_is_presented() -> None:
+    sent = list[str]()
+
+    async def models(request: web.Request) -> web.Response:
+        sent.append(request.headers["Authorization"])
+        return web.json_response({"data": [{"id": "m"}]})
+
+    app = web.Application()
+    app.router.add_get("/v1/models", models)
+    async with TestServer(app) as server:
+        config = ChatConfig(url=str(server.make_url("")), api_key="first second\n")
+        chat = await Chat.open(config, Console(file=io.StringIO()))
+        assert chat is not None
+        await chat.close()
+    assert sent == ["Bearer first"]
 
 
 async def test_input_that_is_closed_or_no_text() -> None:

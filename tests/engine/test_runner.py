@@ -15,6 +15,7 @@ import torch
 from kvbaton.connectors.layout import ALIGNMENT
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.model_config import load_model_config
+from kvbaton.engine.runner import Runner
 from kvbaton.engine.step import BlockCopy, Fork, NewSequence, SequenceStep, StepPlan
 from kvbaton.engine.worker import choose_device, cpu_executor
 from kvbaton.errors import ConfigError
@@ -367,6 +368,16 @@ def test_settings_that_can_not_be_met_are_named(
     with pytest.raises(ConfigError, match=told) as raised:
         cpu_executor(config, load_model_config(checkpoint()))
     assert raised.value.field == field
+
+
+def test_sequences_that_memory_does_not_hold_are_told_by_their_flags(
+    checkpoint: Checkpoint, drive: Any
+) -> None:
+    worker = drive(checkpoint()).executor.workers[0]
+    with pytest.raises(ConfigError, match=r"--max-num-seqs: .* --max-model-len") as raised:
+        # Beyond all address spaces.
+        Runner(worker.model, worker.cache, max_model_len=512, max_num_seqs=2**40)
+    assert len(str(raised.value).splitlines()) == 1
 
 
 def test_blocks_must_be_aligned(checkpoint: Checkpoint) -> None:

@@ -21,7 +21,9 @@ from kvbaton.config import attribute_docs, from_args, human_int, words_of
 from kvbaton.connectors.transfer.config import HandoverConfig
 from kvbaton.engine.config import EngineConfig
 from kvbaton.errors import ConfigError
+from kvbaton.router.config import RouterConfig
 from kvbaton.server.config import MediaConfig, NodeConfig
+from kvbaton.testing.checkpoints import main as make_model
 from tests.support.processes import is_alive, processes_with
 from tests.support.waiting import until
 
@@ -100,11 +102,16 @@ def test_node_settings_that_do_not_fit_are_named(
     [
         (["--served-model-name", ""], "--served-model-name: is empty"),
         (["--api-key", ""], "--api-key: is empty"),
+        (["--api-key", "right", "correct horse"], "--api-key: has white space"),
+        (["--api-key", "caf\udce9"], "--api-key: is not UTF-8"),
+        (["--operator-key", " key"], "--operator-key: has white space"),
+        (["--cluster-key", "\udce9"], "--cluster-key: is not UTF-8"),
         (["--cluster-key", "", "--host", "10.1.2.3"], "--cluster-key: is empty"),
         (["--block-size", "0"], "--block-size: 0 is too small"),
         (["--num-blocks=-1"], "--num-blocks: -1 is too small"),
         (["--max-num-seqs", "0"], "--max-num-seqs: 0 is too small"),
         (["--max-num-batched-tokens", "0"], "--max-num-batched-tokens: 0 is too small"),
+        (["--max-num-seqs", "1T"], "--max-num-seqs: 1099511627776 is too large; at most 65536"),
         (["--num-threads", "0"], "--num-threads: 0 is too small"),
         (["--num-threads", "100000"], "--num-threads: 100000 is too large; at most 1024"),
         (["--tensor-parallel-size", "100000"], "--tensor-parallel-size: 100000 is too large"),
@@ -133,10 +140,12 @@ def test_what_no_model_makes_right_is_refused_before_one_is_loaded(
     ("words", "message"),
     [
         (["--policy", "whoever"], "--policy: 'whoever' can't be loaded"),
+        (["--policy", "breaks:Policy"], "'breaks:Policy' can't be loaded: SyntaxError: invalid"),
         (["--prefill", "ftp://x"], "--prefill: 'ftp://x' is no http URL"),
         (["--decode", "127.0.0.1:8200"], "--decode: '127.0.0.1:8200' is no http URL"),
         (["--api-key", "right", ""], "--api-key: is empty"),
         (["--node-api-key", " "], "--node-api-key: is empty"),
+        (["--node-api-key", "a b"], "--node-api-key: has white space"),
         (["--chat-template", "/nope"], "/nope: can't be read"),
         (["--chat-template", "wrong.jinja"], "chat_template: does not compile"),
         (["--otlp-traces-endpoint", "here"], "--otlp-traces-endpoint: 'here' is no address"),
@@ -150,6 +159,8 @@ def test_a_router_refuses_what_is_wrong_before_it_waits_for_nodes(
     message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("breaks.py").write_text("class Policy(:")
     Path("wrong.jinja").write_text("{% if %}")
     assert message in failure(capsys, "router", "--port", "0", *words)
 
@@ -188,6 +199,25 @@ def test_the_module_runs_like_the_command() -> None:
     done = kvbaton("prefill", "--help")
     assert "--kv-load-failure-policy" in done.stdout
     assert "debug" not in done.stdout.replace("{debug,info,warning,error}", "")
+
+
+@pytest.mark.parametrize(
+    ("said", "host"), [("[::1]", "::1"), ("LocalHost", "localhost"), ("[FE80::1]", "fe80::1")]
+)
+def test_a_host_may_be_spelled_as_in_a_url(said: str, host: str) -> None:
+    args = make_parser().parse_args(["router", "--host", said])
+    assert from_args(RouterConfig, args).host == host
+
+
+def test_the_maker_of_random_models_has_a_help_text(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["checkpoints", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        make_model()
+    assert "FOLDER" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
 
 
 def test_every_engine_setting_has_a_flag_and_a_help_text() -> None:

@@ -136,6 +136,16 @@ async def test_workers_share_a_port_a_state_and_their_counts() -> None:
         assert value_of(text, "mine") == 4
 
 
+def test_without_a_folder_for_temporary_files_it_is_said_what_to_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As in a container whose file systems are all read-only."""
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "nowhere")])
+    with pytest.raises(ConfigError, match="TMPDIR: must name a folder that can be written to"):
+        socket_folder()
+
+
 async def test_a_long_path_of_temporary_files_is_too_long_for_sockets_only(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -547,6 +547,14 @@ def test_a_malformed_trace_is_named(line: str, tmp_path: Path) -> None:
         read_trace(path)
 
 
+@pytest.mark.parametrize("text", ["", "a,b", json.dumps([{"timestamp": 0}]), "\n\n"])
+def test_a_trace_without_requests_is_told_what_is_read(text: str, tmp_path: Path) -> None:
+    """A list of JSON on one line was taken for the head of a CSV file, and that it has no rows."""
+    (path := tmp_path / "bad").write_text(text)
+    with pytest.raises(ConfigError, match=r"no requests: .*Mooncake's \(JSON lines\)"):
+        read_trace(path)
+
+
 def test_a_part_of_a_trace_keeps_sessions_whole() -> None:
     trace = CHAT(4, 20.0, 2.0)
     part = cut(trace, begin=5.0, seconds=5.0, speed=2.0)
@@ -669,6 +677,7 @@ def test_advice_says_what_pays() -> None:
         (["--trace", "chat", "--rate", "1e9", "--seconds", "1e9"], "--rate"),
         (["--trace", "chat", "--rate", "1", "--policy", "best"], "--policy"),
         (["--trace", "chat", "--rate", "1", "--seconds", "0"], "--seconds"),
+        (["--trace", "chat", "--rate", "1", "--seconds", "inf"], "--seconds: inf is not finite"),
         (["--trace", "chat", "--rate", "1", "--ttft-slo", "nan"], "--ttft-slo"),
         (["--trace", "chat", "--rate", "1", "--seed", "0", "-1"], "--seed"),
         (["--trace", "chat", "--rate", "1", "--plot", "a.doc"], "--plot"),
@@ -686,7 +695,7 @@ def test_wrong_settings_are_named(
 ) -> None:
     with suppress(SystemExit):  # of the parser
         assert main(["simulate", *words]) == 2
-    assert f"error: {wrong}: " in capsys.readouterr().err
+    assert f"error: {wrong}" in capsys.readouterr().err
 
 
 def test_a_begin_past_the_end_of_a_trace_is_named(
