@@ -24,7 +24,7 @@ STOP_S = 60.0
 UP = ("--port=0", "--num-blocks=64", "--max-model-len=256")
 
 
-def start(words: list[str], log: Path) -> subprocess.Popen[bytes]:
+def start(words: list[str], log: Path, **env: str) -> subprocess.Popen[bytes]:
     """Start ``kvbaton`` with these words, as a shell does."""
     with log.open("wb") as file:
         return subprocess.Popen(
@@ -33,7 +33,7 @@ def start(words: list[str], log: Path) -> subprocess.Popen[bytes]:
             stdout=file,
             stderr=file,
             start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", **env},
         )
 
 
@@ -92,16 +92,40 @@ def test_a_port_in_use(
     assert "Traceback" not in text
 
 
+FAILS = """
+import sys
+if "--multiprocessing-fork" in sys.orig_argv:
+    from kvbaton.engine import build
+
+    def fail(*args, **options):
+        raise RuntimeError("what nobody thought of")
+
+    build.make_executor = fail
+"""
+
+
 def test_an_engine_that_fails_says_where_and_why(
-    run: Callable[..., tuple[int, str, frozenset[int]]], checkpoint: Callable[..., Path]
+    checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    words = ("serve", f"--model={checkpoint()}", *UP, "--max-num-seqs=100000000000")
-    status, text, children = run(*words)
-    assert status == 1, text
-    assert text.splitlines()[-1].startswith("kvbaton: error: RuntimeError: ")
-    assert "can't allocate memory" in text.splitlines()[-1]
+    (tmp_path / "sitecustomize.py").write_text(FAILS)
+    path, log = os.pathsep.join([str(tmp_path), *sys.path]), tmp_path / "log"
+    process = start(["serve", f"--model={checkpoint()}", *UP], log, PYTHONPATH=path)
+    children = set[int]()
+
+    def has_ended() -> bool:
+        children.update(descendants_of(process.pid))
+        return process.poll() is not None
+
+    try:
+        poll("its end", has_ended, STOP_S, log.read_text)
+    finally:
+        process.kill()
+    text = log.read_text()
+    assert process.wait() == 1, text
+    assert text.splitlines()[-1] == "kvbaton: error: RuntimeError: what nobody thought of"
     assert text.count("Traceback") == 1
     assert "in build_engine" in text, "not where somebody waited for it"
+    assert children
     poll("the end of all", lambda: not any(map(is_alive, children)), 10.0, lambda: text)
 
 

@@ -75,9 +75,9 @@ def test_who_reserves_late_waits_for_no_queue(make_pair: Callable[..., Pair]) ->
     pair.settle()
     queue, again = pair.p.scheduler, f"{of_p.request_id}#1"
     with pair.p.held_step() as held:
-        calls = [pair.p.add(pair.requests(prompt_of(20, seed))[0]) for seed in range(4)]
+        calls = pair.p.add_together([pair.requests(prompt_of(20, n))[0] for n in range(4)])
         until(held.waited_for, "P computes the first")
-        until(lambda: len(queue.requests) == len(calls), "the others")
+        assert len(queue.requests) == len(calls)
         calls.append(pair.d.add(of_d))
         until(lambda: pair.p.leases() == 1, "P's transfer thread has engaged")
         while again not in [s.request.request_id for s in queue.running]:

@@ -282,6 +282,13 @@ class Node:
         self.mailbox.post(request, *then)
         return call
 
+    def add_together(self, requests: Sequence[AddRequest]) -> list[Call]:
+        """Send requests that reach the core at once, before it launches a step."""
+        calls = [Call(self, request) for request in requests]
+        self.calls |= {call.request.request_id: call for call in calls}
+        self.mailbox.post(*requests)
+        return calls
+
     def generate(self, prompt: Sequence[int], **params: Any) -> Call:
         """A request that has nothing to do with other nodes."""
         name = f"alone-{next(self._numbers)}"
