@@ -60,8 +60,8 @@ IDLE_S = 2.0
 """So long nothing is asked, to see what is called then: heartbeats come each second."""
 LONGEST_TURN = 60
 """Calls of a loop's turn, at most."""
-COMPREHENSIONS = {"<listcomp>", "<dictcomp>", "<setcomp>"}
-"""No calls since Python 3.12 (PEP 709), so in no version."""
+NO_CALLS = {"<module>", "<listcomp>", "<dictcomp>", "<setcomp>"}
+"""Comprehensions are no calls since Python 3.12 (PEP 709), so in no version."""
 PERIODIC = "TransferWorker._look_around"
 """What a thread does whenever so long has passed; all that it calls is left out."""
 IDS = tuple(range(300, 337))
@@ -84,8 +84,7 @@ def record(folder: Path) -> None:
 
     def profile(frame: FrameType, event: str, arg: Any) -> None:
         code = frame.f_code
-        name = code.co_name
-        if not code.co_filename.startswith(PACKAGE) or name in COMPREHENSIONS | {"<module>"}:
+        if not code.co_filename.startswith(PACKAGE) or code.co_name in NO_CALLS:
             return
         if event == "call":
             if code.co_flags & ENTERED_AGAIN and frame.f_lasti > 0:

@@ -384,13 +384,21 @@ def find_connector(kind: Kind, target: str) -> Any:
     Raises:
         ConfigError: unknown name, a module that can't be imported, no class.
     """
-    entry = find_entry(kind, target)
+    return load_class(kind.flag, find_entry(kind, target))
+
+
+def load_class(flag: str, entry: EntryPoint) -> Any:
+    """Import the class of an entry point.
+
+    Raises:
+        ConfigError: naming the flag: a module that can't be imported, no class.
+    """
     try:
         factory = entry.load()
     except (Exception, SystemExit) as error:  # whatever its module does when it is imported
-        raise ConfigError(kind.flag, f"can't load {target}: {import_failure(error)}") from error
+        raise ConfigError(flag, f"can't load {entry.name}: {import_failure(error)}") from error
     if not callable(factory):
-        raise ConfigError(kind.flag, f"{target} is not a class")
+        raise ConfigError(flag, f"{entry.name} is not a class")
     return factory
 
 

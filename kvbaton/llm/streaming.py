@@ -11,12 +11,12 @@ import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from numbers import Integral
 from operator import index
 from pathlib import Path
 from typing import Any, Self, get_type_hints
 
 import msgspec
+import numpy as np
 
 from kvbaton.engine.config import EngineConfig, check_model_folder
 from kvbaton.engine.gguf import model_folder
@@ -211,11 +211,15 @@ def _engine_config(model: str, settings: Mapping[str, Any]) -> EngineConfig:
     for name, value in settings.items():
         if name not in EngineConfig.__dataclass_fields__:
             raise ConfigError(name, "the engine has no such setting")
-        plain = json.dumps(value) if isinstance(value, dict) else value
-        plain = os.fspath(plain) if isinstance(plain, os.PathLike) else plain
-        plain = (
-            index(plain) if isinstance(plain, Integral) and not isinstance(plain, bool) else plain
-        )
+        match value:
+            case dict():
+                plain: Any = json.dumps(value)
+            case os.PathLike():
+                plain = os.fspath(value)
+            case np.integer():
+                plain = int(value)
+            case _:
+                plain = value
         try:
             values[name] = msgspec.convert(plain, types[name])
         except msgspec.ValidationError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import platform
@@ -12,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from kvbaton.connectors.registry import (
     TRANSPORTS,
     find_connector,
     list_connectors,
+    load_class,
     split_spec,
 )
 from kvbaton.connectors.registry import Kind as RegistryKind
@@ -29,7 +30,6 @@ from kvbaton.errors import (
     KvbatonError,
     StoreError,
     TransportError,
-    import_failure,
     writing,
 )
 from kvbaton.testing import (
@@ -249,14 +249,7 @@ def make_subject(
 
 
 def _imported(flag: str, path: str) -> Any:
-    module, _, name = path.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (Exception, SystemExit) as error:  # whatever the module does when it is imported
-        raise ConfigError(flag, f"can't load {path}: {import_failure(error)}") from error
-    if not callable(found):
-        raise ConfigError(flag, f"{path} is not a class")
-    return found
+    return load_class(flag, EntryPoint(path, path, ""))
 
 
 def print_outcome(outcome: Outcome) -> None:
