@@ -11,9 +11,10 @@ so these follow from the shape alone. What was not planned goes through the page
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
@@ -31,8 +32,32 @@ GRANULE, PREFIX_GRANULE = 256, 1024
 MAX_PREFIX_PIECE = 16 * PREFIX_GRANULE
 """Keys; more per launch are hardly faster."""
 
+Shape = tuple[str, int, int]
+"""Of a launch: what the keys are, how many queries and keys."""
+
+
+class Kind(NamedTuple):
+    """What else cuDNN's plans are for.
+
+    Attributes:
+        thread: that has them.
+        dtype: of queries, keys and values.
+        heads: of queries.
+        kv_heads: of keys and values.
+        head_dim: of all.
+        strides: from token to token, of a prompt's queries, keys and values.
+    """
+
+    thread: int
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    head_dim: int
+    strides: tuple[int, int, int]
+
+
 _planning = threading.local()
-_planned: set[tuple[object, ...]] = set()
+_planned: dict[Kind, set[Shape]] = {}
 
 
 @contextmanager
@@ -43,6 +68,36 @@ def planning() -> Iterator[None]:
         yield
     finally:
         _planning.now = False
+
+
+def plan_ahead(most_tokens: int, longest: int, device: torch.device) -> None:
+    """Plan all that prompts and chunks launch, of tensors like those of this thread's `planning`.
+
+    A plan takes cuDNN 50 ms, in which other threads have the interpreter.
+
+    Args:
+        most_tokens: of a chunk.
+        longest: sequence, in tokens.
+        device: where they will run.
+    """
+    shapes, this = all_shapes(most_tokens, longest), threading.get_ident()
+    for kind, planned in list(_planned.items()):
+        dim = kind.head_dim
+        for form, queries, keys in sorted(shapes - planned) if kind.thread == this else ():
+            sides = (kind.heads, queries), (kind.kv_heads, keys), (kind.kv_heads, keys)
+            query, key, value = (
+                torch.empty_strided(
+                    (1, heads, tokens, dim),
+                    (tokens * stride, dim, stride, 1)
+                    if form == "prompt"
+                    else (heads * tokens * dim, tokens * dim, dim, 1),
+                    dtype=kind.dtype,
+                    device=device,
+                )
+                for (heads, tokens), stride in zip(sides, kind.strides, strict=True)
+            )
+            _cudnn_batch(query, key, value, form != "prefix", 1.0)
+            planned.add((form, queries, keys))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,11 +159,17 @@ def prefill_attention(
     scale, window, _, softcap, sinks = softmax
     plain = softcap == 0.0 and sinks is None and key is not None
     plain = plain and batch.last_keys is None and cudnn_fits(query, key_cache.shape[2])
-    strides = (0 if x is None else x.stride(0) for x in (query, key, value))
-    kind = (threading.get_ident(), query.dtype, *query.shape[1:], key_cache.shape[1], *strides)
-    pieces = batch.pieces.get((plain, window, kind))
+    kind = None
+    if plain:
+        assert key is not None
+        assert value is not None
+        kind = Kind(
+            threading.get_ident(), query.dtype, query.shape[1], key_cache.shape[1], query.shape[2],
+            (query.stride(0), key.stride(0), value.stride(0)),
+        )  # fmt: skip
+    pieces = batch.pieces.get((window, kind))
     if pieces is None:
-        pieces = batch.pieces[plain, window, kind] = _cut(batch, plain, window, kind)
+        pieces = batch.pieces[window, kind] = _cut(batch, window, kind)
     for piece in pieces:
         rows, span = piece.rows, piece.tokens
         if piece.form == "prompt":
@@ -144,19 +205,16 @@ class BatchPart:
     tokens: slice
 
 
-def _cut(
-    batch: PrefillBatch, plain: bool, window: int, kind: tuple[object, ...]
-) -> list[BatchPart]:
-    """All sequences of a batch, in their order."""
+def _cut(batch: PrefillBatch, window: int, kind: Kind | None) -> list[BatchPart]:
+    """All sequences of a batch, in their order; of no `kind` are what cuDNN can't attend to."""
     pieces: list[BatchPart] = []
     token = 0
     for row, (fresh, prefix) in enumerate(zip(batch.query_lens, batch.prefix_lens, strict=True)):
         form, keys = "paged", fresh + prefix
         large = fresh >= MIN_QUERIES and keys >= batch.min_context
-        if plain and large and (window == 0 or keys <= window):
-            padded = _padded_prompt(fresh)
-            shapes = _chunk_shapes(fresh, prefix) if prefix else [("prompt", padded, padded)]
-            if _is_planned(kind, *shapes):
+        if kind is not None and large and (window == 0 or keys <= window):
+            shapes = _chunk_shapes(fresh, prefix) if prefix else [_prompt_shape(fresh)]
+            if _is_planned(kind, shapes):
                 form = "chunk" if prefix else "prompt"
         rows, tokens = slice(row, row + 1), slice(token, token + fresh)
         if form == "paged" and pieces and pieces[-1].form == "paged":
@@ -166,9 +224,6 @@ def _cut(
         token += fresh
     return [p for p in pieces if p.tokens.start < p.tokens.stop]
 
-
-Shape = tuple[str, int, int]
-"""Of a launch: what the keys are, how many queries and keys."""
 
 State = tuple[torch.Tensor, torch.Tensor]
 """Out [T, heads, D] and lse [T, heads] of queries over some keys."""
@@ -183,9 +238,10 @@ def _padded(tokens: int, granule: int, parts: int) -> int:
     return -(-tokens // step) * step
 
 
-def _padded_prompt(tokens: int) -> int:
-    """Queries and keys that a prompt without prefix is padded to."""
-    return _padded(tokens, GRANULE, 8)
+def _prompt_shape(tokens: int) -> Shape:
+    """Of a prompt without prefix; its keys are padded as its queries are."""
+    padded = _padded(tokens, GRANULE, 8)
+    return "prompt", padded, padded
 
 
 def _chunk_shapes(tokens: int, prefix: int) -> list[Shape]:
@@ -200,32 +256,24 @@ def _chunk_shapes(tokens: int, prefix: int) -> list[Shape]:
     return shapes
 
 
-def prompts_of_each_shape(most_tokens: int) -> list[int]:
-    """Lengths of prompts of up to so many tokens, one of each that they are padded to."""
-    lengths = [*range(MIN_QUERIES, most_tokens, GRANULE), most_tokens]
-    return list({_padded_prompt(n): n for n in lengths if n >= MIN_QUERIES}.values())
+def all_shapes(most_tokens: int, longest: int) -> set[Shape]:
+    """Of all launches of prompts and chunks of so many tokens, in sequences of up to `longest`."""
+    shapes: set[Shape] = set()
+    most_tokens = min(most_tokens, longest)
+    for tokens in (*range(MIN_QUERIES, most_tokens, GRANULE), most_tokens):
+        if tokens >= MIN_QUERIES:
+            shapes.add(_prompt_shape(tokens))
+            # All pieces once, and the longest rest.
+            shapes.update(_chunk_shapes(tokens, 2 * MAX_PREFIX_PIECE - PREFIX_GRANULE))
+            shapes.update(_chunk_shapes(tokens, PREFIX_GRANULE - 1))
+    return {each for each in shapes if each[0] != "prefix" or MIN_QUERIES + each[2] <= longest}
 
 
-def chunks_of_each_shape(most_tokens: int) -> Iterator[tuple[int, int]]:
-    """Tokens and prefixes of chunks that make all launches which chunks of up to so many may."""
-    pieces = [PREFIX_GRANULE]
-    while pieces[-1] < MAX_PREFIX_PIECE:
-        pieces.append(2 * pieces[-1])
-    seen: set[Shape] = set()
-    for tokens in [*range(MIN_QUERIES, most_tokens, GRANULE), most_tokens]:
-        for prefix in (*pieces, PREFIX_GRANULE - 1):
-            shapes = _chunk_shapes(tokens, prefix)
-            if tokens >= MIN_QUERIES and not seen.issuperset(shapes):
-                seen.update(shapes)
-                yield tokens, prefix
-
-
-def _is_planned(kind: tuple[object, ...], *shapes: Shape) -> bool:
+def _is_planned(kind: Kind, shapes: Sequence[Shape]) -> bool:
     """Whether cuDNN has planned launches of these shapes, or may do so now."""
-    names = {(*kind, *shape) for shape in shapes}
     if getattr(_planning, "now", False):
-        _planned.update(names)
-    return names <= _planned
+        _planned.setdefault(kind, set()).update(shapes)
+    return _planned.get(kind, set()).issuperset(shapes)
 
 
 def cudnn_fits(query: torch.Tensor, block_size: int) -> bool:
@@ -242,7 +290,8 @@ def _prompt(
 ) -> torch.Tensor:
     """A prompt without prefix; causality hides the padding after its keys."""
     tokens = len(query)
-    padded = [_pad_tokens(x, _padded_prompt(tokens)) for x in (query, key, value)]
+    _, size, _ = _prompt_shape(tokens)
+    padded = [_pad_tokens(x, size) for x in (query, key, value)]
     query, key, value = (x.transpose(1, 2) for x in padded)
     out, _ = _cudnn_batch(query, key, value, True, scale)
     return out[0].transpose(0, 1)[:tokens]

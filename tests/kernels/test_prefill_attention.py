@@ -9,16 +9,15 @@ from hypothesis import strategies as st
 from kvbaton.kernels.paged_attention import Softmax
 from kvbaton.kernels.paged_prefill_attention import paged_prefill_attention_reference
 from kvbaton.kernels.prefill_attention import (
-    GRANULE,
     MIN_QUERIES,
+    Kind,
     PrefillBatch,
     _chunk_shapes,
     _cut,
-    _padded,
-    chunks_of_each_shape,
+    _prompt_shape,
+    all_shapes,
     planning,
     prefill_attention,
-    prompts_of_each_shape,
 )
 
 
@@ -68,13 +67,11 @@ def test_what_is_planned_before_ready_is_all_that_chunks_launch(
     most: int, prefix: int, data: st.DataObject
 ) -> None:
     tokens = data.draw(st.integers(MIN_QUERIES, most))
+    longest = data.draw(st.integers(prefix + tokens, 400_000))
     shapes = _chunk_shapes(tokens, prefix)
-    planned = (_chunk_shapes(*chunk) for chunk in chunks_of_each_shape(most))
-    assert set(shapes) <= set(itertools.chain.from_iterable(planned))
+    assert {*shapes, _prompt_shape(tokens)} <= all_shapes(most, longest)
     assert sum(keys for form, _, keys in shapes if form == "prefix") == prefix // 1024 * 1024
     assert shapes[0][2] >= prefix % 1024 + tokens
-    lengths = {_padded(n, GRANULE, 8) for n in prompts_of_each_shape(most)}
-    assert _padded(tokens, GRANULE, 8) in lengths
 
 
 @pytest.mark.parametrize(
@@ -96,7 +93,7 @@ def test_short_prompts_share_a_launch_if_wanted(least: int, forms: list[str]) ->
         min_context=least,
     )
     with planning():
-        parts = _cut(batch, True, 0, ("any",))
+        parts = _cut(batch, 0, Kind(0, torch.bfloat16, 4, 2, 128, (512, 256, 256)))
     assert [part.form for part in parts] == forms
     assert [part.tokens.start for part in parts] + [ends[-1]] == [0] + [
         p.tokens.stop for p in parts

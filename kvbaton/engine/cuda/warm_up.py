@@ -5,26 +5,29 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
 
 from kvbaton.engine.config import EngineConfig
-from kvbaton.engine.cuda.prompt_graphs import PADDED_TOKENS
+from kvbaton.engine.cuda.graphs import DecodeGraphs
+from kvbaton.engine.cuda.prompt_graphs import PADDED_TOKENS, PromptGraphs
 from kvbaton.engine.cuda.runner import SHORT_CONTEXT, CudaRunner
 from kvbaton.engine.encoder.pool import EncoderPool
 from kvbaton.engine.models.llama import LlamaForCausalLM
-from kvbaton.engine.step import ItemRows, NewSequence, SequenceStep, StepPlan
+from kvbaton.engine.step import WHOLE_TOKENS, ItemRows, NewSequence, SequenceStep, StepPlan
 from kvbaton.engine.worker import WorkerSettings
 from kvbaton.kernels.fused_moe import token_counts
 from kvbaton.kernels.jit import cdiv
 from kvbaton.kernels.prefill_attention import (
-    chunks_of_each_shape,
-    cudnn_fits,
+    MIN_QUERIES,
+    PREFIX_GRANULE,
+    plan_ahead,
     planning,
-    prompts_of_each_shape,
 )
 from kvbaton.messages.engine import Item, SamplingParams
 from kvbaton.types import ENCODER_BLOCK_ROWS
@@ -57,8 +60,8 @@ SHORT_CHUNKS = (2, 3, 5, 9, 17, 33, 65, 128)
 """One for each power of two of queries, for which attention takes another tile: also after a long
 prefix, where tiles are others again."""
 
-SHORT_PROMPTS = (*SHORT_CHUNKS, 1040)
-"""Likewise, and one that cuDNN attends to, where it can."""
+LONG_CHUNK = MIN_QUERIES
+"""One that cuDNN attends to, where it can."""
 
 
 class TrialSteps:
@@ -109,8 +112,7 @@ class TrialSteps:
             items, rows = self._image(total) if seeing and count > 1 else ((), ())
             new.append(NewSequence(~handle, (1,) * total, total, 0, params, items))
             steps.append(SequenceStep(~handle, prefix, count, tables, 1, rows))
-        with planning():
-            self._runner.run(StepPlan(0, new=tuple(new), steps=tuple(steps)))
+        self._runner.run(StepPlan(0, new=tuple(new), steps=tuple(steps)))
         self._runner.run(StepPlan(0, ended=tuple(step.handle for step in steps)))
 
     def _image(self, tokens: int) -> tuple[tuple[Item, ...], tuple[ItemRows, ...]]:
@@ -166,7 +168,7 @@ def measure_activations(settings: WorkerSettings, model: LlamaForCausalLM) -> in
     before = torch.cuda.memory_allocated(device)
     trial = TrialSteps(runner)
     each = max(1, min(budget // config.max_num_seqs, settings.max_model_len))
-    with layers_of_each_kind(model):
+    with layers_of_each_kind(model), planning():
         trial.run([longest])
         trial.run([each] * min(config.max_num_seqs, budget), EVERYTHING)
     torch.cuda.synchronize(device)
@@ -225,37 +227,67 @@ def warm_up(runner: CudaRunner, config: EngineConfig) -> None:
     trial = TrialSteps(runner)
     graphs, runner.graphs = runner.graphs, None  # else they would have those layers only
     with layers_of_each_kind(runner.model):
-        for count in SHORT_PROMPTS:
-            if trial.fits(count) and count <= config.max_num_batched_tokens:
-                trial.run([count], SamplingParams(temperature=1.0, seed=1))
-        for count in SHORT_CHUNKS:
-            if trial.fits(SHORT_CONTEXT + count) and count <= config.max_num_batched_tokens:
-                trial.run([count], prefixes=[SHORT_CONTEXT])
+        most = config.max_num_batched_tokens
+        with planning():
+            for count in (*SHORT_CHUNKS, LONG_CHUNK):
+                if trial.fits(count) and count <= most:
+                    trial.run([count], SamplingParams(temperature=1.0, seed=1))
+            for count in (*SHORT_CHUNKS, LONG_CHUNK):
+                prefix = SHORT_CONTEXT + (PREFIX_GRANULE - 1 if count == LONG_CHUNK else 0)
+                if trial.fits(prefix + count) and count <= most:
+                    trial.run([count], prefixes=[prefix])
         _products(trial, config)
         _prompts_beside_decodes(trial, config)
         _expert_tiles(trial, runner, config)
-        _attention_plans(trial, runner, config)
     torch.cuda.synchronize()
     compiled = time.monotonic()
     runner.graphs = graphs
-    captured = [one for one in (runner.prompt_graphs, graphs) if one is not None]
+    _capture_and_plan(runner, config)
+    runner.cache.counted[:] = 0
+    torch.cuda.synchronize()
+    log.info(
+        "warm-up: %.1f s for kernels, %.1f s for graphs and plans",
+        compiled - began, time.monotonic() - compiled,
+    )  # fmt: skip
+
+
+def _capture_and_plan(runner: CudaRunner, config: EngineConfig) -> None:
+    """Capture graphs in a thread while this one has cuDNN plan attention.
+
+    To capture takes the interpreter, and to plan does not; but of plans each thread has its own, so
+    graphs with such an attention in them are captured here.
+    """
+    device, longest = runner.device, runner.sequences.tokens.shape[1] - 2
+
+    @torch.inference_mode()
+    def capture(graphs: PromptGraphs | DecodeGraphs, sizes: Sequence[int]) -> None:
+        torch.cuda.set_device(device)
+        for number, size in enumerate(reversed(sizes)):  # which share the largest's memory
+            with layers_of_each_kind(runner.model) if number else nullcontext():
+                graphs.load(size)
+            graphs.capture(size)
+
+    prompt_sizes = [] if runner.prompt_graphs is None else runner.prompt_graphs.sizes
+    long = bisect_right(prompt_sizes, WHOLE_TOKENS)
+
+    def capture_others() -> None:
+        if runner.prompt_graphs is not None:
+            capture(runner.prompt_graphs, prompt_sizes[:long])
+        if runner.graphs is not None:
+            capture(runner.graphs, runner.graphs.sizes)
+
     # A graph of an earlier runner that the collector frees meanwhile would end a capture.
     gc.collect()
     gc.disable()
     try:
-        for one in captured:
-            for number, size in enumerate(reversed(one.sizes)):  # which share the largest's memory
-                with layers_of_each_kind(runner.model) if number else nullcontext():
-                    one.load(size)
-                one.capture(size)
+        if runner.prompt_graphs is not None:
+            capture(runner.prompt_graphs, prompt_sizes[long:])
+        with ThreadPoolExecutor(1, "graphs") as thread:
+            others = thread.submit(capture_others)
+            plan_ahead(config.max_num_batched_tokens, longest, device)
+            others.result()
     finally:
         gc.enable()
-    runner.cache.counted[:] = 0
-    torch.cuda.synchronize()
-    log.info(
-        "warm-up: %.1f s for kernels, %.1f s for graphs",
-        compiled - began, time.monotonic() - compiled,
-    )  # fmt: skip
 
 
 def _products(trial: TrialSteps, config: EngineConfig) -> None:
@@ -286,19 +318,3 @@ def _expert_tiles(trial: TrialSteps, runner: CudaRunner, config: EngineConfig) -
         counts = trial.split(tokens)
         if 0 < len(counts) <= config.max_num_seqs and tokens <= config.max_num_batched_tokens:
             trial.run(counts)
-
-
-def _attention_plans(trial: TrialSteps, runner: CudaRunner, config: EngineConfig) -> None:
-    """Whatever cuDNN plans in steps: prompts of each padded length, chunks after each piece."""
-    heads, dim = runner.model.config.num_heads, runner.model.config.head_dim
-    dtype = runner.cache.compute_dtype
-    query = torch.empty((1, heads, dim), dtype=dtype, device=runner.device)
-    if not cudnn_fits(query, runner.cache.block_size):
-        return
-    chunk = config.max_num_batched_tokens
-    for count in prompts_of_each_shape(chunk):
-        if trial.fits(count):
-            trial.run([count])
-    for count, prefix in chunks_of_each_shape(chunk):
-        if trial.fits(prefix + count):
-            trial.run([count], prefixes=[prefix])
