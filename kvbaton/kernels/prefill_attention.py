@@ -81,22 +81,20 @@ def plan_ahead(most_tokens: int, longest: int, device: torch.device) -> None:
         device: where they will run.
     """
     shapes, this = all_shapes(most_tokens, longest), threading.get_ident()
-    for kind, planned in list(_planned.items()):
-        dim = kind.head_dim
-        for form, queries, keys in sorted(shapes - planned) if kind.thread == this else ():
-            sides = (kind.heads, queries), (kind.kv_heads, keys), (kind.kv_heads, keys)
+    for (thread, dtype, heads, kv_heads, dim, strides), planned in list(_planned.items()):
+        for form, queries, keys in sorted(shapes - planned) if thread == this else ():
             query, key, value = (
-                torch.empty_strided(
-                    (1, heads, tokens, dim),
-                    (tokens * stride, dim, stride, 1)
-                    if form == "prompt"
-                    else (heads * tokens * dim, tokens * dim, dim, 1),
-                    dtype=kind.dtype,
-                    device=device,
+                torch.empty_strided((n, h, dim), (s, dim, 1), dtype=dtype, device=device)
+                for n, h, s in zip(
+                    (queries, keys, keys), (heads, kv_heads, kv_heads), strides, strict=True
                 )
-                for (heads, tokens), stride in zip(sides, kind.strides, strict=True)
             )
-            _cudnn_batch(query, key, value, form != "prefix", 1.0)
+            if form == "prompt":
+                _prompt(query, key, value, 1.0)
+            else:
+                both = key.new_empty(1, kv_heads, keys, dim)
+                padded = query.contiguous().transpose(0, 1)[None]
+                _cudnn_batch(padded, both, both, form == "own", 1.0)
             planned.add((form, queries, keys))
 
 

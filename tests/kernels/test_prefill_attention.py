@@ -1,11 +1,14 @@
 import itertools
+import random
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
+import kvbaton.kernels.prefill_attention as prefill
 from kvbaton.kernels.paged_attention import Softmax
 from kvbaton.kernels.paged_prefill_attention import paged_prefill_attention_reference
 from kvbaton.kernels.prefill_attention import (
@@ -16,6 +19,7 @@ from kvbaton.kernels.prefill_attention import (
     _cut,
     _prompt_shape,
     all_shapes,
+    plan_ahead,
     planning,
     prefill_attention,
 )
@@ -72,6 +76,52 @@ def test_what_is_planned_before_ready_is_all_that_chunks_launch(
     assert {*shapes, _prompt_shape(tokens)} <= all_shapes(most, longest)
     assert sum(keys for form, _, keys in shapes if form == "prefix") == prefix // 1024 * 1024
     assert shapes[0][2] >= prefix % 1024 + tokens
+
+
+@pytest.mark.parametrize("longest", [1500, 9000])
+def test_plans_are_for_the_strides_that_are_launched(
+    longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cuDNN plans anew for any other."""
+    launched: list[Any] = []
+
+    def launch(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> Any:
+        launched.append([(x.shape, x.stride()) for x in (query, key, value)] + [causal])
+        return query, torch.zeros(*query.shape[:3], 1)
+
+    monkeypatch.setattr(prefill, "_cudnn_batch", launch)
+    monkeypatch.setattr(prefill, "cudnn_fits", lambda query, block_size: True)
+    monkeypatch.setattr(prefill, "_planned", {})
+    keys, values = torch.zeros(2, 1, 2, 16, 8)
+    together = torch.zeros(2048, 8 * 8)  # as one product gives queries, keys and values
+
+    def attend(tokens: int, prefix: int) -> list[Any]:
+        launched.clear()
+        heads = together[:tokens].view(tokens, 8, 8)
+        query, key, value = heads[:, :4], heads[:, 4:6], heads[:, 6:]
+        total = prefix + tokens
+        batch = PrefillBatch(
+            block_tables=torch.zeros(1, total // 16 + 1, dtype=torch.int32),
+            cu_seqlens=torch.tensor([0, tokens], dtype=torch.int32),
+            context_lens=torch.tensor([total], dtype=torch.int32),
+            query_lens=(tokens,),
+            prefix_lens=(prefix,),
+        )
+        prefill_attention(query, key, value, keys, values, batch, Softmax(1.0))
+        return list(launched)
+
+    with planning():
+        planned = attend(1024, 0)
+    launched.clear()
+    plan_ahead(2048, longest, torch.device("cpu"))
+    planned += launched
+    rng = random.Random(5)
+    for _ in range(20):
+        tokens = rng.randint(MIN_QUERIES, min(2048, longest))
+        for prefix in (0, rng.randint(0, longest - tokens)):
+            found = attend(tokens, prefix)
+            assert found, "the paged kernel took it"
+            assert all(each in planned for each in found)
 
 
 @pytest.mark.parametrize(
