@@ -36,7 +36,7 @@ Shape = tuple[str, int, int]
 """Of a launch: what the keys are, how many queries and keys."""
 
 
-class Kind(NamedTuple):
+class PlanKind(NamedTuple):
     """What else cuDNN's plans are for.
 
     Attributes:
@@ -57,7 +57,7 @@ class Kind(NamedTuple):
 
 
 _planning = threading.local()
-_planned: dict[Kind, set[Shape]] = {}
+_planned: dict[PlanKind, set[Shape]] = {}
 
 
 @contextmanager
@@ -161,7 +161,7 @@ def prefill_attention(
     if plain:
         assert key is not None
         assert value is not None
-        kind = Kind(
+        kind = PlanKind(
             threading.get_ident(), query.dtype, query.shape[1], key_cache.shape[1], query.shape[2],
             (query.stride(0), key.stride(0), value.stride(0)),
         )  # fmt: skip
@@ -203,7 +203,7 @@ class BatchPart:
     tokens: slice
 
 
-def _cut(batch: PrefillBatch, window: int, kind: Kind | None) -> list[BatchPart]:
+def _cut(batch: PrefillBatch, window: int, kind: PlanKind | None) -> list[BatchPart]:
     """All sequences of a batch, in their order; of no `kind` are what cuDNN can't attend to."""
     pieces: list[BatchPart] = []
     token = 0
@@ -267,7 +267,7 @@ def all_shapes(most_tokens: int, longest: int) -> set[Shape]:
     return {each for each in shapes if each[0] != "prefix" or MIN_QUERIES + each[2] <= longest}
 
 
-def _is_planned(kind: Kind, shapes: Sequence[Shape]) -> bool:
+def _is_planned(kind: PlanKind, shapes: Sequence[Shape]) -> bool:
     """Whether cuDNN has planned launches of these shapes, or may do so now."""
     if getattr(_planning, "now", False):
         _planned.setdefault(kind, set()).update(shapes)

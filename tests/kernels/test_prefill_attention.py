@@ -13,7 +13,7 @@ from kvbaton.kernels.paged_attention import Softmax
 from kvbaton.kernels.paged_prefill_attention import paged_prefill_attention_reference
 from kvbaton.kernels.prefill_attention import (
     MIN_QUERIES,
-    Kind,
+    PlanKind,
     PrefillBatch,
     _chunk_shapes,
     _cut,
@@ -143,7 +143,7 @@ def test_short_prompts_share_a_launch_if_wanted(least: int, forms: list[str]) ->
         min_context=least,
     )
     with planning():
-        parts = _cut(batch, 0, Kind(0, torch.bfloat16, 4, 2, 128, (512, 256, 256)))
+        parts = _cut(batch, 0, PlanKind(0, torch.bfloat16, 4, 2, 128, (512, 256, 256)))
     assert [part.form for part in parts] == forms
     assert [part.tokens.start for part in parts] + [ends[-1]] == [0] + [
         p.tokens.stop for p in parts
