@@ -11,8 +11,10 @@ when it runs: the HTTP process in `main`, the core in the factory.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from kvbaton.connectors.protocol.events import Identity
     from kvbaton.connectors.transfer.source_worker import SourceWorker
     from kvbaton.connectors.transfer.target_worker import TargetWorker
-    from kvbaton.engine.build import ConnectorContext
+    from kvbaton.engine.build import ConnectorContext, MakeConnectors
     from kvbaton.engine.executor import Executor
     from kvbaton.engine.kv_connector import KVConnector
     from kvbaton.engine.scheduler import Scheduler
@@ -52,15 +54,42 @@ class HandoverFactory:
         """The same for encoder outputs, which are only received; nobody dials who receives."""
         return replace(self, handover=replace(self.handover, control_port=0), role="decode")
 
-    def __call__(
-        self, executor: Executor, scheduler: Scheduler, surroundings: ConnectorContext
-    ) -> list[KVConnector]:
-        """Open transports and control channel, and start the transfer thread.
+    def __call__(self, surroundings: ConnectorContext) -> MakeConnectors:
+        """Open transports, one for each rank and side.
 
-        Both sides of a node share channel and thread. Each has transports of its own: a fence cuts
-        off who writes to us, and must not end what we write; nor may a connection made to write to
-        a peer lift a fence against it.
+        A fence cuts off who writes to us, and must not end what we write; nor may a connection made
+        to write to a peer lift a fence against it. So each side has transports of its own.
+
+        Raises:
+            ConfigError: the transport is unknown, or can't start.
         """
+        from kvbaton.connectors.registry import load_transport
+
+        config, node = self.handover, surroundings.node
+        receives = self.role in ("any", "decode")
+        sides = {"source": self.sends_blocks, "target": receives}
+        opened = {
+            side: [
+                load_transport(
+                    config.transport,
+                    name=f"{node.node}-{node.generation.hex()}-{side}-{rank}",
+                    host=config.host,
+                )
+                for rank in range(surroundings.config.tensor_parallel_size)
+            ]
+            for side, wanted in sides.items()
+            if wanted
+        }
+        return partial(self._make, surroundings, opened)
+
+    def _make(
+        self,
+        surroundings: ConnectorContext,
+        opened: Mapping[str, list[Transport]],
+        executor: Executor,
+        scheduler: Scheduler,
+    ) -> list[KVConnector]:
+        """Open the control channel and start the transfer thread, which both sides share."""
         from kvbaton.connectors.channel import ControlChannel
         from kvbaton.connectors.transfer.thread import TransferThread
         from kvbaton.decode.target_connector import PrefixConnector, TargetConnector
@@ -68,9 +97,12 @@ class HandoverFactory:
 
         config = self.handover
         channel = ControlChannel(config.host, config.control_port, cluster_key=config.cluster_key)
-        sender = self._sender(executor, surroundings) if self.sends_blocks else None
-        receives = self.role in ("any", "decode")
-        receiver = self._receiver(executor, surroundings) if receives else None
+        sides = {
+            side: (transports, self._register(transports, executor, surroundings))
+            for side, transports in opened.items()
+        }
+        sender = self._sender(*sides["source"]) if "source" in sides else None
+        receiver = self._receiver(*sides["target"], executor) if "target" in sides else None
         transfers = TransferThread(channel, sender=sender, receiver=receiver)
         connectors: list[KVConnector] = []
         if sender is not None:
@@ -97,11 +129,10 @@ class HandoverFactory:
         transfers.start()
         return connectors
 
-    def _sender(self, executor: Executor, surroundings: ConnectorContext) -> SourceWorker:
+    def _sender(self, transports: list[Transport], identity: Identity) -> SourceWorker:
         from kvbaton.connectors.protocol.source import Source
         from kvbaton.connectors.transfer.source_worker import SourceWorker
 
-        transports, identity = self._open("source", executor, surroundings)
         source = Source(
             identity,
             self.handover.timers,
@@ -110,11 +141,12 @@ class HandoverFactory:
         )
         return SourceWorker(source, transports)
 
-    def _receiver(self, executor: Executor, surroundings: ConnectorContext) -> TargetWorker:
+    def _receiver(
+        self, transports: list[Transport], identity: Identity, executor: Executor
+    ) -> TargetWorker:
         from kvbaton.connectors.protocol.target import Target
         from kvbaton.connectors.transfer.target_worker import TargetWorker
 
-        transports, identity = self._open("target", executor, surroundings)
         target = Target(
             identity,
             self.handover.timers,
@@ -123,33 +155,26 @@ class HandoverFactory:
         )
         return TargetWorker(target, transports, executor)
 
-    def _open(
-        self, side: Literal["source", "target"], executor: Executor, surroundings: ConnectorContext
-    ) -> tuple[list[Transport], Identity]:
-        """Open a side's transports, register each rank's memory in order; what it says of itself.
+    def _register(
+        self, transports: list[Transport], executor: Executor, surroundings: ConnectorContext
+    ) -> Identity:
+        """Register each rank's memory, in order; what this side says of itself.
 
         Raises:
-            ConfigError: the transport is unknown, or can't start.
             TransportError: memory can't be registered.
         """
         from kvbaton.connectors.protocol.events import Identity
-        from kvbaton.connectors.registry import load_transport
         from kvbaton.messages.control import RankCard
 
-        config, node = self.handover, surroundings.node
-        transports, cards = [], []
-        for rank, (pools, groups) in enumerate(
-            zip(executor.memories, executor.layouts, strict=True)
-        ):
-            name = f"{node.node}-{node.generation.hex()}-{side}-{rank}"
-            transport = load_transport(config.transport, name=name, host=config.host)
+        cards = []
+        ranks = zip(transports, executor.memories, executor.layouts, strict=True)
+        for rank, (transport, pools, groups) in enumerate(ranks):
             for memory in pools:
                 transport.register(memory)
-            transports.append(transport)
             cards.append(RankCard(rank, transport.card(), msgspec.msgpack.encode(list(groups))))
-        kind = config.transport.partition(":")[0]
+        kind = self.handover.transport.partition(":")[0]
         digest, record = surroundings.identity, surroundings.record
-        return transports, Identity(node, digest, record, kind, tuple(cards))
+        return Identity(surroundings.node, digest, record, kind, tuple(cards))
 
 
 def main(config: NodeConfig) -> int:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Protocol
 
 import msgspec
 import numpy.ma  # noqa: F401 - `np.unique` would, for up to 60 ms of the first hand-over
+import torch
 
 from kvbaton.connectors.keys import IdentityRecord, dummy_model_digest, model_digest, root_key
 from kvbaton.connectors.layout import GroupKind, KVLayout
@@ -64,6 +66,10 @@ class ConnectorContext:
     record: dict[str, str]
 
 
+MakeConnectors = Callable[[Executor, Scheduler], Sequence[KVConnector]]
+"""Makes connectors and starts what they need."""
+
+
 class ConnectorFactory(Protocol):
     """Makes connectors in the core's process; crosses into it by pickle, from parent to child."""
 
@@ -75,10 +81,8 @@ class ConnectorFactory(Protocol):
     def items(self) -> ConnectorFactory:
         """Makes the connector of the encoder beside a language model, which receives outputs."""
 
-    def __call__(
-        self, executor: Executor, scheduler: Scheduler, surroundings: ConnectorContext
-    ) -> Sequence[KVConnector]:
-        """Make them and start what they need."""
+    def __call__(self, surroundings: ConnectorContext) -> MakeConnectors:
+        """Open what needs no engine; called in a thread of its own while the model is loaded."""
 
 
 @dataclass(frozen=True)
@@ -140,11 +144,13 @@ def build_engine(
     answers = Answers()
     encoder = None if model.vision is None else beside(config, model, node, factories, answers)
     track_sums = config.store is not None or any(f.sends_blocks for f in factories)
-    executor = make_executor(config, model, track_sums=track_sums)
+    executor, makers = open_beside(
+        partial(make_executor, config, model, track_sums=track_sums), factories, surroundings
+    )
     try:
         scheduler = make_scheduler(config, model, executor.layouts[0], identity.digest())
         tried = executor.try_steps(scheduler.config)
-        connectors = make_connectors(executor, scheduler, factories, surroundings)
+        connectors = make_connectors(executor, scheduler, makers, surroundings)
     except BaseException:
         executor.close()
         raise
@@ -210,7 +216,9 @@ def build_encoder(
     profiler = TorchProfiler(config.profile_dir, node.node)
     identity = encoder_identity(config, model)
     surroundings = ConnectorContext(config, node, identity.digest(), identity.record())
-    executor = encoder_executor(config, model)
+    executor, makers = open_beside(
+        partial(encoder_executor, config, model), factories, surroundings
+    )
     (layout,) = executor.layouts[0]
     scheduler = Scheduler(
         SchedulerConfig(
@@ -225,7 +233,7 @@ def build_encoder(
         ),
         root_key=partial(root_key, surroundings.identity),
     )
-    connectors = make_connectors(executor, scheduler, factories, surroundings)
+    connectors = make_connectors(executor, scheduler, makers, surroundings)
     core = EngineCore(executor, scheduler, mailbox, connectors=connectors, profiler=profiler)
     return Engine.of(core, surroundings, surroundings.identity)
 
@@ -240,10 +248,37 @@ def enough_tokens(block_size: int, model: ModelConfig) -> int:
     return enough
 
 
+def open_beside(
+    make: Callable[[], Executor],
+    factories: Sequence[ConnectorFactory],
+    surroundings: ConnectorContext,
+) -> tuple[Executor, list[MakeConnectors]]:
+    """Load a model, and open meanwhile what connectors need: NIXL's first agent takes 1.2 s.
+
+    Raises:
+        ConfigError: a setting is wrong.
+    """
+    device = choose_device(surroundings.config)
+
+    def open_one(factory: ConnectorFactory) -> MakeConnectors:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # UCX looks for GPUs by the thread's context
+        return factory(surroundings)
+
+    with ThreadPoolExecutor(thread_name_prefix="connectors") as threads:
+        opening = [threads.submit(open_one, factory) for factory in factories]
+        executor = make()
+    try:
+        return executor, [opened.result() for opened in opening]
+    except BaseException:
+        executor.close()
+        raise
+
+
 def make_connectors(
     executor: Executor,
     scheduler: Scheduler,
-    factories: Sequence[ConnectorFactory],
+    makers: Sequence[MakeConnectors],
     surroundings: ConnectorContext,
 ) -> list[KVConnector]:
     """The store, which is asked first, hand-overs, and KV events, as the settings want them.
@@ -254,8 +289,8 @@ def make_connectors(
     config, connectors = surroundings.config, list[KVConnector]()
     if config.store is not None:
         connectors.append(open_store(config, executor, scheduler, surroundings.identity))
-    for factory in factories:
-        connectors += factory(executor, scheduler, surroundings)
+    for make in makers:
+        connectors += make(executor, scheduler)
     settings = KVEventsConfig.parse(config.kv_events_config)
     if settings.enabled:
         connectors.append(KVEventPublisher(settings, scheduler.blocks))

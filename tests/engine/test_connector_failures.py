@@ -12,12 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton.engine.build import ConnectorContext, build_engine
+from kvbaton.engine.build import ConnectorContext, MakeConnectors, build_engine
 from kvbaton.engine.config import EngineConfig
-from kvbaton.engine.executor import Executor
 from kvbaton.engine.kv_connector import HeldBlocks, KVConnector, Load
 from kvbaton.engine.request import Request, Sequence
-from kvbaton.engine.scheduler import Scheduler
 from kvbaton.errors import ConfigError
 from kvbaton.messages.engine import AddRequest, Metrics, Output, Outputs, Rejected, TransferSpec
 from kvbaton.types import NodeId
@@ -129,10 +127,8 @@ class Factory:
     def items(self) -> Factory:
         return self
 
-    def __call__(
-        self, executor: Executor, scheduler: Scheduler, surroundings: ConnectorContext
-    ) -> list[KVConnector]:
-        return [self.connector]
+    def __call__(self, surroundings: ConnectorContext) -> MakeConnectors:
+        return lambda executor, scheduler: [self.connector]
 
 
 class Rig:

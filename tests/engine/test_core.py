@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from kvbaton.engine.build import ConnectorContext, build_engine
+from kvbaton.engine.build import ConnectorContext, MakeConnectors, build_engine
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.core import EngineCore
-from kvbaton.engine.executor import Executor
 from kvbaton.engine.kv_connector import KVConnector
 from kvbaton.engine.pending import Pending
 from kvbaton.engine.scheduler import Scheduler
@@ -54,10 +53,8 @@ class ListenerFactory:
     def items(self) -> ListenerFactory:
         return self
 
-    def __call__(
-        self, executor: Executor, scheduler: Scheduler, surroundings: ConnectorContext
-    ) -> Sequence[KVConnector]:
-        return [Listener(scheduler)]
+    def __call__(self, surroundings: ConnectorContext) -> MakeConnectors:
+        return lambda executor, scheduler: [Listener(scheduler)]
 
 
 @pytest.fixture

@@ -6,16 +6,14 @@ import gc
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvbaton.engine.build import ConnectorContext
+from kvbaton.engine.build import ConnectorContext, MakeConnectors
 from kvbaton.engine.config import EngineConfig
-from kvbaton.engine.executor import Executor
 from kvbaton.engine.kv_connector import KVConnector
 from kvbaton.engine.process import EngineProcess
-from kvbaton.engine.scheduler import Scheduler
 from kvbaton.types import NodeId
 from tests.support.engine_node import ENGINE
 
@@ -42,10 +40,8 @@ class InterpreterFactory:
     def items(self) -> InterpreterFactory:
         return self
 
-    def __call__(
-        self, executor: Executor, scheduler: Scheduler, surroundings: ConnectorContext
-    ) -> Sequence[KVConnector]:
-        return [Interpreter()]
+    def __call__(self, surroundings: ConnectorContext) -> MakeConnectors:
+        return lambda executor, scheduler: [Interpreter()]
 
 
 async def test_nothing_holds_up_the_cores_thread_for_longer_than_a_step(

@@ -11,7 +11,7 @@ import pytest
 
 from kvbaton.connectors.store import Found, Pieces, Usage
 from kvbaton.connectors.stores.threaded import ThreadedStore
-from kvbaton.engine.build import ConnectorContext, ConnectorFactory
+from kvbaton.engine.build import ConnectorContext, ConnectorFactory, MakeConnectors
 from kvbaton.engine.executor import Executor
 from kvbaton.engine.kv_connector import KVConnector
 from kvbaton.engine.kv_events import BlockRemoved, BlockStored, KVEventLog
@@ -146,9 +146,10 @@ def test_evictions_are_told_and_what_was_evicted_is_saved_again(
         def items(self) -> ConnectorFactory:
             return self
 
-        def __call__(
-            self, executor: Executor, scheduler: Scheduler, surroundings: ConnectorContext
-        ) -> list[KVConnector]:
+        def __call__(self, surroundings: ConnectorContext) -> MakeConnectors:
+            return self.make
+
+        def make(self, executor: Executor, scheduler: Scheduler) -> list[KVConnector]:
             logs.append(KVEventLog(scheduler.blocks))
             return [*logs]
 
