@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvbaton.engine import upload as module
+from kvbaton.engine.loader import STAGED_BYTES, Uploader
 from kvbaton.engine.upload import SEGMENT_WORDS, SEGMENTS, PinnedRing, upload, upload_into
 
 pytestmark = [
@@ -80,3 +81,19 @@ def test_the_copy_engine_is_not_asked(device: torch.device) -> None:
     in_place = any(module._rings.__dict__.values())
     assert not (in_place and copied.query())  # type: ignore[no-untyped-call]
     assert sent.tolist() == list(range(10))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float32], ids=str)
+def test_weights_arrive_whole(dtype: torch.dtype) -> None:
+    """Whatever their size, and though what they came from is gone when the GPU comes to them."""
+    upload, rng = Uploader(torch.device("cuda", 0)), np.random.default_rng(2)
+    sent, there = [], []
+    be_behind()
+    for size in (0, 12, STAGED_BYTES, STAGED_BYTES + 4, 9 * STAGED_BYTES // 2, 3 * STAGED_BYTES):
+        weights = torch.from_numpy(rng.integers(0, 256, (4, size // 4), np.uint8))
+        sent.append(weights.clone())
+        there.append(upload(weights.view(dtype)))
+        weights.zero_()
+    for expected, found in zip(sent, there, strict=True):
+        assert found.dtype is dtype
+        assert torch.equal(found.cpu().view(torch.uint8), expected)
