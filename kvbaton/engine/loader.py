@@ -44,8 +44,11 @@ from kvbaton.kernels.quantize_fp8 import quantize_fp8
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 TOWER_PARTS = ("model.visual.", "model.vision_tower.", "model.multi_modal_projector.")
+STAGED_FROM = 1 << 20
+"""Bytes of a tensor from which it goes through pinned memory."""
+
 STAGED_BYTES, STAGED_PARTS = 16 << 20, 3
-"""Of pinned memory that weights go through: one part is filled while others are copied."""
+"""Of that memory: one part is filled while others are copied."""
 
 GGUF_THREADS = 4
 """That dequantise, for which one needs 8 ns a weight; each holds a tensor or two as floats."""
@@ -270,7 +273,7 @@ class Uploader:
 
     def __call__(self, x: Tensor) -> Tensor:
         """A copy on the device, ordered on its current stream; on the CPU the tensor itself."""
-        if self._device.type != "cuda" or x.nbytes <= STAGED_BYTES:
+        if self._device.type != "cuda" or x.nbytes < STAGED_FROM:
             return x.to(self._device)
         there = torch.empty(x.shape, dtype=x.dtype, device=self._device)
         with self._lock:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvbaton.engine import upload as module
-from kvbaton.engine.loader import STAGED_BYTES, Uploader
+from kvbaton.engine.loader import STAGED_BYTES, STAGED_FROM, Uploader
 from kvbaton.engine.upload import SEGMENT_WORDS, SEGMENTS, PinnedRing, upload, upload_into
 
 pytestmark = [
@@ -89,7 +89,15 @@ def test_weights_arrive_whole(dtype: torch.dtype) -> None:
     upload, rng = Uploader(torch.device("cuda", 0)), np.random.default_rng(2)
     sent, there = [], []
     be_behind()
-    for size in (0, 12, STAGED_BYTES, STAGED_BYTES + 4, 9 * STAGED_BYTES // 2, 3 * STAGED_BYTES):
+    for size in (
+        0,
+        12,
+        STAGED_FROM,
+        STAGED_BYTES,
+        STAGED_BYTES + 4,
+        9 * STAGED_BYTES // 2,
+        3 * STAGED_BYTES,
+    ):
         weights = torch.from_numpy(rng.integers(0, 256, (4, size // 4), np.uint8))
         sent.append(weights.clone())
         there.append(upload(weights.view(dtype)))
