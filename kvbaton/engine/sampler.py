@@ -20,7 +20,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvbaton.kernels.sample_tokens import PURPOSE_SAMPLE, gumbel_noise
+from kvbaton.kernels.sample_tokens import (
+    PURPOSE_SAMPLE,
+    gumbel_noise,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+)
 from kvbaton.messages.engine import SamplingParams
 from kvbaton.types import TokenLogprobs, TopLogprob
 
@@ -232,32 +238,21 @@ def _divide_by_temperature(logits: Tensor, rows: SampleRows, chosen: list[int]) 
 
 
 def _keep_top_k(logits: Tensor, rows: SampleRows, chosen: list[int]) -> None:
-    index = torch.tensor(chosen, device=logits.device)
-    kept = torch.tensor([rows.params[row].top_k for row in chosen], device=logits.device)
-    part = logits[index]
-    best = part.topk(max(rows.params[row].top_k for row in chosen)).values
-    logits[index] = part.masked_fill_(part < best.gather(1, kept[:, None] - 1), -math.inf)
+    index, kept = torch.tensor(chosen, device=logits.device), [rows.params[r].top_k for r in chosen]
+    top_ks = torch.tensor(kept, device=logits.device)
+    logits[index] = keep_top_k(logits[index], top_ks, max(kept))
 
 
 def _keep_top_p(logits: Tensor, rows: SampleRows, chosen: list[int]) -> None:
-    """Keep the smallest set of best tokens whose mass reaches `top_p` (arXiv 1904.09751)."""
     index = torch.tensor(chosen, device=logits.device)
-    part = logits[index]
-    ordered, order = part.sort(dim=-1, stable=True)
-    mass = ordered.softmax(dim=-1).cumsum(dim=-1)
-    dropped = mass <= 1.0 - _column([rows.params[row].top_p for row in chosen], logits.device)
-    dropped[:, -1] = False
-    dropped = torch.empty_like(dropped).scatter_(1, order, dropped)
-    logits[index] = part.masked_fill_(dropped, -math.inf)
+    top_ps = _column([rows.params[row].top_p for row in chosen], logits.device)
+    logits[index] = keep_top_p(logits[index], top_ps)
 
 
 def _keep_min_p(logits: Tensor, rows: SampleRows, chosen: list[int]) -> None:
-    """Keep tokens whose probability is at least `min_p` of the best one's (arXiv 2407.01082)."""
     index = torch.tensor(chosen, device=logits.device)
-    part = logits[index]
-    least = _column([rows.params[row].min_p for row in chosen], logits.device).log()
-    least = part.amax(-1, keepdim=True) + least
-    logits[index] = part.masked_fill_(part < least, -math.inf)
+    min_ps = _column([rows.params[row].min_p for row in chosen], logits.device)
+    logits[index] = keep_min_p(logits[index], min_ps)
 
 
 Step = Callable[[Tensor, SampleRows, list[int]], None]

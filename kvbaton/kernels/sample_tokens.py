@@ -1,8 +1,12 @@
-"""One token per row of logits: a draw from the softmax, or the best one, in one pass over them.
+"""One token per row of logits: the best one, or a draw from the softmax of the likely ones.
 
 A draw is ``argmax(logits / temperature + Gumbel noise)`` (Gumbel 1954; Maddison et al., arXiv
 1411.0030); the noise is that of `gumbel_noise`, made where it is added, so that neither it nor the
 logits in fp32 ever lie in memory.
+
+Which tokens top-k, top-p and min-p leave is found without sorting: the bits of a logit, so turned
+that they order as it does, are searched for the lowest that is kept, two at a time from the highest
+on (radix select: Alabi et al., "Fast k-selection algorithms for graphics processing units", 2012).
 
 Random numbers depend on a counter alone: they are equal on every rank, node and device for equal
 arguments. Philox4x32-10 from Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2,
@@ -10,6 +14,9 @@ arguments. Philox4x32-10 from Salmon, Moraes, Dror, Shaw, "Parallel random numbe
 """
 
 from __future__ import annotations
+
+import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,66 +82,295 @@ def gumbel_noise(
 
 
 BLOCK = 2048
+SEARCHED = 8192
+"""Ids that a program looks at together when it searches what is kept, and its warps."""
+SEARCHING_WARPS = 16
+
+UNUSED_BITS = {torch.bfloat16: 16, torch.float16: 12, torch.float32: 2}
+"""Lowest bits of a logit in fp32 that are equal, or that make no difference; an even number."""
 
 
-def sample_tokens(
-    logits: torch.Tensor,
-    temperatures: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    choices: torch.Tensor,
-) -> torch.Tensor:
+class Sampling(NamedTuple):
+    """How the token of each row is chosen, [rows] each.
+
+    Attributes:
+        temperatures: float64; 0 takes the best token.
+        seeds: int64, the bits of a 64-bit seed.
+        positions: int64, absolute position of the token to choose.
+        choices: int64, index of the choice.
+        top_ks: int64: only so many best tokens, and equals of the last; 0 for all.
+        top_ps: float64: only the smallest set of best tokens of so much of the mass that top-k
+            leaves, of equals those of the highest ids (arXiv 1904.09751); 1 for all.
+        min_ps: float64: only tokens of at least so much of the best one's probability (arXiv
+            2407.01082); 0 for all.
+    """
+
+    temperatures: torch.Tensor
+    seeds: torch.Tensor
+    positions: torch.Tensor
+    choices: torch.Tensor
+    top_ks: torch.Tensor
+    top_ps: torch.Tensor
+    min_ps: torch.Tensor
+
+
+def sample_tokens(logits: torch.Tensor, rows: Sampling) -> torch.Tensor:
     """Choose a token for each row; the lowest id of equals.
 
     Args:
         logits: [rows, vocab], rows contiguous.
-        temperatures: [rows] float64; 0 takes the best token.
-        seeds: [rows] int64, the bits of a 64-bit seed.
-        positions: [rows] int64, absolute position of the token to choose.
-        choices: [rows] int64, index of the choice.
+        rows: how.
 
     Returns:
         [rows] int64.
     """
     if not use_triton(logits):
-        return sample_tokens_reference(logits, temperatures, seeds, positions, choices)
-    rows, vocab = logits.shape
+        return sample_tokens_reference(logits, rows)
+    count, vocab = logits.shape
     parts = cdiv(vocab, BLOCK)
-    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    if not rows:
+    out = torch.empty(count, dtype=torch.int64, device=logits.device)
+    if not count:
         return out
-    best = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
-    ids = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
-    _kernel[(rows, parts)](
+    best = torch.empty(count, parts, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(count, parts, dtype=torch.int32, device=logits.device)
+    kept = torch.empty(count, 2, dtype=torch.int32, device=logits.device)
+    least = torch.empty(count, dtype=torch.float32, device=logits.device)
+    unused = UNUSED_BITS[logits.dtype]
+    _kept_kernel[(count,)](
         logits,
-        temperatures,
-        seeds,
-        positions,
-        choices,
+        rows.temperatures,
+        rows.top_ks,
+        rows.top_ps,
+        rows.min_ps,
+        kept,
+        least,
+        vocab,
+        logits.stride(0),
+        UNUSED=unused,
+        BLOCK=min(SEARCHED, next_power_of_2(vocab)),
+        num_warps=SEARCHING_WARPS,
+    )
+    _kernel[(count, parts)](
+        logits,
+        rows.temperatures,
+        rows.seeds,
+        rows.positions,
+        rows.choices,
+        kept,
+        least,
         best,
         ids,
         vocab,
         logits.stride(0),
+        UNUSED=unused,
         BLOCK=BLOCK,
         PURPOSE=PURPOSE_SAMPLE,
         num_warps=4,
     )
-    _merge_kernel[(rows,)](best, ids, out, parts, BLOCK=next_power_of_2(parts), num_warps=1)
+    _merge_kernel[(count,)](best, ids, out, parts, BLOCK=next_power_of_2(parts), num_warps=1)
     return out
 
 
-def sample_tokens_reference(
-    logits: torch.Tensor,
-    temperatures: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    choices: torch.Tensor,
-) -> torch.Tensor:
+def sample_tokens_reference(logits: torch.Tensor, rows: Sampling) -> torch.Tensor:
     """Plain torch for `sample_tokens`."""
-    drawn = (temperatures > 0)[:, None]
-    scale = torch.where(temperatures > 0, temperatures, 1.0).float()[:, None]
-    noise = gumbel_noise(seeds, positions, choices, logits.shape[1], PURPOSE_SAMPLE)
-    return (logits.float() / scale + torch.where(drawn, noise, 0.0)).argmax(-1)
+    temperatures, vocab = rows.temperatures, logits.shape[1]
+    drawn = temperatures > 0
+    scaled = logits.float() / torch.where(drawn, temperatures, 1.0).float()[:, None]
+    cut = drawn & (rows.top_ks > 0) & (rows.top_ks < vocab)
+    if cut.any():
+        scaled[cut] = keep_top_k(scaled[cut], rows.top_ks[cut], int(rows.top_ks[cut].max()))
+    cut = drawn & (rows.top_ps < 1)
+    if cut.any():
+        scaled[cut] = keep_top_p(scaled[cut], rows.top_ps[cut].float()[:, None])
+    cut = drawn & (rows.min_ps > 0)
+    if cut.any():
+        scaled[cut] = keep_min_p(scaled[cut], rows.min_ps[cut].float()[:, None])
+    noise = gumbel_noise(rows.seeds, rows.positions, rows.choices, vocab, PURPOSE_SAMPLE)
+    return (scaled + torch.where(drawn[:, None], noise, 0.0)).argmax(-1)
+
+
+def keep_top_k(logits: torch.Tensor, top_ks: torch.Tensor, most: int) -> torch.Tensor:
+    """Make impossible, in place, all but so many best tokens of each row; `most` is the largest."""
+    best = logits.topk(most).values
+    return logits.masked_fill_(logits < best.gather(1, top_ks[:, None] - 1), -math.inf)
+
+
+def keep_top_p(logits: torch.Tensor, top_ps: torch.Tensor) -> torch.Tensor:
+    """Likewise all but the smallest set of best tokens whose mass reaches `top_ps` [rows, 1]."""
+    ordered, order = logits.sort(dim=-1, stable=True)
+    dropped = ordered.softmax(dim=-1).cumsum(dim=-1) <= 1.0 - top_ps
+    dropped[:, -1] = False
+    return logits.masked_fill_(torch.empty_like(dropped).scatter_(1, order, dropped), -math.inf)
+
+
+def keep_min_p(logits: torch.Tensor, min_ps: torch.Tensor) -> torch.Tensor:
+    """Likewise all but tokens of at least `min_ps` [rows, 1] of the best one's probability."""
+    return logits.masked_fill_(logits < logits.amax(-1, keepdim=True) + min_ps.log(), -math.inf)
+
+
+@jit()
+def _code(value: tl.tensor, UNUSED: tl.constexpr) -> tl.tensor:
+    """The bits of float32 values that matter, as int32 of their order."""
+    bits = value.to(tl.int32, bitcast=True)
+    turned = tl.where(bits < 0, ~bits, bits | -2147483648)
+    return (turned.to(tl.uint32, bitcast=True) >> UNUSED).to(tl.int32)
+
+
+@jit()
+def _sums_from(
+    logits: tl.tensor,
+    vocab: tl.tensor,
+    top: tl.tensor,
+    scale: tl.tensor,
+    low: tl.tensor,
+    middle: tl.tensor,
+    high: tl.tensor,
+    UNUSED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MASS: tl.constexpr,
+) -> tl.tensor:
+    """Number, or mass relative to that of `top`, of the tokens of each of three codes or more."""
+    of_low = tl.zeros([BLOCK], tl.float32)
+    of_middle = tl.zeros([BLOCK], tl.float32)
+    of_high = tl.zeros([BLOCK], tl.float32)
+    for start in tl.range(0, vocab, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < vocab
+        value = tl.load(logits + column, mask=inside, other=float("-inf")).to(tl.float32)
+        weight = inside.to(tl.float32)
+        if MASS:
+            weight = tl.exp2((value - top) * scale)
+        code = _code(value, UNUSED)
+        of_low += tl.where(code >= low, weight, 0.0)
+        of_middle += tl.where(code >= middle, weight, 0.0)
+        of_high += tl.where(code >= high, weight, 0.0)
+    return tl.sum(of_low, 0), tl.sum(of_middle, 0), tl.sum(of_high, 0)
+
+
+@jit()
+def _search(
+    logits: tl.tensor,
+    vocab: tl.tensor,
+    top: tl.tensor,
+    scale: tl.tensor,
+    target: tl.tensor,
+    floor: tl.tensor,
+    UNUSED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MASS: tl.constexpr,
+) -> tl.tensor:
+    """The highest code of which, or more and of `floor`, there is as much as `target`."""
+    found = floor * 0
+    for turn in tl.range(0, 16 - UNUSED // 2):
+        unit = 1 << (30 - UNUSED - 2 * turn)
+        low, middle, high = _sums_from(
+            logits, vocab, top, scale,
+            tl.maximum(found + unit, floor), tl.maximum(found + 2 * unit, floor),
+            tl.maximum(found + 3 * unit, floor), UNUSED, BLOCK, MASS,
+        )  # fmt: skip
+        enough = (low >= target).to(tl.int32) + (middle >= target).to(tl.int32)
+        found += unit * (enough + (high >= target).to(tl.int32))
+    return found
+
+
+@jit("temperatures", "top_ks", "top_ps", "min_ps", early=True)
+def _kept_kernel(
+    logits: tl.tensor,
+    temperatures: tl.tensor,
+    top_ks: tl.tensor,
+    top_ps: tl.tensor,
+    min_ps: tl.tensor,
+    kept: tl.tensor,
+    least: tl.tensor,
+    vocab: tl.tensor,
+    stride: tl.tensor,
+    UNUSED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program: what one row keeps.
+
+    That is the codes above a lowest one, tokens with this one from some id on, and of all these
+    the ones whose logit by temperature is no less than a bound.
+    """
+    wait_for_inputs()
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    temperature = tl.load(temperatures + row).to(tl.float32)
+    top_k = tl.load(top_ks + row)
+    top_p = tl.load(top_ps + row).to(tl.float32)
+    min_p = tl.load(min_ps + row).to(tl.float32)
+    lowest, first, bound = (
+        top_k.to(tl.int32) * 0,
+        top_k.to(tl.int32) * 0,
+        temperature * 0.0 - float("inf"),
+    )
+    cuts = (top_k > 0) | (top_p < 1.0) | (min_p > 0.0)
+    if (temperature > 0.0) & cuts:
+        best = tl.full([BLOCK], float("-inf"), tl.float32)
+        for start in tl.range(0, vocab, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            value = tl.load(logits + column, mask=column < vocab, other=float("-inf"))
+            best = tl.maximum(best, value.to(tl.float32))
+        top, scale = tl.max(best, 0), 1.4426950408889634 / temperature
+        if min_p > 0.0:
+            bound = tl.div_rn(top, temperature) + tl.log(min_p)
+        if (top_k > 0) & (top_k < vocab):
+            lowest = _search(
+                logits, vocab, top, scale, top_k.to(tl.float32), lowest, UNUSED, BLOCK, False
+            )
+        if top_p < 1.0:
+            floor = lowest
+            total, _, _ = _sums_from(
+                logits, vocab, top, scale, floor, floor, floor, UNUSED, BLOCK, True
+            )
+            target = total * top_p
+            found = _search(logits, vocab, top, scale, target, floor, UNUSED, BLOCK, True)
+            lowest = tl.minimum(tl.maximum(found, floor), _code(top, UNUSED))
+            first = _first_of_equals(logits, vocab, top, scale, target, lowest, UNUSED, BLOCK)
+    tl.store(kept + 2 * row, lowest)
+    tl.store(kept + 2 * row + 1, first)
+    tl.store(least + row, bound)
+
+
+@jit()
+def _first_of_equals(
+    logits: tl.tensor,
+    vocab: tl.tensor,
+    top: tl.tensor,
+    scale: tl.tensor,
+    target: tl.tensor,
+    lowest: tl.tensor,
+    UNUSED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """The id from which tokens with the lowest code are kept: as few as reach the target."""
+    up, _, _ = _sums_from(
+        logits, vocab, top, scale, lowest + 1, lowest + 1, lowest + 1, UNUSED, BLOCK, True
+    )
+    number = tl.zeros([BLOCK], tl.int32)
+    mass = tl.zeros([BLOCK], tl.float32)
+    for start in tl.range(0, vocab, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < vocab
+        value = tl.load(logits + column, mask=inside, other=float("-inf")).to(tl.float32)
+        equal = inside & (_code(value, UNUSED) == lowest)
+        number += equal.to(tl.int32)
+        mass += tl.where(equal, tl.exp2((value - top) * scale), 0.0)
+    equals = tl.sum(number, 0)
+    wanted = tl.ceil((target - up) * equals / tl.sum(mass, 0)).to(tl.int32)
+    dropped = equals - tl.minimum(tl.maximum(wanted, 1), equals)
+    first, seen = dropped * 0, dropped * 0
+    if dropped > 0:
+        for start in tl.range(0, vocab, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            inside = column < vocab
+            value = tl.load(logits + column, mask=inside, other=float("-inf")).to(tl.float32)
+            equal = (inside & (_code(value, UNUSED) == lowest)).to(tl.int32)
+            place = seen + tl.cumsum(equal, 0)
+            here = (equal > 0) & (place == dropped + 1)
+            first = tl.maximum(first, tl.max(tl.where(here, column, 0), 0))
+            seen += tl.sum(equal, 0)
+    return first
 
 
 @jit("temperatures", "seeds", "positions", "choices", early=True)
@@ -144,10 +380,13 @@ def _kernel(
     seeds: tl.tensor,
     positions: tl.tensor,
     choices: tl.tensor,
+    kept: tl.tensor,
+    least: tl.tensor,
     best: tl.tensor,
     ids: tl.tensor,
     vocab: tl.tensor,
     stride: tl.tensor,
+    UNUSED: tl.constexpr,
     BLOCK: tl.constexpr,
     PURPOSE: tl.constexpr,
 ) -> None:
@@ -168,7 +407,11 @@ def _kernel(
         words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
         uniform = (words.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2^-32
         noise = -tl.log(-tl.log(uniform))
-        value = tl.div_rn(value, temperature) + noise.to(tl.float32)
+        code, lowest = _code(value, UNUSED), tl.load(kept + 2 * row)
+        stays = (code > lowest) | ((code == lowest) & (column >= tl.load(kept + 2 * row + 1)))
+        value = tl.div_rn(value, temperature)
+        stays &= value >= tl.load(least + row)
+        value = tl.where(stays, value + noise.to(tl.float32), float("-inf"))
     top, place = tl.max(value, 0, return_indices=True)
     tl.store(best + row * tl.num_programs(1) + part, top)
     tl.store(ids + row * tl.num_programs(1) + part, tl.minimum(part * BLOCK + place, vocab - 1))

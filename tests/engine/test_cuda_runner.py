@@ -32,7 +32,6 @@ from kvbaton.engine.loader import load_model
 from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.step import BlockCopy, StepPlan, StepResult
 from kvbaton.kernels.digest import add_sums, block_sums, start_sums
-from kvbaton.kernels.sample_tokens import sample_tokens
 from kvbaton.messages.engine import SamplingParams
 
 CPU = torch.device("cpu")
@@ -40,9 +39,12 @@ PROMPTS = [np.random.default_rng(n).integers(3, 384, n).tolist() for n in (37, 5
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=64),
     SamplingParams(temperature=1.3, seed=(1 << 64) - 5),
+    SamplingParams(temperature=1.7, seed=9, top_p=0.7, top_k=40),
     SamplingParams(temperature=0.7, seed=3, top_p=0.8, repetition_penalty=1.2, logprobs=2),
     SamplingParams(seed=4, allowed_token_ids=tuple(range(40, 52))),
     SamplingParams(temperature=0.0, bad_words_token_ids=tuple((a,) for a in range(3, 384, 2))),
+    SamplingParams(temperature=2.0, seed=11, min_p=0.3),
+    SamplingParams(temperature=0.0, top_p=0.5, top_k=3, min_p=0.1),
 ]
 
 
@@ -323,13 +325,6 @@ def test_more_sequences_than_expected(drivers: tuple[Any, Any]) -> None:
             handle = driver.add(PROMPTS[1][: n % 5 + 1], PARAMS[1])
             driver.generate(handle, 2)
     assert other.tokens == plain.tokens
-
-
-def test_sample_tokens_takes_the_lowest_of_equals() -> None:
-    logits = torch.zeros(2, 50)
-    zero = torch.zeros(2, dtype=torch.int64)
-    tokens = sample_tokens(logits, torch.zeros(2, dtype=torch.float64), zero, zero, zero)
-    assert tokens.tolist() == [0, 0]
 
 
 def test_padding_leaves_sums_alone() -> None:

@@ -7,25 +7,100 @@ from typing import Any
 import pytest
 import torch
 
-from kvbaton.kernels.sample_tokens import sample_tokens, sample_tokens_reference
+from kvbaton.kernels.sample_tokens import Sampling, sample_tokens, sample_tokens_reference
+
+
+def sampling(rows: int, device: torch.device, **told: Any) -> Sampling:
+    """Greedy unless told otherwise."""
+    plain: dict[str, Any] = {
+        "temperatures": 0.0, "seeds": 0, "positions": 0, "choices": 0,
+        "top_ks": 0, "top_ps": 1.0, "min_ps": 0.0,
+    }  # fmt: skip
+    kinds = {"temperatures": torch.float64, "top_ps": torch.float64, "min_ps": torch.float64}
+    columns = {
+        name: torch.as_tensor(told.get(name, value), dtype=kinds.get(name, torch.int64))
+        for name, value in plain.items()
+    }
+    return Sampling(**{name: x.expand(rows).contiguous().to(device) for name, x in columns.items()})
 
 
 @pytest.mark.parametrize(("rows", "vocab"), [(1, 5), (3, 384), (2, 2048), (5, 4099)])
 def test_matches_the_reference(place: Any, rows: int, vocab: int) -> None:
     logits = place.randn(rows, vocab) * 3
-    temperatures = torch.tensor([0.0, 0.7, 1.0, 2.5, 1.0])[:rows].double()
-    seeds = torch.tensor([1, -5, 1 << 62, 0, 7])[:rows]
-    positions = torch.tensor([0, 1, 9, (1 << 31) + 3, 17])[:rows]
-    choices = torch.tensor([0, 0, 3, 1, 0])[:rows]
-    arguments = [x.to(place.device) for x in (temperatures, seeds, positions, choices)]
-    expected = sample_tokens_reference(logits, *arguments)
-    assert sample_tokens(logits, *arguments).tolist() == expected.tolist()
+    how = sampling(
+        rows,
+        place.device,
+        temperatures=torch.tensor([0.0, 0.7, 1.0, 2.5, 1.0])[:rows],
+        seeds=torch.tensor([1, -5, 1 << 62, 0, 7])[:rows],
+        positions=torch.tensor([0, 1, 9, (1 << 31) + 3, 17])[:rows],
+        choices=torch.tensor([0, 0, 3, 1, 0])[:rows],
+    )
+    assert sample_tokens(logits, how).tolist() == sample_tokens_reference(logits, how).tolist()
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        {"top_ks": 1}, {"top_ks": 7}, {"top_ks": 10_000}, {"top_ps": 0.9}, {"top_ps": 0.0},
+        {"top_ps": 0.37}, {"min_ps": 0.05}, {"min_ps": 1.0}, {"top_ks": 20, "top_ps": 0.8},
+        {"top_ks": 50, "top_ps": 0.95, "min_ps": 0.1}, {"top_ks": 3, "min_ps": 0.5},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("vocab", [300, 9001])
+def test_of_the_likely_ones(place: Any, vocab: int, cut: dict[str, Any]) -> None:
+    """Draws so even that each token which one of the two keeps alone would come soon."""
+    on_gpu = place.device.type == "cuda"
+    if vocab > 300 and not on_gpu and len(cut) < 3:
+        pytest.skip("too slow to interpret")
+    rows = 64 if on_gpu else 3
+    logits = place.randn(1, vocab).expand(rows, vocab) * 2
+    how = sampling(rows, place.device, temperatures=3.0, seeds=torch.arange(rows), **cut)
+    found = sample_tokens(logits, how)
+    assert found.tolist() == sample_tokens_reference(logits, how).tolist()
+    if "top_ks" in cut:
+        kept = (
+            logits[0].float() >= logits[0].float().topk(min(cut["top_ks"], vocab)).values[-1]
+        ).sum()
+        assert len(set(found.tolist())) <= kept
+
+
+@pytest.mark.parametrize("top_p", [0.01, 0.1, 0.4, 0.5, 0.55, 0.9, 0.999])
+def test_of_equals_the_highest_ids_stay(place: Any, top_p: float) -> None:
+    """So many that the set reaches its mass, as when they are sorted."""
+    rows, vocab = 40 if place.device.type == "cuda" else 5, 400
+    ladder = torch.tensor([2.0, 1.0, 0.5, -1.0], dtype=place.dtype).repeat(100)
+    logits = ladder[torch.randperm(vocab, generator=torch.Generator().manual_seed(3))]
+    logits = logits.to(place.device).expand(rows, vocab)
+    how = sampling(rows, place.device, temperatures=2.0, seeds=torch.arange(rows), top_ps=top_p)
+    assert sample_tokens(logits, how).tolist() == sample_tokens_reference(logits, how).tolist()
+
+
+def test_rows_are_cut_each_for_itself(place: Any) -> None:
+    rows, vocab = 6, 500
+    logits = place.randn(rows, vocab)
+    how = sampling(
+        rows,
+        place.device,
+        temperatures=torch.tensor([0.0, 1.0, 5.0, 1.0, 5.0, 0.0]),
+        seeds=torch.arange(rows),
+        top_ks=torch.tensor([5, 0, 2, 0, 0, 0]),
+        top_ps=torch.tensor([0.5, 1.0, 1.0, 0.2, 1.0, 1.0], dtype=torch.float64),
+        min_ps=torch.tensor([0.0, 0.0, 0.0, 0.0, 0.9, 0.3], dtype=torch.float64),
+    )
+    found = sample_tokens(logits, how)
+    assert found.tolist() == sample_tokens_reference(logits, how).tolist()
+    assert found[0] == logits[0].float().argmax()
+
+
+def test_the_lowest_of_equals() -> None:
+    assert sample_tokens(torch.zeros(2, 50), sampling(2, torch.device("cpu"))).tolist() == [0, 0]
 
 
 def test_the_best_of_a_padded_row(place: Any) -> None:
     logits = torch.full((2, 2050), -torch.inf, device=place.device, dtype=place.dtype)
     logits[0, 2049] = -1e4
     logits[1, 3] = logits[1, 2048] = 1.0
-    zero = torch.zeros(2, dtype=torch.int64, device=place.device)
-    found = sample_tokens(logits, zero.double(), zero, zero, zero)
-    assert found.tolist() == [2049, 3]
+    assert sample_tokens(logits, sampling(2, place.device)).tolist() == [2049, 3]
+    drawn = sampling(2, place.device, temperatures=1.0, top_ks=4, top_ps=0.9, min_ps=0.1)
+    assert sample_tokens(logits, drawn).tolist() == sample_tokens_reference(logits, drawn).tolist()

@@ -24,7 +24,7 @@ from kvbaton.engine.runner import Ints, Runner, StepOutput
 from kvbaton.engine.state_blocks import StateBatch
 from kvbaton.engine.upload import upload
 from kvbaton.kernels.prefill_attention import PrefillBatch
-from kvbaton.kernels.sample_tokens import sample_tokens
+from kvbaton.kernels.sample_tokens import Sampling, sample_tokens
 
 SHORT_CONTEXT = 2048
 """Shorter tables make the prefill kernel take smaller tiles."""
@@ -119,13 +119,12 @@ class CudaRunner(Runner):
             self._sample(output, rows, starts + 1, hidden, np.arange(1, len(rows) + 1))
 
     def _columns(self, rows: Ints, positions: Ints) -> Ints:
-        """Inputs of `_decode_step`: [6, sequences]; float64 temperatures as their bits."""
-        sequences = self.sequences
-        temperatures = sequences.temperatures[rows].view(np.int64)
-        rotary = positions + sequences.deltas[rows]
-        return np.stack(
-            (rows, positions, sequences.seeds[rows], sequences.choices[rows], temperatures, rotary)
-        )
+        """Inputs of `_decode_step`: [9, sequences]; floats as their bits."""
+        of = self.sequences
+        floats = (x[rows].view(np.int64) for x in (of.temperatures, of.top_ps, of.min_ps))
+        rotary = positions + of.deltas[rows]
+        whole = rows, positions, rotary, of.seeds[rows], of.choices[rows], of.top_ks[rows]
+        return np.stack((*whole, *floats))
 
     def _decode_step(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """One token of each sequence, with the host out of the loop.
@@ -137,7 +136,7 @@ class CudaRunner(Runner):
             Hidden states [sequences, hidden_size], and tokens sampled by temperature and seed
             alone [sequences], which are appended to the sequences too.
         """
-        rows, positions, seeds, choices, temperatures, rotary = inputs.unbind()
+        rows, positions, rotary, *_ = inputs.unbind()
         size, sequences = self.cache.block_size, self.sequences
         at = positions.clamp(min=0)
         tables = sequences.device_tables.index_select(0, rows)
@@ -158,10 +157,7 @@ class CudaRunner(Runner):
         decode = DecodeBatch(tables, (positions + 1).int())
         attention = KernelAttention(self.cache, slots, decode, states=states)
         hidden = self._layers(sequences.tokens[rows, at].long(), at, rotary, slots, attention)
-        tokens = sample_tokens(
-            self.model.narrow_logits(hidden),
-            temperatures.view(torch.float64), seeds, positions + 1, choices,
-        )  # fmt: skip
+        tokens = sample_tokens(self.model.narrow_logits(hidden), _sampling(inputs, positions + 1))
         sequences.tokens[rows, positions + 1] = tokens.int()
         return hidden, tokens
 
@@ -229,11 +225,10 @@ class CudaRunner(Runner):
             return
         columns = self._columns(rows, known)
         inputs, last = upload([columns, ends - 1], self.device)
-        seq_rows, positions, seeds, choices, temperatures, _ = inputs.view(columns.shape).unbind()
-        tokens = sample_tokens(
-            self.model.narrow_logits(hidden.index_select(0, last)),
-            temperatures.view(torch.float64), seeds, positions, choices,
-        )  # fmt: skip
+        inputs = inputs.view(columns.shape)
+        seq_rows, positions, *_ = inputs.unbind()
+        logits = self.model.narrow_logits(hidden.index_select(0, last))
+        tokens = sample_tokens(logits, _sampling(inputs, positions))
         self.sequences.tokens[seq_rows, positions] = tokens.int()
         self.sequences.lengths[rows] = known + 1
         output.logprob_counts = [None] * len(rows)
@@ -245,6 +240,13 @@ class CudaRunner(Runner):
         with torch.cuda.stream(self._far_stream):
             rows = self.encoder.gather(*upload([blocks, offsets], self.encoder.data.device))
             return rows.to(self.device, non_blocking=True)
+
+
+def _sampling(columns: Tensor, positions: Tensor) -> Sampling:
+    """Of what `CudaRunner._columns` gives, and positions of the tokens to choose."""
+    seeds, choices, top_ks, *floats = columns[3:].unbind()
+    temperatures, top_ps, min_ps = (x.view(torch.float64) for x in floats)
+    return Sampling(temperatures, seeds, positions, choices, top_ks, top_ps, min_ps)
 
 
 def _blocks_at(tables: Tensor, number: Tensor) -> Tensor:

@@ -21,9 +21,12 @@ class CudaSequences(Sequences):
         device_tables: [rows, groups, max_blocks] int32: `tables`, once `flush` was called. Entries
             beyond a sequence's blocks may be of an earlier one.
         spare_row: belongs to no sequence, for padding.
-        plain: [rows], whether a row is sampled by temperature and seed alone.
+        plain: [rows], whether a row is sampled by what follows alone.
         temperatures: [rows] float64, 0 for greedy.
         seeds: [rows] int64, the bits of the 64-bit seed.
+        top_ks: [rows] int64, 0 for all.
+        top_ps: [rows] float64.
+        min_ps: [rows] float64.
         version: changes when device tensors have moved.
     """
 
@@ -34,6 +37,8 @@ class CudaSequences(Sequences):
         self.plain = np.zeros(rows + 1, np.bool_)
         self.temperatures = np.zeros(rows + 1, np.float64)
         self.seeds = np.zeros(rows + 1, np.int64)
+        self.top_ks = np.zeros(rows + 1, np.int64)
+        self.top_ps, self.min_ps = np.ones(rows + 1), np.zeros(rows + 1)
         self.version = 0
         self.spare_row = rows
         self._free.remove(rows)
@@ -65,27 +70,26 @@ class CudaSequences(Sequences):
         self.plain[row] = is_plain(params)
         self.temperatures[row] = 0.0 if greedy else params.temperature
         self.seeds[row] = np.uint64((params.seed or 0) & SEED_MASK).astype(np.int64)
+        self.top_ks[row] = max(params.top_k, 0)
+        self.top_ps[row], self.min_ps[row] = params.top_p, params.min_p
         return row
 
     def _grow(self) -> None:
         """Twice the rows."""
         super()._grow()
         self.device_tables = torch.cat((self.device_tables, torch.zeros_like(self.device_tables)))
-        for name in ("plain", "temperatures", "seeds"):
+        for name in ("plain", "temperatures", "seeds", "top_ks", "top_ps", "min_ps"):
             array = getattr(self, name)
             setattr(self, name, np.concatenate((array, np.zeros_like(array))))
         self.version += 1
 
 
 def is_plain(params: SamplingParams) -> bool:
-    """Whether temperature and seed say all of how a token is chosen, and nothing is reported."""
+    """Whether `sample_tokens` can choose a token, and nothing is reported."""
     return not (
         needs_tokens(params)
         or params.logit_bias
         or params.min_tokens
-        or params.top_k > 0
-        or params.top_p < 1.0
-        or params.min_p > 0.0
         or params.logprobs is not None
         or params.prompt_logprobs is not None
         or params.grammar
