@@ -3,6 +3,7 @@
     python -m benchmarks.bench_engine --json engine.json [--profile]
 
 Llama-3-8B's shape, bf16, dummy weights, prefix caching off, greedy, ``ignore_eos``, random prompts.
+Decode steps also as Llama 3's and Qwen2.5's ``generation_config.json`` have requests sampled.
 """
 
 from __future__ import annotations
@@ -36,6 +37,12 @@ from kvbaton.messages.engine import AddRequest, FromCore, Outputs, Rejected, Sam
 from kvbaton.types import NodeId
 
 DECODE = {1: 4.95, 32: 5.84, 128: 8.60, 256: 13.56}
+SAMPLED: dict[str, dict[str, Any]] = {
+    "top-p": {"temperature": 0.6, "top_p": 0.9},
+    "top-k, top-p, penalty": {
+        "temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05,
+    },
+}  # fmt: skip
 PREFILL = {(64, 1024): 42.5e3, (16, 4096): 40.5e3, (4, 16384): 33.4e3}
 TTFT = {128: None, 512: None, 1024: 28.3, 1500: None, 2048: None, 4096: 101.3, 16384: 493.0}
 THROUGHPUT = 3926.0
@@ -76,10 +83,13 @@ class Bench:
         self.spent: dict[str, float] = {}
         self._count = 0
 
-    def submit(self, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> list[str]:
+    def submit(
+        self, prompts: Sequence[tuple[int, ...]], max_tokens: int, **sampling: Any
+    ) -> list[str]:
         """Hand requests in; their names."""
         self.desk.times.clear()
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        how = {"temperature": 0.0, "seed": 0} | sampling
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **how)
         names = []
         for prompt in prompts:
             self._count += 1
@@ -90,9 +100,11 @@ class Bench:
         self.desk.open = len(names)
         return names
 
-    def run(self, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> list[list[float]]:
+    def run(
+        self, prompts: Sequence[tuple[int, ...]], max_tokens: int, **sampling: Any
+    ) -> list[list[float]]:
         """Run requests that all come now; per request, seconds from then to each token."""
-        names = self.submit(prompts, max_tokens)
+        names = self.submit(prompts, max_tokens, **sampling)
         began = time.perf_counter()
         self.spent = dict.fromkeys(("receive", "poll", "launch", "update"), 0.0)
         while self.desk.open:
@@ -105,9 +117,9 @@ class Bench:
         return [[t - began for t in self.desk.times[name]] for name in names]
 
 
-def decode_step(bench: Bench, batch: int, steps: int = DECODE_STEPS) -> float:
+def decode_step(bench: Bench, batch: int, steps: int = DECODE_STEPS, **sampling: Any) -> float:
     """Milliseconds between tokens once all sequences decode."""
-    times = bench.run(random_prompts(batch, 512, batch), steps)
+    times = bench.run(random_prompts(batch, 512, batch), steps, **sampling)
     began = max(row[0] for row in times)
     ends = sorted({t for row in times for t in row if t > began})
     ends = [t for t in ends if t <= min(row[-1] for row in times)]
@@ -197,6 +209,10 @@ def main() -> None:
 
     for batch, theirs in DECODE.items():
         add(f"decode step, batch {batch}, ms", partial(decode_step, bench, batch), theirs)
+    for name, how in SAMPLED.items():
+        for batch in DECODE:
+            step = partial(decode_step, bench, batch, DECODE_STEPS // 2, **how)
+            add(f"decode step, batch {batch}, {name}, ms", step, None)
     for length, known in TTFT.items():
         add(f"TTFT of {length}, ms", partial(ttft, bench, length), known)
     for (count, length), theirs in PREFILL.items():

@@ -20,12 +20,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kvbaton.engine.upload import upload
+from kvbaton.kernels.jit import use_triton
 from kvbaton.kernels.sample_tokens import (
     PURPOSE_SAMPLE,
+    Sampling,
     gumbel_noise,
     keep_min_p,
     keep_top_k,
     keep_top_p,
+    sample_tokens,
 )
 from kvbaton.messages.engine import SamplingParams
 from kvbaton.types import TokenLogprobs, TopLogprob
@@ -87,6 +91,9 @@ def sample(logits: Tensor, rows: SampleRows, eos_token_ids: tuple[int, ...]) -> 
     Returns:
         [rows] int64, on the device of `logits`.
     """
+    if use_triton(logits):
+        process_logits(logits, rows, eos_token_ids, cut=False)
+        return sample_tokens(logits, _sampling(rows, logits.device))
     process_logits(logits, rows, eos_token_ids)
     drawn = [row for row, p in enumerate(rows.params) if p.temperature >= GREEDY_BELOW]
     if drawn:  # Gumbel noise on the rows that are not greedy
@@ -105,8 +112,27 @@ def sample(logits: Tensor, rows: SampleRows, eos_token_ids: tuple[int, ...]) -> 
     return logits.argmax(dim=-1)
 
 
-def process_logits(logits: Tensor, rows: SampleRows, eos_token_ids: tuple[int, ...]) -> None:
-    """Apply all but the noise, in place; the softmax is then what a row is drawn from."""
+def _sampling(rows: SampleRows, device: torch.device) -> Sampling:
+    """What a kernel needs to know of rows."""
+    params = rows.params
+    seeds = np.array([(p.seed or 0) & SEED_MASK for p in params], np.uint64).view(np.int64)
+    top_ks = np.array([max(p.top_k, 0) for p in params])
+    temperatures = [p.temperature if p.temperature >= GREEDY_BELOW else 0.0 for p in params]
+    floats = temperatures, [p.top_p for p in params], [p.min_p for p in params]
+    bits = (np.array(x, np.float64).view(np.int64) for x in floats)
+    columns = seeds, rows.lengths, rows.choices, top_ks, *bits
+    seed, position, choice, top_k, *of_floats = upload(columns, device)
+    temperature, top_p, min_p = (x.view(torch.float64) for x in of_floats)
+    return Sampling(temperature, seed, position, choice, top_k, top_p, min_p)
+
+
+def process_logits(
+    logits: Tensor, rows: SampleRows, eos_token_ids: tuple[int, ...], *, cut: bool = True
+) -> None:
+    """Apply all but the noise, in place; the softmax is then what a row is drawn from.
+
+    Without `cut` all but temperature, top-k, top-p and min-p, too.
+    """
     if rows.masks is not None:
         _keep_allowed(logits, rows.governed, rows.masks)
     biases: list[tuple[int, int, float]] = []
@@ -125,6 +151,8 @@ def process_logits(logits: Tensor, rows: SampleRows, eos_token_ids: tuple[int, .
             biases += [(row, token, FORBIDDEN) for token in stops]
         if rows.tokens is not None and needs_tokens(p):
             by_step.setdefault(_penalize, []).append(row)
+        if not cut:
+            continue
         if p.temperature >= GREEDY_BELOW and p.temperature != 1.0:
             by_step.setdefault(_divide_by_temperature, []).append(row)
         if 0 < p.top_k < logits.shape[1]:

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from kvbaton.engine import sampler
+from kvbaton.engine.sampler import SampleRows
 from kvbaton.kernels.sample_tokens import Sampling, sample_tokens, sample_tokens_reference
+from kvbaton.messages.engine import SamplingParams
+
+KINDS = [
+    SamplingParams(temperature=0.7, seed=3, top_p=0.8, repetition_penalty=1.2, logprobs=2),
+    SamplingParams(temperature=0.0, repetition_penalty=1.4),
+    SamplingParams(temperature=1.3, seed=(1 << 64) - 5, top_k=9, logit_bias={3: 5.0}),
+    SamplingParams(temperature=2.0, seed=4, allowed_token_ids=tuple(range(40, 52))),
+    SamplingParams(temperature=2.0, seed=4, min_p=0.1, frequency_penalty=0.3, min_tokens=99),
+]
 
 
 def sampling(rows: int, device: torch.device, **told: Any) -> Sampling:
@@ -104,3 +116,24 @@ def test_the_best_of_a_padded_row(place: Any) -> None:
     assert sample_tokens(logits, sampling(2, place.device)).tolist() == [2049, 3]
     drawn = sampling(2, place.device, temperatures=1.0, top_ks=4, top_ps=0.9, min_ps=0.1)
     assert sample_tokens(logits, drawn).tolist() == sample_tokens_reference(logits, drawn).tolist()
+
+
+def test_the_sampler_chooses_what_it_chooses_in_plain_torch(
+    place: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a kernel cuts and draws what penalties, masks and biases have left."""
+    for trial in range(4):
+        rng = torch.Generator().manual_seed(trial)
+        logits = torch.randn(len(KINDS), 384, generator=rng) * 3
+        tokens = torch.randint(384, (len(KINDS), 20), generator=rng, dtype=torch.int32)
+        full = np.full(len(KINDS), 9 + trial)
+
+        def chosen(device: torch.device) -> list[int]:
+            rows = SampleRows(KINDS, full - 5, full, full * 0, tokens.to(device))  # noqa: B023
+            found = sampler.sample(logits.to(device, copy=True), rows, (1, 2))  # noqa: B023
+            return [int(token) for token in found]
+
+        found = chosen(place.device)
+        with monkeypatch.context() as plain:
+            plain.setattr(sampler, "use_triton", lambda x: False)
+            assert found == chosen(torch.device("cpu"))
