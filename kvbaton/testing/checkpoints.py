@@ -1,8 +1,8 @@
 """Small random models in real Hugging Face folders, for tests, demos and benchmarks.
 
-A folder holds ``config.json``, ``generation_config.json``, safetensors (one file, or several with
-an index), and a byte-level BPE ``tokenizer.json`` with ``tokenizer_config.json`` and chat template.
-Equal arguments give equal files. The text is noise, but every part of the path to it is real.
+A folder holds ``config.json``, ``generation_config.json``, ``model.safetensors``, and a byte-level
+BPE ``tokenizer.json`` with ``tokenizer_config.json`` and chat template. Equal arguments give equal
+files. The text is noise, but every part of the path to it is real.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ class CheckpointSpec:
         seed: of the weights.
         vocab_size: of the model; at least the tokenizer's 384.
         dtype: of the stored weights.
-        shards: safetensors files.
         tied: output projection shares the embedding.
     """
 
@@ -63,7 +62,6 @@ class CheckpointSpec:
     head_dim: int = 16
     max_position_embeddings: int = 512
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
-    shards: int = 1
     tied: bool = False
 
     @property
@@ -148,19 +146,7 @@ def make_checkpoint(folder: str | Path, spec: CheckpointSpec | None = None) -> P
     for name, shape in spec.shapes(config):
         noise = torch.randn(shape, generator=generator)
         weights[name] = spec.weight(name, noise).to(dtype)
-    metadata = {"format": "pt"}
-    if spec.shards == 1:
-        save_file(weights, folder / "model.safetensors", metadata)
-        return folder
-    names, weight_map = list(weights), dict[str, str]()
-    for shard in range(spec.shards):
-        file = f"model-{shard + 1:05d}-of-{spec.shards:05d}.safetensors"
-        part = {name: weights[name] for name in names[shard :: spec.shards]}
-        save_file(part, folder / file, metadata)
-        weight_map |= dict.fromkeys(part, file)
-    total = sum(x.nbytes for x in weights.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    _write_json(folder / "model.safetensors.index.json", index)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 
@@ -170,12 +156,8 @@ def write_config(folder: Path, spec: CheckpointSpec) -> dict[str, Any]:
     tokenizer.save(str(folder / "tokenizer.json"))
     files = spec.files(tokenizer)
     for name, content in files.items():
-        _write_json(folder / name, content)
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return files["config.json"]
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _tokenizer(special_tokens: list[str]) -> Tokenizer:

@@ -6,14 +6,17 @@ That of a multimodal model has also ``preprocessor_config.json``; pixels are few
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from kvbaton.testing.checkpoints import CheckpointSpec, Shapes
+from kvbaton.testing.checkpoints import CheckpointSpec, Shapes, make_checkpoint
 from tests.support.family_config import (
     EXPERTS,
     LATENT,
@@ -32,15 +35,17 @@ _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 @dataclass(frozen=True, kw_only=True)
 class FamilySpec(CheckpointSpec):
-    """What `make_checkpoint` shall make.
+    """What `make_family` shall make.
 
     Attributes:
         family: which model family.
         config: further entries of ``config.json``, or others than ours; those of ``text_config``
             and ``vision_config`` one by one.
+        shards: safetensors files, of more than one with an index.
     """
 
     family: Family = "llama"
+    shards: int = 1
     config: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -81,6 +86,25 @@ class FamilySpec(CheckpointSpec):
         if noise.dim() == 1:  # sinks
             return noise * 1.5
         return super().weight(name, noise)
+
+
+def make_family(folder: Path, spec: FamilySpec) -> Path:
+    """As `make_checkpoint`, in as many files as asked for."""
+    make_checkpoint(folder, spec)
+    if spec.shards == 1:
+        return folder
+    whole = folder / "model.safetensors"
+    weights, weight_map = load_file(whole), dict[str, str]()
+    for shard in range(spec.shards):
+        names = sorted(weights)[shard :: spec.shards]
+        file = f"model-{shard + 1:05d}-of-{spec.shards:05d}.safetensors"
+        save_file({name: weights[name] for name in names}, folder / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(names, file)
+    whole.unlink()
+    total = sum(x.nbytes for x in weights.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    return folder
 
 
 def _shapes(spec: FamilySpec, config: dict[str, Any]) -> Shapes:
