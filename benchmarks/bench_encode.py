@@ -39,7 +39,8 @@ from benchmarks.bench_gpu_handover import cluster, get_json
 from benchmarks.workload import compared
 from kvbaton.bench.report import percentile, publish
 from kvbaton.bench.serve import Shot, served_model, stream
-from kvbaton.testing.checkpoints import CheckpointSpec, make_checkpoint
+from kvbaton.testing.checkpoints import make_checkpoint
+from tests.support.families import FamilySpec
 
 Row = tuple[str, float, float | None]
 QWEN_7B_TEXT = {
@@ -70,7 +71,7 @@ QWEN_7B_VISION = {
 }
 KNOWN_SIDES, KNOWN_PAIRS, CPU_ROWS = (448, 1024), 40, 64
 QWEN_7B_PIXELS = {"patch_size": 14, "min_pixels": 4 * 28 * 28, "max_pixels": 16384 * 28 * 28}
-SMALL = CheckpointSpec(
+SMALL = FamilySpec(
     family="qwen2_5_vl",
     hidden_size=512,
     intermediate_size=1376,
@@ -81,7 +82,7 @@ SMALL = CheckpointSpec(
     max_position_embeddings=2048,
 )
 
-TINY = CheckpointSpec(family="qwen2_5_vl", max_position_embeddings=4096)
+TINY = FamilySpec(family="qwen2_5_vl", max_position_embeddings=4096)
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ CPU = Workload((64, 80), (1, 4), 7, 64, (24, 2, 80, 4, 8))
 
 def qwen_7b(folder: Path) -> Path:
     """A folder with the configuration, processor and a small tokenizer, for dummy weights."""
-    make_checkpoint(folder, CheckpointSpec(family="qwen2_5_vl"))
+    make_checkpoint(folder, FamilySpec(family="qwen2_5_vl"))
     for file in folder.glob("*.safetensors*"):
         file.unlink()
     config = json.loads((folder / "config.json").read_text())

@@ -94,15 +94,15 @@ def gpu_memory_goes_back() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Makes a small random model folder of `CheckpointSpec(**arguments)`, once per arguments."""
-    from kvbaton.testing.checkpoints import CheckpointSpec, make_checkpoint
+    """Makes a small random model folder of `FamilySpec(**arguments)`, once per arguments."""
+    from tests.support.families import FamilySpec, make_family
 
     made: dict[str, Path] = {}
 
     def make(**arguments: Any) -> Path:
-        spec = CheckpointSpec(**arguments)
+        spec = FamilySpec(**arguments)
         if repr(spec) not in made:
-            made[repr(spec)] = make_checkpoint(tmp_path_factory.mktemp(spec.family) / "model", spec)
+            made[repr(spec)] = make_family(tmp_path_factory.mktemp(spec.family) / "model", spec)
         return made[repr(spec)]
 
     return make

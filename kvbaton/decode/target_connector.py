@@ -20,6 +20,7 @@ from kvbaton.connectors.transfer.worker import Timelines, attempt_name
 from kvbaton.decode.wire_costs import WireCosts
 from kvbaton.engine import request as requests
 from kvbaton.engine.executor import Executor
+from kvbaton.engine.kv_cache_manager import blocks_of
 from kvbaton.engine.kv_connector import HeldBlocks, KVConnector, Load, transfer_consumed
 from kvbaton.engine.scheduler import Scheduler
 from kvbaton.errors import RequestError
@@ -199,8 +200,7 @@ class TargetConnector(KVConnector):
         self._live[order.attempt] = load
         self._reserved[order.attempt] = load.spans
         if self.poison:
-            for group, spans in enumerate(load.spans):
-                self.executor.poison(group, [block for span in spans for block in span.blocks])
+            self.executor.poison(blocks_of(load.spans))
         self.transfers.submit(order)
 
     def cancel(self, attempt: Attempt, request: requests.Request) -> None:

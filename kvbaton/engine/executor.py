@@ -341,8 +341,8 @@ class Executor:
             return DeviceBlockStaging(forms, self.memories)
         return PinnedBlockStaging(forms, pools)
 
-    def poison(self, group: int, blocks: Sequence[int]) -> None:
-        """Fill blocks of a group with NaN (debugging); done when it returns."""
+    def poison(self, blocks: Sequence[int]) -> None:
+        """Fill blocks with NaN (debugging); done when it returns."""
         for worker in self.workers:
             worker.cache.poison(blocks)
 

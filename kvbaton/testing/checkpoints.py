@@ -1,10 +1,8 @@
 """Small random models in real Hugging Face folders, for tests, demos and benchmarks.
 
-A folder holds ``config.json``, ``generation_config.json``, safetensors (one file, or several with
-an index), and a byte-level BPE ``tokenizer.json`` with ``tokenizer_config.json`` and chat template;
-of a multimodal model also ``preprocessor_config.json``; pixels are few there: a patch has 4 x 4, an
-image becomes 4 to 100 rows of 8 x 8.
-Equal arguments give equal files. The text is noise, but every part of the path to it is real.
+A folder holds ``config.json``, ``generation_config.json``, ``model.safetensors``, and a byte-level
+BPE ``tokenizer.json`` with ``tokenizer_config.json`` and chat template. Equal arguments give equal
+files. The text is noise, but every part of the path to it is real.
 """
 
 from __future__ import annotations
@@ -12,24 +10,129 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 
-from kvbaton.testing.checkpoint_config import EXPERTS, LATENT, CheckpointSpec, write_config
-
-__all__ = ["CheckpointSpec", "make_checkpoint"]
-
-_NORMED_HEADS = ("dots1", "gemma3", "gemma3_vl", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_vl")
-_OFFSET_NORMS = ("gemma3", "gemma3_vl", "qwen3_next")
-_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+BOS, EOS, TURN = "<|begin|>", "<|endoftext|>", "<|turn|>"
+TOKENIZER_SIZE = 384
+CORPUS = (
+    "A prefill node computes the keys and values of a prompt, block by block.",
+    "A decode node takes over the baton and writes the answer, one token at a time.",
+    "The quick brown fox jumps over the lazy dog, and the dog does not mind at all.",
+    "What is the capital of France? The capital of France is Paris, a city on the Seine.",
+    "Write a short story about a relay race in which the runners hand over a baton.",
+    "def add(first: int, second: int) -> int:\n    return first + second\n",
+    "One, two, three, four, five, six, seven, eight, nine, ten. Straße, naïve, 東京, Ελλάδα.",
+)
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "<|turn|>{{ message['role'] }}\n{{ message['content'] }}<|turn|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+)
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
 """Of tensors, each with its name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSpec:
+    """What to make: a model of the family ``llama``, or of another one what derives from this.
+
+    Attributes:
+        seed: of the weights.
+        vocab_size: of the model; at least the tokenizer's 384.
+        dtype: of the stored weights.
+        tied: output projection shares the embedding.
+    """
+
+    seed: int = 0
+    vocab_size: int = TOKENIZER_SIZE
+    hidden_size: int = 64
+    intermediate_size: int = 128
+    num_layers: int = 2
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 16
+    max_position_embeddings: int = 512
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    tied: bool = False
+
+    @property
+    def special_tokens(self) -> list[str]:
+        """Of the tokenizer."""
+        return [BOS, EOS, TURN]
+
+    def files(self, tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
+        """Contents of the folder's JSON files, by name: ``config.json`` and others."""
+        begin, end, turn = map(tokenizer.token_to_id, (BOS, EOS, TURN))
+        config: dict[str, Any] = {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "max_position_embeddings": self.max_position_embeddings,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0,
+            "tie_word_embeddings": self.tied,
+            "bos_token_id": begin,
+            "eos_token_id": end,
+            "torch_dtype": self.dtype,
+        }
+        tokenizer_config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": BOS,
+            "eos_token": EOS,
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": self.max_position_embeddings,
+            "chat_template": CHAT_TEMPLATE,
+        }
+        return {
+            "config.json": config,
+            "generation_config.json": {"bos_token_id": begin, "eos_token_id": [end, turn]},
+            "tokenizer_config.json": tokenizer_config,
+        }
+
+    def shapes(self, config: dict[str, Any]) -> Shapes:
+        """Names and shapes of all tensors, as published checkpoints with this config have them."""
+        hidden, middle = self.hidden_size, self.intermediate_size
+        rows, kv_rows = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        yield "model.embed_tokens.weight", (self.vocab_size, hidden)
+        for layer in range(self.num_layers):
+            name = f"model.layers.{layer}"
+            yield f"{name}.self_attn.q_proj.weight", (rows, hidden)
+            yield f"{name}.self_attn.k_proj.weight", (kv_rows, hidden)
+            yield f"{name}.self_attn.v_proj.weight", (kv_rows, hidden)
+            yield f"{name}.self_attn.o_proj.weight", (hidden, rows)
+            yield f"{name}.mlp.gate_proj.weight", (middle, hidden)
+            yield f"{name}.mlp.up_proj.weight", (middle, hidden)
+            yield f"{name}.mlp.down_proj.weight", (hidden, middle)
+            yield f"{name}.input_layernorm.weight", (hidden,)
+            yield f"{name}.post_attention_layernorm.weight", (hidden,)
+        yield "model.norm.weight", (hidden,)
+        if not self.tied:
+            yield "lm_head.weight", (self.vocab_size, hidden)
+
+    def weight(self, name: str, noise: Tensor) -> Tensor:
+        """A tensor of normal noise; activations stay near 1, so that no part goes unnoticed."""
+        if noise.dim() == 1:
+            return 1 + 0.2 * noise
+        if "embed_tokens" in name:
+            return noise * (0.3 if self.tied else 1.0)
+        scale: float = math.prod(noise.shape[1:]) ** -0.5
+        return noise * 1.5 * scale
 
 
 def make_checkpoint(folder: str | Path, spec: CheckpointSpec | None = None) -> Path:
@@ -38,289 +141,41 @@ def make_checkpoint(folder: str | Path, spec: CheckpointSpec | None = None) -> P
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = write_config(folder, spec)
-    weights = dict(_weights(spec, config))
-    metadata = {"format": "pt"}
-    if spec.shards == 1:
-        save_file(weights, folder / "model.safetensors", metadata)
-        return folder
-    names, weight_map = list(weights), dict[str, str]()
-    for shard in range(spec.shards):
-        file = f"model-{shard + 1:05d}-of-{spec.shards:05d}.safetensors"
-        part = {name: weights[name] for name in names[shard :: spec.shards]}
-        save_file(part, folder / file, metadata)
-        weight_map |= dict.fromkeys(part, file)
-    total = sum(x.nbytes for x in weights.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    generator = torch.Generator().manual_seed(spec.seed)
+    weights, dtype = dict[str, Tensor](), getattr(torch, spec.dtype)
+    for name, shape in spec.shapes(config):
+        noise = torch.randn(shape, generator=generator)
+        weights[name] = spec.weight(name, noise).to(dtype)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 
-def _shapes(spec: CheckpointSpec, config: dict[str, Any]) -> Shapes:
-    """Names and shapes of all tensors, as published checkpoints have them."""
-    if "vision_config" in config:
-        if spec.family == "gemma3_vl":
-            yield from _siglip_shapes(config["vision_config"], spec.hidden_size)
-        else:
-            yield from _tower_shapes(spec.family, config["vision_config"])
-    heads = {"gemma3_vl": "language_model.model", "qwen3_vl": "model.language_model"}
-    head = heads.get(spec.family, "model")
-    hidden, middle = spec.hidden_size, spec.intermediate_size
-    yield f"{head}.embed_tokens.weight", (spec.vocab_size, hidden)
-    interval = config.get("full_attention_interval", 1)
-    states = ["linear_attention"] * (interval - 1) + ["full_attention"]
-    kinds = config.get("layer_types") or states * spec.num_layers
-    for layer in range(spec.num_layers):
-        name = f"{head}.layers.{layer}"
-        if spec.family in LATENT:
-            yield from _latent_shapes(f"{name}.self_attn", config)
-        elif spec.family == "qwen3_next" and kinds[layer] == "linear_attention":
-            yield from _linear_attention_shapes(name, config)
-        elif spec.family == "gemma4":
-            yield from _gemma4_shapes(spec, name, layer, config)
-        else:
-            yield from _attention_shapes(spec, f"{name}.self_attn", config)
-        steps = ("decoder_sparse_step", "interleave_moe_layer_step")
-        step = next((config[name] for name in steps if name in config), 1)
-        dense = config.get("mlp_only_layers", [])
-        sparse = layer not in dense and (layer + 1) % step == 0
-        sparse = layer in config.get("moe_layers", [layer] if sparse else [])
-        if spec.family in EXPERTS and sparse and layer >= config.get("first_k_dense_replace", 0):
-            yield from _expert_shapes(spec.family, name, config)
-        else:
-            bias = bool(config.get("mlp_bias"))
-            block, wide = ("mlp", middle)
-            if (
-                spec.family == "gemma4"
-                and layer >= spec.num_layers - config["num_kv_shared_layers"]
-            ):
-                wide = middle * (2 if config["use_double_wide_mlp"] else 1)
-            if spec.family == "llama4":
-                block, wide = "feed_forward", config["intermediate_size_mlp"]
-            yield from _mlp(f"{name}.{block}", _PROJECTIONS, hidden, wide, bias=bias)
-        yield f"{name}.input_layernorm.weight", (hidden,)
-        yield f"{name}.post_attention_layernorm.weight", (hidden,)
-        if spec.family in ("gemma3", "gemma3_vl", "gemma4"):
-            yield f"{name}.pre_feedforward_layernorm.weight", (hidden,)
-            yield f"{name}.post_feedforward_layernorm.weight", (hidden,)
-    yield f"{head}.norm.weight", (hidden,)
-    if size := config.get("hidden_size_per_layer_input"):
-        wide = spec.num_layers * size
-        rows = config["vocab_size_per_layer_input"]
-        yield f"{head}.embed_tokens_per_layer.weight", (rows, wide)
-        yield f"{head}.per_layer_model_projection.weight", (wide, hidden)
-        yield f"{head}.per_layer_projection_norm.weight", (size,)
-    if not spec.tied:
-        outer = "language_model." if spec.family == "gemma3_vl" else ""
-        yield f"{outer}lm_head.weight", (spec.vocab_size, hidden)
+def write_config(folder: Path, spec: CheckpointSpec) -> dict[str, Any]:
+    """Write all of a folder but the weights; returns ``config.json``."""
+    tokenizer = _tokenizer(spec.special_tokens)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    files = spec.files(tokenizer)
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    return files["config.json"]
 
 
-def _attention_shapes(spec: CheckpointSpec, name: str, config: dict[str, Any]) -> Shapes:
-    """Projections of heads, and what else some families have."""
-    hidden, dim = spec.hidden_size, spec.head_dim
-    rows = {"q": spec.num_heads * dim, "k": spec.num_kv_heads * dim}
-    rows["v"] = rows["k"]
-    for part, size in rows.items():
-        gates = size if spec.family == "qwen3_next" and part == "q" else 0
-        yield f"{name}.{part}_proj.weight", (size + gates, hidden)
-        if spec.family in ("qwen2", "qwen2_moe", "qwen2_5_vl") or config.get("attention_bias"):
-            yield f"{name}.{part}_proj.bias", (size + gates,)
-    yield f"{name}.o_proj.weight", (hidden, rows["q"])
-    if config.get("attention_bias"):
-        yield f"{name}.o_proj.bias", (hidden,)
-    if spec.family == "gpt_oss":
-        yield f"{name}.sinks", (spec.num_heads,)
-    if spec.family in _NORMED_HEADS:
-        yield f"{name}.q_norm.weight", (dim,)
-        yield f"{name}.k_norm.weight", (dim,)
-
-
-def _gemma4_shapes(spec: CheckpointSpec, layer: str, number: int, config: dict[str, Any]) -> Shapes:
-    """A layer's attention, its own input, and the scale of its output."""
-    name, size = f"{layer}.self_attn", config["hidden_size_per_layer_input"]
-    hidden, dim, kv_heads = spec.hidden_size, spec.head_dim, spec.num_kv_heads
-    full = config["layer_types"][number] == "full_attention"
-    alike = full and config["attention_k_eq_v"]
-    if full:
-        dim = config["global_head_dim"]
-    if alike:
-        kv_heads = config["num_global_key_value_heads"] or kv_heads
-    yield f"{name}.q_proj.weight", (spec.num_heads * dim, hidden)
-    yield f"{name}.q_norm.weight", (dim,)
-    if number < spec.num_layers - config["num_kv_shared_layers"]:
-        yield f"{name}.k_proj.weight", (kv_heads * dim, hidden)
-        yield f"{name}.k_norm.weight", (dim,)
-        if not alike:
-            yield f"{name}.v_proj.weight", (kv_heads * dim, hidden)
-    yield f"{name}.o_proj.weight", (hidden, spec.num_heads * dim)
-    yield f"{layer}.layer_scalar", (1,)
-    if size:
-        yield f"{layer}.per_layer_input_gate.weight", (size, hidden)
-        yield f"{layer}.per_layer_projection.weight", (hidden, size)
-        yield f"{layer}.post_per_layer_input_norm.weight", (hidden,)
-
-
-def _latent_shapes(name: str, config: dict[str, Any]) -> Shapes:
-    """Projections to latents and from them."""
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    nope, rope = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
-    rank, query, value = config["kv_lora_rank"], config["q_lora_rank"], config["v_head_dim"]
-    if query is None:
-        yield f"{name}.q_proj.weight", (heads * (nope + rope), hidden)
-    else:
-        yield f"{name}.q_a_proj.weight", (query, hidden)
-        yield f"{name}.q_a_layernorm.weight", (query,)
-        yield f"{name}.q_b_proj.weight", (heads * (nope + rope), query)
-    yield f"{name}.kv_a_proj_with_mqa.weight", (rank + rope, hidden)
-    yield f"{name}.kv_a_layernorm.weight", (rank,)
-    yield f"{name}.kv_b_proj.weight", (heads * (nope + value), rank)
-    yield f"{name}.o_proj.weight", (hidden, heads * value)
-
-
-def _linear_attention_shapes(layer: str, config: dict[str, Any]) -> Shapes:
-    """The gated delta rule of a layer, in the place of attention."""
-    name, hidden = f"{layer}.linear_attn", config["hidden_size"]
-    heads, value_heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
-    keys = heads * config["linear_key_head_dim"]
-    values = value_heads * config["linear_value_head_dim"]
-    yield f"{name}.in_proj_qkvz.weight", (2 * keys + 2 * values, hidden)
-    yield f"{name}.in_proj_ba.weight", (2 * value_heads, hidden)
-    yield f"{name}.conv1d.weight", (2 * keys + values, 1, config["linear_conv_kernel_dim"])
-    yield f"{name}.A_log", (value_heads,)
-    yield f"{name}.dt_bias", (value_heads,)
-    yield f"{name}.norm.weight", (config["linear_value_head_dim"],)
-    yield f"{name}.out_proj.weight", (hidden, values)
-
-
-def _expert_shapes(family: str, layer: str, config: dict[str, Any]) -> Shapes:
-    """Router, experts and shared experts of a layer."""
-    block, parts = f"{layer}.mlp", _PROJECTIONS
-    if family == "mixtral":
-        block, parts = f"{layer}.block_sparse_moe", ("w1", "w3", "w2")
-    if family == "llama4":
-        block = f"{layer}.feed_forward"
-    hidden = config["hidden_size"]
-    middle = config.get("moe_intermediate_size", config["intermediate_size"])
-    counts = ("num_experts", "num_local_experts", "n_routed_experts")
-    experts = next(config[name] for name in counts if name in config)
-    if family == "gpt_oss":
-        yield f"{block}.router.weight", (experts, hidden)
-        yield f"{block}.router.bias", (experts,)
-        for part, size_in, size_out in (("gate_up", hidden, 2 * middle), ("down", middle, hidden)):
-            yield f"{block}.experts.{part}_proj", (experts, size_in, size_out)
-            yield f"{block}.experts.{part}_proj_bias", (experts, size_out)
-        return
-    if family == "llama4":
-        yield f"{block}.router.weight", (experts, hidden)
-        yield f"{block}.experts.gate_up_proj", (experts, hidden, 2 * middle)
-        yield f"{block}.experts.down_proj", (experts, middle, hidden)
-        yield from _mlp(f"{block}.shared_expert", parts, hidden, middle)
-        return
-    yield f"{block}.gate.weight", (experts, hidden)
-    if family in ("dots1", "deepseek_v3"):
-        yield f"{block}.gate.e_score_correction_bias", (experts,)
-    for expert in range(experts):
-        yield from _mlp(f"{block}.experts.{expert}", parts, hidden, middle)
-    if family in ("dots1", *LATENT):
-        shared = config["n_shared_experts"] * middle
-        yield from _mlp(f"{block}.shared_experts", parts, hidden, shared)
-    if family in ("qwen2_moe", "qwen3_next"):
-        shared = config["shared_expert_intermediate_size"]
-        yield from _mlp(f"{block}.shared_expert", parts, hidden, shared)
-        yield f"{block}.shared_expert_gate.weight", (1, hidden)
-
-
-def _mlp(
-    name: str, parts: Sequence[str], hidden: int, middle: int, *, bias: bool = False
-) -> Shapes:
-    """Gate, up and down."""
-    for part, shape in zip(parts, (*[(middle, hidden)] * 2, (hidden, middle)), strict=True):
-        yield f"{name}.{part}.weight", shape
-        if bias:
-            yield f"{name}.{part}.bias", shape[:1]
-
-
-def _tower_shapes(family: str, tower: dict[str, Any]) -> Shapes:
-    """Names and shapes of the tower's tensors, as published checkpoints have them."""
-    head = "model.visual" if family == "qwen3_vl" else "visual"
-    norm = ["weight", "bias"] if family == "qwen3_vl" else ["weight"]
-    hidden, patch = tower["hidden_size"], tower["patch_size"]
-    filters = (hidden, tower["in_channels"], tower["temporal_patch_size"], patch, patch)
-    yield f"{head}.patch_embed.proj.weight", filters
-    if family == "qwen3_vl":
-        yield f"{head}.patch_embed.proj.bias", (hidden,)
-        yield f"{head}.pos_embed.weight", (tower["num_position_embeddings"], hidden)
-    for layer in range(tower["depth"]):
-        name = f"{head}.blocks.{layer}"
-        for part in ("norm1", "norm2"):
-            yield from ((f"{name}.{part}.{kind}", (hidden,)) for kind in norm)
-        yield from _linear(f"{name}.attn.qkv", hidden, 3 * hidden)
-        yield from _linear(f"{name}.attn.proj", hidden, hidden)
-        parts = ["linear_fc1"] if family == "qwen3_vl" else ["gate_proj", "up_proj"]
-        for part in parts:
-            yield from _linear(f"{name}.mlp.{part}", hidden, tower["intermediate_size"])
-        last = "linear_fc2" if family == "qwen3_vl" else "down_proj"
-        yield from _linear(f"{name}.mlp.{last}", tower["intermediate_size"], hidden)
-    out, wide = tower["out_hidden_size"], hidden * tower["spatial_merge_size"] ** 2
-    if family == "qwen2_5_vl":
-        yield f"{head}.merger.ln_q.weight", (hidden,)
-        yield from _linear(f"{head}.merger.mlp.0", wide, wide)
-        yield from _linear(f"{head}.merger.mlp.2", wide, out)
-        return
-    deep = [f"deepstack_merger_list.{i}" for i in range(len(tower["deepstack_visual_indexes"]))]
-    for part in ("merger", *deep):
-        size = hidden if part == "merger" else wide
-        yield f"{head}.{part}.norm.weight", (size,)
-        yield f"{head}.{part}.norm.bias", (size,)
-        yield from _linear(f"{head}.{part}.linear_fc1", wide, wide)
-        yield from _linear(f"{head}.{part}.linear_fc2", wide, out)
-
-
-def _siglip_shapes(tower: dict[str, Any], hidden_size: int) -> Shapes:
-    """Tower and projector as in published checkpoints of Gemma 3."""
-    head, hidden, patch = "vision_tower.vision_model", tower["hidden_size"], tower["patch_size"]
-    yield f"{head}.embeddings.patch_embedding.weight", (hidden, 3, patch, patch)
-    yield f"{head}.embeddings.patch_embedding.bias", (hidden,)
-    places = (tower["image_size"] // patch) ** 2
-    yield f"{head}.embeddings.position_embedding.weight", (places, hidden)
-    for layer in range(tower["num_hidden_layers"]):
-        name = f"{head}.encoder.layers.{layer}"
-        for part in ("layer_norm1", "layer_norm2"):
-            yield from ((f"{name}.{part}.{kind}", (hidden,)) for kind in ("weight", "bias"))
-        for part in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            yield from _linear(f"{name}.self_attn.{part}", hidden, hidden)
-        yield from _linear(f"{name}.mlp.fc1", hidden, tower["intermediate_size"])
-        yield from _linear(f"{name}.mlp.fc2", tower["intermediate_size"], hidden)
-    yield from ((f"{head}.post_layernorm.{kind}", (hidden,)) for kind in ("weight", "bias"))
-    yield "multi_modal_projector.mm_soft_emb_norm.weight", (hidden,)
-    yield "multi_modal_projector.mm_input_projection_weight", (hidden, hidden_size)
-
-
-def _linear(name: str, size_in: int, size_out: int) -> Shapes:
-    yield f"{name}.weight", (size_out, size_in)
-    yield f"{name}.bias", (size_out,)
-
-
-def _weights(spec: CheckpointSpec, config: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Random tensors that keep activations near 1, so that no part of the model goes unnoticed."""
-    generator = torch.Generator().manual_seed(spec.seed)
-    for name, shape in _shapes(spec, config):
-        noise = torch.randn(shape, generator=generator)
-        if name.endswith("layer_scalar"):
-            value = 1 + 0.2 * noise
-        elif len(shape) == 1 and name.endswith(".weight"):
-            # Of some families 1 is added when it is read.
-            plain = "linear_attn" in name or name.startswith("vision_tower")
-            value = 0.2 * noise + (spec.family not in _OFFSET_NORMS or plain)
-        elif name.endswith("A_log"):
-            value = noise - 3  # keeps something of the last hundred tokens
-        elif name.endswith("bias"):
-            value = 0.2 * noise
-        elif "embed_tokens" in name:
-            value = noise * (0.3 if spec.tied else 1.0)
-        else:
-            inputs = shape[1] if name.endswith("_proj") else math.prod(shape[1:])
-            value = noise * 1.5 * inputs**-0.5
-        yield name, value.to(getattr(torch, spec.dtype))
+def _tokenizer(special_tokens: list[str]) -> Tokenizer:
+    """A byte-level BPE trained on `CORPUS`; puts `BOS` before a text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=TOKENIZER_SIZE,
+        special_tokens=special_tokens,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+    )
+    return tokenizer
 
 
 def main() -> None:

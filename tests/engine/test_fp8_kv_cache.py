@@ -141,7 +141,7 @@ def test_sums_and_poison(checkpoint: Checkpoint, drive: Any) -> None:
     executor = driver.executor
     kept, again = executor.sums(0, blocks), digest_of(executor, 0, blocks, 0, 0, length)
     assert (driver.wait(kept) == driver.wait(again)).all()
-    executor.poison(0, blocks[:1])
+    executor.poison(blocks[:1])
     assert executor.workers[0].cache.data[blocks[0]].isnan().all()
 
 

@@ -217,7 +217,7 @@ def test_kept_sums_are_those_of_the_bytes(checkpoint: Callable[..., Path], drive
     reference = block_sums(cache.cpu(), torch.tensor(blocks), 0, 0, length).numpy()
     assert (kept == again).all()
     assert (kept.view(np.int64) == reference).all()
-    driver.executor.poison(0, blocks[1:2])
+    driver.executor.poison(blocks[1:2])
     inside = digest_of(driver.executor, 0, blocks[1:], 16, 20, length, keep=True)
     assert (driver.wait(inside)[0] != kept[1]).any()
     assert (driver.wait(driver.executor.sums(0, blocks)) == kept).all(), "a cut block's are not"

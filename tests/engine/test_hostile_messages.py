@@ -37,7 +37,7 @@ from kvbaton.messages.engine import (
     SamplingParams,
     TransferSpec,
 )
-from kvbaton.testing.checkpoint_config import TOKENIZER_SIZE
+from kvbaton.testing.checkpoints import TOKENIZER_SIZE
 from kvbaton.types import NodeId
 from tests.support.engine_node import ENGINE, QueueMailbox, greedy
 from tests.support.scripted_core import READY

@@ -23,7 +23,7 @@ from kvbaton.engine.model_config import ModelConfig, load_model_config
 from kvbaton.engine.models.layers import Heads, Rotary
 from kvbaton.engine.models.llama import LlamaForCausalLM
 from kvbaton.errors import ConfigError
-from kvbaton.testing.checkpoints import CheckpointSpec, make_checkpoint
+from tests.support.families import FamilySpec, make_family
 
 Checkpoint = Callable[..., Path]
 CPU = torch.device("cpu")
@@ -212,8 +212,8 @@ def test_a_size_that_does_not_divide_is_refused(size: int, checkpoint: Checkpoin
 
 
 def test_equal_specs_give_equal_folders(tmp_path: Path) -> None:
-    spec = CheckpointSpec(family="qwen3", seed=5, shards=2)
-    first, second = (make_checkpoint(tmp_path / name, spec) for name in ("a", "b"))
+    spec = FamilySpec(family="qwen3", seed=5, shards=2)
+    first, second = (make_family(tmp_path / name, spec) for name in ("a", "b"))
     assert sorted(p.name for p in first.iterdir()) == sorted(p.name for p in second.iterdir())
     for path in first.iterdir():
         assert path.read_bytes() == (second / path.name).read_bytes(), path.name

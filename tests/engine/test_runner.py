@@ -207,7 +207,7 @@ def test_unwritten_slots_may_hold_nan(
 ) -> None:
     folder = checkpoint(family="mistral", config={"sliding_window": window})
     clean, dirty = drive(folder, block_size=8), drive(folder, block_size=8)
-    dirty.executor.poison(0, list(range(1, 256)))
+    dirty.executor.poison(list(range(1, 256)))
     prompts = [PROMPT[:count] for count in (3, 37, 8, 20, 5)]
     for driver in (clean, dirty):
         handles = [driver.add(prompt) for prompt in prompts]
@@ -262,7 +262,7 @@ def test_sums_of_steps_equal_those_of_the_bytes(
     chunk: int, dtype: str, checkpoint: Checkpoint, drive: Any
 ) -> None:
     driver = drive(checkpoint(), dtype=dtype)
-    driver.executor.poison(0, list(range(1, 256)))
+    driver.executor.poison(list(range(1, 256)))
     first, second = driver.add(PROMPT), driver.add(PROMPT[:20])
     driver.generate(first, 30, chunk=chunk)
     driver.generate(second, 3)

@@ -245,7 +245,7 @@ def test_kept_sums_are_those_of_the_bytes(checkpoint: Checkpoint, drive: Any) ->
     driver.wait(kept := driver.executor.sums(0, blocks))
     for mine, theirs in zip(kept.poll(), again.result(), strict=True):
         assert (mine == theirs).all(), "of a block that counts in part none are kept"
-    driver.executor.poison(0, blocks[:1])
+    driver.executor.poison(blocks[:1])
     driver.wait(poisoned := digest_of(driver.executor, 0, blocks, 0, 0, length, keep=True))
     driver.wait(kept := driver.executor.sums(0, blocks))
     found = kept.poll(), poisoned.result(), again.result()

@@ -33,7 +33,7 @@ FAMILIES: Mapping[str, dict[str, Any]] = {
     "deepseek-v3": {"family": "deepseek_v3"},
     "qwen3-next": {"family": "qwen3_next", "num_layers": 4, "head_dim": 64},
 }
-"""Arguments of `CheckpointSpec` of each family."""
+"""Arguments of `FamilySpec` of each family."""
 
 RANKS = (1, 2, 4)
 """Of P, and of D. The models have two KV heads: of four ranks, two hold the same one."""

@@ -529,9 +529,10 @@ class SimulatedExecutor:
 
     # --- what no schedule needs, or is nothing here ---
 
-    def poison(self, group: int, blocks: Sequence[int]) -> None:
+    def poison(self, blocks: Sequence[int]) -> None:
         """As `Executor.poison`."""
-        self.words[group][:, list(blocks)] = np.uint64(0x7FF8DEAD7FF8DEAD)
+        for words in self.words:
+            words[:, list(blocks)] = np.uint64(0x7FF8DEAD7FF8DEAD)
 
     def expect(self, request: AddRequest) -> None:
         """As `Executor.expect`."""

@@ -123,13 +123,13 @@ class Driver:
                 self.tokens[sampled.handle].append(sampled.token_ids[0])
         for handle, _, _ in work if self.poisons else ():
             tables = [self.tables[handle], *self.others[handle]]
-            for g, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
+            for group, table in zip(self.groups, tables, strict=True):
                 behind = (
                     first_attended(self.computed[handle], group.window, group.chunked)
                     // self.block_size
                 )
                 if group.window:
-                    self.executor.poison(g, table[:behind])
+                    self.executor.poison(table[:behind])
         return {sampled.handle: sampled for sampled in result.sampled}
 
     def left(self, handle: int) -> int:

@@ -1,17 +1,16 @@
-"""What a small random model's folder says of it (`checkpoints`): ``config.json`` and the tokenizer.
+"""What the folder of a small random model says of it (`families`): ``config.json`` and others.
 
 Fields and their names are those of each family's published models, sizes are not.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer
+
+from kvbaton.testing.checkpoints import TOKENIZER_SIZE
 
 Family = Literal[
     "deepseek_v2", "deepseek_v3", "dots1", "gemma3", "gemma3_vl", "gemma4", "gpt_oss", "llama",
@@ -141,7 +140,7 @@ _GEMMA4: dict[str, Any] = {
     "num_kv_shared_layers": 3,
     "use_double_wide_mlp": True,
     "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": 384,
+    "vocab_size_per_layer_input": TOKENIZER_SIZE,
     "final_logit_softcapping": 20.0,
     "rope_parameters": {
         "full_attention": {
@@ -152,22 +151,6 @@ _GEMMA4: dict[str, Any] = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
     },
 }
-BOS, EOS, TURN = "<|begin|>", "<|endoftext|>", "<|turn|>"
-TOKENIZER_SIZE = 384
-CORPUS = (
-    "A prefill node computes the keys and values of a prompt, block by block.",
-    "A decode node takes over the baton and writes the answer, one token at a time.",
-    "The quick brown fox jumps over the lazy dog, and the dog does not mind at all.",
-    "What is the capital of France? The capital of France is Paris, a city on the Seine.",
-    "Write a short story about a relay race in which the runners hand over a baton.",
-    "def add(first: int, second: int) -> int:\n    return first + second\n",
-    "One, two, three, four, five, six, seven, eight, nine, ten. Straße, naïve, 東京, Ελλάδα.",
-)
-CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "<|turn|>{{ message['role'] }}\n{{ message['content'] }}<|turn|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
-)
 VISION_START, VISION_END, IMAGE, VIDEO = (
     "<|vision_start|>",
     "<|vision_end|>",
@@ -229,120 +212,61 @@ _CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
 _CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckpointSpec:
-    """What to make.
+def family_config(
+    family: Family, config: dict[str, Any], tokenizer: Tokenizer, changes: Mapping[str, Any]
+) -> dict[str, Any]:
+    """``config.json`` of a family, of a Llama's.
 
-    Attributes:
-        family: which model family.
-        seed: of the weights.
-        vocab_size: of the model; at least the tokenizer's 384.
-        dtype: of the stored weights.
-        shards: safetensors files.
-        tied: output projection shares the embedding.
-        config: further entries of ``config.json``, or others than ours; those of ``text_config``
-            and ``vision_config`` one by one.
+    Args:
+        family: which.
+        config: of a Llama of the same sizes.
+        tokenizer: gives the ids of `VISION_TOKENS`.
+        changes: further entries, or others than ours; those of ``text_config`` and
+            ``vision_config`` one by one.
     """
-
-    family: Family = "llama"
-    seed: int = 0
-    vocab_size: int = TOKENIZER_SIZE
-    hidden_size: int = 64
-    intermediate_size: int = 128
-    num_layers: int = 2
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_dim: int = 16
-    max_position_embeddings: int = 512
-    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
-    shards: int = 1
-    tied: bool = False
-    config: Mapping[str, Any] = field(default_factory=dict)
-
-
-def write_config(folder: Path, spec: CheckpointSpec) -> dict[str, Any]:
-    """Write all of a folder but the weights; returns ``config.json``."""
-    tokenizer = _tokenizer(spec)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = _config(spec, tokenizer)
-    _write_json(folder / "config.json", config)
-    ends = [tokenizer.token_to_id(token) for token in (EOS, TURN)]
-    generation = {"bos_token_id": tokenizer.token_to_id(BOS), "eos_token_id": ends}
-    _write_json(folder / "generation_config.json", generation)
-    template = VISION_CHAT_TEMPLATE if spec.family in VISION_FAMILIES else CHAT_TEMPLATE
-    tokenizer_config: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": BOS,
-        "eos_token": EOS,
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": spec.max_position_embeddings,
-        "chat_template": template,
-    }
-    if spec.family == "gemma3_vl":  # its processor frames and repeats the placeholder
-        short = template.replace(VISION_START + IMAGE + VISION_END, VISION_START)
-        named = {"boi_token": VISION_START, "image_token": IMAGE, "eoi_token": VISION_END}
-        tokenizer_config |= {"chat_template": short, "extra_special_tokens": named}
-    _write_json(folder / "tokenizer_config.json", tokenizer_config)
-    if "vision_config" in config:
-        preprocessor = _preprocessor_config(spec.family, config["vision_config"])
-        _write_json(folder / "preprocessor_config.json", preprocessor)
-    return config
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _config(spec: CheckpointSpec, tokenizer: Tokenizer) -> dict[str, Any]:
-    config: dict[str, Any] = {
-        "vocab_size": spec.vocab_size,
-        "hidden_size": spec.hidden_size,
-        "intermediate_size": spec.intermediate_size,
-        "num_hidden_layers": spec.num_layers,
-        "num_attention_heads": spec.num_heads,
-        "num_key_value_heads": spec.num_kv_heads,
-        "head_dim": spec.head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": spec.max_position_embeddings,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": spec.tied,
-        "bos_token_id": tokenizer.token_to_id(BOS),
-        "eos_token_id": tokenizer.token_to_id(EOS),
-        "torch_dtype": spec.dtype,
-    }
-    if spec.family in ("mistral", "mixtral"):
+    heads, num_layers = config["num_attention_heads"], config["num_hidden_layers"]
+    del config["model_type"], config["architectures"]
+    if family in ("mistral", "mixtral"):
         config["sliding_window"] = None
-    if spec.family in LATENT:
-        config["num_key_value_heads"] = spec.num_heads
+    if family in LATENT:
+        config["num_key_value_heads"] = heads
         del config["head_dim"]
-    config |= EXPERTS.get(spec.family, {})
-    if spec.family == "llama4":  # as published, not left to be worked out
-        turned = [int((layer + 1) % 3 != 0) for layer in range(spec.num_layers)]
+    config |= EXPERTS.get(family, {})
+    if family == "llama4":  # as published, not left to be worked out
+        turned = [int((layer + 1) % 3 != 0) for layer in range(num_layers)]
         config |= {"model_type": "llama4_text", "no_rope_layers": turned}
         config["layer_types"] = [("full_attention", "chunked_attention")[x] for x in turned]
-    if spec.family == "gpt_oss":
+    if family == "gpt_oss":
         kinds = ("sliding_attention", "full_attention")
-        config["layer_types"] = [kinds[layer % 2] for layer in range(spec.num_layers)]
-    if spec.family == "gemma3_vl":
+        config["layer_types"] = [kinds[layer % 2] for layer in range(num_layers)]
+    if family == "gemma3_vl":
         config = _gemma3_config(config, tokenizer)
-    elif spec.family in VISION_FAMILIES:
-        config = _nested_config(spec.family, config, tokenizer)
-    config |= {"architectures": [ARCHITECTURES[spec.family]]}
-    config.setdefault("model_type", spec.family)
-    if spec.family == "gemma3":
+    elif family in VISION_FAMILIES:
+        config = _nested_config(family, config, tokenizer)
+    config |= {"architectures": [ARCHITECTURES[family]]}
+    config.setdefault("model_type", family)
+    if family == "gemma3":
         config |= _GEMMA3
         del config["hidden_act"]
-    if spec.family == "gemma4":  # every third layer, and the last, without a window
-        last = spec.num_layers - 1
-        full = [layer % 3 == 2 or layer == last for layer in range(spec.num_layers)]
+    if family == "gemma4":  # every third layer, and the last, without a window
+        last = num_layers - 1
+        full = [layer % 3 == 2 or layer == last for layer in range(num_layers)]
         config |= _GEMMA4
         config["layer_types"] = [("sliding_attention", "full_attention")[x] for x in full]
         del config["hidden_act"], config["rope_theta"]
-    for name, value in spec.config.items():
+    for name, value in changes.items():
         nested = isinstance(value, Mapping) and isinstance(config.get(name), dict)
         config[name] = config[name] | dict(value) if nested else value
     return config
+
+
+def tokenizer_changes(family: Family) -> dict[str, Any]:
+    """What ``tokenizer_config.json`` of a family has else than a Llama's."""
+    if family == "gemma3_vl":  # its processor frames and repeats the placeholder
+        short = VISION_CHAT_TEMPLATE.replace(VISION_START + IMAGE + VISION_END, VISION_START)
+        named = {"boi_token": VISION_START, "image_token": IMAGE, "eoi_token": VISION_END}
+        return {"chat_template": short, "extra_special_tokens": named}
+    return {"chat_template": VISION_CHAT_TEMPLATE} if family in VISION_FAMILIES else {}
 
 
 def _nested_config(family: str, text: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
@@ -392,7 +316,7 @@ def _gemma3_config(text: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]
     }
 
 
-def _preprocessor_config(family: str, tower: dict[str, Any]) -> dict[str, Any]:
+def preprocessor_config(family: str, tower: dict[str, Any]) -> dict[str, Any]:
     """``preprocessor_config.json``, in the form that the family's published models have."""
     if family == "gemma3_vl":
         return {
@@ -431,24 +355,3 @@ def _preprocessor_config(family: str, tower: dict[str, Any]) -> dict[str, Any]:
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5],
     }
-
-
-def _tokenizer(spec: CheckpointSpec) -> Tokenizer:
-    """A byte-level BPE trained on `CORPUS`; puts `BOS` before a text."""
-    special = [BOS, EOS, TURN]
-    if spec.family in VISION_FAMILIES:
-        special += VISION_TOKENS
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=TOKENIZER_SIZE,
-        special_tokens=special,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
-    )
-    return tokenizer
