@@ -141,25 +141,24 @@ async def chat_grammar(
         RequestError: naming the field that is wrong.
     """
     asks = wanted(body.response_format, body.structured_outputs)
-    grammar, form = OutputGrammar(), frontend.output_format
+    forces = body.tool_choice not in (None, "none", "auto")
+    if asks is None and not forces:
+        return ""
+    grammar, form, field, rules = OutputGrammar(), frontend.output_format, "tools", list[str]()
     begins = not body.continue_final_message  # the message, so that reasoning may come first
-    if body.tool_choice not in (None, "none", "auto"):
-        if asks is not None:
-            raise RequestError("excludes a tool_choice that forces calls", param=asks[0])
-        assert form is not None, "see check_chat"
-        assert functions is not None, "see check_chat"
-        forced = forced_functions(functions, body.tool_choice)
-        field = "tools"
-        one = body.tool_choice != "required" or body.parallel_tool_calls is False
-        rule = form.calls_rule(forced, grammar, one=one)
-    elif asks is not None:
+    if asks is not None and not forces:
         field, piece = asks
         rule = grammar.part(piece)
-        rule = form.answer_rule(rule) if form and begins else rule
-    else:
-        return ""
+        rules.append(form.answer_rule(rule) if form and begins else rule)
+    if asks is not None and asks[0] == "structured_outputs":
+        if forces:
+            raise RequestError("excludes a tool_choice that forces calls", param=asks[0])
+    elif form is not None and functions is not None and (begins or forces):
+        forced = forced_functions(functions, body.tool_choice if forces else "required")
+        one = body.parallel_tool_calls is False or (forces and body.tool_choice != "required")
+        rules.append(form.calls_rule(forced, grammar, one=one))
     before = form.reasoning_rule(prompt, grammar) if form and begins else ""
-    return await checked_grammar(grammar.whole(f"{before} ({rule})"), field)
+    return await checked_grammar(grammar.whole(f"{before} ({' | '.join(rules)})"), field)
 
 
 def with_marks(asked: PromptRequest, form: OutputFormat, *, calls: bool) -> PromptRequest:

@@ -156,6 +156,11 @@ class TaggedFormat(OutputFormat):
             template, before, between, behind = "«[TOOL_CALLS]»$name«[ARGS]»$arguments", "", "", ""
         calls = []
         for name, schema in functions.items():
+            if syntax.bare:  # so that an answer in JSON can be in its place
+                members = {"name": {"const": name}, "parameters": schema}
+                more = {"required": [*members], "additionalProperties": False}
+                calls.append(grammar.arguments({"type": "object", "properties": members, **more}))
+                continue
             head, tail = template.replace("$name", name).split("$arguments")
             of = self._tagged_arguments if syntax.xml else OutputGrammar.arguments
             calls.append(f"{self._all(head)} {of(grammar, schema)} {self._all(tail)}")
