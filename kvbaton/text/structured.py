@@ -262,6 +262,23 @@ class OutputGrammar:
         return joined(f"start: {start}\n{_TERMINALS}{''.join(self._rules)}", self._pieces)
 
 
+def moved(schema: Any, place: str) -> Any:
+    """A JSON schema that stands at a place in another one, where its references lead then.
+
+    Args:
+        schema: or a part of it.
+        place: a JSON pointer.
+    """
+    if isinstance(schema, list):
+        return [moved(part, place) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    found = {key: moved(part, place) for key, part in schema.items()}
+    if isinstance(to := schema.get("$ref"), str) and to[:1] == "#":
+        found["$ref"] = f"#{place}{to[1:]}"
+    return found
+
+
 def quoted(text: str) -> str:
     """Just this text, as a part of a rule."""
     return json.dumps(text, ensure_ascii=False)
