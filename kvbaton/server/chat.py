@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -40,6 +41,7 @@ from kvbaton.text.structured import (
     OutputGrammar,
     checked_grammar,
     forced_functions,
+    loosened,
     wanted,
 )
 
@@ -141,24 +143,38 @@ async def chat_grammar(
         RequestError: naming the field that is wrong.
     """
     asks = wanted(body.response_format, body.structured_outputs)
-    forces = body.tool_choice not in (None, "none", "auto")
-    if asks is None and not forces:
-        return ""
-    grammar, form, field, rules = OutputGrammar(), frontend.output_format, "tools", list[str]()
+    field, piece = asks or ("tools", None)
+    form, forces = frontend.output_format, body.tool_choice not in (None, "none", "auto")
     begins = not body.continue_final_message  # the message, so that reasoning may come first
-    if asks is not None and not forces:
-        field, piece = asks
-        rule = grammar.part(piece)
-        rules.append(form.answer_rule(rule) if form and begins else rule)
-    if asks is not None and asks[0] == "structured_outputs":
-        if forces:
-            raise RequestError("excludes a tool_choice that forces calls", param=asks[0])
-    elif form is not None and functions is not None and (begins or forces):
-        forced = forced_functions(functions, body.tool_choice if forces else "required")
-        one = body.parallel_tool_calls is False or (forces and body.tool_choice != "required")
-        rules.append(form.calls_rule(forced, grammar, one=one))
-    before = form.reasoning_rule(prompt, grammar) if form and begins else ""
-    return await checked_grammar(grammar.whole(f"{before} ({' | '.join(rules)})"), field)
+    one = body.parallel_tool_calls is False or (forces and body.tool_choice != "required")
+
+    async def checked(calls: Functions | None) -> str:
+        grammar, rules = OutputGrammar(), list[str]()
+        if piece is not None and not forces:
+            rule = grammar.part(piece)
+            rules.append(form.answer_rule(rule) if form and begins else rule)
+        if calls is not None:
+            assert form is not None, "see callable_functions"
+            rules.append(form.calls_rule(calls, grammar, one=one))
+        before = form.reasoning_rule(prompt, grammar) if form and begins else ""
+        whole = grammar.whole(f"{before} ({' | '.join(rules)})")
+        return await checked_grammar(whole, "tools" if forces else field)
+
+    if forces:
+        if field == "structured_outputs":
+            raise RequestError("excludes a tool_choice that forces calls", param=field)
+        assert functions is not None, "see check_chat"
+        return await checked(forced_functions(functions, body.tool_choice))
+    if piece is None:
+        return ""
+    answer = await checked(None)
+    if functions is not None and begins and field != "structured_outputs":
+        with suppress(RequestError):  # of names and schemas that no grammar can follow
+            wanted_calls = forced_functions(functions, "required")
+            for calls in (wanted_calls, loosened(wanted_calls)):
+                with suppress(RequestError):
+                    return await checked(calls)
+    return answer
 
 
 def with_marks(asked: PromptRequest, form: OutputFormat, *, calls: bool) -> PromptRequest:

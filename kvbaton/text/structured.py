@@ -326,3 +326,18 @@ def forced_functions(functions: Functions, choice: Any) -> Functions:
             problem = f"the parameters of {name} must be an object's schema: {error}"
             raise RequestError(problem, param="tools") from error
     return {name: {"type": "object", **schema} for name, schema in functions.items()}
+
+
+def loosened(functions: Functions) -> Functions:
+    """Functions whose parameters, as of `forced_functions`, are of their types, and else any."""
+    return {
+        name: {
+            "type": "object",
+            "properties": {
+                key: {"type": kind["type"]} if isinstance(kind, Mapping) and "type" in kind else {}
+                for key, kind in schema.get("properties", {}).items()
+            },
+            "required": schema.get("required", ()),
+        }
+        for name, schema in functions.items()
+    }

@@ -175,6 +175,34 @@ async def test_an_answer_in_a_format_or_a_call(
     assert not fits(models[family], endpoint.source.requests[-1].params.grammar, text)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_beside_a_format_tools_are_as_they_come(
+    start: Any, models: dict[str, Tokenizer], family: str
+) -> None:
+    """What no grammar can follow of their schemas is for the model to read, as without a format."""
+    text = written(family, models[family])
+    if family == "mistral":
+        text = f"[TOOL_CALLS]f[ARGS]{json.dumps(ARGUMENTS, ensure_ascii=False)}"
+    endpoint = await start(family, text)
+    odd = {"type": "array", "uniqueItems": True}
+    schema = {"properties": {"a": {"type": "string", "maxLength": 99}, "b": odd, "c": True}}
+    asked = {"messages": ASK, "response_format": {"type": "json_object"}}
+    answer = ("Hm.</think>" if family == "deepseek_v3" else "") + '{"n": 1}'
+    for name, calls in (("f", True), ("f g", False)):
+        tools = [{"type": "function", "function": {"name": name, "parameters": schema}}]
+        status, whole = await endpoint.post(CHAT, {**asked, "tools": tools})
+        assert status == 200, whole
+        grammar = endpoint.source.requests[-1].params.grammar
+        assert fits(models[family], grammar, answer)
+        # A call of Llama 3 is such an object, too.
+        assert fits(models[family], grammar, text) == (calls or family == "llama3_json")
+    status, whole = await endpoint.post(CHAT, {**asked, "tools": tools, "tool_choice": "required"})
+    assert (status, whole["error"]["param"]) == (400, "tools")
+    wrong = {"type": "json_schema", "json_schema": {"name": "x", "schema": odd}}
+    status, whole = await endpoint.post(CHAT, {**asked, "tools": TOOLS, "response_format": wrong})
+    assert (status, whole["error"]["param"]) == (400, "response_format.json_schema.schema")
+
+
 @pytest.mark.parametrize("parallel", [True, False])
 async def test_calls_are_one_if_they_are_to_be(
     start: Any, models: dict[str, Tokenizer], parallel: bool
