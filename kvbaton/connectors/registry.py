@@ -26,7 +26,7 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 import msgspec
 
@@ -315,6 +315,11 @@ def _build(kind: Kind, spec: str, context: dict[str, Any]) -> Any:
         raise ConfigError(kind.flag, f"{target} is not a {noun}: it lacks {missing}")
     if not isinstance(able := connector.capabilities, kind.capabilities):
         raise ConfigError(kind.flag, f"{target} declares no valid capabilities: {able!r}")
+    for name, hint in get_type_hints(kind.capabilities).items():
+        value, wanted = getattr(able, name), get_origin(hint) or hint
+        if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
+            told = f"{target} declares {name}={value!r}, which is no {wanted.__name__}"
+            raise ConfigError(kind.flag, told)
     return connector
 
 

@@ -84,6 +84,7 @@ class NodeInfo(Struct, frozen=True, kw_only=True):
         url: base URL of its HTTP endpoint.
         control_address: of its control channel.
         model: the served model's name.
+        aliases: other names of it.
         identity: hex of the identity digest; nodes of one model with different ones never pair.
         state: ``loading`` until it can serve, ``ready``, or ``draining`` when it shuts down.
         model_path: folder of the model on the node; a router on the same disk finds the tokenizer.
@@ -114,6 +115,7 @@ class NodeInfo(Struct, frozen=True, kw_only=True):
     role: Name
     url: Name
     model: Text
+    aliases: list[Text] = []
     control_address: Name | None = None
     identity: Name = ""
     transport: Name = ""

@@ -8,6 +8,7 @@ optional here; its default is filled in where the request is converted.
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Annotated, Any
 
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -348,19 +349,33 @@ class ChatChunk(AnswerFields, kw_only=True):
 
 
 class ModelCard(Struct, kw_only=True):
-    """One model of ``GET /v1/models``."""
+    """One model of ``GET /v1/models``.
+
+    Attributes:
+        type: for Anthropic's SDK, as are `display_name` and `created_at`.
+    """
 
     id: str
     created: int
     max_model_len: int
+    display_name: str
+    created_at: datetime
     object: str = "model"
+    type: str = "model"
     owned_by: str = "kvbaton"
 
 
 class ModelList(Struct, kw_only=True):
-    """Answer of ``GET /v1/models``."""
+    """Answer of ``GET /v1/models``.
+
+    Attributes:
+        has_more: for Anthropic's SDK, to which this is a page, as are both ids.
+    """
 
     data: list[ModelCard]
+    first_id: str
+    last_id: str
+    has_more: bool = False
     object: str = "list"
 
 

@@ -131,6 +131,7 @@ class ResponsesRequest(ResponseFields, kw_only=True):
     model: str | None = None
     stream: bool | None = None
     include: list[str] | None = None
+    top_logprobs: int | None = None
 
     top_k: int | None = None
     min_p: float | None = None

@@ -82,10 +82,11 @@ async def run(config: RouterConfig) -> int:
             await asyncio.wait((finding,))
             end_when_told_again()
             return 0
-        folder, name = finding.result()
+        folder, names = finding.result()
+        config = replace(config, served_model_name=names)
         tokenizer = Tokenizer.load(folder, config.chat_template)
         token = operator_token(config.cluster_key)
-        edge = FrontendConfig.of(config, folder, name, operator_token=token)
+        edge = FrontendConfig.of(config, folder, names[0], operator_token=token)
         if config.workers > 1:
             serving = workers(config, listener, edge, folder)
         else:
@@ -140,8 +141,8 @@ async def watched_app(
 # --- which model: a flag says it, a node named by a flag, or the first to register ---
 
 
-async def find_model(config: RouterConfig, listener: socket.socket) -> tuple[str, str]:
-    """The folder with the tokenizer and the model's name.
+async def find_model(config: RouterConfig, listener: socket.socket) -> tuple[str, tuple[str, ...]]:
+    """The folder with the tokenizer and the model's names.
 
     Args:
         config: settings.
@@ -151,14 +152,14 @@ async def find_model(config: RouterConfig, listener: socket.socket) -> tuple[str
         ConfigError: a static node could not be asked, or its model is not here.
     """
     if config.model is not None:
-        return config.model, next(iter(config.served_model_name), config.model)
+        return config.model, config.served_model_name or (config.model,)
     if not config.static_nodes:
         info = await first_to_register(config, listener)
     else:
         info = await _ask_static_nodes(config)
         if not _is_here(info):
             raise ConfigError("--model", _elsewhere(info))
-    return info.model_path, next(iter(config.served_model_name), info.model)
+    return info.model_path, config.served_model_name or (info.model, *info.aliases)
 
 
 def _is_here(info: NodeInfo) -> bool:

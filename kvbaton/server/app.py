@@ -10,6 +10,7 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from types import FrameType
 from typing import Any
 
@@ -264,7 +265,8 @@ async def models(request: web.Request) -> web.Response:
     """``GET /v1/models``."""
     frontend = request.app[FRONTEND]
     names = (frontend.config.model_name, *frontend.config.aliases)
-    return json_response(openai.ModelList(data=[_card(frontend, name) for name in names]))
+    cards = [_card(frontend, name) for name in names]
+    return json_response(openai.ModelList(data=cards, first_id=names[0], last_id=names[-1]))
 
 
 @contract(answer=openai.ModelCard)
@@ -278,7 +280,11 @@ async def model(request: web.Request) -> web.Response:
 
 def _card(frontend: Frontend, name: str) -> openai.ModelCard:
     return openai.ModelCard(
-        id=name, created=frontend.created, max_model_len=frontend.facts().max_model_len
+        id=name,
+        created=frontend.created,
+        max_model_len=frontend.facts().max_model_len,
+        display_name=name,
+        created_at=datetime.fromtimestamp(frontend.created, UTC),
     )
 
 

@@ -164,10 +164,11 @@ def error_response(request: web.Request, error: RequestError) -> web.Response:
 def failure_response(request: web.Request, error: Exception) -> web.Response:
     """The answer for what a handler raised."""
     failure = describe(error)
-    if isinstance(error, web.HTTPNotFound):
+    if isinstance(error, web.HTTPNotFound | web.HTTPMethodNotAllowed):
         asked = f"{request.method} {request.rel_url.raw_path[:100]}".encode("ascii", "replace")
         failure = RequestError(
-            f"{asked.decode()} is not served here; GET /openapi.json tells what is", status=404
+            f"{asked.decode()} is not served here; GET /openapi.json tells what is",
+            status=error.status,
         )
     logger.info("request %s: %d %s", request[REQUEST_ID], failure.status, failure.message)
     response = error_response(request, failure)

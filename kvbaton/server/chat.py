@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -40,6 +41,7 @@ from kvbaton.text.structured import (
     OutputGrammar,
     checked_grammar,
     forced_functions,
+    loosened,
     wanted,
 )
 
@@ -141,25 +143,38 @@ async def chat_grammar(
         RequestError: naming the field that is wrong.
     """
     asks = wanted(body.response_format, body.structured_outputs)
-    grammar, form = OutputGrammar(), frontend.output_format
+    field, piece = asks or ("tools", None)
+    form, forces = frontend.output_format, body.tool_choice not in (None, "none", "auto")
     begins = not body.continue_final_message  # the message, so that reasoning may come first
-    if body.tool_choice not in (None, "none", "auto"):
-        if asks is not None:
-            raise RequestError("excludes a tool_choice that forces calls", param=asks[0])
-        assert form is not None, "see check_chat"
+    one = body.parallel_tool_calls is False or (forces and body.tool_choice != "required")
+
+    async def checked(calls: Functions | None) -> str:
+        grammar, rules = OutputGrammar(), list[str]()
+        if piece is not None and not forces:
+            rule = grammar.part(piece)
+            rules.append(form.answer_rule(rule) if form and begins else rule)
+        if calls is not None:
+            assert form is not None, "see callable_functions"
+            rules.append(form.calls_rule(calls, grammar, one=one))
+        before = form.reasoning_rule(prompt, grammar) if form and begins else ""
+        whole = grammar.whole(f"{before} ({' | '.join(rules)})")
+        return await checked_grammar(whole, "tools" if forces else field)
+
+    if forces:
+        if field == "structured_outputs":
+            raise RequestError("excludes a tool_choice that forces calls", param=field)
         assert functions is not None, "see check_chat"
-        forced = forced_functions(functions, body.tool_choice)
-        field = "tools"
-        one = body.tool_choice != "required" or body.parallel_tool_calls is False
-        rule = form.calls_rule(forced, grammar, one=one)
-    elif asks is not None:
-        field, piece = asks
-        rule = grammar.part(piece)
-        rule = form.answer_rule(rule) if form and begins else rule
-    else:
+        return await checked(forced_functions(functions, body.tool_choice))
+    if piece is None:
         return ""
-    before = form.reasoning_rule(prompt, grammar) if form and begins else ""
-    return await checked_grammar(grammar.whole(f"{before} ({rule})"), field)
+    answer = await checked(None)
+    if functions is not None and begins and field != "structured_outputs":
+        with suppress(RequestError):  # of names and schemas that no grammar can follow
+            wanted_calls = forced_functions(functions, "required")
+            for calls in (wanted_calls, loosened(wanted_calls)):
+                with suppress(RequestError):
+                    return await checked(calls)
+    return answer
 
 
 def with_marks(asked: PromptRequest, form: OutputFormat, *, calls: bool) -> PromptRequest:

@@ -57,7 +57,7 @@ class EndpointConfig:
         host: address to listen on.
         port: 0 takes a free one.
         served_model_name: as clients may name the model, of which answers and nodes say the first;
-            without any its folder as given, or at the router the nodes' own name.
+            without any its folder as given, or at the router the nodes' own names.
         chat_template: file with another chat template than the model's.
         tool_call_parser: which calls are told apart in chats; see `text.output_parser`.
         reasoning_parser: the same for reasoning.

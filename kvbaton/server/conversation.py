@@ -111,7 +111,10 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        error.param = names.get(error.param or "", error.param)
+        ours = error.param or ""
+        error.param = names.get(ours, error.param)
+        if ours in names and error.message.startswith(f"{ours} "):
+            error.message = f"{error.param}{error.message.removeprefix(ours)}"
         raise
 
 

@@ -239,6 +239,7 @@ class Node:
             role=self.config.role,
             url=self.url,
             model=self.config.model_name,
+            aliases=list(self.config.served_model_name[1:]),
             control_address=ready.control_address if ready else None,
             identity=ready.identity.hex() if ready else "",
             transport=self.config.transport.partition(":")[0],

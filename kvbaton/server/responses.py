@@ -218,8 +218,9 @@ def response_chat(body: ResponsesRequest) -> tuple[openai.ChatRequest, dict[str,
         RequestError: naming the field that is wrong.
     """
     check_refused(body, UNSUPPORTED)
-    if LOGPROBS in (body.include or ()):
-        raise RequestError(f"{LOGPROBS} is not supported", param="include", code="unsupported")
+    if LOGPROBS in (body.include or ()) or body.top_logprobs:
+        field = "top_logprobs" if body.top_logprobs else "include"
+        raise RequestError("no log probabilities here", param=field, code="unsupported")
     said, tools = conversation(body), list[dict[str, Any]]()
     fields = {**FIELDS, **said.fields}
     for tool, namespace, where in functions(body):

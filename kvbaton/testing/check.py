@@ -7,6 +7,7 @@ import os
 import platform
 import sys
 import threading
+import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -194,8 +195,9 @@ class Subject:
         except KvbatonError:
             raise
         except (Exception, SystemExit) as error:
-            told = f"{self.spec} can't be opened: {type(error).__name__}: {error}"
-            raise ConfigError(flag, told) from error
+            told = f"{self.spec} can't be opened: {type(error).__name__}: {error}; raised in\n"
+            where = traceback.format_tb(error.__traceback__)[-4:]
+            raise ConfigError(flag, told + "".join(where).rstrip()) from error
 
 
 def make_subject(
@@ -224,16 +226,19 @@ def make_subject(
     if kind is None:
         target, _ = split_spec(spec, STORES)
         if ":" in target:
-            kind = "store" if hasattr(_imported("SPEC", target), "lookup") else "transport"
+            found, calls = _imported("SPEC", target), {"store": "lookup", "transport": "write"}
+            kinds = [kind for kind, call in calls.items() if hasattr(found, call)][:1]
+            problem = "has no lookup, as a store, and no write, as a transport; a Backend is given "
+            problem += "to a ThreadedStore"
         else:
-            kinds = [kind.noun for kind in (STORES, TRANSPORTS) if target in list_connectors(kind)]
-            if len(kinds) != 1:
-                found = (
-                    "both a store and a transport" if kinds else "no connector that is installed"
-                )
-                told = f"{target!r} is {found}: say which kind, or ask for a known name"
-                raise ConfigError("--kind", told)
-            (kind,) = kinds
+            named = {kind.noun: list_connectors(kind) for kind in (STORES, TRANSPORTS)}
+            kinds = [kind for kind, names in named.items() if target in names]
+            known = ", ".join(sorted({name for names in named.values() for name in names}))
+            both = "is both a store and a transport: say which kind"
+            problem = both if kinds else f"is not installed; {known} are"
+        if len(kinds) != 1:
+            raise ConfigError("--kind", f"{target!r} {problem}")
+        (kind,) = kinds
     door = _imported("--back-door", back_door) if back_door else None
     subject = Subject(spec, kind, door, max(1, depth), seed)
     target, _ = split_spec(spec, subject.registry)

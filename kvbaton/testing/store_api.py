@@ -9,7 +9,7 @@ from typing import Any
 
 from kvbaton.connectors.store import Found, Store, StoreCapabilities, Usage
 from kvbaton.errors import StoreError
-from kvbaton.testing.kit import Accounts, require, require_quick
+from kvbaton.testing.kit import Accounts, require, require_answer, require_quick
 from kvbaton.testing.store_rig import StoreRig, case, views
 
 CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
@@ -24,6 +24,9 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "close": ((), {}),
 }
 """How each method is called."""
+EACH = "with a bool for each key"
+ANSWERS = {"lookup": f"a Found {EACH}", **dict.fromkeys(("store", "load"), f"a list {EACH}")}
+ANSWERS["delete"] = "an int"
 
 
 @case(0)
@@ -72,15 +75,14 @@ def answers_are_futures(rig: StoreRig) -> None:
     for name, call in calls.items():
         future = call()
         require(isinstance(future, Future), f"{name} returned {type(future).__name__}")
-        answer = rig.wait(future, name)
-        match answer:
-            case Found(present=tuple() as present, ticket=None):
-                right = name == "lookup" and [type(part) for part in present] == [bool]
-            case list():
-                right = name in ("store", "load") and [type(part) for part in answer] == [bool]
-            case _:
+        match name, rig.wait(future, name):
+            case "lookup", Found(present=tuple() as flags, ticket=None) as answer:
+                right = [type(flag) for flag in flags] == [bool]
+            case (("store" | "load"), list() as answer):
+                right = [type(flag) for flag in answer] == [bool]
+            case _, answer:
                 right = name == "delete" and type(answer) is int
-        require(right, f"{name} answered {answer!r}")
+        require_answer(name, answer, ANSWERS[name], right)
     rig.store.release(0)
 
 

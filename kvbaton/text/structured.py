@@ -262,6 +262,23 @@ class OutputGrammar:
         return joined(f"start: {start}\n{_TERMINALS}{''.join(self._rules)}", self._pieces)
 
 
+def moved(schema: Any, place: str) -> Any:
+    """A JSON schema that stands at a place in another one, where its references lead then.
+
+    Args:
+        schema: or a part of it.
+        place: a JSON pointer.
+    """
+    if isinstance(schema, list):
+        return [moved(part, place) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    found = {key: moved(part, place) for key, part in schema.items()}
+    if isinstance(to := schema.get("$ref"), str) and to[:1] == "#":
+        found["$ref"] = f"#{place}{to[1:]}"
+    return found
+
+
 def quoted(text: str) -> str:
     """Just this text, as a part of a rule."""
     return json.dumps(text, ensure_ascii=False)
@@ -309,3 +326,18 @@ def forced_functions(functions: Functions, choice: Any) -> Functions:
             problem = f"the parameters of {name} must be an object's schema: {error}"
             raise RequestError(problem, param="tools") from error
     return {name: {"type": "object", **schema} for name, schema in functions.items()}
+
+
+def loosened(functions: Functions) -> Functions:
+    """Functions whose parameters, as of `forced_functions`, are of their types, and else any."""
+    return {
+        name: {
+            "type": "object",
+            "properties": {
+                key: {"type": kind["type"]} if isinstance(kind, Mapping) and "type" in kind else {}
+                for key, kind in schema.get("properties", {}).items()
+            },
+            "required": schema.get("required", ()),
+        }
+        for name, schema in functions.items()
+    }

@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from kvbaton.errors import RequestError
 from kvbaton.text.output_parser import MessagePart, OutputFormat, OutputParser, split_calls
-from kvbaton.text.structured import SPACE, TEXT, Functions, OutputGrammar, quoted, repeated
+from kvbaton.text.structured import SPACE, TEXT, Functions, OutputGrammar, moved, quoted, repeated
 from kvbaton.text.tokenizer import Tokenizer
 
 FIRST_MARK: Final = 0xFDE0
@@ -156,6 +156,12 @@ class TaggedFormat(OutputFormat):
             template, before, between, behind = "«[TOOL_CALLS]»$name«[ARGS]»$arguments", "", "", ""
         calls = []
         for name, schema in functions.items():
+            if syntax.bare:  # so that an answer in JSON can be in its place
+                parameters = moved(schema, "/properties/parameters")
+                members = {"name": {"const": name}, "parameters": parameters}
+                more = {"required": [*members], "additionalProperties": False}
+                calls.append(grammar.arguments({"type": "object", "properties": members, **more}))
+                continue
             head, tail = template.replace("$name", name).split("$arguments")
             of = self._tagged_arguments if syntax.xml else OutputGrammar.arguments
             calls.append(f"{self._all(head)} {of(grammar, schema)} {self._all(tail)}")
@@ -177,13 +183,15 @@ class TaggedFormat(OutputFormat):
     @staticmethod
     def _tagged_arguments(grammar: OutputGrammar, schema: Mapping[str, Any]) -> str:
         """Each in tags of its own, in the order of the schema; texts as they are."""
-        rules, required = [], schema.get("required", ())
+        rules, required, place = [], schema.get("required", ()), "/$defs/all"
+        whole = {"$defs": {"all": moved(schema, place)}}
         for key, kind in schema.get("properties", {}).items():
             kind = kind if isinstance(kind, Mapping) else {}
             end = "\n</parameter>\n"
             if kind.get("type") != "string":
-                shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-                value = f"{grammar.arguments({**kind, **shared})} {quoted(end)}"
+                alone = moved(kind, place)
+                wanted = kind if alone == kind else {**alone, **whole}
+                value = f"{grammar.arguments(wanted)} {quoted(end)}"
             elif "enum" in kind:
                 allowed = kind["enum"] if isinstance(kind["enum"], list) else ()
                 texts = [quoted(text) for text in allowed if isinstance(text, str)]

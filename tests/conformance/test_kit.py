@@ -9,15 +9,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from threading import Event, Thread
 from threading import enumerate as enumerate_threads
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
 from kvbaton.cli import main as command
+from kvbaton.connectors.store import Found
 from kvbaton.connectors.stores.memory import MemoryStore
 from kvbaton.errors import ConfigError, StoreError
 from kvbaton.testing.check import Subject, main, make_subject
@@ -142,7 +145,9 @@ def test_the_kind_of_a_spec_is_found(spec: str, kind: str) -> None:
     ("spec", "options", "says"),
     [
         ("memory", {}, "--kind: 'memory' is both a store and a transport"),
-        ("nothing", {}, "--kind: 'nothing' is no connector that is installed"),
+        ("nothing", {}, "--kind: 'nothing' is not installed; .*filesystem,.* tcp,.* are"),
+        (f"{__name__}:Bench", {}, "has no lookup, as a store, and no write, as a transport"),
+        (f"{__name__}:run", {}, "--kind: .*:run' has no lookup, as a store, and no"),
         ("kvbaton.nowhere:X", {}, "SPEC: can't load kvbaton.nowhere:X"),
         ("memory", {"kind": "store", "back_door": "no.where"}, "--back-door: can't load no.where"),
         ("memory", {"kind": "store", "back_door": "json:__all__"}, "--back-door: .* not a class"),
@@ -153,6 +158,52 @@ def test_the_kind_of_a_spec_is_found(spec: str, kind: str) -> None:
 def test_a_wrong_setting_is_named(spec: str, options: dict[str, str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         main(make_subject(spec, **options))  # type: ignore[arg-type]
+
+
+class WrongAnswers(MemoryStore):
+    """Answers as its author is told to."""
+
+    def __init__(self, name: str, *, call: str, answer: Any) -> None:
+        super().__init__(name, max_bytes=16_000_000)
+        self._call, self._answer = call, answer
+
+    def _told(self, call: str, right: Future[Any]) -> Future[Any]:
+        if self._call.partition(".")[0] != call:
+            return right
+        wrong: Future[Any] = Future()
+        wrong.set_result(Found(tuple(self._answer)) if "." in self._call else self._answer)
+        return wrong
+
+    def lookup(self, *words: Any, **options: Any) -> Future[Any]:
+        return self._told("lookup", super().lookup(*words, **options))
+
+    def load(self, *words: Any) -> Future[Any]:
+        return self._told("load", super().load(*words))
+
+    def delete(self, *words: Any) -> Future[Any]:
+        return self._told("delete", super().delete(*words))
+
+
+@pytest.mark.parametrize(
+    ("call", "answer", "says"),
+    [
+        ("lookup", [True], "lookup answered [True], which is not a Found for 1 keys"),
+        ("lookup.present", [1], "Found(present=(1,), ticket=None), which is not a Found with"),
+        ("load", [None], "load answered [None], which is not a list with a bool for each key"),
+        ("load", ["x" * 999], f"load answered ['{'x' * 98}, which is not a list with a bool for"),
+        ("delete", None, "delete answered None, which is not a int"),
+        ("delete", True, "delete answered True, which is not an int"),
+    ],
+)
+def test_an_answer_of_a_wrong_type_is_told_with_the_right_one(
+    call: str, answer: Any, says: str
+) -> None:
+    options = json.dumps({"call": call, "answer": answer})
+    subject = make_subject(f"{__name__}:WrongAnswers:{options}")
+    (case,) = subject.cases(only=["L0.answers-are-futures"])
+    outcome = subject.run(case)
+    assert outcome.verdict is CaseVerdict.FAILED
+    assert says in outcome.text
 
 
 def test_modules_that_break_when_they_are_imported_are_named(
@@ -233,6 +284,8 @@ class Late(MemoryStore):
     def open(self) -> None:
         if self._hangs_in == "licence":
             sys.exit("no licence")
+        if self._hangs_in == "nowhere":
+            raise KeyError("of its own")
         if self._hangs_in == "open":
             self.gate.wait()
         super().open()
@@ -249,6 +302,7 @@ class Late(MemoryStore):
         ("open", "not built, opened and closed within 2 s; it hangs in(.|\n)*self.gate.wait"),
         ("close", "not built, opened and closed within 2 s; it hangs in(.|\n)*self.gate.wait"),
         ("licence", "can't be opened: SystemExit: no licence"),
+        ("nowhere", "can't be opened: KeyError: 'of its own'; raised in(.|\n)*KeyError..of its o"),
     ],
 )
 def test_a_store_that_can_not_be_opened_or_closed_is_refused(where: str, says: str) -> None:

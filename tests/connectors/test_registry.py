@@ -2,9 +2,11 @@
 
 import concurrent.futures
 import json
+import re
 import sys
 import traceback
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -80,6 +82,34 @@ class Leaves(MemoryStore):
         sys.exit("no licence")
 
 
+class SaysText(MemoryStore):
+    """One of its capabilities has a wrong type."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.capabilities = replace(self.capabilities, max_keys=cast("Any", "1024"))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"fence": "PEER"}, "declares fence='PEER', which is no FenceScope"),
+        ({"devices": ["cpu"]}, "declares devices=['cpu'], which is no frozenset"),
+        ({"max_notice_bytes": 1e3}, "declares max_notice_bytes=1000.0, which is no int"),
+        ({"max_ranges": True}, "declares max_ranges=True, which is no int"),
+        ({"processes": 1}, "declares processes=1, which is no bool"),
+    ],
+)
+def test_what_a_transport_says_that_it_can_is_of_the_right_type(
+    monkeypatch: pytest.MonkeyPatch, wrong: Any, told: str
+) -> None:
+    hub = MemoryHub()
+    right = load_transport("memory", name="one", hub=hub).capabilities
+    monkeypatch.setattr(MemoryTransport, "capabilities", replace(right, **wrong))
+    with pytest.raises(ConfigError, match=re.escape(f"--transport: memory {told}")):
+        load_transport("memory", name="two", hub=hub)
+
+
 class SaysNothing(MemoryStore):
     """Its capabilities are none."""
 
@@ -99,6 +129,7 @@ class CannotLoad(MemoryStore):
     [
         (Leaves, "Leaves can't be built: SystemExit: no licence"),
         (SaysNothing, "SaysNothing declares no valid capabilities: {'pins': True}"),
+        (SaysText, "SaysText declares max_keys='1024', which is no int"),
         (CannotLoad, "CannotLoad is not a Store: it lacks load"),
     ],
 )

@@ -106,6 +106,11 @@ class Undeclared(Gated):
         self.capabilities: Any = {"pins": False}
 
 
+class Awaited(Gated):
+    async def get(self, key: bytes, target: Pieces) -> bool:  # type: ignore[override]
+        return False
+
+
 @pytest.mark.parametrize(
     ("backend", "told"),
     [
@@ -113,6 +118,7 @@ class Undeclared(Gated):
         (Unfinished(), "lacks close, contains, get, health, put, remove, usage"),
         (Gated, "box's back end is the class Gated, not an object of it"),
         (Declares(), "box's back end, a Declares, declares claims, but lacks claim"),
+        (Awaited(), "has a coroutine, get: its calls block; write a Store of coroutines"),
         (Undeclared(), "a Undeclared, declares no valid capabilities: {'pins': False}"),
     ],
 )

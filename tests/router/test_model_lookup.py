@@ -24,8 +24,9 @@ async def post(session: aiohttp.ClientSession, info: NodeInfo) -> tuple[int, Any
 async def test_it_waits_for_the_first_node_whose_model_is_here(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path)
     info = NodeInfo(
-        node_id="d0", generation="1", role="decode", url="http://127.0.0.1:9", model="fine"
-    )
+        node_id="d0", generation="1", role="decode", url="http://127.0.0.1:9", model="fine",
+        aliases=["org/fine"],
+    )  # fmt: skip
     router = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "kvbaton", "router", "--port", "0"), stderr=asyncio.subprocess.PIPE
     )
@@ -52,6 +53,9 @@ async def test_it_waits_for_the_first_node_whose_model_is_here(tmp_path: Path) -
                 async with session.get("/nodes") as response:
                     (node,) = (await response.json())["nodes"]
                 assert (node["node_id"], node["model"]) == ("d0", "fine")
+                for name, status in {"fine": 503, "org/fine": 503, "other": 404}.items():
+                    async with session.get(f"/v1/models/{name}") as response:
+                        assert response.status == status, "no node is ready, or no such model"
     finally:
         router.terminate()
         await router.wait()

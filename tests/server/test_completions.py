@@ -1,6 +1,7 @@
 import asyncio
 import json
 import socket
+from datetime import datetime
 from typing import Any
 
 import openai
@@ -476,8 +477,14 @@ async def test_a_model_may_have_several_names(serve: Any) -> None:
         async with endpoint.session.get(f"/v1/models/{name}") as response:
             assert (await response.json())["id"] == name
     async with endpoint.session.get("/v1/models") as response:
-        cards = (await response.json())["data"]
+        found = await response.json()
+    cards = found["data"]
     assert [card["id"] for card in cards] == ["tiny", "other", "org/name"]
+    # What Anthropic's SDK reads of models, and of a list that comes in pages.
+    assert (found["has_more"], found["first_id"], found["last_id"]) == (False, "tiny", "org/name")
+    for card in cards:
+        assert (card["type"], card["display_name"]) == ("model", card["id"])
+        assert datetime.fromisoformat(card["created_at"]).timestamp() == card["created"]
     status, answer = await endpoint.post("/v1/completions", {**body, "model": "fourth"})
     assert (status, answer["error"]["code"]) == (404, "model_not_found")
 

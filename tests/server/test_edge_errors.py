@@ -146,7 +146,9 @@ async def test_unknown_places_answer_in_the_same_shape(serve: Any) -> None:
         assert error["message"].startswith("GET /nowhere is not served here")
     async with endpoint.session.get("/v1/completions") as response:
         assert (response.status, response.headers["Allow"]) == (405, "POST")
-        assert (await response.json())["error"]["message"] == "Method Not Allowed"
+        assert (await response.json())["error"]["message"] == (
+            "GET /v1/completions is not served here; GET /openapi.json tells what is"
+        )
     async with endpoint.session.get("/v1/models/other") as response:
         assert response.status == 404
 

@@ -188,6 +188,23 @@ async def test_calls_are_forced(start: Any, harmony: Tokenizer, choice: Any) -> 
     assert matcher.validate_tokens(call) == len(call)
 
 
+async def test_an_answer_in_a_format_or_a_call(start: Any, harmony: Tokenizer) -> None:
+    endpoint = await start(ANSWER)
+    asked = {"messages": ASK, "tools": TOOLS, "response_format": {"type": "json_object"}}
+    status, answer = await endpoint.post(CHAT, asked)
+    assert status == 200, answer
+    vocabulary = llguidance.LLTokenizer(harmony._backend.to_str())
+    for text, fits in (
+        ('final<|message|>{"a": 1}', True),
+        ('commentary to=functions.f <|constrain|>json<|message|>{"a": "b"}', True),
+        ('commentary to=functions.g <|constrain|>json<|message|>{"a": "b"}', False),
+        ("final<|message|>It is large.", False),
+    ):
+        matcher = llguidance.LLMatcher(vocabulary, endpoint.source.requests[0].params.grammar)
+        ids = harmony.encode(f"<|channel|>{text}", add_special_tokens=False)
+        assert (matcher.try_consume_tokens(ids) == len(ids)) == fits, text
+
+
 async def test_an_answer_that_was_cut_off_goes_back(start: Any, harmony: Tokenizer) -> None:
     endpoint = await start(ANSWER)
     few = len(harmony.encode(THOUGHT, add_special_tokens=False)) - 3

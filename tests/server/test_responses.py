@@ -406,6 +406,7 @@ async def test_images(serve: Any, checkpoint: Callable[..., Path]) -> None:
 WRONG: list[tuple[Any, str]] = [
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"max_output_tokens": "x"}, "max_output_tokens"),
+    ({"top_logprobs": 2}, "top_logprobs"),
     ({"input": []}, "input"),
     ({"input": None}, "input"),
     ({"input": 3}, "input"),
@@ -474,6 +475,12 @@ WRONG: list[tuple[Any, str]] = [
     ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
 ]
+
+
+async def test_a_message_names_the_field_as_the_client_does(start: Any) -> None:
+    endpoint = await start("hermes", "x")
+    _, answer = await endpoint.post(RESPONSES, {**ASKED, "max_output_tokens": 0})
+    assert answer["error"]["message"].startswith("max_output_tokens must be in [1, ")
 
 
 @pytest.mark.parametrize(("extra", "field"), WRONG)

@@ -143,6 +143,66 @@ async def test_a_call_is_forced(
         assert other == text or not fits(models[family], grammar, other)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_an_answer_in_a_format_or_a_call(
+    start: Any, models: dict[str, Tokenizer], family: str
+) -> None:
+    """A format of the answer leaves the model to call first; what forces a call has no answer."""
+    text = written(family, models[family])
+    if family == "mistral":  # of later tokenizers, which this one is
+        text = f"[TOOL_CALLS]f[ARGS]{json.dumps(ARGUMENTS, ensure_ascii=False)}"
+    endpoint = await start(family, text)
+    members = {"name": {"type": "string"}, "n": {"type": "integer"}}
+    schema = {"type": "object", "properties": members, "required": ["name", "n"]}
+    named = {"name": "answer", "schema": schema}
+    asked = {"response_format": {"type": "json_schema", "json_schema": named}, "tools": TOOLS}
+    answers = ['{"name": "fa", "n": 1}', '{"name":"f","n":1}', '{ "name": "", "n": 1}']
+    if family == "deepseek_v3":  # its template begins with reasoning
+        answers = [f"Hm.</think>{answer}" for answer in answers]
+    modes: list[tuple[Any, bool, bool]] = [
+        ("auto", True, True), ("none", False, True), ("required", True, False), (NAMED, True, False)
+    ]  # fmt: skip
+    for choice, calls, says in modes:
+        status, whole = await endpoint.post(CHAT, {"messages": ASK, **asked, "tool_choice": choice})
+        assert status == 200, whole
+        grammar = endpoint.source.requests[-1].params.grammar
+        assert fits(models[family], grammar, text) == calls, choice
+        assert [fits(models[family], grammar, a) for a in answers] == [says] * 3, choice
+        assert not fits(models[family], grammar, "It is large.")
+    begun = {"add_generation_prompt": False, "continue_final_message": True}
+    goes_on = {**asked, **begun, "messages": [*ASK, {"role": "assistant", "content": "{"}]}
+    assert (await endpoint.post(CHAT, goes_on))[0] == 200
+    assert not fits(models[family], endpoint.source.requests[-1].params.grammar, text)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_beside_a_format_tools_are_as_they_come(
+    start: Any, models: dict[str, Tokenizer], family: str
+) -> None:
+    """What no grammar can follow of their schemas is for the model to read, as without a format."""
+    text = written(family, models[family])
+    if family == "mistral":
+        text = f"[TOOL_CALLS]f[ARGS]{json.dumps(ARGUMENTS, ensure_ascii=False)}"
+    endpoint = await start(family, text)
+    odd = {"type": "array", "uniqueItems": True}
+    schema = {"properties": {"a": {"type": "string", "maxLength": 99}, "b": odd, "c": True}}
+    asked = {"messages": ASK, "response_format": {"type": "json_object"}}
+    answer = ("Hm.</think>" if family == "deepseek_v3" else "") + '{"n": 1}'
+    for name, calls in (("f", True), ("f g", False)):
+        tools = [{"type": "function", "function": {"name": name, "parameters": schema}}]
+        status, whole = await endpoint.post(CHAT, {**asked, "tools": tools})
+        assert status == 200, whole
+        grammar = endpoint.source.requests[-1].params.grammar
+        assert fits(models[family], grammar, answer)
+        # A call of Llama 3 is such an object, too.
+        assert fits(models[family], grammar, text) == (calls or family == "llama3_json")
+    status, whole = await endpoint.post(CHAT, {**asked, "tools": tools, "tool_choice": "required"})
+    assert (status, whole["error"]["param"]) == (400, "tools")
+    wrong = {"type": "json_schema", "json_schema": {"name": "x", "schema": odd}}
+    status, whole = await endpoint.post(CHAT, {**asked, "tools": TOOLS, "response_format": wrong})
+    assert (status, whole["error"]["param"]) == (400, "response_format.json_schema.schema")
+
+
 @pytest.mark.parametrize("parallel", [True, False])
 async def test_calls_are_one_if_they_are_to_be(
     start: Any, models: dict[str, Tokenizer], parallel: bool
@@ -315,8 +375,8 @@ async def test_a_parser_by_its_name(serve: Any) -> None:
         ({"tool_choice": "any"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
         (
-            {"tool_choice": "required", "response_format": {"type": "json_object"}},
-            "response_format",
+            {"tool_choice": "required", "structured_outputs": {"json_object": True}},
+            "structured_outputs",
         ),
         ({"tools": [{"function": {"name": "f", "parameters": []}}]}, PARAMETERS),
         (

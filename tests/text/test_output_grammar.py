@@ -124,6 +124,38 @@ def test_an_enum_may_hold_what_is_no_text() -> None:
 
 
 @pytest.mark.parametrize("family", CALL_SYNTAXES)
+def test_references_lead_where_they_do_in_the_schema(family: str) -> None:
+    """As pydantic (``$defs``) and zod (``#/properties/...``) write them, and to all of it."""
+    tree = {"type": "array", "items": {"$ref": "#"}, "maxItems": 1}
+    pair = {"type": "array", "items": {"$ref": "#/properties/n"}, "minItems": 2}
+    schema = {
+        "properties": {"n": {"$ref": "#/$defs/digit"}, "~p/": pair, "more": tree},
+        "required": ["n"],
+        "additionalProperties": False,
+        "$defs": {"digit": {"enum": [1, 2, 3]}},
+    }
+    form, grammar = TaggedFormat(WITH_TAGS, CALL_SYNTAXES[family], ()), OutputGrammar()
+    functions = forced_functions({"f": schema}, "required")
+    whole = grammar.whole(form.calls_rule(functions, grammar, one=True))
+    cases: list[tuple[dict[str, Any], bool]] = [
+        ({"n": 3, "~p/": [1, 2], "more": [{"n": 2}]}, True),
+        ({"n": 4}, False),
+        ({"n": 3, "~p/": [1, 4]}, False),
+        ({"n": 3, "more": [{"n": 4}]}, False),
+        ({"n": 3, "more": [{}]}, False),
+    ]
+    for given, fits in cases:
+        xml = CALL_SYNTAXES[family].xml
+        call = ("f", {k: json.dumps(v) for k, v in given.items()} if xml else given)
+        styles = [
+            text
+            for spaced in (True, False)
+            for text in write(family.replace("_v31", "_v3"), [call], spaced=spaced)
+        ]
+        assert any(takes(WITH_TAGS, whole, text) for text in styles) == fits, given
+
+
+@pytest.mark.parametrize("family", CALL_SYNTAXES)
 def test_what_templates_write_is_allowed(family: str) -> None:
     form = TaggedFormat(WITH_TAGS, CALL_SYNTAXES[family], ())
     calls: list[tuple[str, dict[str, Any]]] = [("f", {"a": 'ü "}', "b": 3}), ("get.x-y_2", {})]

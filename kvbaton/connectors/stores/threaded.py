@@ -112,6 +112,10 @@ def _check_backend(name: str, backend: object) -> None:
     told = f"{name}'s back end, a {type(backend).__name__},"
     if missing := _lacks(backend, dir(Backend)):
         raise ConfigError("--store", f"{told} is not a Backend: it lacks {missing}")
+    for call in dir(Backend):
+        if inspect.iscoroutinefunction(getattr(backend, call, None)):
+            what = f"has a coroutine, {call}: its calls block; write a Store of coroutines"
+            raise ConfigError("--store", f"{told} {what}")
     able = getattr(backend, "capabilities", None)
     if not isinstance(able, StoreCapabilities):
         raise ConfigError("--store", f"{told} declares no valid capabilities: {able!r}")
