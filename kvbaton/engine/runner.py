@@ -302,8 +302,10 @@ class Runner:
         sample_rows = self._sample_rows(rows, samples, known, output.plan)
         output.logprob_counts = [params.logprobs for params in sample_rows.params]
         asked = [(i, n) for i, n in enumerate(output.logprob_counts) if n is not None]
-        index = torch.tensor([i for i, _ in asked], device=self.device)
-        raw = logits[index].log_softmax(dim=-1) if asked else None  # `sample` overwrites logits
+        raw = None
+        if asked:
+            index = self._to_device(np.array([i for i, _ in asked]))
+            raw = logits[index].log_softmax(dim=-1)  # `sample` overwrites logits
         output.tokens = sample(logits, sample_rows, self.model.config.eos_token_ids)
         if raw is not None:
             most = max(n for _, n in asked)

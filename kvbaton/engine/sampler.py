@@ -168,9 +168,9 @@ def process_logits(
     if biases:
         # A token that does not exist can't be chosen anyway.
         known = [bias for bias in biases if bias[1] < logits.shape[1]]
-        index = torch.tensor([bias[:2] for bias in known], device=logits.device).reshape(-1, 2).T
-        values = torch.tensor([bias[2] for bias in known], dtype=logits.dtype, device=logits.device)
-        logits.index_put_((index[0].long(), index[1].long()), values, accumulate=True)
+        of, tokens, values = zip(*known, strict=True) if known else ((), (), ())
+        index = _ints(of, logits.device), _ints(tokens, logits.device)
+        logits.index_put_(index, _column(values, logits.device)[:, 0], accumulate=True)
     for step in STEPS:
         if chosen := by_step.get(step):
             step(logits, rows, chosen)
@@ -180,7 +180,9 @@ def _keep_allowed(
     logits: Tensor, rows: npt.NDArray[np.int64], masks: npt.NDArray[np.uint8]
 ) -> None:
     """Make impossible what masks do not allow; see `SampleRows`."""
-    index, packed = (torch.from_numpy(x).to(logits.device) for x in (rows, masks))
+    index, packed = _ints(rows, logits.device), torch.from_numpy(masks)
+    if logits.is_cuda:
+        packed = packed.pin_memory().to(logits.device, non_blocking=True)
     bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
     allowed = (packed[:, :, None] >> bits & 1).bool().flatten(1)[:, : logits.shape[1]]
     logits[index] = logits[index].masked_fill_(~allowed, -math.inf)
@@ -214,8 +216,9 @@ def _forbid_bad_words(logits: Tensor, rows: SampleRows) -> None:
         return
     most = max(len(word) for _, word in words)
     padded = [(-1,) * (most - len(word)) + word for _, word in words]
-    index, table = (torch.tensor(x, device=logits.device) for x in ([r for r, _ in words], padded))
-    ends = torch.from_numpy(rows.lengths).to(logits.device)[index]
+    index = _ints([row for row, _ in words], logits.device)
+    table = _ints(np.array(padded, np.int64).ravel(), logits.device).view(len(padded), most)
+    ends = _ints(rows.lengths, logits.device)[index]
     at = ends[:, None] + torch.arange(1 - most, 0, device=logits.device)
     before, last = table[:, :-1], table[:, -1]
     same = (rows.tokens[index[:, None], at.clamp(min=0)] == before) | (before < 0)
@@ -225,7 +228,16 @@ def _forbid_bad_words(logits: Tensor, rows: SampleRows) -> None:
 
 def _column(values: Sequence[float], device: torch.device) -> Tensor:
     """[rows, 1] float32."""
-    return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
+    return (
+        _ints(np.array(values, np.float64).view(np.int64), device)
+        .view(torch.float64)
+        .float()[:, None]
+    )
+
+
+def _ints(values: Sequence[int] | npt.NDArray[np.int64], device: torch.device) -> Tensor:
+    """[values] int64, without waiting for the device."""
+    return upload([np.asarray(values, np.int64)], device)[0]
 
 
 # --- the steps, each on the rows that want it ---
@@ -233,7 +245,7 @@ def _column(values: Sequence[float], device: torch.device) -> Tensor:
 
 def _penalize(logits: Tensor, rows: SampleRows, chosen: list[int]) -> None:
     """Repetition (Keskar et al., arXiv 1909.05858) over all tokens; the others over generated."""
-    index, params = torch.tensor(chosen, device=logits.device), [rows.params[row] for row in chosen]
+    index, params = _ints(chosen, logits.device), [rows.params[row] for row in chosen]
     part = logits[index]
     seen = _counts(rows, index, logits.shape[1], generated_only=False) > 0
     repetition = _column([p.repetition_penalty for p in params], logits.device)
@@ -250,9 +262,9 @@ def _counts(rows: SampleRows, index: Tensor, vocab: int, *, generated_only: bool
     assert rows.tokens is not None, "penalties need the tokens so far"
     tokens = rows.tokens[index].long()
     position = torch.arange(tokens.shape[1], device=index.device)
-    counted = position < torch.from_numpy(rows.lengths).to(index.device)[index][:, None]
+    counted = position < _ints(rows.lengths, index.device)[index][:, None]
     if generated_only:
-        counted &= position >= torch.from_numpy(rows.num_prompt).to(index.device)[index][:, None]
+        counted &= position >= _ints(rows.num_prompt, index.device)[index][:, None]
     counts = torch.zeros((len(index), vocab), device=index.device)
     return counts.scatter_add_(1, tokens.masked_fill(~counted, 0), counted.float())
 
@@ -266,19 +278,18 @@ def _divide_by_temperature(logits: Tensor, rows: SampleRows, chosen: list[int]) 
 
 
 def _keep_top_k(logits: Tensor, rows: SampleRows, chosen: list[int]) -> None:
-    index, kept = torch.tensor(chosen, device=logits.device), [rows.params[r].top_k for r in chosen]
-    top_ks = torch.tensor(kept, device=logits.device)
-    logits[index] = keep_top_k(logits[index], top_ks, max(kept))
+    index, kept = _ints(chosen, logits.device), [rows.params[row].top_k for row in chosen]
+    logits[index] = keep_top_k(logits[index], _ints(kept, logits.device), max(kept))
 
 
 def _keep_top_p(logits: Tensor, rows: SampleRows, chosen: list[int]) -> None:
-    index = torch.tensor(chosen, device=logits.device)
+    index = _ints(chosen, logits.device)
     top_ps = _column([rows.params[row].top_p for row in chosen], logits.device)
     logits[index] = keep_top_p(logits[index], top_ps)
 
 
 def _keep_min_p(logits: Tensor, rows: SampleRows, chosen: list[int]) -> None:
-    index = torch.tensor(chosen, device=logits.device)
+    index = _ints(chosen, logits.device)
     min_ps = _column([rows.params[row].min_p for row in chosen], logits.device)
     logits[index] = keep_min_p(logits[index], min_ps)
 
