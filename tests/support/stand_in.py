@@ -126,7 +126,8 @@ class StandIn:
 
     def outputs(self, add: AddRequest) -> list[Output]:
         """One token per output; a source stops after its first."""
-        source = add.transfer is not None and add.transfer.role == "source"
+        role = None if add.transfer is None else add.transfer.role
+        source = role == "source"
         shift = self.shift if add.transfer is None or not add.transfer.attempt else 0
         base, limit = len(add.resume_ids), add.params.max_tokens
         end = base + 1 if source else limit
@@ -138,6 +139,7 @@ class StandIn:
                 token_ids=((token_at(add.token_ids, index, choice) + shift) % VOCAB_SIZE,),
                 finish_reason="length" if index == end - 1 else None,
                 cached_tokens=2 if source else 1,
+                transferred_tokens=len(add.token_ids) if role == "target" else 0,
             )
             for index in range(base, end)
             for choice in range(add.params.n)
