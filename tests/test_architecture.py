@@ -59,6 +59,7 @@ LIGHT = (
     "cli",
     "engine.client",
     "testing.suite",
+    "simulate.main",
 )
 """Modules that must not pull in torch, transformers or triton."""
 

@@ -9,10 +9,8 @@ import logging
 import multiprocessing
 import multiprocessing.process
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures.thread import _threads_queues
@@ -28,6 +26,7 @@ from kvbaton.config import LOG_FORMAT
 from kvbaton.engine.client import EngineClient
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.frontends import EngineEndpoints, FrontendServer
+from kvbaton.engine.socket_folder import SocketFolder
 from kvbaton.errors import ConfigError, EngineDeadError
 from kvbaton.malloc import keep_freed_memory
 from kvbaton.messages.engine import Dead, Ready, Shutdown
@@ -44,28 +43,10 @@ GIL_SWITCH_S = 0.0005
 """Python's own 5 ms are a whole step: so long would the core's thread, back from a step, wait for
 the interpreter while another one computes (bursts of 8 ms: p95 of the wait 5.2 ms, and 0.7 with
 this; a decode node's transfer thread takes in a prompt of 2,000 tokens in bursts of 1.5 ms)."""
-MAX_FOLDER = 70
-"""Bytes of a path to which `socket_folder` adds: the address of a Unix socket has 107."""
 LAST_WORDS_S = 1.0
 """A child that dies tells why: a lost connection to it ends its requests only after this."""
 
 _reports = msgspec.msgpack.Decoder(Ready | Dead)
-
-
-def socket_folder() -> str:
-    """Make a folder for Unix sockets, in ``/tmp`` if the path of ``TMPDIR`` is too long for them.
-
-    It has mode 0700: only we may connect.
-
-    Raises:
-        ConfigError: no folder for temporary files can be written to.
-    """
-    try:
-        long = len(os.fsencode(tempfile.gettempdir())) > MAX_FOLDER
-        return tempfile.mkdtemp(prefix="kvbaton-", dir="/tmp" if long else None)
-    except OSError as error:
-        text = f"must name a folder that can be written to, for sockets: {error}"
-        raise ConfigError("TMPDIR", text) from error
 
 
 def core_main(
@@ -175,8 +156,8 @@ class EngineProcess(EngineClient):
 
     def __init__(self) -> None:
         super().__init__()
-        self._folder = socket_folder()
-        self.local_address = f"ipc://{self._folder}/engine"
+        self._folder = SocketFolder()
+        self.local_address = f"ipc://{self._folder.path}/engine"
         self._reports, self._child_end = multiprocessing.get_context("spawn").Pipe(duplex=False)
         self._first_report: asyncio.Future[Ready] = self._loop.create_future()
         self._closing = False
@@ -298,4 +279,4 @@ class EngineProcess(EngineClient):
         self._fail("the engine was shut down")
         await self.close()
         self._reports.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.close()

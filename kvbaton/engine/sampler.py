@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kvbaton.engine.grammars import mask_of
 from kvbaton.engine.upload import upload
 from kvbaton.kernels.jit import use_triton
 from kvbaton.kernels.sample_tokens import (
@@ -186,20 +187,6 @@ def _keep_allowed(
     bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
     allowed = (packed[:, :, None] >> bits & 1).bool().flatten(1)[:, : logits.shape[1]]
     logits[index] = logits[index].masked_fill_(~allowed, -math.inf)
-
-
-def mask_of(params: SamplingParams, vocab: int) -> npt.NDArray[np.uint8]:
-    """A mask that allows their `allowed_token_ids`, made once; see `SampleRows`.
-
-    They keep it: a cache by the ids would hash them at each step, 0.6 ms for a whole vocabulary.
-    """
-    kept: dict[str, npt.NDArray[np.uint8]] = params.__dict__
-    name = f"mask of {vocab}"
-    if name not in kept:
-        allowed = np.zeros(vocab, np.bool_)
-        allowed[list(params.allowed_token_ids or ())] = True
-        kept[name] = np.packbits(allowed, bitorder="little")
-    return kept[name]
 
 
 def _forbid_bad_words(logits: Tensor, rows: SampleRows) -> None:

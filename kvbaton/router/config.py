@@ -43,12 +43,14 @@ class RelayTimers:
         finish_grace_s: how long the target may take to confirm an end that the source announced.
         max_retries: attempts after the first.
         move_s: how long another node may take to be ready to go on in the target's place.
+        marks_s: how long the end of a timed request waits for what others than the target mark.
     """
 
     idle_s: float = 120.0
     finish_grace_s: float = 2.0
     max_retries: int = 2
     move_s: float = 30.0
+    marks_s: float = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)

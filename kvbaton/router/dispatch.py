@@ -472,8 +472,8 @@ class _NodeCall:
             running.take_marks(asked, output.marks)
         try:
             running.perform(running.relay.output(asked, output, now))
-            if asked.side == "source":
-                running.arm()  # an end that it announced has its own deadline
+            if output.finish_reason is not None:
+                running.arm()  # an end has a deadline, where it waits for what others say
         except Exception as error:
             logger.exception("unforeseen failure of a request to %s", asked.node.node_id)
             self.end(RequestError(f"the router failed: {error!r}", status=500))

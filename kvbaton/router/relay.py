@@ -22,6 +22,8 @@ for it. Items of the prompt may have an *encoder* each. Laws:
    said more meanwhile, it is stopped, and the successor is asked once more, from all that is
    committed, of which it has nearly all KV by then. A successor that fails, is late or contradicts
    what is committed changes nothing, as long as the target is there.
+8. The end of a timed request waits, `marks_s` at most, for the source whose KV the target got and
+   for encoders of what no cache had: their times may come later than the target's last token.
 
 Event in, list of actions out; the clock is an argument, in seconds. Each token goes this way, so
 the common case (the target's next token) is short.
@@ -117,9 +119,10 @@ class RequestRelay:
 
     __slots__ = (
         "_avoid", "_base", "_cached", "_choices", "_confirm_by", "_excused", "_expires_at",
-        "_first_index", "_heard_at", "_item_ids", "_may_retry", "_move_by", "_moving_to", "_open",
-        "_owes_prompt_logprobs", "_prefilled", "_route", "_target_spoke", "_timers",
-        "_transfer_id", "_transferred", "_waiting", "attempt", "done", "request", "story",
+        "_first_index", "_heard_at", "_item_ids", "_marks_by", "_may_retry", "_move_by",
+        "_moving_to", "_open", "_owes_prompt_logprobs", "_prefilled", "_route", "_target_spoke",
+        "_timers", "_transfer_id", "_transferred", "_waiting", "attempt", "done", "request",
+        "story",
     )  # fmt: skip
 
     def __init__(
@@ -147,7 +150,7 @@ class RequestRelay:
         self._heard_at = now
         self._confirm_by: float | None = None
         self._excused = 0  # attempts that moves began, or that nodes left which were told to stop
-        self._move_by = math.inf
+        self._move_by = self._marks_by = math.inf
         self._moving_to: Route | None = None
         self._first_index = len(request.resume_ids)
         self._choices = [_Choice(list(request.resume_ids)) for _ in range(request.params.n)]
@@ -241,10 +244,9 @@ class RequestRelay:
             actions = self._from_source(output, now) or self._late_prompt_logprobs(output)
             return actions + self._release(now)
         self._target_spoke = True
-        if reason is not None and self._owes_prompt_logprobs and output.prompt_logprobs is None:
-            if any(other.side == "source" for other in self._open):  # it alone knows them
-                self._waiting.append((asked, output))
-                return []
+        if reason is not None and self._end_waits(output, now):
+            self._waiting.append((asked, output))
+            return []
         return self._from_target(asked, output, now) or self._late_prompt_logprobs(output)
 
     def failed(self, asked: NodeRequest, error: NodeError, now: float) -> list[Action]:
@@ -266,8 +268,9 @@ class RequestRelay:
                 error.message, param=error.param, status=error.status or 400, code=error.code
             )
             return self.fail(refusal)
-        if asked.side == "source" and self._target_spoke and not self._waiting:
-            return [CancelNode(asked)]
+        owes_scores = self._waiting and self._owes_prompt_logprobs
+        if asked.side == "source" and self._target_spoke and not owes_scores:
+            return [CancelNode(asked), *self._release(now)]
         # A target whose source is gone would find out by a timer of seconds; a new attempt is
         # faster, and with nobody else to prefill it is the target alone.
         if error.leaving:
@@ -288,7 +291,7 @@ class RequestRelay:
             return []
         if asked.side in ("source", "encoder"):
             self._close(asked)
-            return self._release(now) if asked.side == "source" else []
+            return self._release(now)
         if self._waiting:
             return []
         return self.failed(asked, NodeError("its stream ended before the request did"), now)
@@ -303,6 +306,11 @@ class RequestRelay:
             return []
         if now >= self._expires_at:
             return self.fail(self._expired())
+        if now >= self._marks_by:
+            silent = [other for other in self._open if other.side != "target"]
+            for other in silent:
+                self._close(other)
+            return [*map(CancelNode, silent), *self._release(now)]
         if self._confirm_by is not None and now >= self._confirm_by:
             return self._finish_as_announced()
         if now >= self._heard_at + self._timers.idle_s:
@@ -317,7 +325,8 @@ class RequestRelay:
 
     def next_deadline(self) -> float:
         """When to call `tick` at the latest; later for every word of a node."""
-        when = min(self._expires_at, self._heard_at + self._timers.idle_s, self._move_by)
+        limits = self._expires_at, self._heard_at + self._timers.idle_s
+        when = min(*limits, self._move_by, self._marks_by)
         return when if self._confirm_by is None else min(when, self._confirm_by)
 
     # --- tokens ---
@@ -437,9 +446,26 @@ class RequestRelay:
             return []
         return [self._commit(output, (), None, None)]
 
+    def _end_waits(self, output: Output, now: float) -> bool:
+        """Whether the end of a choice is to wait for what others have yet to say."""
+        if self._owes_prompt_logprobs and output.prompt_logprobs is None:
+            if self._asked("source") is not None:  # it alone knows them
+                return True
+        if self.request.timed and any(self._owes_marks(other, output) for other in self._open):
+            self._marks_by = now + self._timers.marks_s
+            return True
+        return False
+
+    def _owes_marks(self, asked: NodeRequest, output: Output) -> bool:
+        """Whether a node has yet to say when it did what an output of the target builds on."""
+        if asked.side != "encoder":
+            return asked.side == "source" and output.transferred_tokens > 0
+        item = self.request.items[asked.item]
+        return item.start + item.length > self._cached
+
     def _release(self, now: float) -> list[Action]:
-        """Ends that the target told, and that waited for the prompt's log probabilities."""
-        waiting, self._waiting = self._waiting, []
+        """Ends that the target told, and that waited for what others had yet to say."""
+        waiting, self._waiting, self._marks_by = self._waiting, [], math.inf
         return [action for asked, output in waiting for action in self.output(asked, output, now)]
 
     # --- attempts ---
@@ -462,7 +488,7 @@ class RequestRelay:
         """The node that prefills waits for an output that will not come."""
         self._avoid |= {asked.node.node_id}
         if self._prefilled or self.attempt - self._excused >= self._timers.max_retries:
-            return []
+            return self._release(now)
         # It would find out by a timer of seconds: a new attempt is faster, and what the first one
         # has computed, encoded and received is in caches.
         before = self._open
@@ -481,7 +507,7 @@ class RequestRelay:
             return []
         self.attempt += 1
         self._base, self._heard_at, self._confirm_by = len(resume_ids), now, None
-        self._move_by = math.inf
+        self._move_by = self._marks_by = math.inf
         self._target_spoke = self._prefilled = False
         self._waiting.clear()
         self._open = self._node_requests(route, resume_ids, now)

@@ -14,6 +14,7 @@ from functools import reduce
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler
 from msgspec import Struct
 from prometheus_client import CollectorRegistry, generate_latest
 from typing_extensions import override
@@ -49,6 +50,10 @@ REPORT_S = 0.1
 """A worker tells its loads so often, if they changed."""
 RETRY_S = 1.0
 """Between attempts to reach an engine."""
+REACH_S = 5.0
+"""So long a request waits for a worker that has yet to reach a ready node."""
+SERVED = ("/v1/", "/tokenize", "/detokenize", "/health", "/ping")
+"""What such a worker could not answer."""
 
 
 class ClusterState(Struct, frozen=True):
@@ -118,6 +123,14 @@ async def worker(link: WorkerLink, payload: tuple[RouterConfig, FrontendConfig, 
     nodes = WorkerNodes(link, loads, config.cluster_key, prefix_index(config))
     app = router_app(config, nodes, tokenizer, edge, loads, routes(link))
     nodes.totals = app[ROUTER].totals
+
+    @web.middleware
+    async def once_reached(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path.startswith(SERVED):
+            await nodes.until_reached()
+        return await handler(request)
+
+    app.middlewares.append(once_reached)
     registry = app[FRONTEND].metrics.registry
     registry.register(NodeCollector(list, loads))
     async with _running(nodes.watch(), nodes.report_loads()):
@@ -153,6 +166,7 @@ class WorkerNodes(KnownNodes):
         self._told: tuple[Mapping[str, NodeLoad], RouterTotals] = {}, RouterTotals()
         self.totals: Callable[[], RouterTotals] = RouterTotals
         self._published: tuple[Member, ...] = ()
+        self._reached = asyncio.Event()
         self._news = asyncio.Event()
         link.on_state = self.take_state
 
@@ -185,6 +199,24 @@ class WorkerNodes(KnownNodes):
             else replace(member, state=NodeState.STARTING)
             for member in self._published
         )
+        if self.membership.ready().serving or all(m.paused for m in self._unreached()):
+            self._reached.set()
+        else:
+            self._reached.clear()
+
+    def _unreached(self) -> list[Member]:
+        """Ready nodes that this worker has yet to reach."""
+        ready = (m for m in self._published if m.state is NodeState.READY)
+        return [member for member in ready if not self.engines.reached(member.info)]
+
+    async def until_reached(self) -> None:
+        """Wait until a node can be asked from here, if one is ready; `REACH_S` at most.
+
+        Not before the supervisor has said for the first time which there are.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(REACH_S):
+                await self._reached.wait()
 
     @override
     def unreachable(self, node: NodeInfo, error: str) -> None:
@@ -201,18 +233,18 @@ class WorkerNodes(KnownNodes):
         """Reach engines, for ever."""
         while True:
             self._news.clear()
-            for member in self._published:
-                if member.state is NodeState.READY and not self.engines.reached(member.info):
-                    try:
-                        await self.engines.reach(member.info)
-                    except (EngineDeadError, ValueError) as error:
-                        node_id = member.info.node_id
-                        logger.warning("can't reach the engine of %s: %s", node_id, error)
-                    self._show()
+            await asyncio.gather(*(self._reach(member.info) for member in self._unreached()))
             await self.engines.sweep()
             with suppress(TimeoutError):
                 async with asyncio.timeout(RETRY_S):
                     await self._news.wait()
+
+    async def _reach(self, node: NodeInfo) -> None:
+        try:
+            await self.engines.reach(node)
+        except (EngineDeadError, ValueError) as error:
+            logger.warning("can't reach the engine of %s: %s", node.node_id, error)
+        self._show()
 
     async def report_loads(self) -> None:
         """Tell what is in flight, for ever."""

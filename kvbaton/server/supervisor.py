@@ -14,7 +14,6 @@ import itertools
 import logging
 import multiprocessing
 import multiprocessing.process
-import shutil
 import signal
 import socket
 import struct
@@ -29,7 +28,7 @@ from aiohttp.typedefs import Handler
 from prometheus_client import CollectorRegistry, generate_latest
 
 from kvbaton.config import LOG_FORMAT
-from kvbaton.engine.process import socket_folder
+from kvbaton.engine.socket_folder import SocketFolder
 from kvbaton.errors import ConfigError, RequestError
 from kvbaton.server.app import freeze_startup, serve_on
 from kvbaton.server.auth import PEER
@@ -132,8 +131,8 @@ class Supervisor:
         self._main, self._payload, self._listener = main, payload, listener
         self._log_level = log_level
         self._count = count
-        self._folder = socket_folder()
-        self._control_path = f"{self._folder}/control"
+        self._folder = SocketFolder()
+        self._control_path = f"{self._folder.path}/control"
         control.middlewares.insert(0, _restore_peer)
         self._runner = web.AppRunner(control, access_log=None, auto_decompress=False)
         self._state: PublishedState | None = None
@@ -220,7 +219,7 @@ class Supervisor:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
         await self._runner.cleanup()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.close()
 
     def spawn(self, index: int, link: socket.socket) -> multiprocessing.process.BaseProcess:
         """A worker's process, started."""

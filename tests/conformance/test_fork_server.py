@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvbaton.testing import fork_server as module
 from kvbaton.testing.fork_server import ForkedProcess, ForkServer, fork_server
 from kvbaton.testing.kit import CaseFailure
 from kvbaton.testing.remote import RemoteProcess
@@ -24,6 +25,13 @@ if __name__ == "__main__":
 """
 
 
+@pytest.fixture
+def imports_only_what_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server of the test's own: torch, which others share, takes seconds."""
+    monkeypatch.setattr(module, "SHARED", ())
+
+
+@pytest.mark.usefixtures("imports_only_what_it_is_told")
 @pytest.mark.parametrize("thread", [False, True], ids=["forked", "afresh-where-a-thread-ran"])
 def test_a_process_has_its_words_streams_environment_and_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, thread: bool
@@ -62,6 +70,7 @@ def test_what_was_killed_has_ended_and_may_be_killed_again() -> None:
         process.kill()
 
 
+@pytest.mark.usefixtures("imports_only_what_it_is_told")
 def test_a_process_that_ends_at_once_ends_no_server() -> None:
     """Where they share a core, it may have ended before the server has looked at it."""
     server = ForkServer()

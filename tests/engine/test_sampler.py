@@ -20,7 +20,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from kvbaton.engine.sampler import SampleRows, logprobs_of, mask_of, process_logits, sample
+from kvbaton.engine.grammars import mask_of
+from kvbaton.engine.sampler import SampleRows, logprobs_of, process_logits, sample
 from kvbaton.messages.engine import SamplingParams
 
 VOCAB = 120

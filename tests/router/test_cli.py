@@ -357,7 +357,8 @@ def test_up_ends_what_it_started_when_its_terminal_goes(broken_model: str) -> No
     assert processes_with(broken_model) == []
 
 
-PRINTS = (["version"], ["connectors", "list"], "simulate --trace code --rate 1 --seconds 2".split())
+SIMULATE = "simulate --trace code --rate 1 --seconds 2"
+PRINTS = (["version"], ["connectors", "list", "tcp"], SIMULATE.split())
 
 
 @pytest.mark.parametrize("words", PRINTS, ids=lambda words: words[0])

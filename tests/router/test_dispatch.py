@@ -70,6 +70,13 @@ async def test_both_legs_get_their_parts_at_once(make_rig: Any) -> None:
     await eventually(lambda: rig.loads() == {})
 
 
+async def test_a_timed_request_ends_also_if_its_source_says_nothing(make_rig: Any) -> None:
+    rig = await make_rig()
+    rig.nodes["p0"].gate.clear()
+    assert tokens(await collect(rig, request(timed=True))) == expected(4)
+    await eventually(lambda: rig.nodes["p0"].cancelled == 1)
+
+
 async def test_nodes_are_told_what_tokens_may_take(make_rig: Any) -> None:
     rig = await make_rig(dispatch=DispatchConfig(max_itl=20.0, policy="least-loaded"))
     await collect(rig, request())

@@ -690,6 +690,60 @@ def test_a_source_that_dies_with_the_prompts_logprobs_is_replaced() -> None:
     assert len(bench.started) > 2, "no new attempt"
 
 
+def test_the_end_of_a_timed_request_waits_for_when_its_source_prefilled() -> None:
+    """The target may be faster with all tokens than the source with the one that it sampled."""
+    bench = Bench(request(max_tokens=2, timed=True)).start()
+    bench.say("target", 0, 10, 11, finish_reason="length", transferred_tokens=2)
+    assert bench.end is None
+    bench.say("source", 0, 10, finish_reason="length")
+    bench.ended("source")
+    assert isinstance(bench.end, Finished)
+    assert bench.tokens() == [10, 11]
+
+
+@pytest.mark.parametrize(("timed", "transferred"), [(False, 2), (True, 0)])
+def test_nothing_else_waits_for_its_source(timed: bool, transferred: int) -> None:
+    """Nor does it if the target had all tokens: the source may never come to prefill."""
+    bench = Bench(request(max_tokens=2, timed=timed)).start()
+    bench.say("target", 0, 10, 11, finish_reason="length", transferred_tokens=transferred)
+    assert isinstance(bench.end, Finished)
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_source_whose_times_do_not_come_costs_no_attempt(dies: bool) -> None:
+    bench = Bench(request(max_tokens=2, timed=True)).start()
+    bench.say("target", 0, 10, 11, finish_reason="length", transferred_tokens=2)
+    if dies:
+        bench.fail("source", lost=True)
+    else:
+        assert bench.relay.next_deadline() == bench.now + TIMERS.marks_s
+        bench.wait(TIMERS.marks_s)
+    assert isinstance(bench.end, Finished)
+    assert bench.tokens() == [10, 11]
+    assert [asked.side for asked in bench.started] == ["source", "target"]
+    assert bench.cancelled == [bench.asked("source")]
+
+
+def test_the_end_of_a_timed_request_waits_for_when_its_items_were_encoded() -> None:
+    bench = Bench(request(max_tokens=2, timed=True, items=ITEMS)).start()
+    bench.say("source", 0, 10, finish_reason="length")
+    bench.ended("source")
+    bench.say("target", 0, 10, 11, finish_reason="length", transferred_tokens=2)
+    bench.encoded(0)
+    assert bench.end is None
+    bench.fail("encoder", item=1)
+    assert isinstance(bench.end, Finished)
+    assert bench.tokens() == [10, 11]
+
+
+def test_an_encoder_of_what_was_cached_may_never_come_to_it() -> None:
+    bench = Bench(request(max_tokens=2, timed=True, items=ITEMS)).start()
+    bench.say("source", 0, 10, finish_reason="length", cached_tokens=40)
+    bench.ended("source")
+    bench.say("target", 0, 10, 11, finish_reason="length", transferred_tokens=2)
+    assert isinstance(bench.end, Finished)
+
+
 def test_who_computes_the_prompt_is_told_what_is_left_of_the_objective() -> None:
     bench = Bench(request(ttft_s=2.0)).start()
     assert bench.asked("source").request.ttft_s == 2.0

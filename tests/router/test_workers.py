@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,14 @@ import pytest
 
 from kvbaton.errors import ConfigError
 from kvbaton.messages.nodes import NodeInfo
-from kvbaton.router.workers import _running
+from kvbaton.router import workers
+from kvbaton.router.config import RouterConfig
+from kvbaton.router.membership import Member, NodeState
+from kvbaton.router.workers import ClusterState, _running, worker
+from kvbaton.server.frontend import FrontendConfig
+from kvbaton.server.network import bind
 from kvbaton.server.sse import read_events
+from kvbaton.server.supervisor import PublishedState, WorkerLink, _Channel
 from kvbaton.types import PromptLimits
 from tests.support.scripted_source import write_tokenizer
 from tests.support.stand_in import MODEL, StandIn, stand_in
@@ -187,6 +194,98 @@ async def healthy(url: str) -> bool:
                 return response.status == 200 and (await response.json())["ready"] == 2
     except aiohttp.ClientError:
         return False
+
+
+class OneWorker:
+    """A worker in the test's process, and what its supervisor tells it."""
+
+    def __init__(self, folder: Path) -> None:
+        listener = bind("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        self._listener, self._folder = listener, write_tokenizer(folder)
+
+    async def __aenter__(self) -> OneWorker:
+        ours, theirs = socket.socketpair()
+        self._channel = await _Channel.open(ours)
+        self._session = aiohttp.ClientSession()
+        link = WorkerLink(self._listener, await _Channel.open(theirs), self._session)
+        payload = RouterConfig(), FrontendConfig(model_name=MODEL), str(self._folder)
+        self._serving = asyncio.create_task(worker(link, payload))
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        self._channel.close()
+        await self._serving
+        await self._session.close()
+
+    def tell(self, *members: Member) -> None:
+        """All nodes that there are."""
+        data = msgspec.msgpack.encode(ClusterState(members))
+        self._channel.send(msgspec.msgpack.encode(PublishedState(data)))
+
+    async def status(self, path: str) -> int:
+        async with aiohttp.ClientSession(self.url) as session, session.get(path) as response:
+            return response.status
+
+
+def members(nodes: list[StandIn], state: NodeState = NodeState.READY) -> list[Member]:
+    """As a supervisor knows them."""
+    return [Member(node.info, static=False, heard_at=0.0, state=state) for node in nodes]
+
+
+@pytest.fixture
+async def one_worker(tmp_path: Path) -> Any:
+    async with OneWorker(tmp_path) as one:
+        yield one
+
+
+@pytest.mark.parametrize("told", [True, False])
+async def test_a_worker_that_has_yet_to_reach_ready_nodes_refuses_nobody(
+    one_worker: OneWorker, nodes: list[StandIn], told: bool
+) -> None:
+    """As one that was started in the place of another, which has yet to hear of them, too."""
+    for node in nodes:
+        node.attends.clear()
+    if told:
+        one_worker.tell(*members(nodes))
+    asking = asyncio.create_task(ask(one_worker.url))
+    probe = asyncio.create_task(one_worker.status("/health"))
+    assert await one_worker.status("/live") == 200
+    assert await one_worker.status("/live") == 200, "those came before"
+    if not told:
+        one_worker.tell(*members(nodes))
+    for node in nodes:
+        node.attends.set()
+    assert await asking
+    assert await probe == 200
+
+
+async def test_a_worker_says_at_once_that_no_node_is_ready(
+    one_worker: OneWorker, nodes: list[StandIn]
+) -> None:
+    for known in ([], members(nodes, NodeState.UNHEALTHY)):
+        one_worker.tell(*known)
+        async with asyncio.timeout(workers.REACH_S):
+            assert await one_worker.status("/health") == 503
+
+
+async def test_a_worker_that_reaches_no_node_says_so(
+    one_worker: OneWorker, nodes: list[StandIn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "REACH_S", 0.05)
+    for node in nodes:
+        node.attends.clear()
+    one_worker.tell(*members(nodes))
+    assert await one_worker.status("/health") == 503
+
+
+async def test_a_worker_reaches_nodes_beside_one_that_stands_still(
+    one_worker: OneWorker, nodes: list[StandIn]
+) -> None:
+    nodes[0].attends.clear()
+    one_worker.tell(*members(nodes))
+    async with asyncio.timeout(workers.REACH_S):
+        assert await ask(one_worker.url)
 
 
 async def test_what_runs_beside_a_worker_ends_it_with_itself() -> None:

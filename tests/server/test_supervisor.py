@@ -6,7 +6,6 @@ import asyncio
 import errno
 import itertools
 import os
-import shutil
 import signal
 import tempfile
 import tracemalloc
@@ -21,7 +20,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvbaton.engine.client import LONG_COMMANDS
 from kvbaton.engine.frontends import EngineEndpoints, FrontendServer
-from kvbaton.engine.process import socket_folder
+from kvbaton.engine.socket_folder import SocketFolder
 from kvbaton.errors import ConfigError
 from kvbaton.router.nodes import RESET_STORE_TIMEOUT_S
 from kvbaton.server.auth import PEER
@@ -143,7 +142,7 @@ def test_without_a_folder_for_temporary_files_it_is_said_what_to_name(
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "nowhere")])
     with pytest.raises(ConfigError, match="TMPDIR: must name a folder that can be written to"):
-        socket_folder()
+        SocketFolder()
 
 
 async def test_a_long_path_of_temporary_files_is_too_long_for_sockets_only(
@@ -154,9 +153,9 @@ async def test_a_long_path_of_temporary_files_is_too_long_for_sockets_only(
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     async with supervised() as (_, url), fresh_session(url) as session:
         assert await who(session)
-    sockets = socket_folder()
-    FrontendServer(EngineEndpoints(local=f"ipc://{sockets}/engine", host="127.0.0.1")).close()
-    shutil.rmtree(sockets)
+    sockets = SocketFolder()
+    FrontendServer(EngineEndpoints(local=f"ipc://{sockets.path}/engine", host="127.0.0.1")).close()
+    sockets.close()
 
 
 async def test_what_is_the_supervisors_is_passed_on() -> None:

@@ -41,6 +41,7 @@ class StandIn:
         received: requests, in order.
         arrived: set when a request came.
         gate: while clear, nothing is answered.
+        attends: while clear, its engine reads nothing that frontends send, so that none gets in.
         cancelled: requests that the router ended before their end.
         status: answer this error instead.
         die_after: its engine dies after so many outputs.
@@ -56,6 +57,7 @@ class StandIn:
     received: list[AddRequest] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     gate: asyncio.Event = field(default_factory=asyncio.Event)
+    attends: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: int = 0
     status: int | None = None
     body: dict[str, object] = field(default_factory=dict)
@@ -126,7 +128,8 @@ class StandIn:
 
     def outputs(self, add: AddRequest) -> list[Output]:
         """One token per output; a source stops after its first."""
-        source = add.transfer is not None and add.transfer.role == "source"
+        role = None if add.transfer is None else add.transfer.role
+        source = role == "source"
         shift = self.shift if add.transfer is None or not add.transfer.attempt else 0
         base, limit = len(add.resume_ids), add.params.max_tokens
         end = base + 1 if source else limit
@@ -138,6 +141,7 @@ class StandIn:
                 token_ids=((token_at(add.token_ids, index, choice) + shift) % VOCAB_SIZE,),
                 finish_reason="length" if index == end - 1 else None,
                 cached_tokens=2 if source else 1,
+                transferred_tokens=len(add.token_ids) if role == "target" else 0,
             )
             for index in range(base, end)
             for choice in range(add.params.n)
@@ -168,7 +172,7 @@ class EngineSocket:
         self._turns = asyncio.create_task(self._turn())
 
     async def _turn(self) -> None:
-        while True:
+        while await self._node.attends.wait():
             for message in self._frontends.receive(0.0, self._wake):
                 match message:
                     case AddRequest(request_id=name):
@@ -212,4 +216,5 @@ def stand_in(role: str, node_id: str) -> StandIn:
     )
     node = StandIn(info)
     node.gate.set()
+    node.attends.set()
     return node
