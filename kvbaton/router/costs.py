@@ -301,6 +301,8 @@ class CostModel:
             meet = self._generating(node, output_tokens * every_s / (1 - share))
             meet = max(meet, 1.0 - load.pending / load.sequences)
         sequences, tokens = meet * load.sequences, meet * load.tokens
+        if self._live:  # what they have generated is context, too
+            tokens += (load.sequences - load.pending) * self._live_tokens / self._live
         before = speed.decode_s(sequences, tokens)
         after = speed.decode_s(sequences + 1, tokens + num_tokens)
         free = node.load.get("free_blocks")
