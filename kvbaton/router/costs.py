@@ -17,10 +17,11 @@ from msgspec.structs import replace
 
 from kvbaton.engine.chunk_limit import IN_TIME, chunk_tokens
 from kvbaton.messages.nodes import STEP_COSTS, NodeInfo
-from kvbaton.router.loads import NodeLoad, NodeLoads
+from kvbaton.router.loads import IDLE, NodeLoad, NodeLoads
 from kvbaton.router.overheads import Handovers, Overhead
 from kvbaton.router.predictions import Decode, Prediction, Prefill
 from kvbaton.router.prompt_queue import PromptQueue
+from kvbaton.router.role_plan import RolePlan
 from kvbaton.router.wires import UNKNOWN, Wires
 
 LENGTHS = 128
@@ -93,6 +94,7 @@ class CostModel:
         relayed: tokens that clients were told; who tells them counts them here.
         short_output: that a quarter of the last requests do not exceed.
         wires: between nodes.
+        roles: which nodes only generate; None without an objective of the tokens after the first.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -118,6 +120,7 @@ class CostModel:
         self._crossed: dict[str, tuple[float, float]] = {}
         self._queues: dict[str, PromptQueue] = {}
         self._queued_at: dict[str, str] = {}
+        self.roles: RolePlan | None = None
 
     # --- speeds ---
 
@@ -301,6 +304,8 @@ class CostModel:
             meet = self._generating(node, output_tokens * every_s / (1 - share))
             meet = max(meet, 1.0 - load.pending / load.sequences)
         sequences, tokens = meet * load.sequences, meet * load.tokens
+        if self._live:  # what they have generated is context, too
+            tokens += (load.sequences - load.pending) * self._live_tokens / self._live
         before = speed.decode_s(sequences, tokens)
         after = speed.decode_s(sequences + 1, tokens + num_tokens)
         free = node.load.get("free_blocks")
@@ -349,6 +354,8 @@ class CostModel:
 
     def targets_per_s(self, node: NodeInfo) -> float:
         """Sequences per second that a node was given to generate, of late."""
+        if self.roles is not None and node.node_id in self.roles.generating:
+            return self.roles.per_s
         at, per_s, _ = self._targeted.get(node.node_id, (0.0, 0.0, 0.0))
         return per_s * self._kept(at) if per_s else 0.0
 
@@ -363,6 +370,8 @@ class CostModel:
         self._given_since = min(self._given_since, now)
         at, share, steps = self._prefilled.get(prefills.node_id, (now, 0.0, 0.0))
         kept, work_s = self._kept(at), predicted.work_s
+        if self.roles is not None:
+            self.roles.given(now, work_s)
         _, speed = self._speeds.get(prefills.node_id, (None, None))
         count, queue = 1.0, self._queues.get(prefills.node_id)
         if speed is not None and speed.full_s:
@@ -443,6 +452,22 @@ class CostModel:
             return 0.0
         left = self._left_s(load, since)
         return min(left, speed.step_s + speed.full_s)
+
+    def plan_roles(self, loads: Mapping[str, NodeLoad], num_tokens: int) -> None:
+        """See which nodes only generate, before one with so long a prompt is placed."""
+        roles, now = self.roles, self._clock()
+        if roles is None or not roles.is_due(now, num_tokens):
+            return
+        nodes = [node for node in self._learned or () if node.role == "any"]
+        there = {node.node_id: loads.get(node.node_id, IDLE) for node in nodes}
+        if not there:
+            return
+        _, speed = self._speeds[max(there, key=lambda i: there[i].sequences - there[i].pending)]
+        assert speed is not None, "ask only what `learn` has found measured"
+        tokens = roles.prompt_tokens + (self._live_tokens / self._live if self._live else 0.0)
+        how = speed.step_s, speed.decode_s(1, tokens), speed.full_s, self.output_tokens
+        for node_id in roles.plan(now, there, *how):
+            self._prefilled.pop(node_id, None)  # prompts to come are given to others
 
     # --- what comes of them ---
 

@@ -20,6 +20,8 @@ MISSED_S = 30.0
 """A request that misses an objective counts as so many seconds."""
 CERTAINTY = 8.0
 """What is expected to take half its objective misses it once in 2 to this power."""
+APART = 16.0
+"""The same of steps while some nodes only generate: no prompts come beside what is there."""
 MISJUDGED = 0.1
 """So often how many prompts will come beside a text is not known at all."""
 
@@ -29,11 +31,11 @@ def missed_s(seconds: float, objective_s: float | None) -> float:
     return 0.0 if objective_s is None else MISSED_S * likely(seconds, objective_s)
 
 
-def likely(seconds: float, objective_s: float) -> float:
+def likely(seconds: float, objective_s: float, certainty: float = CERTAINTY) -> float:
     """That what is expected to be so much is more than an objective."""
     if seconds < 1e-6:
         return 0.0
-    return 1.0 / (1.0 + math.pow(objective_s / seconds, CERTAINTY))
+    return 1.0 / (1.0 + math.pow(objective_s / seconds, certainty))
 
 
 class ItlObjective(ABC):
@@ -48,12 +50,20 @@ class ItlObjective(ABC):
 
     Attributes:
         spared: so likely a text that generates will meet no prompts but those that are there.
+        forgiven: share of a text's times that may be longer; None if it is their mean that counts.
     """
 
     spared: ClassVar[float]
+    forgiven: float | None = None
 
     def __init__(self, slo_s: float, costs: CostModel) -> None:
         self._slo_s, self._costs = slo_s, costs
+
+    def _likely(self, seconds: float) -> float:
+        """That a step which is expected to take so long misses the objective."""
+        roles = self._costs.roles
+        apart = roles is not None and roles.generating
+        return likely(seconds, self._slo_s, APART if apart else CERTAINTY)
 
     @abstractmethod
     def own(self, decode: Decode) -> float:
@@ -125,7 +135,7 @@ class MeanItl(ItlObjective):
         return self._missed(decode.others_s + slower_s + wait_s / tokens)
 
     def _missed(self, seconds: float) -> float:
-        return missed_s(seconds, self._slo_s)
+        return MISSED_S * self._likely(seconds)
 
 
 class PercentileItl(ItlObjective):
@@ -146,7 +156,7 @@ class PercentileItl(ItlObjective):
 
     def __init__(self, slo_s: float, percentile: float, costs: CostModel) -> None:
         super().__init__(slo_s, costs)
-        self._forgiven = 1.0 - percentile / 100
+        self.forgiven = self._forgiven = 1.0 - percentile / 100
 
     @override
     def own(self, decode: Decode) -> float:
@@ -169,13 +179,13 @@ class PercentileItl(ItlObjective):
     def _missed(self, tokens: float, step_s: float, decode: Decode, wait_s: float) -> float:
         """Of a text with steps of such a time, prompts as of late, and some that surely come."""
         share, full_s, prompt_s = decode.prefill_share, decode.full_s, decode.prompt_s
-        slow, always = 0.0, likely(step_s, self._slo_s)
+        slow, always = 0.0, self._likely(step_s)
         if share:
             prompts = tokens * step_s / prompt_s * share / (1 - share)
-            slow = prompts * (likely(step_s + prompt_s, self._slo_s) - always)
+            slow = prompts * (self._likely(step_s + prompt_s) - always)
         if wait_s:  # of several prompts in full steps
             steps = max(1.0, wait_s / full_s)
-            slow += steps * (likely(step_s + wait_s / steps, self._slo_s) - always)
+            slow += steps * (self._likely(step_s + wait_s / steps) - always)
         stalled = self._too_many(tokens, slow)
         return MISSED_S * (stalled + (1 - stalled) * always)
 

@@ -22,8 +22,16 @@ from kvbaton.errors import ConfigError, import_failure
 from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.config import RoutingPolicy
 from kvbaton.router.costs import CostModel
-from kvbaton.router.objectives import ItlObjective, MeanItl, PercentileItl, likely, missed_s
+from kvbaton.router.objectives import (
+    MISSED_S,
+    ItlObjective,
+    MeanItl,
+    PercentileItl,
+    likely,
+    missed_s,
+)
 from kvbaton.router.predictions import Decode, Prefill
+from kvbaton.router.role_plan import RolePlan
 from kvbaton.router.route import Options, Pair, Route
 
 BUILT_IN = {
@@ -249,11 +257,13 @@ class LeastCost(Policy):
             self._itl = MeanItl(slo_s, costs)
             if settings.itl_percentile is not None:
                 self._itl = PercentileItl(slo_s, settings.itl_percentile, costs)
+            costs.roles = RolePlan(slo_s, self._itl.forgiven)
 
     @override
     def choose(self, options: Options) -> Route:
         if not options.measured:
             return self._unmeasured.choose(options)
+        self.costs.plan_roles(options.loads, options.num_tokens)
         prices = _Prices(options, self.costs, self.settings, self._itl)
         least_pair, pair = prices.cheapest_pair()
         least_single, single = prices.cheapest_single()
@@ -293,6 +303,7 @@ class _Prices:
         self._costs = costs
         self._ttft_slo, self._itl = _seconds(settings.ttft_slo), itl
         self._output_tokens = options.output_tokens
+        self._generating = costs.roles.generating if costs.roles is not None else frozenset[str]()
         self._prefills: dict[str, tuple[Prefill, float]] = {}
         self._decodes: dict[str, tuple[Decode, float, float, float]] = {}
         self._targets: dict[str, tuple[float, float, float]] = {}
@@ -407,11 +418,16 @@ class _Prices:
         return replace(route, predicted=options.predict(self._costs, route, prefill))
 
     def _prefill(self, node: NodeInfo) -> tuple[Prefill, float]:
-        """Of a node that computes the prompt, and its cost: whoever comes next waits, too."""
+        """Of a node that computes the prompt, and its cost: whoever comes next waits, too.
+
+        Where nodes only generate, the texts to come miss as much as if one missed its objective.
+        """
         found = self._prefills.get(node.node_id)
         if found is None:
             expected = self._options.prefill(self._costs, node)
             cost = expected.ttft_s + expected.work_s + missed_s(expected.risk_s, self._ttft_slo)
+            if node.node_id in self._generating:
+                cost += MISSED_S
             found = self._prefills[node.node_id] = expected, cost
         return found
 
@@ -446,12 +462,13 @@ class _Prices:
         """What it costs a request to be generated for on a node: seconds, and what it misses.
 
         The latter is nothing to one whose first token is late: it has missed its objectives. Where
-        nothing is generated prompts to come are computed first, however few came there of late.
+        nothing is generated prompts to come are computed first, however few came there of late,
+        unless some nodes only generate.
         """
         cost, itl, options = self._output_tokens * decode.itl_s, self._itl, self._options
         missed = itl.own(decode) if itl is not None else 0.0
         free = node.role == "any" and options.loads and not options.load(node).sequences
-        if itl is not None and free:
+        if itl is not None and free and not self._generating:
             missed += itl.met(decode)
         if decode.room:
             return cost, missed

@@ -42,6 +42,8 @@ from kvbaton.types import PromptLimits
 VOCABULARY = 1 << 31
 MOST_STEPS = 64
 """In a run: what it caches is told at its end."""
+TELL_S = 0.1
+"""So often, and not at each step, the router is told of the tokens of texts that go on."""
 REPORT_S = 2.0
 """As `engine.core.METRICS_PERIOD_S`."""
 IDENTITY = bytes(32)
@@ -137,10 +139,12 @@ class TokenTimes:
 
     Attributes:
         ends: times, in pieces.
-        unsent: tokens that the router has not been told.
+        sent: index of the next token that the router is to be told.
+        unsent: tokens that it has not been told.
     """
 
     ends: list[npt.NDArray[np.float64]] = field(default_factory=list)
+    sent: int = 0
     unsent: list[int] = field(default_factory=list)
 
 
@@ -182,7 +186,7 @@ class ModeledEngine:
         self._rng = np.random.default_rng(seed)
         self._costs, self._meter = step_costs(), LoadMeter()
         self._step_tokens = 0
-        self._report_at = 0.0
+        self._report_at = self._tell_at = 0.0
         blocks = model.kv_tokens // model.block_size + 1
         self.scheduler = Scheduler(
             SchedulerConfig(
@@ -364,6 +368,7 @@ class ModeledEngine:
         while self._inbox:  # what that has posted
             self._send(self._inbox.pop(0)() or [])
         self._launch()
+        self._tell()
         self.connectors.call(KVConnector.flush)
         self._turns = False
         if self._inbox:
@@ -461,7 +466,7 @@ class ModeledEngine:
         return self._timings.setdefault(request_id, TokenTimes())
 
     def _send(self, outputs: list[Output]) -> None:
-        """Tell the router of first, second and last tokens; those between come with the last."""
+        """Tell the router of first, second and last tokens, of those between now and then."""
         for connector in self.connectors:
             outputs = connector.emitted(outputs)
         sent = []
@@ -480,8 +485,23 @@ class ModeledEngine:
                 self.on_tokens(output.request_id, times)
                 sent.append(output)
             elif output.index < 2:
+                timing.sent = output.index + len(output.token_ids)
                 sent.append(output)
             else:
                 timing.unsent += output.token_ids
+        if sent:
+            self._later(lambda: self._deliver(sent))
+
+    def _tell(self) -> None:
+        """Tell the router of tokens between."""
+        if self.loop.time() < self._tell_at:
+            return
+        self._tell_at = self.loop.time() + TELL_S
+        sent = []
+        for request_id, timing in self._timings.items():
+            if ids := tuple(timing.unsent):
+                sent.append(Output(request_id=request_id, token_ids=ids, index=timing.sent))
+                timing.sent += len(ids)
+                timing.unsent.clear()
         if sent:
             self._later(lambda: self._deliver(sent))

@@ -55,6 +55,23 @@ def test_texts_none_of_which_could_have_ended_are_not_believed_to_be_endless() -
     assert costs.output_tokens < 50 + FIRST_OUTPUT, "not 20,000 tokens over 8 texts"
 
 
+def test_what_texts_have_generated_is_context_of_their_steps() -> None:
+    """A node's sequences had 256 tokens each, however long they had gone on."""
+    costs, speed = CostModel(Clock()), {"decode_context_s": 2e-5, "prefill_token_s": 3e-5}
+    node = member("a0", "any", load=speed).info
+    costs.learn([node], NodeLoads())
+    load = NodeLoad(sequences=150, tokens=150 * 256, pending=50)
+    before = costs.decode(node, load, None, 256)
+    costs.begun(100)
+    costs.relayed += 100 * 300
+    costs.learn([node], NodeLoads())
+    after = costs.decode(node, load, None, 256)
+    assert after.step_s - before.step_s == pytest.approx(2e-5 * 100 * 300 / 1000)
+    assert after.others_s - before.others_s == pytest.approx(after.step_s - before.step_s)
+    costs.finished(100 * 300, 100)
+    assert costs.decode(node, load, None, 256).step_s == pytest.approx(before.step_s)
+
+
 def test_a_quarter_of_texts_is_believed_to_be_short_before_any_has_ended() -> None:
     costs, _ = model()
     assert costs.short_output < FIRST_OUTPUT / 3, "one slow step in twenty may be too many"

@@ -8,15 +8,18 @@ import math
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
+from typing_extensions import override
 
 from kvbaton.cli import main
 from kvbaton.errors import ConfigError
 from kvbaton.messages.engine import AddRequest, Output, SamplingParams
 from kvbaton.router.config import RoutingPolicy
 from kvbaton.router.policies import BUILT_IN, LeastLoaded
+from kvbaton.router.route import Options, Route
 from kvbaton.simulate import engine
 from kvbaton.simulate.engine import ModeledEngine, Prompts
 from kvbaton.simulate.engine_model import H200_8B, EngineModel, load_engine
@@ -290,6 +293,29 @@ def test_runs_of_steps_are_what_single_steps_would_be(
         assert run.gaps == pytest.approx(steps.gaps, abs=1e-9)
         assert run.cached == steps.cached
     assert at_once.busy == pytest.approx(one_by_one.busy, abs=1e-9)
+
+
+class _Counting(LeastLoaded):
+    """Notes how many tokens the router had relayed when each request came."""
+
+    relayed: ClassVar[list[int]] = []
+
+    @override
+    def choose(self, options: Options) -> Route:
+        self.relayed.append(self.costs.relayed)
+        return super().choose(options)
+
+
+@pytest.mark.parametrize("nodes", ["1P1D", "1D"])
+def test_the_router_is_told_of_tokens_as_they_come(nodes: str) -> None:
+    """Not with the last one: by them it knows how long texts are that have yet to end."""
+    trace = [TraceRequest(at, ((10 + i, 64),), 1000, 90 + i) for i, at in enumerate((0.0, 2.0))]
+    _Counting.relayed.clear()
+    first, _ = serve(trace, nodes, f"{__name__}:_Counting").outcomes
+    assert first.ttft_s is not None
+    made = np.searchsorted(first.ttft_s + np.cumsum(first.gaps), 2.0)
+    assert made < 999, "it goes on"
+    assert _Counting.relayed[1] == pytest.approx(made, abs=100)
 
 
 def test_a_policy_that_knows_prefixes_beats_one_that_goes_round() -> None:

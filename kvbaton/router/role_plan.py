@@ -1,0 +1,144 @@
+"""Which nodes of role ``any`` only generate, where more than one has to and not all can do both.
+
+Each request goes where it costs least, so nodes part by themselves one request at a time. But to
+make one more of several that compute all the time generate only, what it computes must stop for as
+long as texts take: too much for any one text, and too little for all that come. So how many do is
+found from what comes: prompts that are in time with the nodes that are left to compute, the
+shortest first, against texts that have a place at those that generate.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Mapping, Set
+from itertools import accumulate
+
+from kvbaton.router.loads import NodeLoad
+
+LAST = 128
+"""Requests by which it is judged what comes,"""
+LONGEST_S = 4.0
+"""of at most so long ago,"""
+LEAST = 32
+"""and at least so many."""
+PERIOD_S = 0.1
+"""So often it is judged."""
+HORIZON_S = 1.5
+"""For so much later: a node that is to generate only has prompts to compute first."""
+MEAN_STEP = 0.9
+"""Of the objective, what steps of nodes take that are as full as may be,"""
+FULL_STEP = 0.95
+"""and the longest of them."""
+GAIN = 0.05
+"""A change must have so many more requests in time: it costs some itself."""
+FADE = 0.97
+"""What a prompt's length still counts when the next one has come."""
+
+
+class RolePlan:
+    """How many nodes only generate, and which.
+
+    Args:
+        slo_s: objective of the tokens after the first.
+        forgiven: share of a text's times between tokens that may be longer; None if their mean
+            counts.
+
+    Attributes:
+        generating: ids of the nodes that only generate; none while all may do both.
+        per_s: texts that each of these is given a second.
+        prompt_tokens: of a prompt, on average.
+    """
+
+    def __init__(self, slo_s: float, forgiven: float | None) -> None:
+        self._slo_s, self._forgiven = slo_s, forgiven
+        self._given = deque[tuple[float, float]](maxlen=LAST)
+        self._due = -math.inf
+        self.generating: Set[str] = frozenset()
+        self.per_s = 0.0
+        self.prompt_tokens = 1000.0
+
+    def given(self, now: float, work_s: float) -> None:
+        """A node was given a prompt that takes it so many seconds."""
+        self._given.append((now, work_s))
+
+    def is_due(self, now: float, num_tokens: int) -> bool:
+        """A request with so long a prompt came; whether to `plan` for it."""
+        self.prompt_tokens += (1 - FADE) * (num_tokens - self.prompt_tokens)
+        return now >= self._due
+
+    def plan(
+        self,
+        now: float,
+        loads: Mapping[str, NodeLoad],
+        step_s: float,
+        text_s: float,
+        full_s: float,
+        output_tokens: float,
+    ) -> Set[str]:
+        """Judge anew.
+
+        Args:
+            now: on the clock of `given`.
+            loads: of all nodes of role ``any``, by id.
+            step_s: of a step with nothing in it.
+            text_s: that one more text adds to it.
+            full_s: that a prompt adds to a step that is full of it.
+            output_tokens: that a text has.
+
+        Returns:
+            Ids of those that only generate from now on, and did not before.
+        """
+        self._due = now + PERIOD_S
+        given, before, count = self._given, self.generating, len(loads)
+        while given and given[0][0] < now - LONGEST_S:
+            given.popleft()
+        self.generating = frozenset()
+        if count < 2 or len(given) < LEAST:
+            return frozenset()
+        each = 1 / max(now - given[0][0], 1e-3)
+        per_s, works = each * len(given), sorted(work_s for _, work_s in given)
+        busy = list(accumulate(each * work_s for work_s in works))  # nodes, by the shortest prompts
+        here = {node_id: load.sequences - load.pending for node_id, load in loads.items()}
+        lives_s, there = output_tokens * MEAN_STEP * self._slo_s, sum(here.values())
+        texts = per_s * lives_s
+        texts += (there - texts) * math.exp(-HORIZON_S / lives_s)
+        needed = texts * text_s / max(FULL_STEP * self._slo_s - step_s, text_s)
+        mean_s = step_s + text_s * texts / count
+        if needed < 1 or self._together(busy[-1] / count, mean_s, min(full_s, busy[-1] / per_s)):
+            return frozenset()
+
+        def merit(places: int) -> tuple[float, float]:
+            in_time = bisect_right(busy, count - places) / len(busy)
+            fullest = max(busy[-1] / (count - places), needed / places)
+            return min(in_time, places / needed), -fullest
+
+        best = max(range(1, count), key=merit)
+        now_many = len(before) or sum(some > there / (2 * count) for some in here.values())
+        if 0 < now_many < count and merit(best)[0] < merit(now_many)[0] + GAIN:
+            best = now_many
+        if best < 2:  # one does so without being told
+            return frozenset()
+        self.per_s = per_s / best
+        ranked = sorted(
+            loads, key=lambda i: (i in before, here[i], -loads[i].prompt_tokens), reverse=True
+        )
+        self.generating = frozenset(ranked[:best])
+        return self.generating - before
+
+    def _together(self, share: float, step_s: float, prompt_s: float) -> bool:
+        """Whether all nodes can do both.
+
+        Args:
+            share: of each one's time that prompts take.
+            step_s: of its steps without prompts.
+            prompt_s: that prompts add to a step that has some.
+        """
+        if share >= 1 or step_s > MEAN_STEP * self._slo_s:
+            return False
+        if self._forgiven is None:
+            return step_s <= MEAN_STEP * self._slo_s * (1 - share)
+        slow = share / prompt_s
+        slow /= slow + (1 - share) / step_s
+        return step_s + prompt_s <= self._slo_s or slow <= self._forgiven

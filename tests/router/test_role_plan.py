@@ -1,0 +1,128 @@
+"""How many nodes of role ``any`` only generate, by what comes."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvbaton.router.choose import Wanted, choose
+from kvbaton.router.config import RoutingPolicy
+from kvbaton.router.costs import CostModel
+from kvbaton.router.loads import IDLE, NodeLoad, NodeLoads
+from kvbaton.router.membership import ReadyNodes
+from kvbaton.router.policies import load_policy
+from kvbaton.router.predictions import Prediction
+from kvbaton.router.role_plan import RolePlan
+from tests.router.test_pairing import member
+from tests.router.test_policies import H200
+from tests.router.test_text_lengths import generated
+from tests.support.toy_engine import Clock
+
+STEP = 0.0045, 4.5e-5, 0.095
+"""Of an H200, 8B: a step, what a text of 1,400 tokens adds to it, and a full prompt."""
+
+
+def loads(*sequences: int, pending: int = 0) -> dict[str, NodeLoad]:
+    return {
+        f"n{i}": NodeLoad(sequences=count + pending, pending=pending)
+        for i, count in enumerate(sequences)
+    }
+
+
+def given(
+    roles: RolePlan, per_s: float, work_s: float, until: float = 2.0, since: float = 0.0
+) -> None:
+    """Prompts that come evenly."""
+    for number in range(int((until - since) * per_s)):
+        roles.given(since + number / per_s, work_s)
+
+
+@pytest.mark.parametrize("forgiven", [None, 0.05])
+def test_as_many_generate_as_texts_need(forgiven: float | None) -> None:
+    """At 15 ms a node has room for 217 texts; 130 a second that live 3 s are 400."""
+    roles = RolePlan(0.015, forgiven)
+    given(roles, 130.0, 0.016)
+    assert roles.plan(2.0, loads(0, 5, 3, 210), *STEP, 230.0) == {"n3", "n1"}
+    assert roles.generating == {"n3", "n1"}
+    assert roles.per_s == pytest.approx(65.0, rel=0.02)
+    given(roles, 130.0, 0.016, 2.2, 2.0)
+    assert roles.plan(2.2, loads(40, 30, 3, 210), *STEP, 230.0) == set(), "nobody else"
+    assert roles.generating == {"n3", "n1"}, "those that do go on, whoever has more texts"
+
+
+def test_short_texts_need_no_node_more_than_they_have() -> None:
+    roles = RolePlan(0.015, 0.05)
+    given(roles, 130.0, 0.016)
+    assert roles.plan(2.0, loads(0, 0, 0, 60), *STEP, 40.0) == set()
+    assert not roles.generating
+
+
+def test_all_do_both_where_that_is_within_the_objective() -> None:
+    """Many texts, but 2 ms more for a prompt now and then."""
+    for forgiven in (None, 0.05):
+        roles = RolePlan(0.015, forgiven)
+        given(roles, 130.0, 0.002)
+        roles.plan(2.0, loads(90, 90, 90, 90), *STEP, 230.0)
+        assert not roles.generating
+    given(roles, 130.0, 0.016, 4.0, 2.0)
+    roles.plan(4.0, loads(90, 90, 90, 90), *STEP, 230.0)
+    assert roles.generating, "prompts of 16 ms are in more than one step of 20"
+
+
+def test_prompts_that_would_all_be_late_for_it_are_weighed() -> None:
+    """Three nodes that compute, or two: what texts gain, prompts lose."""
+    roles = RolePlan(0.015, 0.05)
+    given(roles, 130.0, 0.027)
+    roles.plan(2.0, loads(0, 0, 0, 150), *STEP, 150.0)
+    assert not roles.generating, "one generates without being told"
+
+
+def test_few_requests_say_nothing_and_old_ones_are_forgotten() -> None:
+    roles = RolePlan(0.015, 0.05)
+    given(roles, 130.0, 0.016, 0.2)
+    roles.plan(0.2, loads(0, 5, 3, 210), *STEP, 230.0)
+    assert not roles.generating
+    given(roles, 130.0, 0.016, 2.0, 0.2)
+    roles.plan(2.0, loads(0, 5, 3, 210), *STEP, 230.0)
+    assert roles.generating
+    roles.plan(6.5, loads(0, 5, 3, 210), *STEP, 230.0)
+    assert not roles.generating
+
+
+def test_it_is_judged_now_and_then() -> None:
+    roles = RolePlan(0.015, 0.05)
+    assert roles.is_due(1.0, 500)
+    roles.plan(1.0, {"a": IDLE, "b": IDLE}, *STEP, 230.0)
+    assert not roles.is_due(1.05, 500)
+    assert roles.is_due(1.2, 500)
+    assert 900 < roles.prompt_tokens < 1000, "and follows how long prompts are"
+
+
+def test_prompts_are_computed_elsewhere_and_texts_meet_none() -> None:
+    """`a1` has no queue. But as soon as it only generates, it computes no more."""
+    clock = Clock()
+    costs = CostModel(clock)
+    ready = ReadyNodes([member(f"a{i}", "any", load=H200) for i in range(4)])
+    policy = load_policy(RoutingPolicy(policy="cost", ttft_slo=1000.0, itl_slo=15.0), costs)
+    in_flight = NodeLoads()
+    there = {"a0": (0, 0.8), "a1": (5, 0.0), "a2": (0, 0.8), "a3": (300, 0.0)}
+    for name, (sequences, queued_s) in there.items():
+        tokens, prompt_tokens = 1400 * sequences, int(30_000 * queued_s)
+        load = NodeLoad(prompt_tokens, sequences, tokens, prefill_us=int(1e6 * queued_s))
+        in_flight.own[name] = load
+    before = choose(ready, in_flight, policy, Wanted(1000, 128))
+    assert before is not None
+    assert before.prefills.node_id == "a1"
+    for _ in range(300):
+        generated(costs, 400)
+    assert costs.roles is not None
+    predicted = Prediction(0.5, 0.006, 0.006, 0.0, 0.5, 0.0, work_s=0.014)
+    for number in range(260):  # in 2 s
+        source = ready.serving[2 * (number % 2)]
+        costs.assigned(source, ready.serving[3], predicted)
+        clock.now += 1 / 130
+    after = choose(ready, in_flight, policy, Wanted(1000, 128))
+    assert after is not None
+    assert costs.roles.generating == {"a1", "a3"}
+    assert after.prefills.node_id in ("a0", "a2")
+    assert after.target.node_id == "a1"
+    assert costs.prefill_share(after.target) == 0.0
