@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +46,6 @@ STAGED_FROM = 1 << 20
 
 STAGED_BYTES, STAGED_PARTS = 16 << 20, 3
 """Of that memory: one part is filled while others are copied."""
-
-GGUF_THREADS = 4
-"""That dequantise, for which one needs 8 ns a weight; each holds a tensor or two as floats."""
 
 DUMMY_SCALE = 0.02
 """Standard deviation of dummy weights, as models are usually initialised."""
@@ -151,18 +145,10 @@ def fill_weights(
             _fill_dummy(piece, seed)
         return
     quantization = config.quantization
-
-    def fill(piece: Piece) -> None:
-        stored = find_tensor(tensors, piece.name, quantization)
-        _fill(piece, stored, online=quantization is not None and quantization.online)
-
-    begin = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
     with stored_tensors(config.folder, device) as tensors:
-        if (config.folder / WEIGHTS).exists():
-            with ThreadPoolExecutor(GGUF_THREADS, "gguf", begin) as threads:
-                deque(threads.map(fill, pieces), maxlen=0)
-        else:
-            deque(map(fill, pieces), maxlen=0)
+        for piece in pieces:
+            stored = find_tensor(tensors, piece.name, quantization)
+            _fill(piece, stored, online=quantization is not None and quantization.online)
 
 
 def shard_files(folder: Path) -> list[Path]:
@@ -269,18 +255,12 @@ class Uploader:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._ring: deque[tuple[Tensor, torch.cuda.Event]] = deque()
-        self._lock = threading.Lock()
 
     def __call__(self, x: Tensor) -> Tensor:
         """A copy on the device, ordered on its current stream; on the CPU the tensor itself."""
         if self._device.type != "cuda" or x.nbytes < STAGED_FROM:
             return x.to(self._device)
         there = torch.empty(x.shape, dtype=x.dtype, device=self._device)
-        with self._lock:
-            self._copy(x, there)
-        return there
-
-    def _copy(self, x: Tensor, there: Tensor) -> None:
         while len(self._ring) < STAGED_PARTS:
             part = torch.empty(STAGED_BYTES, dtype=torch.uint8, pin_memory=True)
             self._ring.append((part, torch.cuda.Event()))  # type: ignore[no-untyped-call]
@@ -291,6 +271,7 @@ class Uploader:
             target.copy_(part[: len(source)].copy_(source), non_blocking=True)
             over.record()
             self._ring.append((part, over))
+        return there
 
 
 class FileTensor:
