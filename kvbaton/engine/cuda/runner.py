@@ -3,8 +3,8 @@
 A step in which all sequences decode, with drafts or without, replays a CUDA graph, which reads its
 inputs from a fixed buffer, takes the token sampled last from the device, and leaves the next one
 there. A step of few tokens with prompts replays one too, or one between every two attentions; any
-other is enqueued kernel by kernel. What only few requests ask for (truncation, penalties, log
-probabilities) runs through the plain sampler, which may wait for the device.
+other is enqueued kernel by kernel. What fewer requests ask for (penalties, masks, biases, log
+probabilities) is done by torch behind that, from the logits.
 """
 
 from __future__ import annotations
