@@ -153,10 +153,11 @@ class PercentileItl(ItlObjective):
     """
 
     spared = 0.75
+    forgiven: float
 
     def __init__(self, slo_s: float, percentile: float, costs: CostModel) -> None:
         super().__init__(slo_s, costs)
-        self.forgiven = self._forgiven = 1.0 - percentile / 100
+        self.forgiven = 1.0 - percentile / 100
 
     @override
     def own(self, decode: Decode) -> float:
@@ -193,6 +194,6 @@ class PercentileItl(ItlObjective):
         """How likely more of a text's gaps are slow than may be, of which so many are expected."""
         if not slow:
             return 0.0
-        forgiven = self._forgiven * tokens
+        forgiven = self.forgiven * tokens
         known = math.erfc((forgiven - slow) / math.sqrt(2 * slow)) / 2
         return known + MISJUDGED * (min(1.0, slow / forgiven) - known)

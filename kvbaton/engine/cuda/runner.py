@@ -133,8 +133,8 @@ class CudaRunner(Runner):
             inputs: see `_columns`; a position of -1 is padding.
 
         Returns:
-            Hidden states [sequences, hidden_size], and tokens sampled by temperature and seed
-            alone [sequences], which are appended to the sequences too.
+            Hidden states [sequences, hidden_size], and tokens as `sample_tokens` chooses them
+            [sequences], which are appended to the sequences too.
         """
         rows, positions, rotary, *_ = inputs.unbind()
         size, sequences = self.cache.block_size, self.sequences
@@ -220,7 +220,7 @@ class CudaRunner(Runner):
     def _sample_plainly(
         self, output: StepOutput, rows: Ints, known: Ints, hidden: Tensor, ends: Ints
     ) -> None:
-        """Sample by temperature and seed alone, one token each; `known` are tokens before it."""
+        """Sample as `sample_tokens` does, one token each; `known` are tokens before it."""
         if not len(rows):
             return
         columns = self._columns(rows, known)
