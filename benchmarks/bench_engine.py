@@ -1,6 +1,7 @@
 """One engine, offline: decode step, prefill, TTFT, throughput; beside vLLM 0.26.0.
 
     python -m benchmarks.bench_engine --json engine.json [--profile]
+    python -m benchmarks.bench_engine --cached  # the next turns of long texts
 
 Llama-3-8B's shape, bf16, dummy weights, prefix caching off, greedy, ``ignore_eos``, random prompts.
 Decode steps also as Llama 3's and Qwen2.5's ``generation_config.json`` have requests sampled.
@@ -45,6 +46,7 @@ SAMPLED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 PREFILL = {(64, 1024): 42.5e3, (16, 4096): 40.5e3, (4, 16384): 33.4e3}
 TTFT = {128: None, 512: None, 1024: 28.3, 1500: None, 2048: None, 4096: 101.3, 16384: 493.0}
+CACHED = ((4096, 64), (8192, 100), (16320, 64), (16320, 500), (65000, 64), (65000, 500))
 THROUGHPUT = 3926.0
 DECODE_STEPS = 100
 
@@ -137,6 +139,14 @@ def ttft(bench: Bench, length: int) -> float:
     return median(1e3 * bench.run(random_prompts(1, length, n), 1)[0][0] for n in range(5))
 
 
+def cached_ttft(bench: Bench, known: int, new: int) -> float:
+    """Milliseconds to the first token of a prompt that begins with a known one."""
+    (prefix,) = random_prompts(1, known, known)
+    bench.run([prefix], 1)
+    rests = random_prompts(8, new, known + new)
+    return median(1e3 * bench.run([(*prefix, *rest)], 1)[0][0] for rest in rests)
+
+
 def throughput(bench: Bench) -> float:
     """Output tokens per second of 512 requests, 1024 in, 128 out."""
     steps = bench.core.steps
@@ -180,6 +190,7 @@ def main() -> None:
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--chunk", type=int, default=MAX_BATCHED_TOKENS)
     parser.add_argument("--only", default="", help="measure only rows whose names contain this")
+    parser.add_argument("--cached", action="store_true", help="instead TTFT after cached prefixes")
     args = parser.parse_args()
     logging.basicConfig(level=os.environ.get("LOG_LEVEL", "INFO"))
     folder = llama_8b(Path(tempfile.mkdtemp()) / "model")
@@ -187,10 +198,10 @@ def main() -> None:
         model=str(folder),
         load_format="dummy",
         device="cuda",
-        max_model_len=MAX_MODEL_LEN,
+        max_model_len=66560 if args.cached else MAX_MODEL_LEN,
         max_num_seqs=256,
         max_num_batched_tokens=args.chunk,
-        enable_prefix_caching=False,
+        enable_prefix_caching=args.cached,
         enforce_eager=args.enforce_eager,
         tensor_parallel_size=args.tensor_parallel_size,
     )
@@ -207,6 +218,12 @@ def main() -> None:
             rows.append((name, measure(), theirs))
             print(f"  {name}: {rows[-1][1]:,.2f}", flush=True)
 
+    for cached, new in CACHED if args.cached else ():
+        name = f"TTFT of {new} after {cached} that are cached, ms"
+        add(name, partial(cached_ttft, bench, cached, new), None)
+    if args.cached:
+        publish("engine", vars(args), compared(rows), args.json)
+        return
     for batch, theirs in DECODE.items():
         add(f"decode step, batch {batch}, ms", partial(decode_step, bench, batch), theirs)
     for name, how in SAMPLED.items():

@@ -299,6 +299,8 @@ def bench_prefill_attention() -> Iterator[Row]:
         (1, 2000, 9000),
         (8, 512, 0),
         (4, 256, 8192),
+        (1, 64, 16320),
+        (1, 16, 65520),
     ]
     for batch, fresh, prefix in cases:
         tables, lengths, blocks = make_tables(batch, fresh + prefix)
@@ -315,7 +317,7 @@ def bench_prefill_attention() -> Iterator[Row]:
             prefix_lens=(prefix,) * batch,
         )
         chosen = partial(prefill_attention, query, key, value, *planes, both, SOFTMAX)
-        args = query, *planes, tables, cu, lengths, fresh, SOFTMAX
+        args = query, *planes, tables, cu, lengths, (fresh,) * batch, SOFTMAX
         paged = partial(paged_prefill_attention, *args)
         work = 4 * batch * (fresh * prefix + fresh * fresh / 2) * HEADS * HEAD_DIM
         for name, call in (("prefill", chosen), ("paged_prefill", paged)):

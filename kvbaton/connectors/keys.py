@@ -14,7 +14,10 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
+import sys
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,8 +29,10 @@ from kvbaton.types import KEY_BYTES
 KEY_SCHEMA = 1
 """Version of everything that this file computes; part of every identity."""
 
-PACKED_BLOCKS = 16
-"""`iter_block_keys` packs the tokens of so many blocks at once."""
+RUN_BLOCKS = 32
+"""`iter_block_keys` computes the keys of so many blocks at once."""
+KNOWN_RUNS = 8192
+"""So many runs are remembered, of up to 5 kB each: the turns of a chat begin alike."""
 SAMPLES = 64
 SAMPLE_BYTES = 64 << 10
 """`model_digest` reads this many samples of this many bytes of each shard."""
@@ -138,23 +143,39 @@ def iter_block_keys(
     """`block_keys`, one after the other: who needs only some pays for those alone."""
     _check_key("root", root)
     _check_block_size(block_size)
-    width, parent = 4 * block_size, root
+    parent, whole = root, len(token_ids) // block_size * block_size
+    for begin in range(0, whole, RUN_BLOCKS * block_size):
+        end = min(begin + RUN_BLOCKS * block_size, whole)
+        data, width = _token_bytes(token_ids[begin:end]), 4 * block_size
+        if extras:
+            starts = range(begin, end, block_size)
+            more = [_extras_in(extras, start, start + block_size) for start in starts]
+            keys = _run_keys(parent, data, width, more)
+        else:
+            keys = _known_run_keys(parent, data, width)
+        yield from keys
+        parent = keys[-1]
+
+
+def _run_keys(
+    parent: bytes, data: bytes, width: int, extras: Sequence[Sequence[bytes]] = ()
+) -> tuple[bytes, ...]:
+    """Keys of consecutive blocks of so many bytes of tokens, and of what else is in each."""
     # As `_hash` of the parent and the tokens, but prepared: this is most of what a prompt costs.
     blank = hashlib.blake2b(digest_size=KEY_BYTES, person=b"kvbaton-block")
     blank.update(KEY_BYTES.to_bytes(8, "little"))
-    length = width.to_bytes(8, "little")
-    whole, at_once = len(token_ids) // block_size * block_size, PACKED_BLOCKS * block_size
-    for begin in range(0, whole, at_once):
-        data = _token_bytes(token_ids[begin : min(begin + at_once, whole)])
-        for place in range(0, len(data), width):
-            state = blank.copy()
-            state.update(parent + length + data[place : place + width])
-            if extras:
-                start = begin + place // 4
-                for item in _extras_in(extras, start, start + block_size):
-                    state.update(len(item).to_bytes(8, "little") + item)
-            parent = state.digest()
-            yield parent
+    keys, length = [], width.to_bytes(8, "little")
+    for number, place in enumerate(range(0, len(data), width)):
+        state = blank.copy()
+        state.update(parent + length + data[place : place + width])
+        for item in extras[number] if extras else ():
+            state.update(len(item).to_bytes(8, "little") + item)
+        parent = state.digest()
+        keys.append(parent)
+    return tuple(keys)
+
+
+_known_run_keys = lru_cache(KNOWN_RUNS)(_run_keys)
 
 
 def prompt_key(root: bytes, token_ids: Sequence[int], *, extras: Sequence[Extra] = ()) -> bytes:
@@ -235,9 +256,12 @@ def _check_key(name: str, key: bytes) -> None:
 
 def _token_bytes(token_ids: Sequence[int]) -> bytes:
     try:
-        return struct.pack(f"<{len(token_ids)}I", *token_ids)
-    except struct.error as error:
+        words = array("I", token_ids)
+    except (OverflowError, TypeError) as error:
         raise ValueError(f"token_ids: ids must be whole numbers in [0, 2**32): {error}") from error
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words.tobytes()
 
 
 def _extras_in(extras: Sequence[Extra], start: int, end: int) -> list[bytes]:

@@ -124,20 +124,25 @@ class BlockPool:
 
     def ref(self, blocks: Iterable[int]) -> None:
         """Refer to blocks once more: cached ones, or ones that another request refers to."""
+        refs = self.refs  # of a long prompt's thousands of blocks, before its first step
         for block in blocks:
-            if block != NULL_BLOCK:
+            if refs[block]:
+                refs[block] += 1
+            elif block != NULL_BLOCK:
                 self._own(block)
-                self.refs[block] += 1
+                refs[block] = 1
 
     def deref(self, blocks: Sequence[int]) -> None:
         """Give references back. A sequence's last block becomes the first to be evicted."""
+        refs, fences, launched = self.refs, self.fences, self.launched
         for block in reversed(blocks):
             if block == NULL_BLOCK:
                 continue
-            assert self.refs[block] > 0, f"block {block} has no reference to give back"
-            self.refs[block] -= 1
-            self.fences[block] = self.launched
-            self._disown(block)
+            assert refs[block] > 0, f"block {block} has no reference to give back"
+            refs[block] -= 1
+            fences[block] = launched
+            if not refs[block]:
+                self._disown(block)
 
     # --- holds of transfers ---
 
@@ -217,20 +222,16 @@ class BlockPool:
 
     # --- from owned to unowned and back ---
 
-    def is_owned(self, block: int) -> bool:
-        """Whether a request, a remote writer or a transfer has a claim on a block."""
-        return bool(self.refs[block] or self.incoming[block] or self.outgoing[block])
-
     def _own(self, block: int) -> None:
         """About to get an owner: take it off the lists of unowned blocks."""
-        if not self.is_owned(block):
+        if not (self.refs[block] or self.incoming[block] or self.outgoing[block]):
             assert self.keys[block] is not None, f"block {block} is free, not cached"
             self._cached.pop(block, None)
             self._fenced.pop(block, None)
 
     def _disown(self, block: int) -> None:
         """Lost an owner: if it was the last one, put it on the list where it belongs."""
-        if self.is_owned(block):
+        if self.refs[block] or self.incoming[block] or self.outgoing[block]:
             return
         if self.fences[block] > self.updated:
             self._fenced[block] = None

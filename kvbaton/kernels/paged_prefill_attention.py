@@ -1,15 +1,19 @@
 """Attention of several queries per sequence over its pages: chunked prefill with a cached prefix.
 
-Source: Dao, "FlashAttention-2", arXiv 2307.08691; the query heads of one KV head share a tile.
+Source: Dao, "FlashAttention-2", arXiv 2307.08691; the query heads of one KV head share a tile. Few
+queries after a long prefix have too few tiles to fill a GPU, so that the keys of each are split,
+and its last program merges the parts, in their order (Dao et al., "Flash-Decoding for long-context
+inference", 2023).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, tl, use_triton
+from kvbaton.kernels.jit import cdiv, is_last, jit, next_power_of_2, tl, use_triton
 from kvbaton.kernels.paged_attention import (
     Softmax,
     cap_logits,
@@ -19,6 +23,12 @@ from kvbaton.kernels.paged_attention import (
 )
 from kvbaton.kernels.quantize_fp8 import widen
 
+MULTIPROCESSORS = 132
+"""Of an H100 or H200."""
+
+MOST_PARTS, LEAST_TILES = 32, 4
+"""Of the keys of one tile of queries, and tiles of keys of a part."""
+
 
 def paged_prefill_attention(
     query: torch.Tensor,
@@ -27,15 +37,17 @@ def paged_prefill_attention(
     block_tables: torch.Tensor,
     cu_seqlens: torch.Tensor,
     context_lens: torch.Tensor,
-    max_query_len: int,
+    query_lens: Sequence[int],
     softmax: Softmax,
     *,
     last_keys: torch.Tensor | None = None,
+    counters: torch.Tensor | None = None,
+    parts: int | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute causal softmax(scale * q k^T) v per sequence; its queries are its last tokens.
 
-    Nothing is read on the host; the grid depends on shapes and `max_query_len` only.
+    Nothing is read on the host; the grid depends on shapes and `query_lens` only.
 
     Args:
         query: [T, heads, D], the sequences one after the other; last axis contiguous, D >= 16.
@@ -45,10 +57,13 @@ def paged_prefill_attention(
         block_tables: [N, max_blocks], int32.
         cu_seqlens: [N + 1], int32: where each sequence's queries start, and T.
         context_lens: [N], int32: keys of each sequence, those of its queries included.
-        max_query_len: at least the most queries of a sequence.
+        query_lens: queries of the sequences: at least so many in all, and of the longest.
         softmax: see there.
         last_keys: [T], int32: the last position that each query sees, its own or a later one of
             its sequence; None: its own.
+        counters: [>= (queries + N) * kv_heads], int32, zero between launches, for launches on one
+            stream at a time; None makes some for this call.
+        parts: most parts of the keys of a tile; None: as many as fill the GPU.
         out: [T, heads, D], contiguous: written where `cu_seqlens` has queries; None makes one.
 
     Returns:
@@ -73,11 +88,19 @@ def paged_prefill_attention(
         return out
     group = next_power_of_2(heads // kv_heads)
     max_context = block_tables.shape[1] * block_size
-    tile = _tile(
-        next_power_of_2(head_dim), query.element_size(), max_query_len * group, max_context
-    )
+    block_d, longest = next_power_of_2(head_dim), max(query_lens)
+    tile = _tile(block_d, query.element_size(), longest * group, max_context)
     rows = max(tile["BLOCK_M"] // group, 1)
-    grid = (cdiv(max_query_len, rows), kv_heads, block_tables.shape[0])
+    block_m = rows * group
+    if parts is None:
+        places = MULTIPROCESSORS * max(64 // block_m, 1)
+        parts = min(max(places // (cdiv(sum(query_lens), rows) * kv_heads), 1), MOST_PARTS)
+    tiles = (sum(query_lens) // rows + len(block_tables)) * kv_heads
+    size = tiles * parts * block_m * (block_d + 2) if parts > 1 else 0
+    states = torch.empty(size, dtype=torch.float32, device=out.device)
+    if counters is None:
+        counters = torch.zeros(tiles, dtype=torch.int32, device=out.device)
+    grid = (cdiv(longest, rows) * parts, kv_heads, block_tables.shape[0])
     _kernel[grid](
         query,
         key_cache,
@@ -88,6 +111,9 @@ def paged_prefill_attention(
         sinks,
         last_keys,
         out,
+        states,
+        counters,
+        parts,
         scale,
         *query.stride()[:2],
         *key_cache.stride()[:3],
@@ -95,14 +121,15 @@ def paged_prefill_attention(
         GROUP=heads // kv_heads,
         BLOCK_G=group,
         HEAD_DIM=head_dim,
-        BLOCK_D=next_power_of_2(head_dim),
+        BLOCK_D=block_d,
         BLOCK_SIZE=block_size,
+        LEAST=LEAST_TILES,
         WINDOW=window,
         CHUNKED=chunked,
         SOFTCAP=softcap,
         HAS_SINKS=sinks is not None,
         HAS_LAST=last_keys is not None,
-        **{**tile, "BLOCK_M": rows * group},
+        **{**tile, "BLOCK_M": block_m},
     )
     return out
 
@@ -143,7 +170,7 @@ def _tile(block_d: int, element_size: int, rows: int, max_context: int) -> dict[
     return {"BLOCK_M": min(block_m, 64), "BLOCK_N": 64, "num_stages": 2, "num_warps": 4}
 
 
-@jit("block_tables", "cu_seqlens", "context_lens", "last_keys")
+@jit("block_tables", "cu_seqlens", "context_lens", "last_keys", "counters", "parts")
 def _kernel(
     query: tl.tensor,
     key_cache: tl.tensor,
@@ -154,6 +181,9 @@ def _kernel(
     sinks: tl.tensor,
     last_keys: tl.tensor,
     out: tl.tensor,
+    states: tl.tensor,
+    counters: tl.tensor,
+    parts: tl.tensor,
     scale: tl.tensor,
     stride_q_token: tl.tensor,
     stride_q_head: tl.tensor,
@@ -168,15 +198,20 @@ def _kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    LEAST: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_LAST: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_M rows (token, query head) of one KV head of one sequence."""
+    """One program: BLOCK_M rows (token, query head) of one KV head of one sequence, some keys.
+
+    The last one of a tile's programs merges what they found.
+    """
     # Tiles with the most keys start first, so that none of them is left for the end.
-    tile_m = tl.num_programs(0) - 1 - tl.program_id(0)
+    number = tl.num_programs(0) - 1 - tl.program_id(0)
+    tile_m, part = number // parts, number % parts
     head = tl.program_id(1)
     sequence = tl.program_id(2).to(tl.int64)
     start = tl.load(cu_seqlens + sequence)
@@ -210,13 +245,20 @@ def _kernel(
         first = first_key(position0, WINDOW, CHUNKED)
         begin = first // BLOCK_N
         full = begin
+    share = tl.maximum(tl.cdiv(end - begin, parts), LEAST)
+    used = tl.maximum(tl.cdiv(end - begin, share), 1)
+    if part >= used:
+        return
+    begin += part * share
+    end = tl.minimum(begin + share, end)
+    full = tl.minimum(tl.maximum(full, begin), end)
 
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if HAS_SINKS:
         sink = tl.load(sinks + query_head, mask=inside, other=0.0).to(tl.float32)
-        top = sink * 1.4426950408889634
-        total += 1.0
+        top = tl.where(part == 0, sink * 1.4426950408889634, float("-inf"))
+        total += tl.where(part == 0, 1.0, 0.0)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     key_head = key_cache + head.to(tl.int64) * stride_head
     value_head = value_cache + head.to(tl.int64) * stride_head
@@ -231,10 +273,35 @@ def _kernel(
         length, scale, stride_block, stride_token,
         HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, WINDOW, CHUNKED, SOFTCAP, True,
     )  # fmt: skip
+    ends = used == 1
+    if used > 1:
+        slot = (start - tl.load(cu_seqlens)) // TOKENS + sequence + tile_m
+        slot = slot * tl.num_programs(1) + head
+        STATE: tl.constexpr = BLOCK_M * (BLOCK_D + 2)
+        inner = row[:, None] * BLOCK_D + column[None, :]
+        mine = states + (slot * parts + part) * STATE
+        tl.store(mine + inner, acc)
+        tl.store(mine + BLOCK_M * BLOCK_D + row, top)
+        tl.store(mine + BLOCK_M * (BLOCK_D + 1) + row, total)
+        ends = is_last(counters + slot, used)
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        for other in tl.range(0, tl.where(ends, used, 0)):
+            state = states + (slot * parts + other) * STATE
+            level = tl.load(state + BLOCK_M * BLOCK_D + row, cache_modifier=".cg")
+            mass = tl.load(state + BLOCK_M * (BLOCK_D + 1) + row, cache_modifier=".cg")
+            higher = tl.maximum(top, level)
+            shift = tl.where(higher == float("-inf"), 0.0, higher)
+            fade, weight = tl.exp2(top - shift), tl.exp2(level - shift)
+            values = tl.load(state + inner, cache_modifier=".cg")
+            acc = acc * fade[:, None] + values * weight[:, None]
+            total = total * fade + mass * weight
+            top = higher
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     place = global_token * (tl.num_programs(1) * GROUP) + query_head
     target = out + place[:, None] * HEAD_DIM + column[None, :]
-    tl.store(target, acc.to(out.dtype.element_ty), mask=both)
+    tl.store(target, acc.to(out.dtype.element_ty), mask=both & ends)
 
 
 @jit()

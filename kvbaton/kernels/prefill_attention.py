@@ -167,7 +167,9 @@ def prefill_attention(
         )  # fmt: skip
     pieces = batch.pieces.get((window, kind))
     if pieces is None:
-        pieces = batch.pieces[window, kind] = _cut(batch, window, kind)
+        most = (sum(batch.query_lens) + len(batch.query_lens)) * key_cache.shape[1]
+        counters = torch.zeros(most, dtype=torch.int32, device=query.device)
+        pieces = batch.pieces[window, kind] = _cut(batch, window, kind, counters)
     for piece in pieces:
         rows, span = piece.rows, piece.tokens
         if piece.form == "prompt":
@@ -181,8 +183,8 @@ def prefill_attention(
             paged_prefill_attention(
                 query, key_cache, value_cache,
                 batch.block_tables[rows], batch.cu_seqlens[rows.start : rows.stop + 1],
-                batch.context_lens[rows], max(batch.query_lens[rows]), softmax,
-                last_keys=batch.last_keys, out=out,
+                batch.context_lens[rows], batch.query_lens[rows], softmax,
+                last_keys=batch.last_keys, counters=piece.counters, out=out,
             )  # fmt: skip
     return out
 
@@ -196,14 +198,21 @@ class BatchPart:
             are any.
         rows: sequences.
         tokens: their queries.
+        counters: of "paged" ones, see `paged_prefill_attention`.
     """
 
     form: str
     rows: slice
     tokens: slice
+    counters: torch.Tensor | None = None
 
 
-def _cut(batch: PrefillBatch, window: int, kind: PlanKind | None) -> list[BatchPart]:
+def _cut(
+    batch: PrefillBatch,
+    window: int,
+    kind: PlanKind | None,
+    counters: torch.Tensor | None = None,
+) -> list[BatchPart]:
     """All sequences of a batch, in their order; of no `kind` are what cuDNN can't attend to."""
     pieces: list[BatchPart] = []
     token = 0
@@ -218,7 +227,7 @@ def _cut(batch: PrefillBatch, window: int, kind: PlanKind | None) -> list[BatchP
         if form == "paged" and pieces and pieces[-1].form == "paged":
             last = pieces.pop()
             rows, tokens = slice(last.rows.start, rows.stop), slice(last.tokens.start, tokens.stop)
-        pieces.append(BatchPart(form, rows, tokens))
+        pieces.append(BatchPart(form, rows, tokens, counters))
         token += fresh
     return [p for p in pieces if p.tokens.start < p.tokens.stop]
 

@@ -205,8 +205,9 @@ run(
 for rows, context in ((16, 8192), (4096, 8192)):
     tile = paged_prefill_attention._tile(128, 2, rows, context)
     run(
-        paged_prefill_attention._kernel, caches | tables | {"cu_seqlens": "*i32"},
-        shape | options | dict(BLOCK_M=tile["BLOCK_M"], BLOCK_N=tile["BLOCK_N"]),
+        paged_prefill_attention._kernel,
+        caches | tables | {"cu_seqlens": "*i32", "states": "*fp32", "counters": "*i32"},
+        shape | options | dict(BLOCK_M=tile["BLOCK_M"], BLOCK_N=tile["BLOCK_N"], LEAST=4),
         ["scale"], num_stages=tile["num_stages"], num_warps=tile["num_warps"],
     )
 caches = dict.fromkeys(("key_cache", "value_cache", "out"), "*fp8e4nv")

@@ -3,6 +3,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvbaton.kernels import paged_prefill_attention as paged_module
 from kvbaton.kernels.paged_attention import Softmax
 from kvbaton.kernels.paged_prefill_attention import (
     paged_prefill_attention,
@@ -27,6 +28,7 @@ def check(
     head_dim: int,
     sinks: torch.Tensor | None = None,
     last_keys: torch.Tensor | None = None,
+    parts: int | None = None,
     **options: Any,
 ) -> None:
     cu = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
@@ -42,7 +44,7 @@ def check(
     out = paged_prefill_attention(
         query, paged.views[0], paged.views[1], paged.block_tables, cu.to(place.device),
         paged.context_lens,
-        max(query_lens), softmax, last_keys=moved,
+        query_lens, softmax, last_keys=moved, parts=parts,
     )  # fmt: skip
     place.close(out, expected)
 
@@ -92,6 +94,22 @@ def test_tokens_of_an_image_see_all_of_it(place: Any, make_paged: Any, options: 
     check(place, paged, counts, 4, 64, last_keys=torch.cat(last_keys), **options)
 
 
+@pytest.mark.parametrize("options", [{}, {"window": 90}, {"softcap": 3.0}, {"sinks": 4}], ids=str)
+@pytest.mark.parametrize("parts", [2, 3, 32])
+def test_keys_in_parts(
+    monkeypatch: pytest.MonkeyPatch, place: Any, make_paged: Any, parts: int, options: Any
+) -> None:
+    """Of tiles with as many parts, with fewer, with one, and without any; some see no key."""
+    monkeypatch.setattr(paged_module, "LEAST_TILES", 1)
+    if "sinks" in options:
+        options = {"sinks": torch.linspace(-2.0, 8.0, options["sinks"], device=place.device)}
+    last_keys = torch.cat([torch.arange(300 - 40, 300), torch.zeros(3), torch.arange(9)]).int()
+    last_keys[40:43] = torch.tensor([62, 62, 62])
+    paged = make_paged([300, 63, 9], 2, 64)
+    check(place, paged, [40, 3, 9], 4, 64, last_keys=last_keys, parts=parts, **options)
+    check(place, make_paged([290, 61, 7, 1], 2, 64), [7, 0, 3, 1], 4, 64, parts=parts, **options)
+
+
 def test_sequence_without_queries(place: Any, make_paged: Any) -> None:
     check(place, make_paged([40, 17, 33], 2, 64), [9, 0, 33], 4, 64)
 
@@ -115,7 +133,7 @@ def test_pool_past_31_bits(place: Any) -> None:
     views: Any = cache[:, :, 31, 0], cache[:, :, 31, 1]
     query = place.randn(130, 32, 128)
     cu, softmax = torch.tensor([0, 130], dtype=torch.int32, device="cuda"), Softmax(0.1)
-    out = paged_prefill_attention(query, views[0], views[1], tables, cu, lens, 130, softmax)
+    out = paged_prefill_attention(query, views[0], views[1], tables, cu, lens, [130], softmax)
     low: Any = [view[2100:].cpu().double() for view in views]
     expected = paged_prefill_attention_reference(
         query.cpu().double(), low[0], low[1], tables.cpu() - 2100, cu.cpu(), lens.cpu(), softmax
