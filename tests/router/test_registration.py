@@ -7,6 +7,7 @@ import itertools
 import socket
 from collections.abc import AsyncIterator, Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -92,6 +93,23 @@ async def test_it_waits_for_a_router_that_comes_later_but_not_for_ever(
     _, task, _ = start("http://127.0.0.1:9", lambda: info, first_deadline_s=0.2)
     with pytest.raises(ConfigError, match=r"^--router: can't register at http://127.0.0.1:9/nodes"):
         await asyncio.wait_for(task, PATIENCE_S)
+
+
+async def test_a_router_that_is_away_for_long_ends_nothing(
+    make_rig: Any, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = await make_rig(prefill=0)
+    pauses: list[float] = []
+
+    def at_once(shortest: float, longest: float) -> float:
+        pauses.append(longest)
+        return 0.0
+
+    monkeypatch.setattr(registration, "random", SimpleNamespace(uniform=at_once))
+    _, task, _ = start("http://127.0.0.1:9", lambda: other.nodes["d0"].info, first_deadline_s=1e6)
+    await eventually(lambda: task.done() or len(pauses) > 1100)
+    assert not task.done()
+    assert (pauses[:3], max(pauses)) == ([0.2, 0.4, 0.8], 2.0)
 
 
 @pytest.mark.parametrize("key", [None, "wrong"])
