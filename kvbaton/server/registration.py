@@ -19,6 +19,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from typing_extensions import override
 
 from kvbaton.errors import ConfigError
+from kvbaton.messages import UNREADABLE
 from kvbaton.messages.nodes import Members, NodeInfo
 from kvbaton.messages.openai import ErrorBody
 from kvbaton.server.network import TrustConfig, bearer, registration_token
@@ -263,7 +264,7 @@ class _Registration:
                 self.news.clear()
                 try:
                     await self._register(session)
-                except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
+                except (aiohttp.ClientError, OSError, TimeoutError, *UNREADABLE) as error:
                     self.error = error
                     if not self.listed:
                         return
@@ -314,7 +315,7 @@ class _Registration:
         """Set `members` or `refusal`.
 
         Raises:
-            ClientError, OSError, TimeoutError, DecodeError: the router gave no answer, or no
+            ClientError, OSError, TimeoutError, `UNREADABLE`: the router gave no answer, or no
                 final one.
         """
         headers = {"Content-Type": "application/json", **self._registrar.headers}
@@ -329,7 +330,7 @@ class _Registration:
             try:
                 said = msgspec.json.decode(answer, type=ErrorBody).error
                 reason, code = said.message, said.code
-            except msgspec.DecodeError:
+            except UNREADABLE:
                 reason, code = answer[:200].decode(errors="replace"), None
             removed = self.members is not None and code == "removed"
             if response.status not in REFUSALS or (self.members is not None and not removed):

@@ -180,6 +180,8 @@ NONSENSE = [
     b'{"control_addresses": [], "heartbeat_s": 1e300}',
     b'{"control_addresses": [], "heartbeat_s": 1e999}',
     b"[" * 100_000,
+    b'{"later": ' + b"[" * 100_000,
+    b'{"control_addresses": ["\xff"], "heartbeat_s": 0.01}',
 ]
 
 
@@ -188,7 +190,7 @@ async def test_whatever_a_router_answers_a_registered_node_goes_on(
 ) -> None:
     rig = await make_rig(prefill=0)
     asked: list[web.Request] = []
-    refusals = itertools.product([*REFUSALS, 302, 500], NONSENSE[1:3])
+    refusals = itertools.product([*REFUSALS, 302, 500], [*NONSENSE[1:3], *NONSENSE[-2:]])
     answers = [(200, GOOD), *((200, body) for body in NONSENSE), *refusals, (200, GOOD_TOO)]
 
     async def answer(request: web.Request) -> web.Response:
