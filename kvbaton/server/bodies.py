@@ -20,7 +20,7 @@ from kvbaton.errors import EngineDeadError, RequestError
 from kvbaton.messages.anthropic import MessagesError, MessagesErrorInfo
 from kvbaton.messages.openai import ErrorBody, ErrorInfo
 from kvbaton.server.auth import tenant
-from kvbaton.server.frontend import FRONTEND, FrontendConfig
+from kvbaton.server.frontend import FRONTEND
 
 logger = logging.getLogger(__name__)
 
@@ -184,8 +184,7 @@ async def read_body(request: web.Request, kind: type[T]) -> T:
         RequestError: it is no JSON, has a field of a wrong type (named), or does not arrive.
         web.HTTPRequestEntityTooLarge: it is longer than the limit, perhaps unpacked.
     """
-    config = request.app[FRONTEND].config
-    data = await _read(request, config)
+    data, config = await read_bytes(request), request.app[FRONTEND].config
     if encoding := request.headers.get("Content-Encoding"):
         data = await asyncio.to_thread(unpacked, data, encoding, config.max_body_bytes)
     try:
@@ -253,7 +252,14 @@ async def _room_for_body(request: web.Request) -> AsyncIterator[None]:
         frontend.body_ended.set()
 
 
-async def _read(request: web.Request, config: FrontendConfig) -> bytes:
+async def read_bytes(request: web.Request) -> bytes:
+    """The request's body as it was sent.
+
+    Raises:
+        RequestError: it does not arrive in time, or is not encoded as its headers say.
+        web.HTTPRequestEntityTooLarge: it is longer than the limit.
+    """
+    config = request.app[FRONTEND].config
     limit, timeout = config.max_body_bytes, config.body_timeout_s
     if (request.content_length or 0) > limit:  # not worth waiting for
         raise web.HTTPRequestEntityTooLarge(limit, request.content_length or 0)

@@ -32,6 +32,7 @@ from kvbaton.engine.socket_folder import SocketFolder
 from kvbaton.errors import ConfigError, RequestError
 from kvbaton.server.app import freeze_startup, serve_on
 from kvbaton.server.auth import PEER
+from kvbaton.server.bodies import read_bytes
 from kvbaton.server.config import EndpointConfig
 from kvbaton.server.metrics import MergedMetrics
 from kvbaton.server.sse import EVENTS, send_events
@@ -470,15 +471,16 @@ class WorkerLink:
         """Answer as the supervisor does, events as they come. A handler.
 
         Raises:
-            RequestError: 503, the supervisor does not answer.
+            RequestError: 503, the supervisor does not answer; or as `read_bytes`.
         """
+        body = await read_bytes(request)
         headers = {**_end_to_end(request.headers), _PEER: request.remote or ""}
         try:
             async with self._session.request(
                 request.method,
                 f"http://supervisor{request.raw_path}",
                 headers=headers,
-                data=await request.read(),
+                data=body,
                 allow_redirects=False,
             ) as response:
                 if response.content_type == EVENTS:

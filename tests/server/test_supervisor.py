@@ -23,15 +23,20 @@ from kvbaton.engine.frontends import EngineEndpoints, FrontendServer
 from kvbaton.engine.socket_folder import SocketFolder
 from kvbaton.errors import ConfigError
 from kvbaton.router.nodes import RESET_STORE_TIMEOUT_S
+from kvbaton.server.app import make_app
 from kvbaton.server.auth import PEER
 from kvbaton.server.config import EndpointConfig
+from kvbaton.server.frontend import Frontend, FrontendConfig, ModelFacts
 from kvbaton.server.metrics import MergedMetrics, merged
 from kvbaton.server.network import bind, url_of
 from kvbaton.server.sse import read_events, send_events
 from kvbaton.server.supervisor import FORWARD_TIMEOUT_S, Supervisor, WorkerLink
+from kvbaton.text.tokenizer import Tokenizer
+from tests.support.scripted_source import ScriptedSource
 from tests.support.waiting import eventually
 
-PATIENCE_S = 60.0
+PATIENCE_S = 20.0
+BODY_TIMEOUT_S = 0.5
 
 
 async def worker(link: WorkerLink, payload: str) -> None:
@@ -54,11 +59,20 @@ async def worker(link: WorkerLink, payload: str) -> None:
         await asyncio.sleep(1.0)
         return web.json_response({"pid": os.getpid()})
 
-    app = web.Application()
-    app.router.add_get("/who", who)
-    app.router.add_get("/slow", slow)
-    app.router.add_route("*", "/control", link.forward)
-    app.router.add_get("/events", link.forward)
+    nothing = Tokenizer.of_nothing()
+    frontend = Frontend(
+        source=ScriptedSource(nothing),
+        tokenizer=nothing,
+        config=FrontendConfig(model_name="m", body_timeout_s=BODY_TIMEOUT_S),
+        facts=lambda: ModelFacts(max_model_len=1, vocab_size=1),
+    )
+    routes = [
+        web.get("/who", who),
+        web.get("/slow", slow),
+        web.route("*", "/control", link.forward),
+        web.get("/events", link.forward),
+    ]
+    app = make_app(frontend, routes, text=False)
     grace_s = 60.0 if payload == "patient" else 5.0
     await link.serve(app, registry, EndpointConfig(shutdown_timeout_s=grace_s))
 
@@ -167,6 +181,26 @@ async def test_what_is_the_supervisors_is_passed_on() -> None:
             answer = await response.json()
             said = {"path": "/control?a=/", "body": "hello", "peer": "127.0.0.1"}
             assert answer == {"pid": os.getpid()} | said
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"Content-Length: 10\r\n\r\nhalf", b"408"),
+        (b"Transfer-Encoding: chunked\r\n\r\n4\r\nhalf\r\n", b"408"),
+        (b"Transfer-Encoding: chunked\r\n\r\nnone\r\n", b"400"),
+    ],
+)
+async def test_a_body_to_pass_on_must_come_in_time_and_whole(
+    body: bytes, status: bytes, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async with supervised(count=1) as (_, url):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        writer.write(b"POST /control HTTP/1.1\r\nHost: x\r\n" + body)
+        answer = await asyncio.wait_for(reader.readline(), PATIENCE_S)
+        writer.close()
+    assert answer.split()[1] == status
+    assert "Traceback" not in capfd.readouterr().err
 
 
 async def test_bytes_that_are_no_http_are_no_failure(capfd: pytest.CaptureFixture[str]) -> None:
