@@ -16,13 +16,15 @@ from typing import Any
 
 import pytest
 from aiohttp import ClientSession, ClientTimeout, TCPConnector, web
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
+from prometheus_client.registry import Collector
 
 from kvbaton.engine.client import LONG_COMMANDS
 from kvbaton.engine.frontends import EngineEndpoints, FrontendServer
 from kvbaton.engine.socket_folder import SocketFolder
 from kvbaton.errors import ConfigError
 from kvbaton.router.nodes import RESET_STORE_TIMEOUT_S
+from kvbaton.server import supervisor as supervisor_module
 from kvbaton.server.app import make_app
 from kvbaton.server.auth import PEER
 from kvbaton.server.config import EndpointConfig
@@ -39,11 +41,28 @@ PATIENCE_S = 20.0
 BODY_TIMEOUT_S = 0.5
 
 
+class Uncountable(Collector):
+    """Can't tell the first time."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def collect(self) -> list[Metric]:
+        self.asked += 1
+        if self.asked == 1:
+            raise ValueError("no counts yet")
+        return []
+
+
 async def worker(link: WorkerLink, payload: str) -> None:
     """Runs in a child."""
     if payload == "broken":
         raise ValueError("this worker can't start")
+    if payload == "stuck":
+        await asyncio.sleep(3600.0)
     registry = CollectorRegistry()
+    if payload == "uncountable":
+        registry.register(Uncountable())
     asked = Counter("asked", "Questions.", registry=registry)
     Gauge("up", "Workers.", registry=registry).set(1)
     state: list[bytes] = []
@@ -267,6 +286,39 @@ async def test_a_worker_that_cannot_start_is_an_error() -> None:
     with pytest.raises(ConfigError, match="before it could serve"):
         async with supervised(payload="broken"):
             raise AssertionError("it started")
+
+
+async def test_workers_that_do_not_serve_in_time_are_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervisor_module, "START_TIMEOUT_S", 0.5)
+    with pytest.raises(ConfigError, match=r"^--workers: .*within 0.5 s"):
+        async with supervised(count=1, payload="stuck"):
+            raise AssertionError("it started")
+
+
+async def test_a_worker_that_can_not_count_goes_on_listening() -> None:
+    async with supervised(count=1, payload="uncountable") as (supervisor, url):
+        assert b"asked_total" not in await supervisor.metrics()
+        supervisor.publish(b"later")
+        async with fresh_session(url) as session:
+
+            async def knows() -> bool:
+                return bool((await who(session))["state"] == "later")
+
+            await eventually(knows, PATIENCE_S)
+        assert b"asked_total" in await supervisor.metrics()
+
+
+async def test_a_worker_that_died_before_the_end_is_not_replaced_after_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with supervised(count=1) as (supervisor, url), fresh_session(url) as session:
+        os.kill((await who(session))["pid"], signal.SIGKILL)
+        await eventually(lambda: "starting another" in caplog.text)
+        supervisor.stop_replacing()
+        async with asyncio.timeout(PATIENCE_S):
+            await asyncio.gather(*supervisor._keepers)
 
 
 async def test_open_requests_end_before_the_workers() -> None:
