@@ -289,21 +289,15 @@ def sampling_params(
     if max_tokens is None:
         room = max(1, facts.max_model_len - num_tokens)
         max_tokens = min(room, defaults.get("max_tokens", room))
-    named = {}
-    for field in COPIED:
-        value = getattr(body, field)
-        value = defaults.get(field) if value is None else value
-        if value is not None:
-            named[field] = value
+    given = ((field, getattr(body, field)) for field in COPIED)
+    named = {field: defaults.get(field) if value is None else value for field, value in given}
     params = SamplingParams(
-        **named,
+        **{field: value for field, value in named.items() if value is not None},
         seed=body.seed,
         max_tokens=max_tokens,
         stop_token_ids=tuple(body.stop_token_ids or ()),
         allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
-        bad_words_token_ids=bad_words_token_ids(frontend.tokenizer, body.bad_words)
-        if body.bad_words
-        else (),
+        bad_words_token_ids=bad_words_token_ids(frontend.tokenizer, body.bad_words or ()),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         grammar=grammar,
