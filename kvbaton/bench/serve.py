@@ -22,6 +22,7 @@ import msgspec
 from kvbaton.bench.report import percentile, publish
 from kvbaton.config import flag, flag_of
 from kvbaton.errors import ConfigError
+from kvbaton.messages import UNREADABLE
 from kvbaton.server.config import check_url
 from kvbaton.server.network import TrustConfig, bearer
 from kvbaton.server.sse import DONE, read_events
@@ -232,7 +233,7 @@ async def stream(session: aiohttp.ClientSession, url: str, body: Mapping[str, An
                     told = tokens_of(msgspec.json.decode(data, type=dict[str, Any]))
                     times += [time.monotonic()] * (len(told) or 1) if told is not None else []
                     ids += told or []
-    except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
+    except (aiohttp.ClientError, OSError, TimeoutError, *UNREADABLE) as error:
         return Shot(began, tuple(times), tuple(ids), repr(error))
     return Shot(began, tuple(times), tuple(ids), None if times else "no token came")
 

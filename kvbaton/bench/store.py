@@ -105,7 +105,7 @@ def run(load: StoreLoad, out: Path | None = None, plot: Path | None = None) -> i
         ending.callback(store.close)
         rows = [row for size in load.object_bytes for row in measure(store, placed, size)]
         lookups = []
-        for count in LOOKUP_KEYS:  # of keys of which one in ten is there
+        for count in LOOKUP_KEYS:  # one key in ten is there, and no more than ten
             keys = [os.urandom(KEY_BYTES) for _ in range(count)]
             there = keys[:: max(10, count // 10)]
             store.store(there, _pieces(np.ones((len(there), 1024), np.uint8))).result(CALL_S)

@@ -250,10 +250,13 @@ class BareNixl:
         """Do a prepared write and wait for it.
 
         Raises:
-            RuntimeError: NIXL reports an error.
+            TransportError: NIXL reports an error, or it does not end.
         """
+        give_up = time.monotonic() + WRITE_TIMEOUT_S
         state = self.agent.transfer(prepared, QUIET)
         while state == "PROC":
             state = self.agent.check_xfer_state(prepared)
+            if time.monotonic() > give_up:
+                raise TransportError(f"a bare write did not end within {WRITE_TIMEOUT_S:g} s")
         if state != "DONE":
-            raise RuntimeError(f"NIXL reports {state}")
+            raise TransportError(f"NIXL reports {state}")

@@ -27,6 +27,8 @@ from rich.text import Text
 
 from kvbaton.cluster.config import ClusterConfig
 from kvbaton.config import flag, human_bytes, secret_flag
+from kvbaton.messages import UNREADABLE
+from kvbaton.messages.nodes import NodesView, NodeView
 from kvbaton.messages.openai import ErrorBody
 from kvbaton.server.config import check_url
 from kvbaton.server.network import TrustConfig, bearer, registration_token
@@ -42,7 +44,8 @@ SERVED = re.compile(
 PARTS = {"source": "prefill", "target": "decode", "encoder": "encode"}
 PUBLISH_S = 2.0
 """Nodes publish what they count a few times a second."""
-LOOK = aiohttp.ClientTimeout(total=5.0)
+FIRST_LOOK, LOOK = aiohttp.ClientTimeout(total=30.0), aiohttp.ClientTimeout(total=5.0)
+"""For an endpoint to say what it serves, which it may have to start for; and for all else."""
 FAILURES = (aiohttp.ClientError, OSError, TimeoutError, ValueError)
 """What goes wrong with an answer; the text is for the user."""
 
@@ -168,7 +171,7 @@ class Watcher:
         mine = await self._text(f"{self._url}/metrics")
         parts = Counter({(part, node): round(float(n)) for node, part, n in SERVED.findall(mine)})
         texts = await asyncio.gather(
-            *(self._text(f"{node['url']}/metrics") for node in await self.nodes())
+            *(self._text(f"{node.url}/metrics") for node in await self.nodes())
         )
         sent, received = (
             sum(float(value) for text in texts for value in counter.findall(text))
@@ -185,14 +188,16 @@ class Watcher:
                 return found
             await asyncio.sleep(0.1)
 
-    async def nodes(self) -> list[dict[str, Any]]:
-        """The nodes that the router tells us of; none if it does not."""
+    async def nodes(self) -> list[NodeView]:
+        """The nodes that the router tells us of; none if it does not, or is no router."""
         text = await self._text(f"{self._url}/nodes", self._headers)
-        return list(msgspec.json.decode(text).get("nodes", ())) if text else []
+        with suppress(*UNREADABLE):
+            return msgspec.json.decode(text, type=NodesView).nodes
+        return []
 
     async def timelines(self) -> list[dict[str, Any]]:
         """When chunks were computed and writes landed."""
-        states = [await self._text(f"{node['url']}/state") for node in await self.nodes()]
+        states = [await self._text(f"{node.url}/state") for node in await self.nodes()]
         return [
             mark
             for state in states
@@ -348,19 +353,20 @@ class Chat:
             connector=aiohttp.TCPConnector(ssl=config.trust.client(config.base_url)),
         )
         try:
-            async with session.get(f"{config.base_url}/v1/models") as response:
+            async with session.get(f"{config.base_url}/v1/models", timeout=FIRST_LOOK) as response:
                 response.raise_for_status()
                 served = str(msgspec.json.decode(await response.read())["data"][0]["id"])
         except (*FAILURES, LookupError, TypeError) as error:
             await session.close()
-            told = f"nobody answers at {config.base_url}: {error}"
+            reason = str(error) or "no answer in time"
+            told = f"nobody answers at {config.base_url}: {reason}"
             if isinstance(error, aiohttp.ClientResponseError):
                 told = f"{config.base_url} answers {error.status} {error.message}"
                 told += "; give a right --api-key" if error.status == 401 else " to GET /v1/models"
             print(f"kvbaton: {told}", file=sys.stderr)
             return None
         chat = cls(config, console, session, config.model or served)
-        nodes = ", ".join(node["node_id"] for node in await chat._watcher.nodes())
+        nodes = ", ".join(node.node_id for node in await chat._watcher.nodes())
         said = Text.assemble(
             (chat._model, "bold"), f"\n{config.base_url}", f"\n{nodes}" * bool(nodes)
         )

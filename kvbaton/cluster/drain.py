@@ -12,6 +12,7 @@ import msgspec
 
 from kvbaton.config import Seconds, flag, secret_flag
 from kvbaton.errors import ConfigError
+from kvbaton.messages import UNREADABLE
 from kvbaton.messages.nodes import DrainProgress
 from kvbaton.messages.openai import ErrorBody
 from kvbaton.server.config import check_url
@@ -91,7 +92,7 @@ async def _drain(config: DrainConfig) -> bool:
                 if not answered:  # it may have ended before, or the port be a wrong one
                     print(f"kvbaton: nobody listens at {config.url}", file=sys.stderr)
                 return True  # nobody is there any more
-            except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError) as failure:
+            except (aiohttp.ClientError, TimeoutError, OSError, *UNREADABLE) as failure:
                 if told != repr(failure):
                     told = repr(failure)
                     print(f"kvbaton: {url}: {told}", file=sys.stderr)

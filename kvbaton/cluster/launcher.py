@@ -247,7 +247,11 @@ class Cluster:
                 pause = PAUSE_S
             await asyncio.sleep(pause)
             pause = min(2 * pause, MAX_PAUSE_S)
-            self.nodes[index] = await self._start_node(index)
+            try:
+                self.nodes[index] = await self._start_node(index)
+            except OSError as error:  # no room for a process or a file
+                told = f"{node.name} can't be started, trying on: {error}"
+                print(told, file=sys.stderr, flush=True)
 
     async def _watch(self) -> None:
         """Show the cluster, for ever."""

@@ -51,7 +51,8 @@ class NodeProcess(ABC):
     async def heard(self, line: str) -> None:
         """It has written a line."""
         self.tail.append(line)
-        print(f"[{self.name}] {line}", file=sys.stderr, flush=True)
+        with suppress(OSError):  # nobody reads ours any more; its own must be read all the same
+            print(f"[{self.name}] {line}", file=sys.stderr, flush=True)
 
     @property
     def obituary(self) -> str:
@@ -187,8 +188,8 @@ class Child(NodeProcess):
                 self._process.terminate()
         await asyncio.wait([self.exited], timeout=grace_s)
         if not self.exited.done():
-            await self.heard(f"did not stop in {grace_s:g} s; killing it")
-            self.kill()
+            self.kill()  # first: it may take long until the line is taken in
+            await self.heard(f"did not stop in {grace_s:g} s; killed it")
         await self.exited
 
     async def _run(self) -> str:

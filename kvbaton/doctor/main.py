@@ -16,7 +16,7 @@ import shutil
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from statistics import median
 from typing import TypeVar
@@ -188,24 +188,26 @@ def look(root: Path = Path("/"), env: Mapping[str, str] = os.environ) -> SystemI
 def versions() -> dict[str, str]:
     """Of ourselves and of what moves bytes for us."""
     found = {"kvbaton": kvbaton.__version__, "python": platform.python_version()}
-    ucx = "missing"
     for package in PACKAGES:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        if package.startswith("nixl") and ucx == "missing":
-            # The UCX that NIXL brings with it.
-            for file in importlib.metadata.files(package) or []:
-                if re.fullmatch(r"libucp[-.].*", file.name):
-                    try:
-                        library = ctypes.CDLL(str(file.locate()))
-                    except OSError as error:
-                        ucx = f"unknown ({error})"
-                        continue
-                    library.ucp_get_version_string.restype = ctypes.c_char_p
-                    ucx = library.ucp_get_version_string().decode()
-    return found | {"ucx": ucx}
+    brought = (_ucx_of(package) for package in found if package.startswith("nixl"))
+    return found | {"ucx": next(filter(None, brought), "missing")}
+
+
+def _ucx_of(package: str) -> str:
+    """Version of the UCX that a package of NIXL brings with it; empty if it has none."""
+    told = ""
+    for file in importlib.metadata.files(package) or []:
+        if re.fullmatch(r"libucp[-.].*", file.name):
+            try:
+                library = ctypes.CDLL(str(file.locate()))
+            except OSError as error:
+                told = f"unknown ({error})"
+                continue
+            library.ucp_get_version_string.restype = ctypes.c_char_p
+            return str(library.ucp_get_version_string().decode())
+    return told
 
 
 def _warnings(found: SystemInfo, root: Path) -> list[str]:

@@ -150,7 +150,7 @@ class CircuitBreaker:
         self.is_open = False
         self.opened = 0
         self._what = what
-        self._failures = 0
+        self._pause = PAUSE_S
         self._until = 0.0
 
     def due(self, now: float) -> bool:
@@ -161,11 +161,10 @@ class CircuitBreaker:
         """A call failed. What was on its way when it opened does not lengthen the pause."""
         if self.is_open and now < self._until:
             return
-        pause = min(PAUSE_S * 2**self._failures, MOST_PAUSE_S)
         self.opened += not self.is_open
-        self._failures += 1
-        self.is_open, self._until = True, now + pause
-        logger.warning("%s: left alone for %g s, since %s", self._what, pause, reason)
+        self.is_open, self._until = True, now + self._pause
+        logger.warning("%s: left alone for %g s, since %s", self._what, self._pause, reason)
+        self._pause = min(2 * self._pause, MOST_PAUSE_S)
 
     def close(self) -> None:
         """A trial has worked; if the next call fails, the pause is longer still."""
@@ -173,7 +172,7 @@ class CircuitBreaker:
 
     def worked(self) -> None:
         """A call has worked: all is well."""
-        self.is_open, self._failures = False, 0
+        self.is_open, self._pause = False, PAUSE_S
 
 
 N = TypeVar("N", int, float)

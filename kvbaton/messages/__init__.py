@@ -2,3 +2,10 @@
 
 Nothing is pickled.
 """
+
+from __future__ import annotations
+
+import msgspec
+
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are no message: also text that is not UTF-8, or too deep."""

@@ -12,6 +12,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
+from kvbaton.messages import UNREADABLE
 from kvbaton.types import (
     KEY_BYTES,
     BlockSpan,
@@ -223,7 +224,7 @@ decode_control: Callable[[bytes], Control] = msgspec.msgpack.Decoder(Control).de
 
 Raises:
     msgspec.ValidationError: it is not one; the text says where.
-    msgspec.DecodeError: it is no MessagePack at all.
+    DecodeError, UnicodeDecodeError, RecursionError: it is no MessagePack at all (`UNREADABLE`).
 """
 
 
@@ -238,7 +239,7 @@ class _Greeting(Struct, frozen=True, tag_field="type", tag="hello"):
 _greeting = msgspec.msgpack.Decoder(_Greeting)
 
 
-def refuse_unreadable(data: bytes, error: msgspec.DecodeError) -> Refused | None:
+def refuse_unreadable(data: bytes, error: Exception) -> Refused | None:
     """What to answer to a `Hello` that can't be decoded; None if it is not even that.
 
     A later release may have given it another shape, and its sender must learn why it gets no
@@ -250,7 +251,7 @@ def refuse_unreadable(data: bytes, error: msgspec.DecodeError) -> Refused | None
     """
     try:
         hello = _greeting.decode(data)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return None
     code, why = version_problem(hello) or ("malformed", clip_text(str(error)))
     return Refused(session=hello.session, seq=0, code=code, message=why)

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from kvbaton.errors import RequestError
+from kvbaton.messages import UNREADABLE
 from kvbaton.types import (
     ENCODER_BLOCK_ROWS,
     MAX_NAME,
@@ -42,7 +43,7 @@ MAX_GRAMMAR = 1 << 18
 class SamplingParams(
     Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, dict=True
 ):
-    """How to choose tokens. Names and defaults as vLLM's; checked by `openai` at the door.
+    """How to choose tokens. Names and defaults as vLLM's; checked by `server.validation`.
 
     Defaults are not sent: a core that does not know a field refuses those requests that need it,
     and serves the others.
@@ -56,8 +57,8 @@ class SamplingParams(
         frequency_penalty: subtracted per occurrence among the generated tokens.
         repetition_penalty: divides or multiplies logits of tokens seen before; 1 is off.
         logit_bias: added to logits, by token id.
-        seed: of the noise; the door mints one if the client gave none, so that it is never None
-            in an engine.
+        seed: of the noise; the endpoint mints one if the client gave none, so that it is never
+            None in an engine.
         n: choices.
         max_tokens: most tokens to generate.
         min_tokens: tokens before any stop may take effect.
@@ -99,7 +100,7 @@ class TransferSpec(Struct, frozen=True, kw_only=True):
     Attributes:
         role: ``source`` (this node prefills for another) or ``target`` (this node receives).
         transfer_id: as minted by the router, or by P.
-        attempt: as minted by the router, or by D; None at P when no router minted one.
+        attempt: as minted by the router; 0 without one.
         peer: for a target, P's control address ``tcp://host:port``.
         peer_node: for a target, P's node id as the router knows it; None if not known.
     """
@@ -231,7 +232,7 @@ class Command(Struct, frozen=True, tag="command", kw_only=True):
 
     Attributes:
         command_id: the reply has the same.
-        name: ``state`` (the debugging dump), ``metrics``, ``reset_prefix_cache``,
+        name: ``state`` (the debugging dump), ``steps``, ``metrics``, ``reset_prefix_cache``,
             ``reset_store``, ``drain``, ``members``, ``start_profile``, ``stop_profile``.
         argument: for ``members``, a list of control addresses that may be dialled.
     """
@@ -278,14 +279,14 @@ def decode_to_core(data: bytes) -> ToCore | Undecodable:
     """Read a message of a frontend. Whatever it holds, this raises nothing."""
     try:
         return _to_core.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         return Undecodable(str(error), _id_of(data))
 
 
 def _id_of(data: bytes) -> str | None:
     try:
         fields = msgspec.msgpack.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError):
+    except (*UNREADABLE, TypeError):
         return None
     if not isinstance(fields, dict) or fields.get("type") != "add":
         return None

@@ -170,7 +170,7 @@ class DetokenizeRequest(Struct, kw_only=True):
 
 
 class PromptTokensDetails(Struct):
-    """Part of `Usage`: how many prompt tokens came from a cache."""
+    """Part of `TokenUsage`: how many prompt tokens came from a cache."""
 
     cached_tokens: int
 

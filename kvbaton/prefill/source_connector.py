@@ -74,6 +74,11 @@ class _Source:
     running: bool = True
     forget_at: float = 0.0
 
+    @property
+    def has_first_tokens(self) -> bool:
+        """Whether token 0 of every choice was sampled."""
+        return len(self.first) == self.request.params.n
+
 
 class CutSums:
     """Sums of blocks of which the first counts only from a token inside it.
@@ -198,7 +203,7 @@ class SourceConnector(KVConnector):
                 )
                 if asked_for:  # a run for a late reservation finds what this one left in the cache
                     source.cached_tokens = output.cached_tokens
-                if len(source.first) == source.request.params.n:
+                if source.has_first_tokens:
                     choices = tuple(source.first[i] for i in range(source.request.params.n))
                     first = events.FirstTokens(
                         source.attempt, choices, source.cached_tokens, self.scheduler.result_at
@@ -210,16 +215,11 @@ class SourceConnector(KVConnector):
             if output.finish_reason in ("abort", "error"):
                 reason = output.error or "the prefill request was aborted"
                 self._failed(output.request_id, reason)
-            elif len(source.first) == source.request.params.n:
+            elif source.has_first_tokens:
                 self._by_request.pop(output.request_id, None)
                 source.running = False
                 if source.start is None:
-                    # Kept for a while, and the youngest of too many.
-                    source.forget_at = time.monotonic() + self.unclaimed_s
-                    self._unclaimed[source.attempt] = source
-                    self._unclaimed_tokens += source.num_tokens
-                    while self._unclaimed_tokens > MAX_UNCLAIMED_TOKENS:
-                        self._forget(next(iter(self._unclaimed)))
+                    self._await_claim(source)
         return sent
 
     def _with_params(self, output: Output, source: _Source) -> Output:
@@ -236,6 +236,14 @@ class SourceConnector(KVConnector):
             num_tokens=source.num_tokens,
         )
         return msgspec.structs.replace(output, kv_transfer_params=params)
+
+    def _await_claim(self, source: _Source) -> None:
+        """Keep what nobody has reserved yet for a while, and the youngest of too many."""
+        source.forget_at = time.monotonic() + self.unclaimed_s
+        self._unclaimed[source.attempt] = source
+        self._unclaimed_tokens += source.num_tokens
+        while self._unclaimed_tokens > MAX_UNCLAIMED_TOKENS:
+            self._forget(next(iter(self._unclaimed)))
 
     def _claim(self, attempt: Attempt) -> None:
         """It is unclaimed no longer."""
@@ -257,7 +265,7 @@ class SourceConnector(KVConnector):
         computed = self._reportable(source, request.final_tokens())
         if computed > source.reported:
             report = self._report(source, request, computed)
-            if computed < source.num_tokens or len(source.first) == source.request.params.n:
+            if computed < source.num_tokens or source.has_first_tokens:
                 self.transfers.submit(report)
             else:
                 source.last = report

@@ -103,8 +103,7 @@ async def _run(
             return None
         delta = texts[choice].push(output)
         first = choice in unseen
-        if first:
-            unseen.discard(choice)
+        unseen.discard(choice)
         if delta.finish_reason is not None:
             open_choices.discard(choice)
         if prompt.echo_only:
@@ -121,8 +120,7 @@ async def _run(
     def sink(output: Output) -> bool:
         if not is_free() or (output.finish_reason is not None and len(open_choices) == 1):
             return False  # the last one is better told with the end, for which the reader wakes
-        new = event_of(output)
-        if new is not None:
+        if (new := event_of(output)) is not None:
             take(new)
             if not open_choices:
                 outputs.end()
@@ -135,8 +133,7 @@ async def _run(
         OutputCollector(frontend.source, request, sink) as outputs,
     ):
         async for output in outputs:
-            new = event_of(output)
-            if new is not None:
+            if (new := event_of(output)) is not None:
                 yield new
             if not open_choices:
                 break

@@ -25,8 +25,8 @@ from kvbaton.malloc import keep_freed_memory
 from kvbaton.messages import openai
 from kvbaton.server.auth import PROTECTED, check_key
 from kvbaton.server.bodies import (
-    HEADER,
     REQUEST_ID,
+    REQUEST_ID_HEADER,
     echo_request_id,
     failure_response,
     json_response,
@@ -246,7 +246,7 @@ async def allow_origin(request: web.Request, response: web.StreamResponse) -> No
     response.headers.add("Vary", "Origin")
     if origin is None or not {origin, "*"} & set(allowed):
         return
-    headers = {"Allow-Origin": origin, "Expose-Headers": f"{HEADER}, Retry-After"}
+    headers = {"Allow-Origin": origin, "Expose-Headers": f"{REQUEST_ID_HEADER}, Retry-After"}
     if PREFLIGHT in request.headers:
         headers |= {
             "Allow-Methods": "GET, POST",

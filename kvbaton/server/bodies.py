@@ -20,12 +20,12 @@ from kvbaton.errors import EngineDeadError, RequestError
 from kvbaton.messages.anthropic import MessagesError, MessagesErrorInfo
 from kvbaton.messages.openai import ErrorBody, ErrorInfo
 from kvbaton.server.auth import tenant
-from kvbaton.server.frontend import FRONTEND, FrontendConfig
+from kvbaton.server.frontend import FRONTEND
 
 logger = logging.getLogger(__name__)
 
-HEADER = "X-Request-Id"
-MAX_LENGTH = 128
+REQUEST_ID_HEADER = "X-Request-Id"
+MAX_REQUEST_ID = 128
 REQUEST_ID = web.RequestKey("request_id", str)
 LONG_BODY = 1 << 20
 """Bytes, up to which a body is not counted."""
@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 def clean(request_id: str | None) -> str | None:
     """An id that is safe in logs, headers and names; None if nothing is left of it."""
-    return _UNWANTED.sub("", request_id or "")[:MAX_LENGTH] or None
+    return _UNWANTED.sub("", request_id or "")[:MAX_REQUEST_ID] or None
 
 
 def flag_of(request: web.Request, name: str) -> bool:
@@ -66,7 +66,7 @@ def flag_of(request: web.Request, name: str) -> bool:
 
 def request_id_of(request: web.Request) -> str:
     """The id that a request brings, or a new one."""
-    named = request.headers.get(HEADER)
+    named = request.headers.get(REQUEST_ID_HEADER)
     return (clean(named) if named else None) or f"{random.getrandbits(128):032x}"
 
 
@@ -78,9 +78,9 @@ def speaks_anthropic(request: web.Request) -> bool:
 async def echo_request_id(request: web.Request, response: web.StreamResponse) -> None:
     """Signal ``on_response_prepare``: also works for streams."""
     # What aiohttp refuses by itself (an unknown Expect) has not passed our middleware.
-    response.headers[HEADER] = request.get(REQUEST_ID) or request_id_of(request)
+    response.headers[REQUEST_ID_HEADER] = request.get(REQUEST_ID) or request_id_of(request)
     if speaks_anthropic(request):
-        response.headers["Request-Id"] = response.headers[HEADER]
+        response.headers["Request-Id"] = response.headers[REQUEST_ID_HEADER]
 
 
 async def close_connection(request: web.Request, response: web.StreamResponse) -> None:
@@ -184,8 +184,7 @@ async def read_body(request: web.Request, kind: type[T]) -> T:
         RequestError: it is no JSON, has a field of a wrong type (named), or does not arrive.
         web.HTTPRequestEntityTooLarge: it is longer than the limit, perhaps unpacked.
     """
-    config = request.app[FRONTEND].config
-    data = await _read(request, config)
+    data, config = await read_bytes(request), request.app[FRONTEND].config
     if encoding := request.headers.get("Content-Encoding"):
         data = await asyncio.to_thread(unpacked, data, encoding, config.max_body_bytes)
     try:
@@ -253,7 +252,14 @@ async def _room_for_body(request: web.Request) -> AsyncIterator[None]:
         frontend.body_ended.set()
 
 
-async def _read(request: web.Request, config: FrontendConfig) -> bytes:
+async def read_bytes(request: web.Request) -> bytes:
+    """The request's body as it was sent.
+
+    Raises:
+        RequestError: it does not arrive in time, or is not encoded as its headers say.
+        web.HTTPRequestEntityTooLarge: it is longer than the limit.
+    """
+    config = request.app[FRONTEND].config
     limit, timeout = config.max_body_bytes, config.body_timeout_s
     if (request.content_length or 0) > limit:  # not worth waiting for
         raise web.HTTPRequestEntityTooLarge(limit, request.content_length or 0)

@@ -30,6 +30,7 @@ from kvbaton.server.validation import (
     encode,
     prompt_request,
     public_id,
+    sampling_params,
     truncated,
 )
 from kvbaton.text.chat import ImageUrl, normalize_messages
@@ -87,18 +88,18 @@ async def chat_prompt(
     given = body.max_completion_tokens
     max_tokens = body.max_tokens if given is None else given
     prompt = truncated(frontend, prompt, body.truncate_prompt_tokens, max_tokens, items)
-    asked = prompt_request(
+    params = sampling_params(
         frontend,
         body,
-        request_id,
-        prompt,
-        name="messages",
+        len(prompt),
         max_tokens=max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
-        items=items,
-        tenant=tenant(request),
         grammar=await chat_grammar(frontend, body, prompt, functions),
+    )
+    who = tenant(request)
+    asked = prompt_request(
+        frontend, body, request_id, prompt, params, name="messages", tenant=who, items=items
     )
     if form is None or body.skip_special_tokens is False:  # the client wants it as it is written
         return asked, None

@@ -20,6 +20,7 @@ from kvbaton.server.validation import (
     encode,
     prompt_request,
     public_id,
+    sampling_params,
     split_prompts,
     truncated,
 )
@@ -51,14 +52,19 @@ async def completions(request: web.Request) -> web.StreamResponse:
             body,
             request_id,
             token_ids,
+            sampling_params(
+                frontend,
+                body,
+                len(token_ids),
+                max_tokens=1 if echo_only else max_tokens,
+                logprobs=body.logprobs,
+                prompt_logprobs=scored,
+                grammar=grammar,
+            ),
             name="prompt",
-            max_tokens=1 if echo_only else max_tokens,
-            logprobs=body.logprobs,
-            prompt_logprobs=scored,
+            tenant=tenant(request),
             index=index,
             echo_only=echo_only,
-            tenant=tenant(request),
-            grammar=grammar,
         )
         for index, token_ids in enumerate(prompts)
     ]

@@ -196,7 +196,7 @@ def check_url(name: str, url: str) -> None:
     except ValueError:  # a port that is no number
         ok = False
     if not ok:
-        raise ConfigError(name, f"{url!r} is no http URL")
+        raise ConfigError(name, f"{url!r} is no http URL (http://HOST:PORT)")
 
 
 def check_transport(spec: str) -> None:

@@ -129,23 +129,27 @@ def engine_request(
 async def shown_outputs(
     frontend: Frontend, add: AddRequest, request_id: str, timeline: RequestTimeline | None
 ) -> AsyncGenerator[GenerateChunk]:
-    """The source's outputs as they may be shown: the client's id, numbers that JSON can say."""
+    """The source's outputs, see `_shown`."""
     if timeline is not None:
         timeline.submit()
     with closing(RequestTimes(frontend.metrics.latencies)) as times:
         async with aclosing(frontend.source.generate(add)) as outputs:
             async for output in outputs:
                 times.output(output)
-                fields = asdict(output)
-                del fields["marks"]
                 if timeline is not None:
                     timeline.add(output.marks)
                     timeline.wrote(len(output.token_ids), output.choice)
-                fields["request_id"] = request_id
-                for name in ("logprobs", "prompt_logprobs"):
-                    if fields[name] is not None:
-                        fields[name] = tuple(map(floored, fields[name]))
-                yield GenerateChunk(**fields)
+                yield _shown(output, request_id)
+
+
+def _shown(output: Output, request_id: str) -> GenerateChunk:
+    """An output as it may be shown: the client's id, numbers that JSON can say."""
+    fields = asdict(output) | {"request_id": request_id}
+    del fields["marks"]
+    for name in ("logprobs", "prompt_logprobs"):
+        if fields[name] is not None:
+            fields[name] = tuple(map(floored, fields[name]))
+    return GenerateChunk(**fields)
 
 
 async def whole_response(

@@ -19,6 +19,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from typing_extensions import override
 
 from kvbaton.errors import ConfigError
+from kvbaton.messages import UNREADABLE
 from kvbaton.messages.nodes import Members, NodeInfo
 from kvbaton.messages.openai import ErrorBody
 from kvbaton.server.network import TrustConfig, bearer, registration_token
@@ -35,6 +36,8 @@ router's place, until the router says that it was removed.
 """
 REFUSED_PAUSE_S = 10.0
 """A router that refuses us is asked again so often, while another one has us."""
+FIRST_BACKOFF_S = 0.1
+"""Doubled with each failure in a row: about the longest pause until the next attempt."""
 LOOKUP_PERIOD_S = 5.0
 """A router's host name is looked up again so often."""
 LOOKUP_TIMEOUT_S = 5.0
@@ -255,28 +258,27 @@ class _Registration:
         self.task.add_done_callback(lambda task: on_news())
 
     async def _repeat(self) -> None:
-        failures, registered, told = 0, False, set[str]()
+        longest, registered, told = FIRST_BACKOFF_S, False, set[str]()
         async with self._session() as session:
             while True:
                 self.news.clear()
                 try:
                     await self._register(session)
-                except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
+                except (aiohttp.ClientError, OSError, TimeoutError, *UNREADABLE) as error:
                     self.error = error
                     if not self.listed:
                         return
                     if (reason := _reason(error)) not in told:
                         told.add(reason)
                         logger.warning("can't register at %s, trying on: %s", self.where, reason)
-                    failures, registered = failures + 1, False
-                    longest = min(0.1 * 2**failures, self._registrar.max_backoff_s)
+                    registered, longest = False, min(2 * longest, self._registrar.max_backoff_s)
                     await asyncio.sleep(random.uniform(0.05, longest))
                     continue
                 self._on_news()
                 if self.refusal is None and not registered:
                     logger.info("registered at %s", self.where)
                 told.clear()
-                failures, registered = 0, self.refusal is None
+                longest, registered = FIRST_BACKOFF_S, self.refusal is None
                 pause = self._heartbeat_s if registered else REFUSED_PAUSE_S
                 with suppress(TimeoutError):
                     async with asyncio.timeout(pause):
@@ -313,7 +315,7 @@ class _Registration:
         """Set `members` or `refusal`.
 
         Raises:
-            ClientError, OSError, TimeoutError, DecodeError: the router gave no answer, or no
+            ClientError, OSError, TimeoutError, `UNREADABLE`: the router gave no answer, or no
                 final one.
         """
         headers = {"Content-Type": "application/json", **self._registrar.headers}
@@ -328,7 +330,7 @@ class _Registration:
             try:
                 said = msgspec.json.decode(answer, type=ErrorBody).error
                 reason, code = said.message, said.code
-            except msgspec.DecodeError:
+            except UNREADABLE:
                 reason, code = answer[:200].decode(errors="replace"), None
             removed = self.members is not None and code == "removed"
             if response.status not in REFUSALS or (self.members is not None and not removed):

@@ -194,20 +194,20 @@ def _is_stuck(transport: asyncio.WriteTransport) -> bool:
 
 
 async def read_events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """The data of each server-sent event.
+    """The data of each server-sent event, which JSON has on one line; others may end lines by CRLF.
 
     Raises:
-        msgspec.DecodeError: an event is longer than any of ours can be.
+        msgspec.DecodeError: a line is longer than any of ours can be.
     """
     buffer, scanned = bytearray(), 0
     async for chunk in content.iter_any():
         buffer += chunk
-        while (end := buffer.find(b"\n\n", max(scanned - 1, 0))) >= 0:
-            event = bytes(buffer[:end])
-            del buffer[: end + 2]
+        while (end := buffer.find(b"\n", scanned)) >= 0:
+            line = bytes(buffer[:end])
+            del buffer[: end + 1]
             scanned = 0
-            if event.startswith(DATA):
-                yield event[len(DATA) :].strip()
+            if line.startswith(DATA):
+                yield line[len(DATA) :].strip()
         scanned = len(buffer)
         if scanned > MAX_MESSAGE_BYTES:
-            raise msgspec.DecodeError(f"an event of more than {MAX_MESSAGE_BYTES} bytes")
+            raise msgspec.DecodeError(f"a line of more than {MAX_MESSAGE_BYTES} bytes")

@@ -32,6 +32,7 @@ from kvbaton.engine.socket_folder import SocketFolder
 from kvbaton.errors import ConfigError, RequestError
 from kvbaton.server.app import freeze_startup, serve_on
 from kvbaton.server.auth import PEER
+from kvbaton.server.bodies import read_bytes
 from kvbaton.server.config import EndpointConfig
 from kvbaton.server.metrics import MergedMetrics
 from kvbaton.server.sse import EVENTS, send_events
@@ -145,7 +146,7 @@ class Supervisor:
         """Start all workers and wait until they serve.
 
         Raises:
-            ConfigError: one of them can't; its log says why.
+            ConfigError: one of them can't, as its log says, or does not do so in time.
         """
         await self._runner.setup()
         await web.UnixSite(self._runner, self._control_path).start()
@@ -154,12 +155,16 @@ class Supervisor:
             asyncio.create_task(self._keep(index, future), name=f"worker {index}")
             for index, future in enumerate(started)
         ]
-        async with asyncio.timeout(START_TIMEOUT_S):
-            await asyncio.gather(*started)
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await asyncio.gather(*started)
+        except TimeoutError as error:
+            problem = f"not all of {self._count} serve within {START_TIMEOUT_S:g} s"
+            raise ConfigError("--workers", problem) from error
 
     async def _keep(self, index: int, first: asyncio.Future[None]) -> None:
         """Have a worker run, again and again."""
-        while True:
+        while not self._stopping:
             try:
                 worker = await _Worker.start(self, index)
             except OSError as error:  # no room for a process or a file
@@ -281,21 +286,24 @@ class _Worker:
         """Take in what it says, until it ends."""
         try:
             while (data := await self._channel.receive()) is not None:
-                match _from_worker.decode(data):
-                    case WorkerStarted():
-                        if not started.done():
-                            started.set_result(None)
-                    case WorkerMetrics(number, text):
-                        asked = self._asked.get(number)
-                        if asked is not None and not asked.done():
-                            asked.set_result(text)
-                    case WorkerReport(report):
-                        try:
-                            self._supervisor.on_report(self._index, report)
-                        except Exception:  # the workers go on
-                            logger.exception("what a worker reported can't be taken in")
+                try:
+                    self._take(_from_worker.decode(data), started)
+                except Exception:  # the workers go on
+                    logger.exception("what a worker said can't be taken in")
         finally:
             self._channel.close()
+
+    def _take(self, message: FromWorker, started: asyncio.Future[None]) -> None:
+        match message:
+            case WorkerStarted():
+                if not started.done():
+                    started.set_result(None)
+            case WorkerMetrics(number, text):
+                asked = self._asked.get(number)
+                if asked is not None and not asked.done():
+                    asked.set_result(text)
+            case WorkerReport(report):
+                self._supervisor.on_report(self._index, report)
 
     def publish(self, state: PublishedState) -> None:
         """Have it told; of several that wait for a worker to read, only the last counts."""
@@ -449,14 +457,14 @@ class WorkerLink:
 
     async def _listen(self, registry: CollectorRegistry) -> None:
         while (data := await self._channel.receive()) is not None:
-            match _to_worker.decode(data):
-                case PublishedState(state):
-                    try:
+            try:
+                match _to_worker.decode(data):
+                    case PublishedState(state):
                         self.on_state(state)
-                    except Exception:  # the next one may be better
-                        logger.exception("what the supervisor published can't be taken in")
-                case AskMetrics(number):
-                    self._send(WorkerMetrics(number, generate_latest(registry).decode()))
+                    case AskMetrics(number):
+                        self._send(WorkerMetrics(number, generate_latest(registry).decode()))
+            except Exception:  # the next one may be better
+                logger.exception("what the supervisor said can't be taken in")
         self._stop.set()
 
     def report(self, data: bytes) -> None:
@@ -470,15 +478,16 @@ class WorkerLink:
         """Answer as the supervisor does, events as they come. A handler.
 
         Raises:
-            RequestError: 503, the supervisor does not answer.
+            RequestError: 503, the supervisor does not answer; or as `read_bytes`.
         """
+        body = await read_bytes(request)
         headers = {**_end_to_end(request.headers), _PEER: request.remote or ""}
         try:
             async with self._session.request(
                 request.method,
                 f"http://supervisor{request.raw_path}",
                 headers=headers,
-                data=await request.read(),
+                data=body,
                 allow_redirects=False,
             ) as response:
                 if response.content_type == EVENTS:

@@ -26,6 +26,7 @@ from msgspec.structs import replace
 
 from kvbaton.errors import ConfigError, EngineDeadError, RequestError
 from kvbaton.messages.engine import AddRequest
+from kvbaton.server.config import check_url
 from kvbaton.server.timeline import NodePart, RequestTimeline
 from kvbaton.version import __version__
 
@@ -70,11 +71,10 @@ class TracingConfig:
         except ModuleNotFoundError:  # nothing of it is there, or its API by itself
             there = False
         if endpoint is not None:
-            parts = urlsplit(endpoint)
-            if parts.scheme not in ("http", "https") or not parts.hostname:
-                raise ConfigError(FLAG, f"{endpoint!r} is no address like http://host:4318")
+            check_url(FLAG, endpoint)
             if not there:
                 raise ConfigError(FLAG, MISSING)
+            parts = urlsplit(endpoint)
             whole = parts._replace(path=TRACES_PATH) if parts.path in ("", "/") else parts
             return cls(whole.geturl(), role, instance)
         named = [name for name in ENDPOINT_VARIABLES if os.environ.get(name)]

@@ -15,7 +15,7 @@ from kvbaton.engine.validate import INT32, Range, check_ids, check_params, check
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest, Item, SamplingParams
 from kvbaton.messages.openai import ChatRequest, Refused, SamplingFields
-from kvbaton.server.bodies import HEADER, REQUEST_ID, clean
+from kvbaton.server.bodies import REQUEST_ID, REQUEST_ID_HEADER, clean
 from kvbaton.server.frontend import Frontend, FrontendConfig, ModelFacts
 from kvbaton.server.timeline import RequestTimeline
 from kvbaton.text.detokenize import TextOptions
@@ -110,7 +110,7 @@ def check_model(frontend: Frontend, model: str | None) -> None:
 
 def public_id(request: web.Request, body: SamplingFields) -> str:
     """The header's id, else the body's, else the one that was made."""
-    if body.request_id is not None and HEADER not in request.headers:
+    if body.request_id is not None and REQUEST_ID_HEADER not in request.headers:
         request[REQUEST_ID] = clean(body.request_id) or request[REQUEST_ID]
     return request[REQUEST_ID]
 
@@ -261,67 +261,81 @@ def check_prompt(facts: ModelFacts, ids: Sequence[int], max_tokens: int, name: s
         )
 
 
+def sampling_params(
+    frontend: Frontend,
+    body: SamplingFields,
+    num_tokens: int,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    grammar: str,
+) -> SamplingParams:
+    """How to sample for a prompt: fields that were given, over the model's defaults.
+
+    Args:
+        frontend: asked by the client.
+        body: the request.
+        num_tokens: of the prompt.
+        max_tokens: to generate; None takes what the model recommends, or as many as fit.
+        logprobs: candidates per token; None for none at all.
+        prompt_logprobs: the same for prompt tokens.
+        grammar: that the text must follow; empty for none.
+
+    Raises:
+        RequestError: a field is out of range.
+    """
+    facts, defaults = frontend.facts(), frontend.config.sampling_defaults
+    if max_tokens is None:
+        room = max(1, facts.max_model_len - num_tokens)
+        max_tokens = min(room, defaults.get("max_tokens", room))
+    given = ((field, getattr(body, field)) for field in COPIED)
+    named = {field: defaults.get(field) if value is None else value for field, value in given}
+    params = SamplingParams(
+        **{field: value for field, value in named.items() if value is not None},
+        seed=body.seed,
+        max_tokens=max_tokens,
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
+        bad_words_token_ids=bad_words_token_ids(frontend.tokenizer, body.bad_words or ()),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        grammar=grammar,
+    )
+    return checked(params, frontend.config, facts.vocab_size)
+
+
 def prompt_request(
     frontend: Frontend,
     body: SamplingFields,
     request_id: str,
     token_ids: Sequence[int],
+    params: SamplingParams,
     *,
     name: str,
-    max_tokens: int | None,
-    logprobs: int | None,
-    prompt_logprobs: int | None,
+    tenant: str,
     index: int = 0,
     items: tuple[Item, ...] = (),
     echo_only: bool = False,
-    tenant: str = "",
-    grammar: str = "",
 ) -> PromptRequest:
-    """What the source is asked for one prompt: fields that were given, over the model's defaults.
+    """What the source is asked for one prompt.
 
     Args:
         frontend: asked by the client.
         body: the request.
         request_id: of the answer.
         token_ids: the prompt.
+        params: as of `sampling_params`.
         name: of the field that it came in.
-        max_tokens: to generate; None takes what the model recommends, or as many as fit.
-        logprobs: candidates per token; None for none at all.
-        prompt_logprobs: the same for prompt tokens.
+        tenant: who asks.
         index: of the prompt in the request.
         items: its images.
         echo_only: see `PromptRequest`.
-        tenant: who asks.
-        grammar: that the text must follow.
 
     Raises:
         RequestError: a field is out of range, or the prompt does not fit the model.
     """
-    facts, defaults = frontend.facts(), frontend.config.sampling_defaults
-    if max_tokens is None:
-        room = max(1, facts.max_model_len - len(token_ids))
-        max_tokens = min(room, defaults.get("max_tokens", room))
-    named = {}
-    for field in COPIED:
-        value = getattr(body, field)
-        value = defaults.get(field) if value is None else value
-        if value is not None:
-            named[field] = value
-    params = SamplingParams(
-        **named,
-        seed=body.seed,
-        max_tokens=max_tokens,
-        stop_token_ids=tuple(body.stop_token_ids or ()),
-        allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
-        bad_words_token_ids=bad_words_token_ids(frontend.tokenizer, body.bad_words)
-        if body.bad_words
-        else (),
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-        grammar=grammar,
-    )
-    params = checked(params, frontend.config, facts.vocab_size)
-    check_prompt(facts, token_ids, max_tokens, name)
+    check_prompt(frontend.facts(), token_ids, params.max_tokens, name)
     if body.priority:
         frontend.config.check_priority(body.priority)
     if len(body.cache_salt or "") > MAX_SALT:

@@ -100,16 +100,35 @@ def test_failures_are_counted_and_told(
     assert "bad key" in capsys.readouterr().out
 
 
-async def test_an_event_that_is_no_object_is_a_failure_too() -> None:
+@pytest.mark.parametrize(
+    ("event", "problem"),
+    [(b'"x"', "`object`"), (b'{"x": "\xff"}', "utf-8"), (b'{"x": ' + b"[" * 9999, "depth")],
+)
+async def test_an_event_that_is_no_object_is_a_failure_too(event: bytes, problem: str) -> None:
     async def complete(request: web.Request) -> web.Response:
-        return web.Response(text='data: "x"\n\n', content_type="text/event-stream")
+        return web.Response(body=b"data: " + event + b"\n\n", content_type="text/event-stream")
 
     app = web.Application()
     app.router.add_post("/v1/completions", complete)
     async with TestServer(app) as server:
         load = ServeLoad(url=str(server.make_url("")), model="m", requests=1, input_len=1)
         (shot,), _ = await measure(load)
-    assert "Expected `object`" in (shot.error or "")
+    assert problem in (shot.error or "")
+
+
+async def test_lines_may_end_as_the_standard_lets_them() -> None:
+    events = ('{"choices": [{"text": "a"}]}', '{"choices": [{"text": "b"}]}', "[DONE]")
+
+    async def complete(request: web.Request) -> web.Response:
+        text = ": ping\r\n\r\n" + "".join(f"id: 1\r\ndata: {event}\r\n\r\n" for event in events)
+        return web.Response(text=text, content_type="text/event-stream")
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", complete)
+    async with TestServer(app) as server:
+        load = ServeLoad(url=str(server.make_url("")), model="m", requests=1, input_len=1)
+        (shot,), _ = await measure(load)
+    assert (shot.error, len(shot.times)) == (None, 2)
 
 
 def test_an_address_where_nobody_serves_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 import json
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -49,6 +50,15 @@ def test_bytes_that_memory_does_not_hold_are_refused(
     assert main([*words, "--bytes", str(1 << 52)]) == 2  # beyond all address spaces
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("kvbaton: error: --bytes: 4503599627370496 can't be had: ")
+
+
+def test_a_bare_write_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "WRITE_TIMEOUT_S", 0.05)
+    bare = transfer.BareNixl("bench-alone")
+    stuck = SimpleNamespace(transfer=lambda *_: "PROC", check_xfer_state=lambda _: "PROC")
+    monkeypatch.setattr(bare, "agent", stuck)
+    with pytest.raises(TransportError, match=r"did not end within 0\.05 s"):
+        bare.write(None)
 
 
 def test_wrong_bytes_are_noticed() -> None:

@@ -78,3 +78,11 @@ def test_names_are_unique_on_a_hub_and_hubs_are_apart() -> None:
     with pytest.raises(TransportError, match="no transport 'two'"):
         elsewhere.connect(MemoryTransport("two", hub=hub).card())
     assert first.name == elsewhere.name
+
+
+def test_bytes_that_are_no_card_are_refused() -> None:
+    hub = MemoryHub()
+    one, two = MemoryTransport("one", hub=hub), MemoryTransport("two", hub=hub)
+    for card in (b"", b"\xc1", two.card().replace(b"two", b"\xfftw")):  # the last is not UTF-8
+        with pytest.raises(TransportError, match="not a card of the memory transport"):
+            one.connect(card)

@@ -181,6 +181,10 @@ def test_a_repeated_hello_is_welcomed_again_but_opens_nothing() -> None:
     assert isinstance(again.message, Welcome)
 
 
+NO_TEXT = b"\x91\x81\xa4kind\xa1\xff"
+"""Layouts whose kind is not UTF-8."""
+
+
 @pytest.mark.parametrize(
     ("fields", "code", "said"),
     [
@@ -189,6 +193,7 @@ def test_a_repeated_hello_is_welcomed_again_but_opens_nothing() -> None:
         ({"transport": "nixl"}, "transport", "'tcp', target 'nixl'"),
         ({"ranks": ()}, "malformed", "ranks"),
         ({"ranks": (RankCard(0, b"", b"\xc1"),)}, "malformed", "can't be read"),
+        ({"ranks": (RankCard(0, b"", NO_TEXT),)}, "malformed", "can't be read"),
         ({"ranks": cards(layout(0))}, "malformed", "blocks of 0 tokens"),
         ({"ranks": cards(layout(6), layout(6, 1))}, "layout", "[1, 1] at the source, [2] at the"),
     ],

@@ -277,6 +277,19 @@ def test_a_hello_that_cannot_be_read_is_refused_by_name(
     assert said in refused.message
 
 
+def test_what_is_no_control_message_is_counted_and_dropped(make: Make) -> None:
+    p = make(Prefill)
+    channel = ControlChannel("127.0.0.1", cluster_key=None)
+    failed = msgspec.msgpack.encode({"type": "failed", "session": b"s" * 16, "reason": "why"})
+    deep = msgspec.msgpack.encode({"later": 1})[:-1] + b"\x91" * 100_000
+    junk = (b"", b"\xc1", b"\x90", failed, failed.replace(b"why", b"\xff" * 3), deep)
+    for data in junk:
+        channel.send(channel.dial(p.channel.address), data)
+    wait(lambda: p.thread.inspect(lambda: p.thread.junk) == len(junk), p)
+    channel.close()
+    assert p.thread.errors == 0
+
+
 @pytest.mark.parametrize("cut", [0, 1, 63, 65, 71, 72, 79, 81])
 def test_what_is_no_notice_is_counted_and_dropped(make: Make, hub: MemoryHub, cut: int) -> None:
     d, sender = make(Decode), MemoryTransport("sender", hub=hub)

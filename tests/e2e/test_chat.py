@@ -10,6 +10,7 @@ import pty
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
+from aiohttp import ClientTimeout, web
 from aiohttp.test_utils import TestServer
 from rich.console import Console
 
+from kvbaton.cluster import chat as chat_module
 from kvbaton.cluster.chat import Chat, ChatConfig
 from tests.e2e.test_commands import STOP_S, UP, start
 from tests.support.forked_command import ForkedCommand
@@ -191,6 +193,44 @@ async def test_an_event_that_is_no_object_ends_an_answer_and_not_the_conversatio
         await chat.close()
     assert isinstance(said.file, io.StringIO)
     assert "Expected `object`, got `str`" in said.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "nodes", ["<html></html>", "[]", '{"nodes": null}', '{"nodes": [5]}', '{"nodes": [{}]}']
+)
+async def test_an_endpoint_may_answer_anything_where_a_router_lists_its_nodes(nodes: str) -> None:
+    async def models(request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "m"}]})
+
+    async def page(request: web.Request) -> web.Response:
+        return web.Response(text=nodes, content_type="text/html")
+
+    async def answer(request: web.Request) -> web.Response:
+        text = 'data: {"choices": [{"delta": {"content": "hello"}}]}\n\ndata: [DONE]\n\n'
+        return web.Response(text=text, content_type="text/event-stream")
+
+    app = web.Application()
+    app.add_routes([web.get("/v1/models", models), web.post("/v1/chat/completions", answer)])
+    app.router.add_get("/{path:.*}", page)
+    said = Console(file=io.StringIO())
+    async with TestServer(app) as server:
+        chat = await Chat.open(ChatConfig(url=str(server.make_url(""))), said)
+        assert chat is not None
+        await chat.take("hi")
+        await chat.close()
+    assert isinstance(said.file, io.StringIO)
+    assert "hello" in said.file.getvalue()
+
+
+async def test_who_takes_a_connection_and_says_nothing_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(chat_module, "FIRST_LOOK", ClientTimeout(total=0.2))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        async with asyncio.timeout(PATIENCE_S):
+            assert await Chat.open(ChatConfig(url=url), Console()) is None
+    assert f"nobody answers at {url}: no answer in time" in capsys.readouterr().err
 
 
 async def test_of_a_routers_keys_in_one_variable_the_first_is_presented() -> None:

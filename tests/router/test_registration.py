@@ -7,6 +7,7 @@ import itertools
 import socket
 from collections.abc import AsyncIterator, Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -94,6 +95,23 @@ async def test_it_waits_for_a_router_that_comes_later_but_not_for_ever(
         await asyncio.wait_for(task, PATIENCE_S)
 
 
+async def test_a_router_that_is_away_for_long_ends_nothing(
+    make_rig: Any, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = await make_rig(prefill=0)
+    pauses: list[float] = []
+
+    def at_once(shortest: float, longest: float) -> float:
+        pauses.append(longest)
+        return 0.0
+
+    monkeypatch.setattr(registration, "random", SimpleNamespace(uniform=at_once))
+    _, task, _ = start("http://127.0.0.1:9", lambda: other.nodes["d0"].info, first_deadline_s=1e6)
+    await eventually(lambda: task.done() or len(pauses) > 1100)
+    assert not task.done()
+    assert (pauses[:3], max(pauses)) == ([0.2, 0.4, 0.8], 2.0)
+
+
 @pytest.mark.parametrize("key", [None, "wrong"])
 async def test_a_refusal_ends_it_with_the_routers_reason(
     make_rig: Any, start: Start, key: str | None
@@ -162,6 +180,8 @@ NONSENSE = [
     b'{"control_addresses": [], "heartbeat_s": 1e300}',
     b'{"control_addresses": [], "heartbeat_s": 1e999}',
     b"[" * 100_000,
+    b'{"later": ' + b"[" * 100_000,
+    b'{"control_addresses": ["\xff"], "heartbeat_s": 0.01}',
 ]
 
 
@@ -170,7 +190,7 @@ async def test_whatever_a_router_answers_a_registered_node_goes_on(
 ) -> None:
     rig = await make_rig(prefill=0)
     asked: list[web.Request] = []
-    refusals = itertools.product([*REFUSALS, 302, 500], NONSENSE[1:3])
+    refusals = itertools.product([*REFUSALS, 302, 500], [*NONSENSE[1:3], *NONSENSE[-2:]])
     answers = [(200, GOOD), *((200, body) for body in NONSENSE), *refusals, (200, GOOD_TOO)]
 
     async def answer(request: web.Request) -> web.Response:

@@ -16,29 +16,53 @@ from typing import Any
 
 import pytest
 from aiohttp import ClientSession, ClientTimeout, TCPConnector, web
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
+from prometheus_client.registry import Collector
 
 from kvbaton.engine.client import LONG_COMMANDS
 from kvbaton.engine.frontends import EngineEndpoints, FrontendServer
 from kvbaton.engine.socket_folder import SocketFolder
 from kvbaton.errors import ConfigError
 from kvbaton.router.nodes import RESET_STORE_TIMEOUT_S
+from kvbaton.server import supervisor as supervisor_module
+from kvbaton.server.app import make_app
 from kvbaton.server.auth import PEER
 from kvbaton.server.config import EndpointConfig
+from kvbaton.server.frontend import Frontend, FrontendConfig, ModelFacts
 from kvbaton.server.metrics import MergedMetrics, merged
 from kvbaton.server.network import bind, url_of
 from kvbaton.server.sse import read_events, send_events
 from kvbaton.server.supervisor import FORWARD_TIMEOUT_S, Supervisor, WorkerLink
+from kvbaton.text.tokenizer import Tokenizer
+from tests.support.scripted_source import ScriptedSource
 from tests.support.waiting import eventually
 
-PATIENCE_S = 60.0
+PATIENCE_S = 20.0
+BODY_TIMEOUT_S = 0.5
+
+
+class Uncountable(Collector):
+    """Can't tell the first time."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def collect(self) -> list[Metric]:
+        self.asked += 1
+        if self.asked == 1:
+            raise ValueError("no counts yet")
+        return []
 
 
 async def worker(link: WorkerLink, payload: str) -> None:
     """Runs in a child."""
     if payload == "broken":
         raise ValueError("this worker can't start")
+    if payload == "stuck":
+        await asyncio.sleep(3600.0)
     registry = CollectorRegistry()
+    if payload == "uncountable":
+        registry.register(Uncountable())
     asked = Counter("asked", "Questions.", registry=registry)
     Gauge("up", "Workers.", registry=registry).set(1)
     state: list[bytes] = []
@@ -54,11 +78,20 @@ async def worker(link: WorkerLink, payload: str) -> None:
         await asyncio.sleep(1.0)
         return web.json_response({"pid": os.getpid()})
 
-    app = web.Application()
-    app.router.add_get("/who", who)
-    app.router.add_get("/slow", slow)
-    app.router.add_route("*", "/control", link.forward)
-    app.router.add_get("/events", link.forward)
+    nothing = Tokenizer.of_nothing()
+    frontend = Frontend(
+        source=ScriptedSource(nothing),
+        tokenizer=nothing,
+        config=FrontendConfig(model_name="m", body_timeout_s=BODY_TIMEOUT_S),
+        facts=lambda: ModelFacts(max_model_len=1, vocab_size=1),
+    )
+    routes = [
+        web.get("/who", who),
+        web.get("/slow", slow),
+        web.route("*", "/control", link.forward),
+        web.get("/events", link.forward),
+    ]
+    app = make_app(frontend, routes, text=False)
     grace_s = 60.0 if payload == "patient" else 5.0
     await link.serve(app, registry, EndpointConfig(shutdown_timeout_s=grace_s))
 
@@ -169,6 +202,26 @@ async def test_what_is_the_supervisors_is_passed_on() -> None:
             assert answer == {"pid": os.getpid()} | said
 
 
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"Content-Length: 10\r\n\r\nhalf", b"408"),
+        (b"Transfer-Encoding: chunked\r\n\r\n4\r\nhalf\r\n", b"408"),
+        (b"Transfer-Encoding: chunked\r\n\r\nnone\r\n", b"400"),
+    ],
+)
+async def test_a_body_to_pass_on_must_come_in_time_and_whole(
+    body: bytes, status: bytes, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async with supervised(count=1) as (_, url):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        writer.write(b"POST /control HTTP/1.1\r\nHost: x\r\n" + body)
+        answer = await asyncio.wait_for(reader.readline(), PATIENCE_S)
+        writer.close()
+    assert answer.split()[1] == status
+    assert "Traceback" not in capfd.readouterr().err
+
+
 async def test_bytes_that_are_no_http_are_no_failure(capfd: pytest.CaptureFixture[str]) -> None:
     async with supervised(count=1) as (_, url):
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
@@ -233,6 +286,39 @@ async def test_a_worker_that_cannot_start_is_an_error() -> None:
     with pytest.raises(ConfigError, match="before it could serve"):
         async with supervised(payload="broken"):
             raise AssertionError("it started")
+
+
+async def test_workers_that_do_not_serve_in_time_are_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervisor_module, "START_TIMEOUT_S", 0.5)
+    with pytest.raises(ConfigError, match=r"^--workers: .*within 0.5 s"):
+        async with supervised(count=1, payload="stuck"):
+            raise AssertionError("it started")
+
+
+async def test_a_worker_that_can_not_count_goes_on_listening() -> None:
+    async with supervised(count=1, payload="uncountable") as (supervisor, url):
+        assert b"asked_total" not in await supervisor.metrics()
+        supervisor.publish(b"later")
+        async with fresh_session(url) as session:
+
+            async def knows() -> bool:
+                return bool((await who(session))["state"] == "later")
+
+            await eventually(knows, PATIENCE_S)
+        assert b"asked_total" in await supervisor.metrics()
+
+
+async def test_a_worker_that_died_before_the_end_is_not_replaced_after_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with supervised(count=1) as (supervisor, url), fresh_session(url) as session:
+        os.kill((await who(session))["pid"], signal.SIGKILL)
+        await eventually(lambda: "starting another" in caplog.text)
+        supervisor.stop_replacing()
+        async with asyncio.timeout(PATIENCE_S):
+            await asyncio.gather(*supervisor._keepers)
 
 
 async def test_open_requests_end_before_the_workers() -> None:

@@ -169,6 +169,20 @@ def test_what_works_again_is_used_again(
     nodes.end(node)
 
 
+def test_what_fails_for_days_is_left_alone_for_a_minute_at_a_time() -> None:
+    breaker, now, pauses = store_calls.CircuitBreaker("calls"), 0.0, []
+    for _ in range(1100):
+        breaker.failed(now, "it is away")
+        began = now
+        while not breaker.due(now):
+            now += 1.0
+        pauses.append(now - began)
+    assert (pauses[:7], set(pauses[7:])) == ([1, 2, 4, 8, 16, 32, 60], {60.0})
+    breaker.worked()
+    breaker.failed(now, "again")
+    assert breaker.due(now + 1.0)
+
+
 def test_cancelled_loads_are_not_missing(nodes: Nodes, box: Box) -> None:
     node = nodes.start(box.spec)
     prompt = prompt_of(24)

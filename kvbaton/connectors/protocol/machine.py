@@ -15,7 +15,7 @@ import msgspec
 from kvbaton.connectors.layout import KVLayout
 from kvbaton.connectors.pairing import GroupPairing
 from kvbaton.connectors.protocol.events import AboutAttempt, Identity, Link, SendMessage, Tick
-from kvbaton.messages import control
+from kvbaton.messages import UNREADABLE, control
 from kvbaton.messages.control import RankCard
 from kvbaton.types import Attempt, NodeId, TransferTimers
 
@@ -102,7 +102,7 @@ def decode_layouts(ranks: Sequence[RankCard]) -> list[list[KVLayout]]:
         raise RefusalError("malformed", f"ranks must be numbered 0 to at most {MAX_RANKS - 1}")
     try:
         layouts = [_layouts.decode(card.layouts) for card in ranks]
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise RefusalError("malformed", f"layouts can't be read: {error}") from error
     # What the machines look at; `pair_groups` looks at the rest.
     shapes = [[(g.group, g.kind, g.block_size, g.num_blocks) for g in of] for of in layouts]

@@ -177,7 +177,7 @@ def labels_of(head: bytes) -> EntryLabels | None:
         return EntryLabels(
             about.get("namespace", ""), about.get("tenant", ""), None if at is None else float(at)
         )
-    except (msgspec.DecodeError, ValueError):
+    except ValueError:
         return None
 
 

@@ -25,7 +25,7 @@ from kvbaton.connectors.protocol import events
 from kvbaton.connectors.thread_stack import stack_of
 from kvbaton.connectors.transfer.source_worker import SourceWorker
 from kvbaton.connectors.transfer.target_worker import TargetWorker
-from kvbaton.messages import control
+from kvbaton.messages import UNREADABLE, control
 from kvbaton.types import MAX_MESSAGE_BYTES
 
 logger = logging.getLogger(__name__)
@@ -276,7 +276,7 @@ class TransferThread:
                 if len(data) > MAX_MESSAGE_BYTES:
                     raise msgspec.ValidationError("message too long")
                 message = control.decode_control(data)
-            except msgspec.DecodeError as error:
+            except UNREADABLE as error:
                 self.junk += 1
                 logger.warning("dropped a control message that can't be read: %s", error)
                 refusal = control.refuse_unreadable(data, error)

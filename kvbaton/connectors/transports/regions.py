@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from kvbaton.connectors.base import Memory, Peer, RangeColumn, Ranges, Region, Status
 from kvbaton.errors import TransportError
+from kvbaton.messages import UNREADABLE
 
 Int64s = npt.NDArray[np.int64]
 
@@ -45,7 +46,7 @@ def decode_card(card: bytes, decoder: msgspec.msgpack.Decoder[T], transport: str
     """
     try:
         return decoder.decode(card)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise TransportError(f"not a card of the {transport} transport: {error}") from error
 
 

@@ -305,32 +305,7 @@ class ConnectorDriver:
 
     def _step(self, requests: Sequence[Any]) -> set[int]:
         """A step with these new requests; blocks whose loads have failed."""
-        scheduled = {one.request_id: one.num_tokens - one.num_computed_tokens for one in requests}
-        output = VllmObject(
-            "SchedulerOutput",
-            scheduled_new_reqs=[self._new(request) for request in requests],
-            scheduled_cached_reqs=VllmObject(
-                "CachedRequestData",
-                req_ids=[],
-                resumed_req_ids=set(),
-                new_token_ids=[],
-                all_token_ids={},
-                new_block_ids=[],
-                num_computed_tokens=[],
-                num_output_tokens=[],
-                num_reqs=0,
-            ),
-            num_scheduled_tokens=scheduled,
-            total_num_scheduled_tokens=sum(scheduled.values()),
-            scheduled_spec_decode_tokens={},
-            scheduled_encoder_inputs={},
-            num_common_prefix_blocks=[0],
-            finished_req_ids=self._ended,
-            free_encoder_mm_hashes=[],
-            preempted_req_ids=set(),
-            kv_connector_metadata=None,
-        )
-        self._ended = set()
+        output, self._ended = self._scheduled(requests), set()
         metadata = self._scheduler.build_connector_meta(output)
         output.kv_connector_metadata = metadata
         worker = self._worker
@@ -370,6 +345,34 @@ class ConnectorDriver:
             if request.over:
                 self._free += request.blocks
         return bad
+
+    def _scheduled(self, requests: Sequence[Any]) -> Any:
+        """What connectors read of a `SchedulerOutput` with these new requests and no others."""
+        scheduled = {one.request_id: one.num_tokens - one.num_computed_tokens for one in requests}
+        return VllmObject(
+            "SchedulerOutput",
+            scheduled_new_reqs=[self._new(request) for request in requests],
+            scheduled_cached_reqs=VllmObject(
+                "CachedRequestData",
+                req_ids=[],
+                resumed_req_ids=set(),
+                new_token_ids=[],
+                all_token_ids={},
+                new_block_ids=[],
+                num_computed_tokens=[],
+                num_output_tokens=[],
+                num_reqs=0,
+            ),
+            num_scheduled_tokens=scheduled,
+            total_num_scheduled_tokens=sum(scheduled.values()),
+            scheduled_spec_decode_tokens={},
+            scheduled_encoder_inputs={},
+            num_common_prefix_blocks=[0],
+            finished_req_ids=self._ended,
+            free_encoder_mm_hashes=[],
+            preempted_req_ids=set(),
+            kv_connector_metadata=None,
+        )
 
     def _until_named(self, requests: Sequence[Any], what: str) -> set[int]:
         """Step on until the connector has named those of the requests that it is late with."""
@@ -426,30 +429,11 @@ class ConnectorDriver:
 
     def _config(self) -> Any:
         """What connectors read of a `VllmConfig`: one layer, one head, one rank."""
-        extra = dict(self.extra_config)
         engine = f"kvbaton-{uuid.uuid4()}"
         return VllmObject(
             "VllmConfig",
             instance_id=engine,
-            kv_transfer_config=VllmObject(
-                "KVTransferConfig",
-                kv_connector=self.path,
-                kv_connector_module_path=None,
-                kv_connector_extra_config=extra,
-                get_from_extra_config=extra.get,
-                engine_id=engine,
-                kv_role="kv_both",
-                kv_rank=None,
-                kv_parallel_size=1,
-                kv_ip="127.0.0.1",
-                kv_port=14579,
-                kv_buffer_device="cpu",
-                kv_buffer_size=1e9,
-                kv_load_failure_policy="recompute",
-                is_kv_transfer_instance=True,
-                is_kv_producer=True,
-                is_kv_consumer=True,
-            ),
+            kv_transfer_config=self._transfer_config(engine),
             cache_config=VllmObject(
                 "CacheConfig",
                 block_size=self.block_tokens,
@@ -492,6 +476,29 @@ class ConnectorDriver:
             lora_config=None,
             kv_events_config=None,
             additional_config={},
+        )
+
+    def _transfer_config(self, engine: str) -> Any:
+        """What connectors read of a `KVTransferConfig`."""
+        extra = dict(self.extra_config)
+        return VllmObject(
+            "KVTransferConfig",
+            kv_connector=self.path,
+            kv_connector_module_path=None,
+            kv_connector_extra_config=extra,
+            get_from_extra_config=extra.get,
+            engine_id=engine,
+            kv_role="kv_both",
+            kv_rank=None,
+            kv_parallel_size=1,
+            kv_ip="127.0.0.1",
+            kv_port=14579,
+            kv_buffer_device="cpu",
+            kv_buffer_size=1e9,
+            kv_load_failure_policy="recompute",
+            is_kv_transfer_instance=True,
+            is_kv_producer=True,
+            is_kv_consumer=True,
         )
 
     def _caches(self) -> Any:
