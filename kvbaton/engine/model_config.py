@@ -31,6 +31,7 @@ from kvbaton.engine.quantization_config import Quantization, read_quantization
 from kvbaton.engine.rope_config import RawRotary, RopeConfig, read_local_rope, read_rope
 from kvbaton.engine.vision_config import VISION_FAMILIES, VisionConfig, read_siglip, read_vision
 from kvbaton.errors import ConfigError
+from kvbaton.messages import UNREADABLE
 from kvbaton.types import Count, Positive, Size
 
 MAX_LAYERS = 4096
@@ -387,7 +388,7 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except OSError as error:
         raise ConfigError("--model", f"can't read {path}: {error.strerror}") from error
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise ConfigError("--model", f"{path} is not a JSON object: {error}") from error
 
 

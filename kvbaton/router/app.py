@@ -18,6 +18,7 @@ from aiohttp import web
 
 from kvbaton.config import LOG_FORMAT
 from kvbaton.errors import ConfigError, RequestError
+from kvbaton.messages import UNREADABLE
 from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.api import (
     ROUTER,
@@ -220,7 +221,7 @@ async def _ask_static_nodes(config: RouterConfig) -> NodeInfo:
                     async with session.get(where, ssl=tls) as response:
                         response.raise_for_status()
                         return msgspec.json.decode(await response.read(), type=NodeInfo)
-                except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
+                except (aiohttp.ClientError, OSError, TimeoutError, *UNREADABLE) as error:
                     logger.info("waiting for %s: %s", url, error)
             if time.monotonic() >= give_up:
                 raise ConfigError("--model", "no node answered what model it serves")

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from kvbaton.engine.client import EngineClient
 from kvbaton.errors import EngineDeadError
+from kvbaton.messages import UNREADABLE
 from kvbaton.messages.nodes import Members, NodeInfo
 from kvbaton.messages.openai import ErrorBody
 from kvbaton.router.config import RouterConfig
@@ -311,7 +312,7 @@ class Nodes(KnownNodes):
                     return _error.decode(await response.content.read(MAX_INFO_BYTES)).error.message
                 response.raise_for_status()
                 answer = _reset_answer.decode(await response.content.read(MAX_INFO_BYTES))
-        except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
+        except (aiohttp.ClientError, OSError, TimeoutError, *UNREADABLE) as error:
             return f"{error!r}"
         return None if answer.get("result") is not False else "it says that it did not"
 
@@ -363,10 +364,10 @@ class Nodes(KnownNodes):
             error, answered = f"it answers {failure.status} to a probe", True
         except (aiohttp.ClientError, OSError) as failure:
             error = f"probe failed: {failure}"
+        except UNREADABLE as failure:
+            error, answered = f"its /node is malformed: {failure}", True
         except (EngineDeadError, ValueError) as failure:
             error = f"its engine can't be reached: {failure}"
-        except msgspec.DecodeError as failure:
-            error, answered = f"its /node is malformed: {failure}", True
         now = time.monotonic()
         changes = self.membership.probed(
             asked.node_id, asked.generation, error, now, answered=answered

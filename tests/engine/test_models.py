@@ -441,6 +441,13 @@ def test_missing_and_broken_configuration(tmp_path: Path) -> None:
         load_model_config(tmp_path)
 
 
+@pytest.mark.parametrize("content", [b'{"a": "\xff"}', b'{"a":' * 100_000], ids=["bytes", "deep"])
+def test_configuration_that_nobody_can_read(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"config\.json is not a JSON object"):
+        load_model_config(tmp_path)
+
+
 def test_end_tokens_come_from_both_files(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     folder = edit(checkpoint(), tmp_path, eos_token_id=7)
     generation = {"eos_token_id": [1, 5]}

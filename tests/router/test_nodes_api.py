@@ -113,6 +113,16 @@ async def test_a_node_that_does_not_forget_is_named(make_rig: Any) -> None:
     assert list(answer["errors"]) == ["d0"]
 
 
+@pytest.mark.parametrize("babble", [b'{"a": "\xff"}', b'{"a":' * 20_000], ids=["bytes", "deep"])
+async def test_a_node_that_says_what_nobody_can_read_is_named(make_rig: Any, babble: bytes) -> None:
+    rig = await make_rig()
+    rig.nodes["d0"].babble = babble
+    async with rig.session.post("/reset_prefix_cache") as response:
+        answer = await response.json()
+    assert (response.status, answer["nodes"]) == (503, {"p0": True, "d0": False})
+    assert list(answer["errors"]) == ["d0"]
+
+
 async def test_nodes_of_the_cluster_know_their_router(make_rig: Any) -> None:
     """A node elsewhere has a cluster key, and takes it for an API key."""
     rig = await make_rig(cluster_key="secret")

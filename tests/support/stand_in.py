@@ -51,6 +51,7 @@ class StandIn:
         headers: of HTTP requests, names in small letters.
         friend: the only ``Authorization`` with which it resets its prefix cache.
         refusal: why it does not.
+        babble: it answers with these bytes instead.
     """
 
     info: NodeInfo
@@ -70,6 +71,7 @@ class StandIn:
     resets: int = 0
     friend: str | None = None
     refusal: str = ""
+    babble: bytes = b""
     engine: EngineSocket | None = None
 
     async def start(self) -> None:
@@ -104,13 +106,15 @@ class StandIn:
         if self.friend is not None and request.headers.get("Authorization") != self.friend:
             return web.Response(status=403)
         self.resets += 1
+        if self.babble:
+            return web.Response(body=self.babble)
         if self.refusal:
             error = ErrorInfo(message=self.refusal, type="server_error")
             return web.Response(status=503, body=msgspec.json.encode(ErrorBody(error=error)))
         return web.json_response({"result": 0 if self.healthy else False})
 
     async def node(self, request: web.Request) -> web.Response:
-        return web.Response(body=msgspec.json.encode(self.info))
+        return web.Response(body=self.babble or msgspec.json.encode(self.info))
 
     async def answer(self, add: AddRequest, frontends: FrontendServer) -> None:
         """What its engine says to a request."""
