@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, tl, use_triton, wait_for_inputs
+from kvbaton.kernels.penalties import Penalties, count_tokens, penalize, penalized
 
 MASK = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -87,7 +88,8 @@ SEARCHED = 8192
 SEARCHING_WARPS = 16
 
 UNUSED_BITS = {torch.bfloat16: 16, torch.float16: 12, torch.float32: 2}
-"""Lowest bits of a logit in fp32 that are equal, or that make no difference; an even number."""
+"""Lowest bits of a logit in fp32 that are equal, or that make no difference; an even number.
+Behind penalties those of fp32."""
 
 
 class Sampling(NamedTuple):
@@ -103,6 +105,7 @@ class Sampling(NamedTuple):
             leaves, of equals those of the highest ids (arXiv 1904.09751); 1 for all.
         min_ps: float64: only tokens of at least so much of the best one's probability (arXiv
             2407.01082); 0 for all.
+        penalties: before all this.
     """
 
     temperatures: torch.Tensor
@@ -112,6 +115,7 @@ class Sampling(NamedTuple):
     top_ks: torch.Tensor
     top_ps: torch.Tensor
     min_ps: torch.Tensor
+    penalties: Penalties
 
 
 def sample_tokens(logits: torch.Tensor, rows: Sampling) -> torch.Tensor:
@@ -135,13 +139,18 @@ def sample_tokens(logits: torch.Tensor, rows: Sampling) -> torch.Tensor:
     ids = torch.empty(count, parts, dtype=torch.int32, device=logits.device)
     kept = torch.empty(count, 2, dtype=torch.int32, device=logits.device)
     least = torch.empty(count, dtype=torch.float32, device=logits.device)
-    unused = UNUSED_BITS[logits.dtype]
+    unused, penalties = UNUSED_BITS[logits.dtype], rows.penalties
+    count_tokens(penalties)
     _kept_kernel[(count,)](
         logits,
         rows.temperatures,
         rows.top_ks,
         rows.top_ps,
         rows.min_ps,
+        penalties.repetitions,
+        penalties.presences,
+        penalties.frequencies,
+        penalties.counts,
         kept,
         least,
         vocab,
@@ -156,6 +165,10 @@ def sample_tokens(logits: torch.Tensor, rows: Sampling) -> torch.Tensor:
         rows.seeds,
         rows.positions,
         rows.choices,
+        penalties.repetitions,
+        penalties.presences,
+        penalties.frequencies,
+        penalties.counts,
         kept,
         least,
         best,
@@ -174,8 +187,9 @@ def sample_tokens(logits: torch.Tensor, rows: Sampling) -> torch.Tensor:
 def sample_tokens_reference(logits: torch.Tensor, rows: Sampling) -> torch.Tensor:
     """Plain torch for `sample_tokens`."""
     temperatures, vocab = rows.temperatures, logits.shape[1]
-    drawn = temperatures > 0
-    scaled = logits.float() / torch.where(drawn, temperatures, 1.0).float()[:, None]
+    drawn, scaled = temperatures > 0, logits.to(torch.float32, copy=True)
+    penalize(scaled, rows.penalties)
+    scaled /= torch.where(drawn, temperatures, 1.0).float()[:, None]
     cut = drawn & (rows.top_ks > 0) & (rows.top_ks < vocab)
     if cut.any():
         scaled[cut] = keep_top_k(scaled[cut], rows.top_ks[cut], int(rows.top_ks[cut].max()))
@@ -209,23 +223,55 @@ def keep_min_p(logits: torch.Tensor, min_ps: torch.Tensor) -> torch.Tensor:
 
 
 @jit()
-def _code(value: tl.tensor, UNUSED: tl.constexpr) -> tl.tensor:
+def _code(value: tl.tensor, unused: tl.tensor) -> tl.tensor:
     """The bits of float32 values that matter, as int32 of their order."""
     bits = value.to(tl.int32, bitcast=True)
     turned = tl.where(bits < 0, ~bits, bits | -2147483648)
-    return (turned.to(tl.uint32, bitcast=True) >> UNUSED).to(tl.int32)
+    return (turned.to(tl.uint32, bitcast=True) >> unused).to(tl.int32)
+
+
+@jit()
+def _row(
+    logits: tl.tensor,
+    counts: tl.tensor,
+    repetitions: tl.tensor,
+    presences: tl.tensor,
+    frequencies: tl.tensor,
+    vocab: tl.tensor,
+    stride: tl.tensor,
+    UNUSED: tl.constexpr,
+) -> tl.tuple:
+    """This program's row as `_tile` takes it, and how many bits of its codes are unused."""
+    row = tl.program_id(0).to(tl.int64)
+    repetition = tl.load(repetitions + row).to(tl.float32)
+    presence = tl.load(presences + row).to(tl.float32)
+    frequency = tl.load(frequencies + row).to(tl.float32)
+    whole = logits + row * stride, counts + row * vocab, vocab, repetition, presence, frequency
+    return whole, tl.where(repetition > 0.0, 2, UNUSED)
+
+
+@jit()
+def _tile(row: tl.tuple, start: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
+    """Logits of BLOCK ids from `start` on, less penalties; -inf where there is no id."""
+    logits, counts, vocab, repetition, presence, frequency = row
+    column = start + tl.arange(0, BLOCK)
+    inside = column < vocab
+    value = tl.load(logits + column, mask=inside, other=float("-inf")).to(tl.float32)
+    if repetition > 0.0:
+        count = tl.load(counts + column, mask=inside, other=0)
+        value = penalized(value, count, repetition, presence, frequency)
+    return value
 
 
 @jit()
 def _sums_from(
-    logits: tl.tensor,
-    vocab: tl.tensor,
+    row: tl.tuple,
     top: tl.tensor,
     scale: tl.tensor,
     low: tl.tensor,
     middle: tl.tensor,
     high: tl.tensor,
-    UNUSED: tl.constexpr,
+    unused: tl.tensor,
     BLOCK: tl.constexpr,
     MASS: tl.constexpr,
 ) -> tl.tensor:
@@ -233,14 +279,12 @@ def _sums_from(
     of_low = tl.zeros([BLOCK], tl.float32)
     of_middle = tl.zeros([BLOCK], tl.float32)
     of_high = tl.zeros([BLOCK], tl.float32)
-    for start in tl.range(0, vocab, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        inside = column < vocab
-        value = tl.load(logits + column, mask=inside, other=float("-inf")).to(tl.float32)
-        weight = inside.to(tl.float32)
+    for start in tl.range(0, row[2], BLOCK):
+        value = _tile(row, start, BLOCK)
+        weight = (value > float("-inf")).to(tl.float32)
         if MASS:
             weight = tl.exp2((value - top) * scale)
-        code = _code(value, UNUSED)
+        code = _code(value, unused)
         of_low += tl.where(code >= low, weight, 0.0)
         of_middle += tl.where(code >= middle, weight, 0.0)
         of_high += tl.where(code >= high, weight, 0.0)
@@ -249,37 +293,43 @@ def _sums_from(
 
 @jit()
 def _search(
-    logits: tl.tensor,
-    vocab: tl.tensor,
+    row: tl.tuple,
     top: tl.tensor,
     scale: tl.tensor,
     target: tl.tensor,
     floor: tl.tensor,
-    UNUSED: tl.constexpr,
+    unused: tl.tensor,
     BLOCK: tl.constexpr,
     MASS: tl.constexpr,
 ) -> tl.tensor:
     """The highest code of which, or more and of `floor`, there is as much as `target`."""
     found = floor * 0
-    for turn in tl.range(0, 16 - UNUSED // 2):
-        unit = 1 << (30 - UNUSED - 2 * turn)
+    for turn in tl.range(0, 16 - unused // 2):
+        unit = 1 << (30 - unused - 2 * turn)
         low, middle, high = _sums_from(
-            logits, vocab, top, scale,
+            row, top, scale,
             tl.maximum(found + unit, floor), tl.maximum(found + 2 * unit, floor),
-            tl.maximum(found + 3 * unit, floor), UNUSED, BLOCK, MASS,
+            tl.maximum(found + 3 * unit, floor), unused, BLOCK, MASS,
         )  # fmt: skip
         enough = (low >= target).to(tl.int32) + (middle >= target).to(tl.int32)
         found += unit * (enough + (high >= target).to(tl.int32))
-    return found
+    return tl.maximum(found, floor)
 
 
-@jit("temperatures", "top_ks", "top_ps", "min_ps", early=True)
+@jit(
+    "temperatures", "top_ks", "top_ps", "min_ps", "repetitions", "presences", "frequencies",
+    early=True,
+)  # fmt: skip
 def _kept_kernel(
     logits: tl.tensor,
     temperatures: tl.tensor,
     top_ks: tl.tensor,
     top_ps: tl.tensor,
     min_ps: tl.tensor,
+    repetitions: tl.tensor,
+    presences: tl.tensor,
+    frequencies: tl.tensor,
+    counts: tl.tensor,
     kept: tl.tensor,
     least: tl.tensor,
     vocab: tl.tensor,
@@ -293,12 +343,11 @@ def _kept_kernel(
     the ones whose logit by temperature is no less than a bound.
     """
     wait_for_inputs()
-    row = tl.program_id(0).to(tl.int64)
-    logits += row * stride
-    temperature = tl.load(temperatures + row).to(tl.float32)
-    top_k = tl.load(top_ks + row)
-    top_p = tl.load(top_ps + row).to(tl.float32)
-    min_p = tl.load(min_ps + row).to(tl.float32)
+    number = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperatures + number).to(tl.float32)
+    top_k = tl.load(top_ks + number)
+    top_p = tl.load(top_ps + number).to(tl.float32)
+    min_p = tl.load(min_ps + number).to(tl.float32)
     lowest, first, bound = (
         top_k.to(tl.int32) * 0,
         top_k.to(tl.int32) * 0,
@@ -306,66 +355,57 @@ def _kept_kernel(
     )
     cuts = (top_k > 0) | (top_p < 1.0) | (min_p > 0.0)
     if (temperature > 0.0) & cuts:
+        row, unused = _row(
+            logits, counts, repetitions, presences, frequencies, vocab, stride, UNUSED
+        )
         best = tl.full([BLOCK], float("-inf"), tl.float32)
         for start in tl.range(0, vocab, BLOCK):
-            column = start + tl.arange(0, BLOCK)
-            value = tl.load(logits + column, mask=column < vocab, other=float("-inf"))
-            best = tl.maximum(best, value.to(tl.float32))
+            value = _tile(row, start, BLOCK)
+            best = tl.maximum(best, value)
         top, scale = tl.max(best, 0), 1.4426950408889634 / temperature
         if min_p > 0.0:
             bound = tl.div_rn(top, temperature) + tl.log(min_p)
         if (top_k > 0) & (top_k < vocab):
-            lowest = _search(
-                logits, vocab, top, scale, top_k.to(tl.float32), lowest, UNUSED, BLOCK, False
-            )
+            lowest = _search(row, top, scale, top_k.to(tl.float32), lowest, unused, BLOCK, False)
         if top_p < 1.0:
-            floor = lowest
-            total, _, _ = _sums_from(
-                logits, vocab, top, scale, floor, floor, floor, UNUSED, BLOCK, True
-            )
+            total, _, _ = _sums_from(row, top, scale, lowest, lowest, lowest, unused, BLOCK, True)
             target = total * top_p
-            found = _search(logits, vocab, top, scale, target, floor, UNUSED, BLOCK, True)
-            lowest = tl.minimum(tl.maximum(found, floor), _code(top, UNUSED))
-            first = _first_of_equals(logits, vocab, top, scale, target, lowest, UNUSED, BLOCK)
-    tl.store(kept + 2 * row, lowest)
-    tl.store(kept + 2 * row + 1, first)
-    tl.store(least + row, bound)
+            lowest = _search(row, top, scale, target, lowest, unused, BLOCK, True)
+            lowest = tl.minimum(lowest, _code(top, unused))
+            first = _first_of_equals(row, top, scale, target, lowest, unused, BLOCK)
+    tl.store(kept + 2 * number, lowest)
+    tl.store(kept + 2 * number + 1, first)
+    tl.store(least + number, bound)
 
 
 @jit()
 def _first_of_equals(
-    logits: tl.tensor,
-    vocab: tl.tensor,
+    row: tl.tuple,
     top: tl.tensor,
     scale: tl.tensor,
     target: tl.tensor,
     lowest: tl.tensor,
-    UNUSED: tl.constexpr,
+    unused: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
     """The id from which tokens with the lowest code are kept: as few as reach the target."""
-    up, _, _ = _sums_from(
-        logits, vocab, top, scale, lowest + 1, lowest + 1, lowest + 1, UNUSED, BLOCK, True
-    )
-    number = tl.zeros([BLOCK], tl.int32)
+    above = tl.zeros([BLOCK], tl.float32)
     mass = tl.zeros([BLOCK], tl.float32)
-    for start in tl.range(0, vocab, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        inside = column < vocab
-        value = tl.load(logits + column, mask=inside, other=float("-inf")).to(tl.float32)
-        equal = inside & (_code(value, UNUSED) == lowest)
-        number += equal.to(tl.int32)
-        mass += tl.where(equal, tl.exp2((value - top) * scale), 0.0)
+    number = tl.zeros([BLOCK], tl.int32)
+    for start in tl.range(0, row[2], BLOCK):
+        value = _tile(row, start, BLOCK)
+        code, weight = _code(value, unused), tl.exp2((value - top) * scale)
+        above += tl.where(code > lowest, weight, 0.0)
+        mass += tl.where(code == lowest, weight, 0.0)
+        number += ((code == lowest) & (value > float("-inf"))).to(tl.int32)
     equals = tl.sum(number, 0)
-    wanted = tl.ceil((target - up) * equals / tl.sum(mass, 0)).to(tl.int32)
+    wanted = tl.ceil((target - tl.sum(above, 0)) * equals / tl.sum(mass, 0)).to(tl.int32)
     dropped = equals - tl.minimum(tl.maximum(wanted, 1), equals)
     first, seen = dropped * 0, dropped * 0
     if dropped > 0:
-        for start in tl.range(0, vocab, BLOCK):
-            column = start + tl.arange(0, BLOCK)
-            inside = column < vocab
-            value = tl.load(logits + column, mask=inside, other=float("-inf")).to(tl.float32)
-            equal = (inside & (_code(value, UNUSED) == lowest)).to(tl.int32)
+        for start in tl.range(0, row[2], BLOCK):
+            column, value = start + tl.arange(0, BLOCK), _tile(row, start, BLOCK)
+            equal = ((_code(value, unused) == lowest) & (value > float("-inf"))).to(tl.int32)
             place = seen + tl.cumsum(equal, 0)
             here = (equal > 0) & (place == dropped + 1)
             first = tl.maximum(first, tl.max(tl.where(here, column, 0), 0))
@@ -373,13 +413,20 @@ def _first_of_equals(
     return first
 
 
-@jit("temperatures", "seeds", "positions", "choices", early=True)
+@jit(
+    "temperatures", "seeds", "positions", "choices", "repetitions", "presences", "frequencies",
+    early=True,
+)  # fmt: skip
 def _kernel(
     logits: tl.tensor,
     temperatures: tl.tensor,
     seeds: tl.tensor,
     positions: tl.tensor,
     choices: tl.tensor,
+    repetitions: tl.tensor,
+    presences: tl.tensor,
+    frequencies: tl.tensor,
+    counts: tl.tensor,
     kept: tl.tensor,
     least: tl.tensor,
     best: tl.tensor,
@@ -390,15 +437,12 @@ def _kernel(
     BLOCK: tl.constexpr,
     PURPOSE: tl.constexpr,
 ) -> None:
-    """One program: BLOCK ids of one row."""
+    """One program: BLOCK ids of one row, whose counts it resets."""
     wait_for_inputs()
-    row = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    column = part * BLOCK + tl.arange(0, BLOCK)
-    inside = column < vocab
-    value = tl.load(logits + row * stride + column, mask=inside, other=float("-inf"))
-    value = value.to(tl.float32)
+    whole, unused = _row(logits, counts, repetitions, presences, frequencies, vocab, stride, UNUSED)
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperatures + row).to(tl.float32)
+    column, value = part * BLOCK + tl.arange(0, BLOCK), _tile(whole, part * BLOCK, BLOCK)
     if temperature > 0.0:
         quad = part * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
         position = tl.load(positions + row).to(tl.int32)
@@ -407,7 +451,7 @@ def _kernel(
         words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
         uniform = (words.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2^-32
         noise = -tl.log(-tl.log(uniform))
-        code, lowest = _code(value, UNUSED), tl.load(kept + 2 * row)
+        code, lowest = _code(value, unused), tl.load(kept + 2 * row)
         stays = (code > lowest) | ((code == lowest) & (column >= tl.load(kept + 2 * row + 1)))
         value = tl.div_rn(value, temperature)
         stays &= value >= tl.load(least + row)
@@ -415,6 +459,11 @@ def _kernel(
     top, place = tl.max(value, 0, return_indices=True)
     tl.store(best + row * tl.num_programs(1) + part, top)
     tl.store(ids + row * tl.num_programs(1) + part, tl.minimum(part * BLOCK + place, vocab - 1))
+    if whole[3] > 0.0:  # it has penalties
+        tl.debug_barrier()  # all have read them
+        counted = counts + row * vocab + column
+        came = tl.load(counted, mask=column < vocab, other=0) > 0
+        tl.store(counted, 0, mask=came)
 
 
 @jit(early=True)

@@ -10,6 +10,7 @@ import torch
 
 from kvbaton.engine import sampler
 from kvbaton.engine.sampler import SampleRows
+from kvbaton.kernels.penalties import Penalties
 from kvbaton.kernels.sample_tokens import Sampling, sample_tokens, sample_tokens_reference
 from kvbaton.messages.engine import SamplingParams
 
@@ -22,8 +23,10 @@ KINDS = [
 ]
 
 
-def sampling(rows: int, device: torch.device, **told: Any) -> Sampling:
-    """Greedy unless told otherwise."""
+def sampling(
+    rows: int, device: torch.device, penalties: Penalties | None = None, **told: Any
+) -> Sampling:
+    """Greedy and without penalties unless told otherwise."""
     plain: dict[str, Any] = {
         "temperatures": 0.0, "seeds": 0, "positions": 0, "choices": 0,
         "top_ks": 0, "top_ps": 1.0, "min_ps": 0.0,
@@ -33,7 +36,12 @@ def sampling(rows: int, device: torch.device, **told: Any) -> Sampling:
         name: torch.as_tensor(told.get(name, value), dtype=kinds.get(name, torch.int64))
         for name, value in plain.items()
     }
-    return Sampling(**{name: x.expand(rows).contiguous().to(device) for name, x in columns.items()})
+    given = {name: x.expand(rows).contiguous().to(device) for name, x in columns.items()}
+    if penalties is None:
+        none, nothing = torch.zeros(rows, device=device).double(), given["positions"]
+        counts = torch.zeros(0, 1, dtype=torch.int32, device=device)
+        penalties = Penalties(none, none, none, nothing, nothing, nothing, counts, counts)
+    return Sampling(**given, penalties=penalties)
 
 
 @pytest.mark.parametrize(("rows", "vocab"), [(1, 5), (3, 384), (2, 2048), (5, 4099)])
