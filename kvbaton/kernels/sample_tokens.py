@@ -7,6 +7,8 @@ logits in fp32 ever lie in memory.
 Which tokens top-k, top-p and min-p leave is found without sorting: the bits of a logit, so turned
 that they order as it does, are searched for the lowest that is kept, two at a time from the highest
 on (radix select: Alabi et al., "Fast k-selection algorithms for graphics processing units", 2012).
+First among the best of every 8,192nd id, which lie in registers: where those are all that can be
+kept, one look at the row confirms it.
 
 Random numbers depend on a counter alone: they are equal on every rank, node and device for equal
 arguments. Philox4x32-10 from Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2,
@@ -156,7 +158,7 @@ def sample_tokens(logits: torch.Tensor, rows: Sampling) -> torch.Tensor:
         vocab,
         logits.stride(0),
         UNUSED=unused,
-        BLOCK=min(SEARCHED, next_power_of_2(vocab)),
+        BLOCK=max(8, min(SEARCHED, next_power_of_2(vocab))),
         num_warps=SEARCHING_WARPS,
     )
     _kernel[(count, parts)](
@@ -264,8 +266,15 @@ def _tile(row: tl.tuple, start: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
 
 
 @jit()
+def _folded(values: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
+    """Sums of eight neighbours each, which one thread has: that is fewer registers to hold."""
+    return tl.sum(tl.reshape(values, [BLOCK // 8, 8]), 1)
+
+
+@jit()
 def _sums_from(
     row: tl.tuple,
+    best: tl.tensor,
     top: tl.tensor,
     scale: tl.tensor,
     low: tl.tensor,
@@ -274,26 +283,60 @@ def _sums_from(
     unused: tl.tensor,
     BLOCK: tl.constexpr,
     MASS: tl.constexpr,
+    OF_BEST: tl.constexpr,
 ) -> tl.tensor:
     """Number, or mass relative to that of `top`, of the tokens of each of three codes or more."""
-    of_low = tl.zeros([BLOCK], tl.float32)
-    of_middle = tl.zeros([BLOCK], tl.float32)
-    of_high = tl.zeros([BLOCK], tl.float32)
-    for start in tl.range(0, row[2], BLOCK):
-        value = _tile(row, start, BLOCK)
+    of_low = tl.zeros([BLOCK // 8], tl.float32)
+    of_middle = tl.zeros([BLOCK // 8], tl.float32)
+    of_high = tl.zeros([BLOCK // 8], tl.float32)
+    end = row[2]
+    if OF_BEST:
+        end = BLOCK
+    for start in tl.range(0, end, BLOCK):
+        value = best
+        if not OF_BEST:
+            value = _tile(row, start, BLOCK)
         weight = (value > float("-inf")).to(tl.float32)
         if MASS:
             weight = tl.exp2((value - top) * scale)
         code = _code(value, unused)
-        of_low += tl.where(code >= low, weight, 0.0)
-        of_middle += tl.where(code >= middle, weight, 0.0)
-        of_high += tl.where(code >= high, weight, 0.0)
+        of_low += _folded(tl.where(code >= low, weight, 0.0), BLOCK)
+        of_middle += _folded(tl.where(code >= middle, weight, 0.0), BLOCK)
+        of_high += _folded(tl.where(code >= high, weight, 0.0), BLOCK)
     return tl.sum(of_low, 0), tl.sum(of_middle, 0), tl.sum(of_high, 0)
 
 
 @jit()
 def _search(
     row: tl.tuple,
+    best: tl.tensor,
+    top: tl.tensor,
+    scale: tl.tensor,
+    target: tl.tensor,
+    floor: tl.tensor,
+    unused: tl.tensor,
+    BLOCK: tl.constexpr,
+    MASS: tl.constexpr,
+    OF_BEST: tl.constexpr,
+) -> tl.tensor:
+    """The highest code of which, or more and of `floor`, there is as much as `target`."""
+    found = floor * 0
+    for turn in tl.range(0, 16 - unused // 2):
+        unit = 1 << (30 - unused - 2 * turn)
+        low, middle, high = _sums_from(
+            row, best, top, scale,
+            tl.maximum(found + unit, floor), tl.maximum(found + 2 * unit, floor),
+            tl.maximum(found + 3 * unit, floor), unused, BLOCK, MASS, OF_BEST,
+        )  # fmt: skip
+        enough = (low >= target).to(tl.int32) + (middle >= target).to(tl.int32)
+        found += unit * (enough + (high >= target).to(tl.int32))
+    return tl.maximum(found, floor)
+
+
+@jit()
+def _lowest_kept(
+    row: tl.tuple,
+    best: tl.tensor,
     top: tl.tensor,
     scale: tl.tensor,
     target: tl.tensor,
@@ -302,18 +345,20 @@ def _search(
     BLOCK: tl.constexpr,
     MASS: tl.constexpr,
 ) -> tl.tensor:
-    """The highest code of which, or more and of `floor`, there is as much as `target`."""
-    found = floor * 0
-    for turn in tl.range(0, 16 - unused // 2):
-        unit = 1 << (30 - unused - 2 * turn)
-        low, middle, high = _sums_from(
-            row, top, scale,
-            tl.maximum(found + unit, floor), tl.maximum(found + 2 * unit, floor),
-            tl.maximum(found + 3 * unit, floor), unused, BLOCK, MASS,
-        )  # fmt: skip
-        enough = (low >= target).to(tl.int32) + (middle >= target).to(tl.int32)
-        found += unit * (enough + (high >= target).to(tl.int32))
-    return tl.maximum(found, floor)
+    """As `_search`, which reads the row at each turn, but mostly from what a program holds.
+
+    Where the likely tokens are few, `best` has them all: so what is found there is checked first.
+    """
+    found = _search(row, best, top, scale, target, floor, unused, BLOCK, MASS, True)
+    wrong = found == 0
+    if found > 0:
+        enough, more, _ = _sums_from(
+            row, best, top, scale, found, found + 1, found + 1, unused, BLOCK, MASS, False
+        )
+        wrong = (enough < target) | (more >= target)
+    if wrong:
+        found = _search(row, best, top, scale, target, floor, unused, BLOCK, MASS, False)
+    return found
 
 
 @jit(
@@ -366,11 +411,15 @@ def _kept_kernel(
         if min_p > 0.0:
             bound = tl.div_rn(top, temperature) + tl.log(min_p)
         if (top_k > 0) & (top_k < vocab):
-            lowest = _search(row, top, scale, top_k.to(tl.float32), lowest, unused, BLOCK, False)
+            lowest = _lowest_kept(
+                row, best, top, scale, top_k.to(tl.float32), lowest, unused, BLOCK, False
+            )
         if top_p < 1.0:
-            total, _, _ = _sums_from(row, top, scale, lowest, lowest, lowest, unused, BLOCK, True)
+            total, _, _ = _sums_from(
+                row, best, top, scale, lowest, lowest, lowest, unused, BLOCK, True, False
+            )
             target = total * top_p
-            lowest = _search(row, top, scale, target, lowest, unused, BLOCK, True)
+            lowest = _lowest_kept(row, best, top, scale, target, lowest, unused, BLOCK, True)
             lowest = tl.minimum(lowest, _code(top, unused))
             first = _first_of_equals(row, top, scale, target, lowest, unused, BLOCK)
     tl.store(kept + 2 * number, lowest)
@@ -389,15 +438,15 @@ def _first_of_equals(
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
     """The id from which tokens with the lowest code are kept: as few as reach the target."""
-    above = tl.zeros([BLOCK], tl.float32)
-    mass = tl.zeros([BLOCK], tl.float32)
-    number = tl.zeros([BLOCK], tl.int32)
+    above = tl.zeros([BLOCK // 8], tl.float32)
+    mass = tl.zeros([BLOCK // 8], tl.float32)
+    number = tl.zeros([BLOCK // 8], tl.int32)
     for start in tl.range(0, row[2], BLOCK):
         value = _tile(row, start, BLOCK)
         code, weight = _code(value, unused), tl.exp2((value - top) * scale)
-        above += tl.where(code > lowest, weight, 0.0)
-        mass += tl.where(code == lowest, weight, 0.0)
-        number += ((code == lowest) & (value > float("-inf"))).to(tl.int32)
+        above += _folded(tl.where(code > lowest, weight, 0.0), BLOCK)
+        mass += _folded(tl.where(code == lowest, weight, 0.0), BLOCK)
+        number += _folded(((code == lowest) & (value > float("-inf"))).to(tl.int32), BLOCK)
     equals = tl.sum(number, 0)
     wanted = tl.ceil((target - tl.sum(above, 0)) * equals / tl.sum(mass, 0)).to(tl.int32)
     dropped = equals - tl.minimum(tl.maximum(wanted, 1), equals)

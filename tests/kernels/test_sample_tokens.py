@@ -96,6 +96,27 @@ def test_of_equals_the_highest_ids_stay(place: Any, top_p: float) -> None:
     assert sample_tokens(logits, how).tolist() == sample_tokens_reference(logits, how).tolist()
 
 
+@pytest.mark.parametrize(
+    "cut", [{"top_ks": 3}, {"top_ks": 6}, {"top_ps": 0.15}, {"top_ks": 5, "top_ps": 0.6}], ids=str
+)
+def test_likely_ones_of_which_a_program_holds_one(
+    place: Any, cut: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best lie so that the best of every n-th id are fewer; and so that they are all."""
+    monkeypatch.setattr("kvbaton.kernels.sample_tokens.SEARCHED", 128)
+    rows, vocab = 24 if place.device.type == "cuda" else 6, 300
+    logits = place.randn(1, vocab).repeat(rows, 1) / 4
+    likely = torch.tensor([9.0, 8.5, 8.0, 7.5, 7.0], dtype=place.dtype, device=place.device)
+    logits[::2, [5, 133, 261, 40, 168]] = likely
+    logits[1::2, [5, 41, 200, 290, 77]] = likely
+    how = sampling(rows, place.device, temperatures=3.0, seeds=torch.arange(rows), **cut)
+    found = sample_tokens(logits, how).tolist()
+    assert found == sample_tokens_reference(logits, how).tolist()
+    if cut == {"top_ks": 3}:
+        assert set(found[::2]) <= {5, 133, 261}
+        assert set(found[1::2]) <= {5, 41, 200}
+
+
 def test_rows_are_cut_each_for_itself(place: Any) -> None:
     rows, vocab = 6, 500
     logits = place.randn(rows, vocab)
