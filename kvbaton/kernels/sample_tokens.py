@@ -243,19 +243,21 @@ def _row(
     stride: tl.tensor,
     UNUSED: tl.constexpr,
 ) -> tl.tuple:
-    """This program's row as `_tile` takes it, and how many bits of its codes are unused."""
+    """This program's row, as those below take it: at 2 its ids, at 4 the unused bits of a code."""
     row = tl.program_id(0).to(tl.int64)
     repetition = tl.load(repetitions + row).to(tl.float32)
     presence = tl.load(presences + row).to(tl.float32)
     frequency = tl.load(frequencies + row).to(tl.float32)
-    whole = logits + row * stride, counts + row * vocab, vocab, repetition, presence, frequency
-    return whole, tl.where(repetition > 0.0, 2, UNUSED)
+    unused = tl.where(repetition > 0.0, 2, UNUSED)
+    penalties = repetition, presence, frequency
+    return logits + row * stride, counts + row * vocab, vocab, penalties, unused
 
 
 @jit()
 def _tile(row: tl.tuple, start: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
     """Logits of BLOCK ids from `start` on, less penalties; -inf where there is no id."""
-    logits, counts, vocab, repetition, presence, frequency = row
+    logits, counts, vocab, penalties, _ = row
+    repetition, presence, frequency = penalties
     column = start + tl.arange(0, BLOCK)
     inside = column < vocab
     value = tl.load(logits + column, mask=inside, other=float("-inf")).to(tl.float32)
@@ -274,18 +276,19 @@ def _folded(values: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
 @jit()
 def _sums_from(
     row: tl.tuple,
-    best: tl.tensor,
-    top: tl.tensor,
-    scale: tl.tensor,
+    likely: tl.tuple,
     low: tl.tensor,
     middle: tl.tensor,
     high: tl.tensor,
-    unused: tl.tensor,
     BLOCK: tl.constexpr,
     MASS: tl.constexpr,
     OF_BEST: tl.constexpr,
 ) -> tl.tensor:
-    """Number, or mass relative to that of `top`, of the tokens of each of three codes or more."""
+    """Number, or mass relative to the best one's, of the tokens of each of three codes or more.
+
+    Of all, or of some: `likely` has those, the best logit, and what makes powers of two of them.
+    """
+    best, top, scale = likely
     of_low = tl.zeros([BLOCK // 8], tl.float32)
     of_middle = tl.zeros([BLOCK // 8], tl.float32)
     of_high = tl.zeros([BLOCK // 8], tl.float32)
@@ -299,7 +302,7 @@ def _sums_from(
         weight = (value > float("-inf")).to(tl.float32)
         if MASS:
             weight = tl.exp2((value - top) * scale)
-        code = _code(value, unused)
+        code = _code(value, row[4])
         of_low += _folded(tl.where(code >= low, weight, 0.0), BLOCK)
         of_middle += _folded(tl.where(code >= middle, weight, 0.0), BLOCK)
         of_high += _folded(tl.where(code >= high, weight, 0.0), BLOCK)
@@ -309,24 +312,20 @@ def _sums_from(
 @jit()
 def _search(
     row: tl.tuple,
-    best: tl.tensor,
-    top: tl.tensor,
-    scale: tl.tensor,
+    likely: tl.tuple,
     target: tl.tensor,
     floor: tl.tensor,
-    unused: tl.tensor,
     BLOCK: tl.constexpr,
     MASS: tl.constexpr,
     OF_BEST: tl.constexpr,
 ) -> tl.tensor:
     """The highest code of which, or more and of `floor`, there is as much as `target`."""
-    found = floor * 0
+    found, unused = floor * 0, row[4]
     for turn in tl.range(0, 16 - unused // 2):
         unit = 1 << (30 - unused - 2 * turn)
         low, middle, high = _sums_from(
-            row, best, top, scale,
-            tl.maximum(found + unit, floor), tl.maximum(found + 2 * unit, floor),
-            tl.maximum(found + 3 * unit, floor), unused, BLOCK, MASS, OF_BEST,
+            row, likely, tl.maximum(found + unit, floor), tl.maximum(found + 2 * unit, floor),
+            tl.maximum(found + 3 * unit, floor), BLOCK, MASS, OF_BEST,
         )  # fmt: skip
         enough = (low >= target).to(tl.int32) + (middle >= target).to(tl.int32)
         found += unit * (enough + (high >= target).to(tl.int32))
@@ -336,28 +335,23 @@ def _search(
 @jit()
 def _lowest_kept(
     row: tl.tuple,
-    best: tl.tensor,
-    top: tl.tensor,
-    scale: tl.tensor,
+    likely: tl.tuple,
     target: tl.tensor,
     floor: tl.tensor,
-    unused: tl.tensor,
     BLOCK: tl.constexpr,
     MASS: tl.constexpr,
 ) -> tl.tensor:
     """As `_search`, which reads the row at each turn, but mostly from what a program holds.
 
-    Where the likely tokens are few, `best` has them all: so what is found there is checked first.
+    Where few tokens are kept, those have them all: so what is found there is checked first.
     """
-    found = _search(row, best, top, scale, target, floor, unused, BLOCK, MASS, True)
+    found = _search(row, likely, target, floor, BLOCK, MASS, True)
     wrong = found == 0
     if found > 0:
-        enough, more, _ = _sums_from(
-            row, best, top, scale, found, found + 1, found + 1, unused, BLOCK, MASS, False
-        )
+        enough, more, _ = _sums_from(row, likely, found, found + 1, found + 1, BLOCK, MASS, False)
         wrong = (enough < target) | (more >= target)
     if wrong:
-        found = _search(row, best, top, scale, target, floor, unused, BLOCK, MASS, False)
+        found = _search(row, likely, target, floor, BLOCK, MASS, False)
     return found
 
 
@@ -400,28 +394,22 @@ def _kept_kernel(
     )
     cuts = (top_k > 0) | (top_p < 1.0) | (min_p > 0.0)
     if (temperature > 0.0) & cuts:
-        row, unused = _row(
-            logits, counts, repetitions, presences, frequencies, vocab, stride, UNUSED
-        )
+        row = _row(logits, counts, repetitions, presences, frequencies, vocab, stride, UNUSED)
         best = tl.full([BLOCK], float("-inf"), tl.float32)
         for start in tl.range(0, vocab, BLOCK):
-            value = _tile(row, start, BLOCK)
-            best = tl.maximum(best, value)
-        top, scale = tl.max(best, 0), 1.4426950408889634 / temperature
+            best = tl.maximum(best, _tile(row, start, BLOCK))
+        top = tl.max(best, 0)
+        likely = best, top, 1.4426950408889634 / temperature
         if min_p > 0.0:
             bound = tl.div_rn(top, temperature) + tl.log(min_p)
         if (top_k > 0) & (top_k < vocab):
-            lowest = _lowest_kept(
-                row, best, top, scale, top_k.to(tl.float32), lowest, unused, BLOCK, False
-            )
+            lowest = _lowest_kept(row, likely, top_k.to(tl.float32), lowest, BLOCK, False)
         if top_p < 1.0:
-            total, _, _ = _sums_from(
-                row, best, top, scale, lowest, lowest, lowest, unused, BLOCK, True, False
-            )
+            total, _, _ = _sums_from(row, likely, lowest, lowest, lowest, BLOCK, True, False)
             target = total * top_p
-            lowest = _lowest_kept(row, best, top, scale, target, lowest, unused, BLOCK, True)
-            lowest = tl.minimum(lowest, _code(top, unused))
-            first = _first_of_equals(row, top, scale, target, lowest, unused, BLOCK)
+            lowest = _lowest_kept(row, likely, target, lowest, BLOCK, True)
+            lowest = tl.minimum(lowest, _code(top, row[4]))
+            first = _first_of_equals(row, likely, target, lowest, BLOCK)
     tl.store(kept + 2 * number, lowest)
     tl.store(kept + 2 * number + 1, first)
     tl.store(least + number, bound)
@@ -430,20 +418,19 @@ def _kept_kernel(
 @jit()
 def _first_of_equals(
     row: tl.tuple,
-    top: tl.tensor,
-    scale: tl.tensor,
+    likely: tl.tuple,
     target: tl.tensor,
     lowest: tl.tensor,
-    unused: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
     """The id from which tokens with the lowest code are kept: as few as reach the target."""
+    _, top, scale = likely
     above = tl.zeros([BLOCK // 8], tl.float32)
     mass = tl.zeros([BLOCK // 8], tl.float32)
     number = tl.zeros([BLOCK // 8], tl.int32)
     for start in tl.range(0, row[2], BLOCK):
         value = _tile(row, start, BLOCK)
-        code, weight = _code(value, unused), tl.exp2((value - top) * scale)
+        code, weight = _code(value, row[4]), tl.exp2((value - top) * scale)
         above += _folded(tl.where(code > lowest, weight, 0.0), BLOCK)
         mass += _folded(tl.where(code == lowest, weight, 0.0), BLOCK)
         number += _folded(((code == lowest) & (value > float("-inf"))).to(tl.int32), BLOCK)
@@ -454,7 +441,7 @@ def _first_of_equals(
     if dropped > 0:
         for start in tl.range(0, row[2], BLOCK):
             column, value = start + tl.arange(0, BLOCK), _tile(row, start, BLOCK)
-            equal = ((_code(value, unused) == lowest) & (value > float("-inf"))).to(tl.int32)
+            equal = ((_code(value, row[4]) == lowest) & (value > float("-inf"))).to(tl.int32)
             place = seen + tl.cumsum(equal, 0)
             here = (equal > 0) & (place == dropped + 1)
             first = tl.maximum(first, tl.max(tl.where(here, column, 0), 0))
@@ -488,7 +475,7 @@ def _kernel(
 ) -> None:
     """One program: BLOCK ids of one row, whose counts it resets."""
     wait_for_inputs()
-    whole, unused = _row(logits, counts, repetitions, presences, frequencies, vocab, stride, UNUSED)
+    whole = _row(logits, counts, repetitions, presences, frequencies, vocab, stride, UNUSED)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperatures + row).to(tl.float32)
     column, value = part * BLOCK + tl.arange(0, BLOCK), _tile(whole, part * BLOCK, BLOCK)
@@ -500,7 +487,7 @@ def _kernel(
         words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
         uniform = (words.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2^-32
         noise = -tl.log(-tl.log(uniform))
-        code, lowest = _code(value, unused), tl.load(kept + 2 * row)
+        code, lowest = _code(value, whole[4]), tl.load(kept + 2 * row)
         stays = (code > lowest) | ((code == lowest) & (column >= tl.load(kept + 2 * row + 1)))
         value = tl.div_rn(value, temperature)
         stays &= value >= tl.load(least + row)
@@ -508,7 +495,7 @@ def _kernel(
     top, place = tl.max(value, 0, return_indices=True)
     tl.store(best + row * tl.num_programs(1) + part, top)
     tl.store(ids + row * tl.num_programs(1) + part, tl.minimum(part * BLOCK + place, vocab - 1))
-    if whole[3] > 0.0:  # it has penalties
+    if whole[3][0] > 0.0:  # it has penalties
         tl.debug_barrier()  # all have read them
         counted = counts + row * vocab + column
         came = tl.load(counted, mask=column < vocab, other=0) > 0
