@@ -4,7 +4,8 @@
     python -m benchmarks.bench_engine --cached  # the next turns of long texts
 
 Llama-3-8B's shape, bf16, dummy weights, prefix caching off, greedy, ``ignore_eos``, random prompts.
-Decode steps also as Llama 3's and Qwen2.5's ``generation_config.json`` have requests sampled.
+Decode steps also as Llama 3's and Qwen2.5's ``generation_config.json`` have requests sampled, and
+with a penalty where top-p reads a row most often: dummy weights rate all tokens almost alike.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ SAMPLED: dict[str, dict[str, Any]] = {
     "top-k, top-p, penalty": {
         "temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05,
     },
+    "top-p, penalty": {"temperature": 0.6, "top_p": 0.9, "frequency_penalty": 0.5},
 }  # fmt: skip
 PREFILL = {(64, 1024): 42.5e3, (16, 4096): 40.5e3, (4, 16384): 33.4e3}
 TTFT = {128: None, 512: None, 1024: 28.3, 1500: None, 2048: None, 4096: 101.3, 16384: 493.0}

@@ -23,6 +23,7 @@ from torch import Tensor
 from kvbaton.engine.grammars import mask_of
 from kvbaton.engine.upload import upload
 from kvbaton.kernels.jit import use_triton
+from kvbaton.kernels.penalties import Penalties, penalize
 from kvbaton.kernels.sample_tokens import (
     PURPOSE_SAMPLE,
     Sampling,
@@ -71,14 +72,18 @@ class SampleRows:
     masks: npt.NDArray[np.uint8] | None = None
 
 
-def needs_tokens(params: SamplingParams) -> bool:
-    """Whether tokens so far say what comes next, so that a row needs its `SampleRows.tokens`."""
+def has_penalties(params: SamplingParams) -> bool:
+    """Whether tokens so far change what their logits are."""
     return (
         params.repetition_penalty != 1.0
         or params.presence_penalty != 0.0
         or params.frequency_penalty != 0.0
-        or params.bad_words_token_ids != ()
     )
+
+
+def needs_tokens(params: SamplingParams) -> bool:
+    """Whether tokens so far say what comes next, so that a row needs its `SampleRows.tokens`."""
+    return has_penalties(params) or params.bad_words_token_ids != ()
 
 
 def sample(logits: Tensor, rows: SampleRows, eos_token_ids: tuple[int, ...]) -> Tensor:
@@ -94,7 +99,7 @@ def sample(logits: Tensor, rows: SampleRows, eos_token_ids: tuple[int, ...]) -> 
     """
     if use_triton(logits):
         process_logits(logits, rows, eos_token_ids, cut=False)
-        return sample_tokens(logits, _sampling(rows, logits.device))
+        return sample_tokens(logits, _sampling(rows, logits))
     process_logits(logits, rows, eos_token_ids)
     drawn = [row for row, p in enumerate(rows.params) if p.temperature >= GREEDY_BELOW]
     if drawn:  # Gumbel noise on the rows that are not greedy
@@ -113,18 +118,30 @@ def sample(logits: Tensor, rows: SampleRows, eos_token_ids: tuple[int, ...]) -> 
     return logits.argmax(dim=-1)
 
 
-def _sampling(rows: SampleRows, device: torch.device) -> Sampling:
-    """What a kernel needs to know of rows."""
-    params = rows.params
+def _sampling(rows: SampleRows, logits: Tensor) -> Sampling:
+    """What kernels need to know of rows."""
+    params, counted = rows.params, [has_penalties(p) for p in rows.params]
     seeds = np.array([(p.seed or 0) & SEED_MASK for p in params], np.uint64).view(np.int64)
     top_ks = np.array([max(p.top_k, 0) for p in params])
-    temperatures = [p.temperature if p.temperature >= GREEDY_BELOW else 0.0 for p in params]
-    floats = temperatures, [p.top_p for p in params], [p.min_p for p in params]
+    floats = (
+        [p.temperature if p.temperature >= GREEDY_BELOW else 0.0 for p in params],
+        [p.top_p for p in params],
+        [p.min_p for p in params],
+        [p.repetition_penalty * of for p, of in zip(params, counted, strict=True)],
+        [p.presence_penalty for p in params],
+        [p.frequency_penalty for p in params],
+    )
     bits = (np.array(x, np.float64).view(np.int64) for x in floats)
-    columns = seeds, rows.lengths, rows.choices, top_ks, *bits
-    seed, position, choice, top_k, *of_floats = upload(columns, device)
-    temperature, top_p, min_p = (x.view(torch.float64) for x in of_floats)
-    return Sampling(temperature, seed, position, choice, top_k, top_p, min_p)
+    ints = seeds, rows.lengths, rows.choices, top_ks, rows.num_prompt, np.arange(len(params))
+    seed, length, choice, top_k, num_prompt, of, *sent = upload([*ints, *bits], logits.device)
+    temperature, top_p, min_p, repetition, presence, frequency = (
+        x.view(torch.float64) for x in sent
+    )
+    shape = len(params) if any(counted) else 0, logits.shape[1]
+    counts = logits.new_zeros(shape, dtype=torch.int32)
+    tokens = counts if rows.tokens is None else rows.tokens
+    penalties = Penalties(repetition, presence, frequency, num_prompt, length, of, tokens, counts)
+    return Sampling(temperature, seed, length, choice, top_k, top_p, min_p, penalties)
 
 
 def process_logits(
@@ -132,7 +149,7 @@ def process_logits(
 ) -> None:
     """Apply all but the noise, in place; the softmax is then what a row is drawn from.
 
-    Without `cut` all but temperature, top-k, top-p and min-p, too.
+    Without `cut` all but penalties, temperature, top-k, top-p and min-p, too.
     """
     if rows.masks is not None:
         _keep_allowed(logits, rows.governed, rows.masks)
@@ -150,10 +167,10 @@ def process_logits(
             # Tokens that would end the text do not come until then.
             stops = {*p.stop_token_ids, *(() if p.ignore_eos else eos_token_ids)}
             biases += [(row, token, FORBIDDEN) for token in stops]
-        if rows.tokens is not None and needs_tokens(p):
-            by_step.setdefault(_penalize, []).append(row)
         if not cut:
             continue
+        if rows.tokens is not None and has_penalties(p):
+            by_step.setdefault(_penalize, []).append(row)
         if p.temperature >= GREEDY_BELOW and p.temperature != 1.0:
             by_step.setdefault(_divide_by_temperature, []).append(row)
         if 0 < p.top_k < logits.shape[1]:
@@ -230,30 +247,8 @@ def _ints(values: Sequence[int] | npt.NDArray[np.int64], device: torch.device) -
 # --- the steps, each on the rows that want it ---
 
 
-def _penalize(logits: Tensor, rows: SampleRows, chosen: list[int]) -> None:
-    """Repetition (Keskar et al., arXiv 1909.05858) over all tokens; the others over generated."""
-    index, params = _ints(chosen, logits.device), [rows.params[row] for row in chosen]
-    part = logits[index]
-    seen = _counts(rows, index, logits.shape[1], generated_only=False) > 0
-    repetition = _column([p.repetition_penalty for p in params], logits.device)
-    scaled = torch.where(part > 0, part / repetition, part * repetition)
-    part = torch.where(seen, scaled, part)
-    generated = _counts(rows, index, logits.shape[1], generated_only=True)
-    frequency = _column([p.frequency_penalty for p in params], logits.device)
-    presence = _column([p.presence_penalty for p in params], logits.device)
-    logits[index] = part - frequency * generated - presence * (generated > 0)
-
-
-def _counts(rows: SampleRows, index: Tensor, vocab: int, *, generated_only: bool) -> Tensor:
-    """How often each token occurs in the chosen rows, [chosen, vocab] float32."""
-    assert rows.tokens is not None, "penalties need the tokens so far"
-    tokens = rows.tokens[index].long()
-    position = torch.arange(tokens.shape[1], device=index.device)
-    counted = position < _ints(rows.lengths, index.device)[index][:, None]
-    if generated_only:
-        counted &= position >= _ints(rows.num_prompt, index.device)[index][:, None]
-    counts = torch.zeros((len(index), vocab), device=index.device)
-    return counts.scatter_add_(1, tokens.masked_fill(~counted, 0), counted.float())
+def _penalize(logits: Tensor, rows: SampleRows, _: list[int]) -> None:
+    penalize(logits, _sampling(rows, logits).penalties)
 
 
 def _divide_by_temperature(logits: Tensor, rows: SampleRows, chosen: list[int]) -> None:

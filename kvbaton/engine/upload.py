@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 
 _size = attrgetter("size")
 
-SEGMENT_WORDS = 8 << 10
+SEGMENT_WORDS = 16 << 10
+"""As much as a step of 1,260 sequences that decode needs."""
 SEGMENTS = 4
 
 

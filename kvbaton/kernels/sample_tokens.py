@@ -7,6 +7,8 @@ logits in fp32 ever lie in memory.
 Which tokens top-k, top-p and min-p leave is found without sorting: the bits of a logit, so turned
 that they order as it does, are searched for the lowest that is kept, two at a time from the highest
 on (radix select: Alabi et al., "Fast k-selection algorithms for graphics processing units", 2012).
+First among the best of every 8,192nd id, which lie in registers: where those are all that can be
+kept, one look at the row confirms it.
 
 Random numbers depend on a counter alone: they are equal on every rank, node and device for equal
 arguments. Philox4x32-10 from Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2,
@@ -22,6 +24,7 @@ import torch
 from torch import Tensor
 
 from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, tl, use_triton, wait_for_inputs
+from kvbaton.kernels.penalties import Penalties, count_tokens, penalize, penalized
 
 MASK = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -87,7 +90,8 @@ SEARCHED = 8192
 SEARCHING_WARPS = 16
 
 UNUSED_BITS = {torch.bfloat16: 16, torch.float16: 12, torch.float32: 2}
-"""Lowest bits of a logit in fp32 that are equal, or that make no difference; an even number."""
+"""Lowest bits of a logit in fp32 that are equal, or that make no difference; an even number.
+Behind penalties those of fp32."""
 
 
 class Sampling(NamedTuple):
@@ -103,6 +107,7 @@ class Sampling(NamedTuple):
             leaves, of equals those of the highest ids (arXiv 1904.09751); 1 for all.
         min_ps: float64: only tokens of at least so much of the best one's probability (arXiv
             2407.01082); 0 for all.
+        penalties: before all this.
     """
 
     temperatures: torch.Tensor
@@ -112,6 +117,7 @@ class Sampling(NamedTuple):
     top_ks: torch.Tensor
     top_ps: torch.Tensor
     min_ps: torch.Tensor
+    penalties: Penalties
 
 
 def sample_tokens(logits: torch.Tensor, rows: Sampling) -> torch.Tensor:
@@ -135,19 +141,24 @@ def sample_tokens(logits: torch.Tensor, rows: Sampling) -> torch.Tensor:
     ids = torch.empty(count, parts, dtype=torch.int32, device=logits.device)
     kept = torch.empty(count, 2, dtype=torch.int32, device=logits.device)
     least = torch.empty(count, dtype=torch.float32, device=logits.device)
-    unused = UNUSED_BITS[logits.dtype]
+    unused, penalties = UNUSED_BITS[logits.dtype], rows.penalties
+    count_tokens(penalties)
     _kept_kernel[(count,)](
         logits,
         rows.temperatures,
         rows.top_ks,
         rows.top_ps,
         rows.min_ps,
+        penalties.repetitions,
+        penalties.presences,
+        penalties.frequencies,
+        penalties.counts,
         kept,
         least,
         vocab,
         logits.stride(0),
         UNUSED=unused,
-        BLOCK=min(SEARCHED, next_power_of_2(vocab)),
+        BLOCK=max(8, min(SEARCHED, next_power_of_2(vocab))),
         num_warps=SEARCHING_WARPS,
     )
     _kernel[(count, parts)](
@@ -156,6 +167,10 @@ def sample_tokens(logits: torch.Tensor, rows: Sampling) -> torch.Tensor:
         rows.seeds,
         rows.positions,
         rows.choices,
+        penalties.repetitions,
+        penalties.presences,
+        penalties.frequencies,
+        penalties.counts,
         kept,
         least,
         best,
@@ -174,8 +189,9 @@ def sample_tokens(logits: torch.Tensor, rows: Sampling) -> torch.Tensor:
 def sample_tokens_reference(logits: torch.Tensor, rows: Sampling) -> torch.Tensor:
     """Plain torch for `sample_tokens`."""
     temperatures, vocab = rows.temperatures, logits.shape[1]
-    drawn = temperatures > 0
-    scaled = logits.float() / torch.where(drawn, temperatures, 1.0).float()[:, None]
+    drawn, scaled = temperatures > 0, logits.to(torch.float32, copy=True)
+    penalize(scaled, rows.penalties)
+    scaled /= torch.where(drawn, temperatures, 1.0).float()[:, None]
     cut = drawn & (rows.top_ks > 0) & (rows.top_ks < vocab)
     if cut.any():
         scaled[cut] = keep_top_k(scaled[cut], rows.top_ks[cut], int(rows.top_ks[cut].max()))
@@ -209,77 +225,150 @@ def keep_min_p(logits: torch.Tensor, min_ps: torch.Tensor) -> torch.Tensor:
 
 
 @jit()
-def _code(value: tl.tensor, UNUSED: tl.constexpr) -> tl.tensor:
+def _code(value: tl.tensor, unused: tl.tensor) -> tl.tensor:
     """The bits of float32 values that matter, as int32 of their order."""
     bits = value.to(tl.int32, bitcast=True)
     turned = tl.where(bits < 0, ~bits, bits | -2147483648)
-    return (turned.to(tl.uint32, bitcast=True) >> UNUSED).to(tl.int32)
+    return (turned.to(tl.uint32, bitcast=True) >> unused).to(tl.int32)
+
+
+@jit()
+def _row(
+    logits: tl.tensor,
+    counts: tl.tensor,
+    repetitions: tl.tensor,
+    presences: tl.tensor,
+    frequencies: tl.tensor,
+    vocab: tl.tensor,
+    stride: tl.tensor,
+    UNUSED: tl.constexpr,
+) -> tl.tuple:
+    """This program's row, as those below take it: at 2 its ids, at 4 the unused bits of a code."""
+    row = tl.program_id(0).to(tl.int64)
+    repetition = tl.load(repetitions + row).to(tl.float32)
+    presence = tl.load(presences + row).to(tl.float32)
+    frequency = tl.load(frequencies + row).to(tl.float32)
+    unused = tl.where(repetition > 0.0, 2, UNUSED)
+    penalties = repetition, presence, frequency
+    return logits + row * stride, counts + row * vocab, vocab, penalties, unused
+
+
+@jit()
+def _tile(row: tl.tuple, start: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
+    """Logits of BLOCK ids from `start` on, less penalties; -inf where there is no id."""
+    logits, counts, vocab, penalties, _ = row
+    repetition, presence, frequency = penalties
+    column = start + tl.arange(0, BLOCK)
+    inside = column < vocab
+    value = tl.load(logits + column, mask=inside, other=float("-inf")).to(tl.float32)
+    if repetition > 0.0:
+        count = tl.load(counts + column, mask=inside, other=0)
+        value = penalized(value, count, repetition, presence, frequency)
+    return value
+
+
+@jit()
+def _folded(values: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
+    """Sums of eight neighbours each, which one thread has: that is fewer registers to hold."""
+    return tl.sum(tl.reshape(values, [BLOCK // 8, 8]), 1)
 
 
 @jit()
 def _sums_from(
-    logits: tl.tensor,
-    vocab: tl.tensor,
-    top: tl.tensor,
-    scale: tl.tensor,
+    row: tl.tuple,
+    likely: tl.tuple,
     low: tl.tensor,
     middle: tl.tensor,
     high: tl.tensor,
-    UNUSED: tl.constexpr,
     BLOCK: tl.constexpr,
     MASS: tl.constexpr,
+    OF_BEST: tl.constexpr,
 ) -> tl.tensor:
-    """Number, or mass relative to that of `top`, of the tokens of each of three codes or more."""
-    of_low = tl.zeros([BLOCK], tl.float32)
-    of_middle = tl.zeros([BLOCK], tl.float32)
-    of_high = tl.zeros([BLOCK], tl.float32)
-    for start in tl.range(0, vocab, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        inside = column < vocab
-        value = tl.load(logits + column, mask=inside, other=float("-inf")).to(tl.float32)
-        weight = inside.to(tl.float32)
+    """Number, or mass relative to the best one's, of the tokens of each of three codes or more.
+
+    Of all, or of some: `likely` has those, the best logit, and what makes powers of two of them.
+    """
+    best, top, scale = likely
+    of_low = tl.zeros([BLOCK // 8], tl.float32)
+    of_middle = tl.zeros([BLOCK // 8], tl.float32)
+    of_high = tl.zeros([BLOCK // 8], tl.float32)
+    end = row[2]
+    if OF_BEST:
+        end = BLOCK
+    for start in tl.range(0, end, BLOCK):
+        value = best
+        if not OF_BEST:
+            value = _tile(row, start, BLOCK)
+        weight = (value > float("-inf")).to(tl.float32)
         if MASS:
             weight = tl.exp2((value - top) * scale)
-        code = _code(value, UNUSED)
-        of_low += tl.where(code >= low, weight, 0.0)
-        of_middle += tl.where(code >= middle, weight, 0.0)
-        of_high += tl.where(code >= high, weight, 0.0)
+        code = _code(value, row[4])
+        of_low += _folded(tl.where(code >= low, weight, 0.0), BLOCK)
+        of_middle += _folded(tl.where(code >= middle, weight, 0.0), BLOCK)
+        of_high += _folded(tl.where(code >= high, weight, 0.0), BLOCK)
     return tl.sum(of_low, 0), tl.sum(of_middle, 0), tl.sum(of_high, 0)
 
 
 @jit()
 def _search(
-    logits: tl.tensor,
-    vocab: tl.tensor,
-    top: tl.tensor,
-    scale: tl.tensor,
+    row: tl.tuple,
+    likely: tl.tuple,
     target: tl.tensor,
     floor: tl.tensor,
-    UNUSED: tl.constexpr,
     BLOCK: tl.constexpr,
     MASS: tl.constexpr,
+    OF_BEST: tl.constexpr,
 ) -> tl.tensor:
     """The highest code of which, or more and of `floor`, there is as much as `target`."""
-    found = floor * 0
-    for turn in tl.range(0, 16 - UNUSED // 2):
-        unit = 1 << (30 - UNUSED - 2 * turn)
+    found, unused = floor * 0, row[4]
+    for turn in tl.range(0, 16 - unused // 2):
+        unit = 1 << (30 - unused - 2 * turn)
         low, middle, high = _sums_from(
-            logits, vocab, top, scale,
-            tl.maximum(found + unit, floor), tl.maximum(found + 2 * unit, floor),
-            tl.maximum(found + 3 * unit, floor), UNUSED, BLOCK, MASS,
+            row, likely, tl.maximum(found + unit, floor), tl.maximum(found + 2 * unit, floor),
+            tl.maximum(found + 3 * unit, floor), BLOCK, MASS, OF_BEST,
         )  # fmt: skip
         enough = (low >= target).to(tl.int32) + (middle >= target).to(tl.int32)
         found += unit * (enough + (high >= target).to(tl.int32))
+    return tl.maximum(found, floor)
+
+
+@jit()
+def _lowest_kept(
+    row: tl.tuple,
+    likely: tl.tuple,
+    target: tl.tensor,
+    floor: tl.tensor,
+    BLOCK: tl.constexpr,
+    MASS: tl.constexpr,
+) -> tl.tensor:
+    """As `_search`, which reads the row at each turn, but mostly from what a program holds.
+
+    Where few tokens are kept, those have them all: so what is found there is checked first.
+    """
+    found = _search(row, likely, target, floor, BLOCK, MASS, True)
+    wrong = found == 0
+    if found > 0:
+        enough, more, _ = _sums_from(row, likely, found, found + 1, found + 1, BLOCK, MASS, False)
+        wrong = (enough < target) | (more >= target)
+    if wrong:
+        found = _search(row, likely, target, floor, BLOCK, MASS, False)
     return found
 
 
-@jit("temperatures", "top_ks", "top_ps", "min_ps", early=True)
+@jit(
+    "temperatures", "top_ks", "top_ps", "min_ps", "repetitions", "presences", "frequencies",
+    early=True,
+)  # fmt: skip
 def _kept_kernel(
     logits: tl.tensor,
     temperatures: tl.tensor,
     top_ks: tl.tensor,
     top_ps: tl.tensor,
     min_ps: tl.tensor,
+    repetitions: tl.tensor,
+    presences: tl.tensor,
+    frequencies: tl.tensor,
+    counts: tl.tensor,
     kept: tl.tensor,
     least: tl.tensor,
     vocab: tl.tensor,
@@ -293,12 +382,11 @@ def _kept_kernel(
     the ones whose logit by temperature is no less than a bound.
     """
     wait_for_inputs()
-    row = tl.program_id(0).to(tl.int64)
-    logits += row * stride
-    temperature = tl.load(temperatures + row).to(tl.float32)
-    top_k = tl.load(top_ks + row)
-    top_p = tl.load(top_ps + row).to(tl.float32)
-    min_p = tl.load(min_ps + row).to(tl.float32)
+    number = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperatures + number).to(tl.float32)
+    top_k = tl.load(top_ks + number)
+    top_p = tl.load(top_ps + number).to(tl.float32)
+    min_p = tl.load(min_ps + number).to(tl.float32)
     lowest, first, bound = (
         top_k.to(tl.int32) * 0,
         top_k.to(tl.int32) * 0,
@@ -306,66 +394,54 @@ def _kept_kernel(
     )
     cuts = (top_k > 0) | (top_p < 1.0) | (min_p > 0.0)
     if (temperature > 0.0) & cuts:
+        row = _row(logits, counts, repetitions, presences, frequencies, vocab, stride, UNUSED)
         best = tl.full([BLOCK], float("-inf"), tl.float32)
         for start in tl.range(0, vocab, BLOCK):
-            column = start + tl.arange(0, BLOCK)
-            value = tl.load(logits + column, mask=column < vocab, other=float("-inf"))
-            best = tl.maximum(best, value.to(tl.float32))
-        top, scale = tl.max(best, 0), 1.4426950408889634 / temperature
+            best = tl.maximum(best, _tile(row, start, BLOCK))
+        top = tl.max(best, 0)
+        likely = best, top, 1.4426950408889634 / temperature
         if min_p > 0.0:
             bound = tl.div_rn(top, temperature) + tl.log(min_p)
         if (top_k > 0) & (top_k < vocab):
-            lowest = _search(
-                logits, vocab, top, scale, top_k.to(tl.float32), lowest, UNUSED, BLOCK, False
-            )
+            lowest = _lowest_kept(row, likely, top_k.to(tl.float32), lowest, BLOCK, False)
         if top_p < 1.0:
-            floor = lowest
-            total, _, _ = _sums_from(
-                logits, vocab, top, scale, floor, floor, floor, UNUSED, BLOCK, True
-            )
+            total, _, _ = _sums_from(row, likely, lowest, lowest, lowest, BLOCK, True, False)
             target = total * top_p
-            found = _search(logits, vocab, top, scale, target, floor, UNUSED, BLOCK, True)
-            lowest = tl.minimum(tl.maximum(found, floor), _code(top, UNUSED))
-            first = _first_of_equals(logits, vocab, top, scale, target, lowest, UNUSED, BLOCK)
-    tl.store(kept + 2 * row, lowest)
-    tl.store(kept + 2 * row + 1, first)
-    tl.store(least + row, bound)
+            lowest = _lowest_kept(row, likely, target, lowest, BLOCK, True)
+            lowest = tl.minimum(lowest, _code(top, row[4]))
+            first = _first_of_equals(row, likely, target, lowest, BLOCK)
+    tl.store(kept + 2 * number, lowest)
+    tl.store(kept + 2 * number + 1, first)
+    tl.store(least + number, bound)
 
 
 @jit()
 def _first_of_equals(
-    logits: tl.tensor,
-    vocab: tl.tensor,
-    top: tl.tensor,
-    scale: tl.tensor,
+    row: tl.tuple,
+    likely: tl.tuple,
     target: tl.tensor,
     lowest: tl.tensor,
-    UNUSED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
     """The id from which tokens with the lowest code are kept: as few as reach the target."""
-    up, _, _ = _sums_from(
-        logits, vocab, top, scale, lowest + 1, lowest + 1, lowest + 1, UNUSED, BLOCK, True
-    )
-    number = tl.zeros([BLOCK], tl.int32)
-    mass = tl.zeros([BLOCK], tl.float32)
-    for start in tl.range(0, vocab, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        inside = column < vocab
-        value = tl.load(logits + column, mask=inside, other=float("-inf")).to(tl.float32)
-        equal = inside & (_code(value, UNUSED) == lowest)
-        number += equal.to(tl.int32)
-        mass += tl.where(equal, tl.exp2((value - top) * scale), 0.0)
+    _, top, scale = likely
+    above = tl.zeros([BLOCK // 8], tl.float32)
+    mass = tl.zeros([BLOCK // 8], tl.float32)
+    number = tl.zeros([BLOCK // 8], tl.int32)
+    for start in tl.range(0, row[2], BLOCK):
+        value = _tile(row, start, BLOCK)
+        code, weight = _code(value, row[4]), tl.exp2((value - top) * scale)
+        above += _folded(tl.where(code > lowest, weight, 0.0), BLOCK)
+        mass += _folded(tl.where(code == lowest, weight, 0.0), BLOCK)
+        number += _folded(((code == lowest) & (value > float("-inf"))).to(tl.int32), BLOCK)
     equals = tl.sum(number, 0)
-    wanted = tl.ceil((target - up) * equals / tl.sum(mass, 0)).to(tl.int32)
+    wanted = tl.ceil((target - tl.sum(above, 0)) * equals / tl.sum(mass, 0)).to(tl.int32)
     dropped = equals - tl.minimum(tl.maximum(wanted, 1), equals)
     first, seen = dropped * 0, dropped * 0
     if dropped > 0:
-        for start in tl.range(0, vocab, BLOCK):
-            column = start + tl.arange(0, BLOCK)
-            inside = column < vocab
-            value = tl.load(logits + column, mask=inside, other=float("-inf")).to(tl.float32)
-            equal = (inside & (_code(value, UNUSED) == lowest)).to(tl.int32)
+        for start in tl.range(0, row[2], BLOCK):
+            column, value = start + tl.arange(0, BLOCK), _tile(row, start, BLOCK)
+            equal = ((_code(value, row[4]) == lowest) & (value > float("-inf"))).to(tl.int32)
             place = seen + tl.cumsum(equal, 0)
             here = (equal > 0) & (place == dropped + 1)
             first = tl.maximum(first, tl.max(tl.where(here, column, 0), 0))
@@ -373,13 +449,20 @@ def _first_of_equals(
     return first
 
 
-@jit("temperatures", "seeds", "positions", "choices", early=True)
+@jit(
+    "temperatures", "seeds", "positions", "choices", "repetitions", "presences", "frequencies",
+    early=True,
+)  # fmt: skip
 def _kernel(
     logits: tl.tensor,
     temperatures: tl.tensor,
     seeds: tl.tensor,
     positions: tl.tensor,
     choices: tl.tensor,
+    repetitions: tl.tensor,
+    presences: tl.tensor,
+    frequencies: tl.tensor,
+    counts: tl.tensor,
     kept: tl.tensor,
     least: tl.tensor,
     best: tl.tensor,
@@ -390,15 +473,12 @@ def _kernel(
     BLOCK: tl.constexpr,
     PURPOSE: tl.constexpr,
 ) -> None:
-    """One program: BLOCK ids of one row."""
+    """One program: BLOCK ids of one row, whose counts it resets."""
     wait_for_inputs()
-    row = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    column = part * BLOCK + tl.arange(0, BLOCK)
-    inside = column < vocab
-    value = tl.load(logits + row * stride + column, mask=inside, other=float("-inf"))
-    value = value.to(tl.float32)
+    whole = _row(logits, counts, repetitions, presences, frequencies, vocab, stride, UNUSED)
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperatures + row).to(tl.float32)
+    column, value = part * BLOCK + tl.arange(0, BLOCK), _tile(whole, part * BLOCK, BLOCK)
     if temperature > 0.0:
         quad = part * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
         position = tl.load(positions + row).to(tl.int32)
@@ -407,7 +487,7 @@ def _kernel(
         words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
         uniform = (words.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2^-32
         noise = -tl.log(-tl.log(uniform))
-        code, lowest = _code(value, UNUSED), tl.load(kept + 2 * row)
+        code, lowest = _code(value, whole[4]), tl.load(kept + 2 * row)
         stays = (code > lowest) | ((code == lowest) & (column >= tl.load(kept + 2 * row + 1)))
         value = tl.div_rn(value, temperature)
         stays &= value >= tl.load(least + row)
@@ -415,6 +495,11 @@ def _kernel(
     top, place = tl.max(value, 0, return_indices=True)
     tl.store(best + row * tl.num_programs(1) + part, top)
     tl.store(ids + row * tl.num_programs(1) + part, tl.minimum(part * BLOCK + place, vocab - 1))
+    if whole[3][0] > 0.0:  # it has penalties
+        tl.debug_barrier()  # all have read them
+        counted = counts + row * vocab + column
+        came = tl.load(counted, mask=column < vocab, other=0) > 0
+        tl.store(counted, 0, mask=came)
 
 
 @jit(early=True)

@@ -39,12 +39,14 @@ PROMPTS = [np.random.default_rng(n).integers(3, 384, n).tolist() for n in (37, 5
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=64),
     SamplingParams(temperature=1.3, seed=(1 << 64) - 5),
+    SamplingParams(temperature=0.7, seed=8, top_k=20, top_p=0.8, repetition_penalty=1.3),
     SamplingParams(temperature=1.7, seed=9, top_p=0.7, top_k=40),
     SamplingParams(temperature=0.7, seed=3, top_p=0.8, repetition_penalty=1.2, logprobs=2),
     SamplingParams(seed=4, allowed_token_ids=tuple(range(40, 52))),
     SamplingParams(temperature=0.0, bad_words_token_ids=tuple((a,) for a in range(3, 384, 2))),
     SamplingParams(temperature=2.0, seed=11, min_p=0.3),
     SamplingParams(temperature=0.0, top_p=0.5, top_k=3, min_p=0.1),
+    SamplingParams(temperature=0.0, presence_penalty=0.7, frequency_penalty=0.4),
 ]
 
 
@@ -192,6 +194,32 @@ def test_each_kind_of_request_alone(drivers: tuple[Any, Any]) -> None:
     for params in PARAMS:
         plain, other = ([d.generate(d.add(PROMPTS[0], params), 8)] for d in drivers)
         assert plain == other
+
+
+def test_penalties_are_part_of_the_step(
+    checkpoint: Callable[..., Path], drive: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a prompt's end, beside others, with drafts that are more rows than sequences, anew."""
+    plain, other = both_runners(checkpoint(), drive)
+    how = [PARAMS[0], PARAMS[2], PARAMS[-1]]
+    texts = []
+    for prompt, params in zip(PROMPTS, how, strict=False):
+        texts.append(prompt + plain.generate(plain.add(prompt, params), 20))
+    monkeypatch.setattr("kvbaton.engine.runner.sample", None)  # is for what this file's step can't
+    handles = [other.add(prompt, params) for prompt, params in zip(PROMPTS, how, strict=False)]
+    other.step(*((handle, other.left(handle), 1) for handle in handles))
+    for turn in range(4):
+        drafts = {}
+        for handle, text in zip(handles, texts, strict=True):
+            known = len(other.tokens[handle])
+            drafts[handle] = tuple(text[known : known + turn])
+        other.step(*((handle, 1, 1) for handle in handles), drafts=drafts)
+    known = other.tokens[handles[1]]
+    assert len(known) == len(PROMPTS[1]) + 1 + 1 + 2 + 3 + 4
+    again = other.add(known, how[1], num_prompt=len(PROMPTS[1]))  # as after a preemption
+    other.generate(again, 5, chunk=7)
+    for handle, text in zip([*handles, again], [*texts, texts[1]], strict=True):
+        assert other.tokens[handle] == text[: len(other.tokens[handle])]
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gpt_oss"])

@@ -206,6 +206,35 @@ def test_seeded_sampling_gives_the_tokens_of_the_cpu(
     assert tokens[0] == tokens[1]
 
 
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+def test_penalties_give_the_tokens_of_the_cpu(
+    eager: bool, checkpoint: Callable[..., Path], drive: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within the step: alone, beside rows without any, in chunks, and in rows used before."""
+    folder, rng = checkpoint(**MODELS["llama"]), np.random.default_rng(10)
+    wanted = [
+        SamplingParams(temperature=0.7, seed=1, top_k=20, top_p=0.8, repetition_penalty=1.3),
+        SamplingParams(temperature=0.0, frequency_penalty=0.6),
+        SamplingParams(temperature=0.9, seed=2),
+        SamplingParams(temperature=0.0, repetition_penalty=0.8, presence_penalty=0.5),
+        SamplingParams(temperature=1.1, seed=3, top_p=0.7, presence_penalty=1.5),
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.8, seed=4, min_p=0.05, frequency_penalty=-0.2),
+    ]
+    prompts = [random_tokens(rng, count) for count in (9, 40, 300, 7, 30, 1, 200)]
+    tokens = []
+    for device in ("cpu", "cuda"):
+        driver = drive(folder, **GPU | {"device": device, "enforce_eager": eager})
+        if device == "cuda":  # which is for what the step itself can't
+            monkeypatch.setattr("kvbaton.engine.runner.sample", None)
+        for group in ((0,), (3, 1), range(7)):
+            handles = [driver.add(prompts[i], wanted[i]) for i in group]
+            driver.generate_mixed(handles, 24, np.random.default_rng(11), most_tokens=90)
+            driver.step((handles[-1], 1, 1), ended=tuple(handles[:-1]))
+        tokens.append(driver.tokens)
+    assert tokens[0] == tokens[1]
+
+
 def test_kept_sums_are_those_of_the_bytes(checkpoint: Callable[..., Path], drive: Any) -> None:
     driver = drive(checkpoint(**MODELS["llama"]), dtype="bfloat16", **GPU)
     handle = driver.add(random_tokens(np.random.default_rng(4), 200))

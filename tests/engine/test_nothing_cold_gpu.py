@@ -46,7 +46,11 @@ ROUNDS = 150
 SLOWER, SLACK_S = 3.0, 0.01
 """A step may take so many times what it takes when all is played again, and so much more."""
 LENGTHS = (1, 2, 3, 15, 16, 17, 31, 100, 129, 500, 1000, 1023, 1024, 1500, 2048, 3001, 5000)
-SAMPLED = SamplingParams(temperature=0.9, seed=5)
+KINDS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.9, seed=5),
+    SamplingParams(temperature=0.7, seed=6, top_k=20, top_p=0.8, repetition_penalty=1.05),
+)
 
 
 def compiled() -> dict[str, int]:
@@ -106,7 +110,7 @@ class Mix:
             cached = table[:hit]
             tokens = (known[: hit * self.driver.block_size] + tokens)[:5500]
             cached = cached[: (len(tokens) - 1) // self.driver.block_size]
-        params = SAMPLED if self.rng.random() < 0.5 else SamplingParams(temperature=0.0)
+        params = KINDS[int(self.rng.integers(len(KINDS)))]
         self.live.append(self.driver.add(tokens, params, cached=cached))
 
     def _end(self) -> tuple[int, ...]:

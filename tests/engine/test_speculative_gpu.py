@@ -40,6 +40,8 @@ def test_answers_are_the_same(shape: str, eager: bool, checkpoint: Callable[...,
             {"max_tokens": 40},
             {"max_tokens": 40, "temperature": 0.8, "seed": 5},
             {"max_tokens": 40, "frequency_penalty": 0.5, "logprobs": 2},
+            {"max_tokens": 40, "repetition_penalty": 1.02, "presence_penalty": 0.1},
+            {"max_tokens": 40, "temperature": 0.7, "frequency_penalty": 0.8, "seed": 8},
         ):
             for tokens in (REPEATED, prompt_of(30)):
                 pair = (answers(node, tokens, **params) for node in nodes)

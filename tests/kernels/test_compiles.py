@@ -1,4 +1,4 @@
-"""Kernels of experts, FP8 and latents compile for compute capability 9.0, without a GPU.
+"""Kernels of experts, FP8, latents and sampling compile for compute capability 9.0, without a GPU.
 
 The interpreter shows what a kernel computes, not whether Triton takes it, and what it asks of a
 multiprocessor; nor that one which is launched early waits before it touches memory.
@@ -307,12 +307,37 @@ for size, lanes, rounds in ((2, 2, 4), (3, 4, 1), (4, 4, 1), (8, 8, 1)):
             assert ptx.count(flag) == meetings, size  # of all ranks at once
 """
 
+SAMPLING = """
+from kvbaton.kernels import penalties, sample_tokens
+
+by_row = {"positions": "*i64", "choices": "*i64", "seeds": "*i64", "top_ks": "*i64", "of": "*i64"}
+by_row |= dict.fromkeys(("num_prompt", "lengths"), "*i64")
+floats = ("temperatures", "top_ps", "min_ps", "repetitions", "presences", "frequencies")
+kinds = by_row | dict.fromkeys(floats, "*fp64") | dict.fromkeys(("least", "best"), "*fp32")
+kinds |= dict.fromkeys(("kept", "ids", "counts", "tokens"), "*i32") | {"out": "*i64"}
+
+def run(kernel, logits, **options):
+    sizes = dict(vocab="i32", stride="i32", parts="i32", logits="*" + logits)
+    given = {name: (kinds | sizes)[name] for name in kernel.arg_names if not name.isupper()}
+    constants = {name: options.pop(name) for name in kernel.arg_names if name.isupper()}
+    return check(kernel, given, constants, **options)
+
+atomics = run(penalties._kernel, "bf16", BLOCK=penalties.BLOCK)
+assert "atom.global" in atomics or "red.global" in atomics
+for logits, unused in (("bf16", 16), ("fp16", 12), ("fp32", 2)):
+    run(sample_tokens._kept_kernel, logits, UNUSED=unused, BLOCK=sample_tokens.SEARCHED,
+        num_warps=sample_tokens.SEARCHING_WARPS)
+    run(sample_tokens._kernel, logits, UNUSED=unused, BLOCK=sample_tokens.BLOCK, PURPOSE=0,
+        num_warps=4)
+run(sample_tokens._merge_kernel, "bf16", BLOCK=64, num_warps=1)
+"""
+
 
 @pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
 @pytest.mark.parametrize(
     "script",
-    [EXPERTS, FP8, LATENT, STATES, SUMS],
-    ids=["experts", "fp8", "latent", "states", "sums"],
+    [EXPERTS, FP8, LATENT, STATES, SUMS, SAMPLING],
+    ids=["experts", "fp8", "latent", "states", "sums", "sampling"],
 )
 def test_kernels_compile_for_hopper(script: str) -> None:
     surroundings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -10,6 +10,7 @@ import torch
 
 from kvbaton.engine import sampler
 from kvbaton.engine.sampler import SampleRows
+from kvbaton.kernels.penalties import Penalties
 from kvbaton.kernels.sample_tokens import Sampling, sample_tokens, sample_tokens_reference
 from kvbaton.messages.engine import SamplingParams
 
@@ -22,8 +23,10 @@ KINDS = [
 ]
 
 
-def sampling(rows: int, device: torch.device, **told: Any) -> Sampling:
-    """Greedy unless told otherwise."""
+def sampling(
+    rows: int, device: torch.device, penalties: Penalties | None = None, **told: Any
+) -> Sampling:
+    """Greedy and without penalties unless told otherwise."""
     plain: dict[str, Any] = {
         "temperatures": 0.0, "seeds": 0, "positions": 0, "choices": 0,
         "top_ks": 0, "top_ps": 1.0, "min_ps": 0.0,
@@ -33,7 +36,12 @@ def sampling(rows: int, device: torch.device, **told: Any) -> Sampling:
         name: torch.as_tensor(told.get(name, value), dtype=kinds.get(name, torch.int64))
         for name, value in plain.items()
     }
-    return Sampling(**{name: x.expand(rows).contiguous().to(device) for name, x in columns.items()})
+    given = {name: x.expand(rows).contiguous().to(device) for name, x in columns.items()}
+    if penalties is None:
+        none, nothing = torch.zeros(rows, device=device).double(), given["positions"]
+        counts = torch.zeros(0, 1, dtype=torch.int32, device=device)
+        penalties = Penalties(none, none, none, nothing, nothing, nothing, counts, counts)
+    return Sampling(**given, penalties=penalties)
 
 
 @pytest.mark.parametrize(("rows", "vocab"), [(1, 5), (3, 384), (2, 2048), (5, 4099)])
@@ -86,6 +94,27 @@ def test_of_equals_the_highest_ids_stay(place: Any, top_p: float) -> None:
     logits = logits.to(place.device).expand(rows, vocab)
     how = sampling(rows, place.device, temperatures=2.0, seeds=torch.arange(rows), top_ps=top_p)
     assert sample_tokens(logits, how).tolist() == sample_tokens_reference(logits, how).tolist()
+
+
+@pytest.mark.parametrize(
+    "cut", [{"top_ks": 3}, {"top_ks": 6}, {"top_ps": 0.15}, {"top_ks": 5, "top_ps": 0.6}], ids=str
+)
+def test_likely_ones_of_which_a_program_holds_one(
+    place: Any, cut: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best lie so that the best of every n-th id are fewer; and so that they are all."""
+    monkeypatch.setattr("kvbaton.kernels.sample_tokens.SEARCHED", 128)
+    rows, vocab = 24 if place.device.type == "cuda" else 6, 300
+    logits = place.randn(1, vocab).repeat(rows, 1) / 4
+    likely = torch.tensor([9.0, 8.5, 8.0, 7.5, 7.0], dtype=place.dtype, device=place.device)
+    logits[::2, [5, 133, 261, 40, 168]] = likely
+    logits[1::2, [5, 41, 200, 290, 77]] = likely
+    how = sampling(rows, place.device, temperatures=3.0, seeds=torch.arange(rows), **cut)
+    found = sample_tokens(logits, how).tolist()
+    assert found == sample_tokens_reference(logits, how).tolist()
+    if cut == {"top_ks": 3}:
+        assert set(found[::2]) <= {5, 133, 261}
+        assert set(found[1::2]) <= {5, 41, 200}
 
 
 def test_rows_are_cut_each_for_itself(place: Any) -> None:

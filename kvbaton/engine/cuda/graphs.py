@@ -14,7 +14,7 @@ from kvbaton.engine.cuda.sequences import CudaSequences
 from kvbaton.engine.upload import upload_into
 
 Step = Callable[[Tensor], tuple[Tensor, Tensor]]
-COLUMNS = 9
+COLUMNS = 13
 """Inputs of a sequence: row, position, rotary position, and those of `Sampling` but positions."""
 
 
@@ -38,7 +38,7 @@ class DecodeGraphs:
     """Captures a step once per batch size and replays it.
 
     Args:
-        step: what to capture; takes [9, batch] int64, as `CudaRunner` makes them.
+        step: what to capture; takes [13, batch] int64, as `CudaRunner` makes them.
         sequences: whose device tensors the step uses; captured anew when they have moved.
         max_num_seqs: largest batch.
     """

@@ -3,8 +3,8 @@
 A step in which all sequences decode, with drafts or without, replays a CUDA graph, which reads its
 inputs from a fixed buffer, takes the token sampled last from the device, and leaves the next one
 there. A step of few tokens with prompts replays one too, or one between every two attentions; any
-other is enqueued kernel by kernel. What fewer requests ask for (penalties, masks, biases, log
-probabilities) is done by torch behind that, from the logits.
+other is enqueued kernel by kernel. What fewer requests ask for (masks, biases, log probabilities)
+is done by torch behind that, from the logits.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from kvbaton.engine.models.llama import LlamaForCausalLM
 from kvbaton.engine.runner import Ints, Runner, StepOutput
 from kvbaton.engine.state_blocks import StateBatch
 from kvbaton.engine.upload import upload
+from kvbaton.kernels.penalties import Penalties
 from kvbaton.kernels.prefill_attention import PrefillBatch
 from kvbaton.kernels.sample_tokens import Sampling, sample_tokens
 
@@ -45,6 +46,9 @@ class CudaRunner(Runner):
         max_num_seqs: most sequences in one step.
         use_graphs: decode in CUDA graphs, and compute few tokens of prompts in pieces of some.
         max_num_batched_tokens: of a step.
+
+    Attributes:
+        token_counts: [max_num_seqs, vocab_size] int32, see `Penalties`.
     """
 
     sequences: CudaSequences
@@ -62,6 +66,9 @@ class CudaRunner(Runner):
         max_num_batched_tokens: int = 0,
     ) -> None:
         super().__init__(model, cache, max_model_len=max_model_len, max_num_seqs=max_num_seqs)
+        self.token_counts = torch.zeros(
+            (max_num_seqs, model.config.vocab_size), dtype=torch.int32, device=self.device
+        )
         self.graphs = (
             DecodeGraphs(self._decode_step, self.sequences, max_num_seqs) if use_graphs else None
         )
@@ -119,12 +126,12 @@ class CudaRunner(Runner):
             self._sample(output, rows, starts + 1, hidden, np.arange(1, len(rows) + 1))
 
     def _columns(self, rows: Ints, positions: Ints) -> Ints:
-        """Inputs of `_decode_step`: [9, sequences]; floats as their bits."""
+        """Inputs of `_decode_step`: [13, sequences]; floats as their bits."""
         of = self.sequences
-        floats = (x[rows].view(np.int64) for x in (of.temperatures, of.top_ps, of.min_ps))
-        rotary = positions + of.deltas[rows]
-        whole = rows, positions, rotary, of.seeds[rows], of.choices[rows], of.top_ks[rows]
-        return np.stack((*whole, *floats))
+        whole = of.seeds, of.choices, of.top_ks, of.num_prompt
+        floats = of.temperatures, of.top_ps, of.min_ps, of.repetitions, of.presences, of.frequencies
+        told = [x[rows].view(np.int64) for x in (*whole, *floats)]
+        return np.stack((rows, positions, positions + of.deltas[rows], *told))
 
     def _decode_step(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """One token of each sequence, with the host out of the loop.
@@ -157,7 +164,7 @@ class CudaRunner(Runner):
         decode = DecodeBatch(tables, (positions + 1).int())
         attention = KernelAttention(self.cache, slots, decode, states=states)
         hidden = self._layers(sequences.tokens[rows, at].long(), at, rotary, slots, attention)
-        tokens = sample_tokens(self.model.narrow_logits(hidden), _sampling(inputs, positions + 1))
+        tokens = self._sampled(hidden, inputs, positions + 1)
         sequences.tokens[rows, positions + 1] = tokens.int()
         return hidden, tokens
 
@@ -227,12 +234,39 @@ class CudaRunner(Runner):
         inputs, last = upload([columns, ends - 1], self.device)
         inputs = inputs.view(columns.shape)
         seq_rows, positions, *_ = inputs.unbind()
-        logits = self.model.narrow_logits(hidden.index_select(0, last))
-        tokens = sample_tokens(logits, _sampling(inputs, positions))
+        tokens = self._sampled(hidden.index_select(0, last), inputs, positions)
         self.sequences.tokens[seq_rows, positions] = tokens.int()
         self.sequences.lengths[rows] = known + 1
         output.logprob_counts = [None] * len(rows)
         output.tokens = tokens
+
+    def _sampled(self, hidden: Tensor, columns: Tensor, positions: Tensor) -> Tensor:
+        """Tokens [rows], of what `_columns` gives, and positions of the tokens to choose.
+
+        As many at a time as are sequences in a step: with drafts, rows are more.
+        """
+        logits, most = self.model.narrow_logits(hidden), len(self.token_counts)
+        parts = (
+            torch.split(logits, most),
+            torch.split(columns, most, 1),
+            torch.split(positions, most),
+        )
+        tokens = [
+            sample_tokens(part, self._sampling(*of_part))
+            for part, *of_part in zip(*parts, strict=True)
+        ]
+        return tokens[0] if len(tokens) == 1 else torch.cat(tokens)
+
+    def _sampling(self, columns: Tensor, positions: Tensor) -> Sampling:
+        rows, _, _, seeds, choices, top_ks, num_prompt, *floats = columns.unbind()
+        temperatures, top_ps, min_ps, repetitions, presences, frequencies = (
+            x.view(torch.float64) for x in floats
+        )
+        penalties = Penalties(
+            repetitions, presences, frequencies, num_prompt, positions, rows,
+            self.sequences.tokens, self.token_counts,
+        )  # fmt: skip
+        return Sampling(temperatures, seeds, positions, choices, top_ks, top_ps, min_ps, penalties)
 
     def _gather(self, blocks: Ints, offsets: Ints) -> Tensor:
         if self._far_stream is None or self.encoder is None:
@@ -240,13 +274,6 @@ class CudaRunner(Runner):
         with torch.cuda.stream(self._far_stream):
             rows = self.encoder.gather(*upload([blocks, offsets], self.encoder.data.device))
             return rows.to(self.device, non_blocking=True)
-
-
-def _sampling(columns: Tensor, positions: Tensor) -> Sampling:
-    """Of what `CudaRunner._columns` gives, and positions of the tokens to choose."""
-    seeds, choices, top_ks, *floats = columns[3:].unbind()
-    temperatures, top_ps, min_ps = (x.view(torch.float64) for x in floats)
-    return Sampling(temperatures, seeds, positions, choices, top_ks, top_ps, min_ps)
 
 
 def _blocks_at(tables: Tensor, number: Tensor) -> Tensor:

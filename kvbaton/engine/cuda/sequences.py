@@ -8,10 +8,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvbaton.engine.sampler import GREEDY_BELOW, SEED_MASK, needs_tokens
+from kvbaton.engine.sampler import GREEDY_BELOW, SEED_MASK, has_penalties
 from kvbaton.engine.sequences import Sequences
 from kvbaton.engine.upload import upload
 from kvbaton.messages.engine import SamplingParams
+
+OF_SAMPLING = (
+    "plain", "temperatures", "seeds", "top_ks", "top_ps", "min_ps", "repetitions", "presences",
+    "frequencies",
+)  # fmt: skip
 
 
 class CudaSequences(Sequences):
@@ -27,6 +32,9 @@ class CudaSequences(Sequences):
         top_ks: [rows] int64, 0 for all.
         top_ps: [rows] float64.
         min_ps: [rows] float64.
+        repetitions: [rows] float64, penalties; 0 for a row that has none, of any kind.
+        presences: [rows] float64.
+        frequencies: [rows] float64.
         version: changes when device tensors have moved.
     """
 
@@ -39,6 +47,7 @@ class CudaSequences(Sequences):
         self.seeds = np.zeros(rows + 1, np.int64)
         self.top_ks = np.zeros(rows + 1, np.int64)
         self.top_ps, self.min_ps = np.ones(rows + 1), np.zeros(rows + 1)
+        self.repetitions, self.presences, self.frequencies = np.zeros((3, rows + 1))
         self.version = 0
         self.spare_row = rows
         self._free.remove(rows)
@@ -72,13 +81,16 @@ class CudaSequences(Sequences):
         self.seeds[row] = np.uint64((params.seed or 0) & SEED_MASK).astype(np.int64)
         self.top_ks[row] = max(params.top_k, 0)
         self.top_ps[row], self.min_ps[row] = params.top_p, params.min_p
+        self.repetitions[row] = params.repetition_penalty if has_penalties(params) else 0.0
+        self.presences[row] = params.presence_penalty
+        self.frequencies[row] = params.frequency_penalty
         return row
 
     def _grow(self) -> None:
         """Twice the rows."""
         super()._grow()
         self.device_tables = torch.cat((self.device_tables, torch.zeros_like(self.device_tables)))
-        for name in ("plain", "temperatures", "seeds", "top_ks", "top_ps", "min_ps"):
+        for name in OF_SAMPLING:
             array = getattr(self, name)
             setattr(self, name, np.concatenate((array, np.zeros_like(array))))
         self.version += 1
@@ -87,7 +99,7 @@ class CudaSequences(Sequences):
 def is_plain(params: SamplingParams) -> bool:
     """Whether `sample_tokens` can choose a token, and nothing is reported."""
     return not (
-        needs_tokens(params)
+        params.bad_words_token_ids
         or params.logit_bias
         or params.min_tokens
         or params.logprobs is not None

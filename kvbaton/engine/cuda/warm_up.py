@@ -36,7 +36,10 @@ log = logging.getLogger(__name__)
 
 GREEDY = SamplingParams(temperature=0.0)
 
-EVERYTHING = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, repetition_penalty=1.1)
+EVERYTHING = SamplingParams(
+    temperature=1.0, top_p=0.9, top_k=50, repetition_penalty=1.1, logprobs=20,
+    allowed_token_ids=(1,),
+)  # fmt: skip
 
 GRAPHS_AND_LIBRARIES = 2 << 30
 """Bytes left for CUDA graphs, attention plans, and what transports map."""
@@ -173,7 +176,7 @@ def measure_activations(settings: WorkerSettings, model: LlamaForCausalLM) -> in
         trial.run([each] * min(config.max_num_seqs, budget), EVERYTHING)
     torch.cuda.synchronize(device)
     # Sequences' own tables stay, twice for a moment when they grow.
-    peak = torch.cuda.max_memory_allocated(device) - before
+    peak = torch.cuda.max_memory_allocated(device) - before + runner.token_counts.nbytes
     log.info("activations take up to %.2f GiB", peak / 2**30)
     return peak
 
