@@ -229,7 +229,7 @@ def test_penalties_give_the_tokens_of_the_cpu(
             monkeypatch.setattr("kvbaton.engine.runner.sample", None)
         for group in ((0,), (3, 1), range(7)):
             handles = [driver.add(prompts[i], wanted[i]) for i in group]
-            driver.generate_mixed(handles, 24, np.random.default_rng(11), most_tokens=90)
+            driver.generate_mixed(handles, 24, np.random.default_rng(11), most_tokens=60)
             driver.step((handles[-1], 1, 1), ended=tuple(handles[:-1]))
         tokens.append(driver.tokens)
     assert tokens[0] == tokens[1]

@@ -176,7 +176,7 @@ def measure_activations(settings: WorkerSettings, model: LlamaForCausalLM) -> in
         trial.run([each] * min(config.max_num_seqs, budget), EVERYTHING)
     torch.cuda.synchronize(device)
     # Sequences' own tables stay, twice for a moment when they grow.
-    peak = torch.cuda.max_memory_allocated(device) - before + runner.token_counts.nbytes
+    peak = torch.cuda.max_memory_allocated(device) - before
     log.info("activations take up to %.2f GiB", peak / 2**30)
     return peak
 

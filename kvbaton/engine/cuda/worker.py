@@ -106,7 +106,9 @@ class CudaWorker(ModelWorker):
         self._activations = measure_activations(self.settings, self.model)
         torch.cuda.empty_cache()
         log.info("memory: measured in %.1f s", time.monotonic() - began)
-        return pool_blocks(self.settings, reserve=self._activations + GRAPHS_AND_LIBRARIES)
+        token_counts = 4 * self.settings.config.max_num_seqs * self.settings.model.vocab_size
+        reserve = self._activations + token_counts + GRAPHS_AND_LIBRARIES
+        return pool_blocks(self.settings, reserve=reserve)
 
     def make_runner(self) -> CudaRunner:
         """See `ModelWorker.make_runner`."""
