@@ -17,8 +17,6 @@ EXTRAPOLATED = 2.0
 """What is expected means little if a count is so many times the most there has been."""
 LEAST_S = 1e-5
 """What takes less counts as much as what takes so long."""
-TRIALS = 0.1
-"""All trials together count as so much of an observation."""
 FORGOTTEN = 1e-200
 """Of sums that have faded so far nothing is left to tell."""
 
@@ -45,13 +43,14 @@ class CostFit:
     def start(self, tried: Sequence[tuple[Sequence[float], float]]) -> None:
         """Believe what trials took (counts and seconds), before anything is observed.
 
-        They count next to nothing (`TRIALS`), but for ever: of a term that is never seen, or was
-        long ago, they are what is known.
+        Each counts as one observation, but for ever: of a term that is never seen, or was long ago,
+        they are what is known, and the first few observations are too alike to say what others take
+        that are ten times as large.
         """
         if not tried:
             return
         terms, seconds = np.array([row for row, _ in tried]), np.array([took for _, took in tried])
-        weights = TRIALS / len(tried) / np.maximum(seconds, LEAST_S) ** 2
+        weights = 1 / np.maximum(seconds, LEAST_S) ** 2
         self._tried = (terms * weights[:, None]).T @ terms, terms.T @ (weights * seconds)
         self._most, self._seen = terms.max(axis=0), self._min_count
         self._costs = solve_nonnegative(*self._tried)
