@@ -142,23 +142,31 @@ def test_what_several_threads_decode_is_taken_apart_when_it_is_imported(room: st
                 assert not (node.func.attr == "decode" and typed), f"{path}:{node.lineno}"
 
 
-def heavy_imports(module: str, heavy: tuple[str, ...]) -> str:
-    code = f"import sys, kvbaton.{module}; print([m for m in {heavy} if m in sys.modules])"
+def heavy_imports(modules: tuple[str, ...], heavy: tuple[str, ...]) -> list[str]:
+    """What of this modules import, which are imported in turn; by the first that does."""
+    code = f"""
+import importlib, sys
+heavy = set({heavy})
+for name in {modules}:
+    importlib.import_module("kvbaton." + name)
+    for found in sorted(heavy & set(sys.modules)):
+        print(name, "imports", found)
+    heavy -= set(sys.modules)
+"""
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
-    return done.stdout.strip()
+    return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize("module", LIGHT)
-def test_light_modules_import_nothing_heavy(module: str) -> None:
-    assert heavy_imports(module, ("torch", "transformers", "triton")) == "[]"
+def test_light_modules_import_nothing_heavy() -> None:
+    assert heavy_imports(LIGHT, ("torch", "transformers", "triton")) == []
 
 
-@pytest.mark.parametrize("module", ["roles", "cluster.launcher"])
-def test_what_starts_others_is_up_at_once(module: str) -> None:
+def test_what_starts_others_is_up_at_once() -> None:
     """The first is imported by both processes of a node."""
-    assert heavy_imports(module, ("torch", "numpy", "aiohttp", "jinja2")) == "[]"
+    heavy = ("torch", "numpy", "aiohttp", "jinja2")
+    assert heavy_imports(("roles", "cluster.launcher"), heavy) == []
 
 
 @pytest.mark.parametrize("module", ["cli", "server.node", "router.app", "doctor.main"])

@@ -801,23 +801,25 @@ TELLING: dict[int, str] = {
         "never_ends_leaving_a_node"
     ),
     5: "believes_a_fence_that_did_not_hold knows_no_common_block_border",
-    8: "takes_foreign_messages",
-    9: "frees_on_timeout",
+    8: "takes_foreign_messages posts_again",
     12: "never_asks_what_has_drained takes_a_reserve_of_another_prompt",
     13: "cancels_once",
     19: "resumes_as_a_longer_prompt",
-    21: "ends_quarantine_with_the_session fails_after_cancel reports_blocks_of_a_step_in_flight",
+    21: "ends_quarantine_with_the_session reports_blocks_of_a_step_in_flight",
     29: "counts_one_part_for_all lets_go_of_rows_that_a_step_reads",
+    38: "frees_on_timeout",
     41: "forgets_cancels checks_no_ack",
     43: (
         "asks_for_no_logprobs resumes_a_token_too_late heeds_answers_after_it_has_cancelled "
-        "pins_without_limit pins_for_one_peer_without_limit"
+        "pins_without_limit pins_for_one_peer_without_limit drops_unknown_cancels"
     ),
-    45: "ignores_a_source_that_is_gone",
+    46: "fails_after_cancel",
     62: "takes_a_request_of_another_prompt sends_another_block takes_all_as_come",
     69: "lets_a_reserve_change renews_no_lease",
     86: ("takes_welcome_for_drained takes_closed_for_drained says_drained_as_soon_as_it_is_asked"),
-    115: "checks_no_complete forgets_what_stops_it",
+    115: "forgets_what_stops_it",
+    119: "checks_no_complete",
+    126: "ignores_a_source_that_is_gone",
     149: "keeps_nothing_alive",
     158: "counts_one_notice_for_all lets_go_while_it_pushes",
     187: "takes_over_with_a_gap",

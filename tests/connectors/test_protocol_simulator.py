@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvbaton.connectors.digest import BlockRange, PendingDigests, PendingSums
 from kvbaton.connectors.protocol.source import Source
@@ -19,39 +17,34 @@ from tests.simulator.executor import SimulatedExecutor
 from tests.simulator.run import REST_S, Simulation, main, simulate
 from tests.simulator.world import SimulatedWorld, ViolationError, Weather
 
+SCHEDULES = 100
 OFTEN = {
-    "delivered": 250,
-    "failed": 150,
-    "cancelled": 10,
-    "mismatches": 10,
-    "fences": 50,
-    "preemptions": 10,
-    "stale messages": 50,
-    "source cancelled": 25,
-    "source failed": 50,
-    "source refused": 25,
-    "items transferred": 50,
-    "items cache": 25,
-    "fetched": 20,
-    "moves moved": 20,
-    "moves failed": 3,
+    "delivered": 170,
+    "failed": 100,
+    "cancelled": 7,
+    "mismatches": 7,
+    "fences": 35,
+    "preemptions": 7,
+    "stale messages": 35,
+    "source cancelled": 17,
+    "source failed": 35,
+    "source refused": 17,
+    "items transferred": 35,
+    "items cache": 17,
+    "fetched": 14,
+    "moves moved": 14,
+    "moves failed": 2,
 }
-"""What must happen at least so often in 150 schedules, or the weather shows too little."""
+"""What must happen at least so often in these, or the weather shows too little."""
 
 
 @pytest.mark.timeout(900)
 def test_schedules_hold_all_laws() -> None:
-    reports = [simulate(seed) for seed in range(150)]
+    reports = [simulate(seed) for seed in range(SCHEDULES)]
     totals = sum((report.totals for report in reports), Counter[str]())
     for name, count in OFTEN.items():
         assert totals[name] >= count, f"too few {name}: {totals}"
     assert any(report.left for report in reports), "no quarantine outlived an unfenceable peer"
-
-
-@given(st.integers(min_value=1 << 20, max_value=1 << 40))
-@settings(max_examples=30, deadline=None)
-def test_any_seed_holds_all_laws(seed: int) -> None:
-    simulate(seed)
 
 
 def test_slow_nodes_compute_for_as_long_as_clients_wait() -> None:
@@ -138,7 +131,7 @@ def test_the_command_names_the_seed_of_each_violation(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(150, 3_650, 250))
+@pytest.mark.parametrize("first", range(SCHEDULES, 3_600, 250))
 def test_thousands_of_schedules(first: int) -> None:
     for seed in range(first, first + 240):  # one in eight moves requests, which takes longer
         simulate(seed)

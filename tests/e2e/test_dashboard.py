@@ -37,6 +37,8 @@ BY_PROMETHEUS = {"instance", "job", "le"}
 """Labels that a scrape adds, and that of buckets."""
 WINDOW = "15s"
 READY_S = 60.0
+PAUSE_S = 0.1
+"""Between two requests of a client: rates need some, and a client without a pause takes a core."""
 
 Watched = tuple[Router, Router, Node, Node]
 
@@ -91,7 +93,7 @@ def load(routers: Sequence[Router], prompt: Callable[[int], list[int]]) -> Itera
     def ask(router: Router) -> None:
         lengths = iter(range(40, 10_000))
         try:
-            while not over.is_set():
+            while not over.wait(PAUSE_S):
                 length = next(lengths)
                 router.complete(prompt(40 + length % 200), max_tokens=6)
         except BaseException as error:

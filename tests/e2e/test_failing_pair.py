@@ -21,6 +21,8 @@ pytestmark = pytest.mark.e2e
 ROOT = Path(__file__).parents[2]
 LOST_S = TransferTimers().progress_deadline
 """What a request pays whose KV does not arrive."""
+ASK_S = 0.2
+"""Between two requests of a client that waits for the pair; without it they take a core."""
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -74,7 +76,13 @@ def test_a_pair_that_hands_nothing_over_is_put_out_and_comes_back(
         assert {node["state"] for node in router.get("/nodes")["nodes"]} == {"ready"}
 
         deaf.unlink()
-        poll("the pair is back", lambda: ask() and not _failing(router), 150.0, router.tail)
+        poll(
+            "the pair is back",
+            lambda: ask() and not _failing(router),
+            150.0,
+            router.tail,
+            every_s=ASK_S,
+        )
         assert router.num_pairs() == 1
         assert ask() < LOST_S
     finally:

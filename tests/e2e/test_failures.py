@@ -32,6 +32,8 @@ ENGINE = {"num-blocks": "512", "max-model-len": "2048"}
 SLOW = {**ENGINE, "max-num-batched-tokens": "8"}
 LONG = 1500
 """Tokens of a prompt that takes P, in chunks of 8, seconds; and the others much less."""
+ANSWER = 200
+"""Tokens of an answer during which nodes are killed: a second's, or more."""
 
 
 @pytest.fixture(scope="module")
@@ -275,9 +277,9 @@ def test_p_stands_still_for_a_while(crew: Crew) -> None:
 
 def test_d_is_killed_and_another_goes_on(crew: Crew) -> None:
     prompt = prompt_of(300, seed=8)
-    right = crew.expected(prompt, max_tokens=400)
+    right = crew.expected(prompt, ANSWER)
     retries = crew.router.metrics()("kvbaton_router_retries_total")
-    stream = crew.stream(prompt, max_tokens=400)
+    stream = crew.stream(prompt, ANSWER)
     tokens = [next(stream) for _ in range(5)]
     crew.kill(crew.decoding())
     tokens += stream
@@ -295,8 +297,8 @@ def test_the_last_d_is_killed(whole_crew: Crew) -> None:
     if "p" not in crew.nodes or not crew.decoders():
         crew.muster()
     prompt = prompt_of(300, seed=9)
-    right = crew.expected(prompt, max_tokens=400)
-    stream = crew.stream(prompt, max_tokens=400)
+    right = crew.expected(prompt, ANSWER)
+    stream = crew.stream(prompt, ANSWER)
     tokens = [next(stream) for _ in range(5)]
     for name in list(crew.decoders()):
         crew.kill(name)

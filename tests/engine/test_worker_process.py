@@ -59,12 +59,32 @@ def refuse() -> Any:
     raise ConfigError("--num-blocks", "must be 3")
 
 
+@pytest.fixture(scope="session")
+def make(checkpoint: Callable[..., Path]) -> Callable[[], Any]:
+    return partial(make_worker, checkpoint())
+
+
 @pytest.fixture
-def start(checkpoint: Callable[..., Path]) -> Iterator[Callable[[], WorkerProcess]]:
+def start(make: Callable[[], Any]) -> Iterator[Callable[[], WorkerProcess]]:
     """Starts processes, and ends them."""
-    make = partial(make_worker, checkpoint())
     with making(lambda: WorkerProcess(make, "rank 1"), WorkerProcess.close) as started:
         yield started
+
+
+@pytest.fixture(scope="session")
+def running(make: Callable[[], Any]) -> Iterator[WorkerProcess]:
+    """For tests that end none: each takes 2 s, for torch."""
+    process = WorkerProcess(make, "rank 1")
+    yield process
+    process.close()
+    assert process._process.returncode == 0
+
+
+@pytest.fixture
+def process(running: WorkerProcess, make: Callable[[], Any]) -> WorkerProcess:
+    """The one that runs, with a worker that has run nothing."""
+    running._ask("make", make).result()
+    return running
 
 
 def plan(handle: int, start: int, count: int, *, blocks: tuple[int, ...] = ()) -> StepPlan:
@@ -79,10 +99,10 @@ def steps() -> list[StepPlan]:
 
 
 def test_steps_sums_and_digests_are_those_of_a_worker_here(
-    start: Callable[[], WorkerProcess], checkpoint: Callable[..., Path]
+    process: WorkerProcess, make: Callable[[], Any]
 ) -> None:
     """The KV of ten tokens says which ones it sampled."""
-    process, ours = start(), make_worker(checkpoint())
+    ours = make()
     assert process.fit() == ours.fit()
     process.start(ours.fit())
     process.forget()
@@ -97,13 +117,10 @@ def test_steps_sums_and_digests_are_those_of_a_worker_here(
     held = [BlockRange(0, list(BLOCKS), 0, 0, len(PROMPT) + 10)]
     (again,) = process.digest(held, keep=True).result()
     assert np.array_equal(again, wanted)
-    process.close()
-    assert process._process.returncode == 0
     ours.close()
 
 
-def test_what_it_raises_is_told_and_ends_nothing(start: Callable[[], WorkerProcess]) -> None:
-    process = start()
+def test_what_it_raises_is_told_and_ends_nothing(process: WorkerProcess) -> None:
     first, *rest = steps()
     broken = process.run(rest[0])  # of a sequence that nobody knows
     after = process.run(first)
@@ -113,22 +130,17 @@ def test_what_it_raises_is_told_and_ends_nothing(start: Callable[[], WorkerProce
     process.check()
 
 
-def test_a_setting_that_it_refuses_keeps_its_name() -> None:
-    process = WorkerProcess(refuse, "rank 1")
-    with pytest.raises(ConfigError, match=r"^--num-blocks: must be 3$") as found:
-        process.wait_made()
-    assert found.value.field == "--num-blocks"
-    process.close()
-
-
 def lack_a_file() -> Any:
     raise FileNotFoundError("model.safetensors")
 
 
-def test_a_file_that_it_lacks_is_not_taken_for_the_end_of_its_parent() -> None:
-    process = WorkerProcess(lack_a_file, "rank 1")
-    with pytest.raises(RuntimeError, match=r"FileNotFoundError: model\.safetensors"):
+def test_why_none_can_be_made_is_told_and_is_not_taken_for_the_end_of_its_parent() -> None:
+    process = WorkerProcess(refuse, "rank 1")
+    with pytest.raises(ConfigError, match=r"^--num-blocks: must be 3$") as found:
         process.wait_made()
+    assert found.value.field == "--num-blocks"
+    with pytest.raises(RuntimeError, match=r"FileNotFoundError: model\.safetensors"):
+        process._ask("make", lack_a_file).result()
     process.check()
     process.close()
 
@@ -153,9 +165,8 @@ def test_one_that_dies_is_noticed(start: Callable[[], WorkerProcess]) -> None:
 
 
 def test_one_that_does_not_answer_is_given_up_and_may_answer_later(
-    start: Callable[[], WorkerProcess],
+    process: WorkerProcess,
 ) -> None:
-    process = start()
     os.kill(process.pid, signal.SIGSTOP)
     channel = process._channels[STEPS]
     late = channel.ask("fit", patience_s=0.2)
@@ -167,10 +178,7 @@ def test_one_that_does_not_answer_is_given_up_and_may_answer_later(
     assert late.ready()
 
 
-def test_calls_of_several_threads_get_their_own_answers(
-    start: Callable[[], WorkerProcess],
-) -> None:
-    process = start()
+def test_calls_of_several_threads_get_their_own_answers(process: WorkerProcess) -> None:
     for step in steps():
         process.run(step).wait()
     wanted = {block: process.sums(0, [block]).result() for block in BLOCKS}
@@ -194,35 +202,35 @@ def say() -> Any:
     print("made", flush=True)
 
 
-@pytest.mark.parametrize("make", [say, hold_interpreter])
-def test_it_ends_when_its_parent_is_killed(make: Callable[[], Any]) -> None:
-    text = f"""
+def test_it_ends_when_its_parent_is_killed() -> None:
+    text = """
 import time
 from kvbaton.engine.worker_process import WorkerProcess
-from tests.engine.test_worker_process import {make.__name__}
-process = WorkerProcess({make.__name__}, "rank 1")
-print(process.pid, flush=True)
+from tests.engine.test_worker_process import hold_interpreter, say
+processes = [WorkerProcess(make, "rank 1") for make in (say, hold_interpreter)]
+print(*(process.pid for process in processes), flush=True)
 time.sleep(600)
 """
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", text]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as parent:
         assert parent.stdout is not None
-        pid = int(parent.stdout.readline())
-        assert parent.stdout.readline() == "made\n"
+        pids = map(int, parent.stdout.readline().split())
+        assert [parent.stdout.readline() for _ in range(2)] == ["made\n"] * 2
         parent.kill()
-    status, deadline = Path(f"/proc/{pid}/status"), time.monotonic() + PATIENCE_S
-    while status.exists() and "zombie" not in status.read_text():
-        assert time.monotonic() < deadline, "it has outlived its parent"
-        time.sleep(0.01)
+    deadline = time.monotonic() + PATIENCE_S
+    for status in (Path(f"/proc/{pid}/status") for pid in pids):
+        while status.exists() and "zombie" not in status.read_text():
+            assert time.monotonic() < deadline, "it has outlived its parent"
+            time.sleep(0.01)
 
 
 def test_an_executor_of_two_ends_the_other_when_one_dies(
-    start: Callable[[], WorkerProcess], checkpoint: Callable[..., Path]
+    start: Callable[[], WorkerProcess], make: Callable[[], Any]
 ) -> None:
     aborted = threading.Event()
     process = start()
-    made = [make_worker(checkpoint()), process]
+    made = [make(), process]
     executor = Executor(WorkerGroup(rank_threads(2), abort=aborted.set), lambda rank: made[rank])
     first, second, *_ = steps()
     (sampled,) = executor.launch(first).result().sampled

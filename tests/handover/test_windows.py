@@ -35,9 +35,8 @@ def folder(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> P
 @pytest.mark.parametrize("p_block_size", [4, 8])
 def test_a_window_crosses_with_its_last_blocks_only(folder: Path, p_block_size: int) -> None:
     size = {"num_blocks": 300}
-    alone = Node(
-        "alone", folder, HandoverFactory(HandoverConfig(transport="memory"), "decode"), **size
-    )
+    factory = HandoverFactory(HandoverConfig(transport="memory"), "decode")
+    alone = Node("alone", folder, factory, num_blocks=500, max_num_batched_tokens=256)
     of_p, of_d = size | {"block_size": p_block_size}, size | {"debug_poison": True}
     pair = Pair(folder, p=of_p, d=of_d)
     held: dict[str, dict[int, int]] = {"p": {}, "d": {}}

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import os
 
-from kvbaton import signals
 from tests.support.forked_command import IMPORTS
 
-for _module in IMPORTS:
+for _module in (*IMPORTS, "tests.support.forked_worker"):
     importlib.import_module(_module)
-_die_with_parent = signals.die_with_parent
-# The parent of the core is the fork server, which ends with the tests.
-signals.die_with_parent = lambda parent: _die_with_parent(os.getppid())

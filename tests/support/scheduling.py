@@ -11,8 +11,10 @@ SHARED = (
     "tests/matrix/",
     "tests/llm/",
     "tests/conformance/test_remote_stores_conform.py::TestS3",
+    "tests/engine/test_worker_process.py",
+    "tests/server/test_supervisor.py",
 )
-"""Tests below one of these share servers that take long to start, so they run in one worker.
+"""Tests below one of these share processes that take long to start, so they run in one worker.
 
 The largest group starts first.
 """

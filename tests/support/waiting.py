@@ -21,10 +21,11 @@ def promised(seconds: float) -> float:
 
 def until(condition: Callable[[], Any], what: str, seconds: float = PATIENCE_S) -> None:
     """Poll until a condition holds; fails the test if it does not in time."""
-    limit = time.monotonic() + seconds
+    began = time.monotonic()
     while not condition():
-        assert time.monotonic() < limit, f"{what}: not within {seconds:g} s"
-        time.sleep(0.002)
+        waited = time.monotonic() - began
+        assert waited < seconds, f"{what}: not within {seconds:g} s"
+        time.sleep(min(max(0.002, waited / 50), 0.005))  # each look takes the interpreter
 
 
 async def eventually(condition: Callable[[], Any], seconds: float = PATIENCE_S) -> None:
