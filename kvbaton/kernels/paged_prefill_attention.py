@@ -94,7 +94,8 @@ def paged_prefill_attention(
     block_m = rows * group
     if parts is None:
         places = MULTIPROCESSORS * max(64 // block_m, 1)
-        parts = min(max(places // (cdiv(sum(query_lens), rows) * kv_heads), 1), MOST_PARTS)
+        tiles = sum(cdiv(count, rows) for count in query_lens) * kv_heads
+        parts = min(max(places // tiles, 1), MOST_PARTS)
     tiles = (sum(query_lens) // rows + len(block_tables)) * kv_heads
     size = tiles * parts * block_m * (block_d + 2) if parts > 1 else 0
     states = torch.empty(size, dtype=torch.float32, device=out.device)

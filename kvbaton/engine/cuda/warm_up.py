@@ -47,6 +47,10 @@ GRAPHS_AND_LIBRARIES = 2 << 30
 SMALL_BYTES, SMALL_BUFFERS = 1 << 20, 64
 """Largest request that torch's allocator serves from its small segments, and how many to hold."""
 
+ATTENTION_BYTES = 20 << 20
+"""Of what a few queries find in parts of a long prefix, until it is merged: steps that take most
+elsewhere have no such parts."""
+
 SIDE_STREAM_BYTES = 32 << 20
 """For digests of a long prompt; an allocator's memory belongs to the stream that asked for it."""
 
@@ -206,7 +210,8 @@ def fill_allocators(activations: int, side_streams: Sequence[torch.cuda.Stream])
         activations: bytes that a step takes at most.
         side_streams: streams that only small kernels run on.
     """
-    of_steps = torch.empty(activations + activations // 8, dtype=torch.uint8, device="cuda")
+    most = activations + activations // 8 + ATTENTION_BYTES
+    of_steps = torch.empty(most, dtype=torch.uint8, device="cuda")
     small = [
         torch.empty(SMALL_BYTES, dtype=torch.uint8, device="cuda") for _ in range(SMALL_BUFFERS)
     ]
