@@ -29,10 +29,10 @@ from kvbaton.types import KEY_BYTES
 KEY_SCHEMA = 1
 """Version of everything that this file computes; part of every identity."""
 
-RUN_BLOCKS = 32
-"""`iter_block_keys` computes the keys of so many blocks at once."""
+RUN_TOKENS = 512
+"""`iter_block_keys` computes the keys of the blocks of so many tokens at once."""
 KNOWN_RUNS = 8192
-"""So many runs are remembered, of up to 5 kB each: the turns of a chat begin alike."""
+"""So many runs are remembered, of 5 kB each in blocks of 16: the turns of a chat begin alike."""
 SAMPLES = 64
 SAMPLE_BYTES = 64 << 10
 """`model_digest` reads this many samples of this many bytes of each shard."""
@@ -144,8 +144,9 @@ def iter_block_keys(
     _check_key("root", root)
     _check_block_size(block_size)
     parent, whole = root, len(token_ids) // block_size * block_size
-    for begin in range(0, whole, RUN_BLOCKS * block_size):
-        end = min(begin + RUN_BLOCKS * block_size, whole)
+    at_once = max(RUN_TOKENS // block_size, 1) * block_size
+    for begin in range(0, whole, at_once):
+        end = min(begin + at_once, whole)
         data, width = _token_bytes(token_ids[begin:end]), 4 * block_size
         if extras:
             starts = range(begin, end, block_size)
