@@ -148,7 +148,7 @@ def test_what_no_model_makes_right_is_refused_before_one_is_loaded(
         (["--node-api-key", "a b"], "--node-api-key: has white space"),
         (["--chat-template", "/nope"], "/nope: can't be read"),
         (["--chat-template", "wrong.jinja"], "chat_template: does not compile"),
-        (["--otlp-traces-endpoint", "here"], "--otlp-traces-endpoint: 'here' is no address"),
+        (["--otlp-traces-endpoint", "here"], "--otlp-traces-endpoint: 'here' is no http URL"),
     ],
 )
 def test_a_router_refuses_what_is_wrong_before_it_waits_for_nodes(
