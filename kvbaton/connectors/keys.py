@@ -148,18 +148,16 @@ def iter_block_keys(
     for begin in range(0, whole, at_once):
         end = min(begin + at_once, whole)
         data, width = _token_bytes(token_ids[begin:end]), 4 * block_size
-        if extras:
-            starts = range(begin, end, block_size)
-            more = [_extras_in(extras, start, start + block_size) for start in starts]
-            keys = _run_keys(parent, data, width, more)
-        else:
-            keys = _known_run_keys(parent, data, width)
+        starts = range(begin, end, block_size) if extras else ()
+        more = tuple(_extras_in(extras, start, start + block_size) for start in starts)
+        keys = _run_keys(parent, data, width, more)
         yield from keys
         parent = keys[-1]
 
 
+@lru_cache(KNOWN_RUNS)
 def _run_keys(
-    parent: bytes, data: bytes, width: int, extras: Sequence[Sequence[bytes]] = ()
+    parent: bytes, data: bytes, width: int, extras: tuple[tuple[bytes, ...], ...]
 ) -> tuple[bytes, ...]:
     """Keys of consecutive blocks of so many bytes of tokens, and of what else is in each."""
     # As `_hash` of the parent and the tokens, but prepared: this is most of what a prompt costs.
@@ -174,9 +172,6 @@ def _run_keys(
         parent = state.digest()
         keys.append(parent)
     return tuple(keys)
-
-
-_known_run_keys = lru_cache(KNOWN_RUNS)(_run_keys)
 
 
 def prompt_key(root: bytes, token_ids: Sequence[int], *, extras: Sequence[Extra] = ()) -> bytes:
@@ -265,10 +260,10 @@ def _token_bytes(token_ids: Sequence[int]) -> bytes:
     return words.tobytes()
 
 
-def _extras_in(extras: Sequence[Extra], start: int, end: int) -> list[bytes]:
+def _extras_in(extras: Sequence[Extra], start: int, end: int) -> tuple[bytes, ...]:
     """Encode the items that overlap tokens [start, end), with their place relative to `start`."""
-    return [
+    return tuple(
         struct.pack("<qq", extra.start - start, extra.length) + extra.digest
         for extra in sorted(extras)
         if extra.start < end and start < extra.start + extra.length
-    ]
+    )

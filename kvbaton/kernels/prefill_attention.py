@@ -112,7 +112,8 @@ class PrefillBatch:
             its sequence; None: its own, of all.
         min_context: a sequence with fewer keys goes through the paged kernel, all such neighbours
             in one launch, which depends on shapes alone.
-        pieces: what is launched in a layer, by what it depends on; layers are alike.
+        pieces: what is launched in a layer, and the counters of `paged_prefill_attention`, by what
+            it depends on; layers are alike.
     """
 
     block_tables: torch.Tensor
@@ -122,7 +123,7 @@ class PrefillBatch:
     prefix_lens: tuple[int, ...]
     last_keys: torch.Tensor | None = None
     min_context: int = 0
-    pieces: dict[object, list[BatchPart]] = field(default_factory=dict)
+    pieces: dict[object, tuple[list[BatchPart], torch.Tensor]] = field(default_factory=dict)
 
 
 def prefill_attention(
@@ -165,11 +166,11 @@ def prefill_attention(
             threading.get_ident(), query.dtype, query.shape[1], key_cache.shape[1], query.shape[2],
             (query.stride(0), key.stride(0), value.stride(0)),
         )  # fmt: skip
-    pieces = batch.pieces.get((window, kind))
-    if pieces is None:
+    if (window, kind) not in batch.pieces:
         most = (sum(batch.query_lens) + len(batch.query_lens)) * key_cache.shape[1]
-        counters = torch.zeros(most, dtype=torch.int32, device=query.device)
-        pieces = batch.pieces[window, kind] = _cut(batch, window, kind, counters)
+        zeros = torch.zeros(most, dtype=torch.int32, device=query.device)
+        batch.pieces[window, kind] = _cut(batch, window, kind), zeros
+    pieces, counters = batch.pieces[window, kind]
     for piece in pieces:
         rows, span = piece.rows, piece.tokens
         if piece.form == "prompt":
@@ -184,7 +185,7 @@ def prefill_attention(
                 query, key_cache, value_cache,
                 batch.block_tables[rows], batch.cu_seqlens[rows.start : rows.stop + 1],
                 batch.context_lens[rows], batch.query_lens[rows], softmax,
-                last_keys=batch.last_keys, counters=piece.counters, out=out,
+                last_keys=batch.last_keys, counters=counters, out=out,
             )  # fmt: skip
     return out
 
@@ -198,21 +199,14 @@ class BatchPart:
             are any.
         rows: sequences.
         tokens: their queries.
-        counters: of "paged" ones, see `paged_prefill_attention`.
     """
 
     form: str
     rows: slice
     tokens: slice
-    counters: torch.Tensor | None = None
 
 
-def _cut(
-    batch: PrefillBatch,
-    window: int,
-    kind: PlanKind | None,
-    counters: torch.Tensor | None = None,
-) -> list[BatchPart]:
+def _cut(batch: PrefillBatch, window: int, kind: PlanKind | None) -> list[BatchPart]:
     """All sequences of a batch, in their order; of no `kind` are what cuDNN can't attend to."""
     pieces: list[BatchPart] = []
     token = 0
@@ -227,7 +221,7 @@ def _cut(
         if form == "paged" and pieces and pieces[-1].form == "paged":
             last = pieces.pop()
             rows, tokens = slice(last.rows.start, rows.stop), slice(last.tokens.start, tokens.stop)
-        pieces.append(BatchPart(form, rows, tokens, counters))
+        pieces.append(BatchPart(form, rows, tokens))
         token += fresh
     return [p for p in pieces if p.tokens.start < p.tokens.stop]
 

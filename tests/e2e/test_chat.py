@@ -176,15 +176,22 @@ async def test_an_address_of_something_else_is_told(
     assert line.startswith("kvbaton: nobody answers at http://127.0.0.1:")
 
 
-async def test_an_event_that_is_no_object_ends_an_answer_and_not_the_conversation() -> None:
+async def said_of(events: str, page: str | None = None) -> str:
+    """What a user sees who says "hi" to an endpoint that answers so, and by a page elsewhere."""
+
     async def models(request: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "m"}]})
 
     async def answer(request: web.Request) -> web.Response:
-        return web.Response(text='data: "x"\n\n', content_type="text/event-stream")
+        return web.Response(text=events, content_type="text/event-stream")
+
+    async def elsewhere(request: web.Request) -> web.Response:
+        return web.Response(text=page, content_type="text/html")
 
     app = web.Application()
     app.add_routes([web.get("/v1/models", models), web.post("/v1/chat/completions", answer)])
+    if page is not None:
+        app.router.add_get("/{path:.*}", elsewhere)
     said = Console(file=io.StringIO())
     async with TestServer(app) as server:
         chat = await Chat.open(ChatConfig(url=str(server.make_url(""))), said)
@@ -192,34 +199,19 @@ async def test_an_event_that_is_no_object_ends_an_answer_and_not_the_conversatio
         await chat.take("hi")
         await chat.close()
     assert isinstance(said.file, io.StringIO)
-    assert "Expected `object`, got `str`" in said.file.getvalue()
+    return said.file.getvalue()
+
+
+async def test_an_event_that_is_no_object_ends_an_answer_and_not_the_conversation() -> None:
+    assert "Expected `object`, got `str`" in await said_of('data: "x"\n\n')
 
 
 @pytest.mark.parametrize(
     "nodes", ["<html></html>", "[]", '{"nodes": null}', '{"nodes": [5]}', '{"nodes": [{}]}']
 )
 async def test_an_endpoint_may_answer_anything_where_a_router_lists_its_nodes(nodes: str) -> None:
-    async def models(request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "m"}]})
-
-    async def page(request: web.Request) -> web.Response:
-        return web.Response(text=nodes, content_type="text/html")
-
-    async def answer(request: web.Request) -> web.Response:
-        text = 'data: {"choices": [{"delta": {"content": "hello"}}]}\n\ndata: [DONE]\n\n'
-        return web.Response(text=text, content_type="text/event-stream")
-
-    app = web.Application()
-    app.add_routes([web.get("/v1/models", models), web.post("/v1/chat/completions", answer)])
-    app.router.add_get("/{path:.*}", page)
-    said = Console(file=io.StringIO())
-    async with TestServer(app) as server:
-        chat = await Chat.open(ChatConfig(url=str(server.make_url(""))), said)
-        assert chat is not None
-        await chat.take("hi")
-        await chat.close()
-    assert isinstance(said.file, io.StringIO)
-    assert "hello" in said.file.getvalue()
+    text = 'data: {"choices": [{"delta": {"content": "hello"}}]}\n\ndata: [DONE]\n\n'
+    assert "hello" in await said_of(text, page=nodes)
 
 
 async def test_who_takes_a_connection_and_says_nothing_is_not_waited_for(
