@@ -38,8 +38,9 @@ def children(pid: int) -> set[int]:
     found = set[int]()
     for task in Path(f"/proc/{pid}/task").iterdir():
         for child in (task / "children").read_text().split():
-            if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text():
-                found.add(int(child))
+            with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it ends meanwhile
+                if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text():
+                    found.add(int(child))
     return found
 
 
