@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -70,7 +71,7 @@ def calls(
     nodes = [member.info for member in members]
     tokens = [chance.randrange(100_000) for _ in range(BLOCK_SIZE * BLOCKS)]
     index = _index(nodes, tokens, chance)
-    request = AddRequest(request_id="r", token_ids=tuple(tokens), params=SamplingParams())
+    request = AddRequest(request_id="r", token_ids=array("I", tokens), params=SamplingParams())
     loads = NodeLoads()
     for place, node in enumerate(nodes):
         queued = chance.randrange(20_000) if node.role != "decode" else 0

@@ -16,6 +16,7 @@ import logging
 import os
 import tempfile
 import time
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -99,7 +100,7 @@ class Bench:
             self._count += 1
             names.append(f"r{self._count}")
             self.desk.inbox.append(
-                AddRequest(request_id=names[-1], token_ids=prompt, params=params)
+                AddRequest(request_id=names[-1], token_ids=array("I", prompt), params=params)
             )
         self.desk.open = len(names)
         return names

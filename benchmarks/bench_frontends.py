@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import tempfile
 import time
+from array import array
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -50,7 +51,9 @@ async def measure(args: argparse.Namespace, pace_s: float) -> dict[str, object]:
     async def read(number: int) -> None:
         nonlocal outputs
         params = SamplingParams(max_tokens=args.tokens)
-        request = AddRequest(request_id=f"cmpl-{number:032x}", token_ids=(1, 2), params=params)
+        request = AddRequest(
+            request_id=f"cmpl-{number:032x}", token_ids=array("I", (1, 2)), params=params
+        )
         async for _ in client.generate(request):
             outputs += 1
 

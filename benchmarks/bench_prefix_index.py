@@ -15,6 +15,7 @@ import statistics
 import struct
 import time
 import tracemalloc
+from array import array
 from pathlib import Path
 
 from kvbaton.bench.report import publish
@@ -71,8 +72,8 @@ def main() -> None:
     tracemalloc.stop()
     hashes = [number >> HASH_SHIFT for number in struct.unpack(f"<{CHAIN}Q", known)]
     bits = sum(told.bit for told in index.nodes.values())
-    request = AddRequest(request_id="r", token_ids=tuple(tokens), params=SamplingParams())
-    fresh = AddRequest(request_id="f", token_ids=tuple(tokens[::-1]), params=SamplingParams())
+    request = AddRequest(request_id="r", token_ids=array("I", tokens), params=SamplingParams())
+    fresh = AddRequest(request_id="f", token_ids=array("I", tokens[::-1]), params=SamplingParams())
     times: dict[str, list[float]] = {"hashes": [], "tokens": [], "unknown": []}
     for _ in range(args.repeat):
         for name, call in (

@@ -727,7 +727,7 @@ class MockEngine:
                 if isinstance(message, AddRequest):
                     count = 1 if self._alone else message.params.max_tokens
                     self._running[message.request_id] = 0, count
-                    self._cache(message.token_ids)
+                    self._cache(tuple(message.token_ids))
                 elif isinstance(message, AbortRequest):
                     self._running.pop(message.request_id, None)
             if self._running and time.monotonic() >= due:

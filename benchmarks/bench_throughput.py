@@ -12,6 +12,7 @@ import os
 import random
 import tempfile
 import time
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,7 @@ class Engine:
         params = SamplingParams(temperature=0.0, max_tokens=count, min_tokens=count)
         for number, prompt in enumerate(prompts):
             self.scheduler.add(
-                AddRequest(request_id=str(number), token_ids=tuple(prompt), params=params)
+                AddRequest(request_id=str(number), token_ids=array("I", prompt), params=params)
             )
         tokens: Prompts = [[] for _ in prompts]
         while self.scheduler.has_work():

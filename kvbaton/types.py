@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from msgspec import Meta, Struct
 
@@ -23,6 +24,13 @@ Size = Annotated[int, Meta(ge=1, le=1 << 31)]
 Positive = Annotated[float, Meta(gt=0)]
 
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
+
+if TYPE_CHECKING:
+    TokenIds = array[int]
+else:
+    TokenIds = array  # 3.11's takes no parameter
+"""Token ids of a prompt, ``array("I", ids)``: copied, hashed and sent as memory. A list or a tuple
+of 100,000 takes milliseconds of each process that it passes."""
 
 Id128 = Annotated[bytes, Meta(min_length=16, max_length=16)]
 

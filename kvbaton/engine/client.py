@@ -78,7 +78,6 @@ _LINGER_MS = 500
 _POLLIN = int(zmq.POLLIN)
 """As `zmq` has it, it takes more time than to ask."""
 
-_encoder = msgspec.msgpack.Encoder()
 _from_core = msgspec.msgpack.Decoder(messages.FromCore)
 
 
@@ -313,7 +312,7 @@ class EngineClient(TokenSource):
         """Send at the end of this turn of the loop: all of its messages wake ZMQ once."""
         if not self._unsent:
             self._loop.call_soon(self._send_all)
-        self._unsent.append(_encoder.encode(message))
+        self._unsent.append(messages.encode_to_core(message))
         if len(self._unsent) >= _SEND_AT:  # requests of a burst are not to wait for each other
             self._send_all()
 
@@ -444,6 +443,6 @@ class EngineClient(TokenSource):
             elif self.dead is None:
                 # Before the core has answered: ZMQ tries again, and what we said may be lost.
                 try:
-                    self._socket.send(_encoder.encode(messages.Connect()), zmq.NOBLOCK)
+                    self._socket.send(messages.encode_to_core(messages.Connect()), zmq.NOBLOCK)
                 except zmq.Again:  # ZMQ tries no more: the handshake itself failed
                     self._fail("the engine refused the connection; are the cluster keys the same?")

@@ -177,7 +177,7 @@ class Grammars(NoGrammars, KVConnector):
         if sequence in self._errors:
             return True
         matcher, read = self._matchers[sequence]
-        tokens = sequence.tokens[len(sequence.request.prompt) + read :]
+        tokens = sequence.tokens[len(sequence.request.prompt) + read :].tolist()
         if tokens:
             taken = matcher.try_consume_tokens(tokens)
             self._matchers[sequence] = matcher, read + taken

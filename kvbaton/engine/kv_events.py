@@ -13,7 +13,6 @@ import logging
 import re
 import threading
 import time
-from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, islice
@@ -29,6 +28,7 @@ from kvbaton.engine.kv_cache_manager import KVCacheManager
 from kvbaton.engine.kv_connector import KVConnector
 from kvbaton.engine.request import Sequence as RequestSequence
 from kvbaton.errors import ConfigError
+from kvbaton.types import TokenIds
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ class Cached(NamedTuple):
     """A block in the prefix cache: key of the block before it, its tokens, the request's salt."""
 
     parent: bytes | None
-    tokens: array[int]
+    tokens: TokenIds
     salt: str
 
 
@@ -154,7 +154,7 @@ class KVEventLog(KVConnector):
         chain, salt = sequence.chain(size), sequence.request.spec.cache_salt
         fresh = [i for i in range(first, end) if chain[i] in by_key and chain[i] not in index]
         for i in fresh:
-            tokens = array("I", sequence.tokens[i * size : (i + 1) * size])
+            tokens = sequence.tokens[i * size : (i + 1) * size]
             index[chain[i]] = Cached(chain[i - 1] if i else None, tokens, "" if i else salt)
         for _, run in groupby(enumerate(fresh), lambda pair: pair[1] - pair[0]):
             self._events.append(self._event(g, [chain[i] for _, i in run], index, POOL_MEDIUM))

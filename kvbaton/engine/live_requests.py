@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
+from array import array
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -137,7 +138,7 @@ class LiveRequests:
             self.grammars.check(request.params.grammar)
         for connector in self.connectors.having[KVConnector.accept]:
             request = connector.accept(request)
-        known = [*request.token_ids, *request.resume_ids]
+        known = request.token_ids + array("I", request.resume_ids)
         source = request.transfer is not None and request.transfer.role == "source"
         params = request.params
         limit = len(known) + 1 if source else len(request.token_ids) + params.max_tokens

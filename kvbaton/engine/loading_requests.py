@@ -248,7 +248,7 @@ class LoadingRequests(LiveRequests):
             return []
         self.run(load.sequence)
         for choice in range(1, request.params.n):
-            known = list(load.sequence.tokens)
+            known = load.sequence.tokens[:]
             child = Sequence(request, choice, known, len(self.blocks.groups))
             self.fork(load.sequence, child)
             child.parent = None  # The runner does not know it; the child comes with its tokens.

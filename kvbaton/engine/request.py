@@ -9,14 +9,11 @@ from collections.abc import Collection, Iterable
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from kvbaton.connectors.keys import Extra, block_keys
 from kvbaton.engine.step import ItemRows
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest, Item, Mark, SamplingParams
-from kvbaton.types import TokenLogprobs
+from kvbaton.types import TokenIds, TokenLogprobs
 
 Tables = list[list[int]]
 """One block table per KV group (see `kv_cache_manager`)."""
@@ -63,14 +60,12 @@ class Sequence:
         trimmed: per group, blocks that its window has passed: given back, if it had them.
         shares_tail: the block that it writes next is not its own: it needs a private copy.
         chains: keys of its full blocks, by block size.
-        history: its tokens as an array with room to grow; see `token_array`.
-        num_history: how many of them it has.
         finish_reason: why it ended.
     """
 
     request: Request
     choice: int
-    tokens: list[int]
+    tokens: TokenIds
     num_groups: InitVar[int]
     tables: Tables = field(init=False)
     rank: tuple[int, bool, int, int, int] = field(init=False)
@@ -85,8 +80,6 @@ class Sequence:
     trimmed: list[int] = field(init=False)
     shares_tail: bool = False
     chains: dict[int, list[bytes]] = field(default_factory=dict)
-    history: npt.NDArray[np.int32] = field(init=False)
-    num_history: int = 0
     finish_reason: str | None = None
 
     def __post_init__(self, num_groups: int) -> None:
@@ -96,7 +89,6 @@ class Sequence:
         self.sent = [0] * num_groups
         self.committed = [0] * num_groups
         self.trimmed = [0] * num_groups
-        self.history = np.zeros(0, np.int32)
 
     @property
     def is_over(self) -> bool:
@@ -117,16 +109,6 @@ class Sequence:
     def unforked(self) -> int:
         """Choices that will be forked from this sequence when its prompt ends."""
         return self.request.params.n - len(self.request.sequences)
-
-    def token_array(self) -> npt.NDArray[np.int32]:
-        """All known tokens, [tokens]; only new ones are copied."""
-        known, length = self.num_history, len(self.tokens)
-        if length > len(self.history):
-            room = np.zeros(length - known + max(64, length // 2), np.int32)
-            self.history = np.concatenate((self.history[:known], room))
-        self.history[known:length] = self.tokens[known:]
-        self.num_history = length
-        return self.history[:length]
 
     def chain(self, block_size: int) -> list[bytes]:
         """Keys of all full blocks of its tokens."""
@@ -172,7 +154,7 @@ class Request:
     """
 
     request_id: str
-    prompt: tuple[int, ...]
+    prompt: TokenIds
     num_known: int
     params: SamplingParams
     limit: int

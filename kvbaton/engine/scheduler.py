@@ -207,7 +207,7 @@ class Scheduler(LoadingRequests):
         )
         if most < 1:
             return ()
-        proposed = self.propose(sequence.token_array(), most)
+        proposed = self.propose(np.frombuffer(sequence.tokens, np.int32), most)
         if sequence.request.params.grammar:
             proposed = self.grammars.cut(sequence, proposed)
         end = known + len(proposed)
@@ -273,7 +273,7 @@ class Scheduler(LoadingRequests):
             targets = (sequence,)
             # All choices yet to be forked get what it samples, too.
             for choice in range(len(request.sequences), request.params.n):
-                targets += (Sequence(request, choice, list(sequence.tokens), len(sequence.tables)),)
+                targets += (Sequence(request, choice, sequence.tokens[:], len(sequence.tables)),)
         if targets and request.params.grammar:
             draft.governed.append((sequence, proposed))
         if not sequence.handle:
@@ -305,7 +305,7 @@ class Scheduler(LoadingRequests):
         request = sequence.request
         new = NewSequence(
             sequence.handle,
-            tuple(sequence.tokens),
+            sequence.tokens[:],
             len(request.prompt),
             sequence.choice,
             request.params,

@@ -96,7 +96,7 @@ class Sequences:
         """Start sequences, or start them again; their tokens go to the device in one copy."""
         if not sequences:
             return
-        ids = [np.fromiter(new.token_ids, np.int64, len(new.token_ids)) for new in sequences]
+        ids = [np.frombuffer(new.token_ids, np.uint32) for new in sequences]
         for new, tokens in zip(sequences, upload(ids, self.tokens.device), strict=True):
             if new.handle in self._row:
                 self.end(new.handle)

@@ -7,6 +7,7 @@ from step to step; a plan carries only what changed.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +19,7 @@ from msgspec import Struct, msgpack
 from msgspec.structs import replace
 
 from kvbaton.messages.engine import Item, SamplingParams
-from kvbaton.types import TokenLogprobs
+from kvbaton.types import TokenIds, TokenLogprobs
 
 WHOLE_TOKENS = 1024
 """Most tokens of a step with prompts in one graph; longer prompts' attention has a faster kernel,
@@ -38,7 +39,7 @@ class NewSequence(Struct, frozen=True, array_like=True):
     """
 
     handle: int
-    token_ids: tuple[int, ...]
+    token_ids: TokenIds
     num_prompt: int
     choice: int
     params: SamplingParams
@@ -195,17 +196,17 @@ class StepPlan(Struct, frozen=True, dict=True):
         return _decoder.decode(data)
 
 
-def _mask_parts(mask: Any) -> tuple[tuple[int, ...], bytes]:
-    return mask.shape, mask.tobytes()
+def _parts(of: TokenIds | npt.NDArray[np.uint8]) -> tuple[tuple[int, ...], bytes]:
+    return () if isinstance(of, array) else of.shape, of.tobytes()
 
 
-def _mask(kind: type, parts: Any) -> npt.NDArray[np.uint8]:
+def _of_parts(kind: type, parts: Any) -> TokenIds | npt.NDArray[np.uint8]:
     shape, data = parts
-    return np.frombuffer(data, np.uint8).reshape(shape)
+    return array("I", data) if kind is array else np.frombuffer(data, np.uint8).reshape(shape)
 
 
-_encoder = msgpack.Encoder(enc_hook=_mask_parts)
-_decoder = msgpack.Decoder(StepPlan, dec_hook=_mask)
+_encoder = msgpack.Encoder(enc_hook=_parts)
+_decoder = msgpack.Decoder(StepPlan, dec_hook=_of_parts)
 
 
 class Sampled(Struct, frozen=True, array_like=True):

@@ -12,6 +12,7 @@ may have had to wait.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -204,7 +205,7 @@ def _plans(trial: Trial, limits: SchedulerConfig) -> Iterator[StepPlan]:
     new, first, again = [], [], []
     for number in range(trial.sequences):
         handle = -1 - number  # a scheduler's are positive
-        new.append(NewSequence(handle, (1,) * known, known, 0, GREEDY))
+        new.append(NewSequence(handle, array("I", [1]) * known, known, 0, GREEDY))
         starts = (1 + (number * groups + group) * blocks for group in range(groups))
         tables = tuple(tuple(range(start, start + blocks)) for start in starts)
         first.append(SequenceStep(handle, trial.context, trial.count, tables, 1))

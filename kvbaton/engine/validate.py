@@ -5,8 +5,11 @@ Checked at every HTTP door, and by the core itself: not all that reaches a core 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from kvbaton.connectors.address import host_of
 from kvbaton.errors import RequestError
@@ -75,12 +78,16 @@ def check_ids(name: str, ids: Sequence[int], vocab_size: int, *, most: int = MAX
     """Raise `RequestError` if there are too many ids, or one that the model does not have."""
     if len(ids) > most:
         raise RequestError(f"{name} may hold at most {most} ids", param=name)
-    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
-        raise RequestError(
-            f"{name} must hold token ids in [0, {vocab_size}); "
-            f"it spans {shown(min(ids))} to {shown(max(ids))}",
-            param=name,
-        )
+    if not ids:
+        return
+    try:  # as an array, which takes a fourth of the time of `min` and `max`
+        span = np.frombuffer(array("I", ids), np.uint32)
+        low, high = int(span.min()), int(span.max())
+    except OverflowError:
+        low, high = min(ids), max(ids)
+    if low < 0 or high >= vocab_size:
+        spans = f"it spans {shown(low)} to {shown(high)}"
+        raise RequestError(f"{name} must hold token ids in [0, {vocab_size}); {spans}", param=name)
 
 
 def check_params(

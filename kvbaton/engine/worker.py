@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import abstractmethod
+from array import array
 from collections.abc import Sequence
 from concurrent.futures import Executor as Thread
 from concurrent.futures import ThreadPoolExecutor
@@ -244,7 +245,7 @@ class CpuWorker(ModelWorker):
         cache, max_model_len = self.cache, self.settings.max_model_len
         tokens = min(cache.block_size, max_model_len)
         prompt = max(1, tokens - 1)
-        new = NewSequence(HANDLE, (0,) * prompt, prompt, 0, SamplingParams(seed=0))
+        new = NewSequence(HANDLE, array("I", [0]) * prompt, prompt, 0, SamplingParams(seed=0))
         blocks = tuple((BLOCK + g,) for g in range(len(cache.groups)))
         first = SequenceStep(HANDLE, 0, prompt, blocks, 1)
         self.runner.run(StepPlan(0, new=(new,), steps=(first,))).result()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+from array import array
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -386,7 +387,7 @@ class AsyncLLM:
             check_range("timeout", timeout, Range(0, MAX_DEADLINE_S, open=True))
         request = AddRequest(
             request_id=unique(request_id or secrets.token_hex(8)),
-            token_ids=tuple(ids),
+            token_ids=array("I", ids),
             params=params,
             priority=priority,
             cache_salt=cache_salt,

@@ -7,7 +7,8 @@ What can't be decoded is dropped and counted, except that a request is answered 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
@@ -28,11 +29,12 @@ from kvbaton.types import (
     PromptLimits,
     Text,
     TokenId,
+    TokenIds,
     TokenLogprobs,
     clip_text,
 )
 
-ENGINE_VERSION = MIN_ENGINE_VERSION = 2
+ENGINE_VERSION = MIN_ENGINE_VERSION = 3
 
 BLOCK_HASH_BYTES = 8
 """A block is told by the last bytes of its key; see `connectors.keys`."""
@@ -176,7 +178,7 @@ class AddRequest(Struct, frozen=True, tag="add", kw_only=True):
 
     Attributes:
         request_id: unique among the live requests of the frontend.
-        token_ids: the prompt.
+        token_ids: the prompt; crosses as 4 bytes a token, little-endian.
         resume_ids: tokens already generated for this request elsewhere; the engine continues after
             them as if it had generated them itself.
         params: sampling.
@@ -198,7 +200,7 @@ class AddRequest(Struct, frozen=True, tag="add", kw_only=True):
     """
 
     request_id: Name
-    token_ids: tuple[TokenId, ...]
+    token_ids: TokenIds
     params: SamplingParams
     resume_ids: tuple[TokenId, ...] = ()
     priority: int = 0
@@ -272,7 +274,14 @@ class Undecodable:
     request_id: str | None = None
 
 
-_to_core: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore)
+def _token_ids(_: type, data: object) -> TokenIds:
+    if not isinstance(data, bytes):
+        raise ValueError(f"token ids must be bytes, not {type(data).__name__}")
+    return array("I", data)
+
+
+encode_to_core: Callable[[ToCore], bytes] = msgspec.msgpack.Encoder(enc_hook=array.tobytes).encode
+_to_core: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore, dec_hook=_token_ids)
 
 
 def decode_to_core(data: bytes) -> ToCore | Undecodable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -180,7 +181,7 @@ def _encoding(request: AddRequest, index: int, item_id: bytes, attempt: int) -> 
     item = request.items[index]
     return AddRequest(
         request_id=f"{request.request_id}.{index}",
-        token_ids=(0,) * item.padded_rows,
+        token_ids=array("I", [0]) * item.padded_rows,
         params=SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, seed=0),
         priority=request.priority,
         cache_salt=request.cache_salt,

@@ -224,7 +224,7 @@ class ResponseFormatter(ABC):
     frontend: Frontend
     body: openai.SamplingFields
     request_id: str
-    prompts: Sequence[list[int]]
+    prompts: Sequence[Sequence[int]]
     head: dict[str, Any] = field(init=False)
     counter: UsageCounter = field(init=False)
     timings: Callable[[], openai.RequestTimings] | None = field(default=None, init=False)

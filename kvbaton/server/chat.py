@@ -64,7 +64,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     body = await read_body(request, openai.ChatRequest)
     request_id = f"chatcmpl-{public_id(request, body)}"
     asked, reader = await chat_prompt(request, frontend, body, request_id)
-    prompts = [list(asked.request.token_ids)]
+    prompts = [asked.request.token_ids]
     formatter = (
         ChatFormatter(frontend, body, request_id, prompts)
         if reader is None
@@ -345,8 +345,8 @@ class ChatFormatter(ChunkFormatter[openai.ChatRequest]):
             timings=self.times(),
         )
 
-    def _ids(self, token_ids: list[int]) -> list[int] | UnsetType:
-        return token_ids if self.body.return_token_ids else UNSET
+    def _ids(self, token_ids: Sequence[int]) -> list[int] | UnsetType:
+        return list(token_ids) if self.body.return_token_ids else UNSET
 
     def _logprobs(self, new: Event) -> openai.ChatLogprobs | None:
         if not self.body.logprobs:

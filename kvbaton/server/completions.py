@@ -145,7 +145,7 @@ class CompletionFormatter(ChunkFormatter[openai.CompletionRequest]):
         text, scores = delta.text, self._scores.get(new.prompt)
         if first and body.echo:
             skip = body.skip_special_tokens is not False
-            text = self.tokenizer.decode(prompt, skip_special_tokens=skip) + text
+            text = self.tokenizer.decode(list(prompt), skip_special_tokens=skip) + text
         shown: Logprobs | UnsetType = UNSET
         if first and body.prompt_logprobs is not None and scores is not None:
             shown = prompt_logprobs(self.tokenizer, prompt, scores)
@@ -157,7 +157,7 @@ class CompletionFormatter(ChunkFormatter[openai.CompletionRequest]):
             stop_reason=delta.stop_reason,
             prompt_logprobs=shown,
             token_ids=delta.token_ids if body.return_token_ids else UNSET,
-            prompt_token_ids=prompt if body.return_token_ids and first else UNSET,
+            prompt_token_ids=list(prompt) if body.return_token_ids and first else UNSET,
         )
 
     def _logprobs(

@@ -168,7 +168,7 @@ async def respond_in_blocks(
     frontend, request_id = request.app[FRONTEND], f"{prefix}_{request[REQUEST_ID]}"
     with renamed(fields):
         asked, reader = await chat_prompt(request, frontend, body, request_id)
-    prompts = [list(asked.request.token_ids)]
+    prompts = [asked.request.token_ids]
     answer = formatter(frontend, body, request_id, prompts, reader)
     return await respond(request, frontend, [asked], answer)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, closing, nullcontext
 
@@ -115,7 +116,7 @@ def engine_request(
     transfer, prefix = frontend.transfer(body.kv_transfer_params)
     return AddRequest(
         request_id=unique(request_id),
-        token_ids=body.token_ids,
+        token_ids=array("I", body.token_ids),
         params=params,
         priority=body.priority,
         cache_salt=body.cache_salt or "",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from array import array
 from collections.abc import Sequence
 from typing import get_type_hints
 
@@ -345,7 +346,7 @@ def prompt_request(
         index=index,
         request=AddRequest(
             request_id=unique(request_id),
-            token_ids=tuple(token_ids),
+            token_ids=array("I", token_ids),
             params=params,
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",

@@ -37,7 +37,7 @@ from kvbaton.server.node import LoadMeter, wire_failures_of, wires_of
 from kvbaton.simulate.engine_model import EngineModel
 from kvbaton.simulate.handover import SimulatedWires, WirePrefix, WireSource, WireTarget
 from kvbaton.simulate.traces import END_TOKEN, TraceRequest, token_ids
-from kvbaton.types import PromptLimits
+from kvbaton.types import PromptLimits, TokenIds
 
 VOCABULARY = 1 << 31
 MOST_STEPS = 64
@@ -62,7 +62,7 @@ class Prompts:
         self.requests: dict[str, TraceRequest] = {}
         self._keys: dict[str, list[bytes]] = {}
 
-    def add(self, name: str, request: TraceRequest, before: str | None) -> tuple[int, ...]:
+    def add(self, name: str, request: TraceRequest, before: str | None) -> TokenIds:
         """A request begins, perhaps as a session's next turn; returns its prompt."""
         tokens, known = token_ids(request.pieces), list[bytes]()
         if before is not None:
@@ -454,7 +454,7 @@ class ModeledEngine:
         scheduler, start = self.scheduler, sequence.num_scheduled
         tokens = [self._prompts.next_token(sequence)] * count
         self._timing(sequence.request.request_id).unsent += tokens
-        sequence.tokens += tokens
+        sequence.tokens.extend(tokens)
         sequence.sent = [len(table) for table in sequence.tables]
         sequence.num_scheduled = sequence.num_computed = start + count
         scheduler.totals.generated += count

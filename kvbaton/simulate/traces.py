@@ -9,12 +9,14 @@ from __future__ import annotations
 import csv
 import json
 import math
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from kvbaton.errors import ConfigError
+from kvbaton.types import TokenIds
 
 MOONCAKE_BLOCK = 512
 """Tokens that one of a trace's ``hash_ids`` stands for."""
@@ -56,12 +58,12 @@ class TraceRequest:
         return ((self.output, before), (END_TOKEN, 1)) if before else ((END_TOKEN, 1),)
 
 
-def token_ids(pieces: Sequence[Piece]) -> tuple[int, ...]:
+def token_ids(pieces: Sequence[Piece]) -> TokenIds:
     """A prompt's tokens."""
-    ids: list[int] = []
+    ids = array("I")
     for content, tokens in pieces:
-        ids += [content] * tokens
-    return tuple(ids)
+        ids += array("I", [content]) * tokens
+    return ids
 
 
 def read_trace(path: Path) -> list[TraceRequest]:

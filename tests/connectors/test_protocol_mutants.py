@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -713,7 +714,7 @@ for name, wrong in WRONG.items():
 def resumes_as_a_longer_prompt(self: Any, route: Any, resume_ids: Any, now: float) -> Any:
     """Where the prompt ends is forgotten, and with it what penalties and limits count."""
     request = self.request
-    whole = (*request.token_ids, *resume_ids)
+    whole = request.token_ids + array("I", resume_ids)
     self.request = msgspec.structs.replace(request, token_ids=whole)
     try:
         return real_node_requests(self, route, (), now)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from random import Random
 from typing import Any
@@ -87,7 +88,7 @@ def test_sums_of_received_blocks_that_are_written_over_are_those_of_their_bytes(
     )
 
     def compute(handle: int, start: int, *blocks: int, copies: tuple[BlockCopy, ...] = ()) -> None:
-        new = NewSequence(handle, tuple(range(8)), 8, 0, SamplingParams())
+        new = NewSequence(handle, array("I", range(8)), 8, 0, SamplingParams())
         step = SequenceStep(handle, start, 8 - start, (blocks,), 1)
         executor.launch(StepPlan(handle, (), copies, (), (new,), (step,)))
         world.run(world.now + 1.0)

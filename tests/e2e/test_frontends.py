@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from array import array
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
@@ -58,7 +59,7 @@ def key_of(node: Node) -> str | None:
 
 def asking(request_id: str, max_tokens: int = 8) -> AddRequest:
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, seed=0)
-    return AddRequest(request_id=request_id, token_ids=tuple(range(5, 25)), params=params)
+    return AddRequest(request_id=request_id, token_ids=array("I", range(5, 25)), params=params)
 
 
 @asynccontextmanager

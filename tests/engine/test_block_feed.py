@@ -21,6 +21,7 @@ from kvbaton.messages.engine import (
     Connect,
     FromCore,
     WatchBlocks,
+    encode_to_core,
 )
 from tests.support.scripted_core import ScriptedCore
 from tests.support.waiting import eventually
@@ -118,7 +119,7 @@ def test_a_watcher_that_does_not_read_begins_anew(
         socket.set(zmq.LINGER, 0)
         socket.connect(f"ipc://{tmp_path}/e")
         for message in (Connect(), WatchBlocks()):
-            socket.send(msgspec.msgpack.encode(message))
+            socket.send(encode_to_core(message))
 
         def read() -> None:
             said = msgspec.msgpack.decode(socket.recv(), type=FromCore)

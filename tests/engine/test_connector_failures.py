@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import threading
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -190,7 +191,10 @@ def rig(checkpoint: Callable[..., Path]) -> Iterator[Callable[..., Rig]]:
 def request(name: str, role: str | None = None) -> AddRequest:
     transfer = None if role is None else TransferSpec(role=role, transfer_id=bytes(16))
     return AddRequest(
-        request_id=name, token_ids=PROMPT, params=greedy({"max_tokens": 3}), transfer=transfer
+        request_id=name,
+        token_ids=array("I", PROMPT),
+        params=greedy({"max_tokens": 3}),
+        transfer=transfer,
     )
 
 

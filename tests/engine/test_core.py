@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +69,9 @@ def core(checkpoint: Callable[..., Path], sent: list[FromCore]) -> Iterator[Engi
     config = EngineConfig(model=str(checkpoint()), **ENGINE)
     mailbox = QueueMailbox(sent.append, lambda: None)
     core = build_engine(config, NodeId("n", os.urandom(16)), (ListenerFactory(),), mailbox).core
-    core.add(AddRequest(request_id="r", token_ids=PROMPT, params=greedy({"max_tokens": 2})))
+    core.add(
+        AddRequest(request_id="r", token_ids=array("I", PROMPT), params=greedy({"max_tokens": 2}))
+    )
     yield core
     core.close()
     mailbox.close()
@@ -137,7 +140,7 @@ def test_tokens_do_not_wait_for_a_long_launch(
     def add(name: str, prompt: int, max_tokens: int) -> None:
         params = greedy({"max_tokens": max_tokens})
         core.add(
-            AddRequest(request_id=name, token_ids=tuple(range(40 - prompt, 40)), params=params)
+            AddRequest(request_id=name, token_ids=array("I", range(40 - prompt, 40)), params=params)
         )
 
     add("decodes", 20, 20)

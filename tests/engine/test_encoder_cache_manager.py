@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -79,7 +80,11 @@ class Node:
     def add(self, name: str, prompt: Prompt, count: int = 6, **more: Any) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, seed=0)
         request = AddRequest(
-            request_id=name, token_ids=tuple(prompt.ids), params=params, items=prompt.items, **more
+            request_id=name,
+            token_ids=array("I", prompt.ids),
+            params=params,
+            items=prompt.items,
+            **more,
         )
         self.core.add(request)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import threading
+from array import array
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -79,7 +80,7 @@ def blocks_of(item: Item, first: int) -> tuple[int, ...]:
 
 
 def sequence(handle: int, item: Item) -> NewSequence:
-    return NewSequence(handle, (0,) * padded(item), padded(item), 0, ONE_TOKEN, (item,))
+    return NewSequence(handle, array("I", (0,) * padded(item)), padded(item), 0, ONE_TOKEN, (item,))
 
 
 def whole(handle: int, item: Item, blocks: tuple[int, ...]) -> SequenceStep:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,11 @@ def test_rows_and_sums_are_those_of_a_cpu_whatever_runs_beside(
     for handle, item in enumerate(items):
         table = tuple(range(first, first + padded(item) // 32))
         first += len(table)
-        new.append(NewSequence(handle, (0,) * padded(item), padded(item), 0, ONE_TOKEN, (item,)))
+        new.append(
+            NewSequence(
+                handle, array("I", (0,) * padded(item)), padded(item), 0, ONE_TOKEN, (item,)
+            )
+        )
         steps.append(SequenceStep(handle, 0, padded(item), (table,), 1))
     plan = StepPlan(1, new=tuple(new), steps=tuple(steps))
     executor.launch(plan).result()  # the first use of a kernel waits for all streams

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -412,7 +413,9 @@ def test_what_says_of_itself_to_be_larger_is_refused(
     node = start(max_num_batched_tokens=16, max_num_seqs=2)
     good = pictures.prompt_of(3, ONE, 20)
     long = msgspec.structs.replace(good.items[0], length=18, grid=(1, 6, 12))
-    request = AddRequest(request_id="r", token_ids=tuple(good.ids), params=GREEDY, items=(long,))
+    request = AddRequest(
+        request_id="r", token_ids=array("I", good.ids), params=GREEDY, items=(long,)
+    )
     with pytest.raises(RequestError, match="at most 9"):
         node.items.check(request)
     vision = VisionText.load(folder)

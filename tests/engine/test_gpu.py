@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -367,7 +368,7 @@ def test_two_steps_in_flight(checkpoint: Callable[..., Path], reference: Any, dr
     folder = checkpoint(**MODELS["llama"])
     executor = drive(folder, **GPU).executor
     prompt, params = random_tokens(np.random.default_rng(5), 20), SamplingParams(temperature=0.0)
-    new = (NewSequence(1, tuple(prompt), 20, 0, params),)
+    new = (NewSequence(1, array("I", prompt), 20, 0, params),)
     flying = [executor.launch(StepPlan(0, new=new, steps=(SequenceStep(1, 0, 20, ((1, 2),), 1),)))]
     got: list[int] = []
     for number in range(1, 12):

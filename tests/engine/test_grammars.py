@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from array import array
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -189,7 +190,7 @@ def test_it_goes_on_where_another_engine_stopped(
     for known in (1, 5, len(whole) - 1):
         request = AddRequest(
             request_id=f"resumed-{known}",
-            token_ids=tuple(prompt_of(11)),
+            token_ids=array("I", prompt_of(11)),
             resume_ids=tuple(whole[:known]),
             params=params,
         )
@@ -207,7 +208,7 @@ def test_what_can_not_be_followed_is_told(nodes: Callable[..., Node]) -> None:
     assert broken.outputs[-1].error_code == "grammar_failed", "no other node is to try"
     request = AddRequest(
         request_id="unfit",
-        token_ids=(5,),
+        token_ids=array("I", (5,)),
         resume_ids=(7,),
         params=greedy(FREE | {"grammar": json_grammar()}),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+from array import array
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -36,6 +37,7 @@ from kvbaton.messages.engine import (
     Reply,
     SamplingParams,
     TransferSpec,
+    encode_to_core,
 )
 from kvbaton.testing.checkpoints import TOKENIZER_SIZE
 from kvbaton.types import NodeId
@@ -96,8 +98,9 @@ class Rig:
 
 
 def request(name: str = "r", **fields: Any) -> AddRequest:
-    whole = {"token_ids": PROMPT, "params": greedy({"max_tokens": 2}), **fields}
-    return AddRequest(request_id=name, **whole)
+    ids = array("I", fields.pop("token_ids", PROMPT))
+    whole = {"params": greedy({"max_tokens": 2}), **fields}
+    return AddRequest(request_id=name, token_ids=ids, **whole)
 
 
 @pytest.fixture
@@ -177,6 +180,7 @@ def test_all_ids_of_the_model_are_taken(rig: Rig) -> None:
     assert rig.tell(request(token_ids=(0, VOCAB - 1))) == []
 
 
+ASKED = msgspec.msgpack.decode(encode_to_core(request("q")))
 UNREADABLE = [
     (b"", None),
     (b"\xc1\xff" * 9, None),
@@ -186,9 +190,12 @@ UNREADABLE = [
     (msgspec.msgpack.encode({"type": "add", "request_id": 5}), None),
     (msgspec.msgpack.encode({"type": "add", "request_id": "q"}), "q"),
     (msgspec.msgpack.encode({"type": "abort", "request_id": "q" * 300}), None),
-    (msgspec.msgpack.encode(request("q", transfer=spec(peer="x" * 300))), "q"),
-    (msgspec.msgpack.encode(request("q", cache_salt="x" * 5000)), "q"),
-    (msgspec.msgpack.encode(request("q", **params(max_tokens="many"))), "q"),
+    (msgspec.msgpack.encode({**ASKED, "token_ids": b"123"}), "q"),
+    (msgspec.msgpack.encode({**ASKED, "token_ids": [1, 2]}), "q"),
+    (msgspec.msgpack.encode({**ASKED, "token_ids": None}), "q"),
+    (encode_to_core(request("q", transfer=spec(peer="x" * 300))), "q"),
+    (encode_to_core(request("q", cache_salt="x" * 5000)), "q"),
+    (encode_to_core(request("q", **params(max_tokens="many"))), "q"),
 ]
 
 
@@ -203,9 +210,9 @@ def test_a_message_that_cannot_be_read_is_counted_and_who_asked_is_told(
     with zmq.Context() as context, context.socket(zmq.DEALER) as frontend:
         frontend.linger = 0
         frontend.connect(address)
-        frontend.send(msgspec.msgpack.encode(Connect()))
+        frontend.send(encode_to_core(Connect()))
         frontend.send(data)
-        frontend.send(msgspec.msgpack.encode(Command(command_id=7, name="drain")))
+        frontend.send(encode_to_core(Command(command_id=7, name="drain")))
         answers: list[FromCore] = []
         while not any(isinstance(answer, Reply) for answer in answers):
             rig.core.receive()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,7 @@ def test_no_step_waits_for_the_device(family: str, checkpoint: Checkpoint, drive
     expected = driver.generate(handle, 3, chunk=30)  # all kernels are compiled by now
     rows, blocks = driver.item_rows[handle], tuple(driver.tables[handle])
     length = len(prompt.ids)
-    new = NewSequence(99, tuple(prompt.ids), length, 0, GREEDY, prompt.items)
+    new = NewSequence(99, array("I", prompt.ids), length, 0, GREEDY, prompt.items)
     plans = [
         StepPlan(1, new=(new,), steps=(SequenceStep(99, 0, 30, (blocks,), 0, rows[:1]),)),
         StepPlan(2, steps=(SequenceStep(99, 30, length - 30, ((),), 1, rows),)),

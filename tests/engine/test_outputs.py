@@ -1,4 +1,5 @@
 import asyncio
+from array import array
 from collections.abc import Callable
 
 import pytest
@@ -7,7 +8,7 @@ from typing_extensions import override
 from kvbaton.engine.outputs import OutputCollector, OutputReceiver, TokenSource
 from kvbaton.messages.engine import AddRequest, Output, SamplingParams
 
-REQUEST = AddRequest(request_id="r", token_ids=(1,), params=SamplingParams(n=2))
+REQUEST = AddRequest(request_id="r", token_ids=array("I", (1,)), params=SamplingParams(n=2))
 
 
 class Source(TokenSource):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -147,7 +148,7 @@ def test_a_preempted_sequence_goes_on_as_if_nothing_had_happened(
     handle = driver.add(PROMPT, params)
     driver.generate(handle, 5)
     known = driver.tokens[handle]
-    new = NewSequence(handle, tuple(known), 37, 0, params)
+    new = NewSequence(handle, array("I", known), 37, 0, params)
     driver._new[handle] = (new, ())
     driver.tables[handle], driver.computed[handle] = [], 0
     driver.generate(handle, 7)
@@ -157,7 +158,7 @@ def test_a_preempted_sequence_goes_on_as_if_nothing_had_happened(
 def test_two_steps_in_flight_need_no_host(checkpoint: Checkpoint, drive: Any) -> None:
     driver = drive(checkpoint())
     expected = driver.generate(driver.add(PROMPT), 6)
-    new = NewSequence(99, tuple(PROMPT), 37, 0, SamplingParams(temperature=0.0))
+    new = NewSequence(99, array("I", PROMPT), 37, 0, SamplingParams(temperature=0.0))
     blocks = tuple(driver.free.pop() for _ in range(3))
     pending = [
         driver.executor.launch(
@@ -323,7 +324,7 @@ def test_adopted_blocks_are_as_if_computed_here(
     pools[1][blocks] = pools[0][source.tables[handle]]
     sums = digest_of(target.executor, 0, blocks, 0, 0, 37, keep=True)
     assert (target.wait(sums) == kept(source, handle)).all()
-    new = NewSequence(1, (*PROMPT, token), 37, 0, SamplingParams(temperature=0.0))
+    new = NewSequence(1, array("I", (*PROMPT, token)), 37, 0, SamplingParams(temperature=0.0))
     step = SequenceStep(1, 37 - again, 1 + again, (tuple(blocks),), 1)
     result = target.executor.launch(StepPlan(1, new=(new,), steps=(step,))).result()
     target.tokens[1] = [*PROMPT, token, result.sampled[0].token_ids[0]]

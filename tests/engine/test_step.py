@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,6 +33,7 @@ ITEMS = st.builds(
     Item, start=NUMBERS, length=st.integers(1, 9), digest=st.binary(min_size=32, max_size=32),
     grid=st.tuples(NUMBERS, NUMBERS, NUMBERS),
 )  # fmt: skip
+TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=9).map(lambda ids: array("I", ids))
 PLANS = st.builds(
     StepPlan,
     number=NUMBERS,
@@ -39,7 +42,7 @@ PLANS = st.builds(
     forks=st.lists(st.builds(Fork, NUMBERS, NUMBERS, NUMBERS), max_size=2).map(tuple),
     new=st.lists(
         st.builds(
-            NewSequence, NUMBERS, SOME, NUMBERS, NUMBERS, PARAMS,
+            NewSequence, NUMBERS, TOKENS, NUMBERS, NUMBERS, PARAMS,
             st.lists(ITEMS, max_size=2).map(tuple),
         ),
         max_size=2,
@@ -67,7 +70,7 @@ def test_a_plan_survives_the_way_to_another_process(plan: StepPlan, rows: dict[i
 
 def test_bytes_of_images_stay_here() -> None:
     item = Item(start=0, length=1, digest=bytes(32), grid=(1, 2, 2), data=b"\x89PNG" * 1000)
-    plan = StepPlan(1, new=(NewSequence(1, (3,), 1, 0, SamplingParams(), (item,)),))
+    plan = StepPlan(1, new=(NewSequence(1, array("I", (3,)), 1, 0, SamplingParams(), (item,)),))
     assert len(plan.encoded) < 1000
     (new,) = StepPlan.decode(plan.encoded).new
     assert (new.items[0].grid, new.items[0].data) == ((1, 2, 2), b"")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ class Served:
         found: Outputs = {}
         for number, (prompt, params) in enumerate(requests):
             self.scheduler.add(
-                AddRequest(request_id=str(number), token_ids=tuple(prompt), params=params)
+                AddRequest(request_id=str(number), token_ids=array("I", prompt), params=params)
             )
         while self.scheduler.has_work():
             plan = self.scheduler.plan()
@@ -353,7 +354,7 @@ def test_what_one_rank_raises_ends_the_step_and_the_ranks(
         raise ArithmeticError("rank 2 broke")
 
     monkeypatch.setattr(driver.executor.workers[2].model.layers[1].mlp, "forward", broken)
-    new = (NewSequence(77, (5, 6, 7), 3, 0, GREEDY),)
+    new = (NewSequence(77, array("I", (5, 6, 7)), 3, 0, GREEDY),)
     plan = StepPlan(9, new=new, steps=(SequenceStep(77, 0, 3, ((driver.free.pop(),),), 1),))
     began = time.monotonic()
     pending = [driver.executor.launch(plan) for _ in range(2)]

@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 import time
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -137,7 +138,7 @@ def test_kept_sums_are_those_of_the_bytes(checkpoint: Checkpoint, drive: Any) ->
 
 def one_step(driver: Any, handle: int = 77) -> StepPlan:
     """A prompt of three tokens."""
-    new = (NewSequence(handle, (5, 6, 7), 3, 0, GREEDY),)
+    new = (NewSequence(handle, array("I", (5, 6, 7)), 3, 0, GREEDY),)
     step = SequenceStep(handle, 0, 3, ((driver.free.pop(),),), 1)
     return StepPlan(9, new=new, steps=(step,))
 
@@ -186,7 +187,7 @@ def test_a_rank_that_lags_by_more_launches_than_a_driver_takes(
     pending = []
     for handle in range(50, 56):
         blocks = tuple(driver.free.pop() for _ in range(3))
-        new = (NewSequence(handle, tuple(prompt), 40, 0, GREEDY),)
+        new = (NewSequence(handle, array("I", prompt), 40, 0, GREEDY),)
         step = SequenceStep(handle, 0, 40, (blocks,), 1)
         pending.append(driver.executor.launch(StepPlan(handle, new=new, steps=(step,))))
     time.sleep(0.5)

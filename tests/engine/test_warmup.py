@@ -1,5 +1,6 @@
 """What the warm-up leaves behind: nothing that a sequence could see."""
 
+from array import array
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ def test_a_warm_block_is_as_good_as_a_fresh_one(
 
 
 def _run(executor: Executor, handle: int, block: int) -> tuple[tuple[int, ...], list[int]]:
-    new = NewSequence(handle, (7,), 1, 0, SamplingParams(temperature=0.0))
+    new = NewSequence(handle, array("I", (7,)), 1, 0, SamplingParams(temperature=0.0))
     step = SequenceStep(handle, 0, 1, ((block,),), 1)
     result = executor.launch(StepPlan(handle, new=(new,), steps=(step,))).result()
     sums = executor.sums(0, [block])

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -88,7 +89,7 @@ def process(running: WorkerProcess, make: Callable[[], Any]) -> WorkerProcess:
 
 
 def plan(handle: int, start: int, count: int, *, blocks: tuple[int, ...] = ()) -> StepPlan:
-    new = (NewSequence(handle, PROMPT, len(PROMPT), 0, SAMPLED),) if start == 0 else ()
+    new = (NewSequence(handle, array("I", PROMPT), len(PROMPT), 0, SAMPLED),) if start == 0 else ()
     return StepPlan(start, new=new, steps=(SequenceStep(handle, start, count, (blocks,), 1),))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -211,7 +212,7 @@ def test_one_transfer_id_for_two_prompts(pair: Pair, expected: Expected) -> None
     other = prompt_of(50, seed=3)
     of_p, of_d = pair.requests(PROMPT)
     at_p = pair.p.add(of_p)
-    at_d = pair.d.add(msgspec.structs.replace(of_d, token_ids=other))
+    at_d = pair.d.add(msgspec.structs.replace(of_d, token_ids=array("I", other)))
     assert at_d.result() == expected(other)
     until(at_p.over, "P's end")
     assert pair.d.counters()[TRANSFERRED] == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,9 @@ def fetch(pair: Pair, prompt: Any, num_tokens: int, name: str = "f", **params: A
     """D is asked for a prompt whose first tokens P is said to have."""
     prefix = PrefixAt(peer=pair.address, num_tokens=num_tokens)
     tokens, sampling = tuple(prompt), greedy({"max_tokens": 6} | params)
-    return pair.d.add(AddRequest(request_id=name, token_ids=tokens, params=sampling, prefix=prefix))
+    return pair.d.add(
+        AddRequest(request_id=name, token_ids=array("I", tokens), params=sampling, prefix=prefix)
+    )
 
 
 def counted(pair: Pair, source: str) -> float:
@@ -133,12 +136,12 @@ def test_strangers_are_not_dialled(make: Callable[..., Pair]) -> None:
     pair = make()
     prefix = PrefixAt(peer="tcp://192.0.2.1:9", num_tokens=16)
     call = pair.d.add(
-        AddRequest(request_id="x", token_ids=PROMPT, params=greedy({}), prefix=prefix)
+        AddRequest(request_id="x", token_ids=array("I", PROMPT), params=greedy({}), prefix=prefix)
     )
     with pytest.raises(AssertionError, match="not a member"):
         call.result()
     call = pair.p.add(
-        AddRequest(request_id="y", token_ids=PROMPT, params=greedy({}), prefix=prefix)
+        AddRequest(request_id="y", token_ids=array("I", PROMPT), params=greedy({}), prefix=prefix)
     )
     with pytest.raises(AssertionError, match="no target of hand-overs; send remote_prefix"):
         call.result()

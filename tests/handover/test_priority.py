@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -62,7 +63,9 @@ def test_on_one_node(alone: Node, expected: Expected) -> None:
     with alone.held_step() as hold:
         for number in range(len(PRIORITIES)):
             prompt = tuple(prompt_of(20, seed=number))
-            request = AddRequest(request_id=str(number), token_ids=prompt, params=greedy({}))
+            request = AddRequest(
+                request_id=str(number), token_ids=array("I", prompt), params=greedy({})
+            )
             calls.append(alone.add(with_priority(request, number)))
             if number == 0:
                 until(hold.waited_for, "the first step")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -41,19 +42,19 @@ def prompt_with_images(folder: Path, sizes: Sequence[tuple[int, int]]) -> AddReq
         item = item_of(folder, picture(next(_names), *size), merge_size=vision.merge_size)
         items.append(replace(item, start=len(ids)))
         ids += [vision.image_token_id] * item.length + list(prompt_of(7))
-    return AddRequest(request_id="", token_ids=tuple(ids), params=GREEDY, items=tuple(items))
+    return AddRequest(request_id="", token_ids=array("I", ids), params=GREEDY, items=tuple(items))
 
 
 def hand_over(
     p: NodeProcess,
     d: NodeProcess,
-    prompt: tuple[int, ...],
+    prompt: Sequence[int],
     params: SamplingParams = GREEDY,
     items: tuple[Item, ...] = (),
 ) -> list[int]:
     """D's tokens, of a prompt that is sent to both at the same time; D can't encode its items."""
     name, transfer = f"r{next(_names)}", os.urandom(16)
-    request = AddRequest(request_id=name, token_ids=prompt, params=params, items=items)
+    request = AddRequest(request_id=name, token_ids=array("I", prompt), params=params, items=items)
     source = TransferSpec(role="source", transfer_id=transfer)
     target = TransferSpec(role="target", transfer_id=transfer, peer=p.address)
     bare = tuple(replace(item, data=b"", transfer=None) for item in items)
@@ -76,13 +77,13 @@ def encode(e: NodeProcess, items: tuple[Item, ...]) -> tuple[Item, ...]:
 
 def generate(
     node: NodeProcess,
-    prompt: tuple[int, ...],
+    prompt: Sequence[int],
     params: SamplingParams = GREEDY,
     items: tuple[Item, ...] = (),
 ) -> list[int]:
     """One node's tokens."""
     name = f"r{next(_names)}"
-    node.add(AddRequest(request_id=name, token_ids=prompt, params=params, items=items))
+    node.add(AddRequest(request_id=name, token_ids=array("I", prompt), params=params, items=items))
     return node.result(name)
 
 

@@ -56,7 +56,7 @@ async def test_an_item_reaches_the_engine_as_a_prompt_of_its_own(encoder: Any) -
     assert status == 200
     assert answer["choices"][0]["finish_reason"] == "length"
     [request] = encoder.client.requests
-    assert request.token_ids == (0,) * 64
+    assert request.token_ids.tolist() == [0] * 64
     assert (request.params.temperature, request.params.max_tokens) == (0.0, 1)
     assert request.params.ignore_eos
     assert (request.cache_salt, request.priority) == ("s", 2)

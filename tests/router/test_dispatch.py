@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import re
+from array import array
 from contextlib import aclosing
 from typing import Any
 from unittest.mock import Mock
@@ -37,7 +38,7 @@ def expected(count: int, choice: int = 0, prompt: tuple[int, ...] = PROMPT) -> l
 def request(max_tokens: int = 4, n: int = 1, **fields: object) -> AddRequest:
     params = SamplingParams(max_tokens=max_tokens, n=n)
     request_id = f"r{next(ids)}"  # as all endpoints make it: unique
-    return AddRequest(request_id=request_id, token_ids=PROMPT, params=params, **fields)  # type: ignore[arg-type]
+    return AddRequest(request_id=request_id, token_ids=array("I", PROMPT), params=params, **fields)  # type: ignore[arg-type]
 
 
 async def collect(rig: Any, add: AddRequest) -> list[Output]:

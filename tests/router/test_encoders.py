@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from array import array
 from collections import Counter
 
 import pytest
@@ -124,7 +125,7 @@ def test_who_had_an_image_of_late_has_it_still(
     def encoders(name: str, salt: str = "") -> list[str | None]:
         request = AddRequest(
             request_id=name,
-            token_ids=(7,) * 1100,
+            token_ids=array("I", (7,) * 1100),
             params=SamplingParams(max_tokens=4),
             deadline_s=60.0,
             cache_salt=salt,

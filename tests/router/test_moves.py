@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import pytest
@@ -40,7 +41,7 @@ class Moved:
         self.end: Finished | RequestError | None = None
         self.next_route = Route(A)
         timers = RelayTimers(idle_s=60.0, max_retries=retries, move_s=5.0)
-        request = AddRequest(request_id="r", token_ids=PROMPT, params=params)
+        request = AddRequest(request_id="r", token_ids=array("I", PROMPT), params=params)
         self.relay = RequestRelay(
             request, self.route, transfer_id=bytes(16), timers=timers, now=self.now
         )
@@ -104,7 +105,9 @@ def test_a_successor_that_caught_up_takes_over() -> None:
     a, b = moved.begin_move()
     assert (b.node, b.side, b.request.resume_ids) == (B, "successor", tuple(map(token, range(4))))
     assert b.request.prefix == PrefixAt(peer=str(A.control_address), num_tokens=7)
-    assert (b.request.token_ids, b.request.params) == (PROMPT, PARAMS), "all goes on as it was"
+    assert (tuple(b.request.token_ids), b.request.params) == (PROMPT, PARAMS), (
+        "all goes on as it was"
+    )
     assert moved.cancelled == [], "the target goes on meanwhile"
     moved.go_on(a, 4, 5)
     moved.now += 0.25

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections import Counter
 from typing import Any
 
@@ -649,7 +650,7 @@ def test_what_another_node_holds_is_fetched() -> None:
     assert alone.predicted is not None
     assert found.predicted.ttft_s < alone.predicted.ttft_s, "what is fetched is not computed"
     asked = node_requests(
-        AddRequest(request_id="r", token_ids=(1,) * 1500, params=SamplingParams()),
+        AddRequest(request_id="r", token_ids=array("I", (1,) * 1500), params=SamplingParams()),
         found,
         0,
         transfer_id=bytes(16),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,7 +50,7 @@ def node(node_id: str, generation: str = "1", identity: bytes = IDENTITY) -> Nod
 def asked(tokens: list[int], salt: str = "", items: tuple[Item, ...] = ()) -> AddRequest:
     return AddRequest(
         request_id="r",
-        token_ids=tuple(tokens),
+        token_ids=array("I", tokens),
         params=SamplingParams(),
         cache_salt=salt,
         items=items,

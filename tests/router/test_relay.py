@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -46,7 +47,7 @@ ITEM_IDS = [bytes([i]) * 16 for i in range(2)]
 
 def request(n: int = 1, max_tokens: int = 5, **fields: object) -> AddRequest:
     params = SamplingParams(n=n, max_tokens=max_tokens, seed=7)
-    return AddRequest(request_id="r", token_ids=(1, 2, 3), params=params, **fields)  # type: ignore[arg-type]
+    return AddRequest(request_id="r", token_ids=array("I", (1, 2, 3)), params=params, **fields)  # type: ignore[arg-type]
 
 
 class Bench:
@@ -146,7 +147,7 @@ def test_both_sides_start_at_once_with_their_parts() -> None:
         peer="tcp://127.0.0.1:7000",
         peer_node="p",
     )
-    assert source.request.token_ids == target.request.token_ids == (1, 2, 3)
+    assert [*source.request.token_ids] == [*target.request.token_ids] == [1, 2, 3]
     assert target.request.params == source.request.params
 
 
@@ -662,7 +663,7 @@ def check_nothing_left_open(bench: Bench) -> None:
 
 def scored_request() -> AddRequest:
     params = SamplingParams(max_tokens=2, seed=7, prompt_logprobs=0)
-    return AddRequest(request_id="r", token_ids=(1, 2, 3), params=params)
+    return AddRequest(request_id="r", token_ids=array("I", (1, 2, 3)), params=params)
 
 
 def prompt_scores() -> tuple[TokenLogprobs | None, ...]:

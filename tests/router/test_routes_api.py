@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from array import array
 from typing import Any
 
 import msgspec
@@ -85,7 +86,9 @@ async def test_what_the_target_computes_is_no_part_of_a_handover(make_rig: MakeR
     p, d = rig.nodes["p0"].info, rig.nodes["d0"].info
 
     def handed_over(name: str, busy: NodeLoad) -> float:
-        request = AddRequest(request_id=name, token_ids=(1,) * 40, params=SamplingParams())
+        request = AddRequest(
+            request_id=name, token_ids=array("I", (1,) * 40), params=SamplingParams()
+        )
         route = chooser.route(request, 40, (), frozenset())
         assert route is not None
         assert (route.source, route.target) == (p, d)

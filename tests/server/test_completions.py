@@ -47,7 +47,7 @@ async def test_a_whole_completion(serve: Any) -> None:
         "total_tokens": len(prompt) + length,
         "prompt_tokens_details": {"cached_tokens": min(4, len(prompt))},
     }
-    assert endpoint.source.requests[0].token_ids == tuple(prompt)
+    assert endpoint.source.requests[0].token_ids.tolist() == prompt
     assert endpoint.source.cancelled == []
 
 
@@ -500,9 +500,7 @@ async def test_the_last_tokens_of_long_prompts_are_kept(
     status, answer = await endpoint.post("/v1/completions", told)
     assert status == 200, answer
     kept = ids[-(MAX_MODEL_LEN - max_tokens if keep == -1 else keep) :]
-    assert [request.token_ids for request in endpoint.source.requests] == [
-        tuple(kept), tuple(ids[:2])
-    ]  # fmt: skip
+    assert [request.token_ids.tolist() for request in endpoint.source.requests] == [kept, ids[:2]]
     assert [choice["prompt_token_ids"] for choice in answer["choices"]] == [kept, ids[:2]]
     assert answer["choices"][0]["text"].startswith(endpoint.frontend.tokenizer.decode(kept))
     assert answer["usage"]["prompt_tokens"] == len(kept) + 2

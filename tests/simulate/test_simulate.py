@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from array import array
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -207,7 +208,7 @@ def test_steps_under_way_keep_their_blocks_from_what_comes_meanwhile() -> None:
         engine = ModeledEngine("a", "any", model, loop, wires, *known)
         ids = prompts.add("0", TraceRequest(0.0, ((10, 64),), 100, 11), None)
         params = SamplingParams(max_tokens=200, seed=0)
-        engine.submit(AddRequest(request_id="0", token_ids=ids, params=params), tokens)
+        engine.submit(AddRequest(request_id="0", token_ids=array("I", ids), params=params), tokens)
         while engine._run is None or engine._run.steps < 40:
             await asyncio.sleep(0.001)
         await asyncio.sleep(20 * (engine._run.ends[1] - engine._run.ends[0]))

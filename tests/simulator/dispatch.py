@@ -16,6 +16,7 @@ What is held beside the laws of nodes:
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -322,7 +323,10 @@ class SimulatedDispatch:
             )
             deadline_s = CALM_DEADLINE_S if weather.calm else rng.choice([4.0, 8.0])
             request = AddRequest(
-                request_id=f"r{number}", token_ids=tokens, params=params, deadline_s=deadline_s
+                request_id=f"r{number}",
+                token_ids=array("I", tokens),
+                params=params,
+                deadline_s=deadline_s,
             )
             at = 0.2 + rng.choice(bursts)
             self._later(at, lambda request=request: self._submit(request))  # type: ignore[misc]

@@ -7,6 +7,7 @@ but in order, and all of them until the connection breaks. Then each end finds o
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections import deque
 from collections.abc import Callable
 from contextvars import Context
@@ -23,7 +24,7 @@ from tests.simulator.world import SimulatedWorld
 HEARTBEATS_S = 1.0
 """A connection that carries nothing for so long is broken, as ZMQ's heartbeats find out."""
 Ts = TypeVarTuple("Ts")
-_encoder = msgspec.msgpack.Encoder()
+_encoder = msgspec.msgpack.Encoder(enc_hook=array.tobytes)
 
 
 class SimulatedLoop(asyncio.AbstractEventLoop):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import sys
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -546,7 +547,7 @@ class SimulatedNode(SimulatedProcess):
         self._post(
             AddRequest(
                 request_id=name,
-                token_ids=job.token_ids,
+                token_ids=array("I", job.token_ids),
                 params=params,
                 deadline_s=job.deadline_s,
                 transfer=transfer,
@@ -576,7 +577,7 @@ class SimulatedNode(SimulatedProcess):
             return
         job = SimulatedPrompt(
             Attempt(bytes(16), 0) if part is None else part.name,
-            message.token_ids,
+            tuple(message.token_ids),
             choices=message.params.n,
             deadline_s=message.deadline_s,
             sampling=message.params,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -49,7 +50,7 @@ def ask_as(node: Node, name: str, tenant: str = "", salt: str = "", seed: int = 
     node.add(
         AddRequest(
             request_id=name,
-            token_ids=prompt_of(40, seed),
+            token_ids=array("I", prompt_of(40, seed)),
             params=greedy({}),
             tenant=tenant,
             cache_salt=salt,
@@ -94,7 +95,11 @@ def test_a_tenant_is_told_without_secrets() -> None:
         params = SamplingParams()
         return tenant_of(
             AddRequest(
-                request_id="r", token_ids=(1,), params=params, tenant=tenant, cache_salt=salt
+                request_id="r",
+                token_ids=array("I", (1,)),
+                params=params,
+                tenant=tenant,
+                cache_salt=salt,
             )
         )
 

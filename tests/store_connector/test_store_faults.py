@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -269,7 +270,7 @@ def test_deadlines(nodes: Nodes, expected: Expected, box: Box, kind: str) -> Non
     fill(node)
     with box.held(kind):
         request = AddRequest(
-            request_id="late", token_ids=PROMPTS[0], params=greedy({}), deadline_s=0.3
+            request_id="late", token_ids=array("I", PROMPTS[0]), params=greedy({}), deadline_s=0.3
         )
         call = node.add(request)
         until(call.over, "its end")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 
@@ -91,7 +92,7 @@ def test_salts_do_not_share(nodes: Nodes, box: Box) -> None:
         node.ask("reset_prefix_cache")
         request = AddRequest(
             request_id=f"s{number}",
-            token_ids=prompt_of(40),
+            token_ids=array("I", prompt_of(40)),
             params=greedy({}),
             cache_salt=salt,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ class Driver:
         assert not cached or len(self.groups) == 1
         self.computed[handle] = len(cached) * self.block_size
         prompt = len(token_ids) if num_prompt is None else num_prompt
-        new = NewSequence(handle, tuple(token_ids), prompt, choice, params, tuple(items))
+        new = NewSequence(handle, array("I", token_ids), prompt, choice, params, tuple(items))
         self._new[handle] = (new, tuple(cached))
         self.item_rows[handle] = tuple(item_rows)
         return handle

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
 from pathlib import Path
 
 import torch
@@ -40,7 +41,7 @@ def request_for(item: Item, name: str, *, transfer: TransferSpec | None = None) 
     """A request to encode."""
     return AddRequest(
         request_id=name,
-        token_ids=(0,) * padded(item),
+        token_ids=array("I", (0,) * padded(item)),
         params=ONE_TOKEN,
         items=(item,),
         transfer=transfer,

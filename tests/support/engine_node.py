@@ -10,6 +10,7 @@ import itertools
 import os
 import select
 import threading
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -292,7 +293,9 @@ class Node:
     def generate(self, prompt: Sequence[int], **params: Any) -> Call:
         """A request that has nothing to do with other nodes."""
         name = f"alone-{next(self._numbers)}"
-        return self.add(AddRequest(request_id=name, token_ids=tuple(prompt), params=greedy(params)))
+        return self.add(
+            AddRequest(request_id=name, token_ids=array("I", prompt), params=greedy(params))
+        )
 
     def ask(self, name: str, argument: Any = None) -> Any:
         """Ask the core something."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -84,7 +85,7 @@ class Pair:
         name = f"r{next(self._names)}"
         of_p, of_d = (
             AddRequest(
-                request_id=name, token_ids=tuple(prompt), params=greedy(params), transfer=spec
+                request_id=name, token_ids=array("I", prompt), params=greedy(params), transfer=spec
             )
             for spec in (source, target)
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,7 +29,7 @@ MODEL = "tiny"
 PORTS = {"prefill": 7000, "encode": 8000}
 
 
-def token_at(prompt: tuple[int, ...], index: int, choice: int = 0) -> int:
+def token_at(prompt: Sequence[int], index: int, choice: int = 0) -> int:
     """What every healthy node generates."""
     return (sum(prompt) * 31 + index * 17 + choice * 7) % VOCAB_SIZE
 

@@ -7,6 +7,7 @@ through the block tables. So a wrong, stale, shared or early reused block change
 from __future__ import annotations
 
 import os
+from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -614,7 +615,7 @@ def ask(request_id: str, tokens: list[int], **fields: object) -> AddRequest:
     sampling = {name: value for name, value in fields.items() if name not in names}
     return AddRequest(
         request_id=request_id,
-        token_ids=tuple(tokens),
+        token_ids=array("I", tokens),
         params=SamplingParams(**{"max_tokens": 8, **sampling}),  # type: ignore[arg-type]
         **own,  # type: ignore[arg-type]
     )

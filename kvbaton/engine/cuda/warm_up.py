@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -117,7 +118,7 @@ class TrialSteps:
             tables = tuple(tuple(range(start, start + blocks)) for start in starts)
             first += blocks * len(tables)
             items, rows = self._image(total) if seeing and count > 1 else ((), ())
-            new.append(NewSequence(~handle, (1,) * total, total, 0, params, items))
+            new.append(NewSequence(~handle, array("I", [1]) * total, total, 0, params, items))
             steps.append(SequenceStep(~handle, prefix, count, tables, 1, rows))
         self._runner.run(StepPlan(0, new=tuple(new), steps=tuple(steps)))
         self._runner.run(StepPlan(0, ended=tuple(step.handle for step in steps)))

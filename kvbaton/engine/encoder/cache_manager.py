@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import sys
 import time
+from array import array
 from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
@@ -293,7 +294,7 @@ class EncoderCacheManager(ItemOutputs, KVConnector):
         self.core.add(
             messages.AddRequest(
                 request_id=pending.request_id,
-                token_ids=(0,) * first.item.padded_rows,
+                token_ids=array("I", [0]) * first.item.padded_rows,
                 params=PARAMS,
                 cache_salt=first.sequence.request.spec.cache_salt,
                 deadline_s=DEADLINE_S,
