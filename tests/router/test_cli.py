@@ -90,6 +90,16 @@ def test_wrong_settings_are_named_in_one_line(
     assert message in line
 
 
+def test_a_folder_of_gguf_files_tells_which_to_name(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """As ``hf download`` brings them: many sizes of one model, and no config.json."""
+    for size in ("Q4_K_M", "Q8_0"):
+        (tmp_path / f"m-{size}.gguf").touch()
+    line = failure(capsys, "serve", str(tmp_path))
+    assert f"it has no config.json; name one of its GGUF files, as {tmp_path}/m-Q4_K_M.gguf" in line
+
+
 def test_node_settings_that_do_not_fit_are_named(
     capsys: pytest.CaptureFixture[str], broken_model: str
 ) -> None:
