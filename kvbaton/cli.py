@@ -19,7 +19,14 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvbaton import __version__
-from kvbaton.config import add_config_flag, add_flags, from_args, human_int, with_config
+from kvbaton.config import (
+    add_config_flag,
+    add_flags,
+    from_args,
+    human_int,
+    instead_of,
+    with_config,
+)
 from kvbaton.errors import ConfigError, EngineDeadError, StoreError, TransportError, writing
 
 if TYPE_CHECKING:
@@ -89,8 +96,12 @@ class Parser(argparse.ArgumentParser):
         found, rest = super().parse_known_args(args, namespace)
         for word in rest:
             name, options = word.partition("=")[0], self._option_string_actions
-            if name.startswith("--") and (like := difflib.get_close_matches(name, options, n=1)):
-                self.error(f"unrecognized arguments: {' '.join(rest)}; did you mean {like[0]}?")
+            hint = instead_of(name)
+            if not hint and name.startswith("--"):
+                like = difflib.get_close_matches(name, options, n=1)
+                hint = f"; did you mean {like[0]}?" if like else ""
+            if hint:
+                self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
         return found, rest
 
     def error(self, message: str) -> NoReturn:

@@ -35,6 +35,31 @@ VLLM_NAMES = {
     "--workers": ("--api-server-count", "-asc"),
 }
 """By flag: names that vLLM has beside or instead of ours."""
+_NODES = "start more nodes, as kvbaton up --any 2 does"
+_RANKS = "there is --tensor-parallel-size, and more nodes"
+_ON = "leave it out: that is on"
+INSTEAD = {
+    "--kv-transfer-config": "there are --transport, --store and --role",
+    "--data-parallel-size": _NODES,
+    "-dp": _NODES,
+    "--dp-size": _NODES,
+    "--pipeline-parallel-size": _RANKS,
+    "-pp": _RANKS,
+    "--pp-size": _RANKS,
+    "--enable-auto-tool-choice": _ON,
+    "--enable-chunked-prefill": _ON,
+    "--trust-remote-code": "code of checkpoints is never run",
+    "--enable-lora": "merge adapters into the weights",
+    "--disaggregation-mode": "there is --role",
+    "--disaggregation-transfer-backend": "there is --transport",
+    "--model-path": "there is --model",
+    "--tp-size": "there is --tensor-parallel-size",
+    "--context-length": "there is --max-model-len",
+    "--mem-fraction-static": "there is --gpu-memory-utilization",
+    "--max-running-requests": "there is --max-num-seqs",
+    "--chunked-prefill-size": "there is --max-num-batched-tokens",
+}
+"""What to do in place of flags of vLLM and SGLang that are not there."""
 UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -337,6 +362,12 @@ def add_config_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(CONFIG, metavar="FILE", help=text)
 
 
+def instead_of(name: str) -> str:
+    """What stands here for a flag of vLLM or SGLang, as the end of a sentence; empty for others."""
+    found = INSTEAD.get(name)
+    return f"; {found}" if found else ""
+
+
 def with_config(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
     """A command line with what its ``--config`` says behind: no list there ends in a word of ours.
 
@@ -363,7 +394,8 @@ def with_config(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[s
         action = options.get(str(key).replace("-", "_"))
         if action is None:
             known = difflib.get_close_matches(str(key).replace("-", "_"), options, n=1)
-            hint = f"; did you mean {known[0].replace('_', '-')!r}?" if known else ""
+            meant = f"; did you mean {known[0].replace('_', '-')!r}?" if known else ""
+            hint = instead_of(f"--{key}".replace("_", "-")) or meant
             raise ConfigError(CONFIG, f"{path}: {parser.prog} has no option {key!r}{hint}")
         if action in seen:
             raise ConfigError(CONFIG, f"{path}: {seen[action]!r} and {key!r} are the same option")

@@ -18,6 +18,7 @@ from kvbaton.connectors.keys import IdentityRecord, dummy_model_digest, model_di
 from kvbaton.connectors.layout import GroupKind, KVLayout
 from kvbaton.connectors.objects import ObjectForm
 from kvbaton.connectors.registry import load_store
+from kvbaton.connectors.store import Store
 from kvbaton.engine.block_feed import BlockFeed
 from kvbaton.engine.config import EngineConfig, KVEventsConfig, SchedulerConfig, SpeculativeConfig
 from kvbaton.engine.core import EngineCore, Mailbox
@@ -255,10 +256,15 @@ def open_beside(
 ) -> tuple[Executor, list[MakeConnectors]]:
     """Load a model, and open meanwhile what connectors need: NIXL's first agent takes 1.2 s.
 
+    The store is built before, since a model may take minutes, and is the first of the makers.
+
     Raises:
         ConfigError: a setting is wrong.
     """
-    device = choose_device(surroundings.config)
+    config, makers = surroundings.config, list[MakeConnectors]()
+    if config.store is not None:
+        makers.append(partial(open_store, config, make_store(config), surroundings.identity))
+    device = choose_device(config)
 
     def open_one(factory: ConnectorFactory) -> MakeConnectors:
         if device.type == "cuda":
@@ -269,7 +275,7 @@ def open_beside(
         opening = [threads.submit(open_one, factory) for factory in factories]
         executor = make()
     try:
-        return executor, [opened.result() for opened in opening]
+        return executor, [*makers, *(opened.result() for opened in opening)]
     except BaseException:
         executor.close()
         raise
@@ -287,8 +293,6 @@ def make_connectors(
         ConfigError: a setting is wrong, a store can't be opened, or an address is in use.
     """
     config, connectors = surroundings.config, list[KVConnector]()
-    if config.store is not None:
-        connectors.append(open_store(config, executor, scheduler, surroundings.identity))
     for make in makers:
         connectors += make(executor, scheduler)
     settings = KVEventsConfig.parse(config.kv_events_config)
@@ -310,32 +314,42 @@ def make_executor(config: EngineConfig, model: ModelConfig, *, track_sums: bool)
     return cpu_executor(config, model, track_sums=track_sums)
 
 
-def open_store(
-    config: EngineConfig, executor: Executor, scheduler: Scheduler, identity: bytes
-) -> StoreConnector:
-    """The store that the settings name, open.
+def make_store(config: EngineConfig) -> Store:
+    """The store that the settings name, which is not open yet.
 
     Raises:
-        ConfigError: it is unknown, can't be opened, or can't keep what this model computes.
+        ConfigError: it is unknown, or can't be built or do what the settings want.
     """
     assert config.store is not None
-    groups = range(len(executor.layouts[0]))
-    forms = tuple(ObjectForm([rank[group] for rank in executor.layouts]) for group in groups)
     store = load_store(config.store)
     if config.store_ttl is not None:
         if config.store_ttl <= 0:
             raise ConfigError("--store-ttl", f"must be more than 0, not {config.store_ttl:g}")
         if not store.capabilities.expires:
             raise ConfigError("--store-ttl", f"{store.name} can't let single objects expire")
+    return store
+
+
+def open_store(
+    config: EngineConfig, store: Store, identity: bytes, executor: Executor, scheduler: Scheduler
+) -> list[KVConnector]:
+    """A store's connector, once the store is open.
+
+    Raises:
+        ConfigError: it can't be opened, or can't keep what this model computes.
+    """
+    groups = range(len(executor.layouts[0]))
+    forms = tuple(ObjectForm([rank[group] for rank in executor.layouts]) for group in groups)
     worker = StoreWorker(store, executor, forms, identity)
     worker.start()
-    return StoreConnector(
+    connector = StoreConnector(
         scheduler,
         worker,
         lookup_timeout_s=config.store_lookup_timeout,
         load_timeout_s=config.store_load_timeout,
         ttl_s=config.store_ttl,
     )
+    return [connector]
 
 
 def steps_in_flight(config: EngineConfig) -> int:

@@ -74,6 +74,8 @@ def check_model_folder(model: str) -> None:
         problem = f"{model!r} is no model folder: it has no config.json"
         if not Path(model).exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", model):
             problem += f"; to have it from Hugging Face: hf download {model} --local-dir DIR"
+        if gguf := sorted(Path(model).glob("*.gguf")):
+            problem += f"; name one of its GGUF files, as {gguf[0]}"
         raise ConfigError("--model", problem)
 
 

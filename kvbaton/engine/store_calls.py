@@ -183,7 +183,7 @@ CALL_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30
 MOST_METRICS = 64
 """Of each kind that a store has of its own, and tenants."""
 WARN_S = 10.0
-"""Between two lines in the log about failures of one call."""
+"""Between two lines in the log about failures of one call, or about wrong bytes."""
 SLOW_S = 0.1
 """`health` and `usage` never block; who takes longer is asked less often."""
 OVERDUE_S = 5.0
@@ -217,7 +217,7 @@ class StoreCalls:
         self.capabilities = able
         self.errors = dict.fromkeys(CALLS, 0)
         self._seconds = {call: LatencyHistogram(CALL_BUCKETS) for call in TIMED}
-        self._warn_at = dict.fromkeys(CALLS, 0.0)
+        self._warn_at: dict[str, float] = {}
 
     def register(self, regions: AnyPieces) -> bool:
         """`Registering.register`, of a store that has it; one that fails works without.
@@ -317,12 +317,21 @@ class StoreCalls:
         about = f" of {len(keys)} keys, first {keys[0].hex()}" if keys else ""
         text = as_written(f"{call}{about} at {self.name} failed: {_told(error)}")
         self.errors[call] += 1
-        if (now := time.monotonic()) >= self._warn_at[call]:
-            self._warn_at[call] = now + WARN_S
-            # A bug of the plug-in: its author wants to see where.
-            trace = [] if isinstance(error, StoreError) else traceback.format_exception(error)
-            logger.warning("%s", as_written("".join([text, "\n" * bool(trace), *trace])))
+        self._warn(call, text, error)
         return text
+
+    def note_corrupt(self, keys: Sequence[bytes]) -> None:
+        """Log that the store gave back other bytes than were saved under these keys."""
+        told = f"{len(keys)} blocks of a load, first {keys[0].hex()}, are not what was saved"
+        self._warn("corrupt", f"{self.name} gave wrong bytes: {told}; they are computed anew")
+
+    def _warn(self, subject: str, text: str, error: BaseException | None = None) -> None:
+        if (now := time.monotonic()) >= self._warn_at.get(subject, 0.0):
+            self._warn_at[subject] = now + WARN_S
+            # A bug of the plug-in: its author wants to see where.
+            bug = error if not isinstance(error, StoreError) else None
+            trace = ["\n", *traceback.format_exception(bug)] if bug else []
+            logger.warning("%s", as_written("".join([text, *trace])))
 
     def _ask(
         self,

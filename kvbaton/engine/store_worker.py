@@ -421,6 +421,8 @@ class StoreWorker:
         self._loads.pop(order, None)
         order.good += itertools.chain.from_iterable(answers)
         order.corrupt, order.seconds = len(corrupt), time.monotonic() - began
+        if corrupt:
+            self.calls.note_corrupt(corrupt)
         if self.calls.capabilities.deletes:  # first, or it could hit what is saved in their stead
             with suppress(StoreError):  # it is counted and logged
                 for bad_keys in _batched(tuple(corrupt), self.calls.capabilities.max_keys):

@@ -14,6 +14,8 @@ from kvbaton.server.frontend import FRONTEND
 from kvbaton.server.network import carries_token
 
 PROTECTED = ("/v1/", "/inference/", "/tokenize", "/detokenize")
+PROXIED = ("Forwarded", "X-Forwarded-For", "X-Real-IP", "Via")
+"""Headers by which a proxy says that it asks for somebody else."""
 
 
 PEER = web.RequestKey("peer", str)
@@ -55,11 +57,14 @@ def tenant(request: web.Request) -> str:
 
 
 def from_loopback(request: web.Request) -> bool:
-    """Whether the peer is this machine, and no web page there that wants to change something.
+    """Whether the peer is this machine, and asks for itself.
 
-    Any site can have browsers post here, which then say what site that is.
+    Any site can have browsers post here, which then say what site that is. A proxy says that it is
+    one; who is behind it may be anybody.
     """
     if request.method not in ("GET", "HEAD") and "Origin" in request.headers:
+        return False
+    if any(header in request.headers for header in PROXIED):
         return False
     return is_loopback(request.get(PEER, request.remote))
 

@@ -74,6 +74,11 @@ def failure(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["router", "--port", "9" * 400], "--port: 99999999999999999999... is a number beyond"),
         (["router", "--shiny"], "unrecognized arguments: --shiny"),
         (["serve", "x", "--max-num-batch-tokens=5"], "did you mean --max-num-batched-tokens?"),
+        (["serve", "x", "--kv-transfer-config", "{}"], "; there are --transport, --store"),
+        (["serve", "x", "--data-parallel-size=2"], "--data-parallel-size=2; start more nodes"),
+        (["serve", "x", "-dp", "2"], "unrecognized arguments: -dp 2; start more nodes"),
+        (["serve", "x", "--disaggregation-mode", "prefill"], "prefill; there is --role"),
+        (["up", "x", "--enable-auto-tool-choice"], "auto-tool-choice; leave it out: that is on"),
         (["router", "--port", "0", "--model", "/nope"], "/nope/tokenizer.json: is missing"),
     ],
 )
@@ -83,6 +88,16 @@ def test_wrong_settings_are_named_in_one_line(
     line = failure(capsys, *words)
     assert line.startswith("kvbaton: error: ")
     assert message in line
+
+
+def test_a_folder_of_gguf_files_tells_which_to_name(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """As ``hf download`` brings them: many sizes of one model, and no config.json."""
+    for size in ("Q4_K_M", "Q8_0"):
+        (tmp_path / f"m-{size}.gguf").touch()
+    line = failure(capsys, "serve", str(tmp_path))
+    assert f"it has no config.json; name one of its GGUF files, as {tmp_path}/m-Q4_K_M.gguf" in line
 
 
 def test_node_settings_that_do_not_fit_are_named(
@@ -491,6 +506,7 @@ def test_a_file_gives_options_and_the_command_line_wins(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("max_modl_len: 3", "kvbaton serve has no option 'max_modl_len'; did you mean 'max-model"),
+        ("kv_transfer_config: {}", "has no option 'kv_transfer_config'; there are --transport"),
         ("config: other.yaml", "has no option 'config'"),
         ("port: 1\nblock-size: 16\nport: 2", "'port' is there twice, in lines 1 and 3"),
         ("port: 1\nspeculative-config: {method: ngram, method: x}", "'method' is there twice"),

@@ -168,3 +168,27 @@ async def test_a_page_in_a_browser_on_this_machine_is_no_operator(make_rig: Any)
         assert response.status == 200, "which changes nothing, and the site can't read it"
     async with rig.session.post("/nodes/d0/pause") as response:
         assert response.status == 200
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"X-Forwarded-For": "203.0.113.7"},
+        {"X-Real-IP": "203.0.113.7"},
+        {"Forwarded": "for=203.0.113.7"},
+        {"Via": "1.1 proxy"},
+    ],
+    ids=lambda header: next(iter(header)),
+)
+async def test_a_proxy_on_this_machine_makes_no_operators_of_its_clients(
+    make_rig: Any, header: dict[str, str]
+) -> None:
+    rig = await make_rig()
+    node = msgspec.json.encode(rig.nodes["d0"].info)
+    for path in ("/nodes/d0/drain", "/drain", "/reset_prefix_cache", "/nodes"):
+        data = node if path == "/nodes" else None
+        async with rig.session.post(path, data=data, headers=header) as response:
+            assert response.status == 403, path
+    async with rig.session.get("/nodes", headers=header) as response:
+        assert response.status == 403
+    assert rig.states()["d0"] == "ready"

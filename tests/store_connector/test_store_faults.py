@@ -13,7 +13,7 @@ import pytest
 
 from kvbaton.connectors.keys import block_keys, root_key
 from kvbaton.connectors.objects import HEADER_BYTES
-from kvbaton.engine import store_connector, store_saves
+from kvbaton.engine import store_calls, store_connector, store_saves
 from kvbaton.engine.store_connector import StoreConnector
 from kvbaton.messages.engine import AddRequest
 from tests.support.engine_node import Call, Node, greedy
@@ -77,6 +77,24 @@ def test_corrupt_objects(
     check_all(node, expected)
     assert count(node, "store_load_blocks", outcome="corrupt") == found
     assert count(node, "prompt_tokens", source="store") - loaded == len(PROMPTS) * (LENGTH - 1)
+
+
+def test_wrong_bytes_are_told_once(
+    nodes: Nodes,
+    expected: Expected,
+    box: Box,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They cost their time each time, and a counter alone is not looked at."""
+    monkeypatch.setattr(store_calls, "WARN_S", 3600.0)
+    node = nodes.start(box.spec)
+    fill(node)
+    box.corrupt(list(box.objects))
+    check_all(node, expected)
+    (told,) = [line for line in caplog.messages if "wrong bytes" in line]
+    assert told.startswith(f"{store_of(node).worker.calls.name} gave wrong bytes: ")
+    assert any(key.hex() in told for key in box.objects)
 
 
 def store_of(node: Node) -> StoreConnector:

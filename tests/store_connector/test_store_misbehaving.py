@@ -8,12 +8,16 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from kvbaton.engine import store_calls, store_connector, store_worker
 from kvbaton.errors import ConfigError
 from kvbaton.messages.engine import Command
+from kvbaton.testing.checkpoints import make_checkpoint
 from tests.store_connector import misbehaving
 from tests.store_connector.misbehaving import (
     BUGS,
@@ -225,6 +229,18 @@ def test_cancelled_loads_are_not_missing(nodes: Nodes, box: Box) -> None:
 def test_a_wrong_option_is_told(nodes: Nodes, spec: str, told: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(told)):
         nodes.start(spec)
+
+
+def test_a_wrong_option_is_told_before_a_model_is_loaded(tmp_path: Path) -> None:
+    """Weights may take minutes."""
+    folder = make_checkpoint(tmp_path / "model")
+    save_file({"model.norm.weight": torch.ones(64)}, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match="--model: the checkpoint has no tensor"):
+        Node("node", folder, store="memory")
+    with pytest.raises(ConfigError, match="--store: memory does not take these options"):
+        Node("node", folder, store='memory:{"colour": 1}')
+    with pytest.raises(ConfigError, match="--store-ttl: must be more than 0"):
+        Node("node", folder, store="memory", store_ttl=0.0)
 
 
 def test_an_option_that_open_finds_wrong_is_told_as_it_was_written(
