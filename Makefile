@@ -79,7 +79,7 @@ test-matrix: $(VENV)/.dev  ## every cell of docs/compatibility.md, which it writ
 	$(BIN)/python -m tests.matrix.page docs/compatibility.md out/matrix.xml
 
 test-kernels: $(VENV)-extras/.done  ## the Triton kernels under their interpreter
-	$(EXTRAS) -m pytest -q -n $(JOBS) -m "not gpu" tests/kernels
+	$(EXTRAS) -m pytest -q -n $(JOBS) -m "not gpu and not slow" tests/kernels
 
 test-lmcache: $(VENV)-extras/.done  ## the stores over LMCache and Mooncake, with their real servers
 	$(EXTRAS) -m pytest -q tests/connectors/test_store_lmcache.py \

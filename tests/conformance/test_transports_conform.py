@@ -1,5 +1,7 @@
 """Every built-in transport passes the kit."""
 
+import pytest
+
 from kvbaton.testing.suite import TransportTests
 
 
@@ -23,6 +25,7 @@ class TestFaultyMemory(TransportTests):
     spec = 'faulty:{"inner": "memory"}'
 
 
+@pytest.mark.slow
 class TestFaultyTcp(TransportTests):
     spec = 'faulty:{"inner": "tcp", "delay": 0.5, "delay_polls": 20}'
 

@@ -135,6 +135,7 @@ def test_one_command(shell: Shell) -> None:
     interrupt(process, shell.said, 5)
 
 
+@pytest.mark.slow  # as the examples' other scripts; its commands are README's, forked above
 def test_the_launch_script(shell: Shell) -> None:
     process = shell.run(SCRIPT)
     poll("an answer", lambda: '"choices"' in shell.said(), 120.0, shell.said)

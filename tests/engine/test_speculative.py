@@ -210,7 +210,7 @@ def test_answers_are_the_same(family: str, asked: str, nodes: Callable[..., Node
     spec = LLAMA if family == "llama" else WINDOWS
     plain, drafting = nodes(spec), nodes(spec, **SPECULATIVE)
     before = drafting.counters()
-    params = {"max_tokens": 24, "logprobs": 2} | ASKED[asked]
+    params = {"max_tokens": 16, "logprobs": 2} | ASKED[asked]
     for tokens in (REPEATED, prompt_of(30)):
         assert answers(drafting, tokens, **params) == answers(plain, tokens, **params)
     after = drafting.counters()

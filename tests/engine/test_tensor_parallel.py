@@ -54,7 +54,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3-moe": {"family": "qwen3_moe", "config": {"mlp_only_layers": [0]}},
 }
 WHOLE_EXPERTS = ("deepseek-v2", "dots1", "gpt-oss", "llama4", "qwen2-moe", "qwen3-moe")
-GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
 rng = np.random.default_rng(3)
 SHARED = rng.integers(3, 384, 40).tolist()
 PROMPTS = [rng.integers(3, 384, count).tolist() for count in (1, 16, 37, 70)]

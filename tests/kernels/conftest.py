@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,17 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from kvbaton.kernels.jit import INTERPRETED
+
+if INTERPRETED:
+    # Triton patches its language anew for each call of a device function, which took these tests
+    # a third of their time: once is enough where nothing is compiled.
+    from triton import language
+    from triton.runtime import interpreter
+
+    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": language, "core": language.core}))
+    interpreter._patch_lang = lambda kernel: interpreter._LangPatchScope()
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 
@@ -44,8 +56,6 @@ def _places() -> list[Any]:
 
 @pytest.fixture(params=_places())
 def place(request: pytest.FixtureRequest) -> Iterator[Place]:
-    from kvbaton.kernels.jit import INTERPRETED
-
     device, dtype = request.param
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")

@@ -109,13 +109,15 @@ def test_lengths_may_differ_much(place: Any, make_paged: Any) -> None:
     check(place, paged, place.randn(4, 4, 64), scale=0.125, spare=16)
 
 
-@pytest.mark.parametrize("spare", [1, 40, 70])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(8, 2, 64), (7, 1, 80)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "spare"),
+    [(8, 2, 64, 1), (8, 2, 64, 40), (8, 2, 64, 70), (7, 1, 80, 70)],
+)
 def test_many_sequences(
     place: Any, make_paged: Any, heads: int, kv_heads: int, head_dim: int, spare: int
 ) -> None:
     """Whoever comes last merges a sequence's parts; the counters are as they were for the next."""
-    lens = [1, 700, 0, 37, 129, 64, 65, 300] * 2
+    lens = [1, 700, 0, 37, 129, 64, 65, 300, 9, 0, 64, 1, 65, 20, 2, 130]
     paged, query = make_paged(lens, kv_heads, head_dim, 16), place.randn(16, heads, head_dim)
     first = check(place, paged, query, scale=0.125, spare=spare)
     keys, values = paged.views

@@ -95,7 +95,7 @@ def test_tokens_of_an_image_see_all_of_it(place: Any, make_paged: Any, options: 
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 90}, {"softcap": 3.0}, {"sinks": 4}], ids=str)
-@pytest.mark.parametrize("parts", [2, 3, 32])
+@pytest.mark.parametrize("parts", [2, 3, 8])
 def test_keys_in_parts(
     monkeypatch: pytest.MonkeyPatch, place: Any, make_paged: Any, parts: int, options: Any
 ) -> None:
