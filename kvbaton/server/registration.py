@@ -8,15 +8,13 @@ import logging
 import random
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any
-from urllib.parse import quote, urlsplit
 
 import aiohttp
 import msgspec
-from aiohttp.abc import AbstractResolver, ResolveResult
-from typing_extensions import override
+from yarl import URL
 
 from kvbaton.errors import ConfigError
 from kvbaton.messages import UNREADABLE
@@ -62,8 +60,8 @@ async def targets_of(url: str) -> list[Target]:
         OSError: the name has no address.
         TimeoutError: nobody said which.
     """
-    parts = urlsplit(url)
-    host = parts.hostname or ""
+    parts = URL(url)
+    host = parts.host or ""
     with suppress(ValueError):
         ipaddress.ip_address(host)
         return [(url, None)]
@@ -71,7 +69,7 @@ async def targets_of(url: str) -> list[Target]:
         return [(url, None)]
     async with asyncio.timeout(LOOKUP_TIMEOUT_S):
         found = await asyncio.get_running_loop().getaddrinfo(
-            host, parts.port or parts.scheme, type=socket.SOCK_STREAM
+            host, parts.port, type=socket.SOCK_STREAM
         )
     families = {str(where[0]): family for family, *_, where in found}
     chosen = min(families.values(), key=lambda family: family != socket.AF_INET)
@@ -242,9 +240,11 @@ class _Registration:
     def __init__(
         self, registrar: NodeRegistrar, target: Target, on_news: Callable[[], None]
     ) -> None:
-        url, self._address = target
-        self._url = f"{url}/nodes"
-        self.where = self._url if self._address is None else f"{self._url} ({self._address})"
+        url, address = target
+        self._url = URL(f"{url}/nodes")
+        self.where = str(self._url) if address is None else f"{self._url} ({address})"
+        # Where there are several, one is dialled; its certificate is of the name all the same.
+        self._dialled = self._url if address is None else self._url.with_host(address)
         self._registrar = registrar
         self._on_news = on_news
         self.listed = True
@@ -293,23 +293,20 @@ class _Registration:
     async def leave(self) -> None:
         """Tell the router that the node goes away."""
         info = self._registrar.info()
-        url = f"{self._url}/{quote(info.node_id)}?generation={quote(info.generation)}"
+        url = (self._dialled / info.node_id).with_query(generation=info.generation)
         async with (
             self._session() as session,
-            session.delete(url, headers=self._registrar.headers) as response,
+            session.delete(url, server_hostname=self._url.host) as response,
         ):
             response.raise_for_status()
 
-    @asynccontextmanager
-    async def _session(self) -> AsyncIterator[aiohttp.ClientSession]:
-        resolver = None if self._address is None else OneAddress(self._address)
-        async with aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(
-                resolver=resolver, ssl=self._registrar.trust.client(self._url)
-            ),
-            timeout=self._registrar.timeout,
-        ) as session:
-            yield session
+    def _session(self) -> aiohttp.ClientSession:
+        registrar = self._registrar
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(ssl=registrar.trust.client(str(self._url))),
+            headers={"Host": self._url.authority, **registrar.headers},
+            timeout=registrar.timeout,
+        )
 
     async def _register(self, session: aiohttp.ClientSession) -> None:
         """Set `members` or `refusal`.
@@ -318,9 +315,12 @@ class _Registration:
             ClientError, OSError, TimeoutError, `UNREADABLE`: the router gave no answer, or no
                 final one.
         """
-        headers = {"Content-Type": "application/json", **self._registrar.headers}
-        body = msgspec.json.encode(self._registrar.info())
-        async with session.post(self._url, data=body, headers=headers) as response:
+        async with session.post(
+            self._dialled,
+            data=msgspec.json.encode(self._registrar.info()),
+            headers={"Content-Type": "application/json"},
+            server_hostname=self._url.host,
+        ) as response:
             answer = await response.read()
             if response.ok:
                 members = msgspec.json.decode(answer, type=Members)
@@ -339,34 +339,3 @@ class _Registration:
             if self.refusal is None:
                 logger.error("the router at %s refuses this node: %s", self.where, reason)
             self.members, self.refusal, self.error = None, reason, None
-
-
-class OneAddress(AbstractResolver):
-    """Resolves every host name to one address: the one that a connection is meant for.
-
-    Args:
-        address: an IP address.
-    """
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-
-    @override
-    async def resolve(
-        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
-    ) -> list[ResolveResult]:
-        """The address, whatever the name."""
-        found = socket.AF_INET6 if ":" in self._address else socket.AF_INET
-        return [
-            ResolveResult(
-                hostname=host,
-                host=self._address,
-                port=port,
-                family=found,
-                proto=0,
-                flags=socket.AI_NUMERICHOST,
-            )
-        ]
-
-    @override
-    async def close(self) -> None: ...

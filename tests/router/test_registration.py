@@ -7,6 +7,7 @@ import itertools
 import socket
 from collections.abc import AsyncIterator, Callable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,10 +17,15 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from kvbaton.errors import ConfigError
-from kvbaton.messages.nodes import NodeInfo
+from kvbaton.messages.nodes import Members, NodeInfo
 from kvbaton.router.config import MembershipTimers
 from kvbaton.server import registration
+from kvbaton.server.app import serve_on
+from kvbaton.server.config import EndpointConfig
+from kvbaton.server.network import TlsConfig, TrustConfig, bind
 from kvbaton.server.registration import REFUSALS, NodeRegistrar, targets_of
+from tests.support.certificates import NAME as CERTIFIED
+from tests.support.certificates import write_certificates
 from tests.support.waiting import PATIENCE_S, eventually
 
 Start = Callable[..., tuple[NodeRegistrar, "asyncio.Task[None]", list[tuple[str, ...]]]]
@@ -281,6 +287,39 @@ async def test_it_registers_with_all_routers_of_a_name_as_they_come_and_go(
     await asyncio.gather(task, return_exceptions=True)
     await registrar.leave()
     assert second.states() == {"p0": "ready"}
+
+
+async def test_a_certificate_is_of_the_name_whichever_address_is_dialled(
+    tmp_path: Path, make_rig: Any, start: Start, names: dict[str, list[str]]
+) -> None:
+    ca, certificate, key = map(str, write_certificates(tmp_path))
+    asked: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(f"{request.host} {request.raw_path}")
+        body = msgspec.json.encode(Members(control_addresses=(), heartbeat_s=60.0))
+        return web.Response(body=body)
+
+    app, tls = web.Application(), TlsConfig(ssl_certfile=certificate, ssl_keyfile=key)
+    app.add_routes([web.post("/nodes", answer), web.delete("/nodes/{id:.+}", answer)])
+    runner = await serve_on(bind("127.0.0.2", 0), app, EndpointConfig(tls=tls))
+    try:
+        port = runner.addresses[0][1]
+        names[CERTIFIED] = ["127.0.0.2"]
+        info = msgspec.structs.replace(
+            (await make_rig(prefill=0)).nodes["d0"].info, node_id="d %41"
+        )
+        url, trust = f"https://{CERTIFIED}:{port}", TrustConfig(ssl_ca_certs=ca)
+        registrar, _, told = start(url, lambda: info, trust=trust)
+        await eventually(lambda: told == [()])
+        await registrar.leave()
+        where = f"{CERTIFIED}:{port} /nodes"
+        assert asked == [where, f"{where}/d%20%2541?generation={info.generation}"]
+        _, task, _ = start(url, lambda: info, first_deadline_s=0.2)
+        with pytest.raises(ConfigError, match="CERTIFICATE_VERIFY_FAILED"):
+            await asyncio.wait_for(task, PATIENCE_S)
+    finally:
+        await runner.cleanup()
 
 
 async def test_a_router_that_refuses_ends_nothing_while_another_does_not(
