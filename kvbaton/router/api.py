@@ -321,22 +321,15 @@ def routes(link: WorkerLink | None = None) -> list[web.RouteDef]:
         link: of a worker, which checks who asks, and passes on what only its supervisor knows.
     """
 
-    def guarded(handler: Handler, guard: Callable[[web.Request], None]) -> Handler:
+    def guarded(
+        handler: Handler, guard: Callable[[web.Request], None], *, own: bool = False
+    ) -> Handler:
         @functools.wraps(handler)
         async def answer(request: web.Request) -> web.StreamResponse:
             guard(request)
-            return await (handler if link is None else link.forward)(request)
+            return await (handler if own or link is None else link.forward)(request)
 
         return answer
-
-    def own(handler: Handler) -> Handler:
-        """For operators, and answered where it is asked."""
-
-        async def answer(request: web.Request) -> web.StreamResponse:
-            _require_operator(request)
-            return await handler(request)
-
-        return functools.wraps(handler)(answer)
 
     return [
         web.get("/nodes", guarded(list_nodes, _require_member_or_operator)),
@@ -348,13 +341,13 @@ def routes(link: WorkerLink | None = None) -> list[web.RouteDef]:
         web.post("/nodes/{node_id:.+}/resume", guarded(resume, _require_operator)),
         web.post("/drain", guarded(drain_router, _require_operator)),
         web.post("/reset_prefix_cache", guarded(reset_prefix_cache, _require_operator)),
-        web.get("/debug/routes", own(debug_routes)),
+        web.get("/debug/routes", guarded(debug_routes, _require_operator, own=True)),
         web.get("/health", health),
         web.get("/live", live),
         web.get("/ping", health),
         web.post("/ping", health),
-        web.get("/load", guarded(load, lambda request: None)),
-        web.get("/metrics", metrics if link is None else guarded(metrics, lambda request: None)),
+        web.get("/load", guarded(load, _let_in)),
+        web.get("/metrics", guarded(metrics, _let_in)),
         web.get("/", guarded(page, _require_reader)),
         web.get("/events", guarded(events, _require_reader)),
     ]
@@ -386,6 +379,10 @@ def check_member(request: web.Request, token: str) -> None:
             "router and nodes with --cluster-key",
             status=403,
         )
+
+
+def _let_in(request: web.Request) -> None:
+    """Anybody may ask."""
 
 
 def _require_member(request: web.Request) -> None:

@@ -324,8 +324,8 @@ class Membership:
             now: the clock.
             answered: the node itself said so; without any answer it is lost.
         """
-        member = self.members.get(node_id)
-        if member is None or member.info.generation != generation:
+        member = self.in_life(node_id, generation)
+        if member is None:
             return []
         if error is not None:
             member.failed_probes += 1
@@ -343,15 +343,13 @@ class Membership:
 
     def is_draining(self, node: NodeInfo) -> bool:
         """Whether a node, in this life of its, was told to stop or to take nothing new."""
-        member = self.members.get(node.node_id)
-        if member is None or member.info.generation != node.generation:
-            return False
-        return member.state is NodeState.DRAINING
+        member = self.in_life(node.node_id, node.generation)
+        return member is not None and member.state is NodeState.DRAINING
 
     def unreachable(self, node_id: str, generation: str, error: str) -> list[Change]:
         """A node refused a connection: no need to wait for more probes."""
-        member = self.members.get(node_id)
-        if member is None or member.info.generation != generation:
+        member = self.in_life(node_id, generation)
+        if member is None:
             return []
         member.failed_probes = self.timers.failures
         return self._move(member, NodeState.UNHEALTHY, error, lost=True)
@@ -450,6 +448,11 @@ class Membership:
         if self._ready is None:
             self._ready = ReadyNodes(self.members.values())
         return self._ready
+
+    def in_life(self, node_id: str, generation: str) -> Member | None:
+        """A node, if it is in this life of its."""
+        member = self.members.get(node_id)
+        return member if member is not None and member.info.generation == generation else None
 
     def require(self, node_id: str) -> Member:
         """A node by its id.

@@ -357,8 +357,8 @@ class _Cluster:
         self._is_news |= old is None or (old.worker, old.loads) != (news.worker, news.loads)
         if news.unreachable is not None:
             node_id, generation, error = news.unreachable
-            member = self._nodes.membership.members.get(node_id)
-            if member is not None and member.info.generation == generation:
+            member = self._nodes.membership.in_life(node_id, generation)
+            if member is not None:
                 self._nodes.unreachable(member.info, error)
 
     def _totals(self) -> RouterTotals:
