@@ -35,7 +35,13 @@ router's place, until the router says that it was removed.
 REFUSED_PAUSE_S = 10.0
 """A router that refuses us is asked again so often, while another one has us."""
 FIRST_BACKOFF_S = 0.1
-"""Doubled with each failure in a row: about the longest pause until the next attempt."""
+"""Doubled with each failure in a row: about the longest pause until the next attempt,"""
+MAX_BACKOFF_S = 2.0
+"""up to so long."""
+FIRST_DEADLINE_S = 60.0
+"""One router must be reached for the first time within this time; after that the node serves on and
+keeps trying."""
+HEARTBEAT_TIMEOUT_S = 2.0
 LOOKUP_PERIOD_S = 5.0
 """A router's host name is looked up again so often."""
 LOOKUP_TIMEOUT_S = 5.0
@@ -89,11 +95,6 @@ class NodeRegistrar:
         on_members: called with the control addresses of all other members that any router names,
             first at registration and then whenever they have changed.
         cluster_key: of this cluster, if it has one.
-        first_deadline_s: one router must be reached for the first time within this time; after
-            that the node serves on and keeps trying.
-        timeout_s: for one heartbeat.
-        max_backoff_s: longest pause between two attempts.
-        lookup_period_s: host names are looked up so often.
         trust: whose certificates are believed.
     """
 
@@ -104,21 +105,13 @@ class NodeRegistrar:
         on_members: OnMembers,
         *,
         cluster_key: str | None = None,
-        first_deadline_s: float = 60.0,
-        timeout_s: float = 2.0,
-        max_backoff_s: float = 2.0,
-        lookup_period_s: float = LOOKUP_PERIOD_S,
         trust: TrustConfig | None = None,
     ) -> None:
         self.info = info
         self.headers = bearer(registration_token(cluster_key))
-        self.timeout = aiohttp.ClientTimeout(total=timeout_s)
         self.trust = TrustConfig() if trust is None else trust
-        self.max_backoff_s = max_backoff_s
         self._urls = tuple(url.rstrip("/") for url in router_urls)
         self._on_members = on_members
-        self._first_deadline_s = first_deadline_s
-        self._lookup_period_s = lookup_period_s
         self._registrations: dict[Target, _Registration] = {}
         self._failed_lookups: dict[str, str] = {}
         self._known: tuple[str, ...] | None = None
@@ -155,13 +148,13 @@ class NodeRegistrar:
             ConfigError: no ``--router`` can be reached at first, all of them refuse this node then,
                 or one has removed it and no other has it.
         """
-        give_up, look_up_at = time.monotonic() + self._first_deadline_s, 0.0
+        give_up, look_up_at = time.monotonic() + FIRST_DEADLINE_S, 0.0
         try:
             while True:
                 self._news.clear()
                 if time.monotonic() >= look_up_at:
                     await self._look_up()
-                    look_up_at = time.monotonic() + self._lookup_period_s
+                    look_up_at = time.monotonic() + LOOKUP_PERIOD_S
                 await self._take_news(time.monotonic() >= give_up)
                 until = look_up_at if self._known is not None else min(look_up_at, give_up)
                 # `asyncio.wait_for` of Python 3.11 forgets a cancellation that comes with the news.
@@ -271,7 +264,7 @@ class _Registration:
                     if (reason := _reason(error)) not in told:
                         told.add(reason)
                         logger.warning("can't register at %s, trying on: %s", self.where, reason)
-                    registered, longest = False, min(2 * longest, self._registrar.max_backoff_s)
+                    registered, longest = False, min(2 * longest, MAX_BACKOFF_S)
                     await asyncio.sleep(random.uniform(0.05, longest))
                     continue
                 self._on_news()
@@ -305,7 +298,7 @@ class _Registration:
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(ssl=registrar.trust.client(str(self._url))),
             headers={"Host": self._url.authority, **registrar.headers},
-            timeout=registrar.timeout,
+            timeout=aiohttp.ClientTimeout(total=HEARTBEAT_TIMEOUT_S),
         )
 
     async def _register(self, session: aiohttp.ClientSession) -> None:
