@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -38,31 +39,23 @@ from kvbaton.server.supervisor import WorkerLink
 from kvbaton.text.tokenizer import Tokenizer
 
 
+@dataclass(frozen=True, eq=False)
 class RouterState:
     """What the router's handlers work on.
 
-    Args:
+    Attributes:
         nodes: all of them; a worker's handlers only look at its membership.
         loads: what they have in flight.
         totals: what was done for clients.
-        cluster_key: of the cluster.
-        trusted: whoever asks was let in by somebody else: a worker, who asks its supervisor.
-
-    Attributes:
         token: expected of who registers; empty without a cluster key.
+        trusted: whoever asks was let in by somebody else: a worker, who asks its supervisor.
     """
 
-    def __init__(
-        self,
-        nodes: KnownNodes,
-        loads: NodeLoads,
-        totals: Callable[[], RouterTotals],
-        cluster_key: str | None,
-        *,
-        trusted: bool = False,
-    ) -> None:
-        self.nodes, self.loads, self.totals, self.trusted = nodes, loads, totals, trusted
-        self.token = registration_token(cluster_key)
+    nodes: KnownNodes
+    loads: NodeLoads
+    totals: Callable[[], RouterTotals]
+    token: str
+    trusted: bool = False
 
 
 ROUTER = web.AppKey("router", RouterState)
@@ -106,7 +99,8 @@ def router_app(
         source=dispatcher, tokenizer=tokenizer, config=edge, facts=facts, metrics=metrics
     )
     app = make_app(frontend, own_routes)
-    app[ROUTER] = RouterState(nodes, loads, dispatcher.totals, config.cluster_key)
+    token = registration_token(config.cluster_key)
+    app[ROUTER] = RouterState(nodes, loads, dispatcher.totals, token)
     app[CHOOSER] = chooser
     app.on_response_prepare.append(explain_route)
     app.on_response_prepare.append(close_if_draining)

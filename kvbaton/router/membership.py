@@ -559,10 +559,6 @@ class Membership:
             Change(info.node_id, NodeState.GONE, NodeState.STARTING, "joined"),
         ]
 
-    def _lives(self) -> dict[str, str]:
-        infos = [member.info for member in self.members.values()]
-        return {i.control_address: i.generation for i in infos if i.control_address is not None}
-
     def _forget_for_good(self, member: Member) -> None:
         self._removed[member.info.node_id, member.info.generation] = None
         while len(self._removed) > MAX_REMOVED:
@@ -571,7 +567,9 @@ class Membership:
     def _follow(self, member: Member, info: NodeInfo, now: float) -> list[Change]:
         """What a node says of itself counts, except that only a probe makes it ready."""
         member.info, self._ready = info, None
-        member.failing = failing_pairs(member.failing, info.wire_failures, self._lives(), now)
+        infos = [known.info for known in self.members.values()]
+        lives = {i.control_address: i.generation for i in infos if i.control_address is not None}
+        member.failing = failing_pairs(member.failing, info.wire_failures, lives, now)
         announced = info.state
         if announced == NodeState.DRAINING:
             return self._move(member, NodeState.DRAINING, "the node is shutting down")
