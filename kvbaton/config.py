@@ -353,6 +353,12 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def check_positive(name: str, value: float | None) -> None:
+    """Raise `ConfigError` for a flag's number that is not above 0."""
+    if value is not None and value <= 0:
+        raise ConfigError(name, f"{value} is not positive")
+
+
 CONFIG = "--config"
 
 

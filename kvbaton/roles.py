@@ -180,7 +180,5 @@ class HandoverFactory:
 def main(config: NodeConfig) -> int:
     """Run a node until it is told to stop; returns the exit status."""
     from kvbaton.server.node import run_node
-    from kvbaton.server.node_app import encoder_app, text_app
 
-    app = encoder_app if config.role == "encode" else text_app
-    return run_node(config, (HandoverFactory(config.handover, config.role),), app)
+    return run_node(config, (HandoverFactory(config.handover, config.role),))

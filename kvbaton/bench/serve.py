@@ -20,7 +20,7 @@ import aiohttp
 import msgspec
 
 from kvbaton.bench.report import percentile, publish
-from kvbaton.config import flag, flag_of
+from kvbaton.config import check_positive, flag, flag_of
 from kvbaton.errors import ConfigError
 from kvbaton.messages import UNREADABLE
 from kvbaton.server.config import check_url
@@ -69,8 +69,7 @@ class ServeLoad:
     def __post_init__(self) -> None:
         check_url("--url", self.url)
         for name in ("requests", "input_len", "output_len", "concurrency", "vocab_size"):
-            if (value := getattr(self, name)) < 1:
-                raise ConfigError(flag_of(name), f"must be at least 1, not {value}")
+            check_positive(flag_of(name), getattr(self, name))
         if self.rate is not None and not 0 < self.rate < math.inf:
             raise ConfigError("--rate", f"must be positive, not {self.rate}")
 

@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from kvbaton.bench import transfer
 from kvbaton.bench.report import new_figure, percentile, publish
-from kvbaton.config import flag
+from kvbaton.config import check_positive, flag
 from kvbaton.connectors.registry import load_store
 from kvbaton.connectors.store import KEY_BYTES, Pieces, Store
 from kvbaton.errors import ConfigError, StoreError, writing
@@ -78,8 +78,7 @@ class StoreLoad:
             if not 0 < size <= self.num_bytes:
                 raise ConfigError("--object-bytes", f"{size} is not from 1 to --bytes")
         for calls in self.concurrency:
-            if calls < 1:
-                raise ConfigError("--concurrency", f"must be at least 1, not {calls}")
+            check_positive("--concurrency", calls)
         if self.folder is not None and not Path(self.folder).is_dir():
             raise ConfigError("--folder", f"{self.folder} is no folder")
 

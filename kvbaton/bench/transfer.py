@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.bench.report import median, publish
-from kvbaton.config import flag
+from kvbaton.config import check_positive, flag
 from kvbaton.connectors.base import Memory, Notice
 from kvbaton.connectors.registry import load_transport
 from kvbaton.errors import ConfigError, TransportError
@@ -62,9 +62,8 @@ class TransferLoad:
     repeats: int = flag(7, metavar="N")
 
     def __post_init__(self) -> None:
-        for name, value in (("--bytes", self.num_bytes), ("--repeats", self.repeats)):
-            if value < 1:
-                raise ConfigError(name, f"must be at least 1, not {value}")
+        check_positive("--bytes", self.num_bytes)
+        check_positive("--repeats", self.repeats)
         for size in self.block_bytes:
             if size <= 0 or size % LAYER_BYTES or self.num_bytes % size:
                 raise ConfigError(

@@ -13,26 +13,24 @@ from kvbaton.config import Count, flag, flag_of, words_of
 from kvbaton.engine.config import ENCODER_SETTINGS, EngineConfig
 from kvbaton.errors import ConfigError
 from kvbaton.router.config import RoutingPolicy
-from kvbaton.server.config import EndpointConfig, check_transport
+from kvbaton.server.config import ModelEndpointConfig
 
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterConfig(EndpointConfig):
+class ClusterConfig(ModelEndpointConfig):
     """All that ``kvbaton up`` needs to know.
 
     Only the router listens at `host`; nodes listen on loopback, or where Ray knows their machines.
 
     Attributes:
-        engine: settings of every node's engine.
         num_any: nodes that prefill and generate; 2 if no others that do are wanted.
         num_prefill: nodes that prefill only.
         num_decode: nodes that generate only.
         num_encode: encoder nodes.
         ray: address of the Ray cluster whose machines take the nodes, as `ray.init` knows it; None
             starts them on this machine.
-        transport: ``NAME[:JSON]``.
         routing: which work is given to other nodes.
         start_timeout_s: until all nodes must be ready.
         prompt: to be answered once all is ready; None serves until told to stop.
@@ -45,7 +43,6 @@ class ClusterConfig(EndpointConfig):
 
     GROUP: ClassVar[str | None] = "cluster"
 
-    engine: EngineConfig
     num_any: Count = flag(
         0,
         "nodes that prefill and generate (2, unless others are wanted)",
@@ -77,20 +74,13 @@ class ClusterConfig(EndpointConfig):
         metavar="S",
     )
     routing: RoutingPolicy = field(default_factory=RoutingPolicy)
-    transport: str = flag("nixl", "moves the KV cache", metavar="NAME[:JSON]", group=None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_transport(self.transport)
         if self.prompt is not None and self.chat is not None:
             raise ConfigError("--chat", "give either this or --prompt")
         if not self.num_any + self.num_prefill + self.num_decode:
             object.__setattr__(self, "num_any", 2)
-
-    @property
-    def model_name(self) -> str:
-        """As clients name the model."""
-        return next(iter(self.served_model_name), self.engine.model)
 
     @property
     def stop_timeout_s(self) -> float:

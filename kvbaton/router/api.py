@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -38,31 +39,23 @@ from kvbaton.server.supervisor import WorkerLink
 from kvbaton.text.tokenizer import Tokenizer
 
 
+@dataclass(frozen=True, eq=False)
 class RouterState:
     """What the router's handlers work on.
 
-    Args:
+    Attributes:
         nodes: all of them; a worker's handlers only look at its membership.
         loads: what they have in flight.
         totals: what was done for clients.
-        cluster_key: of the cluster.
-        trusted: whoever asks was let in by somebody else: a worker, who asks its supervisor.
-
-    Attributes:
         token: expected of who registers; empty without a cluster key.
+        trusted: whoever asks was let in by somebody else: a worker, who asks its supervisor.
     """
 
-    def __init__(
-        self,
-        nodes: KnownNodes,
-        loads: NodeLoads,
-        totals: Callable[[], RouterTotals],
-        cluster_key: str | None,
-        *,
-        trusted: bool = False,
-    ) -> None:
-        self.nodes, self.loads, self.totals, self.trusted = nodes, loads, totals, trusted
-        self.token = registration_token(cluster_key)
+    nodes: KnownNodes
+    loads: NodeLoads
+    totals: Callable[[], RouterTotals]
+    token: str
+    trusted: bool = False
 
 
 ROUTER = web.AppKey("router", RouterState)
@@ -106,7 +99,8 @@ def router_app(
         source=dispatcher, tokenizer=tokenizer, config=edge, facts=facts, metrics=metrics
     )
     app = make_app(frontend, own_routes)
-    app[ROUTER] = RouterState(nodes, loads, dispatcher.totals, config.cluster_key)
+    token = registration_token(config.cluster_key)
+    app[ROUTER] = RouterState(nodes, loads, dispatcher.totals, token)
     app[CHOOSER] = chooser
     app.on_response_prepare.append(explain_route)
     app.on_response_prepare.append(close_if_draining)
@@ -321,22 +315,15 @@ def routes(link: WorkerLink | None = None) -> list[web.RouteDef]:
         link: of a worker, which checks who asks, and passes on what only its supervisor knows.
     """
 
-    def guarded(handler: Handler, guard: Callable[[web.Request], None]) -> Handler:
+    def guarded(
+        handler: Handler, guard: Callable[[web.Request], None], *, own: bool = False
+    ) -> Handler:
         @functools.wraps(handler)
         async def answer(request: web.Request) -> web.StreamResponse:
             guard(request)
-            return await (handler if link is None else link.forward)(request)
+            return await (handler if own or link is None else link.forward)(request)
 
         return answer
-
-    def own(handler: Handler) -> Handler:
-        """For operators, and answered where it is asked."""
-
-        async def answer(request: web.Request) -> web.StreamResponse:
-            _require_operator(request)
-            return await handler(request)
-
-        return functools.wraps(handler)(answer)
 
     return [
         web.get("/nodes", guarded(list_nodes, _require_member_or_operator)),
@@ -348,13 +335,13 @@ def routes(link: WorkerLink | None = None) -> list[web.RouteDef]:
         web.post("/nodes/{node_id:.+}/resume", guarded(resume, _require_operator)),
         web.post("/drain", guarded(drain_router, _require_operator)),
         web.post("/reset_prefix_cache", guarded(reset_prefix_cache, _require_operator)),
-        web.get("/debug/routes", own(debug_routes)),
+        web.get("/debug/routes", guarded(debug_routes, _require_operator, own=True)),
         web.get("/health", health),
         web.get("/live", live),
         web.get("/ping", health),
         web.post("/ping", health),
-        web.get("/load", guarded(load, lambda request: None)),
-        web.get("/metrics", metrics if link is None else guarded(metrics, lambda request: None)),
+        web.get("/load", guarded(load, _let_in)),
+        web.get("/metrics", guarded(metrics, _let_in)),
         web.get("/", guarded(page, _require_reader)),
         web.get("/events", guarded(events, _require_reader)),
     ]
@@ -386,6 +373,10 @@ def check_member(request: web.Request, token: str) -> None:
             "router and nodes with --cluster-key",
             status=403,
         )
+
+
+def _let_in(request: web.Request) -> None:
+    """Anybody may ask."""
 
 
 def _require_member(request: web.Request) -> None:

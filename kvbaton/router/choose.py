@@ -20,7 +20,6 @@ from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.loads import IDLE, NodeLoad, NodeLoads
 from kvbaton.router.membership import ReadyNodes
 from kvbaton.router.policies import Policy
-from kvbaton.router.predictions import Prefill
 from kvbaton.router.route import Options, Pairs, Route
 
 BOUND = 1.25
@@ -84,26 +83,8 @@ def choose(
         pairs = pairs.without(out, as_target)
     if not pairs.sources and not singles:
         return None
-    in_flight, cached, costs = loads.now(), wanted.cached, policy.costs
-    min_fetch_tokens = policy.settings.min_fetch_tokens
-    options = Options(
-        pairs,
-        singles,
-        in_flight,
-        wanted.num_tokens,
-        min(costs.output_tokens, float(wanted.max_tokens)),
-        cached,
-        loads.prefill_since,
-        costs.learn(ready.serving, loads),
-        holders_of(senders, in_flight, wanted, min_fetch_tokens, ready) if cached else (),
-        min_fetch_tokens,
-    )
-    route = policy.choose(options)
-    if not options.measured:
-        route = with_holder(route, options)
-    elif route.predicted is None:
-        prefill = options.prefill(costs, route.prefills)
-        route = replace(fetching(route, prefill), predicted=options.predict(costs, route, prefill))
+    holders = holders_of(senders, loads, wanted, policy.settings.min_fetch_tokens, ready)
+    route = choose_among(pairs, singles, holders, ready, loads, policy, wanted)
     if not wanted.items:
         return route
     min_rows = policy.settings.min_encode_rows
@@ -111,6 +92,51 @@ def choose(
     return with_encoders(
         route, wanted.items, ready, loads, avoid=avoid, min_rows=min_rows, held=held
     )
+
+
+def choose_among(
+    pairs: Pairs,
+    singles: Sequence[NodeInfo],
+    holders: Sequence[tuple[NodeInfo, Set[str], int]],
+    ready: ReadyNodes,
+    loads: NodeLoads,
+    policy: Policy,
+    wanted: Wanted,
+) -> Route:
+    """What a policy chooses, with whom the node that prefills fetches from, and what is expected.
+
+    Args:
+        pairs: see `Options`, as for the next two.
+        singles: one, or a pair, is there.
+        holders: of a prefix.
+        ready: all nodes that may get requests.
+        loads: in flight.
+        policy: chooses.
+        wanted: what is asked.
+    """
+    costs = policy.costs
+    options = Options(
+        pairs,
+        singles,
+        loads.now(),
+        wanted.num_tokens,
+        min(costs.output_tokens, float(wanted.max_tokens)),
+        wanted.cached,
+        loads.prefill_since,
+        costs.learn(ready.serving, loads),
+        holders,
+        policy.settings.min_fetch_tokens,
+    )
+    route = policy.choose(options)
+    if not options.measured:
+        for holder, held in options.holders_for(route.prefills):
+            return replace(route, holder=holder, held=held)
+    elif route.predicted is None:
+        prefill = options.prefill(costs, route.prefills)
+        margin_s = None if prefill.saved_s is None else abs(prefill.saved_s)
+        route = replace(route, holder=prefill.holder, held=prefill.held, margin_s=margin_s)
+        route = replace(route, predicted=options.predict(costs, route, prefill))
+    return route
 
 
 def successor(
@@ -134,26 +160,10 @@ def successor(
     too_large, _ = ready.too_large(wanted.num_tokens, wanted.choices)
     out = too_large | ready.declining(wanted.num_tokens, wanted.num_tokens, wanted.choices)
     able = [n for n in receivers if n.node_id not in out and (n.encodes or not wanted.items)]
-    min_tokens = policy.settings.min_fetch_tokens
-    if not able or not min_tokens:
+    if not able or not policy.settings.min_fetch_tokens:
         return None
-    options = Options(
-        Pairs((), ()),
-        able,
-        loads.now(),
-        wanted.num_tokens,
-        min(policy.costs.output_tokens, float(wanted.max_tokens)),
-        wanted.cached,
-        loads.prefill_since,
-        policy.costs.learn(ready.serving, loads),
-        [(holder, {node.node_id for node in able}, wanted.num_tokens)],
-        min_tokens,
-    )
-    route = policy.choose(options)
-    if options.measured:
-        route = fetching(route, options.prefill(policy.costs, route.target))
-    else:
-        route = with_holder(route, options)
+    holders = [(holder, {node.node_id for node in able}, wanted.num_tokens)]
+    route = choose_among(Pairs((), ()), able, holders, ready, loads, policy, wanted)
     # The client waits for no first token, so nothing can be learned of how wrong that is.
     own = wanted.cached.get(route.target.node_id, 0)
     return replace(route, cached=own, predicted=None)
@@ -167,7 +177,7 @@ def holders_of(
     ready: ReadyNodes,
 ) -> Sequence[tuple[NodeInfo, Set[str], int]]:
     """See `Options.holders`; `senders` as in `ReadyNodes`. Who has no room fetches nothing."""
-    if not min_tokens:
+    if not min_tokens or not wanted.cached:
         return ()
     cached, num_tokens, choices = wanted.cached, wanted.num_tokens, wanted.choices
     found = [
@@ -181,19 +191,6 @@ def holders_of(
         out = ready.declining(min(held, num_tokens - 1), num_tokens, choices)
         holders.append((source, able - out if out else able, held))
     return holders
-
-
-def with_holder(route: Route, options: Options) -> Route:
-    """A route that also says from whom the node that prefills fetches a prefix, unpriced."""
-    for holder, held in options.holders_for(route.prefills) if options.holders else ():
-        return replace(route, holder=holder, held=held)
-    return route
-
-
-def fetching(route: Route, prefill: Prefill) -> Route:
-    """A route with what its node that prefills is expected to fetch."""
-    margin_s = None if prefill.saved_s is None else abs(prefill.saved_s)
-    return replace(route, holder=prefill.holder, held=prefill.held, margin_s=margin_s)
 
 
 # --- items ---

@@ -7,7 +7,7 @@ from argparse import SUPPRESS
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from kvbaton.config import Count, flag
+from kvbaton.config import Count, check_positive, flag
 from kvbaton.errors import ConfigError
 from kvbaton.server.config import EndpointConfig, check_api_key, check_url
 from kvbaton.server.network import bearer
@@ -54,7 +54,43 @@ class RelayTimers:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoutingPolicy:
+class Objectives:
+    """Within which times tokens are to come.
+
+    Attributes:
+        ttft_slo: milliseconds within which a first token is to come; None for no objective.
+        itl_slo: milliseconds within which each further token is to come: a request's mean.
+        itl_percentile: of a request's times between tokens, instead of their mean.
+        max_itl: milliseconds that no token is to take: nodes compute prompts in chunks that are
+            short enough for who generates beside them, but for those that would be late by that.
+    """
+
+    ttft_slo: float | None = flag(None, "the first token is to come within this", metavar="MS")
+    itl_slo: float | None = flag(None, "each further token is to come within this", metavar="MS")
+    itl_percentile: float | None = flag(
+        None,
+        "of a request's times between tokens, which --itl-slo is for (not given: their mean)",
+        metavar="P",
+    )
+    max_itl: float | None = flag(
+        None,
+        "compute prompts in chunks so short that no token beside them takes longer",
+        metavar="MS",
+    )
+
+    def __post_init__(self) -> None:
+        check_positive("--ttft-slo", self.ttft_slo)
+        check_positive("--itl-slo", self.itl_slo)
+        check_positive("--max-itl", self.max_itl)
+        percentile = self.itl_percentile
+        if percentile is not None and not 0 < percentile < 100:
+            raise ConfigError("--itl-percentile", f"{percentile:g} is not between 0 and 100")
+        if percentile is not None and self.itl_slo is None:
+            raise ConfigError("--itl-percentile", "without --itl-slo it is of no objective")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingPolicy(Objectives):
     """Which work is given to other nodes, as a user decides it.
 
     Attributes:
@@ -64,11 +100,6 @@ class RoutingPolicy:
         min_encode_rows: of items that encoder nodes get; None lets the router estimate (see
             `choose.with_encoders`).
         policy: name of the policy, or its dotted path; see `router.policies`.
-        ttft_slo: milliseconds within which a first token is to come; None for no objective.
-        itl_slo: milliseconds within which each further token is to come: a request's mean.
-        itl_percentile: of a request's times between tokens, instead of their mean.
-        max_itl: milliseconds that no token is to take: nodes compute prompts in chunks that are
-            short enough for who generates beside them, but for those that would be late by that.
         max_ttft: milliseconds; a request whose first token is expected later is refused (429). None
             refuses those that would come after their deadline, and no others.
         retry_budget: retries per request that a router makes on average, beside 10 per second and
@@ -93,22 +124,9 @@ class RoutingPolicy:
         "package.module:Class",
         metavar="NAME",
     )
-    ttft_slo: float | None = flag(None, "the first token is to come within this", metavar="MS")
-    itl_slo: float | None = flag(None, "each further token is to come within this", metavar="MS")
-    itl_percentile: float | None = flag(
-        None,
-        "of a request's times between tokens, which --itl-slo is for (not given: their mean)",
-        metavar="P",
-    )
-    max_itl: float | None = flag(
-        None,
-        "compute prompts in chunks so short that no token beside them takes longer",
-        metavar="MS",
-    )
     max_ttft: float | None = flag(
         None, "refuse (429) requests whose first token is expected later", metavar="MS"
     )
-
     retry_budget: float = flag(
         0.2,
         "requests that are tried again because nodes refuse or fail: at most so many per request",
@@ -116,23 +134,12 @@ class RoutingPolicy:
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive("--max-ttft", self.max_ttft)
         if not 0 <= self.retry_budget < math.inf:
             raise ConfigError("--retry-budget", f"{self.retry_budget} is no number from 0 on")
         if self.min_handover_tokens < 0:
             raise ConfigError("--min-handover-tokens", f"{self.min_handover_tokens} is negative")
-        for name, objective in (
-            ("--ttft-slo", self.ttft_slo),
-            ("--itl-slo", self.itl_slo),
-            ("--max-itl", self.max_itl),
-            ("--max-ttft", self.max_ttft),
-        ):
-            if objective is not None and objective <= 0:
-                raise ConfigError(name, f"{objective} is not positive")
-        percentile = self.itl_percentile
-        if percentile is not None and not 0 < percentile < 100:
-            raise ConfigError("--itl-percentile", f"{percentile:g} is not between 0 and 100")
-        if percentile is not None and self.itl_slo is None:
-            raise ConfigError("--itl-percentile", "without --itl-slo it is of no objective")
 
 
 @dataclass(frozen=True)
@@ -197,8 +204,7 @@ class RouterConfig(EndpointConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.workers < 1:
-            raise ConfigError("--workers", f"{self.workers} is not positive")
+        check_positive("--workers", self.workers)
         check_api_key("--node-api-key", self.node_api_key)
         for url, role in self.static_nodes:
             check_url(f"--{role}", url)

@@ -253,11 +253,10 @@ class CostModel:
             wait, model = wait + more, model + more
             ttft = self._overhead.predict(node.node_id, model)
         work = own + (0.0 if decoding else math.ceil(new / budget) * each)
-        chunk = each + own * min(1.0, budget / new)
         last = new - (new - 1) // budget * budget
         how = holder, 0 if holder is None else end - new, saved_s, risk, late
         beside = decoding * load.hopeful if load.late else decoding
-        return Prefill(ttft, model, wait, work, chunk, beside, new, last, fetch_s, *how)
+        return Prefill(ttft, model, wait, work, beside, new, last, fetch_s, *how)
 
     def wait_s(self, node: NodeInfo, load: NodeLoad, since: float | None) -> float:
         """No first token of `prefill` comes sooner; found faster."""

@@ -324,8 +324,8 @@ class Membership:
             now: the clock.
             answered: the node itself said so; without any answer it is lost.
         """
-        member = self.members.get(node_id)
-        if member is None or member.info.generation != generation:
+        member = self.in_life(node_id, generation)
+        if member is None:
             return []
         if error is not None:
             member.failed_probes += 1
@@ -343,15 +343,13 @@ class Membership:
 
     def is_draining(self, node: NodeInfo) -> bool:
         """Whether a node, in this life of its, was told to stop or to take nothing new."""
-        member = self.members.get(node.node_id)
-        if member is None or member.info.generation != node.generation:
-            return False
-        return member.state is NodeState.DRAINING
+        member = self.in_life(node.node_id, node.generation)
+        return member is not None and member.state is NodeState.DRAINING
 
     def unreachable(self, node_id: str, generation: str, error: str) -> list[Change]:
         """A node refused a connection: no need to wait for more probes."""
-        member = self.members.get(node_id)
-        if member is None or member.info.generation != generation:
+        member = self.in_life(node_id, generation)
+        if member is None:
             return []
         member.failed_probes = self.timers.failures
         return self._move(member, NodeState.UNHEALTHY, error, lost=True)
@@ -450,6 +448,11 @@ class Membership:
         if self._ready is None:
             self._ready = ReadyNodes(self.members.values())
         return self._ready
+
+    def in_life(self, node_id: str, generation: str) -> Member | None:
+        """A node, if it is in this life of its."""
+        member = self.members.get(node_id)
+        return member if member is not None and member.info.generation == generation else None
 
     def require(self, node_id: str) -> Member:
         """A node by its id.
@@ -556,10 +559,6 @@ class Membership:
             Change(info.node_id, NodeState.GONE, NodeState.STARTING, "joined"),
         ]
 
-    def _lives(self) -> dict[str, str]:
-        infos = [member.info for member in self.members.values()]
-        return {i.control_address: i.generation for i in infos if i.control_address is not None}
-
     def _forget_for_good(self, member: Member) -> None:
         self._removed[member.info.node_id, member.info.generation] = None
         while len(self._removed) > MAX_REMOVED:
@@ -568,7 +567,9 @@ class Membership:
     def _follow(self, member: Member, info: NodeInfo, now: float) -> list[Change]:
         """What a node says of itself counts, except that only a probe makes it ready."""
         member.info, self._ready = info, None
-        member.failing = failing_pairs(member.failing, info.wire_failures, self._lives(), now)
+        infos = [known.info for known in self.members.values()]
+        lives = {i.control_address: i.generation for i in infos if i.control_address is not None}
+        member.failing = failing_pairs(member.failing, info.wire_failures, lives, now)
         announced = info.state
         if announced == NodeState.DRAINING:
             return self._move(member, NodeState.DRAINING, "the node is shutting down")

@@ -354,8 +354,7 @@ class Nodes(KnownNodes):
                     asked = _node_info.decode(await self._get(url, "/node"))
                     self._announce(self.membership.identified(url, asked, time.monotonic()))
                 await self._get(member.info.url, "/health")
-                known = self.membership.members.get(asked.node_id)
-                if known is None or known.info.generation != asked.generation:
+                if self.membership.in_life(asked.node_id, asked.generation) is None:
                     return  # it was replaced meanwhile, or is not let in
                 await self.engines.reach(asked)
         except TimeoutError:

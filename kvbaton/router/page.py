@@ -12,16 +12,16 @@ import base64
 import hashlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
-from html import escape
 from importlib.resources import files
 
+import jinja2
 from aiohttp import web
 
 from kvbaton.config import human_bytes
 from kvbaton.errors import RequestError
-from kvbaton.messages.nodes import NodesView, NodeView, RouterTraffic
+from kvbaton.messages.nodes import NodesView, RouterTraffic
 from kvbaton.router.status import HISTORY, INTERVAL_S, ClusterStatus
 from kvbaton.server.frontend import FRONTEND
 from kvbaton.server.openapi import contract
@@ -58,25 +58,30 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 
-PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>kvbaton: {model}</title>
-<link rel="icon" href="data:,">
-<noscript><meta http-equiv="refresh" content="{reload}"></noscript>
-<style>{style}</style>
-</head>
-<body>
-<header><h1>{model}</h1><p id="link" role="status">as of {time} UTC</p></header>
-<main id="status">{status}</main>
-<footer><a href="metrics">metrics</a><a href="nodes">nodes as JSON</a></footer>
-<script>{script}</script>
-</body>
-</html>
-"""
+
+def _or_not_told(show: Callable[[float], str]) -> Callable[[float | None], str]:
+    return lambda value: NOT_TOLD if value is None else show(value)
+
+
+def _polyline(points: Sequence[float]) -> str:
+    """The last minute, from 0 to its highest point."""
+    top, first = max(points, default=0.0) or 1.0, HISTORY - len(points)
+    return " ".join(f"{first + i},{22 - 20 * p / top:.1f}" for i, p in enumerate(points))
+
+
+_TEMPLATES = jinja2.Environment(
+    loader=jinja2.PackageLoader(__package__, "."),
+    autoescape=True,  # nodes may say anything
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_TEMPLATES.filters |= {
+    "bytes": _or_not_told(human_bytes),
+    "polyline": _polyline,
+    "number": _or_not_told("{:,}".format),
+    "rate": _or_not_told(lambda value: f"{value:,.0f}" if value >= 100 else f"{value:.1f}"),
+    "share": _or_not_told("{:.0%}".format),
+}
 
 
 class StatusFeed:
@@ -168,8 +173,8 @@ FEED = web.AppKey("feed", StatusFeed)
 async def page(request: web.Request) -> web.Response:
     """``GET /``: the state of the cluster, for people."""
     status = request.app[FEED].status
-    body = PAGE.format(
-        model=escape(request.app[FRONTEND].config.model_name),
+    body = _TEMPLATES.get_template("page.html").render(
+        model=request.app[FRONTEND].config.model_name,
         reload=RELOAD_S,
         style=_STYLE,
         script=_SCRIPT,
@@ -186,101 +191,10 @@ async def events(request: web.Request) -> web.StreamResponse:
         return await send_events(request, stream)
 
 
-# --- what changes, as HTML on one line; every value is escaped ---
-
-
 def fragment(view: NodesView, history: Iterable[RouterTraffic]) -> str:
-    """Figures of the traffic, and a table of the nodes."""
-    html = f"{_figures(view.traffic, list(history))}<h2>Nodes</h2>{_table(view)}{_pairs(view)}"
-    return " ".join(html.splitlines())  # nodes say why they fail in several, and may say anything
-
-
-def _figures(traffic: RouterTraffic, history: list[RouterTraffic]) -> str:
-    handed = f"{human_bytes(traffic.sent_bytes)} in all"
-    tokens = f"{traffic.tokens:,} in all"
-    ended = f"{traffic.finished:,} answered, {traffic.failed:,} failed"
-    crossing = f"{human_bytes(traffic.sent_bytes_per_s)}/s"
-    flying = [point.running + point.waiting for point in history]
-    cards = (
-        ("Requests", f"{traffic.running} running, {traffic.waiting} waiting", ended, flying),
-        ("Tokens/s", _rate(traffic.tokens_per_s), tokens, [p.tokens_per_s for p in history]),
-        ("KV handed over", crossing, handed, [p.sent_bytes_per_s for p in history]),
-    )
-    return f'<dl class="figures">{"".join(_card(*card) for card in cards)}</dl>'
-
-
-def _card(name: str, value: str, more: str, points: list[float]) -> str:
-    return (
-        f'<div><dt>{name}</dt><dd class="value">{value}</dd>'
-        f"<dd><small>{more}</small>{_sparkline(points)}</dd></div>"
-    )
-
-
-def _sparkline(points: list[float]) -> str:
-    """The last minute, from 0 to its highest point."""
-    top = max(points, default=0.0) or 1.0
-    first = HISTORY - len(points)
-    line = " ".join(f"{first + i},{22 - 20 * p / top:.1f}" for i, p in enumerate(points))
-    return (
-        f'<svg viewBox="0 0 {HISTORY - 1} 24" preserveAspectRatio="none" '
-        f'aria-hidden="true"><polyline points="{line}"/></svg>'
-    )
-
-
-def _table(view: NodesView) -> str:
-    encodes = any(node.role == "encode" for node in view.nodes)
-    columns = ["Role", "State", "Running", "Waiting", "Prompt tokens in prefill", "Tokens/s"]
-    columns += ["KV handed over", "KV cache in use"]
-    columns += ["Stores"] * any(node.stores for node in view.nodes) + ["Rows to encode"] * encodes
-    heads = "".join(
-        f'<th scope="col" role="columnheader">{name}</th>' for name in ("Node", *columns)
-    )
-    rows = "".join(_row(node, columns) for node in view.nodes)
-    empty = f'<tr role="row"><td role="cell" colspan="{1 + len(columns)}">no nodes yet</td></tr>'
-    return (
-        f'<table role="table" aria-label="Nodes"><thead role="rowgroup"><tr role="row">{heads}</tr>'
-        f'</thead><tbody role="rowgroup">{rows or empty}</tbody></table>'
-    )
-
-
-def _row(node: NodeView, columns: list[str]) -> str:
-    state = f"{node.state} ({node.reason})" if node.reason else node.state
-    state += ", paused" if node.paused else ""
-    shows_use = node.role == "any" and node.used_for
-    stores = [
-        f"{name}: {human_bytes(moved.get('load', 0))} read, "
-        f"{human_bytes(moved.get('save', 0))} written"
-        for name, moved in node.stores.items()
-    ]
-    cells = [
-        escape(f"{node.role}: {', '.join(node.used_for)}" if shows_use else node.role),
-        f'<span class="state {escape(node.state)}">{escape(state)}</span>',
-        _said(node.running),
-        _said(node.waiting),
-        f"{node.prompt_tokens:,}",
-        NOT_TOLD if node.tokens_per_s is None else _rate(node.tokens_per_s),
-        NOT_TOLD if node.sent_bytes is None else human_bytes(node.sent_bytes),
-        NOT_TOLD if node.kv_usage is None else f"{node.kv_usage:.0%}",
-        *([escape("; ".join(stores)) or NOT_TOLD] if "Stores" in columns else []),
-        f"{node.item_rows:,}",
-    ]
-    name = f"{escape(node.node_id)}<small>{escape(node.url)}</small>"
-    shown = "".join(
-        f'<td role="cell" data-label="{column}">{cell}</td>'
-        for column, cell in zip(columns, cells, strict=False)
-    )
-    return f'<tr role="row"><th scope="row" role="rowheader">{name}</th>{shown}</tr>'
-
-
-def _pairs(view: NodesView) -> str:
-    counts = ((len(view.pairs), "prompts"), (len(view.encoder_pairs), "images"))
-    said = [f"{n} {'pair' if n == 1 else 'pairs'} for {what}" for n, what in counts if n]
-    return f'<p class="dim">Can hand over now: {", ".join(said) or "none"}.</p>'
-
-
-def _said(count: int | None) -> str:
-    return NOT_TOLD if count is None else f"{count:,}"
-
-
-def _rate(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+    """What changes, as HTML on one line: figures of the traffic, and a table of the nodes."""
+    known = list(history)
+    flying = [point.running + point.waiting for point in known]
+    template = _TEMPLATES.get_template("status.html")
+    html = template.render(view=view, history=known, flying=flying, seconds=HISTORY)
+    return " ".join(html.splitlines())  # nodes say why they fail in several

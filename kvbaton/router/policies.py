@@ -6,12 +6,11 @@ Others come as entry points of group ``kvbaton.policies``, or by a dotted path
 
 from __future__ import annotations
 
-import importlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from functools import partial
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from operator import itemgetter
 from typing import Any, ClassVar
 
@@ -34,14 +33,6 @@ from kvbaton.router.predictions import Decode, Prefill
 from kvbaton.router.role_plan import RolePlan
 from kvbaton.router.route import Options, Pair, Route
 
-BUILT_IN = {
-    "cost": "kvbaton.router.policies:LeastCost",
-    "least-loaded": "kvbaton.router.policies:LeastLoaded",
-    "prefix-aware": "kvbaton.router.policies:PrefixAware",
-    "round-robin": "kvbaton.router.policies:RoundRobin",
-    "sticky": "kvbaton.router.policies:Sticky",
-    "threshold": "kvbaton.router.policies:Threshold",
-}
 GROUP = "kvbaton.policies"
 SATURATED_TOKENS = 8192
 """`Sticky` leaves a node that has so many more prompt tokens queued than the least loaded one,"""
@@ -527,6 +518,16 @@ def _seconds(objective_ms: float | None) -> float | None:
     return None if objective_ms is None else objective_ms / 1e3
 
 
+BUILT_IN: dict[str, type[Policy]] = {
+    "cost": LeastCost,
+    "least-loaded": LeastLoaded,
+    "prefix-aware": PrefixAware,
+    "round-robin": RoundRobin,
+    "sticky": Sticky,
+    "threshold": Threshold,
+}
+
+
 def load_policy(settings: RoutingPolicy, costs: CostModel) -> Policy:
     """The policy that ``--policy`` names.
 
@@ -534,21 +535,20 @@ def load_policy(settings: RoutingPolicy, costs: CostModel) -> Policy:
         ConfigError: there is none of that name, or it can't be imported.
     """
     name = settings.policy
-    known = BUILT_IN
-    if name not in known:  # to find others the metadata of all packages is read
-        known = {**{point.name: point.value for point in entry_points(group=GROUP)}, **known}
-    path = known.get(name, name)
-    module, _, attribute = path.partition(":")
-    try:
-        if not attribute:
-            raise ImportError(f"known: {sorted(known)}, or package.module:Class")
-        found = getattr(importlib.import_module(module), attribute)
-    except (Exception, SystemExit) as error:  # whatever its module does when it is imported
-        raise ConfigError(
-            "--policy", f"{name!r} can't be loaded: {import_failure(error)}"
-        ) from error
+    found: Any = BUILT_IN.get(name)
+    if found is None:  # to find others the metadata of all packages is read
+        points = {point.name: point for point in entry_points(group=GROUP)}
+        if name not in points and ":" not in name:
+            known = ", ".join(sorted({*BUILT_IN, *points}))
+            problem = f"unknown policy {name!r}; known are {known}, or package.module:Class"
+            raise ConfigError("--policy", problem)
+        try:
+            found = points.get(name, EntryPoint(name, name, GROUP)).load()
+        except (Exception, SystemExit) as error:  # whatever its module does when it is imported
+            problem = f"can't load {name}: {import_failure(error)}"
+            raise ConfigError("--policy", problem) from error
     if not isinstance(found, type) or not issubclass(found, Policy):
-        raise ConfigError("--policy", f"{path} is no Policy")
+        raise ConfigError("--policy", f"{name} is no Policy")
     costs.ttft_slo_s = _seconds(settings.ttft_slo) or math.inf
     costs.max_itl_s = _seconds(settings.max_itl) or math.inf
     return found(settings, costs)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from msgspec import Struct
 
 from kvbaton.messages.nodes import NodeInfo
@@ -17,7 +15,6 @@ class Prefill(Struct, frozen=True):
         model_s: of that, what the node's own figures give.
         wait_s: of `model_s`, for what is there already.
         work_s: that the prompt itself takes.
-        chunk_s: the longest step of it.
         decoding: sequences that wait meanwhile, those left out whose first token was late.
         new: tokens that are computed.
         last: of those, what its last step computes.
@@ -35,7 +32,6 @@ class Prefill(Struct, frozen=True):
     model_s: float
     wait_s: float
     work_s: float
-    chunk_s: float
     decoding: float
     new: int
     last: int
@@ -105,30 +101,3 @@ class Prediction(Struct, frozen=True):
     wire_s: float = 0.0
     full: bool = False
     late: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        prefill: Prefill,
-        decode: Decode,
-        wire_s: float | None,
-        output_tokens: float,
-        ttft_slo_s: float = math.inf,
-    ) -> Prediction:
-        """Of a route's parts.
-
-        Args:
-            prefill: where the prompt is computed.
-            decode: where tokens are generated.
-            wire_s: see `Prediction`; None if that is the same node, whose other sequences wait for
-                the prompt.
-            output_tokens: that are expected.
-            ttft_slo_s: objective of first tokens.
-        """
-        delay = decode.sequences * decode.slower_s * output_tokens
-        if wire_s is None:
-            delay += prefill.decoding * prefill.work_s
-        model_s, wait_s, work_s = prefill.model_s, prefill.wait_s, prefill.work_s
-        itl_s, step_s = decode.itl_s, decode.step_s
-        crossing = prefill.fetch_s, wire_s or 0.0, prefill.risk_s > ttft_slo_s, prefill.late
-        return cls(prefill.ttft_s, itl_s, step_s, delay, model_s, wait_s, work_s, *crossing)

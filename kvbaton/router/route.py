@@ -202,7 +202,22 @@ class Options(Struct, frozen=True):
             route: the nodes.
             prefill: what is expected of the one that prefills.
         """
-        decode, wire_s = self.decode(costs, route.target, prefill.ttft_s), None
+        decode, wire_s = self.decode(costs, route.target, prefill.ttft_s), 0.0
+        delay_s = decode.sequences * decode.slower_s * self.output_tokens
         if route.source is not None:
             wire_s = costs.wire_s(route.source, route.target, self.new(route.target), prefill)
-        return Prediction.of(prefill, decode, wire_s, self.output_tokens, costs.ttft_slo_s)
+        else:  # the node's other sequences wait for the prompt
+            delay_s += prefill.decoding * prefill.work_s
+        return Prediction(
+            prefill.ttft_s,
+            decode.itl_s,
+            decode.step_s,
+            delay_s,
+            prefill.model_s,
+            prefill.wait_s,
+            prefill.work_s,
+            prefill.fetch_s,
+            wire_s,
+            full=prefill.risk_s > costs.ttft_slo_s,
+            late=prefill.late,
+        )

@@ -39,6 +39,7 @@ from kvbaton.router.prefix_index import PrefixIndex
 from kvbaton.router.status import ClusterStatus
 from kvbaton.server.frontend import FRONTEND, FrontendConfig
 from kvbaton.server.metrics import exposition
+from kvbaton.server.network import registration_token
 from kvbaton.server.supervisor import Supervisor, WorkerLink
 from kvbaton.text.tokenizer import Tokenizer
 
@@ -326,9 +327,8 @@ class _Cluster:
         own = [route for route in routes() if route.path != "/metrics"]
         own.append(web.get("/metrics", self._metrics))
         control = app_without_text(FrontendConfig(model_name=edge.model_name), own)
-        control[ROUTER] = RouterState(
-            nodes, self._loads, self._totals, config.cluster_key, trusted=True
-        )
+        token = registration_token(config.cluster_key)
+        control[ROUTER] = RouterState(nodes, self._loads, self._totals, token, trusted=True)
         self.control = control
         self.feed = StatusFeed(ClusterStatus(nodes.membership, self._loads, self._totals))
         self.supervisor = Supervisor(
@@ -357,8 +357,8 @@ class _Cluster:
         self._is_news |= old is None or (old.worker, old.loads) != (news.worker, news.loads)
         if news.unreachable is not None:
             node_id, generation, error = news.unreachable
-            member = self._nodes.membership.members.get(node_id)
-            if member is not None and member.info.generation == generation:
+            member = self._nodes.membership.in_life(node_id, generation)
+            if member is not None:
                 self._nodes.unreachable(member.info, error)
 
     def _totals(self) -> RouterTotals:

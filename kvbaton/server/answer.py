@@ -272,14 +272,13 @@ class ChunkFormatter(ResponseFormatter, Generic[Body]):
         self._usage_always = bool(options.continuous_usage_stats)
 
     @abstractmethod
-    def chunk(self, new: Event, usage: openai.TokenUsage | None) -> Struct:
-        """What a stream tells of an event."""
-
-    @abstractmethod
-    def last_chunk(
-        self, usage: openai.TokenUsage | UnsetType, timings: openai.RequestTimings | UnsetType
+    def chunk(
+        self,
+        new: Event | None,
+        usage: openai.TokenUsage | UnsetType = UNSET,
+        timings: openai.RequestTimings | UnsetType = UNSET,
     ) -> Struct:
-        """The last event of a stream that reports usage or times."""
+        """What a stream tells of an event, or of none: usage and times come last, by themselves."""
 
     @override
     def event(self, new: Event) -> bytes:
@@ -289,10 +288,10 @@ class ChunkFormatter(ResponseFormatter, Generic[Body]):
             self.counter.add(new)
             usage = self.counter.usage() if self._usage_always else None
         if not self._is_plain or new.first or delta.finish_reason is not None or usage is not None:
-            return event(self.chunk(new, usage))
+            return event(self.chunk(new, usage or UNSET))
         frame = self._frames.get(new.choice)
         if frame is None:
-            blank = event(self.chunk(replace(new, delta=TextDelta()), None))
+            blank = event(self.chunk(replace(new, delta=TextDelta())))
             head, empty, tail = blank.partition(self.EMPTY_TEXT)
             frame = self._frames[new.choice] = head + empty.removesuffix(b'""'), tail
         return frame[0] + _encoder.encode(delta.text) + frame[1]
@@ -306,7 +305,7 @@ class ChunkFormatter(ResponseFormatter, Generic[Body]):
         if not self._tells_usage and self.timings is None:
             return b""
         usage = self.counter.usage() if self._tells_usage else UNSET
-        return event(self.last_chunk(usage, self.times()))
+        return event(self.chunk(None, usage, self.times()))
 
 
 class UsageCounter(Struct):

@@ -283,8 +283,15 @@ class ChatFormatter(ChunkFormatter[openai.ChatRequest]):
     EMPTY_TEXT = b'"content":""'
     OPERATION = "chat"
 
-    def chunk(self, new: Event, usage: openai.TokenUsage | None) -> openai.ChatChunk:
+    def chunk(
+        self,
+        new: Event | None,
+        usage: openai.TokenUsage | UnsetType = UNSET,
+        timings: openai.RequestTimings | UnsetType = UNSET,
+    ) -> openai.ChatChunk:
         """See `ChunkFormatter`."""
+        if new is None:
+            return openai.ChatChunk(**self.head, choices=[], usage=usage, timings=timings)
         delta, first = new.delta, new.first
         choice = openai.ChatChunkChoice(
             index=new.choice,
@@ -297,7 +304,7 @@ class ChatFormatter(ChunkFormatter[openai.ChatRequest]):
         return openai.ChatChunk(
             **self.head,
             choices=[choice],
-            usage=UNSET if usage is None else usage,
+            usage=usage,
             prompt_token_ids=self._ids(self.prompts[0]) if first else UNSET,
             kv_transfer_params=new.output.kv_transfer_params or UNSET,
         )
@@ -309,12 +316,6 @@ class ChatFormatter(ChunkFormatter[openai.ChatRequest]):
     def finish_reason(self, new: Event) -> str | None:
         """Why the choice is over, as of an event that `message` was told of."""
         return new.delta.finish_reason
-
-    def last_chunk(
-        self, usage: openai.TokenUsage | UnsetType, timings: openai.RequestTimings | UnsetType
-    ) -> openai.ChatChunk:
-        """See `ChunkFormatter`."""
-        return openai.ChatChunk(**self.head, choices=[], usage=usage, timings=timings)
 
     def whole(self, events: Sequence[Event]) -> openai.ChatCompletion:
         """See `ResponseFormatter`."""

@@ -108,15 +108,14 @@ class CompletionFormatter(ChunkFormatter[openai.CompletionRequest]):
     _offsets: dict[int, int] = field(default_factory=dict, init=False)
     _scores: dict[int, Sequence[TokenLogprobs | None]] = field(default_factory=dict, init=False)
 
-    def chunk(self, new: Event, usage: openai.TokenUsage | None) -> openai.Completion:
-        """See `ChunkFormatter`."""
-        return self._answer([new], UNSET if usage is None else usage)
-
-    def last_chunk(
-        self, usage: openai.TokenUsage | UnsetType, timings: openai.RequestTimings | UnsetType
+    def chunk(
+        self,
+        new: Event | None,
+        usage: openai.TokenUsage | UnsetType = UNSET,
+        timings: openai.RequestTimings | UnsetType = UNSET,
     ) -> openai.Completion:
         """See `ChunkFormatter`."""
-        return self._answer([], usage, timings)
+        return self._answer([] if new is None else [new], usage, timings)
 
     def whole(self, events: Sequence[Event]) -> openai.Completion:
         """See `ResponseFormatter`."""
@@ -126,7 +125,7 @@ class CompletionFormatter(ChunkFormatter[openai.CompletionRequest]):
         self,
         events: Sequence[Event],
         usage: openai.TokenUsage | UnsetType,
-        timings: openai.RequestTimings | UnsetType = UNSET,
+        timings: openai.RequestTimings | UnsetType,
     ) -> openai.Completion:
         transfers = (new.output.kv_transfer_params for new in events)
         for new in events:  # they come once per prompt, and every choice shows them

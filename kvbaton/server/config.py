@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import ClassVar, Literal
 from urllib.parse import urlsplit
 
-from kvbaton.config import Count, Host, LogLevel, Port, Seconds, flag, secret_flag
+from kvbaton.config import Count, Host, LogLevel, Port, Seconds, check_positive, flag, secret_flag
 from kvbaton.connectors.address import check_dialable, host_of, is_loopback
 from kvbaton.connectors.transfer.config import HandoverConfig
 from kvbaton.engine.config import EngineConfig
@@ -199,11 +199,31 @@ def check_url(name: str, url: str) -> None:
         raise ConfigError(name, f"{url!r} is no http URL (http://HOST:PORT)")
 
 
-def check_transport(spec: str) -> None:
-    """Raise `ConfigError` for a transport that nobody knows, before an engine starts in vain."""
-    from kvbaton.connectors.registry import TRANSPORTS, check_spec
+@dataclass(frozen=True, kw_only=True)
+class ModelEndpointConfig(EndpointConfig):
+    """An endpoint over engines of its own, one or several.
 
-    check_spec(TRANSPORTS, spec)
+    Attributes:
+        engine: settings of each engine.
+        transport: ``NAME[:JSON]``.
+
+    Raises:
+        ConfigError: there is no such transport.
+    """
+
+    engine: EngineConfig
+    transport: str = flag("nixl", "moves the KV cache", metavar="NAME[:JSON]", group=None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        from kvbaton.connectors.registry import TRANSPORTS, check_spec
+
+        check_spec(TRANSPORTS, self.transport)  # before an engine starts in vain
+
+    @property
+    def model_name(self) -> str:
+        """As clients name the model."""
+        return next(iter(self.served_model_name), self.engine.model)
 
 
 NodeRole = Literal["any", "prefill", "decode", "encode"]
@@ -211,18 +231,16 @@ NodeRole = Literal["any", "prefill", "decode", "encode"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeConfig(EndpointConfig):
+class NodeConfig(ModelEndpointConfig):
     """All that a node needs to know.
 
     Attributes:
-        engine: settings of its engine.
         role: what it does for others.
         node_id: its name, stable over its lives.
         routers: base URLs of the routers to register with, a host name for all that it resolves to;
             none for a node that stands alone or is named by the router's flags.
         peers: control addresses ``tcp://host:port`` that may be dialled beside those the router
             vouches for.
-        transport: ``NAME[:JSON]``.
         control_port: of the control channel; 0 takes a free one.
         workers: processes that answer HTTP on the port.
         engine_port: where the engine listens for routers, if there is a cluster key; 0 takes a free
@@ -237,7 +255,6 @@ class NodeConfig(EndpointConfig):
 
     GROUP: ClassVar[str | None] = "node"
 
-    engine: EngineConfig
     role: NodeRole
     routers: tuple[str, ...] = flag(
         (),
@@ -270,7 +287,6 @@ class NodeConfig(EndpointConfig):
     max_blocks_per_peer: int | None = flag(
         None, "blocks reserved or in quarantine for one source (no limit)", metavar="N"
     )
-    transport: str = flag("nixl", "moves the KV cache", metavar="NAME[:JSON]", group=None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -283,13 +299,9 @@ class NodeConfig(EndpointConfig):
         if not 0 < len(own) <= MAX_NAME or "/" in own or not own.isprintable():
             problem = f"must have 1 to {MAX_NAME} printable characters, and no slash among them"
             raise ConfigError("--node-id", problem)
-        for name, limit in (
-            ("--workers", self.workers),
-            ("--max-transfers", self.max_transfers),
-            ("--max-blocks-per-peer", self.max_blocks_per_peer),
-        ):
-            if limit is not None and limit < 1:
-                raise ConfigError(name, f"{limit} is not positive")
+        check_positive("--workers", self.workers)
+        check_positive("--max-transfers", self.max_transfers)
+        check_positive("--max-blocks-per-peer", self.max_blocks_per_peer)
         for peer in self.peers:
             try:
                 host_of(peer)
@@ -298,12 +310,6 @@ class NodeConfig(EndpointConfig):
                 raise ConfigError("--peer", problem) from None
         for router in self.routers:
             check_url("--router", router)
-        check_transport(self.transport)
-
-    @property
-    def model_name(self) -> str:
-        """As clients name the model."""
-        return next(iter(self.served_model_name), self.engine.model)
 
     @cached_property
     def handover(self) -> HandoverConfig:

@@ -24,7 +24,7 @@ from kvbaton.server.config import NodeConfig
 from kvbaton.server.frontend import FRONTEND, FrontendConfig
 from kvbaton.server.metrics import CoreCollector, split_name
 from kvbaton.server.network import allow_connections, bind, operator_token
-from kvbaton.server.node_app import EXPOSITION, AppFactory, make_starting_app, text_app
+from kvbaton.server.node_app import EXPOSITION, app_for_role, make_starting_app
 from kvbaton.server.openapi import contract
 from kvbaton.server.registration import NodeRegistrar
 from kvbaton.server.supervisor import Supervisor, WorkerLink
@@ -66,36 +66,27 @@ NEWEST = 0.5
 """Share of the newest report in what is told."""
 
 
-def run_node(
-    config: NodeConfig, connectors: Sequence[ConnectorFactory], app_factory: AppFactory = text_app
-) -> int:
+def run_node(config: NodeConfig, connectors: Sequence[ConnectorFactory]) -> int:
     """Run a node until SIGINT or SIGTERM; returns the exit status, 1 if its engine died.
 
     Args:
         config: settings.
         connectors: make its connectors.
-        app_factory: makes what it answers over HTTP.
 
     Raises:
         ConfigError: a setting is wrong.
     """
     logging.basicConfig(level=config.log_level.upper(), format=LOG_FORMAT)
     allow_connections()
-    return asyncio.run(Node(config, connectors, app_factory).run())
+    return asyncio.run(Node(config, connectors).run())
 
 
 class Node:
     """One node. The four verbs of its life, in order: start, serve, drain, stop."""
 
-    def __init__(
-        self,
-        config: NodeConfig,
-        connectors: Sequence[ConnectorFactory],
-        app_factory: AppFactory = text_app,
-    ) -> None:
+    def __init__(self, config: NodeConfig, connectors: Sequence[ConnectorFactory]) -> None:
         self.config = config
         self.connectors = connectors
-        self.app_factory = app_factory
         self.id = NodeId(config.node_id, os.urandom(16))
         self.state = "loading"
         self.client: EngineProcess | None = None
@@ -124,7 +115,7 @@ class Node:
     async def start(self) -> None:
         """Listen, register, bring the engine up, then answer for real."""
         config, key = self.config, self.config.cluster_key
-        make_app = self.app_factory(config)
+        make_app = app_for_role(config)
         edge_config = FrontendConfig.of(
             config,
             config.engine.model,
@@ -205,7 +196,7 @@ class Node:
         core.register(CoreCollector(lambda: client.metrics))
         supervisor = self._supervisor = Supervisor(
             node_worker,
-            (self.config, self.app_factory, edge, client.local_address),
+            (self.config, edge, client.local_address),
             listener,
             control,
             count=self.config.workers,
@@ -312,12 +303,10 @@ class Node:
             self._listener.close()
 
 
-async def node_worker(
-    link: WorkerLink, payload: tuple[NodeConfig, AppFactory, FrontendConfig, str]
-) -> None:
+async def node_worker(link: WorkerLink, payload: tuple[NodeConfig, FrontendConfig, str]) -> None:
     """One of several processes that answer for a node: a local frontend of its engine."""
-    config, app_factory, edge, address = payload
-    make_app = app_factory(config)
+    config, edge, address = payload
+    make_app = app_for_role(config)
     client = await EngineClient.connect(address, local=True)
     app = make_app(client, edge, link.forward)
     died = asyncio.create_task(client.died.wait())

@@ -34,16 +34,21 @@ from kvbaton.text.vision import VisionText
 logger = logging.getLogger(__name__)
 
 MakeApp = Callable[[EngineClient, FrontendConfig, Handler | None], web.Application]
-AppFactory = Callable[[NodeConfig], MakeApp]
-"""What a node answers over HTTP: reads what it needs of the model before the engine is up."""
 
 
-def text_app(config: NodeConfig) -> MakeApp:
-    """What a node answers that serves prompts.
+def app_for_role(config: NodeConfig) -> MakeApp:
+    """What a node answers, by its role; what it needs of the model is read before the engine is up.
 
     Raises:
-        ConfigError: the tokenizer or chat template can't be read.
+        ConfigError: the tokenizer or chat template can't be read, or an encoder node's model takes
+            no images.
     """
+    if config.role == "encode":  # it needs no tokenizer
+        vision = VisionText.load(config.engine.model)
+        if vision is None:
+            problem = f"{config.engine.model} takes no images: nothing to encode"
+            raise ConfigError("--model", problem)
+        return partial(make_encoder_app, vision=vision)
     tokenizer = Tokenizer.load(config.engine.model, config.chat_template)
     return lambda client, edge, forward: make_node_app(
         client, tokenizer, edge, forward, role=config.role
@@ -280,18 +285,6 @@ async def _profile(request: web.Request, command: str) -> web.Response:
 VISION = web.AppKey("vision", VisionText)
 ENCODE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, seed=0)
 """How a "prompt" of rows is sampled: there is nothing to sample."""
-
-
-def encoder_app(config: NodeConfig) -> MakeApp:
-    """An `AppFactory`; an encoder node needs no tokenizer.
-
-    Raises:
-        ConfigError: the model takes no images.
-    """
-    vision = VisionText.load(config.engine.model)
-    if vision is None:
-        raise ConfigError("--model", f"{config.engine.model} takes no images: nothing to encode")
-    return partial(make_encoder_app, vision=vision)
 
 
 def make_encoder_app(

@@ -8,15 +8,13 @@ import logging
 import random
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any
-from urllib.parse import quote, urlsplit
 
 import aiohttp
 import msgspec
-from aiohttp.abc import AbstractResolver, ResolveResult
-from typing_extensions import override
+from yarl import URL
 
 from kvbaton.errors import ConfigError
 from kvbaton.messages import UNREADABLE
@@ -37,7 +35,13 @@ router's place, until the router says that it was removed.
 REFUSED_PAUSE_S = 10.0
 """A router that refuses us is asked again so often, while another one has us."""
 FIRST_BACKOFF_S = 0.1
-"""Doubled with each failure in a row: about the longest pause until the next attempt."""
+"""Doubled with each failure in a row: about the longest pause until the next attempt,"""
+MAX_BACKOFF_S = 2.0
+"""up to so long."""
+FIRST_DEADLINE_S = 60.0
+"""One router must be reached for the first time within this time; after that the node serves on and
+keeps trying."""
+HEARTBEAT_TIMEOUT_S = 2.0
 LOOKUP_PERIOD_S = 5.0
 """A router's host name is looked up again so often."""
 LOOKUP_TIMEOUT_S = 5.0
@@ -62,8 +66,8 @@ async def targets_of(url: str) -> list[Target]:
         OSError: the name has no address.
         TimeoutError: nobody said which.
     """
-    parts = urlsplit(url)
-    host = parts.hostname or ""
+    parts = URL(url)
+    host = parts.host or ""
     with suppress(ValueError):
         ipaddress.ip_address(host)
         return [(url, None)]
@@ -71,7 +75,7 @@ async def targets_of(url: str) -> list[Target]:
         return [(url, None)]
     async with asyncio.timeout(LOOKUP_TIMEOUT_S):
         found = await asyncio.get_running_loop().getaddrinfo(
-            host, parts.port or parts.scheme, type=socket.SOCK_STREAM
+            host, parts.port, type=socket.SOCK_STREAM
         )
     families = {str(where[0]): family for family, *_, where in found}
     chosen = min(families.values(), key=lambda family: family != socket.AF_INET)
@@ -91,11 +95,6 @@ class NodeRegistrar:
         on_members: called with the control addresses of all other members that any router names,
             first at registration and then whenever they have changed.
         cluster_key: of this cluster, if it has one.
-        first_deadline_s: one router must be reached for the first time within this time; after
-            that the node serves on and keeps trying.
-        timeout_s: for one heartbeat.
-        max_backoff_s: longest pause between two attempts.
-        lookup_period_s: host names are looked up so often.
         trust: whose certificates are believed.
     """
 
@@ -106,21 +105,13 @@ class NodeRegistrar:
         on_members: OnMembers,
         *,
         cluster_key: str | None = None,
-        first_deadline_s: float = 60.0,
-        timeout_s: float = 2.0,
-        max_backoff_s: float = 2.0,
-        lookup_period_s: float = LOOKUP_PERIOD_S,
         trust: TrustConfig | None = None,
     ) -> None:
         self.info = info
         self.headers = bearer(registration_token(cluster_key))
-        self.timeout = aiohttp.ClientTimeout(total=timeout_s)
         self.trust = TrustConfig() if trust is None else trust
-        self.max_backoff_s = max_backoff_s
         self._urls = tuple(url.rstrip("/") for url in router_urls)
         self._on_members = on_members
-        self._first_deadline_s = first_deadline_s
-        self._lookup_period_s = lookup_period_s
         self._registrations: dict[Target, _Registration] = {}
         self._failed_lookups: dict[str, str] = {}
         self._known: tuple[str, ...] | None = None
@@ -157,13 +148,13 @@ class NodeRegistrar:
             ConfigError: no ``--router`` can be reached at first, all of them refuse this node then,
                 or one has removed it and no other has it.
         """
-        give_up, look_up_at = time.monotonic() + self._first_deadline_s, 0.0
+        give_up, look_up_at = time.monotonic() + FIRST_DEADLINE_S, 0.0
         try:
             while True:
                 self._news.clear()
                 if time.monotonic() >= look_up_at:
                     await self._look_up()
-                    look_up_at = time.monotonic() + self._lookup_period_s
+                    look_up_at = time.monotonic() + LOOKUP_PERIOD_S
                 await self._take_news(time.monotonic() >= give_up)
                 until = look_up_at if self._known is not None else min(look_up_at, give_up)
                 # `asyncio.wait_for` of Python 3.11 forgets a cancellation that comes with the news.
@@ -242,9 +233,11 @@ class _Registration:
     def __init__(
         self, registrar: NodeRegistrar, target: Target, on_news: Callable[[], None]
     ) -> None:
-        url, self._address = target
-        self._url = f"{url}/nodes"
-        self.where = self._url if self._address is None else f"{self._url} ({self._address})"
+        url, address = target
+        self._url = URL(f"{url}/nodes")
+        self.where = str(self._url) if address is None else f"{self._url} ({address})"
+        # Where there are several, one is dialled; its certificate is of the name all the same.
+        self._dialled = self._url if address is None else self._url.with_host(address)
         self._registrar = registrar
         self._on_news = on_news
         self.listed = True
@@ -271,7 +264,7 @@ class _Registration:
                     if (reason := _reason(error)) not in told:
                         told.add(reason)
                         logger.warning("can't register at %s, trying on: %s", self.where, reason)
-                    registered, longest = False, min(2 * longest, self._registrar.max_backoff_s)
+                    registered, longest = False, min(2 * longest, MAX_BACKOFF_S)
                     await asyncio.sleep(random.uniform(0.05, longest))
                     continue
                 self._on_news()
@@ -293,23 +286,20 @@ class _Registration:
     async def leave(self) -> None:
         """Tell the router that the node goes away."""
         info = self._registrar.info()
-        url = f"{self._url}/{quote(info.node_id)}?generation={quote(info.generation)}"
+        url = (self._dialled / info.node_id).with_query(generation=info.generation)
         async with (
             self._session() as session,
-            session.delete(url, headers=self._registrar.headers) as response,
+            session.delete(url, server_hostname=self._url.host) as response,
         ):
             response.raise_for_status()
 
-    @asynccontextmanager
-    async def _session(self) -> AsyncIterator[aiohttp.ClientSession]:
-        resolver = None if self._address is None else OneAddress(self._address)
-        async with aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(
-                resolver=resolver, ssl=self._registrar.trust.client(self._url)
-            ),
-            timeout=self._registrar.timeout,
-        ) as session:
-            yield session
+    def _session(self) -> aiohttp.ClientSession:
+        registrar = self._registrar
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(ssl=registrar.trust.client(str(self._url))),
+            headers={"Host": self._url.authority, **registrar.headers},
+            timeout=aiohttp.ClientTimeout(total=HEARTBEAT_TIMEOUT_S),
+        )
 
     async def _register(self, session: aiohttp.ClientSession) -> None:
         """Set `members` or `refusal`.
@@ -318,9 +308,12 @@ class _Registration:
             ClientError, OSError, TimeoutError, `UNREADABLE`: the router gave no answer, or no
                 final one.
         """
-        headers = {"Content-Type": "application/json", **self._registrar.headers}
-        body = msgspec.json.encode(self._registrar.info())
-        async with session.post(self._url, data=body, headers=headers) as response:
+        async with session.post(
+            self._dialled,
+            data=msgspec.json.encode(self._registrar.info()),
+            headers={"Content-Type": "application/json"},
+            server_hostname=self._url.host,
+        ) as response:
             answer = await response.read()
             if response.ok:
                 members = msgspec.json.decode(answer, type=Members)
@@ -339,34 +332,3 @@ class _Registration:
             if self.refusal is None:
                 logger.error("the router at %s refuses this node: %s", self.where, reason)
             self.members, self.refusal, self.error = None, reason, None
-
-
-class OneAddress(AbstractResolver):
-    """Resolves every host name to one address: the one that a connection is meant for.
-
-    Args:
-        address: an IP address.
-    """
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-
-    @override
-    async def resolve(
-        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
-    ) -> list[ResolveResult]:
-        """The address, whatever the name."""
-        found = socket.AF_INET6 if ":" in self._address else socket.AF_INET
-        return [
-            ResolveResult(
-                hostname=host,
-                host=self._address,
-                port=port,
-                family=found,
-                proto=0,
-                flags=socket.AI_NUMERICHOST,
-            )
-        ]
-
-    @override
-    async def close(self) -> None: ...

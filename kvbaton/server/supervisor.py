@@ -116,6 +116,7 @@ class Supervisor:
 
     Attributes:
         on_report: called with (worker, data) for each `WorkerLink.report`.
+        state: the newest that was published, as workers are told it; empty before.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class Supervisor:
         self._control_path = f"{self._folder.path}/control"
         control.middlewares.insert(0, _restore_peer)
         self._runner = web.AppRunner(control, access_log=None, auto_decompress=False)
-        self._state: PublishedState | None = None
+        self.state = b""
         self._workers: dict[int, _Worker] = {}
         self._metrics = MergedMetrics()
         self._keepers: list[asyncio.Task[None]] = []
@@ -175,8 +176,8 @@ class Supervisor:
                 await asyncio.sleep(RESTART_PAUSE_S)
                 continue
             self._workers[index] = worker
-            if self._state is not None:
-                worker.publish(self._state)
+            if self.state:
+                worker.published.set()
             feeding = asyncio.create_task(worker.feed(), name=f"states of worker {index}")
             try:
                 await worker.listen(first)
@@ -195,9 +196,9 @@ class Supervisor:
 
     def publish(self, data: bytes) -> None:
         """Tell all workers, also those that come later, what the supervisor knows now."""
-        self._state = PublishedState(data)
+        self.state = _encoder.encode(PublishedState(data))
         for worker in self._workers.values():
-            worker.publish(self._state)
+            worker.published.set()
 
     async def metrics(self, own: bytes = b"") -> bytes:
         """What all workers count, added up with `own`; all in Prometheus' text format."""
@@ -253,7 +254,11 @@ async def _restore_peer(request: web.Request, handler: Handler) -> web.StreamRes
 
 
 class _Worker:
-    """A worker as its supervisor sees it."""
+    """A worker as its supervisor sees it.
+
+    Attributes:
+        published: set when there is a state that it is yet to be told.
+    """
 
     def __init__(
         self,
@@ -266,8 +271,7 @@ class _Worker:
         self._supervisor, self._index, self._channel = supervisor, index, channel
         self._numbers = itertools.count()
         self._asked: dict[int, asyncio.Future[str]] = {}
-        self._state: PublishedState | None = None
-        self._published = asyncio.Event()
+        self.published = asyncio.Event()
 
     @classmethod
     async def start(cls, supervisor: Supervisor, index: int) -> _Worker:
@@ -305,18 +309,13 @@ class _Worker:
             case WorkerReport(report):
                 self._supervisor.on_report(self._index, report)
 
-    def publish(self, state: PublishedState) -> None:
-        """Have it told; of several that wait for a worker to read, only the last counts."""
-        self._state = state
-        self._published.set()
-
     async def feed(self) -> None:
-        """Tell it what is published, as fast as it reads; ends when it is gone."""
+        """Tell it the newest state, as fast as it reads; ends when it is gone."""
         with suppress(ConnectionError):
-            while await self._published.wait():
+            while await self.published.wait():
                 await self._channel.drain()
-                self._published.clear()
-                self._channel.send(_encoder.encode(self._state))
+                self.published.clear()
+                self._channel.send(self._supervisor.state)
 
     async def metrics(self) -> str | None:
         """What it counts; None if it does not say in time."""

@@ -6,14 +6,14 @@ import gc
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from kvbaton.bench.report import new_figure, percentile, prediction_error, publish
 from kvbaton.config import flag
 from kvbaton.errors import ConfigError, writing
-from kvbaton.router.config import RoutingPolicy
+from kvbaton.router.config import Objectives, RoutingPolicy
 from kvbaton.simulate.engine_model import H200_8B, EngineModel, load_engine
 from kvbaton.simulate.generators import GENERATORS
 from kvbaton.simulate.service import RequestRecord, ServiceReport, parse_nodes, simulate
@@ -28,8 +28,8 @@ MOST_REQUESTS = 10_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulateConfig:
-    """What to simulate.
+class SimulateConfig(Objectives):
+    """What to simulate, and what is good enough.
 
     Attributes:
         trace: file of Mooncake's or Azure's format, or a generator's name.
@@ -40,10 +40,6 @@ class SimulateConfig:
         nodes: layout, for policies that name none.
         policies: to compare, each perhaps with its layout: ``cost@4A``.
         engine: measurements, see `simulate.engine_model`.
-        ttft_slo: milliseconds to the first token that are good enough; None for any.
-        itl_slo: milliseconds per token after it, as a request's mean.
-        itl_percentile: see `RoutingPolicy`; then that is what counts of a request.
-        max_itl: see `RoutingPolicy`.
         min_handover_tokens: as of a router.
         goodput: also find the highest rate at which this share is served within both objectives;
             None finds none.
@@ -71,14 +67,6 @@ class SimulateConfig:
         metavar="NAME[@NODES]",
     )
     engine: Path = flag(H200_8B, "measured steps and hand-overs (an H200's)", metavar="FILE")
-    ttft_slo: float | None = flag(None, "the first token is to come within this", metavar="MS")
-    itl_slo: float | None = flag(
-        None, "each further token is to come within this, on average", metavar="MS"
-    )
-    itl_percentile: float | None = flag(
-        None, "of a request's times between tokens, instead of their average", metavar="P"
-    )
-    max_itl: float | None = flag(None, "as a router's: prompts come in short chunks", metavar="MS")
     min_handover_tokens: int = flag(0, "serve shorter prompts on one node", metavar="N")
     goodput: float | None = flag(
         None,
@@ -88,6 +76,7 @@ class SimulateConfig:
     seeds: tuple[int, ...] = flag((0,), "a run each (0)", name="--seed", nargs="+", metavar="N")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, value in (("--rate", self.rate), ("--seconds", self.seconds)):
             if value is not None and not 0 < value < math.inf:
                 wrong = "finite" if value == math.inf else "positive"
@@ -140,14 +129,9 @@ class SimulateConfig:
 
     def routing(self, policy: str) -> RoutingPolicy:
         """As a router would be told."""
-        return RoutingPolicy(
-            policy=policy,
-            min_handover_tokens=self.min_handover_tokens,
-            ttft_slo=self.ttft_slo,
-            itl_slo=self.itl_slo,
-            itl_percentile=self.itl_percentile,
-            max_itl=self.max_itl,
-        )
+        wanted = {item.name: getattr(self, item.name) for item in fields(Objectives)}
+        least = self.min_handover_tokens
+        return RoutingPolicy(policy=policy, min_handover_tokens=least, **wanted)
 
 
 def is_good(

@@ -1,8 +1,8 @@
 """Clients, a router and its nodes in virtual time.
 
 The router's dispatcher, relay, policies, cost model and prefix index are the real ones, on the
-virtual clock; nodes' engines are `ModeledEngine`. There is no membership: nodes are there, ready,
-and say what they measure once a second.
+virtual clock; nodes' engines are `ModeledEngine`. Nodes are there from the begin, and say what they
+measure once a second.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from kvbaton.errors import ConfigError, RequestError
 from kvbaton.messages.engine import AddRequest, Output, SamplingParams
 from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.chooser import Decision, RouteChooser
-from kvbaton.router.config import MembershipTimers, RelayTimers, RoutingPolicy
+from kvbaton.router.config import RelayTimers, RoutingPolicy
 from kvbaton.router.costs import CostModel
 from kvbaton.router.dispatch import Dispatcher, RetryBudget
 from kvbaton.router.loads import NodeLoads
-from kvbaton.router.membership import Member, Membership, NodeState
+from kvbaton.router.membership import Membership
 from kvbaton.router.metrics import RouterMetrics
 from kvbaton.router.nodes import EngineClients, KnownNodes
 from kvbaton.router.policies import load_policy
@@ -171,20 +171,6 @@ class KnownPrefixIndex(PrefixIndex):
         return iter(self._prompts.keys(request.request_id))
 
 
-class SteadyMembership(Membership):
-    """Nodes that are always ready."""
-
-    def __init__(self, engines: Sequence[ModeledEngine]) -> None:
-        super().__init__(MembershipTimers(), True, "simulated")
-        for engine in engines:
-            self.heard(engine.info, 0.0)
-
-    def heard(self, info: NodeInfo, now: float) -> None:
-        """A heartbeat."""
-        fresh = Member(info, True, now, NodeState.READY)
-        self._follow(self.members.setdefault(info.node_id, fresh), info, now)
-
-
 class ModeledEngines(EngineClients):
     """`EngineClients` of simulated engines."""
 
@@ -201,9 +187,11 @@ class SteadyNodes(KnownNodes):
     """Nodes that do not fail."""
 
     def __init__(self, engines: Sequence[ModeledEngine], index: PrefixIndex | None) -> None:
-        self.steady = SteadyMembership(engines)
-        super().__init__(self.steady, None, index)
+        super().__init__(Membership(loopback_only=False), None, index)
         self.engines = ModeledEngines(engines)
+        for engine in (*engines, *engines):  # the second time each hears of all others
+            self.membership.register(engine.info, 0.0)
+            self.membership.probed(engine.name, engine.info.generation, None, 0.0)
 
     @override
     def unreachable(self, node: NodeInfo, error: str) -> None:
@@ -318,9 +306,10 @@ class _Service:
         )
 
     def _heartbeat(self, engine: ModeledEngine) -> None:
-        self._nodes.steady.heard(engine.heartbeat(), self.loop.time())
-        self._nodes.steady.tick(self.loop.time())
-        period = self._nodes.membership.timers.heartbeat_s
+        membership = self._nodes.membership
+        membership.register(engine.heartbeat(), self.loop.time())
+        membership.tick(self.loop.time())
+        period = membership.timers.heartbeat_s
         self.loop.call_later(period, self._heartbeat, engine)
 
     def _broken(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -140,12 +140,12 @@ def test_an_address_where_nobody_serves_is_named(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("words", "wrong"),
     [
-        (["--requests", "0"], "--requests: must be at least 1, not 0"),
-        (["--concurrency", "0", "--rate", "1"], "--concurrency: must be at least 1, not 0"),
+        (["--requests", "0"], "--requests: 0 is not positive"),
+        (["--concurrency", "0", "--rate", "1"], "--concurrency: 0 is not positive"),
         (["--rate", "0"], "--rate: must be positive, not 0.0"),
-        (["--input-len", "-1"], "--input-len: must be at least 1, not -1"),
-        (["--output-len", "0"], "--output-len: must be at least 1, not 0"),
-        (["--vocab-size", "-7"], "--vocab-size: must be at least 1, not -7"),
+        (["--input-len", "-1"], "--input-len: -1 is not positive"),
+        (["--output-len", "0"], "--output-len: 0 is not positive"),
+        (["--vocab-size", "-7"], "--vocab-size: -7 is not positive"),
         (["--url", "localhost:8000"], "--url: 'localhost:8000' is no http URL"),
         (["--url", "http://["], "--url: 'http://[' is no http URL"),
         (["--url", "http://127.0.0.1:99999"], "--url: 'http://127.0.0.1:99999' is no http URL"),

@@ -14,7 +14,7 @@ from kvbaton.engine.config import EngineConfig
 from kvbaton.errors import ConfigError
 from kvbaton.server.config import NodeConfig
 from kvbaton.server.frontend import FrontendConfig
-from kvbaton.server.node_app import encoder_app, make_encoder_app
+from kvbaton.server.node_app import app_for_role, make_encoder_app
 from kvbaton.text.tokenizer import Tokenizer
 from kvbaton.text.vision import VisionText
 from tests.node_server.conftest import Node
@@ -93,7 +93,7 @@ async def test_what_is_no_item_is_refused_by_name(
 def test_a_model_without_images_has_nothing_to_encode(checkpoint: Callable[..., Path]) -> None:
     engine = EngineConfig(model=str(checkpoint()), encoder_only=True)
     with pytest.raises(ConfigError, match="takes no images"):
-        encoder_app(NodeConfig(engine=engine, role="encode", node_id="e"))
+        app_for_role(NodeConfig(engine=engine, role="encode", node_id="e"))
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])

@@ -154,8 +154,8 @@ def test_what_no_model_makes_right_is_refused_before_one_is_loaded(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--policy", "whoever"], "--policy: 'whoever' can't be loaded"),
-        (["--policy", "breaks:Policy"], "'breaks:Policy' can't be loaded: SyntaxError: invalid"),
+        (["--policy", "whoever"], "--policy: unknown policy 'whoever'; known are cost, "),
+        (["--policy", "breaks:Policy"], "can't load breaks:Policy: SyntaxError: invalid"),
         (["--prefill", "ftp://x"], "--prefill: 'ftp://x' is no http URL"),
         (["--decode", "127.0.0.1:8200"], "--decode: '127.0.0.1:8200' is no http URL"),
         (["--api-key", "right", ""], "--api-key: is empty"),

@@ -502,8 +502,9 @@ async def test_a_request_outlives_any_number_of_nodes_that_are_told_to_stop(make
 async def test_encoder_nodes_alone_serve_nothing_but_are_shown(make_rig: Any) -> None:
     rig = await make_rig(prefill=0, decode=0, encode=1)
     assert (await rig.session.get("/health")).status == 503
-    status, body, _ = await complete(rig)
+    status, body, response = await complete(rig)
     assert (status, body["error"]["code"]) == (503, "no_node_ready")
+    assert "Retry-After" in response.headers
     other = await make_rig(encode=1)
     listed = await (await other.session.get("/nodes")).json()
     assert listed["encoder_pairs"] == [["e0", "p0"], ["e0", "d0"]]
@@ -559,15 +560,6 @@ async def test_a_router_that_ends_tells_whom_it_does_not_serve_any_more(make_rig
     assert status == 503
     assert told["error"]["code"] == last["error"]["code"] == "shutting_down"
     assert rig.loads() == {}
-
-
-async def test_without_nodes_the_answer_is_503_with_a_hint(make_rig: Any) -> None:
-    rig = await make_rig(prefill=0, decode=0)
-    status, body, response = await complete(rig)
-    assert status == 503
-    assert body["error"]["code"] == "no_node_ready"
-    assert "Retry-After" in response.headers
-    assert (await rig.session.get("/health")).status == 503
 
 
 async def test_the_page_and_the_metrics_show_the_nodes(make_rig: Any) -> None:

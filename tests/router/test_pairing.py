@@ -78,12 +78,6 @@ def test_tokens_decide_between_equal_numbers_of_sequences() -> None:
     assert ids(choose([P0, D0, D1], loads, 10)) == ("p0", "d1")
 
 
-def test_one_role_alone_serves_whole_requests() -> None:
-    assert ids(choose([P1, P0], {}, 10)) == (None, "p0")
-    assert ids(choose([D1], {}, 10)) == (None, "d1")
-    assert choose([], {}, 10) is None
-
-
 def test_short_prompts_stay_on_one_node() -> None:
     assert ids(choose([P0, D0], {}, 9, min_handover_tokens=10)) == (None, "d0")
     assert ids(choose([P0, D0], {}, 10, min_handover_tokens=10)) == ("p0", "d0")

@@ -7,6 +7,7 @@ import itertools
 import socket
 from collections.abc import AsyncIterator, Callable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,26 +17,42 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from kvbaton.errors import ConfigError
-from kvbaton.messages.nodes import NodeInfo
+from kvbaton.messages.nodes import Members, NodeInfo
 from kvbaton.router.config import MembershipTimers
 from kvbaton.server import registration
+from kvbaton.server.app import serve_on
+from kvbaton.server.config import EndpointConfig
+from kvbaton.server.network import TlsConfig, TrustConfig, bind
 from kvbaton.server.registration import REFUSALS, NodeRegistrar, targets_of
+from tests.support.certificates import NAME as CERTIFIED
+from tests.support.certificates import write_certificates
 from tests.support.waiting import PATIENCE_S, eventually
 
 Start = Callable[..., tuple[NodeRegistrar, "asyncio.Task[None]", list[tuple[str, ...]]]]
 
 
 @pytest.fixture
-async def start() -> AsyncIterator[Start]:
+async def start(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
     tasks: list[asyncio.Task[None]] = []
 
-    def begin(url: str, info: Callable[[], NodeInfo], **settings: Any) -> Any:
+    def begin(
+        url: str,
+        info: Callable[[], NodeInfo],
+        *,
+        cluster_key: str | None = None,
+        trust: TrustConfig | None = None,
+        **seconds: float,
+    ) -> Any:
         told: list[tuple[str, ...]] = []
 
         async def on_members(addresses: tuple[str, ...]) -> None:
             told.append(addresses)
 
-        registrar = NodeRegistrar(url.split(), info, on_members, **settings)
+        for name, value in seconds.items():
+            monkeypatch.setattr(registration, name, value)
+        registrar = NodeRegistrar(
+            url.split(), info, on_members, cluster_key=cluster_key, trust=trust
+        )
         tasks.append(asyncio.create_task(registrar.run()))
         return registrar, tasks[-1], told
 
@@ -90,7 +107,7 @@ async def test_it_waits_for_a_router_that_comes_later_but_not_for_ever(
 ) -> None:
     other = await make_rig(prefill=0)
     info = other.nodes["d0"].info
-    _, task, _ = start("http://127.0.0.1:9", lambda: info, first_deadline_s=0.2)
+    _, task, _ = start("http://127.0.0.1:9", lambda: info, FIRST_DEADLINE_S=0.2)
     with pytest.raises(ConfigError, match=r"^--router: can't register at http://127.0.0.1:9/nodes"):
         await asyncio.wait_for(task, PATIENCE_S)
 
@@ -106,7 +123,7 @@ async def test_a_router_that_is_away_for_long_ends_nothing(
         return 0.0
 
     monkeypatch.setattr(registration, "random", SimpleNamespace(uniform=at_once))
-    _, task, _ = start("http://127.0.0.1:9", lambda: other.nodes["d0"].info, first_deadline_s=1e6)
+    _, task, _ = start("http://127.0.0.1:9", lambda: other.nodes["d0"].info, FIRST_DEADLINE_S=1e6)
     await eventually(lambda: task.done() or len(pauses) > 1100)
     assert not task.done()
     assert (pauses[:3], max(pauses)) == ([0.2, 0.4, 0.8], 2.0)
@@ -131,7 +148,7 @@ async def test_a_node_whose_id_is_in_use_waits_is_told_whose_it_is_and_removes_n
     rig = await make_rig(prefill=0)
     other = await make_rig(prefill=0)
     info = msgspec.structs.replace(other.nodes["d0"].info, generation="2")
-    registrar, task, told = start(rig.url, lambda: info, first_deadline_s=0.2)
+    registrar, task, told = start(rig.url, lambda: info, FIRST_DEADLINE_S=0.2)
     where = rig.nodes["d0"].info.url
     with pytest.raises(ConfigError, match=rf"'d0' belongs to the node at {where}.*--node-id"):
         await asyncio.wait_for(task, PATIENCE_S)
@@ -157,7 +174,7 @@ async def test_each_reason_why_it_can_not_register_is_logged_once(
     app = web.Application()
     app.router.add_post("/nodes", answer)
     async with TestServer(app) as server:
-        start(str(server.make_url("")), lambda: other.nodes["d0"].info, max_backoff_s=0.06)
+        start(str(server.make_url("")), lambda: other.nodes["d0"].info, MAX_BACKOFF_S=0.06)
         await eventually(lambda: len(asked) > 5)
     said = [record.getMessage() for record in caplog.records if "trying on" in record.msg]
     assert [text.rpartition(" ")[2] for text in said[:2]] == ["first", "second"]
@@ -202,7 +219,7 @@ async def test_whatever_a_router_answers_a_registered_node_goes_on(
     app.router.add_post("/nodes", answer)
     async with TestServer(app) as server:
         info = rig.nodes["d0"].info
-        _, task, told = start(str(server.make_url("/")), lambda: info, max_backoff_s=0.0)
+        _, task, told = start(str(server.make_url("/")), lambda: info, MAX_BACKOFF_S=0.0)
         await eventually(lambda: len(asked) > len(answers) or task.done(), 60)
         assert not task.done(), task.result()
         assert told == [(), ("tcp://127.0.0.1:5",)]
@@ -257,7 +274,7 @@ async def test_it_registers_with_all_routers_of_a_name_as_they_come_and_go(
     url = f"http://{NAME}:{port}"
 
     names[NAME] = ["127.0.0.1"]
-    registrar, task, told = start(url, lambda: d, lookup_period_s=0.05)
+    registrar, task, told = start(url, lambda: d, LOOKUP_PERIOD_S=0.05)
     await eventually(lambda: first.states() == {"d0": "ready"})
     assert second.states() == {}
 
@@ -283,6 +300,39 @@ async def test_it_registers_with_all_routers_of_a_name_as_they_come_and_go(
     assert second.states() == {"p0": "ready"}
 
 
+async def test_a_certificate_is_of_the_name_whichever_address_is_dialled(
+    tmp_path: Path, make_rig: Any, start: Start, names: dict[str, list[str]]
+) -> None:
+    ca, certificate, key = map(str, write_certificates(tmp_path))
+    asked: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(f"{request.host} {request.raw_path}")
+        body = msgspec.json.encode(Members(control_addresses=(), heartbeat_s=60.0))
+        return web.Response(body=body)
+
+    app, tls = web.Application(), TlsConfig(ssl_certfile=certificate, ssl_keyfile=key)
+    app.add_routes([web.post("/nodes", answer), web.delete("/nodes/{id:.+}", answer)])
+    runner = await serve_on(bind("127.0.0.2", 0), app, EndpointConfig(tls=tls))
+    try:
+        port = runner.addresses[0][1]
+        names[CERTIFIED] = ["127.0.0.2"]
+        info = msgspec.structs.replace(
+            (await make_rig(prefill=0)).nodes["d0"].info, node_id="d %41"
+        )
+        url, trust = f"https://{CERTIFIED}:{port}", TrustConfig(ssl_ca_certs=ca)
+        registrar, _, told = start(url, lambda: info, trust=trust)
+        await eventually(lambda: told == [()])
+        await registrar.leave()
+        where = f"{CERTIFIED}:{port} /nodes"
+        assert asked == [where, f"{where}/d%20%2541?generation={info.generation}"]
+        _, task, _ = start(url, lambda: info, FIRST_DEADLINE_S=0.2)
+        with pytest.raises(ConfigError, match="CERTIFICATE_VERIFY_FAILED"):
+            await asyncio.wait_for(task, PATIENCE_S)
+    finally:
+        await runner.cleanup()
+
+
 async def test_a_router_that_refuses_ends_nothing_while_another_does_not(
     make_rig: Any, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,7 +354,7 @@ async def test_a_name_without_addresses_is_told_after_a_while(
 ) -> None:
     other = await make_rig(prefill=0)
     info, names[NAME] = other.nodes["d0"].info, []
-    _, task, _ = start(f"http://{NAME}:8000", lambda: info, first_deadline_s=0.2)
+    _, task, _ = start(f"http://{NAME}:8000", lambda: info, FIRST_DEADLINE_S=0.2)
     with pytest.raises(
         ConfigError, match=rf"^--router: can't register at http://{NAME}:8000/nodes"
     ):

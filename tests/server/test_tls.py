@@ -9,13 +9,13 @@ from pathlib import Path
 import aiohttp
 import pytest
 from cryptography.hazmat.primitives.serialization import BestAvailableEncryption
+from yarl import URL
 
 from kvbaton.errors import ConfigError
 from kvbaton.server.app import make_app, serve_on
 from kvbaton.server.config import EndpointConfig
 from kvbaton.server.network import TlsConfig, TrustConfig, bind
 from kvbaton.server.node_app import make_starting_app
-from kvbaton.server.registration import OneAddress
 from kvbaton.text.tokenizer import Tokenizer
 from tests.server.conftest import make_frontend
 from tests.support.certificates import NAME, write_certificates
@@ -24,10 +24,12 @@ from tests.support.waiting import PATIENCE_S
 
 
 async def ask(url: str, trust: TrustConfig) -> int:
-    connector = aiohttp.TCPConnector(resolver=OneAddress("127.0.0.1"), ssl=trust.client(url))
+    named = URL(f"{url}/version")
     async with (
-        aiohttp.ClientSession(connector=connector) as session,
-        session.get(f"{url}/version") as response,
+        aiohttp.ClientSession() as session,
+        session.get(
+            named.with_host("127.0.0.1"), ssl=trust.client(url), server_hostname=named.host
+        ) as response,
     ):
         return response.status
 
