@@ -697,10 +697,10 @@ class LeaksPins(BrokenMemory):
     """Goes on holding a pinned object that was deleted meanwhile."""
 
     class Broken(Arena):
-        def _release(self, ticket: int) -> None:
+        def release(self, ticket: int) -> None:
             deadline, entries = self._pins.get(ticket, (0.0, []))
             self._pins[ticket] = (deadline, [e for e in entries if not e.forgotten])
-            super()._release(ticket)
+            super().release(ticket)
 
 
 def fill(target: Sequence[memoryview], data: bytes | bytearray) -> None:
