@@ -20,7 +20,7 @@ import kvbaton
 from kvbaton.connectors.registry import (
     STORES,
     TRANSPORTS,
-    find_connector,
+    class_of,
     list_connectors,
     load_class,
     split_spec,
@@ -98,7 +98,6 @@ class Subject:
         seed: of everything random but the keys.
         patience: seconds for which any one answer is waited for, on a machine that is not busy: see
             `tasks_per_core`.
-        naming: names the objects of a `store_objects.Owner`; None for kvbaton's own way.
         exclusions: cases that are not run, and why: the connector's author says so.
     """
 
@@ -108,7 +107,6 @@ class Subject:
     depth: int = 1
     seed: int = 0
     patience: float = 20.0
-    naming: Callable[[Any], list[bytes]] | None = None
     exclusions: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -139,7 +137,7 @@ class Subject:
         patience = self.patience * tasks_per_core()
         pressure: Any = {"seed": self.seed, "depth": self.depth, "patience": patience}
         if self.kind == "store":
-            return StoreRig(self.spec, back_door=self.back_door, naming=self.naming, **pressure)
+            return StoreRig(self.spec, back_door=self.back_door, **pressure)
         return pair_of(self.spec, **pressure)
 
     def run(self, case: Case[Any], limit: float | None = None) -> Outcome:
@@ -241,8 +239,7 @@ def make_subject(
         (kind,) = kinds
     door = _imported("--back-door", back_door) if back_door else None
     subject = Subject(spec, kind, door, max(1, depth), seed)
-    target, _ = split_spec(spec, subject.registry)
-    exclusions = dict(getattr(find_connector(subject.registry, target), "kit_exclusions", {}))
+    exclusions = dict(getattr(class_of(subject.registry, spec), "kit_exclusions", {}))
     for text in exclude:
         case, _, reason = text.partition("=")
         if not reason.strip():

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Self
 
-from kvbaton.connectors.registry import STORES, TRANSPORTS, find_connector, split_spec
+from kvbaton.connectors.registry import STORES, TRANSPORTS, class_of
 from kvbaton.testing.fork_server import ForkedProcess, fork_server
 from kvbaton.testing.kit import CaseFailure, KitBroke, kits_own_time, tasks_per_core
 
@@ -152,8 +152,7 @@ def start_worker(kind: str, spec: str, *words: object, patience: float) -> Remot
     Raises:
         ConfigError: the spec names no connector.
     """
-    of = STORES if kind == "store" else TRANSPORTS
-    module = find_connector(of, split_spec(spec, of)[0]).__module__
+    module = class_of(STORES if kind == "store" else TRANSPORTS, spec).__module__
 
     def start(streams: list[int]) -> ForkedProcess:
         return fork_server().start(WORKER, [kind, spec, *map(str, words)], streams, [module])
