@@ -149,16 +149,13 @@ class Subject:
             return Outcome(case.id, case.law, CaseVerdict.SKIPPED, f"{EXCLUDED}: {reason}")
         return run_case(case, self.rig, limit or LIMIT_S * tasks_per_core())
 
-    def probe(self, limit: float | None = None) -> None:
+    def probe(self) -> None:
         """See that it can be built, opened and closed at all.
 
-        Args:
-            limit: see `run`.
-
         Raises:
-            ConfigError: it can't, or not in time.
+            ConfigError: it can't, or not in the time of a case.
         """
-        limit, errors = limit or LIMIT_S * tasks_per_core(), list[BaseException]()
+        limit, errors = LIMIT_S * tasks_per_core(), list[BaseException]()
 
         def look() -> None:
             try:
@@ -308,7 +305,6 @@ def main(
     subject: Subject,
     *,
     level: int = len(LEVELS) - 1,
-    limit: float | None = None,
     json_path: Path | None = None,
     only: Sequence[str] = (),
     stop_at_failure: bool = False,
@@ -319,7 +315,6 @@ def main(
     Args:
         subject: what to check.
         level: the highest level to check, 0 to 5.
-        limit: seconds after which a case has failed; None for that of `Subject.run`.
         json_path: where to write the report as JSON.
         only: texts, one of which is in the name of each case to run; all cases if there are none.
         stop_at_failure: run no case after one that failed.
@@ -333,7 +328,7 @@ def main(
         ConfigError: the connector can't be built or opened; a text of `only` names no case.
     """
     cases = subject.cases(level, only, quick=quick)
-    outcomes, status, _ = check_all(subject, cases, limit=limit, stop_at_failure=stop_at_failure)
+    outcomes, status, _ = check_all(subject, cases, stop_at_failure=stop_at_failure)
     if json_path is not None:
         with writing("--json"):
             write_json(subject, outcomes, json_path)
@@ -350,11 +345,7 @@ def end(outcomes: Sequence[Outcome], status: int) -> None:
 
 
 def check_all(
-    subject: Subject,
-    cases: Sequence[Case[Any]],
-    *,
-    limit: float | None = None,
-    stop_at_failure: bool = False,
+    subject: Subject, cases: Sequence[Case[Any]], *, stop_at_failure: bool = False
 ) -> tuple[list[Outcome], int, str]:
     """Run cases and print each; the outcomes, an exit status as of `main`, and the verdict.
 
@@ -365,7 +356,7 @@ def check_all(
     print(f"{subject.kind} {subject.spec}", flush=True)
     outcomes: list[Outcome] = []
     for case in cases:
-        outcomes.append(subject.run(case, limit))
+        outcomes.append(subject.run(case))
         print_outcome(outcomes[-1])
         if stop_at_failure and outcomes[-1].verdict is CaseVerdict.FAILED:
             break
