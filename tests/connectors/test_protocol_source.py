@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -73,11 +74,16 @@ class Rig(MachineRig):
 
     machine: Source
 
-    def __init__(self, *, groups: tuple[KVLayout, ...] = (layout(4),), **options: Any) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        *,
+        groups: tuple[KVLayout, ...] = (layout(4),),
+        pair: Callable[..., Any] = lambda source, target: (SHARED,),
+        **options: Any,
+    ) -> None:
+        super().__init__(pair)
         node = NodeId("p", bytes(16))
         identity = Identity(node, bytes(32), {"model": "a"}, "tcp", cards(*groups, ranks=2))
-        options.setdefault("pair", lambda a, b: (SHARED,))
         self.machine = Source(identity, TIMERS, **options)
 
     def hear(self, kind: type, session: bytes = b"s" * 16, **fields: Any) -> list[Any]:

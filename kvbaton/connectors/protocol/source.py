@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from kvbaton.connectors.pairing import pair_groups
 from kvbaton.connectors.protocol import events
 from kvbaton.connectors.protocol.checks import (
     check_ack,
@@ -29,7 +28,6 @@ from kvbaton.connectors.protocol.checks import (
 )
 from kvbaton.connectors.protocol.machine import (
     Machine,
-    Pair,
     Reactions,
     RefusalError,
     SessionState,
@@ -54,7 +52,6 @@ class Source(SourceSessions):
     Args:
         identity: what this side says of itself.
         timers: of the protocol.
-        pair: pairs the groups of layouts, source first; raises `ValueError` naming both values.
         max_attempts: attempts that may be alive at once, a quarter of them for one D; more are
             refused by name.
         max_notice_bytes: of the transport; a write's digests fit into its notice.
@@ -69,11 +66,10 @@ class Source(SourceSessions):
         identity: events.Identity,
         timers: TransferTimers,
         *,
-        pair: Pair = pair_groups,
         max_attempts: int = 65_536,
         max_notice_bytes: int = 1 << 16,
     ) -> None:
-        super().__init__(identity, timers, pair, max_notice_bytes)
+        super().__init__(identity, timers, max_notice_bytes)
         self._max_attempts = max_attempts
         self._idle: dict[Attempt, None] = {}
 
