@@ -106,15 +106,7 @@ class HandoverFactory:
         transfers = TransferThread(channel, sender=sender, receiver=receiver)
         connectors: list[KVConnector] = []
         if sender is not None:
-            connectors.append(
-                SourceConnector(
-                    transfers,
-                    executor,
-                    scheduler,
-                    surroundings.node,
-                    unclaimed_s=config.timers.total,
-                )
-            )
+            connectors.append(SourceConnector(transfers, executor, scheduler, surroundings.node))
         if receiver is not None:
             target = TargetConnector(
                 transfers,

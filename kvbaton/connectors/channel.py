@@ -24,7 +24,7 @@ from kvbaton.errors import ConfigError
 from kvbaton.types import MAX_MESSAGE_BYTES
 
 HIGH_WATER_MARK = 1000
-"""Messages that may wait per peer and direction; more are dropped and counted."""
+"""Messages that may wait per peer and direction; more are dropped."""
 LINGER_MS = 500
 HEARTBEAT_MS = 1000
 HEARTBEAT_TIMEOUT_MS = 5000
@@ -38,7 +38,6 @@ class ControlChannel:
     """Sends and receives whole messages over links.
 
     Attributes:
-        dropped: messages that could not be sent (full queue, unknown or vanished link).
         poller: of all its sockets; who waits with it may add descriptors of its own.
         address: what peers dial, ``tcp://host:port``.
     """
@@ -58,7 +57,6 @@ class ControlChannel:
         check_dialable(host)
         if not cluster_key and not is_loopback(host):
             raise ConfigError("--cluster-key", f"is needed to listen beyond loopback, on {host}")
-        self.dropped = 0
         self.poller = zmq.Poller()
         self._cluster_key = cluster_key
         self._context = zmq.Context()
@@ -75,11 +73,6 @@ class ControlChannel:
         self.poller.register(self._router, zmq.POLLIN)
         if self._gate is not None:
             self.poller.register(self._gate.socket, zmq.POLLIN)
-
-    @property
-    def refused(self) -> int:
-        """Handshakes that were refused for want of the cluster key."""
-        return 0 if self._gate is None else self._gate.refused
 
     def dial(self, address: str) -> Link:
         """Open a link to a peer's address; the same address gives the same link until `hang_up`.
@@ -113,7 +106,7 @@ class ControlChannel:
         return link
 
     def send(self, link: Link, data: bytes) -> bool:
-        """Queue a message; False (and counted in `dropped`) if the link can't take it now."""
+        """Queue a message; False if the link can't take it: a full queue, or it has vanished."""
         try:
             if link in self._dealers:
                 self._dealers[link].send(data, zmq.NOBLOCK)
@@ -122,7 +115,6 @@ class ControlChannel:
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
-            self.dropped += 1
             return False
         return True
 
@@ -133,9 +125,7 @@ class ControlChannel:
         came = [(Link(_INCOMING + sender), rest) for sender, *rest in drain(self._router)]
         for link, dealer in self._dealers.items():
             came += [(link, frames) for frames in drain(dealer)]
-        whole = [(link, frames[0]) for link, frames in came if len(frames) == 1]
-        self.dropped += len(came) - len(whole)
-        return whole
+        return [(link, frames[0]) for link, frames in came if len(frames) == 1]
 
     def hang_up(self, address: str) -> None:
         """Close the link to an address, if one is open."""

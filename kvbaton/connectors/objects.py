@@ -41,23 +41,6 @@ _FIELDS = struct.Struct("<8sII32s32sQQ16x")
 _CHECK_BYTES = HEADER_BYTES - _FIELDS.size
 
 
-def object_key(block_key: bytes, layout: bytes, group: int) -> bytes:
-    """Key of a block's object, 32 bytes.
-
-    Args:
-        block_key: of `keys.block_keys`, 32 bytes.
-        layout: `ObjectForm.layout`, 32 bytes.
-        group: KV group.
-
-    Raises:
-        ValueError: a key is not 32 bytes long.
-    """
-    if len(block_key) != KEY_BYTES or len(layout) != KEY_BYTES:
-        raise ValueError(f"keys must have {KEY_BYTES} bytes: {len(block_key)}, {len(layout)}")
-    data = block_key + layout + struct.pack("<QQ", group, VERSION)
-    return hashlib.blake2b(data, digest_size=KEY_BYTES, person=b"kvbaton-object").digest()
-
-
 @dataclass(frozen=True)
 class ObjectHeader:
     """What an object says of itself.
@@ -157,8 +140,18 @@ class ObjectForm:
         self.runs, self.replicas = tuple(runs), tuple(replicas)
 
     def key(self, block_key: bytes) -> bytes:
-        """See `object_key`."""
-        return object_key(block_key, self.layout, self.group)
+        """Key of a block's object, 32 bytes.
+
+        Args:
+            block_key: of `keys.block_keys`, 32 bytes.
+
+        Raises:
+            ValueError: it has another length.
+        """
+        if len(block_key) != KEY_BYTES:
+            raise ValueError(f"a block's key must have {KEY_BYTES} bytes, not {len(block_key)}")
+        data = block_key + self.layout + struct.pack("<QQ", self.group, VERSION)
+        return hashlib.blake2b(data, digest_size=KEY_BYTES, person=b"kvbaton-object").digest()
 
     def header(self, identity: bytes, key: bytes) -> ObjectHeader:
         """What the object under `key` must say of itself."""

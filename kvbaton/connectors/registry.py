@@ -392,6 +392,15 @@ def find_connector(kind: Kind, target: str) -> Any:
     return load_class(kind.flag, find_entry(kind, target))
 
 
+def class_of(kind: Kind, spec: str) -> Any:
+    """Import the class that a spec names; nothing is built.
+
+    Raises:
+        ConfigError: as `split_spec` and `find_connector`.
+    """
+    return find_connector(kind, split_spec(spec, kind)[0])
+
+
 def load_class(flag: str, entry: EntryPoint) -> Any:
     """Import the class of an entry point.
 

@@ -237,15 +237,14 @@ class TargetConnector(KVConnector):
                         self.wires.observe(action.crossing)
                     if (marks := load.sequence.request.marks) is not None:
                         marks += (Mark(name, at) for name, at in action.times)
+                    self._outcomes(load)["delivered"] += 1
                     if load.connector is self:
-                        self.outcomes["delivered"] += 1
                         self._timelines.mark(action.attempt, "delivered")
                         self._delivered[load.sequence] = action.attempt
                         outputs += self.scheduler.finish_load(
                             load, action.choices, cached_at_source=action.cached_tokens
                         )
                     else:
-                        self.prefix_outcomes["delivered"] += 1
                         self.scheduler.cut_load(load, action.num_tokens)
                 case events.Fail():
                     outputs += self._fail(action)

@@ -16,6 +16,7 @@ from kvbaton.connectors.registry import (
     STORES,
     TRANSPORTS,
     Kind,
+    class_of,
     declared,
     find_connector,
     list_connectors,
@@ -107,7 +108,7 @@ def _markdown(kind: Kind, spec: str) -> str:
     """A connector with its options, from the texts of its class."""
     head = f"### {kind.noun} `{spec}`"
     try:
-        factory = find_connector(kind, split_spec(spec, kind)[0])
+        factory = class_of(kind, spec)
     except ConfigError as error:
         return f"{head}\n\nNot here: {error}"
     of_class = inspect.getdoc(factory) or ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -38,8 +37,6 @@ OTHERS = -1
 ToSource = (
     events.Engage | events.Release | events.StopSource | events.EvictSource | events.RefuseAnnounce
 )
-MAX_UNCLAIMED_TOKENS = 1 << 23
-"""Of computed prompts that nobody has reserved; above it the oldest are forgotten."""
 
 
 @dataclass
@@ -54,10 +51,8 @@ class _Source:
         counted: per group, the first token that digests count.
         reported: tokens reported ready.
         last: the report of the prompt's end, which leaves with its first tokens.
-        held: blocks held for the transfer.
         first: token 0 of each choice, as sampled.
         cached_tokens: prompt tokens that the first run did not compute.
-        forget_at: when a computed prompt that nobody reserved is dropped, on the monotonic clock.
     """
 
     attempt: Attempt
@@ -68,11 +63,8 @@ class _Source:
     counted: tuple[int, ...] = ()
     reported: int = 0
     last: events.BlocksReady | None = None
-    held: list[Spans] = field(default_factory=list)
     first: dict[int, ChoiceStart] = field(default_factory=dict)
     cached_tokens: int = 0
-    running: bool = True
-    forget_at: float = 0.0
 
     @property
     def has_first_tokens(self) -> bool:
@@ -118,8 +110,6 @@ class SourceConnector(KVConnector):
         executor: Executor,
         scheduler: Scheduler,
         node: NodeId,
-        *,
-        unclaimed_s: float,
     ) -> None:
         assert transfers.sender is not None
         self.transfers = transfers
@@ -127,7 +117,6 @@ class SourceConnector(KVConnector):
         self.executor = executor
         self.scheduler = scheduler
         self.node = node
-        self.unclaimed_s = unclaimed_s
         self.control_address = transfers.channel.address
         states = any(group.kind is GroupKind.STATE for group in scheduler.blocks.groups)
         self._sums_come_in_order = executor.in_order and not states
@@ -136,11 +125,9 @@ class SourceConnector(KVConnector):
         self.outcomes: dict[str, int] = {}
         self._sources: dict[Attempt, _Source] = {}
         self._by_request: dict[str, _Source] = {}
-        self._unclaimed: dict[Attempt, _Source] = {}
-        self._unclaimed_tokens = 0
         self._ahead: set[Attempt] = set()  # of whom blocks are reported that a step still computes
         self._woken_at: float | None = None
-        self._pinned: dict[Attempt, Spans] = {}
+        self._held: dict[Attempt, list[Spans]] = {}  # of those that somebody has reserved
         self._outputs: list[Output] = []
 
     # --- requests ---
@@ -178,10 +165,9 @@ class SourceConnector(KVConnector):
         source = self._by_request.pop(request_id, None)
         if source is None:
             return
-        source.running = False
         self.transfers.submit(events.SourceFailed(source.attempt, reason))
         if source.start is None:
-            self._forget(source.attempt)
+            self._sources.pop(source.attempt, None)
 
     @override
     def emitted(self, outputs: list[Output]) -> list[Output]:
@@ -217,9 +203,6 @@ class SourceConnector(KVConnector):
                 self._failed(output.request_id, reason)
             elif source.has_first_tokens:
                 self._by_request.pop(output.request_id, None)
-                source.running = False
-                if source.start is None:
-                    self._await_claim(source)
         return sent
 
     def _with_params(self, output: Output, source: _Source) -> Output:
@@ -237,22 +220,9 @@ class SourceConnector(KVConnector):
         )
         return msgspec.structs.replace(output, kv_transfer_params=params)
 
-    def _await_claim(self, source: _Source) -> None:
-        """Keep what nobody has reserved yet for a while, and the youngest of too many."""
-        source.forget_at = time.monotonic() + self.unclaimed_s
-        self._unclaimed[source.attempt] = source
-        self._unclaimed_tokens += source.num_tokens
-        while self._unclaimed_tokens > MAX_UNCLAIMED_TOKENS:
-            self._forget(next(iter(self._unclaimed)))
-
-    def _claim(self, attempt: Attempt) -> None:
-        """It is unclaimed no longer."""
-        self._unclaimed_tokens -= self._unclaimed.pop(attempt).num_tokens
-
-    def _forget(self, attempt: Attempt) -> _Source | None:
-        if attempt in self._unclaimed:
-            self._claim(attempt)
-        return self._sources.pop(attempt, None)
+    def _runs(self, source: _Source) -> bool:
+        """Whether the prompt of an attempt is being computed."""
+        return self._by_request.get(source.request_id) is source
 
     # --- blocks ---
 
@@ -318,7 +288,6 @@ class SourceConnector(KVConnector):
         report = self._report_blocks(
             source.attempt, tables, start, end, source.counted, in_flight=in_flight
         )
-        source.held.append(report.spans)
         return report
 
     def _report_blocks(
@@ -342,6 +311,7 @@ class SourceConnector(KVConnector):
             )
         )
         manager.hold_outgoing(spans)
+        self._held[attempt].append(spans)
         sums = []
         for group, held in enumerate(spans):
             begin, size = max(start, counted[group]), sizes[group]
@@ -382,8 +352,8 @@ class SourceConnector(KVConnector):
         for group, hit in zip(manager.groups, hits, strict=True):
             first = min(max(start // size, group.first_needed(held)), held // size)
             tables.append([NULL_BLOCK] * first + hit[first : held // size])
+        self._held[action.attempt] = []
         report = self._report_blocks(action.attempt, tables, start, held, action.counted)
-        self._pinned[action.attempt] = report.spans
         self.transfers.submit(report, events.FirstTokens(action.attempt, ()))
 
     # --- what the transfer thread says ---
@@ -403,32 +373,27 @@ class SourceConnector(KVConnector):
                 case events.Release():
                     self.outcomes[action.outcome] = self.outcomes.get(action.outcome, 0) + 1
                     self._ahead.discard(action.attempt)
-                    if (pinned := self._pinned.pop(action.attempt, None)) is not None:
-                        self.scheduler.blocks.release_outgoing(pinned)
                     if source is not None:
-                        self._forget(action.attempt)
+                        del self._sources[action.attempt]
                         # A run for a late reservation has its first tokens before it is over.
                         self._end_run(source)
-                        for spans in source.held:
-                            self.scheduler.blocks.release_outgoing(spans)
+                    for spans in self._held.pop(action.attempt, ()):
+                        self.scheduler.blocks.release_outgoing(spans)
                 case events.StopSource() if source is not None:
                     self._end_run(source)
                     if source.start is None:
-                        self._forget(action.attempt)
+                        del self._sources[action.attempt]
                 case events.EvictSource():
-                    pinned = self._pinned.get(action.attempt)
-                    for spans in source.held if source is not None else filter(None, [pinned]):
+                    for spans in self._held.get(action.attempt, ()):
                         self.scheduler.blocks.evict(spans, action.bad)
                 case events.RefuseAnnounce() if source is not None:
-                    self._forget(action.attempt)
+                    del self._sources[action.attempt]
                     self._by_request.pop(source.request_id, None)
                     # A target that was faster than the request, and wants nothing of it, is no
                     # failure.
                     called_off = action.code in ("not_needed", "cancelled")
                     reason = "abort" if called_off else f"transfer refused: {action.code}"
                     self._outputs += self.scheduler.abort(source.request_id, reason)
-        while self._unclaimed and next(iter(self._unclaimed.values())).forget_at <= now:
-            self._forget(next(iter(self._unclaimed)))
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -439,9 +404,8 @@ class SourceConnector(KVConnector):
             return
         source.start = source.reported = action.start
         source.counted = action.counted
-        if source.attempt in self._unclaimed:
-            self._claim(source.attempt)
-        if source.running:
+        self._held[action.attempt] = []
+        if self._runs(source):
             request = self.scheduler.requests.get(source.request_id)
             if request is not None:
                 self.progressed(request)
@@ -449,7 +413,7 @@ class SourceConnector(KVConnector):
         # Run again: mostly hits, and the same first token, which its client has: it is not late.
         self.revived += 1
         source.request_id = f"{source.request.request_id}#{self.revived}"
-        source.first, source.running = {}, True
+        source.first = {}
         self._by_request[source.request_id] = source
         # The first run has used the hand-overs of its items.
         items = tuple(msgspec.structs.replace(i, transfer=None) for i in source.request.items)
@@ -464,13 +428,11 @@ class SourceConnector(KVConnector):
 
     def _end_run(self, source: _Source) -> None:
         """Abort the run that computes an attempt's prompt, if one does."""
-        if not source.running:
-            return
-        source.running = False
-        self._by_request.pop(source.request_id, None)
-        outputs = self.scheduler.abort(source.request_id)
-        if source.request_id == source.request.request_id:
-            self._outputs += outputs
+        if self._runs(source):
+            del self._by_request[source.request_id]
+            outputs = self.scheduler.abort(source.request_id)
+            if source.request_id == source.request.request_id:
+                self._outputs += outputs
 
     # --- accounts ---
 
@@ -480,13 +442,11 @@ class SourceConnector(KVConnector):
 
     @override
     def busy(self) -> bool:
-        leased = any(source.start is not None for source in self._sources.values())
-        return leased or bool(self._pinned)
+        return bool(self._held)
 
     @override
     def held_blocks(self) -> HeldBlocks:
-        held = [spans for source in self._sources.values() for spans in source.held]
-        return HeldBlocks(outgoing=[*held, *self._pinned.values()])
+        return HeldBlocks(outgoing=[spans for held in self._held.values() for spans in held])
 
     @override
     def counters(self) -> dict[str, float]:
@@ -502,12 +462,11 @@ class SourceConnector(KVConnector):
     @override
     def gauges(self) -> dict[str, float]:
         # An announced transfer holds nothing: nobody has reserved it yet.
-        engaged = sum(source.start is not None for source in self._sources.values())
-        leases = engaged + len(self._pinned)
+        announced = sum(source.start is None for source in self._sources.values())
         return {
-            "kvbaton_transfers_live": float(leases),
-            "kvbaton_transfers_announced": float(len(self._sources) - engaged),
-            "kvbaton_leases": float(leases),
+            "kvbaton_transfers_live": float(len(self._held)),
+            "kvbaton_transfers_announced": float(announced),
+            "kvbaton_leases": float(len(self._held)),
             "kvbaton_unhealthy": float(self.transfers.is_unhealthy()),
         }
 
@@ -523,11 +482,11 @@ class SourceConnector(KVConnector):
                     "reserved_from": source.start,
                     "reported": source.reported,
                     "num_tokens": source.num_tokens,
-                    "running": source.running,
+                    "running": self._runs(source),
                 }
                 for source in self._sources.values()
             ],
-            "pinned": [attempt_name(attempt) for attempt in self._pinned],
+            "pinned": [attempt_name(a) for a in self._held if a not in self._sources],
             **self.transfers.inspect(self.sender.state),
         }
 

@@ -20,7 +20,7 @@ import kvbaton
 from kvbaton.connectors.registry import (
     STORES,
     TRANSPORTS,
-    find_connector,
+    class_of,
     list_connectors,
     load_class,
     split_spec,
@@ -98,7 +98,6 @@ class Subject:
         seed: of everything random but the keys.
         patience: seconds for which any one answer is waited for, on a machine that is not busy: see
             `tasks_per_core`.
-        naming: names the objects of a `store_objects.Owner`; None for kvbaton's own way.
         exclusions: cases that are not run, and why: the connector's author says so.
     """
 
@@ -108,7 +107,6 @@ class Subject:
     depth: int = 1
     seed: int = 0
     patience: float = 20.0
-    naming: Callable[[Any], list[bytes]] | None = None
     exclusions: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -139,7 +137,7 @@ class Subject:
         patience = self.patience * tasks_per_core()
         pressure: Any = {"seed": self.seed, "depth": self.depth, "patience": patience}
         if self.kind == "store":
-            return StoreRig(self.spec, back_door=self.back_door, naming=self.naming, **pressure)
+            return StoreRig(self.spec, back_door=self.back_door, **pressure)
         return pair_of(self.spec, **pressure)
 
     def run(self, case: Case[Any], limit: float | None = None) -> Outcome:
@@ -151,16 +149,13 @@ class Subject:
             return Outcome(case.id, case.law, CaseVerdict.SKIPPED, f"{EXCLUDED}: {reason}")
         return run_case(case, self.rig, limit or LIMIT_S * tasks_per_core())
 
-    def probe(self, limit: float | None = None) -> None:
+    def probe(self) -> None:
         """See that it can be built, opened and closed at all.
 
-        Args:
-            limit: see `run`.
-
         Raises:
-            ConfigError: it can't, or not in time.
+            ConfigError: it can't, or not in the time of a case.
         """
-        limit, errors = limit or LIMIT_S * tasks_per_core(), list[BaseException]()
+        limit, errors = LIMIT_S * tasks_per_core(), list[BaseException]()
 
         def look() -> None:
             try:
@@ -241,8 +236,7 @@ def make_subject(
         (kind,) = kinds
     door = _imported("--back-door", back_door) if back_door else None
     subject = Subject(spec, kind, door, max(1, depth), seed)
-    target, _ = split_spec(spec, subject.registry)
-    exclusions = dict(getattr(find_connector(subject.registry, target), "kit_exclusions", {}))
+    exclusions = dict(getattr(class_of(subject.registry, spec), "kit_exclusions", {}))
     for text in exclude:
         case, _, reason = text.partition("=")
         if not reason.strip():
@@ -311,7 +305,6 @@ def main(
     subject: Subject,
     *,
     level: int = len(LEVELS) - 1,
-    limit: float | None = None,
     json_path: Path | None = None,
     only: Sequence[str] = (),
     stop_at_failure: bool = False,
@@ -322,7 +315,6 @@ def main(
     Args:
         subject: what to check.
         level: the highest level to check, 0 to 5.
-        limit: seconds after which a case has failed; None for that of `Subject.run`.
         json_path: where to write the report as JSON.
         only: texts, one of which is in the name of each case to run; all cases if there are none.
         stop_at_failure: run no case after one that failed.
@@ -336,7 +328,7 @@ def main(
         ConfigError: the connector can't be built or opened; a text of `only` names no case.
     """
     cases = subject.cases(level, only, quick=quick)
-    outcomes, status, _ = check_all(subject, cases, limit=limit, stop_at_failure=stop_at_failure)
+    outcomes, status, _ = check_all(subject, cases, stop_at_failure=stop_at_failure)
     if json_path is not None:
         with writing("--json"):
             write_json(subject, outcomes, json_path)
@@ -353,11 +345,7 @@ def end(outcomes: Sequence[Outcome], status: int) -> None:
 
 
 def check_all(
-    subject: Subject,
-    cases: Sequence[Case[Any]],
-    *,
-    limit: float | None = None,
-    stop_at_failure: bool = False,
+    subject: Subject, cases: Sequence[Case[Any]], *, stop_at_failure: bool = False
 ) -> tuple[list[Outcome], int, str]:
     """Run cases and print each; the outcomes, an exit status as of `main`, and the verdict.
 
@@ -368,7 +356,7 @@ def check_all(
     print(f"{subject.kind} {subject.spec}", flush=True)
     outcomes: list[Outcome] = []
     for case in cases:
-        outcomes.append(subject.run(case, limit))
+        outcomes.append(subject.run(case))
         print_outcome(outcomes[-1])
         if stop_at_failure and outcomes[-1].verdict is CaseVerdict.FAILED:
             break

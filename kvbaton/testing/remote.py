@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import select
 import signal
-import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from subprocess import Popen
 from typing import Self
 
-from kvbaton.connectors.registry import STORES, TRANSPORTS, find_connector, split_spec
+from kvbaton.connectors.registry import STORES, TRANSPORTS, class_of
 from kvbaton.testing.fork_server import ForkedProcess, fork_server
 from kvbaton.testing.kit import CaseFailure, KitBroke, kits_own_time, tasks_per_core
 
@@ -28,12 +28,12 @@ class RemoteProcess:
     """A process that is surely gone at the end of the block.
 
     Args:
-        start: what to run, or a function that starts it with these standard streams.
+        start: starts it with these standard streams.
         patience: seconds for which a line is waited for.
     """
 
     def __init__(
-        self, start: Sequence[str] | Callable[[list[int]], ForkedProcess], patience: float
+        self, start: Callable[[list[int]], ForkedProcess | Popen[bytes]], patience: float
     ) -> None:
         self._patience = patience
         self._rest = b""
@@ -42,14 +42,8 @@ class RemoteProcess:
         (theirs_in, ours_in), (ours_out, theirs_out) = os.pipe(), os.pipe()
         streams = [theirs_in, theirs_out, self._errors.fileno()]
         self._in, self._out = open(ours_in, "wb", 0), open(ours_out, "rb", 0)
-        self._process: subprocess.Popen[bytes] | ForkedProcess
         try:
-            if callable(start):
-                self._process = start(streams)
-            else:
-                self._process = subprocess.Popen(
-                    start, stdin=theirs_in, stdout=theirs_out, stderr=self._errors
-                )
+            self._process = start(streams)
         except OSError as error:
             raise KitBroke(f"can't start a process: {error}") from error
         finally:
@@ -152,8 +146,7 @@ def start_worker(kind: str, spec: str, *words: object, patience: float) -> Remot
     Raises:
         ConfigError: the spec names no connector.
     """
-    of = STORES if kind == "store" else TRANSPORTS
-    module = find_connector(of, split_spec(spec, of)[0]).__module__
+    module = class_of(STORES if kind == "store" else TRANSPORTS, spec).__module__
 
     def start(streams: list[int]) -> ForkedProcess:
         return fork_server().start(WORKER, [kind, spec, *map(str, words)], streams, [module])

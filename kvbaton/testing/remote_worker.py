@@ -25,12 +25,11 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pkgutil import resolve_name
-from typing import Any
 
 import numpy as np
 
 from kvbaton.connectors.base import Device, Handle, Peer, Status
-from kvbaton.connectors.registry import STORES, TRANSPORTS, find_connector, load_store, split_spec
+from kvbaton.connectors.registry import STORES, TRANSPORTS, class_of, load_store, load_transport
 from kvbaton.errors import KvbatonError
 from kvbaton.testing.store_rig import views
 from kvbaton.testing.transport_rig import PAUSE_S, Buffer, fresh_name, pack
@@ -50,12 +49,9 @@ def serve_transport(
     digest: Callable[[], object] = buffer.digest
     if function:
         digest = partial(resolve_name(function), buffer.memory.owner, *map(int, numbers))
-    # Whoever started this has built one like it, by `load_transport`, which checks more.
-    target, options = split_spec(spec, TRANSPORTS)
-    arguments = {"name": fresh_name(), "host": "127.0.0.1"} | options
-    make_transport: Any = find_connector(TRANSPORTS, target)
+    class_of(TRANSPORTS, spec)
     _say("begun")
-    transport = make_transport(**arguments)
+    transport = load_transport(spec, name=fresh_name())
     transport.register(buffer.memory)
     _say("card", transport.card().hex(), os.getpid(), buffer.memory.address)
     whole = pack([(0, 0, 0, 0, num_bytes, 1, 0, 0)])
@@ -86,7 +82,7 @@ def remote_objects(nonce: int, size: int, count: int) -> dict[bytes, bytes]:
 def use_store(spec: str, job: str, nonce: int, size: int, count: int) -> None:
     """See the module."""
     objects = remote_objects(nonce, size, count)
-    find_connector(STORES, split_spec(spec, STORES)[0])
+    class_of(STORES, spec)
     _say("begun")
     store = load_store(spec, name="remote")
     store.open()

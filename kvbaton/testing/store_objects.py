@@ -229,10 +229,6 @@ def make_owner(weights: str) -> Owner:
 SIZE = 3000
 
 
-def _keys(rig: StoreRig, owner: Owner) -> list[bytes]:
-    return (rig.naming or Owner.keys)(owner)
-
-
 def _owner(rig: StoreRig) -> Owner:
     return make_owner(weights=rig.key().hex())
 
@@ -241,13 +237,13 @@ def _owner(rig: StoreRig) -> Owner:
 def equals_share(rig: StoreRig) -> None:
     """Equal identity, salt, adapter and layout share objects, also when they shard differently."""
     owner = _owner(rig)
-    objects = {key: rig.noise(SIZE) for key in _keys(rig, owner)}
+    objects = {key: rig.noise(SIZE) for key in owner.keys()}
     rig.put(objects)
     if rig.store.capabilities.persistent:
         rig.reopen()
     twin = make_owner(weights=owner.record.weights)
     for other in (twin, replace(twin, layouts=replace(OWNED, ranks=2).layouts())):
-        keys = _keys(rig, other)
+        keys = other.keys()
         require(all(rig.found(keys)), "equals do not find each other's objects")
         rig.expect(dict(zip(keys, objects.values(), strict=True)), "stored by an equal")
 
@@ -255,9 +251,9 @@ def equals_share(rig: StoreRig) -> None:
 def _must_be_apart(rig: StoreRig, change: Callable[[Owner], Owner]) -> None:
     """Whoever differs in one thing sees nothing, and both can keep objects of the same tokens."""
     owner = _owner(rig)
-    ours = {key: rig.noise(SIZE) for key in _keys(rig, owner)}
+    ours = {key: rig.noise(SIZE) for key in owner.keys()}
     rig.put(ours)
-    keys = _keys(rig, change(owner))
+    keys = change(owner).keys()
     require(not any(rig.found(keys)), "lookup finds the objects of another")
     loaded = [rig.get(key, SIZE) for key in keys]
     require(loaded == [None] * len(keys), "load gives the objects of another")

@@ -112,7 +112,6 @@ class StoreRig:
     Args:
         spec: of the store; ``{tmp}`` in it becomes the folder.
         back_door: makes the back door of the opened store; None if it has none.
-        naming: names the objects of a `store_objects.Owner`; None for kvbaton's own way.
         seed: of `random`.
         depth: multiplies examples, repetitions and seconds.
         patience: seconds for which any one answer is waited for.
@@ -128,13 +127,12 @@ class StoreRig:
         spec: str,
         *,
         back_door: Callable[[Any], BackDoor] | None = None,
-        naming: Callable[[Any], list[bytes]] | None = None,
         seed: int = 0,
         depth: int = 1,
         patience: float = 20.0,
     ) -> None:
         self.spec, self.depth, self.patience = spec, depth, patience
-        self.naming, self._back_door = naming, back_door
+        self._back_door = back_door
         self.random = np.random.default_rng(seed)
         self._nonce = os.urandom(16)
         self._numbers = itertools.count()

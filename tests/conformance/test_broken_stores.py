@@ -7,6 +7,7 @@ import pytest
 from kvbaton.testing import check
 from kvbaton.testing.check import Subject
 from kvbaton.testing.kit import CaseVerdict
+from kvbaton.testing.store_objects import Owner
 from tests.conformance.broken_support import expect_caught, expect_first_failure, first_failure
 from tests.connectors_broken.extras import BROKEN_EXTRAS
 from tests.connectors_broken.files import BROKEN_FILES, BrokenFilesystem
@@ -28,8 +29,12 @@ def with_files(broken: type[BrokenFilesystem]) -> Subject:
     return Subject(spec, "store", door, patience=PATIENCE_S)
 
 
-def with_names(name: str) -> Subject:
-    return Subject("memory", "store", patience=PATIENCE_S, naming=BROKEN_NAMES[name][0])
+@pytest.fixture(autouse=True)
+def names(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a test is of a broken way to name objects, that is the owners'."""
+    name = request.node.callspec.params.get("name", "").removeprefix(NAMES)
+    if name in BROKEN_NAMES:
+        monkeypatch.setattr(Owner, "keys", BROKEN_NAMES[name][0])
 
 
 @pytest.fixture(autouse=True)
@@ -38,11 +43,13 @@ def patience_is_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "tasks_per_core", lambda: 1.0)
 
 
+NAMES = "names that "
+SOUND = Subject("memory", "store", patience=PATIENCE_S)
 IN_MEMORY = BROKEN | BROKEN_EXTRAS | BROKEN_SUBTLE
 CATCHERS = {
     **{broken.__name__: (in_memory(broken), case) for broken, case in IN_MEMORY.items()},
     **{broken.__name__: (with_files(broken), case) for broken, (case, _) in BROKEN_FILES.items()},
-    **{f"names that {name}": (with_names(name), case) for name, (_, case) in BROKEN_NAMES.items()},
+    **{NAMES + name: (SOUND, case) for name, (_, case) in BROKEN_NAMES.items()},
 }
 
 

@@ -23,6 +23,7 @@ from kvbaton.cli import main as command
 from kvbaton.connectors.store import Found
 from kvbaton.connectors.stores.memory import MemoryStore
 from kvbaton.errors import ConfigError, StoreError
+from kvbaton.testing import check
 from kvbaton.testing.check import Subject, main, make_subject
 from kvbaton.testing.kit import THREAD, Case, CaseVerdict, Kit, KitBroke, Outcome, require, run_case
 from kvbaton.testing.store_rig import STORE_KIT
@@ -262,8 +263,9 @@ def test_a_store_that_hangs_does_not_hang_the_command(tmp_path: Path) -> None:
         "        return self._pool('load').submit(threading.Event().wait)\n"
     )
     code = (
-        "from kvbaton.testing.check import main, make_subject; import sys\n"
-        "sys.exit(main(make_subject('hanging:Hangs'), level=0, limit=0.5))"
+        "from kvbaton.testing import check; import sys\n"
+        "check.LIMIT_S, check.tasks_per_core = 0.5, lambda: 1.0\n"
+        "sys.exit(check.main(check.make_subject('hanging:Hangs'), level=0))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
@@ -305,11 +307,15 @@ class Late(MemoryStore):
         ("nowhere", "can't be opened: KeyError: 'of its own'; raised in(.|\n)*KeyError..of its o"),
     ],
 )
-def test_a_store_that_can_not_be_opened_or_closed_is_refused(where: str, says: str) -> None:
+def test_a_store_that_can_not_be_opened_or_closed_is_refused(
+    where: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "LIMIT_S", 2.0)
+    monkeypatch.setattr(check, "tasks_per_core", lambda: 1.0)
     subject = make_subject(f'tests.conformance.test_kit:Late:{{"hangs_in": "{where}"}}')
     try:
         with pytest.raises(ConfigError, match=says):
-            subject.probe(2)
+            subject.probe()
     finally:
         Late.gate.set()
         for thread in enumerate_threads():

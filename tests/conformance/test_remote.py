@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import select
-import sys
 import threading
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ from kvbaton.testing.check import Subject
 from kvbaton.testing.fork_server import fork_server
 from kvbaton.testing.kit import CaseFailure, CaseVerdict, KitBroke
 from kvbaton.testing.remote import RemoteProcess
+from tests.support.processes import python
 
 SAYS = "print('begin 0\\ndone 0\\nbegin 1\\ndone 1\\nhalf a', end='', flush=True); input()"
 LIMIT_S = 3.0
@@ -32,7 +32,7 @@ class Slow(FilesystemStore):
 
 
 def test_lines_that_were_skipped_or_never_asked_for_count_as_said() -> None:
-    with RemoteProcess([sys.executable, "-c", SAYS], 30.0) as process:
+    with RemoteProcess(python("-c", SAYS), 30.0) as process:
         assert process.line("begin") == ["begin", "0"]
         assert process.line("begin") == ["begin", "1"]
         process.kill()
@@ -48,7 +48,7 @@ def test_lines_that_were_skipped_or_never_asked_for_count_as_said() -> None:
 def test_whose_fault_a_late_start_is(
     monkeypatch: pytest.MonkeyPatch, says: str, blames: type[Exception]
 ) -> None:
-    with RemoteProcess([sys.executable, "-c", f"{says}input()"], 30.0) as process:
+    with RemoteProcess(python("-c", f"{says}input()"), 30.0) as process:
         if says:
             assert select.select([process._out], [], [], 30.0)[0]  # its start is not tried here
         monkeypatch.setattr(remote, "STARTS_WITHIN_S", 0.5)

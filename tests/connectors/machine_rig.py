@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 
 from kvbaton.connectors.layout import GroupKind, KVLayout
+from kvbaton.connectors.protocol import machine
 from kvbaton.connectors.protocol.events import Link, SendMessage, Tick
 from kvbaton.connectors.protocol.source import Source
 from kvbaton.connectors.protocol.target import Target
@@ -25,17 +28,19 @@ SHARED: Any = SimpleNamespace(shares=((0, 0), (1, 0)))
 
 
 class MachineRig:
-    """A machine and its time; the peer is a script."""
+    """A machine and its time; the peer is a script, and so is how layouts pair."""
 
     machine: Source | Target
 
-    def __init__(self) -> None:
+    def __init__(self, pair: Callable[..., Any] = lambda source, target: (SHARED,)) -> None:
         self.now = 0.0
         self.seq = 0
+        self.pair = pair
 
     def do(self, event: Any) -> list[Any]:
         """Tell it an event; its state must be a right one then."""
-        actions = self.machine.handle(event, self.now)
+        with patch.object(machine, "pair_groups", self.pair):
+            actions = self.machine.handle(event, self.now)
         check_machine(self.machine)
         return actions
 

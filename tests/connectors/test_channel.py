@@ -74,7 +74,6 @@ def test_dialling_an_address_again_gives_the_same_link_until_it_is_hung_up() -> 
         left.hang_up(right.address)
         assert left.dial(right.address) != link
         assert not left.send(link, b"to a dropped link")
-        assert left.dropped == 1
 
 
 def test_messages_of_one_link_arrive_whole_and_in_order() -> None:
@@ -116,7 +115,9 @@ def test_knowing_the_public_key_alone_is_not_enough() -> None:
             stranger.curve_serverkey = derive_key_pair("cluster")[0]  # suppose it leaked
             stranger.connect(listener.address)
             stranger.send(b"let me in")
-            assert spin(lambda: listener.refused > 0, listener)
+            gate = listener._gate
+            assert gate is not None
+            assert spin(lambda: gate.refused > 0, listener)
             assert receive(listener, within=0.3) == []
 
 
@@ -144,7 +145,7 @@ def test_an_address_that_is_none_is_refused(address: str) -> None:
         channel.dial(address)
 
 
-def test_sending_never_blocks_and_counts_what_it_drops() -> None:
+def test_sending_never_blocks_and_tells_what_it_drops() -> None:
     with channels(None) as (channel,):
         nobody = socket.socket()
         nobody.bind((HOST, 0))  # bound, not listening: nobody answers there
@@ -152,7 +153,7 @@ def test_sending_never_blocks_and_counts_what_it_drops() -> None:
         start = time.monotonic()
         results = [channel.send(link, b"x") for _ in range(HIGH_WATER_MARK + 50)]
         assert time.monotonic() - start < 2
-        assert results.count(False) == channel.dropped == 50
+        assert results.count(False) == 50
         assert not channel.send(Link(b"iunknown"), b"x")
         channel.hang_up(f"tcp://{HOST}:{nobody.getsockname()[1]}")
         nobody.close()
@@ -181,7 +182,6 @@ def test_multipart_messages_of_strangers_are_dropped() -> None:
             sender.send_multipart([b"two", b"parts"])
             sender.send(b"one")
             assert [data for _, data in receive(channel)] == [b"one"]
-        assert channel.dropped == 1
 
 
 def test_close_is_quick_and_leaves_no_file_descriptor() -> None:

@@ -13,7 +13,7 @@ from tests.support.store_objects import make_objects, pieces
 @pytest.mark.parametrize("num_bytes", [0, 1, 999, 1000, 1001, 1024, 5000])
 def test_chunks_hold_all_bytes(num_bytes: int) -> None:
     [(key, data)] = make_objects(1, num_bytes, 30).items()
-    count = chunks.chunks_of(pieces(data), 1024)
+    count = chunks.count(pieces(data), 1024)
     slots = [memoryview(bytearray(random.Random(i).randbytes(1024))) for i in range(count)]
     for i in reversed(range(count)):
         chunks.fill([slots[i]], [i], key, pieces(data))

@@ -5,7 +5,6 @@ import secrets
 import signal
 import socket
 import struct
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from kvbaton.connectors import guard
 from kvbaton.connectors.guard import GuardCard, Watch, guard_card, watch
 from kvbaton.errors import ConfigError, TransportError
 from kvbaton.testing.remote import RemoteProcess
+from tests.support.processes import python
 from tests.support.waiting import PATIENCE_S, until
 
 LISTENS = """
@@ -40,7 +40,7 @@ ctypes.CDLL(None).pthread_exit(None)
 
 @contextlib.contextmanager
 def process(code: str = LISTENS) -> Iterator[tuple[RemoteProcess, Watch]]:
-    with RemoteProcess([sys.executable, "-c", code], PATIENCE_S) as far:
+    with RemoteProcess(python("-c", code), PATIENCE_S) as far:
         card = msgspec.msgpack.decode(bytes.fromhex(far.started()[1]), type=GuardCard)
         watched = watch(card)
         try:
@@ -74,7 +74,7 @@ sys.stdin.readline()
 
 
 def test_a_process_out_of_descriptors_goes_on_and_accepts_once_it_has_some() -> None:
-    command = [sys.executable, "-uc", OUT_OF_DESCRIPTORS]
+    command = python("-uc", OUT_OF_DESCRIPTORS)
     with RemoteProcess(command, PATIENCE_S) as far:
         card = msgspec.msgpack.decode(bytes.fromhex(far.started()[1]), type=GuardCard)
         watched = watch(card)

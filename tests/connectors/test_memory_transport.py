@@ -62,13 +62,6 @@ def test_a_write_held_over_a_deregistered_target_does_not_land() -> None:
     pair.compare("after deregister")
 
 
-def test_a_peer_that_leaves_the_hub_is_lost() -> None:
-    hub, pair, _ = held()
-    hub.leave("left")
-    assert list(pair.target.lost()) == [pair.back]
-    assert not pair.target.lost()
-
-
 def test_names_are_unique_on_a_hub_and_hubs_are_apart() -> None:
     hub = MemoryHub()
     first = MemoryTransport("one", hub=hub)

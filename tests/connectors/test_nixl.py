@@ -3,7 +3,6 @@
 import itertools
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,6 +33,7 @@ from kvbaton.connectors.transports.regions import Copies
 from kvbaton.errors import TransportError
 from kvbaton.testing.remote import RemoteProcess
 from kvbaton.testing.transport_rig import Pair, memory_of, pack
+from tests.support.processes import python
 from tests.support.waiting import PATIENCE_S
 
 OURS = [Memory(1 << 40, 1 << 34), Memory(1 << 41, 1 << 34, "cuda", 1), None]
@@ -211,7 +211,7 @@ while True:
 def target(monkeypatch: pytest.MonkeyPatch) -> Iterator[RemoteProcess]:
     """Another process, reached through sockets only."""
     monkeypatch.setenv("UCX_TLS", "tcp")
-    with RemoteProcess([sys.executable, "-c", TARGET, str(STUCK_BYTES)], PATIENCE_S) as far:
+    with RemoteProcess(python("-c", TARGET, str(STUCK_BYTES)), PATIENCE_S) as far:
         yield far
 
 
@@ -321,7 +321,7 @@ def test_a_fence_over_sockets_stops_a_living_writer_for_good(
     other.register(memory_of(bystander))
     target_at_other = other.connect(target.card())
     other_at_target = target.connect(other.card())
-    with RemoteProcess([sys.executable, "-c", WRITER, str(LARGE)], PATIENCE_S) as far:
+    with RemoteProcess(python("-c", WRITER, str(LARGE)), PATIENCE_S) as far:
         writer = target.connect(bytes.fromhex(far.started()[1]))
         far.tell(target.card().hex())
         drive(target, lambda: bool((memory[::4096] == 7).any()), "some of a write", 30)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvbaton.connectors import objects
 from kvbaton.connectors.base import Memory
 from kvbaton.connectors.layout import AXES, Axis, GroupKind, KVLayout, contiguous_plane
-from kvbaton.connectors.objects import HEADER_BYTES, ObjectForm, ObjectHeader, object_key
+from kvbaton.connectors.objects import HEADER_BYTES, ObjectForm, ObjectHeader
 from kvbaton.engine.block_staging import CpuBlockStaging
 from kvbaton.kernels.digest import block_sums
 
@@ -268,6 +268,7 @@ def test_a_digest_covers_every_plane(tp: int) -> None:
 
 
 def test_keys_are_checked() -> None:
+    form = ObjectForm([_layout()])
     with pytest.raises(ValueError, match="32 bytes"):
-        object_key(b"short", bytes(32), 0)
-    assert len(object_key(bytes(32), bytes(32), 0)) == 32
+        form.key(b"short")
+    assert len(form.key(bytes(32))) == 32

@@ -558,8 +558,8 @@ def sends_another_block(self: Any, action: Any) -> None:
 @breaks((SourceConnector, "_send_held"))
 def lets_go_while_it_pushes(self: Any, action: Any) -> None:
     real_send_held(self, action)
-    if (pinned := self._pinned.pop(action.attempt, None)) is not None:
-        self.scheduler.blocks.release_outgoing(pinned)
+    for spans in self._held.pop(action.attempt, ()):
+        self.scheduler.blocks.release_outgoing(spans)
 
 
 real_pin_keys = Source._pin

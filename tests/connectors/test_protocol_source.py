@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -73,11 +74,16 @@ class Rig(MachineRig):
 
     machine: Source
 
-    def __init__(self, *, groups: tuple[KVLayout, ...] = (layout(4),), **options: Any) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        *,
+        groups: tuple[KVLayout, ...] = (layout(4),),
+        pair: Callable[..., Any] = lambda source, target: (SHARED,),
+        **options: Any,
+    ) -> None:
+        super().__init__(pair)
         node = NodeId("p", bytes(16))
         identity = Identity(node, bytes(32), {"model": "a"}, "tcp", cards(*groups, ranks=2))
-        options.setdefault("pair", lambda a, b: (SHARED,))
         self.machine = Source(identity, TIMERS, **options)
 
     def hear(self, kind: type, session: bytes = b"s" * 16, **fields: Any) -> list[Any]:
@@ -401,7 +407,7 @@ def test_an_unclaimed_request_is_forgotten_some_time_after_it_was_computed() -> 
     assert sent(rig.reserve(session=NEW), Accepted)
     rig = Rig().until("announced")
     rig.do(FirstTokens(NAME, CHOICES))
-    rig.wait(TIMERS.total + 1)
+    assert of(rig.wait(TIMERS.total + 1), StopSource), "the engine forgets it, too"
     rig.hello(NEW)
     assert refusals(rig.reserve(session=NEW)) == ["expired"]
 
@@ -418,13 +424,20 @@ def test_a_target_may_reserve_long_after_the_prompt_was_computed() -> None:
 def test_of_too_many_unclaimed_prompts_the_oldest_is_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(source, "MAX_IDLE", 2)
+    monkeypatch.setattr(source, "MIN_IDLE_TOKENS", 10)
+    monkeypatch.setattr(source, "MAX_IDLE_TOKENS", 36)
     rig = Rig()
-    names = [Attempt(bytes([n]) * 16, 0) for n in range(3)]
-    for name in names:
-        rig.do(Announce(name, KEY, 16))
-        rig.do(FirstTokens(name, CHOICES))
-    assert list(rig.machine.live) == names[1:]
+    names = [Attempt(bytes([n]) * 16, 0) for n in range(4)]
+    for name, num_tokens in zip(names, (16, 16, 3, 16), strict=True):
+        rig.do(Announce(name, KEY, num_tokens))
+        told = rig.do(FirstTokens(name, CHOICES))
+    assert told == [StopSource(names[1])], "the engine forgets it, too"
+    assert list(rig.machine.live) == names[2:]
+
+
+@pytest.mark.parametrize("state", ["unknown", "ended"])
+def test_the_engine_forgets_a_prompt_that_was_over_before_it_was_computed(state: str) -> None:
+    assert Rig().until(state).do(FirstTokens(NAME, CHOICES)) == [StopSource(NAME)]
 
 
 def test_more_attempts_of_a_peer_than_allowed_are_refused_by_name() -> None:

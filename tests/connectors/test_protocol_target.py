@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,7 +70,6 @@ from tests.connectors.machine_rig import (
     of,
     sent,
 )
-from tests.simulator.machine_invariants import check_machine
 
 ADDRESS = "tcp://p:1"
 P = NodeId("p", b"1" * 16)
@@ -83,11 +83,12 @@ class Rig(MachineRig):
 
     machine: Target
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
+    def __init__(
+        self, pair: Callable[..., Any] = lambda source, target: (SHARED,), **options: Any
+    ) -> None:
+        super().__init__(pair)
         identity = Identity(NodeId("d", bytes(16)), bytes(32), {}, "tcp", cards(layout(4)))
         self.ids = 0
-        options.setdefault("pair", lambda a, b: (SHARED,))
         self.machine = Target(identity, TIMERS, new_id=self.new_id, **options)
         self.session = b""
 
@@ -940,11 +941,11 @@ junk: st.SearchStrategy[Control] = st.one_of(
 def test_no_message_of_a_peer_breaks_a_machine(messages: list[Control]) -> None:
     target = Rig()
     target.start()
-    source = Source(target.machine.identity, TIMERS, pair=lambda a, b: ())
+    source = MachineRig(pair=lambda source, target: ())
+    source.machine = Source(target.machine.identity, TIMERS)
     for message in messages:
         target.do(Received(LINK, message))
-        source.handle(Received(LINK, message), 0.0)
-        check_machine(source)
+        source.do(Received(LINK, message))
 
 
 def test_a_session_may_be_opened_before_it_is_needed() -> None:

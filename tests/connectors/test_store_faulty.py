@@ -35,17 +35,6 @@ def wrong(found: bytes | None, right: bytes) -> int:
     return sum(a != b for a, b in zip(found, right, strict=True))
 
 
-def test_without_faults_all_passes() -> None:
-    with faulty(on=["lookup", "load", "store", "delete"]) as store:
-        assert save(store, OBJECTS) == [True] * 6
-        assert find(store, [*KEYS, b"x" * 32]).present == (True,) * 6 + (False,)
-        assert read(store, OBJECTS) == DATA
-        assert store.usage().objects == 6
-        assert wait(store.delete(KEYS[:2])) == 2
-        assert read(store, OBJECTS) == [None, None, *DATA[2:]]
-        assert not store.injected
-
-
 def test_a_corrupt_load_is_said_to_be_right_and_the_next_one_is() -> None:
     with faulty(corrupt=[1, 4]) as store:
         save(store, OBJECTS)

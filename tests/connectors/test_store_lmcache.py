@@ -19,12 +19,11 @@ from kvbaton.connectors.registry import load_store
 from kvbaton.connectors.store import Store
 from kvbaton.connectors.stores import chunks
 from kvbaton.errors import ConfigError, StoreError
-from tests.support.store_objects import find, make_objects, read, save, wait
+from tests.support.store_objects import find, make_objects, read, save
 from tests.support.store_servers import CHUNK_BYTES, Server, lmcache_server, need, running
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LoggingHandler.*:DeprecationWarning")
-SIZES = (0, 1, CHUNK_BYTES - 25, CHUNK_BYTES - 24, CHUNK_BYTES - 23, 5 * CHUNK_BYTES)
 
 
 @pytest.fixture(scope="module")
@@ -40,20 +39,6 @@ def engine(lmcache: Any) -> Iterator[Any]:
     store.open()
     yield store
     store.close()
-
-
-def objects_of(seed: int) -> dict[bytes, bytes]:
-    return {k: v for i, n in enumerate(SIZES) for k, v in make_objects(1, n, seed + i).items()}
-
-
-def test_objects_come_back(engine: Store) -> None:
-    objects = objects_of(40)
-    assert find(engine, list(objects)).present == (False,) * len(SIZES)
-    assert save(engine, objects) == [True] * len(SIZES)
-    assert find(engine, [*objects, bytes(32)]).present == (True,) * len(SIZES) + (False,)
-    assert read(engine, objects) == list(objects.values())
-    assert wait(engine.delete(list(objects)[:2])) == 2
-    assert read(engine, objects) == [None, None, *list(objects.values())[2:]]
 
 
 def test_the_process_stays_as_it_was(engine: Store) -> None:

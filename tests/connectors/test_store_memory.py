@@ -83,20 +83,6 @@ def test_it_is_found_by_name_and_declares_what_it_can() -> None:
     assert (can.pins, can.deletes, can.persistent, can.shared) == (True, True, False, False)
 
 
-@pytest.mark.parametrize("size", [0, 1, 4097, LARGE_BYTES + 3, 3 * LARGE_BYTES])
-def test_bytes_come_back_however_either_side_is_cut(size: int) -> None:
-    store = MemoryStore("host", max_bytes=1 << 20)
-    store.open()
-    data = body(1, size)
-    source = cut(data, size // 3, size // 3, size // 2)
-    assert store.store([key(1)], [source]).result(TIMEOUT_S) == [True]
-    target = bytearray(size)
-    assert store.load([key(1)], [cut(target, size // 5, size)]).result(TIMEOUT_S) == [True]
-    assert target == data
-    assert store.usage().num_bytes == size
-    store.close()
-
-
 def test_the_least_recently_used_leaves_first(store: MemoryStore) -> None:
     fill(store)
     assert load(store, 0, 100) is not None  # use: to load,

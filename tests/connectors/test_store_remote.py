@@ -30,7 +30,6 @@ HASTY: dict[str, dict[str, Any]] = {
 }
 """Options of clients that give up soon."""
 SOON_S = 15.0
-SIZES = (0, 1, 15, 16, 17, 1_001, 65_511, 65_512, 65_513, 65_536, 200_003)
 
 
 @pytest.fixture(scope="module", params=["redis", "s3", "lmcache_server"])
@@ -42,28 +41,6 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Se
     }
     with running(makers[request.param]()) as server:
         yield server
-
-
-@pytest.fixture
-def store(server: Server) -> Iterator[Store]:
-    with server.store() as store:
-        yield store
-
-
-def objects_of(sizes: tuple[int, ...], seed: int) -> dict[bytes, bytes]:
-    return {
-        k: v for i, n in enumerate(sizes) for k, v in make_objects(1, n, 100 * seed + i).items()
-    }
-
-
-def test_objects_come_back(store: Store) -> None:
-    objects = objects_of(SIZES, 1)
-    assert read(store, objects) == [None] * len(SIZES)
-    assert save(store, objects) == [True] * len(SIZES)
-    assert read(store, objects) == list(objects.values())
-    assert save(store, objects) == [True] * len(SIZES), "a second time"
-    assert read(store, objects) == list(objects.values())
-    assert store.health() is None
 
 
 def calls_of(store: Store, objects: dict[bytes, bytes]) -> dict[str, Future[Any]]:
@@ -82,7 +59,7 @@ def expect_errors(calls: dict[str, Future[Any]], before: float) -> None:
 
 
 def test_a_server_that_dies(server: Server) -> None:
-    objects = objects_of((100_000,), 6)
+    objects = make_objects(1, 100_000, 6)
     with server.store(**HASTY[server.name]) as store:
         assert all(save(store, objects))
         with server.paused():
@@ -112,7 +89,7 @@ def again(store: Store, objects: dict[bytes, bytes]) -> None:
 
 
 def test_a_server_that_is_silent(server: Server) -> None:
-    objects = objects_of((100_000,), 7)
+    objects = make_objects(1, 100_000, 7)
     with server.store(**HASTY[server.name]) as store:
         assert all(save(store, objects))
         with server.paused():

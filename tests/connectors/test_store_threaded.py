@@ -162,15 +162,6 @@ def test_threads_that_can_not_be_started(
     assert targets == [*objects.values()]
 
 
-def test_objects_go_in_and_out(store: ThreadedStore) -> None:
-    objects = make_objects(50, 100)
-    assert save(store, objects) == [True] * 50
-    assert read(store, objects) == list(objects.values())
-    assert wait(store.delete(list(objects)[:9])) == 9
-    assert find(store, list(objects)).present == (False,) * 9 + (True,) * 41
-    assert wait(store.load([], [])) == []
-
-
 def test_lookups_and_loads_never_wait_behind_what_is_stored(
     store: ThreadedStore, backend: Gated
 ) -> None:

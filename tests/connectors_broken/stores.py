@@ -697,10 +697,10 @@ class LeaksPins(BrokenMemory):
     """Goes on holding a pinned object that was deleted meanwhile."""
 
     class Broken(Arena):
-        def _release(self, ticket: int) -> None:
+        def release(self, ticket: int) -> None:
             deadline, entries = self._pins.get(ticket, (0.0, []))
             self._pins[ticket] = (deadline, [e for e in entries if not e.forgotten])
-            super()._release(ticket)
+            super().release(ticket)
 
 
 def fill(target: Sequence[memoryview], data: bytes | bytearray) -> None:
@@ -781,20 +781,23 @@ BROKEN: dict[type[BrokenMemory], str] = {
 # --- L4: names that let strangers share ---
 
 
+_keys = Owner.keys
+
+
 def _blind(**fields: Any) -> Callable[[Owner], list[bytes]]:
-    return lambda owner: replace(owner, **fields).keys()
+    return lambda owner: _keys(replace(owner, **fields))
 
 
 def _record_blind(*fields: str) -> Callable[[Owner], list[bytes]]:
     def name(owner: Owner) -> list[bytes]:
         record = structs.replace(owner.record, **dict.fromkeys(fields, ""))
-        return replace(owner, record=record).keys()
+        return _keys(replace(owner, record=record))
 
     return name
 
 
 def _by_chance(owner: Owner) -> list[bytes]:
-    return replace(owner, salt=secrets.token_hex()).keys()
+    return _keys(replace(owner, salt=secrets.token_hex()))
 
 
 BROKEN_NAMES: dict[str, tuple[Callable[[Owner], list[bytes]], str]] = {

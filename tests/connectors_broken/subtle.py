@@ -183,12 +183,12 @@ class UnpinsForAll(BrokenMemory):
     """Whoever releases an object that several have pinned unpins it for all."""
 
     class Broken(Arena):
-        def _release(self, ticket: int) -> None:
+        def release(self, ticket: int) -> None:
             if ticket in self._pins:
                 released = {id(entry) for entry in self._pins[ticket][1]}
                 for other in list(self._pins):
                     if any(id(entry) in released for entry in self._pins[other][1]):
-                        super()._release(other)
+                        super().release(other)
 
 
 class FindsAKeyOnce(BrokenMemory):

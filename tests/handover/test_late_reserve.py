@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvbaton.connectors.protocol import source
 from kvbaton.messages.engine import AddRequest, Command, TransferSpec
-from kvbaton.prefill import source_connector
 from kvbaton.types import TransferTimers
 from tests.support.engine_node import Call, Node
 from tests.support.engine_pair import Expected, Pair
@@ -53,15 +53,15 @@ def test_p_remembers_so_many_prompts_only_that_nobody_has_claimed(
     pair: Pair, expected: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The oldest is forgotten; who claims it late computes it himself."""
-    monkeypatch.setattr(source_connector, "MAX_UNCLAIMED_TOKENS", 3 * len(PROMPT))
+    monkeypatch.setattr(source, "MIN_IDLE_TOKENS", len(PROMPT))
+    monkeypatch.setattr(source, "MAX_IDLE_TOKENS", 3 * len(PROMPT))
     late = []
     for seed in range(5):
         of_p, of_d = pair.requests(prompt_of(len(PROMPT), seed))
         pair.p.add(of_p).result()
         late.append(of_d)
     pair.settle()
-    gauges = pair.p.gauges()
-    assert gauges["kvbaton_transfers_announced"] == 3
+    until(lambda: pair.p.gauges()["kvbaton_transfers_announced"] == 3, "the oldest are forgotten")
     for seed in (4, 0):
         assert pair.d.add(late[seed]).result() == expected(prompt_of(len(PROMPT), seed))
     assert pair.d.counters()[TRANSFERRED] == len(PROMPT), "only the younger one was there"

@@ -374,15 +374,7 @@ class SimulatedNode(SimulatedProcess):
         found: list[KVConnector] = []
         if sender is not None:
             self._watch("source", sender)
-            found.append(
-                SourceConnector(
-                    self.transfers,
-                    self._executor,
-                    self.scheduler,
-                    self.id,
-                    unclaimed_s=self.timers.total,
-                )
-            )
+            found.append(SourceConnector(self.transfers, self._executor, self.scheduler, self.id))
         if receiver is not None:
             self._watch("target", receiver)
             target = TargetConnector(

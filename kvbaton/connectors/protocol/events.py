@@ -376,7 +376,8 @@ class Release(AboutAttempt, Action, frozen=True):
 class StopSource(AboutAttempt, Action, frozen=True):
     """Nobody wants the prompt any more: the engine aborts the request if it still computes.
 
-    Comes before `Release`, for every attempt that ends before its `FirstTokens`.
+    Comes before `Release`, for every attempt that ends before its `FirstTokens`. Of one that was
+    computed, and that nobody has reserved in time, it lets the engine forget the request.
     """
 
 

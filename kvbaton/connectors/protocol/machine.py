@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import msgspec
 
 from kvbaton.connectors.layout import KVLayout
-from kvbaton.connectors.pairing import GroupPairing
+from kvbaton.connectors.pairing import GroupPairing, pair_groups
 from kvbaton.connectors.protocol.events import AboutAttempt, Identity, Link, SendMessage, Tick
 from kvbaton.messages import UNREADABLE, control
 from kvbaton.messages.control import RankCard
@@ -21,9 +21,6 @@ from kvbaton.types import Attempt, NodeId, TransferTimers
 
 Layouts = Sequence[Sequence[KVLayout]]
 """Per rank, one layout per group."""
-
-Pair = Callable[[Layouts, Layouts], Sequence[GroupPairing]]
-"""Pairs groups; raises `ValueError` (`LayoutMismatchError`), naming both values, if it can't."""
 
 MAX_RANKS = 1024
 MAX_GROUPS = 64
@@ -267,7 +264,6 @@ class Machine(Alarms, Generic[RecordT, SessionT]):
     Args:
         identity: what this side says of itself.
         timers: of the protocol.
-        pair: pairs the groups of layouts, source first.
 
     Attributes:
         actions: what the event that is being handled has led to so far, in order; stays if `handle`
@@ -286,13 +282,12 @@ class Machine(Alarms, Generic[RecordT, SessionT]):
     states: ClassVar[type[Enum]]
     record_type: type[RecordT]
 
-    def __init__(self, identity: Identity, timers: TransferTimers, pair: Pair) -> None:
+    def __init__(self, identity: Identity, timers: TransferTimers) -> None:
         super().__init__()
         self.identity = identity
         self.layouts = decode_layouts(identity.ranks)
         self.groups = self.layouts[0]
         self.known: dict[bytes, SessionT] = {}
-        self._pair = pair
         self.timers = timers
         self.counters = Counters()
         self.actions: list[Any] = []
@@ -445,7 +440,7 @@ class Machine(Alarms, Generic[RecordT, SessionT]):
         theirs = decode_layouts(ranks)
         source, target = (self.layouts, theirs) if self.is_source else (theirs, self.layouts)
         try:
-            session.pairings = self._pair(source, target)
+            session.pairings = pair_groups(source, target)
         except (ValueError, ArithmeticError, LookupError, TypeError) as error:
             # A peer's layouts may be wrong in ways that no check of ours foresaw.
             raise RefusalError("layout", str(error) or type(error).__name__) from error

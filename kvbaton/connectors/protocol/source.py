@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from kvbaton.connectors.pairing import pair_groups
 from kvbaton.connectors.protocol import events
 from kvbaton.connectors.protocol.checks import (
     check_ack,
@@ -29,7 +28,6 @@ from kvbaton.connectors.protocol.checks import (
 )
 from kvbaton.connectors.protocol.machine import (
     Machine,
-    Pair,
     Reactions,
     RefusalError,
     SessionState,
@@ -44,8 +42,10 @@ from kvbaton.types import PINNED_SHARE_PER_PEER, Attempt, TransferTimers, clip_t
 PINNED_SHARE = 2
 """At most half of the pool is pinned for block keys; see `PINNED_SHARE_PER_PEER`, too."""
 
-MAX_IDLE = 4096
-"""Prompts that are computed and not reserved; above it the oldest are forgotten."""
+MAX_IDLE_TOKENS = 1 << 23
+"""Of prompts that are computed and not reserved; above it the oldest are forgotten."""
+MIN_IDLE_TOKENS = 2048
+"""As so many counts a prompt that has fewer."""
 
 
 class Source(SourceSessions):
@@ -54,7 +54,6 @@ class Source(SourceSessions):
     Args:
         identity: what this side says of itself.
         timers: of the protocol.
-        pair: pairs the groups of layouts, source first; raises `ValueError` naming both values.
         max_attempts: attempts that may be alive at once, a quarter of them for one D; more are
             refused by name.
         max_notice_bytes: of the transport; a write's digests fit into its notice.
@@ -69,13 +68,12 @@ class Source(SourceSessions):
         identity: events.Identity,
         timers: TransferTimers,
         *,
-        pair: Pair = pair_groups,
         max_attempts: int = 65_536,
         max_notice_bytes: int = 1 << 16,
     ) -> None:
-        super().__init__(identity, timers, pair, max_notice_bytes)
+        super().__init__(identity, timers, max_notice_bytes)
         self._max_attempts = max_attempts
-        self._idle: dict[Attempt, None] = {}
+        self._idle: dict[Attempt, int] = {}
 
     def ledger(self) -> dict[str, Any]:
         """As of either side; leases, and writes that are not terminal."""
@@ -261,9 +259,14 @@ class Source(SourceSessions):
     def _finish_idle(self, record: Outgoing, event: events.FirstTokens) -> None:
         """The prompt is computed: its deadline begins anew, as the queue may have been long; of too many the oldest is forgotten."""
         self.ring_in("deadline", record.name, self.timers.total)
-        self._idle[record.name] = None
-        if len(self._idle) > MAX_IDLE:
-            self._end(self.live[next(iter(self._idle))], "expired")
+        self._idle[record.name] = max(record.num_tokens, MIN_IDLE_TOKENS)
+        while sum(self._idle.values()) > MAX_IDLE_TOKENS:
+            self._expire(self.live[next(iter(self._idle))], None)
+
+    def _finish_late(self, record: Outgoing, event: events.FirstTokens) -> None:
+        """It was over before its prompt was computed: the engine forgets it. Of block keys it has nothing to forget."""
+        if event.choices:
+            self.do(events.StopSource(record.name))
 
     # --- pushing ---
 
@@ -374,7 +377,7 @@ class Source(SourceSessions):
         self._fail(record, event.reason)
 
     def _expire(self, record: Outgoing, given: None) -> None:
-        """As if the request had failed; the engine stops it if it pushes."""
+        """As if the request had failed; the engine stops it if it pushes, and forgets it if it was computed."""
         early = record.state is State.RESERVED
         why = "the request did not come in time" if early else "the lease has expired"
         self._fail(record, why, "expired")
@@ -391,6 +394,8 @@ class Source(SourceSessions):
 
     def _fail(self, record: Outgoing, reason: str, outcome: str = "failed") -> None:
         if record.session is None:  # only announced: nothing was pinned, and nobody waits
+            if record.name in self._idle:
+                self.do(events.StopSource(record.name))
             self._end(record, outcome)
         else:
             self._send(record, control.Failed, reason=clip_text(reason))
@@ -443,7 +448,7 @@ class Source(SourceSessions):
         control.Ack:              (_drop,           _ack,               _ack,               _ack,            _ack,            _ack,            _drop),
         events.Announce:         (_announce_first, _announce_again,    _announce_reserved, _announce_again, _announce_again, _announce_again, _announce_again),
         events.BlocksReady:      (_ignore,         _ignore,            _ignore,            _blocks_ready,   _ignore,         _ignore,         _ignore),
-        events.FirstTokens:      (_ignore,         _finish_idle,       _ignore,            _first_tokens,   _ignore,         _ignore,         _ignore),
+        events.FirstTokens:      (_finish_late,    _finish_idle,       _ignore,            _first_tokens,   _ignore,         _ignore,         _finish_late),
         events.SourceFailed:     (_ignore,         _fail_request,      _fail_request,      _fail_request,   _ignore,         _ignore,         _ignore),
         events.WriteEnded:       (_strike_off,     _ignore,            _ignore,            _write_ended,    _write_ended,    _write_ended,    _strike_off),
         "session over":   (None,            _ignore,            _lose,              _lose,           _lose,           _ignore,         None),

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from kvbaton.connectors.layout import GroupKind
 from kvbaton.connectors.protocol import events
-from kvbaton.connectors.protocol.machine import Machine, Pair, RefusalError, SessionState
+from kvbaton.connectors.protocol.machine import Machine, RefusalError, SessionState
 from kvbaton.connectors.protocol.notice import units_per_notice
 from kvbaton.connectors.protocol.outgoing import Outgoing, SourceSession
 from kvbaton.messages import control
@@ -41,14 +41,13 @@ class SourceSessions(Machine[Outgoing, SourceSession]):
     Args:
         identity: what this side says of itself.
         timers: of the protocol.
-        pair: pairs the groups of layouts, source first.
         max_notice_bytes: of the transport.
     """
 
     def __init__(
-        self, identity: events.Identity, timers: TransferTimers, pair: Pair, max_notice_bytes: int
+        self, identity: events.Identity, timers: TransferTimers, max_notice_bytes: int
     ) -> None:
-        super().__init__(identity, timers, pair)
+        super().__init__(identity, timers)
         self.max_notice_bytes = max_notice_bytes
         self._over: OrderedDict[bytes, SourceSession] = OrderedDict()
 

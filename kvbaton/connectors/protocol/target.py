@@ -21,7 +21,6 @@ from typing import Any, ClassVar
 import msgspec
 
 from kvbaton.connectors.layout import GroupKind
-from kvbaton.connectors.pairing import pair_groups
 from kvbaton.connectors.plan import block_tables
 from kvbaton.connectors.protocol import events
 from kvbaton.connectors.protocol.checks import check_complete, counted_from, first_token
@@ -29,7 +28,6 @@ from kvbaton.connectors.protocol.incoming import Incoming, TargetSession
 from kvbaton.connectors.protocol.incoming import TargetState as State
 from kvbaton.connectors.protocol.machine import (
     Machine,
-    Pair,
     Reactions,
     RefusalError,
     SessionState,
@@ -54,7 +52,6 @@ class Target(TargetSessions):
         identity: what this side says of itself.
         timers: of the protocol.
         new_id: makes 16 random bytes.
-        pair: pairs the groups of layouts, source first; raises `ValueError` naming both values.
         max_blocks_per_peer: blocks that may be reserved or in quarantine for one peer, whatever
             the addresses by which it is asked; None for no limit but the pool. For a peer that
             leaves more than a quarter of the pool in quarantine for longer than `resend` nothing is
@@ -71,10 +68,9 @@ class Target(TargetSessions):
         timers: TransferTimers,
         *,
         new_id: Callable[[], bytes],
-        pair: Pair = pair_groups,
         max_blocks_per_peer: int | None = None,
     ) -> None:
-        super().__init__(identity, timers, pair, new_id)
+        super().__init__(identity, timers, new_id)
         self._max_blocks = max_blocks_per_peer
         self._num_blocks = sum(group.num_blocks for group in self.groups)
         self._quarantine: dict[Attempt, Incoming] = {}

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from kvbaton.connectors.protocol import events
 from kvbaton.connectors.protocol.incoming import Incoming, Line, TargetSession
-from kvbaton.connectors.protocol.machine import Machine, Pair, RefusalError, SessionState
+from kvbaton.connectors.protocol.machine import Machine, RefusalError, SessionState
 from kvbaton.messages import control
 from kvbaton.types import NodeId, TransferTimers
 
@@ -34,7 +34,6 @@ class TargetSessions(Machine[Incoming, TargetSession]):
     Args:
         identity: what this side says of itself.
         timers: of the protocol.
-        pair: pairs the groups of layouts, source first.
         new_id: makes 16 random bytes.
 
     Attributes:
@@ -42,13 +41,9 @@ class TargetSessions(Machine[Incoming, TargetSession]):
     """
 
     def __init__(
-        self,
-        identity: events.Identity,
-        timers: TransferTimers,
-        pair: Pair,
-        new_id: Callable[[], bytes],
+        self, identity: events.Identity, timers: TransferTimers, new_id: Callable[[], bytes]
     ) -> None:
-        super().__init__(identity, timers, pair)
+        super().__init__(identity, timers)
         self.lines: dict[str, Line] = {}
         self._new_id = new_id
         self._numbers = itertools.count()

@@ -19,14 +19,14 @@ Extent = tuple[int, int]
 
 
 class ArenaCopies:
-    """Moves objects between a pinned arena and pieces, those on GPUs by their copy engines.
+    """Moves objects between an arena, which it pins, and pieces: GPUs' by their copy engines.
 
     Args:
         arena: where the objects are.
         devices: numbers of the GPUs.
 
     Raises:
-        StoreError: there is no CUDA.
+        StoreError: there is no CUDA, or the arena can't be pinned.
     """
 
     def __init__(self, arena: Memory, devices: Iterable[int]) -> None:
@@ -35,13 +35,10 @@ class ArenaCopies:
         # Both directions of the bus are used at the same time.
         self._incoming = {index: self._copies.stream(index) for index in devices}
         self._outgoing = {index: self._copies.stream(index) for index in devices}
-
-    def open(self) -> None:
-        """Pin the arena. Raises `StoreError`."""
         self._copies.pin(self._arena.address, self._arena.num_bytes)
 
     def close(self) -> None:
-        """Unpin it; nobody copies any more."""
+        """Unpin the arena; nobody copies any more."""
         self._copies.unpin(self._arena.address)
 
     def load(self, objects: Sequence[tuple[AnyPieces, Sequence[Extent]]]) -> None:

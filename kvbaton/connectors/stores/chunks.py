@@ -36,7 +36,7 @@ def tokens_of(key: bytes, chunk_tokens: int = KEY_TOKENS, chunks: int = 1) -> li
     return list(words[:chunk_tokens]) * chunks
 
 
-def chunks_of(pieces: Pieces, chunk_bytes: int) -> int:
+def count(pieces: Pieces, chunk_bytes: int) -> int:
     """How many chunks an object takes."""
     return -(-(HEAD.size + sum(map(len, pieces))) // chunk_bytes)
 

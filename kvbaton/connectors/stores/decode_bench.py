@@ -56,7 +56,7 @@ class Numbers(ClientBackend):
 
     def __init__(self, mean: float, std: float, dtype: str, seed: int) -> None:
         self._options = (mean, std, dtype, seed)
-        self._template: npt.NDArray[np.uint8] | None = None
+        self._template: npt.NDArray[np.uint8]
 
     def open(self) -> None:
         """Make the numbers up."""
@@ -69,14 +69,7 @@ class Numbers(ClientBackend):
             self._template = numbers.view(np.uint16)[1::2].copy().view(np.uint8)
         else:
             self._template = numbers.view(np.uint8)
-
-    def close(self) -> None:
-        """Forget them."""
-        self._template = None
-
-    def health(self) -> str | None:
-        """See `Store.health`."""
-        return "not open" if self._template is None else None
+        self._trouble = None
 
     def usage(self) -> Usage:
         """It holds nothing."""
@@ -88,7 +81,6 @@ class Numbers(ClientBackend):
 
     def get(self, key: bytes, target: Pieces) -> bool:
         """Fill every piece from the start of the numbers."""
-        assert self._template is not None, "the store is not open"
         for piece in target:
             whole = np.frombuffer(piece, np.uint8)
             for start in range(0, len(whole), len(self._template)):

@@ -9,7 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from functools import partial
 from typing import Any, TypeVar
 
 from kvbaton.connectors.store import NO_HINTS, AnyPieces, Found, Hints, Pieces, Registering, Store
@@ -67,14 +66,6 @@ class Driver:
         self._loop.call_soon_threadsafe(start)
         return answer
 
-    def call(self, action: Callable[[], T]) -> T:
-        """Call a function there and wait for its result."""
-
-        async def run() -> T:
-            return action()
-
-        return self.submit(run()).result()
-
     def post(self, action: Callable[..., object], *arguments: object) -> None:
         """Call a function there, without waiting."""
         self._loop.call_soon_threadsafe(action, *arguments)
@@ -120,7 +111,7 @@ class ComposedStore(ABC):
         """See `Store.open`; all of the inner stores are open then, or none."""
         driver = Driver(self.name)
         try:
-            driver.call(self._open_all)
+            driver.submit(self._open_all()).result()
         except BaseException:
             driver.close(lambda: None)
             raise
@@ -128,12 +119,7 @@ class ComposedStore(ABC):
 
     def register(self, regions: AnyPieces) -> None:
         """See `Registering.register`; passed on to those of the inner stores that can."""
-        driver = self.driver
-        if driver is None:
-            raise StoreError(f"store {self.name} is not open")
-        for store in self.stores:
-            if isinstance(store, Registering):
-                driver.call(partial(store.register, regions))
+        self.submit(self._register_all(regions)).result()
 
     def lookup(
         self, keys: Sequence[bytes], *, pin: bool = False, prefix: bool = False
@@ -182,12 +168,17 @@ class ComposedStore(ABC):
 
     # --- on the driver's thread ---
 
-    def _open_all(self) -> None:
+    async def _open_all(self) -> None:
         with ExitStack() as opened:
             for store in self.stores:
                 store.open()
                 opened.callback(store.close)
             opened.pop_all()
+
+    async def _register_all(self, regions: AnyPieces) -> None:
+        for store in self.stores:
+            if isinstance(store, Registering):
+                store.register(regions)
 
     def _close_all(self) -> None:
         with ExitStack() as opened:  # one that raises does not keep the others open

@@ -175,7 +175,7 @@ class Files(ClientBackend):
         self._lock = threading.Lock()
         self._index = EntryIndex(self._root)
         self._looked = 0.0
-        self._mine = threading.local()
+        self._buffer = EntryBuffer()
 
     def open(self) -> None:
         """Make the directory, remove what dead writers left, make the limit hold.
@@ -277,11 +277,11 @@ class Files(ClientBackend):
 
     def get_many(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> list[bool]:
         """See `BatchBackend.get_many`."""
-        answers, buffer, now = [False] * len(keys), self._buffer, time.time()
+        answers, now = [False] * len(keys), time.time()
         with self._accessing("read"):
             for number, (key, target) in enumerate(zip(keys, targets, strict=True)):
                 try:
-                    answers[number] = self._read(self._path(key), key, target, buffer, now)
+                    answers[number] = self._read(self._path(key), key, target, now)
                 except OSError as error:
                     if error.errno not in _GONE:
                         raise
@@ -312,13 +312,13 @@ class Files(ClientBackend):
         with self._accessing("delete from"):
             return self._space.remove([self._path(key) for key in dict.fromkeys(keys)])[0]
 
-    def _read(self, path: str, key: bytes, target: Pieces, buffer: EntryBuffer, now: float) -> bool:
+    def _read(self, path: str, key: bytes, target: Pieces, now: float) -> bool:
         # A pipe that lies there is not waited for.
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             status, found = os.fstat(file), None
             if stat.S_ISREG(status.st_mode):
-                found = buffer.read(self._mover, file, status.st_size, key, target)
+                found = self._buffer.read(self._mover, file, status.st_size, key, target)
             named = os.stat(path)
             if (named.st_ino, named.st_dev) != (status.st_ino, status.st_dev):
                 return False
@@ -399,14 +399,6 @@ class Files(ClientBackend):
                 with closing_file(os.open(folder, flags)) as file:
                     os.fsync(file)
         return done
-
-    @property
-    def _buffer(self) -> EntryBuffer:
-        """This thread's."""
-        if not hasattr(self._mine, "buffer"):
-            self._mine.buffer = EntryBuffer()
-        buffer: EntryBuffer = self._mine.buffer
-        return buffer
 
     def _touch(self, file: int | str, mtime: float, now: float) -> None:
         if now - mtime >= self._touch_seconds:

@@ -181,8 +181,8 @@ def labels_of(head: bytes) -> EntryLabels | None:
         return None
 
 
-class EntryBuffer:
-    """Memory for the header's pages and the object's first bytes; for one thread at a time."""
+class EntryBuffer(threading.local):
+    """Memory for the header's pages and the object's first bytes; each thread has its own."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, 2 * PAGE)  # begins at a page's border

@@ -16,14 +16,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from kvbaton.connectors.store import Pieces, StoreCapabilities, Usage
-from kvbaton.connectors.stores.chunks import (
-    KEY_TOKENS,
-    check_chunk_bytes,
-    chunks_of,
-    fill,
-    take,
-    tokens_of,
-)
+from kvbaton.connectors.stores import chunks
+from kvbaton.connectors.stores.chunks import KEY_TOKENS
 from kvbaton.connectors.stores.threaded import ClientBackend, ThreadedStore
 from kvbaton.errors import ConfigError
 
@@ -57,7 +51,7 @@ class LMCacheStore(ThreadedStore):
         chunk_bytes: int = 256 << 10,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        check_chunk_bytes(chunk_bytes)
+        chunks.check_chunk_bytes(chunk_bytes)
         super().__init__(name, LMCacheBackend(max_bytes, chunk_bytes, options or {}), threads=1)
 
 
@@ -99,17 +93,17 @@ class LMCacheBackend(ClientBackend):
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """See `Backend.contains`; of an object, only its first chunk is looked for."""
         with self._engine_turn():
-            return [self._engine.lookup(tokens_of(key)) == KEY_TOKENS for key in keys]
+            return [self._engine.lookup(chunks.tokens_of(key)) == KEY_TOKENS for key in keys]
 
     def get(self, key: bytes, target: Pieces) -> bool:
         """See `Backend.get`; an object that is not what it should be is removed."""
-        tokens = tokens_of(key, KEY_TOKENS, chunks_of(target, self._chunk_bytes))
+        tokens = chunks.tokens_of(key, KEY_TOKENS, chunks.count(target, self._chunk_bytes))
         right: bool | None = None
 
         def move(slots: list[memoryview]) -> None:
             nonlocal right
             if len(slots) * KEY_TOKENS == len(tokens):
-                right = take(slots, key, target)
+                right = chunks.take(slots, key, target)
 
         with self._engine_turn():
             self._engine.retrieve(tokens, move=move)
@@ -119,24 +113,24 @@ class LMCacheBackend(ClientBackend):
 
     def put(self, key: bytes, source: Pieces) -> bool:
         """See `Backend.put`."""
-        chunks = chunks_of(source, self._chunk_bytes)
-        if chunks * self._chunk_bytes > self._max_bytes:
+        count = chunks.count(source, self._chunk_bytes)
+        if count * self._chunk_bytes > self._max_bytes:
             return False
-        tokens = tokens_of(key, KEY_TOKENS, chunks)
+        tokens = chunks.tokens_of(key, KEY_TOKENS, count)
         with self._engine_turn():
             found = self._engine.lookup(tokens)
             if 0 < found < len(tokens):  # the rest was evicted, or was never there
                 self._engine.clear(tokens)
             if found < len(tokens):
                 self._engine.store(
-                    tokens, move=lambda slots: fill(slots, range(len(slots)), key, source)
+                    tokens, move=lambda slots: chunks.fill(slots, range(len(slots)), key, source)
                 )
             return bool(self._engine.lookup(tokens) == len(tokens))
 
     def remove(self, keys: Sequence[bytes]) -> int:
         """See `Backend.remove`; of an object, its first chunk: without it there is no other."""
         with self._engine_turn():
-            return sum(self._engine.clear(tokens_of(key)) > 0 for key in dict.fromkeys(keys))
+            return sum(self._engine.clear(chunks.tokens_of(key)) > 0 for key in dict.fromkeys(keys))
 
     @contextmanager
     def _engine_turn(self) -> Iterator[None]:

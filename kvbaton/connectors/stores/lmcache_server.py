@@ -26,14 +26,8 @@ import zmq
 
 import kvbaton.connectors.stores.lmcache  # noqa: F401  # says if LMCache is missing, and quiets it
 from kvbaton.connectors.store import Pieces, StoreCapabilities, Usage
-from kvbaton.connectors.stores.chunks import (
-    KEY_TOKENS,
-    check_chunk_bytes,
-    chunks_of,
-    fill,
-    take,
-    tokens_of,
-)
+from kvbaton.connectors.stores import chunks
+from kvbaton.connectors.stores.chunks import KEY_TOKENS
 from kvbaton.connectors.stores.threaded import ClientBackend, ThreadedStore
 from kvbaton.errors import StoreError
 
@@ -67,7 +61,7 @@ class LMCacheServerStore(ThreadedStore):
         threads: int = 2,
         timeout_s: float = 5.0,
     ) -> None:
-        check_chunk_bytes(chunk_bytes)
+        chunks.check_chunk_bytes(chunk_bytes)
         super().__init__(name, LMCacheServerBackend(url, chunk_bytes, timeout_s), threads=threads)
 
 
@@ -204,7 +198,7 @@ class LMCacheInstance:
 
     def hits(self, wanted: Sequence[tuple[bytes, int]]) -> list[int]:
         """How many of an object's first chunks are there, for each key and number of chunks."""
-        requests = [self._request(key, chunks) for key, chunks in wanted]
+        requests = [self._request(key, count) for key, count in wanted]
         hits = self._lock(requests)
         self._unlock(request for request, hit in zip(requests, hits, strict=True) if hit)
         self._end(requests)
@@ -212,13 +206,13 @@ class LMCacheInstance:
 
     def get(self, key: bytes, target: Pieces) -> bool:
         """See `Backend.get`."""
-        chunks = chunks_of(target, self._chunk_bytes)
-        request, right = self._request(key, chunks), None
+        count = chunks.count(target, self._chunk_bytes)
+        request, right = self._request(key, count), None
         [hits] = self._lock([request])
-        if hits == chunks:
+        if hits == count:
             found = self._answer("prepare_retrieve", request, self._id)
             if found.success:
-                right = take(self._slots(found.context), key, target)
+                right = chunks.take(self._slots(found.context), key, target)
                 self._answer("commit_retrieve", request, self._id)
         elif hits:
             self._unlock([request])
@@ -227,32 +221,32 @@ class LMCacheInstance:
 
     def put(self, key: bytes, source: Pieces) -> bool:
         """See `Backend.put`."""
-        chunks = chunks_of(source, self._chunk_bytes)
-        if chunks * self._chunk_bytes > len(self._pool):
+        count = chunks.count(source, self._chunk_bytes)
+        if count * self._chunk_bytes > len(self._pool):
             return False
         # A server that made none the last time is asked once, else each object would wait for it.
         deadline = time.monotonic() + _ROOM_S * self._makes_room
-        while not (kept := self._put_now(key, source, chunks)) and time.monotonic() < deadline:
+        while not (kept := self._put_now(key, source, count)) and time.monotonic() < deadline:
             time.sleep(_ASK_AGAIN_S)
         self._makes_room = kept
         return kept
 
-    def _put_now(self, key: bytes, source: Pieces, chunks: int) -> bool:
+    def _put_now(self, key: bytes, source: Pieces, count: int) -> bool:
         """Store those chunks of an object that there is room for; True if all are there now."""
-        request = self._request(key, chunks)
+        request = self._request(key, count)
         room = self._answer("prepare_store", request, self._id).context
         if numbers := room["chunk_indices"]:
-            fill(self._slots(room), numbers, key, source)
+            chunks.fill(self._slots(room), numbers, key, source)
             self._answer("commit_store", request, self._id, b"")
         self._end([request])
         # Chunks without room are there already, are being written by others, or do not fit.
-        return len(numbers) == chunks or self.hits([(key, chunks)]) == [chunks]
+        return len(numbers) == count or self.hits([(key, count)]) == [count]
 
-    def _request(self, key: bytes, chunks: int) -> Any:
+    def _request(self, key: bytes, count: int) -> Any:
         """What the server calls a key: tokens, and the name of a session."""
         from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
 
-        tokens = tokens_of(key, self._chunk_tokens, chunks)
+        tokens = chunks.tokens_of(key, self._chunk_tokens, count)
         return IPCCacheServerKey(
             model_name=self._model,
             world_size=1,

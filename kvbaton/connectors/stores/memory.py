@@ -102,7 +102,7 @@ class MemoryStore(ThreadedStore):
             if isinstance(region, Memory) and region.device == "cuda"
         }
         if devices:
-            self.backend.pin(ArenaCopies(self.backend.memory, devices))
+            self.backend.copies = ArenaCopies(self.backend.memory, devices)
             self.load_limit = self.store_limit = TOGETHER
 
     def lookup(
@@ -277,7 +277,9 @@ class Arena:
     def release(self, ticket: int) -> None:
         """See `Store.release`."""
         with self._changed:
-            self._release(ticket)
+            _, entries = self._pins.pop(ticket, (0.0, []))
+            for entry in entries:
+                self._let_go(entry)
 
     def get(self, key: bytes, target: Pieces) -> bool:
         """See `Backend.get`."""
@@ -366,15 +368,6 @@ class Arena:
             heapq.heappush(self._expiring, (expires_at, key))
         return entry
 
-    def pin(self, copies: ArenaCopies) -> None:
-        """From now on the copy engines of GPUs move bytes.
-
-        Raises:
-            StoreError: the arena can't be pinned.
-        """
-        copies.open()
-        self.copies = copies
-
     def remove(self, keys: Sequence[bytes]) -> int:
         """See `Backend.remove`."""
         with self._changed:
@@ -450,12 +443,7 @@ class Arena:
     def _void_pins(self) -> None:
         now = self._clock()
         while self._pins and next(iter(self._pins.values()))[0] <= now:
-            self._release(next(iter(self._pins)))
-
-    def _release(self, ticket: int) -> None:
-        _, entries = self._pins.pop(ticket, (0.0, []))
-        for entry in entries:
-            self._let_go(entry)
+            self.release(next(iter(self._pins)))
 
     def _hold(self, entry: ArenaEntry) -> None:
         self._held_bytes += 0 if entry.holds else entry.num_bytes

@@ -17,8 +17,9 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from kvbaton.connectors.store import Pieces, StoreCapabilities
+from kvbaton.connectors.stores import chunks
 from kvbaton.connectors.stores.arena_copies import copy, cut
-from kvbaton.connectors.stores.chunks import HEAD, KEY_TOKENS, chunks_of
+from kvbaton.connectors.stores.chunks import HEAD, KEY_TOKENS
 from kvbaton.connectors.stores.threaded import ClientBackend, ThreadedStore, seal
 from kvbaton.connectors.vllm_adapter.driver import ConnectorDriver
 from kvbaton.errors import ConfigError
@@ -185,7 +186,7 @@ class ConnectorBlocks(ClientBackend):
     def _parts(self, many: Sequence[Pieces]) -> list[_Part]:
         size = self._driver.block_bytes
         return [
-            _Part(i, n) for i, pieces in enumerate(many) for n in range(chunks_of(pieces, size))
+            _Part(i, n) for i, pieces in enumerate(many) for n in range(chunks.count(pieces, size))
         ]
 
     def _cut(self, rows: Sequence[Pieces], part: _Part) -> list[memoryview]:
