@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -353,7 +354,8 @@ def test_a_node_id_that_is_no_name_is_refused(name: str) -> None:
 def up_with_children(model: str) -> Iterator[subprocess.Popen[bytes]]:
     (Path(model) / "tokenizer.json").write_text(TOKENIZER)
     words = [sys.executable, "-m", "kvbaton", "up", "--model", model, "--port", "0"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as up:
+    pipe, heed = subprocess.PIPE, partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)
+    with subprocess.Popen(words, stdout=pipe, stderr=pipe, preexec_fn=heed) as up:  # despite nohup
         until(lambda: len(processes_with(model)) > 1, "children")
         yield up
 
