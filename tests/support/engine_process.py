@@ -16,7 +16,7 @@ import msgspec
 
 from kvbaton.connectors.transfer.config import HandoverConfig
 from kvbaton.engine.build import ConnectorFactory
-from kvbaton.messages.engine import AddRequest, Shutdown
+from kvbaton.messages.engine import AddRequest, Shutdown, decode_to_core, encode_to_core
 from kvbaton.testing.fork_server import fork_server
 from kvbaton.types import TransferTimers
 from tests.support.engine_node import Node
@@ -56,7 +56,7 @@ class NodeSpec(msgspec.Struct, frozen=True):
 
 
 class _Ask(msgspec.Struct):
-    add: AddRequest | None = None
+    add: bytes | None = None
     result: str | None = None
     books: bool = False
 
@@ -112,7 +112,7 @@ class NodeProcess:
 
     def add(self, request: AddRequest) -> None:
         """Send a request."""
-        self._send(_Ask(add=request))
+        self._send(_Ask(add=encode_to_core(request)))
 
     def result(self, request_id: str) -> list[int]:
         """Its tokens, once it is over.
@@ -179,7 +179,9 @@ def main(words: list[str]) -> None:
         ask, answer = msgspec.json.decode(line, type=_Ask), _Answer()
         try:
             if ask.add is not None:
-                node.add(ask.add)
+                request = decode_to_core(ask.add)
+                assert isinstance(request, AddRequest)
+                node.add(request)
             elif ask.result is not None:
                 call = node.calls[ask.result]
                 answer.tokens = call.result()
