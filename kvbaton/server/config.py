@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import ClassVar, Literal
@@ -19,6 +20,9 @@ from kvbaton.types import MAX_NAME
 GenerationConfigMode = Literal["auto", "none"]
 """``auto`` takes the model's recommendations as defaults, ``none`` the API's own defaults."""
 
+MEDIA_HOST = re.compile(r"\*|[\w-]+(\.[\w-]+)*\.?|(?=.*:.*:)[0-9a-fA-F:.]+", re.ASCII)
+"""Names are compared as they are dialled, in ASCII."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MediaConfig:
@@ -31,6 +35,9 @@ class MediaConfig:
         max_images: of one request.
         max_image_bytes: of all images of one request.
         image_timeout_s: in which each must have been fetched.
+
+    Raises:
+        ConfigError: what should be a host is none, and would let nothing in.
     """
 
     GROUP: ClassVar[str | None] = "endpoint"
@@ -47,6 +54,12 @@ class MediaConfig:
     max_images: Count = flag(64, "of one request", name="--limit-images", metavar="N")
     max_image_bytes: int = 16 << 20
     image_timeout_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        for host in self.allowed_media_domains:
+            if MEDIA_HOST.fullmatch(host) is None:
+                wrong = f"{host!r} is no host, like example.com (with all below it), nor *"
+                raise ConfigError("--allowed-media-domains", wrong)
 
 
 @dataclass(frozen=True, kw_only=True)

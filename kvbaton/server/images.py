@@ -124,7 +124,7 @@ def _inline(url: str, room: _Room) -> bytes:
                 data = base64.b64decode(written, validate=True)
         else:
             data = unquote_to_bytes(body)
-    except binascii.Error as error:
+    except ValueError as error:  # a program's text may also be no Unicode
         raise RequestError(f"a data: url must hold base64: {error}") from error
     room.take(len(data))
     return data

@@ -211,9 +211,11 @@ class VisionText:
         """
         found = sum(token == self.image_token_id for token in token_ids)
         if found != len(images):
+            why = "a text must not hold the placeholder itself"
+            if found < len(images):
+                why = "the model's chat template does not show images in all of these messages"
             raise RequestError(
-                f"the prompt has {found} placeholders for {len(images)} images; "
-                "a text must not hold the placeholder itself",
+                f"the prompt has {found} placeholders for {len(images)} images; {why}",
                 param="messages",
             )
         ids: list[int] = []

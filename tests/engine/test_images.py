@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import struct
 import zlib
 from collections.abc import Callable
 from io import BytesIO
@@ -16,9 +17,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageOps
 
-from kvbaton.engine.encoder.images import ImageReader
+from kvbaton.engine.encoder.images import ImageReader, decode
 from kvbaton.errors import ConfigError, RequestError
 from tests.support.encoder_items import values_of
 
@@ -123,6 +124,21 @@ def test_image_is_turned_upright(checkpoint: Checkpoint) -> None:
     upright = reader.read(encoded(image.rotate(-90, expand=True)))
     assert turned.grid == upright.grid == (1, 10, 6)
     np.testing.assert_array_equal(turned.pixels, upright.pixels)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("orientation", range(10))
+def test_every_orientation_beside_odd_tags(kind: str, orientation: int) -> None:
+    """Of a camera whose maker is a number, which Pillow reads and can't write."""
+    image, exif = picture(24, 16), Image.Exif()
+    exif[0x0112] = orientation
+    with Image.open(BytesIO(encoded(image, kind, exif=exif))) as opened:
+        upright = ImageOps.exif_transpose(opened).convert("RGB")
+    tags = struct.pack("<HHII", 0x010F, 12, 1, 38) + struct.pack(
+        "<HHIHH", 0x0112, 3, 1, orientation, 0
+    )
+    odd = b"Exif\0\0II*\0" + struct.pack("<IH", 8, 2) + tags + struct.pack("<Id", 0, 1.5)
+    np.testing.assert_array_equal(decode(encoded(image, kind, exif=odd)), upright)
 
 
 def test_of_an_animation_the_first_frame_counts(checkpoint: Checkpoint) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from kvbaton.errors import RequestError
+from kvbaton.errors import ConfigError, RequestError
 from kvbaton.messages.engine import Item
 from kvbaton.server.config import MediaConfig
 from kvbaton.server.images import load_images
@@ -187,6 +187,7 @@ async def test_what_is_no_image_tells_nothing_of_our_memory(vision: VisionText) 
         ("data:image/png;base64,A", "base64"),
         ("data:image/png;base64,A A A A", "base64"),
         ("data:image/png;base64,Größe", "base64"),
+        ("data:image/png;base64,\ud800", "base64"),
         ("data:image/png;base64,", "can't decode"),
         ("data:image/png,plain", "can't decode"),
         (inline(b"\x89PNG\r\n\x1a\n"), "can't decode"),
@@ -201,6 +202,15 @@ async def test_what_is_no_image_tells_nothing_of_our_memory(vision: VisionText) 
 )
 async def test_bad_inline_images(vision: VisionText, url: str, why: str) -> None:
     assert why in await refused(url, vision, MediaConfig())
+
+
+@pytest.mark.parametrize(
+    "host", ["https://a.b", "a.b:443", "*.a.b", ".a.b", "a.b/c", "[::1]", "bücher.de", "", "a b"]
+)
+def test_hosts_that_would_let_nothing_in_are_refused(host: str) -> None:
+    MediaConfig(allowed_media_domains=("*", "a.b", "A.b.", "xn--bcher-kva.de", "::1", "10.0.0.1"))
+    with pytest.raises(ConfigError, match=r"--allowed-media-domains: .* is no host, like"):
+        MediaConfig(allowed_media_domains=("a.b", host))
 
 
 @pytest.mark.parametrize("size", [(10_000, 10_000), (60_000, 60_000), (1 << 30, 1)])

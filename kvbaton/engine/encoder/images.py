@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image
 from torch import Tensor
 
 from kvbaton import image_file
@@ -33,6 +33,17 @@ AHEAD_ROWS = 1 << 17
 """Rows of images that are read before a step wants them; one of Qwen2.5-VL takes 2.4 kB then."""
 AHEAD_S = 60.0
 """An image that no step has wanted for so long is not waited for any more."""
+TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""What makes an image upright, by its EXIF orientation. Pillow's own `exif_transpose` also writes
+the other tags anew, and fails at odd ones, of which cameras have many."""
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 """What processors use that name none of their own."""
 
@@ -109,7 +120,9 @@ def decode(data: bytes) -> Image.Image:
         RequestError: see `image_file.opened`.
     """
     with image_file.opened(data) as image:
-        return ImageOps.exif_transpose(image).convert("RGB")
+        image.load()  # a PNG's EXIF may come behind its pixels
+        turn = TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+        return (image if turn is None else image.transpose(turn)).convert("RGB")
 
 
 @dataclass(frozen=True)
