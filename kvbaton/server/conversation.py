@@ -97,9 +97,13 @@ def thinks(wanted: bool) -> dict[str, Any]:
 
 
 def arguments(text: str) -> dict[str, Any]:
-    """Of a call; what is no object, as of a call that was cut off, as ``INVALID_JSON``."""
+    """Of a call; what is no object, as of a call that was cut off, as ``INVALID_JSON``.
+
+    Halves of characters, which JSON may escape and no answer may hold, are question marks.
+    """
     try:
         found = json.loads(text) if text else {}
+        found = json.loads(json.dumps(found, ensure_ascii=False).encode(errors="replace"))
     except (ValueError, RecursionError):
         found = None
     return found if isinstance(found, dict) else {"INVALID_JSON": text}

@@ -177,23 +177,28 @@ async def encode(
             model's context only the beginning is looked at.
 
     Raises:
-        RequestError: its beginning alone is twice as long as the context.
+        RequestError: its beginning alone is twice as long as the context; or it is no Unicode.
     """
     tokenizer = frontend.tokenizer
-    if len(text) <= tokenizer.quick_characters:
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    most = frontend.facts().max_model_len
-    begin = text[: most * LONG_TOKEN]
-    if not whole and len(begin) < len(text):
-        found = await asyncio.to_thread(tokenizer.encode, begin, add_special_tokens=False)
-        if len(found) > 2 * most:
-            raise RequestError(
-                f"this model's context is {most} tokens; of the prompt's {len(text)} characters "
-                f"the first {len(begin)} alone have {len(found)}",
-                param=name,
-                code="context_length_exceeded",
-            )
-    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+    try:
+        if len(text) <= tokenizer.quick_characters:
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        most = frontend.facts().max_model_len
+        begin = text[: most * LONG_TOKEN]
+        if not whole and len(begin) < len(text):
+            found = await asyncio.to_thread(tokenizer.encode, begin, add_special_tokens=False)
+            if len(found) > 2 * most:
+                raise RequestError(
+                    f"this model's context is {most} tokens; of the prompt's {len(text)} "
+                    f"characters the first {len(begin)} alone have {len(found)}",
+                    param=name,
+                    code="context_length_exceeded",
+                )
+        return await asyncio.to_thread(
+            tokenizer.encode, text, add_special_tokens=add_special_tokens
+        )
+    except UnicodeEncodeError as error:
+        raise RequestError(f"a prompt must be Unicode: {error}", param=name) from None
 
 
 def bad_words_token_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:

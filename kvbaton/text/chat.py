@@ -297,13 +297,15 @@ def _environment() -> jinja2.Environment:
         sort_keys: bool = False,
     ) -> str:
         # Jinja's own filter escapes for HTML, which a prompt must not be.
-        return json.dumps(
+        text = json.dumps(
             value,
             ensure_ascii=ensure_ascii,
             indent=indent,
             separators=separators,
             sort_keys=sort_keys,
         )
+        # Half of a character, which a model's call may have, stays the escape that it was.
+        return text.encode(errors="backslashreplace").decode()
 
     environment.filters["tojson"] = tojson
     environment.tests["none"] = lambda value: value is None or isinstance(value, NoContent)

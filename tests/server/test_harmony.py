@@ -122,9 +122,10 @@ async def test_streams_say_the_same(start: Any, text: str, called: bool) -> None
         assert (content, calls, finishes) == ("It is 🎉.", [], ["stop"])
 
 
-async def test_the_result_of_a_call_goes_back(start: Any) -> None:
+@pytest.mark.parametrize("written", ['{"a": 1}', '{"a": "half \\ud83d"}'])
+async def test_the_result_of_a_call_goes_back(start: Any, written: str) -> None:
     endpoint = await start(ANSWER)
-    function = {"name": "f", "arguments": '{"a": 1}'}
+    function = {"name": "f", "arguments": written}
     conversation = [
         *ASK,
         {"role": "assistant", "content": None, "reasoning_content": "Look.",
@@ -136,7 +137,7 @@ async def test_the_result_of_a_call_goes_back(start: Any) -> None:
     ids = list(endpoint.source.requests[0].token_ids)
     shown = endpoint.frontend.tokenizer.decode(ids, skip_special_tokens=False)
     assert "<|channel|>analysis<|message|>Look.<|end|><|start|>assistant to=functions.f" in shown
-    assert '<|message|>{"a": 1}<|call|><|start|>tool<|message|>3<|end|>' in shown
+    assert f"<|message|>{written}<|call|><|start|>tool<|message|>3<|end|>" in shown
 
 
 async def test_the_command_shows_reasoning_first(start: Any) -> None:

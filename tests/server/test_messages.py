@@ -149,6 +149,14 @@ async def test_a_call_that_is_cut_off(start: Any, models: dict[str, Tokenizer]) 
     assert whole["content"][0]["input"] == {"INVALID_JSON": '{"a": "so'}
 
 
+async def test_a_call_with_half_a_character(start: Any) -> None:
+    text = '<tool_call>{"name": "f", "arguments": {"a": "half \\ud83d"}}</tool_call>'
+    endpoint = await start("hermes", text)
+    body = {**ASKED, "tools": TOOLS}
+    status, whole = await endpoint.post(MESSAGES, body)
+    assert (status, whole["content"][0]["input"]) == (200, {"a": "half ?"})
+
+
 # --- requests ---
 
 
