@@ -263,7 +263,6 @@ class EngineProcess(EngineClient):
         if self._closing:
             return
         self._closing = True
-        self._at_exit.cancel()
         if self._process.pid is not None:
             # Told by its sentinel: of two threads that join a process one may take it for alive.
             if self.dead is None and self._socket is not None:
@@ -275,6 +274,7 @@ class EngineProcess(EngineClient):
                 self._process.kill()
                 await self._exit(5.0)
             self._loop.remove_reader(self._process.sentinel)
+        self._at_exit.cancel()  # not before: this may be cancelled, or run in another loop
         self._loop.remove_reader(self._reports.fileno())
         self._fail("the engine was shut down")
         await self.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import weakref
 from collections.abc import Coroutine, Sequence
@@ -44,19 +45,20 @@ class LLM:
     """
 
     def __init__(self, model: str | Path, **settings: Any) -> None:
-        self._loop = asyncio.new_event_loop()
+        self._loop, self._process = asyncio.new_event_loop(), os.getpid()
         thread = threading.Thread(target=self._loop.run_forever, name="llm", daemon=True)
         thread.start()
         self._engine: AsyncLLM | None = None
         # Also runs when the object is forgotten, and when the interpreter ends.
-        self.close = weakref.finalize(self, _stop, self._loop, thread)
+        self.close = weakref.finalize(self, _stop, self._process, self._loop, thread)
         try:
             self._engine = self._wait(AsyncLLM.start(model, **settings))
         except BaseException:
             self.close()
             raise
         self.close.detach()
-        self.close = weakref.finalize(self, _stop, self._loop, thread, self._engine)
+        ending = self._process, self._loop, thread, self._engine
+        self.close = weakref.finalize(self, _stop, *ending)
 
     def generate(
         self,
@@ -106,7 +108,9 @@ class LLM:
         **options: Any,
     ) -> list[RequestOutput]:
         """Answer a conversation, or a list of conversations; see `generate`."""
-        single = bool(messages) and isinstance(messages[0], dict)
+        single = not isinstance(messages, Sequence) or (
+            bool(messages) and isinstance(messages[0], dict)
+        )
         talks = cast("list[Sequence[Message]]", [messages] if single else list(messages))
         prompts = [self._wait(self._own.render(talk, chat_template_kwargs)) for talk in talks]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, **options)
@@ -158,9 +162,11 @@ class LLM:
         )
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        if not self.close.alive:
+        forked = os.getpid() != self._process
+        if forked or not self.close.alive:
             work.close()
-            raise EngineDeadError("this LLM was closed")
+            told = "is of the process that this one was forked from" if forked else "was closed"
+            raise EngineDeadError(f"this LLM {told}")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -176,10 +182,24 @@ class LLM:
 
 
 def _stop(
-    loop: asyncio.AbstractEventLoop, thread: threading.Thread, engine: AsyncLLM | None = None
+    process: int,
+    loop: asyncio.AbstractEventLoop,
+    thread: threading.Thread,
+    engine: AsyncLLM | None = None,
 ) -> None:
-    if engine is not None:
-        asyncio.run_coroutine_threadsafe(engine.shutdown(SAVES_S), loop).result(STOP_S)
+    if os.getpid() != process:  # a fork has no thread that runs the loop
+        return
+    ending = _end_start() if engine is None else engine.shutdown(SAVES_S)
+    asyncio.run_coroutine_threadsafe(ending, loop).result(STOP_S)
     loop.call_soon_threadsafe(loop.stop)
     thread.join(STOP_S)
     loop.close()
+
+
+async def _end_start() -> None:
+    """Let a start that was interrupted end its engine."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    if not any(task.cancelling() for task in tasks):  # else it is ending its engine
+        for task in tasks:
+            task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

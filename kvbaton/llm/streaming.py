@@ -6,6 +6,7 @@ What it takes and gives has the names and shapes of vLLM's.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 from array import array
@@ -221,11 +222,15 @@ def _engine_config(model: str, settings: Mapping[str, Any]) -> EngineConfig:
                 plain = int(value)
             case _:
                 plain = value
-        try:
-            values[name] = msgspec.convert(plain, types[name])
-        except msgspec.ValidationError as error:
-            raise ConfigError(name, f"{error}: {value!r}") from error
+        values[name] = _setting(name, plain, types[name])
     return EngineConfig(model=model, **values)
+
+
+def _setting(name: str, value: Any, kind: Any) -> Any:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(name, f"{error}: {value!r}") from error
 
 
 class AsyncLLM:
@@ -261,6 +266,9 @@ class AsyncLLM:
             ConfigError: a setting or the model folder is wrong.
             EngineDeadError: the engine died.
         """
+        _setting("generation_config", generation_config, GenerationConfigMode)
+        if str(log_level).upper() not in logging.getLevelNamesMapping():
+            raise ConfigError("log_level", f"{log_level!r} is no level of a log")
         folder = model_folder(model)
         config = _engine_config(folder, engine)
         check_model_folder(folder)
@@ -334,7 +342,8 @@ class AsyncLLM:
         Raises:
             RequestError: the model has no template, or the messages do not fit it.
         """
-        if isinstance(messages, str) or not all(isinstance(message, dict) for message in messages):
+        listed = isinstance(messages, Sequence) and not isinstance(messages, str)
+        if not listed or not all(isinstance(message, dict) for message in messages):
             raise RequestError(
                 "messages must be a list of {'role': ..., 'content': ...}", param="messages"
             )
@@ -348,7 +357,7 @@ class AsyncLLM:
         *,
         request_id: str | None = None,
         priority: int = 0,
-        cache_salt: str = "",
+        cache_salt: str | None = None,
         timeout: float | None = None,
     ) -> Prepared:
         """Check a request; see `generate`."""
@@ -362,10 +371,7 @@ class AsyncLLM:
         if isinstance(prompt, Rendered):
             ids, items = prompt.token_ids, prompt.items
         elif isinstance(prompt, str):
-            try:
-                ids = await encode(frontend, prompt, add_special_tokens=True)
-            except UnicodeEncodeError as error:
-                raise RequestError(f"a prompt must be Unicode: {error}", param="prompt") from None
+            ids = await encode(frontend, prompt, add_special_tokens=True)
         else:
             try:
                 if isinstance(prompt, bytes) or bool in set(map(type, prompt)):
@@ -390,7 +396,7 @@ class AsyncLLM:
             token_ids=array("I", ids),
             params=params,
             priority=priority,
-            cache_salt=cache_salt,
+            cache_salt=cache_salt or "",
             deadline_s=DEADLINE_S if timeout is None else timeout,
             items=items,
         )

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,7 @@ from kvbaton import LLM, AsyncLLM, SamplingParams, StructuredOutputs
 from kvbaton.engine.process import EngineProcess
 from kvbaton.errors import ConfigError, EngineDeadError, RequestError
 from kvbaton.llm.streaming import CompletionOutput
+from tests.support.waiting import PATIENCE_S
 
 TEXTS = ["Once upon a time", "The capital of France is", "One, two,"]
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
@@ -103,7 +108,7 @@ def test_stop_string_and_prefix_cache(llm: LLM) -> None:
     assert (cut.outputs[0].finish_reason, cut.outputs[0].stop_reason) == ("stop", stop)
     assert cut.num_cached_tokens == 32
     assert llm.reset_prefix_cache()
-    (cold,) = llm.generate(ids, params, use_tqdm=False)
+    (cold,) = llm.generate(ids, params, use_tqdm=False, cache_salt=None)
     assert cold.num_cached_tokens == 0
 
 
@@ -169,7 +174,8 @@ def test_what_is_wrong_is_named(llm: LLM, model: Path) -> None:
         with pytest.raises(RequestError) as raised:
             llm.generate(odd, use_tqdm=False)  # type: ignore[arg-type]
         assert raised.value.param == "prompts"
-    for talk in ("hi", [["hi"]]):
+    half = [{"role": "user", "content": "\ud800"}]
+    for talk in ("hi", [["hi"]], {"role": "user", "content": "hi"}, None, half):
         with pytest.raises(RequestError) as raised:
             llm.chat(talk, use_tqdm=False)  # type: ignore[arg-type]
         assert raised.value.param == "messages"
@@ -183,6 +189,9 @@ def test_what_is_wrong_is_named(llm: LLM, model: Path) -> None:
         ((name, value),) = wrong.items()
         with pytest.raises(ConfigError, match=f"{name}: Expected .* got .*: {value!r}"):
             LLM(model, **wrong)
+    for told in ({"log_level": "loud"}, {"generation_config": "vllm"}):
+        with pytest.raises(ConfigError, match=next(iter(told))):
+            LLM(model, **told)
     with pytest.raises(ConfigError, match=r"'org/nowhere' is no model folder.*hf download"):
         LLM("org/nowhere")
     with pytest.raises(TypeError, match="SamplingParams, not dict"):
@@ -226,6 +235,56 @@ def test_a_script_from_standard_input_is_not_run_again(model: Path) -> None:
         [sys.executable, "-"], input=script, capture_output=True, text=True, timeout=120
     )
     assert (done.stdout, done.returncode) == ("2\n", 0), done.stderr
+
+
+def test_a_start_that_is_interrupted_leaves_no_engine(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in a notebook, whose interpreter goes on; the engine went on to load the model."""
+    started, start = list[BaseProcess](), BaseProcess.start
+
+    def interrupted(process: BaseProcess) -> None:
+        start(process)
+        started.append(process)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    monkeypatch.setattr(BaseProcess, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        LLM(model, **SETTINGS)
+    (engine,) = started
+    assert engine.exitcode is not None
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_is_told_that_it_has_no_engine(llm: LLM) -> None:
+    """As a data loader's worker; it waited for a thread that a fork does not have."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(round(PATIENCE_S))
+        try:
+            with llm:
+                llm.generate("x", use_tqdm=False)
+        except EngineDeadError as error:
+            os._exit(0 if "forked" in str(error) else 1)
+        finally:
+            os._exit(2)
+    _, status = os.waitpid(child, 0)
+    assert status == 0
+    assert llm.generate("x", SamplingParams(max_tokens=1), use_tqdm=False)[0].finished
+
+
+def test_an_engine_that_another_loop_shuts_down_keeps_no_interpreter(model: Path) -> None:
+    """That fails, and the interpreter waited for the engine without end."""
+    script = (
+        "import asyncio, kvbaton\n"
+        f"start = kvbaton.AsyncLLM.start({str(model)!r}, num_blocks=64, num_threads=1)\n"
+        "asyncio.run(asyncio.run(start).shutdown())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-"], input=script, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert "RuntimeError: Event loop is closed" in done.stderr
 
 
 def test_unknown_names_are_refused() -> None:
