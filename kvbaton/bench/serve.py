@@ -12,6 +12,7 @@ import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ import msgspec
 from kvbaton.bench.report import percentile, publish
 from kvbaton.config import check_positive, flag, flag_of
 from kvbaton.errors import ConfigError
-from kvbaton.messages import UNREADABLE
+from kvbaton.messages import OTHER_TYPES, UNREADABLE
 from kvbaton.server.config import check_url
 from kvbaton.server.network import TrustConfig, bearer
 from kvbaton.server.sse import DONE, read_events
@@ -42,7 +43,8 @@ class ServeLoad:
         requests: how many in all.
         input_len: tokens of each prompt; all prompts differ.
         output_len: tokens of each answer.
-        concurrency: clients of a closed loop; most requests at a time of an open one.
+        concurrency: clients of a closed loop, None is 8; most requests at a time of an open one,
+            whose others wait here and are not measured meanwhile, None is any number.
         rate: requests per second of an open loop; None is a closed one.
         vocab_size: prompts are made of token ids below it.
         seed: of prompts and arrivals.
@@ -59,7 +61,7 @@ class ServeLoad:
     requests: int = flag(64, "in all", metavar="N")
     input_len: int = flag(256, "tokens", metavar="N")
     output_len: int = flag(32, "tokens", metavar="N")
-    concurrency: int = flag(8, "at a time", metavar="N")
+    concurrency: int | None = flag(None, "at a time (8; with --rate as they come)", metavar="N")
     rate: float | None = flag(None, "requests per second, open loop (closed loop)", metavar="R")
     vocab_size: int = flag(256, "of prompts", metavar="N")
     seed: int = flag(0, metavar="N")
@@ -80,31 +82,39 @@ class ServeLoad:
 
 
 def run(load: ServeLoad, out: Path | None = None) -> int:
-    """Measure, print, write; returns the exit status: 1 if a request failed."""
+    """Measure, print, write; the exit status: 1 if a request failed, 130 if it was interrupted."""
     shots, seconds = asyncio.run(measure(load))
     row = summary(shots, seconds)
     settings = {name: value for name, value in asdict(load).items() if name != "api_key"}
     publish("serve", settings, [row], out)
     for error in sorted({shot.error for shot in shots if shot.error}):
         print(f"failed: {error}")
+    if len(shots) < load.requests:
+        print(f"interrupted: {len(shots)} of {load.requests} requests had ended")
+        return 130
     return 1 if row["failed"] else 0
 
 
 async def measure(load: ServeLoad) -> tuple[list[Shot], float]:
-    """All requests; returns what came, and the seconds from the first to the end of the last."""
+    """All requests, in the order of their ends, and the seconds from the first to the last end.
+
+    Cancelled, as by Ctrl-C, it returns those that had ended.
+    """
     connector = aiohttp.TCPConnector(limit=0, ssl=load.trust.client(load.base_url))
     timeout = aiohttp.ClientTimeout(total=load.timeout_s)
     async with aiohttp.ClientSession(
         connector=connector, timeout=timeout, headers=bearer(load.api_key)
     ) as session:
         model = load.model or await served_model(session, load.base_url)
-        prompts = make_prompts(load)
+        prompts, shots = make_prompts(load), list[Shot]()
 
-        async def ask(number: int) -> Shot:
-            return await shoot(session, load.base_url, model, prompts[number], load.output_len)
+        async def ask(number: int) -> None:
+            prompt = prompts[number]
+            shots.append(await shoot(session, load.base_url, model, prompt, load.output_len))
 
         began = time.monotonic()
-        shots = await (_closed(load, ask) if load.rate is None else _open(load, load.rate, ask))
+        with suppress(asyncio.CancelledError):
+            await (_closed(load, ask) if load.rate is None else _open(load, load.rate, ask))
         return shots, time.monotonic() - began
 
 
@@ -115,29 +125,30 @@ def make_prompts(load: ServeLoad) -> list[list[int]]:
     return [chance.choices(ids, k=load.input_len) for _ in range(load.requests)]
 
 
-async def _closed(load: ServeLoad, ask: Callable[[int], Awaitable[Shot]]) -> list[Shot]:
+async def _closed(load: ServeLoad, ask: Callable[[int], Awaitable[None]]) -> None:
     numbers = iter(range(load.requests))
 
-    async def client() -> list[Shot]:
-        return [await ask(number) for number in numbers]
+    async def client() -> None:
+        for number in numbers:
+            await ask(number)
 
-    clients = (client() for _ in range(min(load.concurrency, load.requests)))
-    return [shot for shots in await asyncio.gather(*clients) for shot in shots]
+    await asyncio.gather(*(client() for _ in range(min(load.concurrency or 8, load.requests))))
 
 
-async def _open(load: ServeLoad, rate: float, ask: Callable[[int], Awaitable[Shot]]) -> list[Shot]:
-    chance, room = random.Random(load.seed + 1), asyncio.Semaphore(load.concurrency)
+async def _open(load: ServeLoad, rate: float, ask: Callable[[int], Awaitable[None]]) -> None:
+    chance = random.Random(load.seed + 1)
+    room = asyncio.Semaphore(load.concurrency or load.requests)
 
-    async def one(number: int, at: float) -> Shot:
+    async def one(number: int, at: float) -> None:
         await asyncio.sleep(max(0.0, at - time.monotonic()))
         async with room:
-            return await ask(number)
+            await ask(number)
 
     at, tasks = time.monotonic(), []
     for number in range(load.requests):
         tasks.append(one(number, at))
         at += chance.expovariate(rate)
-    return list(await asyncio.gather(*tasks))
+    await asyncio.gather(*tasks)
 
 
 def summary(shots: Sequence[Shot], seconds: float) -> dict[str, Any]:
@@ -232,7 +243,7 @@ async def stream(session: aiohttp.ClientSession, url: str, body: Mapping[str, An
                     told = tokens_of(msgspec.json.decode(data, type=dict[str, Any]))
                     times += [time.monotonic()] * (len(told) or 1) if told is not None else []
                     ids += told or []
-    except (aiohttp.ClientError, OSError, TimeoutError, *UNREADABLE) as error:
+    except (aiohttp.ClientError, OSError, TimeoutError, *UNREADABLE, *OTHER_TYPES) as error:
         return Shot(began, tuple(times), tuple(ids), repr(error))
     return Shot(began, tuple(times), tuple(ids), None if times else "no token came")
 

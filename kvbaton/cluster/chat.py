@@ -27,7 +27,7 @@ from rich.text import Text
 
 from kvbaton.cluster.config import ClusterConfig
 from kvbaton.config import flag, human_bytes, secret_flag
-from kvbaton.messages import UNREADABLE
+from kvbaton.messages import OTHER_TYPES, UNREADABLE
 from kvbaton.messages.nodes import NodesView, NodeView
 from kvbaton.messages.openai import ErrorBody
 from kvbaton.server.config import check_url
@@ -46,7 +46,7 @@ PUBLISH_S = 2.0
 """Nodes publish what they count a few times a second."""
 FIRST_LOOK, LOOK = aiohttp.ClientTimeout(total=30.0), aiohttp.ClientTimeout(total=5.0)
 """For an endpoint to say what it serves, which it may have to start for; and for all else."""
-FAILURES = (aiohttp.ClientError, OSError, TimeoutError, ValueError)
+FAILURES = (aiohttp.ClientError, OSError, TimeoutError, ValueError, *OTHER_TYPES)
 """What goes wrong with an answer; the text is for the user."""
 
 
@@ -95,14 +95,17 @@ async def stream_answer(
     more = {"stream": True, "stream_options": {"include_usage": True}}
     async with session.post(f"{url}/v1/{path}", json={**body, **more}) as response:
         if response.status != 200:
-            told = msgspec.json.decode(await response.read(), type=ErrorBody)
-            raise ValueError(told.error.message)
+            why = f"the endpoint answers {response.status} {response.reason}"
+            with suppress(*UNREADABLE):  # a proxy's is a web page
+                why = msgspec.json.decode(await response.read(), type=ErrorBody).error.message
+            raise ValueError(why)
         async for data in read_events(response.content):
             if data == DONE:
                 break
             chunk = msgspec.json.decode(data, type=dict[str, Any])
             if "error" in chunk:
-                raise ValueError(chunk["error"]["message"])
+                error = chunk["error"]
+                raise ValueError(error["message"] if isinstance(error, dict) else str(error))
             answer.usage = chunk.get("usage") or answer.usage
             for choice in chunk.get("choices") or ():
                 delta = choice.get("delta") or {}
@@ -356,7 +359,7 @@ class Chat:
             async with session.get(f"{config.base_url}/v1/models", timeout=FIRST_LOOK) as response:
                 response.raise_for_status()
                 served = str(msgspec.json.decode(await response.read())["data"][0]["id"])
-        except (*FAILURES, LookupError, TypeError) as error:
+        except FAILURES as error:
             await session.close()
             reason = str(error) or "no answer in time"
             told = f"nobody answers at {config.base_url}: {reason}"

@@ -3,8 +3,9 @@
 import asyncio
 import json
 import math
+import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,10 @@ class Endpoint:
         self.tells_ids = tells_ids
         self.bodies: list[dict[str, object]] = []
         self.at_once = self.most_at_once = 0
+        self.at_least = 1
+        self.on_request: Callable[[], None] = lambda: None
         self.url = ""
+        self.are_here = asyncio.Event()
 
     async def models(self, request: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "echo"}]})
@@ -36,6 +40,10 @@ class Endpoint:
             return web.json_response({"error": {"message": "bad key"}}, status=401)
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
+        self.on_request()
+        if self.at_once >= self.at_least:
+            self.are_here.set()
+        await asyncio.wait_for(self.are_here.wait(), PATIENCE_S)
         answer = web.StreamResponse()
         await answer.prepare(request)
         for _ in range(body["max_tokens"]):
@@ -92,6 +100,30 @@ def test_it_reports_what_clients_saw(endpoint: Endpoint, tmp_path: Path, more: l
     assert endpoint.most_at_once <= 2
 
 
+def test_an_open_loop_waits_for_no_answer(endpoint: Endpoint) -> None:
+    """It had 8 requests at a time, and the others waited where nobody measures."""
+    endpoint.at_least = 20
+    words = ["--requests", "20", "--rate", "1e6", "--input-len", "2", "--output-len", "2"]
+    assert main(["bench", "serve", "--url", endpoint.url, *words]) == 0
+    assert endpoint.most_at_once == 20
+
+
+def test_what_was_measured_until_it_was_interrupted_is_told(
+    endpoint: Endpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt() -> None:
+        if len(endpoint.bodies) == 3:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    endpoint.on_request = interrupt
+    words = ["--requests", "5000", "--input-len", "2", "--output-len", "2", "--concurrency", "1"]
+    out = tmp_path / "serve.json"
+    assert main(["bench", "serve", "--url", endpoint.url, *words, "--out", str(out)]) == 130
+    (row,) = json.loads(out.read_text())["rows"]
+    assert 2 <= row["ok"] < 5000
+    assert f"interrupted: {row['ok']} of 5000 requests had ended" in capsys.readouterr().out
+
+
 def test_failures_are_counted_and_told(
     endpoint: Endpoint, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,9 +134,16 @@ def test_failures_are_counted_and_told(
 
 @pytest.mark.parametrize(
     ("event", "problem"),
-    [(b'"x"', "`object`"), (b'{"x": "\xff"}', "utf-8"), (b'{"x": ' + b"[" * 9999, "depth")],
+    [
+        (b'"x"', "`object`"),
+        (b'{"x": "\xff"}', "utf-8"),
+        (b'{"x": ' + b"[" * 9999, "depth"),
+        (b'{"choices": [5]}', "attributeerror"),
+        (b'{"choices": {"a": 1}}', "keyerror"),
+        (b'{"choices": [{"token_ids": 5}]}', "typeerror"),
+    ],
 )
-async def test_an_event_that_is_no_object_is_a_failure_too(event: bytes, problem: str) -> None:
+async def test_an_event_that_is_something_else_is_a_failure_too(event: bytes, problem: str) -> None:
     async def complete(request: web.Request) -> web.Response:
         return web.Response(body=b"data: " + event + b"\n\n", content_type="text/event-stream")
 

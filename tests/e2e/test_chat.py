@@ -176,14 +176,14 @@ async def test_an_address_of_something_else_is_told(
     assert line.startswith("kvbaton: nobody answers at http://127.0.0.1:")
 
 
-async def said_of(events: str, page: str | None = None) -> str:
+async def said_of(events: str, page: str | None = None, status: int = 200) -> str:
     """What a user sees who says "hi" to an endpoint that answers so, and by a page elsewhere."""
 
     async def models(request: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "m"}]})
 
     async def answer(request: web.Request) -> web.Response:
-        return web.Response(text=events, content_type="text/event-stream")
+        return web.Response(text=events, content_type="text/event-stream", status=status)
 
     async def elsewhere(request: web.Request) -> web.Response:
         return web.Response(text=page, content_type="text/html")
@@ -204,6 +204,10 @@ async def said_of(events: str, page: str | None = None) -> str:
 
 async def test_an_event_that_is_no_object_ends_an_answer_and_not_the_conversation() -> None:
     assert "Expected `object`, got `str`" in await said_of('data: "x"\n\n')
+    assert "too busy" in await said_of('data: {"error": "too busy"}\n\n')
+    for odd in ('{"error": {}}', '{"choices": [5]}', '{"choices": 5}'):
+        assert await said_of(f"data: {odd}\n\n")
+    assert "the endpoint answers 502 Bad Gateway" in await said_of("<html></html>", status=502)
 
 
 @pytest.mark.parametrize(
