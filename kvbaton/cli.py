@@ -377,7 +377,9 @@ def _connector_flags(parser: argparse.ArgumentParser) -> None:
     check = jobs.add_parser("check", help="run the conformance kit over one")
     check.set_defaults(run=run_connectors_check)
     _add_spec(check)
-    check.add_argument("--level", type=human_int, default=5, metavar="0-5", help="highest (5)")
+    check.add_argument(
+        "--level", type=human_int, default=5, choices=range(6), metavar="0-5", help="highest (5)"
+    )
     check.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
     certify = jobs.add_parser("certify", help="run all of the kit, measure, write certificates")
     certify.set_defaults(run=run_connectors_certify)

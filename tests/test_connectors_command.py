@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import pytest
 
 from kvbaton.bench.store import LOOKUP_KEYS, drop_pages, make_calls
 from kvbaton.cli import main
-from kvbaton.connectors.store import Hints
+from kvbaton.connectors.store import Found, Hints
 from kvbaton.connectors.stores.filesystem import FilesystemStore
+from kvbaton.connectors.stores.memory import MemoryStore
 from kvbaton.doctor.main import try_store
 from kvbaton.errors import StoreError
 
@@ -130,8 +132,8 @@ def test_bench_refuses_what_is_for_stores(flag: str, tmp_path: Path, capsys: Cap
 
 def test_bench_says_that_a_transport_reaches_no_other_process(capsys: Capture) -> None:
     words = ["connectors", "bench", "memory", "--kind", "transport"]
-    assert main([*words, "--object-bytes", "8192", "--bytes", "8192"]) == 1
-    assert "kvbaton: error: no transport " in capsys.readouterr().err
+    assert main([*words, "--object-bytes", "8192", "--bytes", "8192"]) == 2
+    assert "memory reaches no other process" in capsys.readouterr().err
 
 
 def test_a_plot_needs_matplotlib(
@@ -149,6 +151,37 @@ def test_bench_measures_a_transport(tmp_path: Path) -> None:
     assert main(["connectors", "bench", "tcp", *words]) == 0
     methods = [row["method"] for row in json.loads(out.read_text())["rows"]]
     assert methods == ["memcpy", "source sums", "tcp", "tcp+digests"]
+
+
+class TakesTen(MemoryStore):
+    """A store that takes no more keys than it declares, and answers no lookup if told so."""
+
+    def __init__(self, name: str, *, silent: bool = False) -> None:
+        super().__init__(name, max_bytes=64 << 20)
+        self.capabilities = replace(self.capabilities, max_keys=10)
+        self._silent = silent
+
+    def lookup(
+        self, keys: Sequence[bytes], *, pin: bool = False, prefix: bool = False
+    ) -> Future[Found]:
+        assert len(keys) <= 10
+        return Future() if self._silent else super().lookup(keys, pin=pin, prefix=prefix)
+
+
+def test_a_store_is_asked_for_no_more_keys_than_it_takes(tmp_path: Path) -> None:
+    out = tmp_path / "store.json"
+    spec = f"{__name__}:TakesTen"
+    assert main(["connectors", "bench", spec, *SMALL, "--out", str(out)]) == 0
+    assert [row["keys"] for row in json.loads(out.read_text())["lookups"]] == [1, 10]
+
+
+def test_a_store_that_does_not_answer_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setattr("kvbaton.bench.store.CALL_S", 0.5)
+    spec = f'{__name__}:TakesTen:{{"silent": true}}'
+    assert main(["connectors", "bench", spec, *SMALL]) == 1
+    assert "a call is not done within 0.5 s" in capsys.readouterr().err
 
 
 def test_calls_are_made_so_many_at_a_time() -> None:

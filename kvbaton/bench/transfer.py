@@ -9,7 +9,6 @@ what landed; the source's own sums are told apart, since an engine's step makes 
 from __future__ import annotations
 
 import ctypes
-import importlib
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -25,8 +24,10 @@ import numpy.typing as npt
 from kvbaton.bench.report import median, publish
 from kvbaton.config import check_positive, flag
 from kvbaton.connectors.base import Memory, Notice
+from kvbaton.connectors.nixl_library import load_nixl
 from kvbaton.connectors.registry import load_transport
 from kvbaton.errors import ConfigError, TransportError
+from kvbaton.testing.kit import CaseFailure, KitBroke
 from kvbaton.testing.remote import RemoteProcess, start_worker
 from kvbaton.testing.remote_worker import QUIET
 from kvbaton.testing.transport_rig import timed_write
@@ -99,20 +100,12 @@ def measure(load: TransferLoad, size: int) -> list[dict[str, Any]]:
     Raises:
         TransportError: a write failed, or what landed is not what was sent.
     """
-    source = random_bytes(load.num_bytes, 1)
-    with ExitStack() as closing:
-        found = ways(load, size, source, closing)
-        for way in found.values():
-            way()  # connections are made by the first write
-        rounds: list[dict[str, float]] = []
-        for _ in range(load.repeats):
-            rounds.append({})
-            for name, way in found.items():
-                began = time.perf_counter()
-                way()
-                rounds[-1][name] = time.perf_counter() - began
+    try:
+        rounds = _rounds(load, size)
+    except (CaseFailure, KitBroke) as failure:  # of the remote process: no errors of ours by type
+        raise TransportError(str(failure)) from failure
     rows = []
-    for name in found:
+    for name in rounds[0]:
         seconds = median([taken[name] for taken in rounds])
         # Relative to bare NIXL is that of pairs within one round.
         relative = median([taken[BARE] / taken[name] for taken in rounds if BARE in taken])
@@ -126,6 +119,23 @@ def measure(load: TransferLoad, size: int) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def _rounds(load: TransferLoad, size: int) -> list[dict[str, float]]:
+    """Seconds of each method, by its name, in each round."""
+    source = random_bytes(load.num_bytes, 1)
+    with ExitStack() as closing:
+        found = ways(load, size, source, closing)
+        for way in found.values():
+            way()  # connections are made by the first write
+        rounds: list[dict[str, float]] = []
+        for _ in range(load.repeats):
+            rounds.append({})
+            for name, way in found.items():
+                began = time.perf_counter()
+                way()
+                rounds[-1][name] = time.perf_counter() - began
+    return rounds
 
 
 def ways(
@@ -163,8 +173,11 @@ def ways(
         [(0, i * size, 0, t * size, size, 1, 0, 0) for i, t in enumerate(targets)], np.int64
     )
     for spec in load.transports:
-        transport, far = load_transport(spec, name=f"bench-near-{spec}"), remote(spec)
+        transport = load_transport(spec, name=f"bench-near-{spec}")
         closing.callback(transport.shutdown)
+        if not transport.capabilities.processes:
+            raise ConfigError("--transports", f"{spec} reaches no other process")
+        far = remote(spec)
         transport.register(memory)
         peer = transport.connect(far.card())
         write = partial(timed_write, transport, peer, ranges, patience=WRITE_TIMEOUT_S)
@@ -211,7 +224,7 @@ class BareNixl:
 
     def __init__(self, name: str, *, host: str = "127.0.0.1") -> None:
         del host  # NIXL names its own addresses
-        api = importlib.import_module("nixl_cu13._api")
+        api = load_nixl("--transports").api
         self.agent: Any = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False))
         self.name, self.address = name, 0
 

@@ -283,7 +283,8 @@ class ConnectorTrial(Struct, kw_only=True):
                 for name in names:
                     self.failed_at = name
                     next(steps)
-                self.failed_at = None
+                self.failed_at = "close"
+            self.failed_at = None
         # Of the remote process: no errors of ours by type.
         except (CaseFailure, KitBroke) as failure:
             self.error = as_written(str(failure))

@@ -9,6 +9,7 @@ import platform
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import packages_distributions, version
@@ -17,8 +18,15 @@ from typing import Any
 from xml.etree import ElementTree
 
 import kvbaton
-from kvbaton.connectors.registry import FIRST_CONTRACT, declared, find_connector, split_spec
-from kvbaton.testing.check import Subject, check_all
+from kvbaton.connectors.registry import (
+    FIRST_CONTRACT,
+    as_written,
+    declared,
+    find_connector,
+    split_spec,
+)
+from kvbaton.errors import StoreError, TransportError
+from kvbaton.testing.check import INTERRUPTED, Subject, check_all
 from kvbaton.testing.kit import LEVELS, CaseVerdict, Outcome
 
 SCHEMA = 1
@@ -75,13 +83,18 @@ def certify(subject: Subject, speed: Speed) -> tuple[Certificate, int]:
 
     Raises:
         ConfigError: it can't be built or opened.
+        KeyboardInterrupt: while cases ran.
     """
     outcomes, status, verdict = check_all(subject, subject.cases())
+    if status == INTERRUPTED:  # what was certified before stays
+        raise KeyboardInterrupt
     target, options = split_spec(subject.spec, subject.registry)
     found = find_connector(subject.registry, target)
-    with subject.rig() as rig:
+    able: Mapping[str, Any] = {}
+    capacity: int | None = None
+    with suppress(Exception), subject.rig() as rig:  # its cases have told what fails here
         connector = rig.store if subject.kind == "store" else rig.source
-        able = connector.capabilities
+        able = declared(connector.capabilities)
         capacity = connector.usage().capacity if subject.kind == "store" else None
     door = subject.back_door
     processors = Path("/proc/cpuinfo").read_text()
@@ -93,7 +106,7 @@ def certify(subject: Subject, speed: Speed) -> tuple[Certificate, int]:
             "plugin": getattr(found, "contract", FIRST_CONTRACT),
             "kvbaton": str(subject.registry.contract),
         },
-        capabilities=declared(able),
+        capabilities=able,
         options=hide_secrets(options),
         door=None if door is None else f"{door.__module__}:{getattr(door, '__qualname__', door)}",
         capacity=capacity,
@@ -108,10 +121,17 @@ def certify(subject: Subject, speed: Speed) -> tuple[Certificate, int]:
         },
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         pressure={"seed": subject.seed, "depth": subject.depth},
-        speed=speed(subject) if status in (0, 4) else (),
+        speed=_measured(subject, speed) if status in (0, 4) else (),
         cases=outcomes,
     )
     return certificate, status
+
+
+def _measured(subject: Subject, speed: Speed) -> Sequence[Mapping[str, Any]]:
+    try:
+        return speed(subject)
+    except (StoreError, TransportError) as error:  # what the cases have shown is not lost
+        return [{"not measured": as_written(str(error))}]
 
 
 def hide_secrets(options: Any) -> Any:

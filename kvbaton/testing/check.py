@@ -74,6 +74,8 @@ EXCLUDED = "excluded"
 
 LIMIT_S = 120.0
 """For a case."""
+INTERRUPTED = 130
+"""The exit status after Ctrl-C, as of all commands."""
 SLOW_S = 10.0
 """A case that takes longer is told apart."""
 
@@ -322,7 +324,7 @@ def main(
 
     Returns:
         0 if it is certified, 1 if a case failed, 3 if none did but the kit broke, 4 if nothing
-        failed, but cases did not run whose capability is declared.
+        failed, but cases did not run whose capability is declared, `INTERRUPTED`.
 
     Raises:
         ConfigError: the connector can't be built or opened; a text of `only` names no case.
@@ -355,11 +357,15 @@ def check_all(
     subject.probe()
     print(f"{subject.kind} {subject.spec}", flush=True)
     outcomes: list[Outcome] = []
-    for case in cases:
-        outcomes.append(subject.run(case))
-        print_outcome(outcomes[-1])
-        if stop_at_failure and outcomes[-1].verdict is CaseVerdict.FAILED:
-            break
+    interrupted = False
+    try:
+        for case in cases:
+            outcomes.append(subject.run(case))
+            print_outcome(outcomes[-1])
+            if stop_at_failure and outcomes[-1].verdict is CaseVerdict.FAILED:
+                break
+    except KeyboardInterrupt:  # what is known is told
+        interrupted = True
     counts = Counter(outcome.verdict for outcome in outcomes)
     if slow := [o for o in outcomes if o.seconds > SLOW_S]:
         told = ", ".join(f"{outcome.case} ({outcome.seconds:.0f} s)" for outcome in slow)
@@ -367,7 +373,9 @@ def check_all(
     told = ", ".join(f"{counts[verdict]} {verdict.value}" for verdict in CaseVerdict)
     print(f"{told} in {sum(outcome.seconds for outcome in outcomes):.1f} s", flush=True)
     lacking = not_certified(subject, outcomes)
-    if counts[CaseVerdict.FAILED] or counts[CaseVerdict.BROKE]:
+    if interrupted:
+        status, verdict = INTERRUPTED, "interrupted"
+    elif counts[CaseVerdict.FAILED] or counts[CaseVerdict.BROKE]:
         status, verdict = (1 if counts[CaseVerdict.FAILED] else 3), "not passed"
     elif lacking:
         status, verdict = 4, f"passed, not certified: {'; '.join(lacking)}"

@@ -1,6 +1,7 @@
 """``kvbaton bench transfer`` in small."""
 
 import json
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,6 +60,35 @@ def test_a_bare_write_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(bare, "agent", stuck)
     with pytest.raises(TransportError, match=r"did not end within 0\.05 s"):
         bare.write(None)
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_without_nixl_or_the_other_process_it_says_so(
+    missing: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both were tracebacks."""
+    if missing:
+        for package in ("nixl_cu13", "nixl"):
+            monkeypatch.setitem(sys.modules, f"{package}._api", None)
+    else:
+        monkeypatch.setattr(transfer, "BARE_SPEC", f"{__name__}:Unstartable")
+    words = ["bench", "transfer", "--bytes", "64K", "--block-bytes", "8K"]
+    assert main(words) == (2 if missing else 1)
+    said = capsys.readouterr().err
+    assert ("nixl needs the package" if missing else "the remote process has ended") in said
+
+
+def test_what_reaches_no_other_process_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", "transfer", "--bytes", "64K", "--block-bytes", "8K"]
+    assert main([*words, "--transports", "memory"]) == 2
+    assert "--transports: memory reaches no other process" in capsys.readouterr().err
+
+
+class Unstartable:
+    """A transport that can't be built."""
+
+    def __init__(self, name: str, **options: object) -> None:
+        raise RuntimeError("no device")
 
 
 def test_wrong_bytes_are_noticed() -> None:

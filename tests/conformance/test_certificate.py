@@ -11,8 +11,9 @@ from xml.etree import ElementTree
 import pytest
 
 from kvbaton.cli import main
+from kvbaton.connectors.store import Usage
 from kvbaton.connectors.stores.memory import MemoryStore
-from kvbaton.errors import ConfigError
+from kvbaton.errors import ConfigError, StoreError
 from kvbaton.testing import certificate
 from kvbaton.testing.certificate import certify, hide_secrets, write
 from kvbaton.testing.check import Subject, make_subject
@@ -97,6 +98,31 @@ def test_a_failure_is_no_certificate(tmp_path: Path) -> None:
     _, junit, page = (path.read_text() for path in write(done, tmp_path))
     assert ElementTree.fromstring(junit).get("failures") == "1"
     assert "deleted-is-gone: failed" in page
+
+
+class TellsNoUsage(MemoryStore):
+    """A plug-in that never closes well, and whose usage can't be asked."""
+
+    def usage(self) -> Usage:
+        raise RuntimeError("no usage")
+
+    def close(self) -> None:
+        super().close()
+        raise RuntimeError("never closes")
+
+
+def test_what_fails_beside_the_cases_loses_no_certificate(tmp_path: Path) -> None:
+    done, status = certify(Subject(f"{__name__}:TellsNoUsage", "store"), lambda _: [])
+    assert (status, done.verdict, done.capacity) == (1, "not passed", None)
+    assert len(write(done, tmp_path)) == 3
+
+    def fails(subject: Subject) -> Sequence[dict[str, Any]]:
+        raise StoreError("a call is not done within 60 s")
+
+    done, status = certify(make_subject(f"{__name__}:Vendors"), fails)
+    assert status == 0
+    assert done.speed == [{"not measured": "a call is not done within 60 s"}]
+    assert "a call is not done" in write(done, tmp_path)[2].read_text()
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -229,6 +229,36 @@ def test_reports_that_can_not_be_written_are_named(
     assert "error: --out: can't be written: " in capsys.readouterr().err
 
 
+def test_a_check_that_is_interrupted_tells_what_it_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Subject.run
+
+    def interrupted(subject: Subject, case: Case[Any]) -> Outcome:
+        if case.id == "L0.close-twice":
+            raise KeyboardInterrupt
+        return run(subject, case)
+
+    monkeypatch.setattr(Subject, "run", interrupted)
+    cases = ("L0.a-miss-is-no-error", "L0.close-twice", "L1.outlives-close")
+    path = tmp_path / "report.json"
+    assert main(make_subject("memory", "store"), only=cases, json_path=path) == 130
+    told = json.loads(path.read_text())
+    assert [case["case"] for case in told["cases"]] == ["L0.a-miss-is-no-error"]
+    monkeypatch.setattr(Subject, "cases", lambda *_: STORE_KIT.cases(0))
+    words = ["connectors", "certify", "memory", "--kind=store", f"--out={tmp_path}"]
+    assert command(words) == 130
+    assert list(tmp_path.iterdir()) == [path], "a certificate of before may lie there"
+
+
+@pytest.mark.parametrize("level", [-1, 6])
+def test_a_level_that_is_none_is_refused(level: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing was checked, and that had passed."""
+    with pytest.raises(SystemExit, match="2"):
+        command(["connectors", "check", "memory", "--kind=store", f"--level={level}"])
+    assert f"--level: invalid choice: {level}" in capsys.readouterr().err
+
+
 def test_check_reports_on_screen_and_as_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvbaton.cli import main
+from kvbaton.connectors.transports.memory import MemoryTransport
 from kvbaton.doctor.main import TransportTrial, look, slow_path, try_transport
 
 
@@ -40,6 +41,19 @@ def test_the_step_that_fails_is_named(spec: str, step: str, told: str) -> None:
     assert not trial.ok
     assert trial.failed_at == step
     assert told in trial.error
+
+
+class NeverCloses(MemoryTransport):
+    """Does all but end well."""
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        raise RuntimeError("it hangs on")
+
+
+def test_what_does_not_close_is_not_healthy() -> None:
+    trial = try_transport(f"{__name__}:NeverCloses", "cpu")
+    assert (trial.failed_at, trial.error) == ("close", "RuntimeError: it hangs on")
 
 
 def test_a_path_through_the_host_is_told() -> None:
