@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -20,6 +22,8 @@ from kvbaton.server.network import TrustConfig, bearer, operator_token
 
 POLL_S = 0.2
 ANSWER_S = 5.0
+UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH)
+"""They say nothing of who is there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,15 +81,16 @@ async def _drain(config: DrainConfig) -> bool:
                     status, answer, answered = response.status, await response.read(), True
                 if status == 200:
                     idle = msgspec.json.decode(answer, type=DrainProgress).idle
-                else:
-                    error = msgspec.json.decode(answer, type=ErrorBody).error
-                    if status in (401, 403, 404, 405):
-                        why = f"{config.url} does not let itself be drained: {error.message}"
-                        raise ConfigError("URL", why)
-                    idle = error.code == "starting"  # it has had no request yet
+                elif status in (401, 403, 404, 405):
+                    why = f"it answers {status}"
+                    with suppress(*UNREADABLE):  # of something else than kvbaton
+                        why = msgspec.json.decode(answer, type=ErrorBody).error.message
+                    raise ConfigError("URL", f"{config.url} does not let itself be drained: {why}")
+                else:  # one that starts has had no request yet
+                    idle = msgspec.json.decode(answer, type=ErrorBody).error.code == "starting"
             except aiohttp.ClientConnectorError as failure:
                 wrong = aiohttp.ClientSSLError | aiohttp.ClientConnectorDNSError
-                if not answered and isinstance(failure, wrong):
+                if not answered and (isinstance(failure, wrong) or failure.errno in UNREACHABLE):
                     hint = "--ssl-ca-certs says whom to trust"
                     why = f"{failure}; {hint}" if "CERTIFICATE" in str(failure) else str(failure)
                     raise ConfigError("URL", f"{config.url} can't be asked: {why}") from failure

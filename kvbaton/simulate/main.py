@@ -250,7 +250,13 @@ def run(config: SimulateConfig, out: Path | None = None, plot: Path | None = Non
 
 
 def run_advise(config: SimulateConfig, out: Path | None = None) -> int:
-    """``kvbaton advise``: try every layout of so many nodes; returns the exit status."""
+    """``kvbaton advise``: try every layout of so many nodes; returns the exit status.
+
+    Raises:
+        ConfigError: see `measure`; or there is no objective, by which all would be as good.
+    """
+    if config.ttft_slo is None and config.itl_slo is None:
+        raise ConfigError("--ttft-slo", "or --itl-slo must say what is good enough")
     count = len(parse_nodes(config.nodes))
     apart = tuple(f"prefix-aware@{p}P{count - p}D" for p in range(1, count))
     config = replace(config, policies=(f"prefix-aware@{count}D", *apart, f"cost@{count}A"))
@@ -311,4 +317,5 @@ def draw(
     ttft.legend()
     figure.suptitle(config.trace)
     with writing("--plot"):
+        path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120)

@@ -22,7 +22,7 @@ MOONCAKE_BLOCK = 512
 """Tokens that one of a trace's ``hash_ids`` stands for."""
 FORMATS = "Mooncake's (JSON lines) nor Azure's (CSV with TIMESTAMP, ContextTokens, GeneratedTokens)"
 MOST_TOKENS = 1 << 24
-"""Of a prompt, each of which takes memory; no model has so long a context."""
+"""Of a prompt or an answer, each of which takes memory or time; no context is so long."""
 END_TOKEN = 1
 """Ends a text; contents are above it."""
 FIRST_CONTENT = 2
@@ -104,8 +104,9 @@ def _mooncake(path: Path, text: str) -> list[TraceRequest]:
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise _malformed(path, number, error) from error
         whole = length // MOONCAKE_BLOCK
-        if length < 1 or not math.isfinite(at) or len(hashes) < whole:
-            raise _malformed(path, number, ValueError(f"{len(hashes)} hashes, {length} tokens"))
+        if length < 1 or not math.isfinite(at) or len(hashes) < whole or out > MOST_TOKENS:
+            told = f"{len(hashes)} hashes, {length} tokens, {out} generated"
+            raise _malformed(path, number, ValueError(told))
         pieces = [(content(name), MOONCAKE_BLOCK) for name in hashes[:whole]]
         if rest := length - whole * MOONCAKE_BLOCK:
             end = content(hashes[whole]) if len(hashes) > whole else unique + 2 * number
@@ -126,8 +127,8 @@ def _azure(path: Path, text: str) -> list[TraceRequest]:
             stamp = datetime.fromisoformat(row["TIMESTAMP"].strip())
             stamp = stamp.replace(tzinfo=stamp.tzinfo or UTC)
             length, out = int(row["ContextTokens"]), int(row["GeneratedTokens"])
-            if length > MOST_TOKENS:
-                raise ValueError(f"a prompt of {length} tokens")
+            if max(length, out) > MOST_TOKENS:
+                raise ValueError(f"a prompt of {length} tokens, {out} generated")
         except csv.Error as error:  # the line was not counted
             raise _malformed(path, rows.line_num + 1, error) from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -80,6 +80,9 @@ async def test_who_can_not_be_asked_is_not_taken_for_gone(server: Answers) -> No
     plain, server.url = server.url, server.url.replace("http:", "https:")
     with pytest.raises(ConfigError, match=r"URL: https://\S+ can't be asked"):
         await server.drain()
+    server.url = "http://224.0.0.1:9"  # no connection goes there
+    with pytest.raises(ConfigError, match=r"can't be asked: .*nreachable"):
+        await server.drain()
     server.url = plain.partition("://")[2]
     with pytest.raises(ConfigError, match="is no http URL"):
         await server.drain()
@@ -90,3 +93,10 @@ async def test_who_is_not_let_in_is_told(server: Answers, status: int) -> None:
     server.script = [(status, REFUSED)]
     with pytest.raises(ConfigError, match="does not let itself be drained: only from loopback"):
         await server.drain()
+
+
+async def test_who_is_something_else_is_told_at_once(server: Answers) -> None:
+    server.script = [(404, "<html></html>")]
+    with pytest.raises(ConfigError, match="does not let itself be drained: it answers 404"):
+        await server.drain()
+    assert server.asked == 1

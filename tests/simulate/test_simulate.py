@@ -560,11 +560,25 @@ ENDLESS = '{"timestamp": 0, "input_length": 1e999, "output_length": 1, "hash_ids
 
 WIDE = f"TIMESTAMP,ContextTokens\n2023-11-16 18:17:03,{'1' * 200_000}"
 LONG = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,1000000000000,1"
+TALKATIVE = LONG.replace("1000000000000,1", "1,1000000000000")
+ENDLESS_ANSWER = '{"timestamp": 0, "input_length": 5, "output_length": 1e15, "hash_ids": [1]}'
 DEEP = '{"timestamp": ' * 100_000
 
 
 @pytest.mark.parametrize(
-    "line", ["{}", '{"timestamp": 1}', "[", "a,b\n1,2", ENDLESS, WIDE, LONG, DEEP]
+    "line",
+    [
+        "{}",
+        '{"timestamp": 1}',
+        "[",
+        "a,b\n1,2",
+        ENDLESS,
+        WIDE,
+        LONG,
+        DEEP,
+        TALKATIVE,
+        ENDLESS_ANSWER,
+    ],
 )
 def test_a_malformed_trace_is_named(line: str, tmp_path: Path) -> None:
     good = {"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1]}
@@ -656,7 +670,7 @@ def test_what_is_no_engine_is_refused(text: str, tmp_path: Path) -> None:
 def test_the_command_compares_and_writes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out, plot = tmp_path / "out.json", tmp_path / "out.png"
+    out, plot = tmp_path / "out.json", tmp_path / "new" / "out.png"
     words = ["--trace", "conversation", "--rate", "6", "--seconds", "4", "--ttft-slo", "500"]
     words += ["--policy", "least-loaded", "cost@2A", "--nodes", "1P1D", "--seed", "0", "1"]
     assert main(["simulate", *words, "--out", str(out), "--plot", str(plot)]) == 0
@@ -675,6 +689,8 @@ def test_advice_compares_layouts(capsys: pytest.CaptureFixture[str]) -> None:
     assert "where each node serves alone" in text
     assert "fixed prefill and decode nodes: 1P1D" in text
     assert "any role, by cost: 2A" in text
+    assert main(["advise", *words[:6], "--nodes", "2"]) == 2  # all would be within none
+    assert "--ttft-slo: or --itl-slo must say" in capsys.readouterr().err
 
 
 def test_advice_says_what_pays() -> None:
