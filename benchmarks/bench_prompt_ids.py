@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from array import array
 from itertools import pairwise
 from pathlib import Path
 
@@ -71,9 +70,9 @@ class Engine:
 def turn(engine: Engine, name: str, ids: list[int]) -> list[float]:
     """Seconds of CPU time by part."""
     times = [time.process_time()]
-    check_ids("prompt", ids, VOCAB, most=INT32)
+    checked = check_ids("prompt", ids, VOCAB, most=INT32)
     params = SamplingParams(seed=1, max_tokens=1)
-    sent = encode_to_core(AddRequest(request_id=name, token_ids=array("I", ids), params=params))
+    sent = encode_to_core(AddRequest(request_id=name, token_ids=checked, params=params))
     times.append(time.process_time())
     request = decode_to_core(sent)
     times.append(time.process_time())

@@ -27,7 +27,14 @@ from kvbaton.config import (
     instead_of,
     with_config,
 )
-from kvbaton.errors import ConfigError, EngineDeadError, StoreError, TransportError, writing
+from kvbaton.errors import (
+    INTERRUPTED,
+    ConfigError,
+    EngineDeadError,
+    StoreError,
+    TransportError,
+    writing,
+)
 
 if TYPE_CHECKING:
     from kvbaton.server.config import NodeConfig
@@ -68,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"kvbaton: error: {as_written(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
 
 
 def _takes_output() -> bool:

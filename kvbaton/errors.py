@@ -19,6 +19,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+INTERRUPTED = 130
+"""The exit status after Ctrl-C."""
+
 
 class KvbatonError(Exception):
     """Base of all errors that kvbaton raises on purpose."""

@@ -22,7 +22,7 @@ import msgspec
 
 from kvbaton.bench.report import percentile, publish
 from kvbaton.config import check_positive, flag, flag_of
-from kvbaton.errors import ConfigError
+from kvbaton.errors import INTERRUPTED, ConfigError
 from kvbaton.messages import OTHER_TYPES, UNREADABLE
 from kvbaton.server.config import check_url
 from kvbaton.server.network import TrustConfig, bearer
@@ -91,7 +91,7 @@ def run(load: ServeLoad, out: Path | None = None) -> int:
         print(f"failed: {error}")
     if len(shots) < load.requests:
         print(f"interrupted: {len(shots)} of {load.requests} requests had ended")
-        return 130
+        return INTERRUPTED
     return 1 if row["failed"] else 0
 
 

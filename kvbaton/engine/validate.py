@@ -14,6 +14,7 @@ import numpy as np
 from kvbaton.connectors.address import host_of
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import MAX_GRAMMAR, AddRequest, SamplingParams, TransferSpec
+from kvbaton.types import TokenIds
 
 if TYPE_CHECKING:
     from kvbaton.engine.config import SchedulerConfig
@@ -74,20 +75,27 @@ def shown(value: float) -> str:
     return f"{value:.6g}" if abs(value) < 1e300 else "a number beyond all bounds"
 
 
-def check_ids(name: str, ids: Sequence[int], vocab_size: int, *, most: int = MAX_IDS) -> None:
-    """Raise `RequestError` if there are too many ids, or one that the model does not have."""
+def check_ids(name: str, ids: Sequence[int], vocab_size: int, *, most: int = MAX_IDS) -> TokenIds:
+    """Ids as requests have them.
+
+    Raises:
+        RequestError: there are too many, or one that the model does not have.
+    """
     if len(ids) > most:
         raise RequestError(f"{name} may hold at most {most} ids", param=name)
     if not ids:
-        return
-    try:  # as an array, which takes a fourth of the time of `min` and `max`
-        span = np.frombuffer(array("I", ids), np.uint32)
+        return array("I")
+    try:
+        found = array("I", ids)
+    except OverflowError:  # beyond any vocabulary
+        found, low, high = array("I"), min(ids), max(ids)
+    else:  # NumPy's take a tenth of the time
+        span = np.frombuffer(found, np.uint32)
         low, high = int(span.min()), int(span.max())
-    except OverflowError:
-        low, high = min(ids), max(ids)
     if low < 0 or high >= vocab_size:
         spans = f"it spans {shown(low)} to {shown(high)}"
         raise RequestError(f"{name} must hold token ids in [0, {vocab_size}); {spans}", param=name)
+    return found
 
 
 def check_params(

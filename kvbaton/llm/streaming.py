@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import secrets
-from array import array
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -387,13 +386,13 @@ class AsyncLLM:
         if params.grammar:
             field = "grammar" if given.structured_outputs is None else "structured_outputs"
             await checked_grammar(params.grammar, field)
-        check_prompt(facts, ids, params.max_tokens, "prompt")
+        checked_ids = check_prompt(facts, ids, params.max_tokens, "prompt")
         check_range("priority", priority, Range(-INT32, INT32))
         if timeout is not None:
             check_range("timeout", timeout, Range(0, MAX_DEADLINE_S, open=True))
         request = AddRequest(
             request_id=unique(request_id or secrets.token_hex(8)),
-            token_ids=array("I", ids),
+            token_ids=checked_ids,
             params=params,
             priority=priority,
             cache_salt=cache_salt or "",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from array import array
 from collections.abc import Sequence
 from typing import get_type_hints
 
@@ -21,6 +20,7 @@ from kvbaton.server.frontend import Frontend, FrontendConfig, ModelFacts
 from kvbaton.server.timeline import RequestTimeline
 from kvbaton.text.detokenize import TextOptions
 from kvbaton.text.tokenizer import Tokenizer
+from kvbaton.types import TokenIds
 
 SEED_MASK = 2**63 - 1
 LONG_TOKEN = 16
@@ -249,15 +249,15 @@ def truncated(
     return ids[-keep:]
 
 
-def check_prompt(facts: ModelFacts, ids: Sequence[int], max_tokens: int, name: str) -> None:
-    """Check a prompt against the model.
+def check_prompt(facts: ModelFacts, ids: Sequence[int], max_tokens: int, name: str) -> TokenIds:
+    """A prompt as the engine takes it, checked against the model.
 
     Raises:
         RequestError: it is empty, holds unknown ids, or is too long together with `max_tokens`.
     """
     if not ids:
         raise RequestError(f"{name} has no tokens", param=name)
-    check_ids(name, ids, facts.vocab_size, most=INT32)
+    found = check_ids(name, ids, facts.vocab_size, most=INT32)
     if len(ids) + max_tokens > facts.max_model_len:
         raise RequestError(
             f"this model's context is {facts.max_model_len} tokens; the prompt has {len(ids)} and "
@@ -265,6 +265,7 @@ def check_prompt(facts: ModelFacts, ids: Sequence[int], max_tokens: int, name: s
             param=name,
             code="context_length_exceeded",
         )
+    return found
 
 
 def sampling_params(
@@ -341,7 +342,7 @@ def prompt_request(
     Raises:
         RequestError: a field is out of range, or the prompt does not fit the model.
     """
-    check_prompt(frontend.facts(), token_ids, params.max_tokens, name)
+    prompt = check_prompt(frontend.facts(), token_ids, params.max_tokens, name)
     if body.priority:
         frontend.config.check_priority(body.priority)
     if len(body.cache_salt or "") > MAX_SALT:
@@ -351,7 +352,7 @@ def prompt_request(
         index=index,
         request=AddRequest(
             request_id=unique(request_id),
-            token_ids=array("I", token_ids),
+            token_ids=prompt,
             params=params,
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",

@@ -1,7 +1,7 @@
 """Clients, a router and its nodes in virtual time.
 
 The router's dispatcher, relay, policies, cost model and prefix index are the real ones, on the
-virtual clock; nodes' engines are `ModeledEngine`. Nodes are there from the begin, and say what they
+virtual clock; nodes' engines are `ModeledEngine`. Nodes are there from the start, and say what they
 measure once a second.
 """
 

@@ -25,8 +25,8 @@ from kvbaton.connectors.registry import (
     find_connector,
     split_spec,
 )
-from kvbaton.errors import StoreError, TransportError
-from kvbaton.testing.check import INTERRUPTED, Subject, check_all
+from kvbaton.errors import INTERRUPTED, StoreError, TransportError
+from kvbaton.testing.check import Subject, check_all
 from kvbaton.testing.kit import LEVELS, CaseVerdict, Outcome
 
 SCHEMA = 1

@@ -27,6 +27,7 @@ from kvbaton.connectors.registry import (
 )
 from kvbaton.connectors.registry import Kind as RegistryKind
 from kvbaton.errors import (
+    INTERRUPTED,
     ConfigError,
     KvbatonError,
     StoreError,
@@ -74,8 +75,6 @@ EXCLUDED = "excluded"
 
 LIMIT_S = 120.0
 """For a case."""
-INTERRUPTED = 130
-"""The exit status after Ctrl-C, as of all commands."""
 SLOW_S = 10.0
 """A case that takes longer is told apart."""
 
