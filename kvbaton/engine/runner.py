@@ -36,6 +36,11 @@ NO_ROWS: Ints = np.zeros(0, np.int64)
 LOGITS_ELEMENTS = 1 << 24
 """Logits of prompt tokens held at a time."""
 
+NO_TOKEN = (
+    "no token can be chosen: the model's logits are NaN or infinite, so its weights are broken or "
+    "overflow in this dtype (--dtype bfloat16 or float32 reach further than float16)"
+)
+
 
 @dataclass
 class StepOutput:
@@ -45,7 +50,7 @@ class StepOutput:
         plan: the step.
         steps: those of the plan; of one with a draft one for each token.
         columns: of `steps`.
-        tokens: sampled tokens of all steps, one after the other.
+        tokens: sampled tokens of all steps, one after the other; -1 for none, see `NO_TOKEN`.
         logprobs: of those rows of `tokens` whose sequence asked for them.
         prompt_logprobs: by number of the step, in pieces.
     """
@@ -75,13 +80,14 @@ class StepOutput:
             past = end - len(step.draft) + accepted(step.draft, tokens[row:end])
             prompt = self.prompt_logprobs.get(number)
             if step.num_samples or prompt is not None:
-                told = messages[row:past]
+                told, chosen = messages[row:past], tuple(tokens[row:past])
                 sampled.append(
                     Sampled(
                         step.handle,
-                        tuple(tokens[row:past]),
+                        chosen,
                         tuple(m for m in told if m is not None) if any(told) else None,
                         None if prompt is None else tuple(m for piece in prompt for m in piece),
+                        NO_TOKEN if -1 in chosen else None,
                     )
                 )
             row, number = end, number + 1 + len(step.draft)
@@ -309,7 +315,7 @@ class Runner:
         output.tokens = sample(logits, sample_rows, self.model.config.eos_token_ids)
         if raw is not None:
             most = max(n for _, n in asked)
-            output.logprobs = logprobs_of(raw, output.tokens[index], most)
+            output.logprobs = logprobs_of(raw, output.tokens[index].clamp(min=0), most)
         # Each sequence goes on with its own choice's token; the others are kept for forks.
         rows, samples, known = rows[sampling], samples[sampling], known[sampling]
         first = np.cumsum(samples) - samples

@@ -27,6 +27,7 @@ from kvbaton.kernels.penalties import Penalties, penalize
 from kvbaton.kernels.sample_tokens import (
     PURPOSE_SAMPLE,
     Sampling,
+    best_tokens,
     gumbel_noise,
     keep_min_p,
     keep_top_k,
@@ -95,7 +96,7 @@ def sample(logits: Tensor, rows: SampleRows, eos_token_ids: tuple[int, ...]) -> 
         eos_token_ids: the model's own end tokens.
 
     Returns:
-        [rows] int64, on the device of `logits`.
+        [rows] int64, on the device of `logits`; -1 as `sample_tokens` says.
     """
     if use_triton(logits):
         process_logits(logits, rows, eos_token_ids, cut=False)
@@ -115,7 +116,7 @@ def sample(logits: Tensor, rows: SampleRows, eos_token_ids: tuple[int, ...]) -> 
             logits[part] += gumbel_noise(
                 seeds[part], positions[part], choices[part], vocab, PURPOSE_SAMPLE
             )
-    return logits.argmax(dim=-1)
+    return best_tokens(logits)
 
 
 def _sampling(rows: SampleRows, logits: Tensor) -> Sampling:

@@ -160,11 +160,11 @@ class Sequences:
         Args:
             rows: [rows].
             positions: [rows].
-            tokens: [tokens] int64.
+            tokens: [tokens] int64; -1 for none, whose sequence ends once the host sees it.
             chosen: [rows], index of each row's token.
         """
         of, at, index = upload([rows, positions, chosen], self.tokens.device)
-        self.tokens[of, at] = tokens[index].int()
+        self.tokens[of, at] = tokens[index].clamp(min=0).int()
         self.lengths[rows] = positions + 1
 
     def rotary_positions(self, rows: Ints, positions: Ints, counts: Ints) -> Ints:
@@ -185,7 +185,7 @@ class Sequences:
 
     def branch(self, row: int, tokens: Tensor) -> None:
         """Remember the tokens that all choices start with; before `put_tokens`."""
-        self._branches[row] = Branches(int(self.lengths[row]), tokens)
+        self._branches[row] = Branches(int(self.lengths[row]), tokens.clamp(min=0))
 
     def _take(
         self, handle: int, length: int, num_prompt: int, choice: int, params: SamplingParams

@@ -128,7 +128,7 @@ def sample_tokens(logits: torch.Tensor, rows: Sampling) -> torch.Tensor:
         rows: how.
 
     Returns:
-        [rows] int64.
+        [rows] int64; -1 where logits are NaN, or the best one is infinite.
     """
     if not use_triton(logits):
         return sample_tokens_reference(logits, rows)
@@ -202,7 +202,13 @@ def sample_tokens_reference(logits: torch.Tensor, rows: Sampling) -> torch.Tenso
     if cut.any():
         scaled[cut] = keep_min_p(scaled[cut], rows.min_ps[cut].float()[:, None])
     noise = gumbel_noise(rows.seeds, rows.positions, rows.choices, vocab, PURPOSE_SAMPLE)
-    return (scaled + torch.where(drawn[:, None], noise, 0.0)).argmax(-1)
+    return best_tokens(scaled + torch.where(drawn[:, None], noise, 0.0))
+
+
+def best_tokens(logits: torch.Tensor) -> torch.Tensor:
+    """Ids [rows] of the best of each row; -1 where that is no finite number."""
+    best, ids = logits.max(dim=-1)
+    return torch.where(best.isfinite(), ids, -1)
 
 
 def keep_top_k(logits: torch.Tensor, top_ks: torch.Tensor, most: int) -> torch.Tensor:
@@ -506,10 +512,11 @@ def _kernel(
 def _merge_kernel(
     best: tl.tensor, ids: tl.tensor, out: tl.tensor, parts: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
-    """One program: the best of one row's parts."""
+    """One program: the best of one row's parts; -1 if that is no finite number."""
     wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BLOCK)
     value = tl.load(best + row * parts + part, mask=part < parts, other=float("-inf"))
-    _, place = tl.max(value, 0, return_indices=True)
-    tl.store(out + row, tl.load(ids + row * parts + place).to(tl.int64))
+    top, place = tl.max(value, 0, return_indices=True)
+    chosen = tl.load(ids + row * parts + place).to(tl.int64)
+    tl.store(out + row, tl.where((top > float("-inf")) & (top < float("inf")), chosen, -1))

@@ -30,9 +30,11 @@ from kvbaton.engine.cuda.runner import CudaRunner
 from kvbaton.engine.encoder.pool import EncoderPool
 from kvbaton.engine.loader import load_model
 from kvbaton.engine.model_config import load_model_config
+from kvbaton.engine.runner import NO_TOKEN
 from kvbaton.engine.step import BlockCopy, StepPlan, StepResult
 from kvbaton.kernels.digest import add_sums, block_sums, start_sums
 from kvbaton.messages.engine import SamplingParams
+from tests.support.families import without_embedding
 
 CPU = torch.device("cpu")
 PROMPTS = [np.random.default_rng(n).integers(3, 384, n).tolist() for n in (37, 5, 64, 1, 16)]
@@ -194,6 +196,25 @@ def test_each_kind_of_request_alone(drivers: tuple[Any, Any]) -> None:
     for params in PARAMS:
         plain, other = ([d.generate(d.add(PROMPTS[0], params), 8)] for d in drivers)
         assert plain == other
+
+
+def test_logits_that_are_nan_cost_their_sequence_alone(
+    checkpoint: Callable[..., Path], drive: Any, tmp_path: Path
+) -> None:
+    """Whoever reads a broken embedding has no token, beside others that have theirs."""
+    folder = without_embedding(checkpoint(tied=False), 2, tmp_path / "broken")
+    for whole, broken in zip(
+        both_runners(checkpoint(tied=False), drive), both_runners(folder, drive), strict=True
+    ):
+        for params in PARAMS:
+            healthy = whole.generate(whole.add(PROMPTS[0], params), 4)
+            good, bad = broken.add(PROMPTS[0], params), broken.add([*PROMPTS[0], 2, 5], params)
+            told = broken.step((good, 37, 1), (bad, 39, 1))
+            assert (told[good].error, told[bad].error) == (None, NO_TOKEN)
+            told = broken.step((good, 1, 1), (bad, 1, 1))  # launched before that was seen
+            assert told[bad].error == NO_TOKEN
+            broken.generate(good, 2)
+            assert broken.tokens[good] == PROMPTS[0] + healthy
 
 
 def test_penalties_are_part_of_the_step(

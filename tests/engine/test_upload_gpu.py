@@ -98,7 +98,8 @@ def test_weights_arrive_whole(dtype: torch.dtype) -> None:
         9 * STAGED_BYTES // 2,
         3 * STAGED_BYTES,
     ):
-        weights = torch.from_numpy(rng.integers(0, 256, (4, size // 4), np.uint8))
+        weights = torch.zeros(4, size // 4, dtype=torch.uint8)
+        weights.numpy()[:] = rng.integers(0, 256, (4, size // 4), np.uint8)
         sent.append(weights.clone())
         there.append(upload(weights.view(dtype)))
         weights.zero_()

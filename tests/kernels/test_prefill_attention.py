@@ -5,7 +5,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -13,6 +13,7 @@ import kvbaton.kernels.prefill_attention as prefill
 from kvbaton.kernels.paged_attention import Softmax
 from kvbaton.kernels.paged_prefill_attention import paged_prefill_attention_reference
 from kvbaton.kernels.prefill_attention import (
+    FEW_QUERIES,
     MIN_QUERIES,
     PlanKind,
     PrefillBatch,
@@ -20,6 +21,7 @@ from kvbaton.kernels.prefill_attention import (
     _cut,
     _prompt_shape,
     all_shapes,
+    is_far,
     plan_ahead,
     planning,
     prefill_attention,
@@ -67,14 +69,16 @@ def check(
     place.close(found, expected)
 
 
-@given(most=st.integers(MIN_QUERIES, 20_000), prefix=st.integers(1, 300_000), data=st.data())
+@given(most=st.integers(FEW_QUERIES + 1, 20_000), prefix=st.integers(1, 300_000), data=st.data())
 def test_what_is_planned_before_ready_is_all_that_chunks_launch(
     most: int, prefix: int, data: st.DataObject
 ) -> None:
-    tokens = data.draw(st.integers(MIN_QUERIES, most))
+    tokens = data.draw(st.integers(FEW_QUERIES + 1, most))
+    assume(tokens >= MIN_QUERIES or is_far(tokens, prefix))
     longest = data.draw(st.integers(prefix + tokens, 400_000))
-    shapes = _chunk_shapes(tokens, prefix)
-    assert {*shapes, _prompt_shape(tokens)} <= all_shapes(most, longest)
+    shapes, planned = _chunk_shapes(tokens, prefix), all_shapes(most, longest)
+    assert planned.issuperset(shapes)
+    assert tokens < MIN_QUERIES or _prompt_shape(tokens) in planned
     assert sum(keys for form, _, keys in shapes if form == "prefix") == prefix // 1024 * 1024
     assert shapes[0][2] >= prefix % 1024 + tokens
 
@@ -131,15 +135,16 @@ def test_plans_are_for_the_strides_that_are_launched(
 @pytest.mark.parametrize(
     ("least", "forms"),
     [
-        (0, ["prompt", "prompt", "chunk", "paged", "prompt"]),
-        (4096, ["paged", "chunk", "paged", "prompt"]),
+        (0, ["prompt", "prompt", "chunk", "paged", "prompt", "chunk", "paged"]),
+        (4096, ["paged", "chunk", "paged", "prompt", "chunk", "paged"]),
     ],
 )
 def test_short_prompts_share_a_launch_if_wanted(least: int, forms: list[str]) -> None:
     lengths = [(1024, 0), (2000, 0), (1024, 3072), (9, 8000), (4096, 0)]
+    lengths += [(257, 20_000), (256, 90_000), (1000, 4999)]  # the first one is far
     ends = [0, *itertools.accumulate(fresh for fresh, _ in lengths)]
     batch = PrefillBatch(
-        block_tables=torch.zeros(5, 1, dtype=torch.int32),
+        block_tables=torch.zeros(8, 1, dtype=torch.int32),
         cu_seqlens=torch.tensor(ends, dtype=torch.int32),
         context_lens=torch.tensor([sum(both) for both in lengths], dtype=torch.int32),
         query_lens=tuple(fresh for fresh, _ in lengths),
@@ -174,6 +179,7 @@ def test_images_in_short_pieces(place: Any, make_paged: Any) -> None:
         [(1300, 2100)],
         [(2048, 1024), (1024, 1500)],
         [(1024, 7 * 1024 + 3), (1500, 0), (1500, 0)],
+        [(300, 17 * 1024), (700, 7400)],
     ],
     ids=str,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -132,6 +133,18 @@ def test_rows_are_cut_each_for_itself(place: Any) -> None:
     found = sample_tokens(logits, how)
     assert found.tolist() == sample_tokens_reference(logits, how).tolist()
     assert found[0] == logits[0].float().argmax()
+
+
+@pytest.mark.parametrize(
+    "cut", [{"temperatures": 0.0}, {"top_ks": 3}, {"top_ps": 0.5, "min_ps": 0.1}, {}], ids=str
+)
+def test_rows_without_a_finite_best_one_have_no_token(place: Any, cut: dict[str, Any]) -> None:
+    logits = place.randn(5, 2500)
+    logits[0], logits[2], logits[3, 2200] = math.nan, -math.inf, math.inf
+    how = sampling(5, place.device, seeds=torch.arange(5), **{"temperatures": 0.8} | cut)
+    found = sample_tokens(logits, how)
+    assert found.tolist() == sample_tokens_reference(logits, how).tolist()
+    assert (found < 0).tolist() == [True, False, True, True, False]
 
 
 def test_the_lowest_of_equals() -> None:

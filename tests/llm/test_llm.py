@@ -23,6 +23,7 @@ from kvbaton import LLM, AsyncLLM, SamplingParams, StructuredOutputs
 from kvbaton.engine.process import EngineProcess
 from kvbaton.errors import ConfigError, EngineDeadError, RequestError
 from kvbaton.llm.streaming import CompletionOutput
+from tests.support.families import without_embedding
 from tests.support.waiting import PATIENCE_S
 
 TEXTS = ["Once upon a time", "The capital of France is", "One, two,"]
@@ -39,6 +40,21 @@ def model(checkpoint: Callable[..., Path]) -> Path:
 def llm(model: Path) -> Iterator[LLM]:
     with LLM(model, **SETTINGS) as llm:
         yield llm
+
+
+def test_logits_that_are_nan_end_their_request_and_no_other(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Else its text would be token 0 for ever."""
+    folder = without_embedding(checkpoint(tied=False), 7, tmp_path / "broken")
+    with LLM(folder, **SETTINGS) as broken:
+        for params in (SamplingParams(temperature=0.0), SamplingParams(logprobs=2, top_p=0.5)):
+            with pytest.raises(RequestError, match=r"logits are NaN.*--dtype"):
+                broken.generate({"prompt_token_ids": [9, 7, 8]}, params, use_tqdm=False)
+        (answer,) = broken.generate(
+            {"prompt_token_ids": [9, 8]}, SamplingParams(max_tokens=1), use_tqdm=False
+        )
+        assert answer.outputs[0].finish_reason == "length"
 
 
 @torch.inference_mode()

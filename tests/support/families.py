@@ -7,6 +7,8 @@ That of a multimodal model has also ``preprocessor_config.json``; pixels are few
 from __future__ import annotations
 
 import json
+import math
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,6 +107,18 @@ def make_family(folder: Path, spec: FamilySpec) -> Path:
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     return folder
+
+
+def without_embedding(folder: Path, token: int, to: Path) -> Path:
+    """A copy of a model folder, whose embedding of a token is NaN."""
+    shutil.copytree(folder, to)
+    for file in to.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name, tensor in tensors.items():
+            if name.endswith("embed_tokens.weight"):
+                tensor[token] = math.nan
+        save_file(tensors, file, {"format": "pt"})
+    return to
 
 
 def _shapes(spec: FamilySpec, config: dict[str, Any]) -> Shapes:

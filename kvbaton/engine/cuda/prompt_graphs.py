@@ -25,7 +25,7 @@ from kvbaton.engine.cuda.attention import DecodeBatch, KernelAttention
 from kvbaton.engine.models.layers import AttentionContext, Heads, LatentHeads, Rotary
 from kvbaton.engine.models.llama import Encoded, LlamaForCausalLM
 from kvbaton.engine.step import WHOLE_TOKENS
-from kvbaton.kernels.prefill_attention import PrefillBatch, planning
+from kvbaton.kernels.prefill_attention import PrefillBatch, cudnn_fits, is_far, planning
 
 RANKS_TOKENS = 512
 """With more tokens a device is slower than the host, times the square of the ranks: each of n
@@ -285,8 +285,11 @@ class PromptGraphs:
         self._sizes = {kind: set(sizes) for kind, sizes in of_kind.items()}
         self.sizes = sorted(set().union(*self._sizes.values()))
         self._captured: dict[StepKind, dict[int, CapturedStep]] = {kind: {} for kind in of_kind}
-        tokens = max(self.sizes, default=0)
+        tokens, config = max(self.sizes, default=0), model.config
         device = cache.data.device
+        query = torch.empty(0, 1, config.head_dim, dtype=cache.compute_dtype, device=device)
+        whole_groups = any(group.window == 0 for group in cache.groups)
+        self._far_apart = whole_groups and not config.sinks and cudnn_fits(query, cache.block_size)
         self._stream, beside = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
         self._inputs = GraphInputs(cache, tokens, min(most_sequences, tokens), most_blocks, beside)
         self._pool = torch.cuda.graph_pool_handle()
@@ -315,8 +318,10 @@ class PromptGraphs:
     def _find(self, n: int, attention: KernelAttention) -> CapturedStep | None:
         kinds = [BY_PIECE]
         if 0 < attention.num_prompts <= WHOLE_PROMPTS:
-            starts = attention.prefill[0].prefix_lens
-            if n <= WHOLE_TOKENS or max(starts) <= LONG_TOKENS:  # else cuDNN is much faster
+            fresh, starts = attention.prefill[0].query_lens, attention.prefill[0].prefix_lens
+            far = self._far_apart and not attention.num_decodes and any(map(is_far, fresh, starts))
+            # Else cuDNN is much faster.
+            if not far and (n <= WHOLE_TOKENS or max(starts) <= LONG_TOKENS):
                 kinds.insert(0, MIXED if attention.num_decodes else WHOLE)
             if n > WHOLE_TOKENS and not attention.num_decodes and starts == (0,):
                 kinds.insert(0, LONE)

@@ -165,7 +165,7 @@ class CudaRunner(Runner):
         attention = KernelAttention(self.cache, slots, decode, states=states)
         hidden = self._layers(sequences.tokens[rows, at].long(), at, rotary, slots, attention)
         tokens = self._sampled(hidden, inputs, positions + 1)
-        sequences.tokens[rows, positions + 1] = tokens.int()
+        sequences.tokens[rows, positions + 1] = tokens.clamp(min=0).int()
         return hidden, tokens
 
     # --- prompts, and whoever decodes beside them ---
@@ -235,7 +235,7 @@ class CudaRunner(Runner):
         inputs = inputs.view(columns.shape)
         seq_rows, positions, *_ = inputs.unbind()
         tokens = self._sampled(hidden.index_select(0, last), inputs, positions)
-        self.sequences.tokens[seq_rows, positions] = tokens.int()
+        self.sequences.tokens[seq_rows, positions] = tokens.clamp(min=0).int()
         self.sequences.lengths[rows] = known + 1
         output.logprob_counts = [None] * len(rows)
         output.tokens = tokens
