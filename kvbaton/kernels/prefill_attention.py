@@ -28,9 +28,10 @@ from kvbaton.kernels.paged_prefill_attention import paged_prefill_attention
 MIN_QUERIES = 1024
 """With fewer queries the paged kernel is as fast, but after a far prefix, see `is_far`."""
 
-FEW_QUERIES, FAR_LOGITS = 256, 5_000_000
+FEW_QUERIES, FAR_LOGITS = 256, 24_000_000
 """Measured on an H200, 32 heads of 128 features on 8: 500 queries after 8,128; 16,320; 65,024 keys
-223; 421; 1,582 us paged and 266; 382; 1,067 by cuDNN; 640 after 8,128 409 and 353."""
+take 223; 421; 1,582 us paged and 266; 382; 1,067 by cuDNN, which the host launches for 25 to 45 ms
+in 32 layers: TTFT of 500 after 32,640; 65,000 was 40; 64 ms, and is 46 to 55; 54."""
 
 GRANULE, PREFIX_GRANULE = 256, 1024
 
@@ -196,7 +197,7 @@ def prefill_attention(
 
 
 def is_far(queries: int, prefix: int) -> bool:
-    """Whether cuDNN is faster for fewer than `MIN_QUERIES`, since there are so many logits."""
+    """Whether cuDNN, launches included, is faster for fewer than `MIN_QUERIES`: logits are many."""
     return queries > FEW_QUERIES and queries * prefix >= FAR_LOGITS
 
 

@@ -18,6 +18,7 @@ import torch
 
 import kvbaton.kernels
 from kvbaton.engine.cuda.graphs import DecodeGraphs
+from kvbaton.kernels import prefill_attention
 from kvbaton.messages.engine import SamplingParams
 from tests.engine.test_gpu import MODELS, random_tokens
 from tests.support.digests import digest_of
@@ -161,6 +162,7 @@ def test_no_mix_compiles_captures_allocates_or_stalls(
         pytest.skip("fewer than two CUDA devices")
     spec = MODELS[name] | {"max_position_embeddings": 8192}
     folder = checkpoint(**spec)
+    monkeypatch.setattr(prefill_attention, "FAR_LOGITS", 400_000)  # as after far longer prefixes
     driver = drive(folder, **SETTINGS | settings)
     captured: list[int] = []
     capture = DecodeGraphs.capture

@@ -98,11 +98,12 @@ def test_weights_arrive_whole(dtype: torch.dtype) -> None:
         9 * STAGED_BYTES // 2,
         3 * STAGED_BYTES,
     ):
-        weights = torch.zeros(4, size // 4, dtype=torch.uint8)
-        weights.numpy()[:] = rng.integers(0, 256, (4, size // 4), np.uint8)
-        sent.append(weights.clone())
-        there.append(upload(weights.view(dtype)))
-        weights.zero_()
+        weights = torch.empty(4, size // 4 // dtype.itemsize, dtype=dtype)
+        words = weights.view(torch.uint8)
+        words.numpy()[:] = rng.integers(0, 256, words.shape, np.uint8)
+        sent.append(words.clone())
+        there.append(upload(weights))
+        words.zero_()
     for expected, found in zip(sent, there, strict=True):
         assert found.dtype is dtype
         assert torch.equal(found.cpu().view(torch.uint8), expected)
