@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvbaton.engine.model_config import ModelConfig
 from kvbaton.engine.step import Fork, NewSequence, SequenceStep
-from kvbaton.engine.upload import upload
+from kvbaton.engine.upload import lend, upload
 from kvbaton.messages.engine import Item, SamplingParams
 
 Ints = npt.NDArray[np.int64]
@@ -93,11 +93,11 @@ class Sequences:
         return params
 
     def add(self, sequences: Sequence[NewSequence]) -> None:
-        """Start sequences, or start them again; their tokens go to the device in one copy."""
+        """Start sequences, or start them again."""
         if not sequences:
             return
         ids = [np.frombuffer(new.token_ids, np.uint32) for new in sequences]
-        for new, tokens in zip(sequences, upload(ids, self.tokens.device), strict=True):
+        for new, tokens in zip(sequences, lend(ids, self.tokens.device), strict=True):
             if new.handle in self._row:
                 self.end(new.handle)
             row = self._take(new.handle, len(tokens), new.num_prompt, new.choice, new.params)

@@ -34,14 +34,19 @@ SEGMENTS = 4
 def upload(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> Sequence[Tensor]:
     """Send arrays as int64, flat, in one transfer that is ordered on the current stream."""
     sizes = list(map(_size, arrays))
-    host, there = _staged(sum(sizes), device)
-    start = 0
-    for array, size in zip(arrays, sizes, strict=True):
-        host[start : start + size] = array.ravel()
-        start += size
+    there = _filled(arrays, sizes, device)
     # A sum, since a copy between two of its tensors would be one by a copy engine.
     sent = there.to(device, non_blocking=True) if not there.is_cuda else torch.add(there, 0)
     return torch.split(sent, sizes)
+
+
+def lend(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> Sequence[Tensor]:
+    """As `upload`, for what is launched next and reads each word once: one launch less.
+
+    A copy of it must change the dtype, or it would be one by a copy engine.
+    """
+    sizes = list(map(_size, arrays))
+    return torch.split(_filled(arrays, sizes, device).to(device, non_blocking=True), sizes)
 
 
 def upload_into(array: npt.NDArray[np.int64], target: Tensor) -> None:
@@ -63,6 +68,18 @@ def fetch(tensor: Tensor) -> Tensor:
     """A copy in pinned memory; valid once the current stream has come this far."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     return host.copy_(tensor, non_blocking=True)
+
+
+def _filled(
+    arrays: Sequence[npt.NDArray[Any]], sizes: Sequence[int], device: torch.device
+) -> Tensor:
+    """Arrays as the device sees them, see `_staged`."""
+    host, there = _staged(sum(sizes), device)
+    start = 0
+    for array, size in zip(arrays, sizes, strict=True):
+        host[start : start + size] = array.ravel()
+        start += size
+    return there
 
 
 def _staged(count: int, device: torch.device) -> tuple[npt.NDArray[np.int64], Tensor]:

@@ -10,7 +10,7 @@ import torch
 
 from kvbaton.engine.sampler import GREEDY_BELOW, SEED_MASK, has_penalties
 from kvbaton.engine.sequences import Sequences
-from kvbaton.engine.upload import upload
+from kvbaton.engine.upload import lend
 from kvbaton.messages.engine import SamplingParams
 
 OF_SAMPLING = (
@@ -67,7 +67,7 @@ class CudaSequences(Sequences):
             return
         places = [place + np.arange(len(blocks)) for place, blocks in self._new_blocks]
         blocks = [np.asarray(blocks, np.int64) for _, blocks in self._new_blocks]
-        where, what = upload([np.concatenate(places), np.concatenate(blocks)], self.tokens.device)
+        where, what = lend([np.concatenate(places), np.concatenate(blocks)], self.tokens.device)
         self.device_tables.view(-1).index_copy_(0, where, what.int())
         self._new_blocks = []
 
