@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvbaton.engine.model_config import ModelConfig
 from kvbaton.engine.step import Fork, NewSequence, SequenceStep
-from kvbaton.engine.upload import lend, upload
+from kvbaton.engine.upload import upload
 from kvbaton.messages.engine import Item, SamplingParams
 
 Ints = npt.NDArray[np.int64]
@@ -94,19 +94,21 @@ class Sequences:
 
     def add(self, sequences: Sequence[NewSequence]) -> None:
         """Start sequences, or start them again."""
-        if not sequences:
-            return
-        ids = [np.frombuffer(new.token_ids, np.uint32) for new in sequences]
-        for new, tokens in zip(sequences, lend(ids, self.tokens.device), strict=True):
+        for new in sequences:
             if new.handle in self._row:
                 self.end(new.handle)
-            row = self._take(new.handle, len(tokens), new.num_prompt, new.choice, new.params)
-            self.tokens[row, : len(tokens)] = tokens
+            count = len(new.token_ids)
+            row = self._take(new.handle, count, new.num_prompt, new.choice, new.params)
+            self._put_prompt(row, np.frombuffer(new.token_ids, np.uint32))
             if new.items:
                 self.with_items.add(row)
             if new.items and self._merge_size is not None:
                 self._rotary[row] = rotary_positions(new.items, self._merge_size)
                 self.deltas[row] = self._rotary[row].delta
+
+    def _put_prompt(self, row: int, ids: npt.NDArray[np.uint32]) -> None:
+        """Write a sequence's known tokens."""
+        self.tokens[row, : len(ids)] = torch.from_numpy(ids.astype(np.int32))
 
     def fork(self, fork: Fork) -> None:
         """Start a sequence as a copy of another up to the token that was sampled for it."""

@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 _size = attrgetter("size")
 
-SEGMENT_WORDS = 16 << 10
-"""As much as a step of 1,260 sequences that decode needs."""
+SEGMENT_WORDS = 64 << 10
+"""As much as a new sequence of 32,000 tokens needs; one of 5,000 that decode takes as much."""
 SEGMENTS = 4
 
 

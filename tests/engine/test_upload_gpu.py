@@ -40,7 +40,7 @@ def test_what_was_sent_arrives_however_far_the_gpu_is_behind(device: torch.devic
     sent: list[np.ndarray[Any, Any]] = []
     there: list[torch.Tensor] = []
     be_behind()
-    for size in [0, 1, SEGMENT_WORDS, SEGMENT_WORDS + 1, *rng.integers(1, 6000, 200).tolist()]:
+    for size in [0, 1, SEGMENT_WORDS, SEGMENT_WORDS + 1, *rng.integers(1, 24_000, 200).tolist()]:
         arrays = [rng.integers(-(1 << 62), 1 << 62, part) for part in (size // 3, size - size // 3)]
         sent += arrays
         there += upload(arrays, device)

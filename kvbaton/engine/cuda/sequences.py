@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvbaton.engine.sampler import GREEDY_BELOW, SEED_MASK, has_penalties
@@ -22,9 +23,12 @@ OF_SAMPLING = (
 class CudaSequences(Sequences):
     """`Sequences` as kernels and graphs need them.
 
+    Tables and tokens share memory, so that one launch writes what is new of both.
+
     Attributes:
-        device_tables: [rows, groups, max_blocks] int32: `tables`, once `flush` was called. Entries
-            beyond a sequence's blocks may be of an earlier one.
+        tokens: as there, but for those of new sequences, which are there once `flush` was called.
+        device_tables: [rows, groups, max_blocks] int32: `tables`, likewise. Entries beyond a
+            sequence's blocks may be of an earlier one.
         spare_row: belongs to no sequence, for padding.
         plain: [rows], whether a row is sampled by what follows alone.
         temperatures: [rows] float64, 0 for greedy.
@@ -40,8 +44,7 @@ class CudaSequences(Sequences):
 
     def __init__(self, *, rows: int, **limits: Any) -> None:
         super().__init__(rows=rows + 1, **limits)
-        shape, device = self.tables.shape, self.tokens.device
-        self.device_tables = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._share_memory()
         self.plain = np.zeros(rows + 1, np.bool_)
         self.temperatures = np.zeros(rows + 1, np.float64)
         self.seeds = np.zeros(rows + 1, np.int64)
@@ -52,6 +55,17 @@ class CudaSequences(Sequences):
         self.spare_row = rows
         self._free.remove(rows)
         self._new_blocks: list[tuple[int, Sequence[int]]] = []
+        self._new_tokens: list[tuple[int, npt.NDArray[np.uint32]]] = []
+
+    def _share_memory(self) -> None:
+        """Empty tables and tokens; the former first, whose rows are aligned."""
+        tokens, sizes = self.tokens, [self.tables.size, self.tokens.numel()]
+        self._memory = tokens.new_zeros(sum(sizes))
+        tables, shared = torch.split(self._memory, sizes)
+        self.device_tables, self.tokens = tables.view(self.tables.shape), shared.view(tokens.shape)
+
+    def _put_prompt(self, row: int, ids: npt.NDArray[np.uint32]) -> None:
+        self._new_tokens.append((row * self.tokens.shape[1], ids))
 
     def append_blocks(self, row: int, group: int, blocks: Sequence[int]) -> None:
         """Extend a block table; the device's by the next `flush`."""
@@ -62,14 +76,16 @@ class CudaSequences(Sequences):
             super().append_blocks(row, group, blocks)
 
     def flush(self) -> None:
-        """Send new blocks to the device."""
-        if not self._new_blocks:
+        """Send new tokens and blocks to the device."""
+        if not (self._new_blocks or self._new_tokens):
             return
-        places = [place + np.arange(len(blocks)) for place, blocks in self._new_blocks]
-        blocks = [np.asarray(blocks, np.int64) for _, blocks in self._new_blocks]
-        where, what = lend([np.concatenate(places), np.concatenate(blocks)], self.tokens.device)
-        self.device_tables.view(-1).index_copy_(0, where, what.int())
-        self._new_blocks = []
+        behind = self.device_tables.numel()
+        news = self._new_blocks + [(behind + place, ids) for place, ids in self._new_tokens]
+        places = np.concatenate([place + np.arange(len(what)) for place, what in news])
+        values = np.concatenate([np.asarray(what, np.int64) for _, what in news])
+        where, what = lend([places, values], self.tokens.device)
+        self._memory.index_copy_(0, where, what.int())
+        self._new_blocks, self._new_tokens = [], []
 
     def _take(
         self, handle: int, length: int, num_prompt: int, choice: int, params: SamplingParams
@@ -89,7 +105,9 @@ class CudaSequences(Sequences):
     def _grow(self) -> None:
         """Twice the rows."""
         super()._grow()
-        self.device_tables = torch.cat((self.device_tables, torch.zeros_like(self.device_tables)))
+        tables, tokens = self.device_tables, self.tokens
+        self._share_memory()
+        self.device_tables[: len(tables)], self.tokens[:] = tables, tokens
         for name in OF_SAMPLING:
             array = getattr(self, name)
             setattr(self, name, np.concatenate((array, np.zeros_like(array))))
