@@ -15,8 +15,9 @@ from types import FrameType
 from typing import Any
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from aiohttp.typedefs import Handler
+from aiohttp.web_protocol import RequestHandler
 from typing_extensions import override
 
 from kvbaton.engine.validate import INT32, check_ids
@@ -28,6 +29,7 @@ from kvbaton.server.bodies import (
     REQUEST_ID,
     REQUEST_ID_HEADER,
     echo_request_id,
+    error_response,
     failure_response,
     json_response,
     read_body,
@@ -109,9 +111,54 @@ class ServerLog(logging.LoggerAdapter[logging.Logger]):
     def exception(self, msg: object, *args: object, **kwargs: Any) -> None:
         error = kwargs.get("exc_info")
         if isinstance(error, HttpProcessingError):
-            self.info("%s: %s", str(msg) % args, " ".join(error.message.split())[:200])
+            self.info("%s: %s", str(msg) % args, _reason(error))
         else:
             super().exception(msg, *args, **kwargs)
+
+
+def _reason(error: HttpProcessingError) -> str:
+    if isinstance(error, LineTooLong):  # its message has the line, which may be a secret's
+        return f"a line of the request's head has more than {error.args[1]} bytes"
+    return f"this is no HTTP/1.1: {' '.join(error.message.split())[:200]}"
+
+
+class _Connection(RequestHandler):
+    """Tells of what is no HTTP, or has too long a head, in the form of all errors."""
+
+    __slots__ = ()
+
+    @override
+    def handle_error(
+        self,
+        request: Any,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        answer = super().handle_error(request, status, exc, message)
+        if isinstance(exc, HttpProcessingError):
+            answer = error_response(request, RequestError(_reason(exc)))
+            answer.force_close()
+        return answer
+
+
+class _Server(web.Server):
+    @override
+    def __call__(self) -> RequestHandler:
+        return _Connection(self, loop=self._loop, **self._kwargs)
+
+
+class _Runner(web.AppRunner):
+    @override
+    async def _make_server(self) -> web.Server:
+        made = await super()._make_server()
+        return _Server(
+            made.request_handler,
+            request_factory=made.request_factory,
+            handler_cancellation=made.handler_cancellation,
+            loop=made._loop,
+            **made._kwargs,
+        )
 
 
 async def serve_on(
@@ -132,7 +179,7 @@ async def serve_on(
         frontend.source.stop()
 
     app.on_shutdown.append(finish)
-    runner = web.AppRunner(
+    runner = _Runner(
         app,
         handler_cancellation=True,
         # aiohttp waits for so long twice: before it cancels a handler, and after.
