@@ -11,9 +11,9 @@ for it. Items of the prompt may have an *encoder* each. Laws:
 4. A source that fails is the target's business: its node notices the failed hand-over and
    recomputes. A target that fails, stays silent or contradicts what is committed ends the attempt;
    the next one, on other nodes, continues from the committed tokens.
-5. An encoder that fails ends no request: as long as the prompt is not computed, a new attempt goes
-   on without that node. After the last attempt it is left to the node that prefills, which encodes
-   the item itself when its timers tell it.
+5. An encoder that fails ends no request, unless the item is to blame: as long as the prompt is not
+   computed, a new attempt goes on without that node. After the last attempt it is left to the node
+   that prefills, which encodes the item itself when its timers tell it.
 6. The request ends exactly once: by `Finished` or a `RequestError`. After that there are no
    actions.
 7. A request moves to another node (its *successor*) while its target goes on: the successor is
@@ -39,7 +39,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from kvbaton.errors import RequestError
-from kvbaton.messages.engine import AddRequest, Item, Output
+from kvbaton.messages.engine import ERROR_STATUSES, AddRequest, Item, Output
 from kvbaton.router.config import RelayTimers
 from kvbaton.router.node_request import NodeError, NodeRequest, Side, node_requests
 from kvbaton.router.route import Route, no_node_ready
@@ -224,8 +224,8 @@ class RequestRelay:
             return self.ended(asked, now)  # the receiver has all it wanted and called it off
         if reason in ("error", "abort"):
             why = output.error or f"the node ended the request ({reason})"
-            blamed = output.error_code is not None
-            told = NodeError(why, 400 if blamed else None, code=output.error_code, final=blamed)
+            status = ERROR_STATUSES.get(output.error_code or "")
+            told = NodeError(why, status, code=output.error_code, final=status == 400)
             return self.failed(asked, told, now)
         if asked.side == "successor":
             return self._from_successor(asked, output, now)
@@ -256,7 +256,7 @@ class RequestRelay:
         self._close(asked)
         node_id = asked.node.node_id
         self.story.append(f"attempt {asked.attempt}: {asked.name} {node_id}: {error.message}")
-        if asked.side == "encoder":
+        if asked.side == "encoder" and not error.final:
             return [CancelNode(asked), *self._without_encoder(asked, now)]
         if asked.side == "successor" and self.target is not None:
             self._move_by = math.inf
@@ -277,11 +277,11 @@ class RequestRelay:
             self._excused += 1
         else:
             self._avoid |= {node_id}
-        busy = error.status in (429, 503)
+        told = error.status in (429, 503) or error.code in ERROR_STATUSES
         failure = RequestError(
             f"node {node_id} failed: {error.summary}",
-            status=error.status if busy and error.status else 502,
-            code=error.code if busy else "node_failed",
+            status=error.status if told and error.status else 502,
+            code=error.code if told else "node_failed",
         )
         return [CancelNode(asked), *moved, *self._retry(failure, now, lost=error.lost)]
 

@@ -778,6 +778,30 @@ def test_what_no_node_can_go_on_with_is_tried_once(side: str, relayed: int) -> N
     assert len(bench.routed) == 1
 
 
+def test_what_fails_at_every_node_by_itself_is_a_500() -> None:
+    """Logits that are NaN, say: another node may have better memory, not other weights."""
+    bench = Bench(request()).start()
+    for attempt in range(3):
+        bench.say(
+            "target",
+            0,
+            attempt=attempt,
+            finish_reason="error",
+            error="logits are NaN",
+            error_code="no_token",
+        )
+    assert len(bench.routed) == 3
+    assert (bench.error().status, bench.error().code) == (500, "no_token")
+    assert "logits are NaN" in bench.error().message
+
+
+def test_an_item_that_can_not_be_used_ends_the_request() -> None:
+    bench = Bench(request(items=ITEMS)).start()
+    bench.say("encoder", 0, finish_reason="error", error="cut off", error_code="invalid_image")
+    assert (bench.error().status, bench.error().code) == (400, "invalid_image")
+    assert len(bench.routed) == 1
+
+
 def test_nodes_that_are_told_to_stop_cost_no_attempt() -> None:
     bench = Bench(request()).start()
     for attempt in range(4):
