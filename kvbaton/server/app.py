@@ -355,7 +355,9 @@ async def tokenize(request: web.Request) -> web.Response:
     else:
         special = body.add_special_tokens is not False
         ids = await encode(frontend, body.prompt, add_special_tokens=special)
-    texts = [frontend.tokenizer.token_text(i) for i in ids] if body.return_token_strs else None
+    texts = None
+    if body.return_token_strs:  # of a long text it takes seconds
+        texts = await asyncio.to_thread(lambda: list(map(frontend.tokenizer.token_text, ids)))
     return json_response(
         openai.TokenizeResponse(
             count=len(ids),
