@@ -52,6 +52,8 @@ logger = logging.getLogger(__name__)
 YOUNG_OBJECTS = 20_000
 """The garbage collector looks for cycles after so many more objects were made than freed."""
 BACKLOG = 1024
+ANSWER_S = 300.0
+"""In which a client must have taken an answer that is sent as a whole."""
 FINISH_PERIOD_S = 0.02
 """So often it is looked whether requests have ended that a process waits for."""
 ENDING_S = 1.0
@@ -123,7 +125,7 @@ def _reason(error: HttpProcessingError) -> str:
 
 
 class _Connection(RequestHandler):
-    """Tells of what is no HTTP, or has too long a head, in the form of all errors."""
+    """Tells of what is no HTTP in the form of all errors, and has a deadline for answers."""
 
     __slots__ = ()
 
@@ -140,6 +142,21 @@ class _Connection(RequestHandler):
             answer = error_response(request, RequestError(_reason(exc)))
             answer.force_close()
         return answer
+
+    @override
+    async def finish_response(
+        self, request: Any, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Send an answer; leave a client that does not take it."""
+        late = self._loop.call_later(ANSWER_S, self._leave)
+        try:
+            return await super().finish_response(request, resp, start_time)
+        finally:
+            late.cancel()
+
+    def _leave(self) -> None:
+        if self.transport is not None:
+            self.transport.abort()
 
 
 class _Server(web.Server):
