@@ -22,8 +22,10 @@ for it. Items of the prompt may have an *encoder* each. Laws:
    said more meanwhile, it is stopped, and the successor is asked once more, from all that is
    committed, of which it has nearly all KV by then. A successor that fails, is late or contradicts
    what is committed changes nothing, as long as the target is there.
-8. The end of a timed request waits, `marks_s` at most, for the source whose KV the target got and
-   for encoders of what no cache had: their times may come later than the target's last token.
+8. Tokens wait for log probabilities of the prompt, which come with the first one, from the source
+   if there is one. The end of a timed request waits, `marks_s` at most, for the source whose KV
+   the target got and for encoders of what no cache had: their times may come later than the
+   target's last token.
 
 Event in, list of actions out; the clock is an argument, in seconds. Each token goes this way, so
 the common case (the target's next token) is short.
@@ -241,13 +243,12 @@ class RequestRelay:
         if output.token_ids:
             self._prefilled = True
         if asked.side == "source":
-            actions = self._from_source(output, now) or self._late_prompt_logprobs(output)
-            return actions + self._release(now)
+            return self._from_source(output, now) + self._release(now)
         self._target_spoke = True
-        if reason is not None and self._end_waits(output, now):
+        if (reason is not None or self._owes_prompt_logprobs) and self._waits(output, now):
             self._waiting.append((asked, output))
             return []
-        return self._from_target(asked, output, now) or self._late_prompt_logprobs(output)
+        return self._from_target(asked, output, now)
 
     def failed(self, asked: NodeRequest, error: NodeError, now: float) -> list[Action]:
         """A request to a node broke, was refused, or the node is known to be gone."""
@@ -292,7 +293,7 @@ class RequestRelay:
         if asked.side in ("source", "encoder"):
             self._close(asked)
             return self._release(now)
-        if self._waiting:
+        if any(output.finish_reason is not None for _, output in self._waiting):
             return []
         return self.failed(asked, NodeError("its stream ended before the request did"), now)
 
@@ -440,18 +441,14 @@ class RequestRelay:
             transferred_tokens=self._transferred,
         )
 
-    def _late_prompt_logprobs(self, output: Output) -> list[Action]:
-        """The target was faster than the source, who alone knows the prompt's."""
-        if self.done or not self._owes_prompt_logprobs or output.prompt_logprobs is None:
-            return []
-        return [self._commit(output, (), None, None)]
-
-    def _end_waits(self, output: Output, now: float) -> bool:
-        """Whether the end of a choice is to wait for what others have yet to say."""
+    def _waits(self, output: Output, now: float) -> bool:
+        """Whether what the target says is to wait for what others have yet to say."""
         if self._owes_prompt_logprobs and output.prompt_logprobs is None:
-            if self._asked("source") is not None:  # it alone knows them
+            if self._asked("source") is not None:  # it alone knows them, and they come first
                 return True
-        if self.request.timed and any(self._owes_marks(other, output) for other in self._open):
+        if output.finish_reason is None or not self.request.timed:
+            return False
+        if any(self._owes_marks(other, output) for other in self._open):
             self._marks_by = now + self._timers.marks_s
             return True
         return False
@@ -464,7 +461,7 @@ class RequestRelay:
         return item.start + item.length > self._cached
 
     def _release(self, now: float) -> list[Action]:
-        """Ends that the target told, and that waited for what others had yet to say."""
+        """What the target told, and what waited for what others had yet to say."""
         waiting, self._waiting, self._marks_by = self._waiting, [], math.inf
         return [action for asked, output in waiting for action in self.output(asked, output, now)]
 

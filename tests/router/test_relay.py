@@ -680,6 +680,7 @@ def test_the_end_waits_for_the_prompts_logprobs_of_a_slow_source() -> None:
     assert bench.tokens() == [10, 11]
     told = [o.prompt_logprobs for o in bench.emitted if o.prompt_logprobs is not None]
     assert told == [prompt_scores()]
+    assert bench.emitted[0].prompt_logprobs is not None, "a stream shows them before the first"
 
 
 def test_a_source_that_dies_with_the_prompts_logprobs_is_replaced() -> None:
