@@ -228,8 +228,11 @@ class Request:
 
     @property
     def reads_cache(self) -> bool:
-        """Whether a cached prefix may be used: prompt logprobs need the prompt computed."""
-        return self.prompt_logprobs is None or (self.spec.transfer is not None and not self.source)
+        """Whether a cached prefix may be used: prompt logprobs need the prompt computed.
+
+        A target, too: if it had all of the prompt, it would call off the source that computes them.
+        """
+        return self.prompt_logprobs is None
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ class StepOutput:
                         chosen,
                         tuple(m for m in told if m is not None) if any(told) else None,
                         None if prompt is None else tuple(m for piece in prompt for m in piece),
-                        NO_TOKEN if -1 in chosen else None,
+                        *((NO_TOKEN, "no_token") if -1 in chosen else ()),
                     )
                 )
             row, number = end, number + 1 + len(step.draft)

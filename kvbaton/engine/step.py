@@ -218,6 +218,7 @@ class Sampled(Struct, frozen=True, array_like=True):
         logprobs: of those.
         prompt_logprobs: of the prompt's tokens that follow those computed.
         error: why it could not be computed.
+        error_code: see `messages.engine.Output`.
     """
 
     handle: int
@@ -225,6 +226,7 @@ class Sampled(Struct, frozen=True, array_like=True):
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     error: str | None = None
+    error_code: str | None = None
 
 
 class StepResult(Struct, frozen=True):

@@ -328,6 +328,16 @@ class Mark(Struct, frozen=True, array_like=True, gc=False):
     attempt: Count = 0
 
 
+ERROR_STATUSES = {
+    "grammar_failed": 400,
+    "invalid_image": 400,
+    "no_token": 500,
+    "internal_error": 500,
+}
+"""HTTP statuses of errors that trying again does not change, by code; those of a request that is to
+blame itself (400) would come of every node."""
+
+
 class Output(Struct, frozen=True, tag="output", kw_only=True, gc=False, omit_defaults=True):
     """New tokens of one choice of a request.
 
@@ -345,8 +355,8 @@ class Output(Struct, frozen=True, tag="output", kw_only=True, gc=False, omit_def
         transferred_tokens: prompt tokens received from another node.
         kv_transfer_params: on the last output of a source, what to paste into the target's request.
         marks: of a timed request, what happened since the output before.
-        error_code: for ``error``, what it is called if the request itself is to blame, which then
-            would fail on every node.
+        error_code: for ``error``, what it is called where the same node would fail again, one of
+            `ERROR_STATUSES`.
     """
 
     request_id: Name

@@ -11,9 +11,9 @@ for it. Items of the prompt may have an *encoder* each. Laws:
 4. A source that fails is the target's business: its node notices the failed hand-over and
    recomputes. A target that fails, stays silent or contradicts what is committed ends the attempt;
    the next one, on other nodes, continues from the committed tokens.
-5. An encoder that fails ends no request: as long as the prompt is not computed, a new attempt goes
-   on without that node. After the last attempt it is left to the node that prefills, which encodes
-   the item itself when its timers tell it.
+5. An encoder that fails ends no request, unless the item is to blame: as long as the prompt is not
+   computed, a new attempt goes on without that node. After the last attempt it is left to the node
+   that prefills, which encodes the item itself when its timers tell it.
 6. The request ends exactly once: by `Finished` or a `RequestError`. After that there are no
    actions.
 7. A request moves to another node (its *successor*) while its target goes on: the successor is
@@ -22,8 +22,10 @@ for it. Items of the prompt may have an *encoder* each. Laws:
    said more meanwhile, it is stopped, and the successor is asked once more, from all that is
    committed, of which it has nearly all KV by then. A successor that fails, is late or contradicts
    what is committed changes nothing, as long as the target is there.
-8. The end of a timed request waits, `marks_s` at most, for the source whose KV the target got and
-   for encoders of what no cache had: their times may come later than the target's last token.
+8. Tokens wait for log probabilities of the prompt, which come with the first one, from the source
+   if there is one. The end of a timed request waits, `marks_s` at most, for the source whose KV
+   the target got and for encoders of what no cache had: their times may come later than the
+   target's last token.
 
 Event in, list of actions out; the clock is an argument, in seconds. Each token goes this way, so
 the common case (the target's next token) is short.
@@ -39,7 +41,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from kvbaton.errors import RequestError
-from kvbaton.messages.engine import AddRequest, Item, Output
+from kvbaton.messages.engine import ERROR_STATUSES, AddRequest, Item, Output
 from kvbaton.router.config import RelayTimers
 from kvbaton.router.node_request import NodeError, NodeRequest, Side, node_requests
 from kvbaton.router.route import Route, no_node_ready
@@ -224,8 +226,8 @@ class RequestRelay:
             return self.ended(asked, now)  # the receiver has all it wanted and called it off
         if reason in ("error", "abort"):
             why = output.error or f"the node ended the request ({reason})"
-            blamed = output.error_code is not None
-            told = NodeError(why, 400 if blamed else None, code=output.error_code, final=blamed)
+            status = ERROR_STATUSES.get(output.error_code or "")
+            told = NodeError(why, status, code=output.error_code, final=status == 400)
             return self.failed(asked, told, now)
         if asked.side == "successor":
             return self._from_successor(asked, output, now)
@@ -241,13 +243,12 @@ class RequestRelay:
         if output.token_ids:
             self._prefilled = True
         if asked.side == "source":
-            actions = self._from_source(output, now) or self._late_prompt_logprobs(output)
-            return actions + self._release(now)
+            return self._from_source(output, now) + self._release(now)
         self._target_spoke = True
-        if reason is not None and self._end_waits(output, now):
+        if (reason is not None or self._owes_prompt_logprobs) and self._waits(output, now):
             self._waiting.append((asked, output))
             return []
-        return self._from_target(asked, output, now) or self._late_prompt_logprobs(output)
+        return self._from_target(asked, output, now)
 
     def failed(self, asked: NodeRequest, error: NodeError, now: float) -> list[Action]:
         """A request to a node broke, was refused, or the node is known to be gone."""
@@ -256,7 +257,7 @@ class RequestRelay:
         self._close(asked)
         node_id = asked.node.node_id
         self.story.append(f"attempt {asked.attempt}: {asked.name} {node_id}: {error.message}")
-        if asked.side == "encoder":
+        if asked.side == "encoder" and not error.final:
             return [CancelNode(asked), *self._without_encoder(asked, now)]
         if asked.side == "successor" and self.target is not None:
             self._move_by = math.inf
@@ -277,11 +278,11 @@ class RequestRelay:
             self._excused += 1
         else:
             self._avoid |= {node_id}
-        busy = error.status in (429, 503)
+        told = error.status in (429, 503) or error.code in ERROR_STATUSES
         failure = RequestError(
             f"node {node_id} failed: {error.summary}",
-            status=error.status if busy and error.status else 502,
-            code=error.code if busy else "node_failed",
+            status=error.status if told and error.status else 502,
+            code=error.code if told else "node_failed",
         )
         return [CancelNode(asked), *moved, *self._retry(failure, now, lost=error.lost)]
 
@@ -292,7 +293,7 @@ class RequestRelay:
         if asked.side in ("source", "encoder"):
             self._close(asked)
             return self._release(now)
-        if self._waiting:
+        if any(output.finish_reason is not None for _, output in self._waiting):
             return []
         return self.failed(asked, NodeError("its stream ended before the request did"), now)
 
@@ -440,18 +441,14 @@ class RequestRelay:
             transferred_tokens=self._transferred,
         )
 
-    def _late_prompt_logprobs(self, output: Output) -> list[Action]:
-        """The target was faster than the source, who alone knows the prompt's."""
-        if self.done or not self._owes_prompt_logprobs or output.prompt_logprobs is None:
-            return []
-        return [self._commit(output, (), None, None)]
-
-    def _end_waits(self, output: Output, now: float) -> bool:
-        """Whether the end of a choice is to wait for what others have yet to say."""
+    def _waits(self, output: Output, now: float) -> bool:
+        """Whether what the target says is to wait for what others have yet to say."""
         if self._owes_prompt_logprobs and output.prompt_logprobs is None:
-            if self._asked("source") is not None:  # it alone knows them
+            if self._asked("source") is not None:  # it alone knows them, and they come first
                 return True
-        if self.request.timed and any(self._owes_marks(other, output) for other in self._open):
+        if output.finish_reason is None or not self.request.timed:
+            return False
+        if any(self._owes_marks(other, output) for other in self._open):
             self._marks_by = now + self._timers.marks_s
             return True
         return False
@@ -464,7 +461,7 @@ class RequestRelay:
         return item.start + item.length > self._cached
 
     def _release(self, now: float) -> list[Action]:
-        """Ends that the target told, and that waited for what others had yet to say."""
+        """What the target told, and what waited for what others had yet to say."""
         waiting, self._waiting, self._marks_by = self._waiting, [], math.inf
         return [action for asked, output in waiting for action in self.output(asked, output, now)]
 

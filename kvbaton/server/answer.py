@@ -20,7 +20,7 @@ from kvbaton.engine.outputs import OutputCollector, merge_outputs
 from kvbaton.engine.stats import RequestTimes
 from kvbaton.errors import EngineDeadError, RequestError
 from kvbaton.messages import openai
-from kvbaton.messages.engine import Output
+from kvbaton.messages.engine import ERROR_STATUSES, Output
 from kvbaton.server.bodies import json_response
 from kvbaton.server.frontend import Frontend
 from kvbaton.server.sse import DONE_EVENT, error_event, event, event_stream
@@ -145,7 +145,8 @@ def raise_if_failed(output: Output, expired: bool) -> None:
     """An output that says ``abort`` or ``error`` ends the whole request.
 
     Raises:
-        RequestError: 504 after the deadline; 400 if the request is to blame; else 503.
+        RequestError: 504 after the deadline; 400 if the request is to blame; 500 if it would fail
+            again; else 503.
     """
     if output.finish_reason not in ("abort", "error"):
         return
@@ -154,7 +155,8 @@ def raise_if_failed(output: Output, expired: bool) -> None:
     code = "aborted" if output.finish_reason == "abort" else "generation_failed"
     reason = f"the request did not complete: {output.error or 'it was aborted'}"
     if output.error_code is not None:
-        raise RequestError(reason, status=400, code=output.error_code)
+        status = ERROR_STATUSES.get(output.error_code, 500)
+        raise RequestError(reason, status=status, code=output.error_code)
     raise RequestError(reason, status=503, code=code)
 
 

@@ -15,8 +15,9 @@ from types import FrameType
 from typing import Any
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from aiohttp.typedefs import Handler
+from aiohttp.web_protocol import RequestHandler
 from typing_extensions import override
 
 from kvbaton.engine.validate import INT32, check_ids
@@ -28,6 +29,7 @@ from kvbaton.server.bodies import (
     REQUEST_ID,
     REQUEST_ID_HEADER,
     echo_request_id,
+    error_response,
     failure_response,
     json_response,
     read_body,
@@ -50,6 +52,8 @@ logger = logging.getLogger(__name__)
 YOUNG_OBJECTS = 20_000
 """The garbage collector looks for cycles after so many more objects were made than freed."""
 BACKLOG = 1024
+ANSWER_S = 300.0
+"""In which a client must have taken an answer that is sent as a whole."""
 FINISH_PERIOD_S = 0.02
 """So often it is looked whether requests have ended that a process waits for."""
 ENDING_S = 1.0
@@ -109,9 +113,69 @@ class ServerLog(logging.LoggerAdapter[logging.Logger]):
     def exception(self, msg: object, *args: object, **kwargs: Any) -> None:
         error = kwargs.get("exc_info")
         if isinstance(error, HttpProcessingError):
-            self.info("%s: %s", str(msg) % args, " ".join(error.message.split())[:200])
+            self.info("%s: %s", str(msg) % args, _reason(error))
         else:
             super().exception(msg, *args, **kwargs)
+
+
+def _reason(error: HttpProcessingError) -> str:
+    if isinstance(error, LineTooLong):  # its message has the line, which may be a secret's
+        return f"a line of the request's head has more than {error.args[1]} bytes"
+    return f"this is no HTTP/1.1: {' '.join(error.message.split())[:200]}"
+
+
+class _Connection(RequestHandler):
+    """Tells of what is no HTTP in the form of all errors, and has a deadline for answers."""
+
+    __slots__ = ()
+
+    @override
+    def handle_error(
+        self,
+        request: Any,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        answer = super().handle_error(request, status, exc, message)
+        if isinstance(exc, HttpProcessingError):
+            answer = error_response(request, RequestError(_reason(exc)))
+            answer.force_close()
+        return answer
+
+    @override
+    async def finish_response(
+        self, request: Any, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Send an answer; leave a client that does not take it."""
+        late = self._loop.call_later(ANSWER_S, self._leave)
+        try:
+            return await super().finish_response(request, resp, start_time)
+        finally:
+            late.cancel()
+
+    def _leave(self) -> None:
+        if self.transport is not None:
+            self.transport.abort()
+
+
+class _Server(web.Server):
+    @override
+    def __call__(self) -> RequestHandler:
+        return _Connection(self, loop=self._loop, **self._kwargs)
+
+
+class _Runner(web.AppRunner):
+    @override
+    async def _make_server(self) -> web.Server:
+        made = await super()._make_server()
+        return _Server(
+            made.request_handler,
+            request_factory=made.request_factory,
+            handler_cancellation=made.handler_cancellation,
+            loop=made._loop,
+            **made._kwargs,
+        )
 
 
 async def serve_on(
@@ -132,7 +196,7 @@ async def serve_on(
         frontend.source.stop()
 
     app.on_shutdown.append(finish)
-    runner = web.AppRunner(
+    runner = _Runner(
         app,
         handler_cancellation=True,
         # aiohttp waits for so long twice: before it cancels a handler, and after.
@@ -308,7 +372,9 @@ async def tokenize(request: web.Request) -> web.Response:
     else:
         special = body.add_special_tokens is not False
         ids = await encode(frontend, body.prompt, add_special_tokens=special)
-    texts = [frontend.tokenizer.token_text(i) for i in ids] if body.return_token_strs else None
+    texts = None
+    if body.return_token_strs:  # of a long text it takes seconds
+        texts = await asyncio.to_thread(lambda: list(map(frontend.tokenizer.token_text, ids)))
     return json_response(
         openai.TokenizeResponse(
             count=len(ids),

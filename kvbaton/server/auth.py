@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 from collections.abc import Sequence
 
 from aiohttp import BasicAuth, web
@@ -16,7 +17,7 @@ from kvbaton.server.network import carries_token
 PROTECTED = ("/v1/", "/inference/", "/tokenize", "/detokenize")
 PROXIED = ("Forwarded", "X-Forwarded-For", "X-Real-IP", "Via")
 """Headers by which a proxy says that it asks for somebody else."""
-
+_PORT = re.compile(r":\d*$")
 
 PEER = web.RequestKey("peer", str)
 """Address of whoever asked, where that is not the request's own remote end."""
@@ -59,11 +60,17 @@ def tenant(request: web.Request) -> str:
 def from_loopback(request: web.Request) -> bool:
     """Whether the peer is this machine, and asks for itself.
 
-    Any site can have browsers post here, which then say what site that is. A proxy says that it is
-    one; who is behind it may be anybody.
+    Any site can have browsers ask here, and read the answer if its name leads here (DNS rebinding).
+    They say by `Host` what name that is, and what site it is wherever they change anything. A proxy
+    says that it is one; who is behind it may be anybody.
     """
-    if request.method not in ("GET", "HEAD") and "Origin" in request.headers:
-        return False
+    if request.method not in ("GET", "HEAD"):
+        if "Origin" in request.headers:
+            return False
+    else:
+        host = request.headers.get("Host", "localhost").lower()
+        if not is_loopback(_PORT.sub("", host).strip("[]")):
+            return False
     if any(header in request.headers for header in PROXIED):
         return False
     return is_loopback(request.get(PEER, request.remote))
@@ -86,7 +93,10 @@ def require_operator(request: web.Request) -> None:
     if from_loopback(request) or (token and carries_token(sent, token)):
         return
     if not has_key(request, operator_keys(request)):
-        raise RequestError("only from loopback or with an operator's API key", status=403)
+        raise RequestError(
+            "only from loopback (as 127.0.0.1, [::1] or localhost) or with an operator's API key",
+            status=403,
+        )
 
 
 def check_key(request: web.Request) -> None:

@@ -18,6 +18,7 @@ from aiohttp import web
 
 from kvbaton.errors import EngineDeadError, RequestError
 from kvbaton.messages.anthropic import MessagesError, MessagesErrorInfo
+from kvbaton.messages.engine import ERROR_STATUSES
 from kvbaton.messages.openai import ErrorBody, ErrorInfo
 from kvbaton.server.auth import tenant
 from kvbaton.server.frontend import FRONTEND
@@ -150,6 +151,8 @@ def error_response(request: web.Request, error: RequestError) -> web.Response:
     headers = {}
     if error.status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
         headers["Retry-After"] = str(math.ceil(error.retry_after_s or RETRY_AFTER_S))
+    if error.code in ERROR_STATUSES:  # OpenAI's and Anthropic's SDKs would try a 500 again
+        headers["X-Should-Retry"] = "false"
     if error.status == HTTPStatus.UNAUTHORIZED:
         by_password = error.code == "password_required"
         headers["WWW-Authenticate"] = 'Basic realm="kvbaton"' if by_password else "Bearer"

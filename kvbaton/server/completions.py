@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from aiohttp import web
 from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 
 from kvbaton.errors import RequestError
 from kvbaton.messages import openai
@@ -46,21 +48,22 @@ async def completions(request: web.Request) -> web.StreamResponse:
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     echo_only = max_tokens == 0 and bool(body.echo)
     scored = body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs
+    params = sampling_params(
+        frontend,
+        body,
+        len(prompts[0]),
+        max_tokens=1 if echo_only else max_tokens,
+        logprobs=body.logprobs,
+        prompt_logprobs=scored,
+        grammar=grammar,
+    )
     asked = [
         prompt_request(
             frontend,
             body,
             request_id,
             token_ids,
-            sampling_params(
-                frontend,
-                body,
-                len(token_ids),
-                max_tokens=1 if echo_only else max_tokens,
-                logprobs=body.logprobs,
-                prompt_logprobs=scored,
-                grammar=grammar,
-            ),
+            params if body.seed is not None else replace(params, seed=random.getrandbits(63)),
             name="prompt",
             tenant=tenant(request),
             index=index,

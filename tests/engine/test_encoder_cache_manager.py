@@ -20,6 +20,7 @@ from kvbaton.engine.build import build_engine
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.core import EngineCore
 from kvbaton.engine.encoder.cache_manager import EncoderCacheManager
+from kvbaton.engine.encoder.images import ImageReader, Patches
 from kvbaton.messages.engine import (
     AbortRequest,
     AddRequest,
@@ -244,6 +245,7 @@ def test_a_bad_image_ends_its_own_request_only(pictures: Pictures, start: Start)
     (output,) = node.outputs["bad"]
     assert output.finish_reason == "error"
     assert "image" in (output.error or "")
+    assert output.error_code == "invalid_image"
     node.check_rest()
 
 
@@ -260,11 +262,28 @@ def test_a_false_grid_finds_nothing_of_others(pictures: Pictures, start: Start) 
     node.check_rest()
 
 
+def test_an_image_that_this_process_can_not_read_is_nobody_elses_fault(
+    pictures: Pictures, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(reader: ImageReader, data: bytes) -> Patches:
+        raise MemoryError
+
+    node, prompt = start(), pictures.prompt_of(3, SMALL, 6)
+    monkeypatch.setattr(ImageReader, "read", full)
+    node.add("r", prompt)
+    node.finish("r")
+    (output,) = node.outputs["r"]
+    assert (output.finish_reason, output.error_code) == ("error", "internal_error")
+    node.check_rest()
+
+
 def test_without_an_encoder_the_error_says_so(pictures: Pictures, start: Start) -> None:
     node = start(language_model_only=True)
     node.add("r", pictures.prompt_of(3, SMALL, 6))
     node.finish("r")
-    assert "no encoder of its own" in (node.outputs["r"][0].error or "")
+    (output,) = node.outputs["r"]
+    assert "no encoder of its own" in (output.error or "")
+    assert output.error_code is None, "another time it may arrive"
     node.check_rest()
 
 

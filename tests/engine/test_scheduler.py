@@ -183,6 +183,15 @@ def test_a_request_ends_by_its_deadline_whether_it_runs_or_waits():
         ({"tokens": []}, "prompt"),
         ({"tokens": prompt(3), "n": 9}, "n"),
         ({"tokens": prompt(3), "max_tokens": 0}, "max_tokens"),
+        (
+            {
+                "tokens": prompt(3),
+                "min_tokens": 1,
+                "stop_token_ids": (7, 8),
+                "allowed_token_ids": (8,),
+            },
+            "allowed_token_ids",
+        ),
         ({"tokens": prompt(3), "resume_ids": (1, 2), "max_tokens": 2}, "resume_token_ids"),
     ],
 )

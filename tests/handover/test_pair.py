@@ -22,6 +22,20 @@ def test_tokens_are_those_of_one_node(pair: Pair, expected: Expected, length: in
     pair.settle()
 
 
+def test_log_probabilities_of_a_prompt_that_the_target_has_cached_come_all_the_same(
+    pair: Pair, expected: Expected
+) -> None:
+    """The source alone computes them: it must not be called off."""
+    prompt = prompt_of(48)
+    for _ in range(2):
+        at_p, at_d = pair.hand_over(prompt, prompt_logprobs=0)
+        assert at_d.result() == expected(prompt)
+        at_p.result()
+        told = [o.prompt_logprobs for o in at_p.outputs if o.prompt_logprobs is not None]
+        assert [len(scores) for scores in told] == [len(prompt)]
+    pair.settle()
+
+
 def test_a_leak_is_seen(pair: Pair) -> None:
     pool: BlockPool = pair.d.scheduler.blocks.pool
     pool.refs[5] += 1

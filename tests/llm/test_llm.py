@@ -49,8 +49,9 @@ def test_logits_that_are_nan_end_their_request_and_no_other(
     folder = without_embedding(checkpoint(tied=False), 7, tmp_path / "broken")
     with LLM(folder, **SETTINGS) as broken:
         for params in (SamplingParams(temperature=0.0), SamplingParams(logprobs=2, top_p=0.5)):
-            with pytest.raises(RequestError, match=r"logits are NaN.*--dtype"):
+            with pytest.raises(RequestError, match=r"logits are NaN.*--dtype") as failed:
                 broken.generate({"prompt_token_ids": [9, 7, 8]}, params, use_tqdm=False)
+            assert (failed.value.status, failed.value.code) == (500, "no_token")
         (answer,) = broken.generate(
             {"prompt_token_ids": [9, 8]}, SamplingParams(max_tokens=1), use_tqdm=False
         )

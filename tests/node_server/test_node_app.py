@@ -128,6 +128,10 @@ async def test_a_failed_generation(node: Any) -> None:
     node.client.final = {"error": "no token fits", "error_code": "grammar_failed"}
     status, answer = await node.post(GENERATE, body)
     assert (status, answer["error"]["code"]) == (400, "grammar_failed"), "the request is to blame"
+    node.client.final = {"error": "logits are NaN", "error_code": "no_token"}
+    async with node.session.post(GENERATE, json=body) as response:
+        assert (response.status, response.headers["X-Should-Retry"]) == (500, "false")
+        assert (await response.json())["error"]["code"] == "no_token", "it would fail again"
 
 
 async def test_cancelling_a_stream(node: Any) -> None:

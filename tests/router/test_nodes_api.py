@@ -155,6 +155,31 @@ async def test_the_description_names_every_endpoint(make_rig: Any) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("site.example:8000", 403),
+        ("localhost.site.example", 403),
+        ("127.0.0.1.site.example:8000", 403),
+        ("10.0.0.7:8000", 403),
+        ("", 403),
+        ("localhost:8000", 200),
+        ("LOCALHOST", 200),
+        ("127.0.0.2:8000", 200),
+        ("[::1]:8000", 200),
+        ("[::1]", 200),
+    ],
+)
+async def test_a_site_whose_name_leads_to_this_machine_is_no_operator(
+    make_rig: Any, host: str, status: int
+) -> None:
+    """A browser takes what answers there for that site's own, and sends no Origin (rebinding)."""
+    rig = await make_rig()
+    for path in ("/nodes", "/debug/routes"):
+        async with rig.session.get(path, headers={"Host": host}) as response:
+            assert response.status == status, path
+
+
 async def test_a_page_in_a_browser_on_this_machine_is_no_operator(make_rig: Any) -> None:
     """Any site can have it post to loopback addresses; then it says which site that is."""
     rig = await make_rig()

@@ -680,6 +680,7 @@ def test_the_end_waits_for_the_prompts_logprobs_of_a_slow_source() -> None:
     assert bench.tokens() == [10, 11]
     told = [o.prompt_logprobs for o in bench.emitted if o.prompt_logprobs is not None]
     assert told == [prompt_scores()]
+    assert bench.emitted[0].prompt_logprobs is not None, "a stream shows them before the first"
 
 
 def test_a_source_that_dies_with_the_prompts_logprobs_is_replaced() -> None:
@@ -775,6 +776,30 @@ def test_what_no_node_can_go_on_with_is_tried_once(side: str, relayed: int) -> N
     bench.say(side, relayed, finish_reason="error", error=why, error_code="grammar_failed")
     assert (bench.error().status, bench.error().code) == (400, "grammar_failed")
     assert why in bench.error().message
+    assert len(bench.routed) == 1
+
+
+def test_what_fails_at_every_node_by_itself_is_a_500() -> None:
+    """Logits that are NaN, say: another node may have better memory, not other weights."""
+    bench = Bench(request()).start()
+    for attempt in range(3):
+        bench.say(
+            "target",
+            0,
+            attempt=attempt,
+            finish_reason="error",
+            error="logits are NaN",
+            error_code="no_token",
+        )
+    assert len(bench.routed) == 3
+    assert (bench.error().status, bench.error().code) == (500, "no_token")
+    assert "logits are NaN" in bench.error().message
+
+
+def test_an_item_that_can_not_be_used_ends_the_request() -> None:
+    bench = Bench(request(items=ITEMS)).start()
+    bench.say("encoder", 0, finish_reason="error", error="cut off", error_code="invalid_image")
+    assert (bench.error().status, bench.error().code) == (400, "invalid_image")
     assert len(bench.routed) == 1
 
 

@@ -9,6 +9,7 @@ import pytest
 from aiohttp import ClientSession
 
 from kvbaton.errors import EngineDeadError, RequestError
+from kvbaton.text.tokenizer import Tokenizer
 from tests.support.scripted_source import EOS, MAX_MODEL_LEN
 from tests.support.waiting import PATIENCE_S
 
@@ -22,6 +23,30 @@ async def stream(endpoint: Any, path: str, body: dict[str, Any]) -> list[Any]:
         assert response.headers["Content-Type"].startswith("text/event-stream")
         lines = [line.removeprefix("data: ") for line in (await response.text()).split("\n\n")]
     return [line if line == "[DONE]" else json.loads(line) for line in lines if line]
+
+
+async def test_fields_of_several_prompts_are_read_once(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1,024 bad words for each of 256 prompts would hold up all others for many seconds."""
+    endpoint = await serve()
+    encode, encoded = Tokenizer.encode, list[str]()
+
+    def counted(self: Tokenizer, text: str, **how: Any) -> list[int]:
+        encoded.append(text)
+        return encode(self, text, **how)
+
+    monkeypatch.setattr(Tokenizer, "encode", counted)
+    asked = {"prompt": ["a", "b", "c"], "bad_words": ["wide"]}
+    for seed in (None, 7):
+        encoded.clear()
+        endpoint.source.requests.clear()
+        status, _ = await endpoint.post("/v1/completions", {**asked, "seed": seed})
+        assert status == 200
+        assert encoded.count("wide") == encoded.count(" wide") == 1
+        params = [request.params for request in endpoint.source.requests]
+        assert all(one.bad_words_token_ids for one in params)
+        assert len({one.seed for one in params}) == (3 if seed is None else 1)
 
 
 async def test_a_whole_completion(serve: Any) -> None:

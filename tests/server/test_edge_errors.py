@@ -137,6 +137,35 @@ async def test_missing_fields_are_named(serve: Any) -> None:
         assert (status, answer["error"]["param"]) == (400, param)
 
 
+@pytest.mark.parametrize(
+    ("head", "told"),
+    [
+        (b"GET /version HTTP/1.1\r\nHost: x\r\nAuthorization: " + b"s" * 9000, "8190 bytes"),
+        (b"GET /" + b"s" * 9000 + b" HTTP/1.1\r\nHost: x", "8190 bytes"),
+        (b"GET /version HTTP/1.1\r\nHost: x\r\nHost: y", "Duplicate 'Host'"),
+        (b"SSH-2.0-OpenSSH_9.6", "no HTTP/1.1"),
+    ],
+    ids=("header", "path", "hosts", "ssh"),
+)
+async def test_a_head_that_can_not_be_read_is_an_error_like_others(
+    serve: Any, head: bytes, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    endpoint = await serve()
+    reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
+    with caplog.at_level("INFO"):
+        writer.write(head + b"\r\n\r\n")
+        async with asyncio.timeout(PATIENCE_S):
+            answer = await reader.read()
+    writer.close()
+    answered, _, body = answer.partition(b"\r\n\r\n")
+    assert answered.split()[1] == b"400"
+    assert b"Content-Type: application/json" in answered
+    error = json.loads(body)["error"]
+    assert error["type"] == "invalid_request_error"
+    assert told in error["message"]
+    assert "ssss" not in error["message"] + caplog.text, "it may be a secret"
+
+
 async def test_unknown_places_answer_in_the_same_shape(serve: Any) -> None:
     endpoint = await serve()
     async with endpoint.session.get("/nowhere") as response:

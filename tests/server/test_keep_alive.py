@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from kvbaton.server.app import make_app, serve_on
 from kvbaton.server.config import EndpointConfig
@@ -18,6 +19,7 @@ from kvbaton.server.network import bind
 from kvbaton.text.tokenizer import Tokenizer
 from tests.server.conftest import make_frontend
 from tests.support.scripted_source import ScriptedSource
+from tests.support.waiting import eventually
 
 KEEP_ALIVE_S = 0.3
 PATIENCE_S = 30.0
@@ -64,6 +66,33 @@ async def test_without_files_a_connection_waits_and_is_tried_now_and_then(
         writer.close()
         await writer.wait_closed()
     finally:
+        await runner.cleanup()
+
+
+async def test_a_client_that_does_not_take_its_answer_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else it would have us keep the answer for as long as it likes."""
+    monkeypatch.setattr("kvbaton.server.app.ANSWER_S", 0.1)
+
+    async def large(request: web.Request) -> web.Response:
+        return web.Response(body=bytes(1 << 25))
+
+    app = web.Application()
+    app.router.add_get("/version", large)
+    runner = await serve_on(bind("127.0.0.1", 0), app, EndpointConfig())
+    reader, writer = await asyncio.open_connection(*runner.addresses[0], limit=1024)
+    try:
+        writer.write(HEAD + b"\r\n")
+        async with asyncio.timeout(PATIENCE_S):
+            assert (await reader.readline()).endswith(b"200 OK\r\n")
+            server = runner.server
+            assert server is not None
+            await eventually(lambda: not server.connections)
+            assert len(await reader.read()) < 1 << 25
+    finally:
+        writer.close()
+        await writer.wait_closed()
         await runner.cleanup()
 
 

@@ -129,7 +129,7 @@ class EncoderCacheManager(ItemOutputs, KVConnector):
         self._one_at_a_time: set[Sequence] = set()  # they lost a pin
         self._parked: dict[Sequence, int] = {}  # at which token they lack an item
         self._left: list[tuple[int, list[int]]] = []  # what a step reads for one that is over
-        self._failed: list[tuple[Request, str]] = []
+        self._failed: list[tuple[Request, str, str | None]] = []
         self._asked = False  # the core for something since the last poll
         self._numbers = 0
         self._chain = lru_cache(KEPT_CHAINS)(self._block_keys)
@@ -314,7 +314,8 @@ class EncoderCacheManager(ItemOutputs, KVConnector):
         if pending is None or not pending.needs:
             return
         if output.finish_reason != "length":
-            self._fail(pending, output.error or f"it ended with {output.finish_reason}")
+            why = output.error or f"it ended with {output.finish_reason}"
+            self._fail(pending, why, output.error_code)
             return
         blocks = self._find(pending.needs[0])
         if blocks is None:  # the cache was reset meanwhile
@@ -327,14 +328,15 @@ class EncoderCacheManager(ItemOutputs, KVConnector):
             self._pin(need, blocks)
             self._decline(self._use_transfer(need.sequence.request, need.item))
 
-    def _fail(self, pending: PendingEncode, error: str) -> None:
+    def _fail(self, pending: PendingEncode, error: str, code: str | None) -> None:
         """End those who wait, but let who has the image try it, if nobody has."""
         for need in pending.needs:
             if need.item.data and not pending.has_data:
                 self._seek(need)
             else:
                 del self._needs[need.sequence][need.item.start]
-                self._failed.append((need.sequence.request, f"an image can't be used: {error}"))
+                why = f"an image can't be used: {error}"
+                self._failed.append((need.sequence.request, why, code))
 
     # --- pins ---
 
@@ -412,7 +414,7 @@ class EncoderCacheManager(ItemOutputs, KVConnector):
         self.core.update()
         self._read_answers()
         failed, self._failed = self._failed, []
-        return [o for request, why in failed for o in self._scheduler.end(request, "error", why)]
+        return [o for one, *why in failed for o in self._scheduler.end(one, "error", *why)]
 
     def _read_answers(self) -> None:
         """Pin what is done before anything else takes its place in the cache."""
@@ -426,7 +428,7 @@ class EncoderCacheManager(ItemOutputs, KVConnector):
                 case messages.Rejected():
                     pending = self._finish(message.request_id)
                     if pending is not None and pending.transfer is None:
-                        self._fail(pending, message.message)
+                        self._fail(pending, message.message, "invalid_image")
                     elif pending is not None:  # without a hand-over it may be taken
                         self._submit(pending.needs, None)
 

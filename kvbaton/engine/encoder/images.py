@@ -132,12 +132,12 @@ class Read:
     Attributes:
         pixels: [patches, channels, n] uint8, ready to be copied to the tower's device.
         grid: patches in time, height and width.
-        error: for the client.
+        error: for the client; 500 if this process is to blame.
     """
 
     pixels: Tensor
     grid: tuple[int, int, int]
-    error: str | None = None
+    error: RequestError | None = None
 
 
 @dataclass(frozen=True)
@@ -196,11 +196,13 @@ class Readings:
             pixels = torch.from_numpy(patches.pixels)
             return Read(pixels.pin_memory() if self._pin else pixels, patches.grid)
         except RequestError as error:
-            return Read(torch.empty(0), (0, 0, 0), error.message)
-        except Exception as error:
-            # Whatever a decoder makes of a client's bytes is that client's affair alone.
+            invalid = RequestError(error.message, code="invalid_image")
+            return Read(torch.empty(0), (0, 0, 0), invalid)
+        except Exception as error:  # the other images of the step are none the worse for it
             log.exception("an image can't be read")
-            return Read(torch.empty(0), (0, 0, 0), f"the image can't be read: {error!r}")
+            why = f"the image can't be read: {error!r}"
+            failed = RequestError(why, status=500, code="internal_error")
+            return Read(torch.empty(0), (0, 0, 0), failed)
         finally:
             with self._lock:
                 self.seconds += time.monotonic() - start

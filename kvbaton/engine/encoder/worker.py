@@ -29,7 +29,7 @@ from kvbaton.engine.pending import Pending
 from kvbaton.engine.step import Sampled, StepPlan, StepResult
 from kvbaton.engine.vision_config import VisionConfig
 from kvbaton.engine.worker import DEFAULT_CPU_BYTES, choose_device
-from kvbaton.errors import ConfigError
+from kvbaton.errors import ConfigError, RequestError
 from kvbaton.image_file import Resizing, processor_settings
 from kvbaton.messages.engine import AddRequest, Item
 from kvbaton.types import ENCODER_BLOCK_ROWS
@@ -106,21 +106,22 @@ class Encoder:
         shape = (math.prod(grid), self._vision.in_channels, self._vision.patch_size**2)
         self._run(torch.zeros(shape, dtype=torch.uint8, device=self._device), [grid])
 
-    def encode(self, items: Sequence[Item]) -> list[Tensor | str]:
+    def encode(self, items: Sequence[Item]) -> list[Tensor | RequestError]:
         """Of each item its rows, [length, levels, hidden], or what is wrong with it."""
         taken = [self.readings.take(item) for item in items]
         reads = [future.result() for future in taken]
         start = time.monotonic()
-        outputs: list[Tensor | str] = []
+        outputs: list[Tensor | RequestError] = []
         good = []
         for item, read in zip(items, reads, strict=True):
             error, rows = read.error, math.prod(read.grid) // self._merged
             if error is None and (rows, read.grid) != (item.length, item.grid):
                 said = f"{item.length} rows in a grid of {item.grid}"
-                error = f"the image has {rows} rows in a grid of {read.grid}, and the prompt {said}"
+                why = f"the image has {rows} rows in a grid of {read.grid}, and the prompt {said}"
+                error = RequestError(why, code="invalid_image")
             if error is None:
                 good.append((len(outputs), read))
-            outputs.append(error or "")
+            outputs.append(error or read.pixels)
         if good:
             parts = [read.pixels.to(self._device, non_blocking=True) for _, read in good]
             rows_of_all = self._run(torch.cat(parts), [read.grid for _, read in good])
@@ -220,25 +221,28 @@ class EncoderWorker(Worker):
                 case (item,) if item.start == 0 and item.length <= len(new[step.handle].token_ids):
                     items[step.handle] = item
         known = {_kind(item): item for item in items.values() if item.data}
-        rows: dict[Kind, Tensor | str] = {}
+        rows: dict[Kind, Tensor | RequestError] = {}
         if self.encoder is not None:
             rows = dict(zip(known, self.encoder.encode(list(known.values())), strict=True))
         missing = NO_TOWER if self.encoder is None else NO_DATA
-        errors = {}
+        errors: dict[int, RequestError] = {}
         for step in lacking:
-            output: Tensor | str = NO_ITEM
+            output: Tensor | RequestError = RequestError(NO_ITEM)
             if step.handle in items:
-                output = rows.get(_kind(items[step.handle]), missing)
+                output = rows.get(_kind(items[step.handle]), RequestError(missing))
             if isinstance(output, Tensor):  # fill the blocks from the first that lacks rows on
                 first = step.start // self.cache.block_size
                 output = output[first * self.cache.block_size :]
                 self.cache.write(step.new_blocks[0][first:], output, first=first)
             else:
                 errors[step.handle] = output
-        return tuple(
-            Sampled(step.handle, (0,) * step.num_samples, error=errors.get(step.handle))
-            for step in plan.steps
-        )
+        sampled = []
+        for step in plan.steps:
+            error = errors.get(step.handle)
+            why, code = (None, None) if error is None else (error.message, error.code)
+            tokens = (0,) * step.num_samples
+            sampled.append(Sampled(step.handle, tokens, error=why, error_code=code))
+        return tuple(sampled)
 
     def sums(self, group: int, blocks: Sequence[int], *, in_flight: bool = False) -> Pending[Sums]:
         """See `Worker.sums`; its steps are not in order."""
