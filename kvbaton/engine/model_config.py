@@ -55,9 +55,26 @@ _DEFAULTS: Mapping[str, dict[str, Any]] = {
         "head_dim": 256,
         "max_position_embeddings": 131_072,
         "sliding_window": 4096,
-    }
+    },
+    "DeepseekV3ForCausalLM": {
+        "first_k_dense_replace": 3,
+        "n_group": 8,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "topk_group": 4,
+    },
+    "GptOssForCausalLM": {"rms_norm_eps": 1e-5, "sliding_window": 128},
+    "Llama4ForCausalLM": {"rms_norm_eps": 1e-5},
+    "MistralForCausalLM": {"sliding_window": 4096},
+    "MixtralForCausalLM": {"rms_norm_eps": 1e-5},
+    "Qwen2MoeForCausalLM": {"shared_expert_intermediate_size": 5632},
+    "Qwen3NextForCausalLM": {"norm_topk_prob": True, "shared_expert_intermediate_size": 512},
 }
-"""What published folders leave out."""
+"""What a folder need not say: `transformers`' defaults that are not those of `_Raw`.
+
+Sizes that the weights' shapes would tell are left to them, but for those that Gemma 3's leave out.
+"""
 
 
 def language_model(content: dict[str, Any]) -> dict[str, Any]:
@@ -74,7 +91,7 @@ def language_model(content: dict[str, Any]) -> dict[str, Any]:
     }
     own = {name: value for name, value in text.items() if value is not None}
     ends = {name: whole[name] for name in ("eos_token_id",) if whole.get(name) is not None}
-    return _DEFAULTS.get(architecture, {}) | whole | own | ends | {"architectures": [architecture]}
+    return whole | own | ends | {"architectures": [architecture]}
 
 
 __all__ = ["ModelConfig", "MoeConfig", "VisionConfig", "load_model_config", "resolve_max_model_len"]
@@ -305,6 +322,7 @@ def load_model_config(
     content = language_model(whole)
     architecture = _check_architecture(content)
     family = ARCHITECTURES[architecture]
+    content = _DEFAULTS.get(architecture, {}) | content
     raw = _convert(content, folder)
     _refuse_unsupported(raw, family)
     has_generation = (folder / "generation_config.json").exists()

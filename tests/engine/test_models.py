@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
 from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.models.layers import inverse_frequencies
@@ -454,3 +455,35 @@ def test_end_tokens_come_from_both_files(checkpoint: Callable[..., Path], tmp_pa
     (folder / "generation_config.json").write_text(json.dumps(generation))
     config = load_model_config(folder)
     assert config.eos_token_ids == (1, 5, 7)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind"),
+    [
+        ("DeepseekV3ForCausalLM", "deepseek_v3"),
+        ("GptOssForCausalLM", "gpt_oss"),
+        ("Llama4ForCausalLM", "llama4_text"),
+        ("LlamaForCausalLM", "llama"),
+        ("MistralForCausalLM", "mistral"),
+        ("MixtralForCausalLM", "mixtral"),
+        ("Qwen2MoeForCausalLM", "qwen2_moe"),
+        ("Qwen3MoeForCausalLM", "qwen3_moe"),
+        ("Qwen3NextForCausalLM", "qwen3_next"),
+    ],
+)
+def test_what_a_folder_leaves_out_is_what_transformers_takes(
+    architecture: str, kind: str, tmp_path: Path
+) -> None:
+    """What no shape of a weight would tell; else tokens were others, and nothing said so."""
+    whole = CONFIG_MAPPING[kind]().to_dict() | {"architectures": [architecture]}
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(whole))
+    expected = load_model_config(tmp_path)
+    named = {
+        "attention_bias", "first_k_dense_replace", "n_group", "n_shared_experts", "norm_topk_prob",
+        "rms_norm_eps", "routed_scaling_factor", "shared_expert_intermediate_size",
+        "sliding_window", "tie_word_embeddings", "topk_group", "use_sliding_window",
+    } & whole.keys()  # fmt: skip
+    for name in named:
+        config.write_text(json.dumps({k: v for k, v in whole.items() if k != name}))
+        assert load_model_config(tmp_path) == expected, name
