@@ -309,10 +309,9 @@ class GGUFTensors(GGUFFile):
                 name = f"{layer}{NAMES[match[2]]}.{match[3]}"
             self._names[name] = stored
         architecture = self.field("general.architecture", str)
-        self._heads = {
-            kind: self.field(f"{architecture}.attention.{key}", int, 0)
-            for kind, key in (("attn_q", "head_count"), ("attn_k", "head_count_kv"))
-        }
+        heads = self.field(f"{architecture}.attention.head_count", int)
+        kv_heads = self.field(f"{architecture}.attention.head_count_kv", int, heads)
+        self._heads = {"attn_q": heads, "attn_k": kv_heads}
         # llama.cpp turns pairs of neighbours; Hugging Face the two halves of a head.
         self._permuted = architecture == "llama"
 
