@@ -327,8 +327,8 @@ class _RawGemma4(msgspec.Struct):
     attention_k_eq_v: bool = False
     num_kv_shared_layers: int = 0
     use_double_wide_mlp: bool = False
-    hidden_size_per_layer_input: int | None = 256
-    vocab_size_per_layer_input: int = 262_144
+    hidden_size_per_layer_input: Count | None = 256
+    vocab_size_per_layer_input: Count = 262_144
     final_logit_softcapping: float | None = None
     enable_moe_block: bool = False
 

@@ -360,6 +360,8 @@ def edit(folder: Path, tmp_path: Path, **changes: Any) -> Path:
         (GEMMA4 | {"num_kv_shared_layers": 1}, "num_kv_shared_layers 1: each kind of layer"),
         (GEMMA4 | {"enable_moe_block": True}, "enable_moe_block is unsupported"),
         (GEMMA4 | {"global_head_dim": 0}, "global_head_dim 0"),
+        (GEMMA4 | {"hidden_size_per_layer_input": -1}, "[$].hidden_size_per_layer_input"),
+        (GEMMA4 | {"vocab_size_per_layer_input": -1}, "[$].vocab_size_per_layer_input"),
         (GEMMA4 | {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
         (QWEN3_NEXT | {"linear_num_value_heads": 6}, "linear_num_value_heads 6 is no multiple"),
         (QWEN3_NEXT | {"linear_conv_kernel_dim": 1}, ">= 2 - at `[$].linear_conv_kernel_dim`"),
