@@ -463,6 +463,7 @@ def test_end_tokens_come_from_both_files(checkpoint: Callable[..., Path], tmp_pa
     ("architecture", "kind"),
     [
         ("DeepseekV3ForCausalLM", "deepseek_v3"),
+        ("Gemma4ForCausalLM", "gemma4_text"),
         ("GptOssForCausalLM", "gpt_oss"),
         ("Llama4ForCausalLM", "llama4_text"),
         ("LlamaForCausalLM", "llama"),
@@ -483,8 +484,8 @@ def test_what_a_folder_leaves_out_is_what_transformers_takes(
     expected = load_model_config(tmp_path)
     named = {
         "attention_bias", "first_k_dense_replace", "n_group", "n_shared_experts", "norm_topk_prob",
-        "rms_norm_eps", "routed_scaling_factor", "shared_expert_intermediate_size",
-        "sliding_window", "tie_word_embeddings", "topk_group", "use_sliding_window",
+        "rms_norm_eps", "rope_parameters", "routed_scaling_factor",
+        "shared_expert_intermediate_size", "sliding_window", "tie_word_embeddings", "topk_group", "use_sliding_window",
     } & whole.keys()  # fmt: skip
     for name in named:
         config.write_text(json.dumps({k: v for k, v in whole.items() if k != name}))
