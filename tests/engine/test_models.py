@@ -362,6 +362,7 @@ def edit(folder: Path, tmp_path: Path, **changes: Any) -> Path:
         (GEMMA4 | {"global_head_dim": 0}, "global_head_dim 0"),
         (GEMMA4 | {"hidden_size_per_layer_input": -1}, "[$].hidden_size_per_layer_input"),
         (GEMMA4 | {"vocab_size_per_layer_input": -1}, "[$].vocab_size_per_layer_input"),
+        (GEMMA4 | {"vocab_size_per_layer_input": 300}, "vocab_size_per_layer_input 300"),
         (GEMMA4 | {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
         (QWEN3_NEXT | {"linear_num_value_heads": 6}, "linear_num_value_heads 6 is no multiple"),
         (QWEN3_NEXT | {"linear_conv_kernel_dim": 1}, ">= 2 - at `[$].linear_conv_kernel_dim`"),
@@ -483,10 +484,11 @@ def test_what_a_folder_leaves_out_is_what_transformers_takes(
     config.write_text(json.dumps(whole))
     expected = load_model_config(tmp_path)
     named = {
-        "attention_bias", "first_k_dense_replace", "n_group", "n_shared_experts", "norm_topk_prob",
-        "rms_norm_eps", "rope_parameters", "routed_scaling_factor",
-        "shared_expert_intermediate_size", "sliding_window", "tie_word_embeddings", "topk_group", "use_sliding_window",
-    } & whole.keys()  # fmt: skip
-    for name in named:
+        "attention_bias", "first_k_dense_replace", "n_group", "n_shared_experts",
+        "norm_topk_prob", "rms_norm_eps", "rope_parameters", "routed_scaling_factor",
+        "shared_expert_intermediate_size", "sliding_window", "tie_word_embeddings", "topk_group",
+        "use_sliding_window",
+    }  # fmt: skip
+    for name in named & whole.keys():
         config.write_text(json.dumps({k: v for k, v in whole.items() if k != name}))
         assert load_model_config(tmp_path) == expected, name
