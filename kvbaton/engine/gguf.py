@@ -379,6 +379,9 @@ def _config(file: GGUFFile) -> dict[str, Any]:
     found = [file.fields.get(f"tokenizer.ggml.{name}") for name in ends]
     if heads < 1:
         raise file.refuse(f"{heads} heads")
+    head_dim = said("attention.key_length", int, hidden // heads)
+    if (turned := said("rope.dimension_count", int, head_dim)) != head_dim:
+        raise file.refuse(f"{turned} features of a head of {head_dim} are turned")
     config = {
         "architectures": [ARCHITECTURES[architecture]],
         "model_type": architecture,
@@ -388,7 +391,7 @@ def _config(file: GGUFFile) -> dict[str, Any]:
         "num_hidden_layers": said("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": said("attention.head_count_kv", int, heads),
-        "head_dim": said("attention.key_length", int, hidden // heads),
+        "head_dim": head_dim,
         "rms_norm_eps": said("attention.layer_norm_rms_epsilon", float),
         "max_position_embeddings": said("context_length"),
         "rope_theta": said("rope.freq_base", float, 10_000.0),

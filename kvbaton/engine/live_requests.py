@@ -9,10 +9,10 @@ from __future__ import annotations
 import itertools
 import time
 from array import array
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from kvbaton.connectors.layout import GroupKind
@@ -231,8 +231,8 @@ class LiveRequests:
     def expire(self, now: float) -> list[Output]:
         """End requests whose deadline has passed; with them come those that could never fit."""
         outputs, self._outbox = self._outbox, []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            request = self._deadlines[0][2]
+        past = bisect_right(self._deadlines, now, key=itemgetter(0))
+        for *_, request in self._deadlines[:past]:
             error = f"the request's deadline of {request.spec.deadline_s:g} s has passed"
             outputs += self.end(request, "error", error)
         return outputs

@@ -62,6 +62,7 @@ _DEFAULTS: Mapping[str, dict[str, Any]] = {
         "max_position_embeddings": 131_072,
         "sliding_window": 4096,
     },
+    "DeepseekV2ForCausalLM": {"n_shared_experts": 2, "topk_method": "greedy"},
     "DeepseekV3ForCausalLM": {
         "first_k_dense_replace": 3,
         "n_group": 8,

@@ -182,6 +182,9 @@ def test_what_is_not_supported_is_named(checkpoint: Checkpoint, tmp_path: Path) 
     write_gguf(checkpoint(), path, llama__attention__sliding_window=8)
     with pytest.raises(ConfigError, match="sliding window 8"):
         model_folder(path)
+    write_gguf(checkpoint(), tmp_path / "turned.gguf", llama__rope__dimension_count=8)
+    with pytest.raises(ConfigError, match="8 features of a head of 16 are turned"):
+        model_folder(tmp_path / "turned.gguf")
     path.write_bytes(path.read_bytes().replace(b"llama", b"gemma"))
     with pytest.raises(ConfigError, match="'gemma' is none of llama, qwen2, qwen3"):
         model_folder(path)
