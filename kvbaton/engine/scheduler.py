@@ -483,10 +483,11 @@ class Scheduler(LoadingRequests):
             self.blocks.trim(sequence, scheduled.end)
         for target in scheduled.targets:
             target.pending -= 1
-        if error is not None:
-            return self.end(request, "error", error)
+        # First: where no token fits, the ranks only see that none can be chosen.
         if request.params.grammar and (failed := self.grammars.error(sequence)):
             return self.end(request, "error", failed.message, failed.code)
+        if error is not None:
+            return self.end(request, "error", error)
         if scheduled.num_draft:
             return self._accept(scheduled, sampled)
         assert len(sampled.token_ids) == len(scheduled.targets), f"sampled: {sampled}"
