@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from kvbaton.config import check_positive, flag
 from kvbaton.connectors.base import Memory, Notice
 from kvbaton.connectors.nixl_library import load_nixl
 from kvbaton.connectors.registry import load_transport
-from kvbaton.errors import ConfigError, TransportError
+from kvbaton.errors import INTERRUPTED, ConfigError, TransportError
 from kvbaton.testing.kit import CaseFailure, KitBroke
 from kvbaton.testing.remote import RemoteProcess, start_worker
 from kvbaton.testing.remote_worker import QUIET
@@ -73,9 +73,16 @@ class TransferLoad:
 
 
 def run(load: TransferLoad, out: Path | None = None) -> int:
-    """Measure, print, write."""
-    rows = [row for size in load.block_bytes for row in measure(load, size)]
+    """Measure, print, write; the exit status: 130 if it was interrupted."""
+    rows, sizes = list[dict[str, Any]](), list(load.block_bytes)
+    with suppress(KeyboardInterrupt):
+        while sizes:
+            rows += measure(load, sizes[0])
+            del sizes[0]
     publish("transfer", asdict(load), rows, out)
+    if sizes:
+        print(f"interrupted: {len(sizes)} of {len(load.block_bytes)} block sizes were not measured")
+        return INTERRUPTED
     return 0
 
 

@@ -317,6 +317,7 @@ class Gemma4Config:
 class _RawGemma4(msgspec.Struct):
     """The fields of ``config.json`` that we read, under their own names, with their defaults."""
 
+    vocab_size: int
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int = 4
@@ -327,8 +328,8 @@ class _RawGemma4(msgspec.Struct):
     attention_k_eq_v: bool = False
     num_kv_shared_layers: int = 0
     use_double_wide_mlp: bool = False
-    hidden_size_per_layer_input: int | None = 256
-    vocab_size_per_layer_input: int = 262_144
+    hidden_size_per_layer_input: Count | None = 256
+    vocab_size_per_layer_input: Count = 262_144
     final_logit_softcapping: float | None = None
     enable_moe_block: bool = False
 
@@ -348,6 +349,10 @@ def read_gemma4(content: Mapping[str, Any], architecture: str) -> Gemma4Config |
     raw = convert_fields(content, _RawGemma4, architecture)
     if raw.enable_moe_block:
         raise ConfigError("--model", "enable_moe_block is unsupported; need a dense Gemma 4")
+    if raw.hidden_size_per_layer_input and raw.vocab_size_per_layer_input < raw.vocab_size:
+        known = raw.vocab_size_per_layer_input
+        text = f"vocab_size_per_layer_input {known} is less than vocab_size {raw.vocab_size}"
+        raise ConfigError("--model", text)
     count, shared = raw.num_hidden_layers, raw.num_kv_shared_layers
     kinds = raw.layer_types
     if kinds is None or len(kinds) != count:

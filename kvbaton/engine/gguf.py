@@ -309,10 +309,9 @@ class GGUFTensors(GGUFFile):
                 name = f"{layer}{NAMES[match[2]]}.{match[3]}"
             self._names[name] = stored
         architecture = self.field("general.architecture", str)
-        self._heads = {
-            kind: self.field(f"{architecture}.attention.{key}", int, 0)
-            for kind, key in (("attn_q", "head_count"), ("attn_k", "head_count_kv"))
-        }
+        heads = self.field(f"{architecture}.attention.head_count", int)
+        kv_heads = self.field(f"{architecture}.attention.head_count_kv", int, heads)
+        self._heads = {"attn_q": heads, "attn_k": kv_heads}
         # llama.cpp turns pairs of neighbours; Hugging Face the two halves of a head.
         self._permuted = architecture == "llama"
 
@@ -380,6 +379,9 @@ def _config(file: GGUFFile) -> dict[str, Any]:
     found = [file.fields.get(f"tokenizer.ggml.{name}") for name in ends]
     if heads < 1:
         raise file.refuse(f"{heads} heads")
+    head_dim = said("attention.key_length", int, hidden // heads)
+    if (turned := said("rope.dimension_count", int, head_dim)) != head_dim:
+        raise file.refuse(f"{turned} features of a head of {head_dim} are turned")
     config = {
         "architectures": [ARCHITECTURES[architecture]],
         "model_type": architecture,
@@ -389,7 +391,7 @@ def _config(file: GGUFFile) -> dict[str, Any]:
         "num_hidden_layers": said("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": said("attention.head_count_kv", int, heads),
-        "head_dim": said("attention.key_length", int, hidden // heads),
+        "head_dim": head_dim,
         "rms_norm_eps": said("attention.layer_norm_rms_epsilon", float),
         "max_position_embeddings": said("context_length"),
         "rope_theta": said("rope.freq_base", float, 10_000.0),

@@ -6,14 +6,13 @@ them are computed next; connectors (`kv_connector.py`) load the KV of some (`loa
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import time
 from array import array
-from bisect import insort
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from kvbaton.connectors.layout import GroupKind
@@ -101,7 +100,7 @@ class LiveRequests:
         self._shares = FairShares()
         self.chunk_limit = ChunkLimit(config.max_num_batched_tokens, config.whole_items)
         self.late = LateRequests()
-        self._deadlines: list[tuple[float, int, Request]] = []
+        self._deadlines: list[tuple[float, int, Request]] = []  # ascending
         self._moves = 0
         self._ended: list[int] = []  # handles that the runner has yet to forget
         self._outbox: list[Output] = []  # made while a step was planned
@@ -162,7 +161,7 @@ class LiveRequests:
             marks=[Mark("received", self.clock())] if request.timed else None,
         )
         self.requests[entered.request_id] = entered
-        heapq.heappush(self._deadlines, (entered.deadline, entered.arrival, entered))
+        insort(self._deadlines, (entered.deadline, entered.arrival, entered))
         self.totals.received += 1
         sequence = Sequence(entered, 0, known, len(self.blocks.groups))
         entered.sequences.append(sequence)
@@ -232,19 +231,16 @@ class LiveRequests:
     def expire(self, now: float) -> list[Output]:
         """End requests whose deadline has passed; with them come those that could never fit."""
         outputs, self._outbox = self._outbox, []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            request = heapq.heappop(self._deadlines)[2]
-            if self._is_live(request):
-                error = f"the request's deadline of {request.spec.deadline_s:g} s has passed"
-                outputs += self.end(request, "error", error)
+        past = bisect_right(self._deadlines, now, key=itemgetter(0))
+        for *_, request in self._deadlines[:past]:
+            error = f"the request's deadline of {request.spec.deadline_s:g} s has passed"
+            outputs += self.end(request, "error", error)
         return outputs
 
     def next_deadline(self) -> float | None:
         """When `expire` has something to do, on the clock given."""
         if self._outbox:
             return self.clock()
-        while self._deadlines and not self._is_live(self._deadlines[0][2]):
-            heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
     def _is_live(self, request: Request) -> bool:
@@ -427,6 +423,7 @@ class LiveRequests:
         if not sequence.unforked and request.state is SequenceState.FINISHED:
             self.totals.finished[sequence.finish_reason] += 1
             del self.requests[request.request_id]
+            del self._deadlines[bisect_left(self._deadlines, (request.deadline, request.arrival))]
             generated = sum(each.num_generated for each in request.sequences)
             self._shares.charge(request.spec.tenant, generated)
             if not self.requests:  # what nobody else wanted is not held against anybody

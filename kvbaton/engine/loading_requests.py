@@ -297,9 +297,9 @@ class LoadingRequests(LiveRequests):
         """Tokens up to `end` have valid KV, from now on for everybody."""
         sequence, request = load.sequence, load.sequence.request
         sequence.num_computed = sequence.num_scheduled = max(load.start, end)
-        gained = sequence.num_computed - load.start
         if load.connector.medium == "transferred":
             request.received = sequence.num_computed
+            gained = max(0, min(request.received, len(request.prompt)) - load.start)
             request.transferred_tokens = gained
         else:
             usable = min(sequence.num_computed, len(request.prompt), len(sequence.tokens) - 1)

@@ -28,7 +28,13 @@ from kvbaton.engine.attention_config import (
 from kvbaton.engine.kv_groups import KVGroup, LayerKV, kv_groups
 from kvbaton.engine.moe_config import MoeConfig, read_moe
 from kvbaton.engine.quantization_config import Quantization, read_quantization
-from kvbaton.engine.rope_config import RawRotary, RopeConfig, read_local_rope, read_rope
+from kvbaton.engine.rope_config import (
+    RawRotary,
+    RopeConfig,
+    RotaryEntry,
+    read_local_rope,
+    read_rope,
+)
 from kvbaton.engine.vision_config import VISION_FAMILIES, VisionConfig, read_siglip, read_vision
 from kvbaton.errors import ConfigError
 from kvbaton.messages import UNREADABLE
@@ -55,9 +61,28 @@ _DEFAULTS: Mapping[str, dict[str, Any]] = {
         "head_dim": 256,
         "max_position_embeddings": 131_072,
         "sliding_window": 4096,
-    }
+    },
+    "DeepseekV2ForCausalLM": {"n_shared_experts": 2, "topk_method": "greedy"},
+    "DeepseekV3ForCausalLM": {
+        "first_k_dense_replace": 3,
+        "n_group": 8,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "topk_group": 4,
+    },
+    "Gemma4ForCausalLM": {"sliding_window": 512},
+    "GptOssForCausalLM": {"rms_norm_eps": 1e-5, "sliding_window": 128},
+    "Llama4ForCausalLM": {"rms_norm_eps": 1e-5},
+    "MistralForCausalLM": {"sliding_window": 4096},
+    "MixtralForCausalLM": {"rms_norm_eps": 1e-5},
+    "Qwen2MoeForCausalLM": {"shared_expert_intermediate_size": 5632},
+    "Qwen3NextForCausalLM": {"norm_topk_prob": True, "shared_expert_intermediate_size": 512},
 }
-"""What published folders leave out."""
+"""What a folder need not say: `transformers`' defaults that are not those of `_Raw`.
+
+Sizes that the weights' shapes would tell are left to them, but for those that Gemma 3's leave out.
+"""
 
 
 def language_model(content: dict[str, Any]) -> dict[str, Any]:
@@ -74,7 +99,7 @@ def language_model(content: dict[str, Any]) -> dict[str, Any]:
     }
     own = {name: value for name, value in text.items() if value is not None}
     ends = {name: whole[name] for name in ("eos_token_id",) if whole.get(name) is not None}
-    return _DEFAULTS.get(architecture, {}) | whole | own | ends | {"architectures": [architecture]}
+    return whole | own | ends | {"architectures": [architecture]}
 
 
 __all__ = ["ModelConfig", "MoeConfig", "VisionConfig", "load_model_config", "resolve_max_model_len"]
@@ -91,6 +116,7 @@ class Family:
             says, of the output projection too.
         qk_norm: every query and key head is normalised before the rotation.
         rope_theta: the rotation's base where ``config.json`` names none.
+        rope: the rotation where it names none at all.
         windows: which layers have the sliding window: all; those that ``layer_types`` names, else
             the ``upper`` ones, from ``max_window_layers`` on, or all but every sixth (``pattern``);
             or those that it names and no others. ``chunks`` are of ``attention_chunk_size``, in
@@ -109,6 +135,7 @@ class Family:
     qkv_bias: bool | None = None
     qk_norm: bool = False
     rope_theta: float = 10_000.0
+    rope: RotaryEntry | None = None
     windows: Literal["none", "all", "upper", "pattern", "listed", "chunks"] = "none"
     window_switch: bool = False
     max_window_layers: int = 28
@@ -127,8 +154,20 @@ ARCHITECTURES = {
     "Gemma3ForCausalLM": Family(
         qk_norm=True, windows="pattern", rope_theta=1_000_000.0, norm_offset=1.0, gemma=True
     ),
-    "Gemma4ForCausalLM": Family(qk_norm=True, windows="listed", gemma=True),
-    "GptOssForCausalLM": Family(rope_theta=150_000.0, windows="listed", sinks=True),
+    "Gemma4ForCausalLM": Family(
+        qk_norm=True,
+        rope=RotaryEntry(type="proportional", rope_theta=1_000_000.0, partial_rotary_factor=0.25),
+        windows="listed",
+        gemma=True,
+    ),
+    "GptOssForCausalLM": Family(
+        rope_theta=150_000.0,
+        rope=RotaryEntry(
+            type="yarn", factor=32.0, truncate=False, original_max_position_embeddings=4096
+        ),
+        windows="listed",
+        sinks=True,
+    ),
     "Llama4ForCausalLM": Family(rope_theta=500_000.0, windows="chunks"),
     "LlamaForCausalLM": Family(),
     "MistralForCausalLM": Family(qkv_bias=False, windows="all"),
@@ -305,6 +344,7 @@ def load_model_config(
     content = language_model(whole)
     architecture = _check_architecture(content)
     family = ARCHITECTURES[architecture]
+    content = _DEFAULTS.get(architecture, {}) | content
     raw = _convert(content, folder)
     _refuse_unsupported(raw, family)
     has_generation = (folder / "generation_config.json").exists()
@@ -315,7 +355,8 @@ def load_model_config(
     dtype = _dtype(raw, family, dtype)
     mla, nope = read_mla(content, architecture), read_nope(content, architecture)
     seeing = VISION_FAMILIES.get(architecture)
-    rope = read_rope(raw, (seeing or family).rope_theta, family.rotary_share, seeing)
+    base = (seeing or family).rope_theta
+    rope = read_rope(raw, base, family.rotary_share, seeing, family.rope or RotaryEntry())
     vision = read_vision(raw.vision_config, architecture, raw.hidden_size, raw.image_token_id)
     if architecture == "Gemma3ForCausalLM":
         vision = read_siglip(whole, folder, raw.hidden_size)

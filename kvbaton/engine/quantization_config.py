@@ -116,6 +116,7 @@ class _Weights(msgspec.Struct):
     num_bits: int
     type: str
     strategy: str
+    symmetric: bool = True
     group_size: int | None = None
     block_structure: tuple[int, int] | None = None
 
@@ -129,8 +130,11 @@ class _CompressedTensors(msgspec.Struct):
     config_groups: dict[str, _Group]
     format: str = "dense"
     ignore: list[str] = []
+    transform_config: dict[str, Any] | None = None
 
     def read(self) -> Quantization:
+        if self.transform_config:
+            raise _refusal("transform_config (rotations beside the weights) is unsupported")
         kinds = [group.weights for group in self.config_groups.values()]
         if not kinds or kinds[0] is None or any(kind != kinds[0] for kind in kinds):
             raise _refusal("config_groups must say one and the same of all weights")
@@ -154,6 +158,8 @@ class _CompressedTensors(msgspec.Struct):
                 "unsupported; supported: float-quantized and int-quantized of 8, pack-quantized "
                 "of 2, 4 or 8"
             )
+        if not weights.symmetric:
+            raise _refusal("8-bit weights that are not symmetric are unsupported")
         if weights.strategy not in ("tensor", "channel", "block"):
             raise _refusal(f"strategy {weights.strategy!r} of 8-bit weights is unsupported")
         block = _checked_block(weights.block_structure, "block_structure")

@@ -108,7 +108,11 @@ class RawRotary(msgspec.Struct, kw_only=True):
 
 
 def read_rope(
-    raw: RawRotary, base: float, share: float | None, vision: VisionFamily | None
+    raw: RawRotary,
+    base: float,
+    share: float | None,
+    vision: VisionFamily | None,
+    unsaid: RotaryEntry,
 ) -> RopeConfig:
     """What turns the heads of a model, in layers without a window if those have their own.
 
@@ -117,11 +121,12 @@ def read_rope(
         base: the rotation's base where that names none.
         share: of a head's features that turn, likewise; None for families that turn all.
         vision: the family of a multimodal model; None for one of text only.
+        unsaid: what counts where the folder has no entry.
 
     Raises:
         ConfigError: a field is missing, out of range or not supported; names it.
     """
-    rope = raw.rope_parameters or raw.rope_scaling or RotaryEntry()
+    rope = raw.rope_parameters or raw.rope_scaling or unsaid
     rope = rope.full_attention or rope
     theta = rope.rope_theta or raw.rope_theta or base
     kind = rope.kind

@@ -483,6 +483,7 @@ class Scheduler(LoadingRequests):
             self.blocks.trim(sequence, scheduled.end)
         for target in scheduled.targets:
             target.pending -= 1
+        # First: where no token fits, the ranks only see that none can be chosen.
         if request.params.grammar and (failed := self.grammars.error(sequence)):
             return self.end(request, "error", failed.message, failed.code)
         if error is not None:

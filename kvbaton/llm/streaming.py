@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from operator import index
@@ -28,7 +28,7 @@ from kvbaton.messages.engine import AddRequest, Item, SamplingParams
 from kvbaton.messages.openai import ChatRequest
 from kvbaton.server.answer import run_prompts
 from kvbaton.server.chat import encode_chat
-from kvbaton.server.config import GenerationConfigMode
+from kvbaton.server.config import GenerationConfigMode, MediaConfig
 from kvbaton.server.frontend import Frontend, FrontendConfig, ModelFacts, sampling_defaults
 from kvbaton.server.validation import (
     PromptRequest,
@@ -202,27 +202,25 @@ def _prompt_of(said: dict[str, Any]) -> str | Sequence[int]:
     return text
 
 
-def _engine_config(model: str, settings: Mapping[str, Any]) -> EngineConfig:
-    """The engine's settings, of keyword arguments.
+def _fields(form: type[EngineConfig | MediaConfig], settings: dict[str, Any]) -> dict[str, Any]:
+    """Those keyword arguments that a dataclass of settings has, taken out of `settings`.
 
     Raises:
-        ConfigError: there is no such setting, or its value is of another type.
+        ConfigError: a value is of another type.
     """
-    types, values = get_type_hints(EngineConfig), dict[str, Any]()
-    for name, value in settings.items():
-        if name not in EngineConfig.__dataclass_fields__:
-            raise ConfigError(name, "the engine has no such setting")
-        match value:
-            case dict():
+    types, values = get_type_hints(form), dict[str, Any]()
+    for name in settings.keys() & form.__dataclass_fields__.keys():
+        match settings.pop(name):
+            case dict() as value:
                 plain: Any = json.dumps(value)
-            case os.PathLike():
+            case os.PathLike() as value:
                 plain = os.fspath(value)
-            case np.integer():
+            case np.integer() as value:
                 plain = int(value)
-            case _:
+            case value:
                 plain = value
         values[name] = _setting(name, plain, types[name])
-    return EngineConfig(model=model, **values)
+    return values
 
 
 def _setting(name: str, value: Any, kind: Any) -> Any:
@@ -250,7 +248,7 @@ class AsyncLLM:
         chat_template: str | Path | None = None,
         generation_config: GenerationConfigMode = "auto",
         log_level: str = "warning",
-        **engine: Any,
+        **settings: Any,
     ) -> Self:
         """Load a model and wait until it can generate.
 
@@ -259,7 +257,8 @@ class AsyncLLM:
             chat_template: file with another chat template than the model's.
             generation_config: whether the model recommends sampling defaults.
             log_level: of the engine's process.
-            engine: other fields of `EngineConfig`; settings in JSON also as dicts.
+            settings: other fields of `EngineConfig`, those in JSON also as dicts, and of
+                `MediaConfig`.
 
         Raises:
             ConfigError: a setting or the model folder is wrong.
@@ -269,7 +268,10 @@ class AsyncLLM:
         if str(log_level).upper() not in logging.getLevelNamesMapping():
             raise ConfigError("log_level", f"{log_level!r} is no level of a log")
         folder = model_folder(model)
-        config = _engine_config(folder, engine)
+        media = MediaConfig(**_fields(MediaConfig, settings))
+        config = EngineConfig(model=folder, **_fields(EngineConfig, settings))
+        if settings:
+            raise ConfigError(next(iter(settings)), "the engine has no such setting")
         check_model_folder(folder)
         tokenizer = Tokenizer.load(folder, chat_template)
         defaults = sampling_defaults(folder, generation_config)
@@ -281,7 +283,7 @@ class AsyncLLM:
         )
         ready = client.ready
         facts = ModelFacts(max_model_len=ready.max_model_len, vocab_size=ready.vocab_size)
-        served = FrontendConfig(model_name=str(model), sampling_defaults=defaults)
+        served = FrontendConfig(model_name=str(model), sampling_defaults=defaults, media=media)
         return cls(
             client, Frontend(source=client, tokenizer=tokenizer, config=served, facts=lambda: facts)
         )

@@ -6,13 +6,14 @@ import gc
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from kvbaton.bench.report import new_figure, percentile, prediction_error, publish
 from kvbaton.config import flag
-from kvbaton.errors import ConfigError, writing
+from kvbaton.errors import INTERRUPTED, ConfigError, writing
 from kvbaton.router.config import Objectives, RoutingPolicy
 from kvbaton.simulate.engine_model import H200_8B, EngineModel, load_engine
 from kvbaton.simulate.generators import GENERATORS
@@ -215,7 +216,10 @@ def highest_rate(config: SimulateConfig, spec: str, model: EngineModel) -> float
 def measure(
     config: SimulateConfig,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, list[RequestRecord]]]:
-    """Simulate all that is to be compared: a row each, nodes' use, and what became of requests."""
+    """Simulate all that is to be compared: a row each, nodes' use, and what became of requests.
+
+    Interrupted, it returns those that were done.
+    """
     model = load_engine(config.engine)
     for spec in config.policies:  # wrong ones are told before long runs
         parse_nodes(spec.partition("@")[2] or config.nodes)
@@ -223,20 +227,29 @@ def measure(
     busy: list[dict[str, Any]] = []
     outcomes: dict[str, list[RequestRecord]] = {}
     gc.freeze()  # what is there stays: it need not be looked at again and again
-    for spec in config.policies:
-        runs, started = [], time.process_time()
-        for seed in config.seeds:
-            done = run_one(config, spec, model, config.requests(seed), seed)
-            runs.append(summary(done, config))
-            outcomes.setdefault(spec, []).extend(done.outcomes)
-            shares = " ".join(f"{name} {share:.2f}" for name, share in done.busy.items())
-            busy.append({"policy": spec, "seed": seed, "busy": shares})
-        mean = {name: sum(row[name] for row in runs) / len(runs) for name in runs[0]}
-        took = time.process_time() - started
-        rows.append({"policy": spec, **mean, "cpu s": took})
-        if config.goodput is not None:
-            rows[-1]["highest rate"] = highest_rate(config, spec, model)
+    with suppress(KeyboardInterrupt):
+        for spec in config.policies:
+            runs, started = [], time.process_time()
+            for seed in config.seeds:
+                done = run_one(config, spec, model, config.requests(seed), seed)
+                runs.append(summary(done, config))
+                outcomes.setdefault(spec, []).extend(done.outcomes)
+                shares = " ".join(f"{name} {share:.2f}" for name, share in done.busy.items())
+                busy.append({"policy": spec, "seed": seed, "busy": shares})
+            mean = {name: sum(row[name] for row in runs) / len(runs) for name in runs[0]}
+            row = {"policy": spec, **mean, "cpu s": time.process_time() - started}
+            if config.goodput is not None:
+                row["highest rate"] = highest_rate(config, spec, model)
+            rows.append(row)
     return rows, busy, outcomes
+
+
+def _status(config: SimulateConfig, rows: Sequence[Mapping[str, Any]]) -> int:
+    """The exit status by what was done; says what was not."""
+    if len(rows) == len(config.policies):
+        return 0
+    print(f"interrupted: {len(rows)} of {len(config.policies)} policies were simulated")
+    return INTERRUPTED
 
 
 def run(config: SimulateConfig, out: Path | None = None, plot: Path | None = None) -> int:
@@ -246,7 +259,7 @@ def run(config: SimulateConfig, out: Path | None = None, plot: Path | None = Non
     publish("simulate", _settings(config), rows, out, nodes=busy)
     if figure is not None and plot is not None:
         draw(figure, config, outcomes, plot)
-    return 0
+    return _status(config, rows)
 
 
 def run_advise(config: SimulateConfig, out: Path | None = None) -> int:
@@ -262,6 +275,8 @@ def run_advise(config: SimulateConfig, out: Path | None = None) -> int:
     config = replace(config, policies=(f"prefix-aware@{count}D", *apart, f"cost@{count}A"))
     rows, busy, _ = measure(config)
     publish("advise", _settings(config), rows, out, nodes=busy)
+    if status := _status(config, rows):
+        return status
     print("\n" + "\n".join(advice(rows)))
     return 0
 

@@ -92,7 +92,8 @@ class Tokenizer:
         ``add_bos_token`` in the configuration is left aside, as `transformers` 5 does.
 
         Raises:
-            ConfigError: a file is missing or broken; the message names it.
+            ConfigError: a file is missing or broken, or the tokenizer is another model's; the
+                message names it.
         """
         folder = Path(folder)
         config = _read_config(folder / "tokenizer_config.json")
@@ -123,7 +124,30 @@ class Tokenizer:
             problem = "chat_template must be a string"
             raise ConfigError(str(folder / "tokenizer_config.json"), problem)
         compiled = None if template is None else ChatTemplate(template, special)
-        return cls(backend, special, compiled, VisionText.load(folder, backend.id_to_token))
+        loaded = cls(backend, special, compiled, VisionText.load(folder, backend.id_to_token))
+        loaded._check_vocabulary(path)
+        return loaded
+
+    def _check_vocabulary(self, path: Path) -> None:
+        """Warn of tokens that the model in the file's folder does not have.
+
+        Raises:
+            ConfigError: every text begins or ends with one.
+        """
+        model = _read_config(path.parent / "config.json")
+        text = model.get("text_config")
+        size = (model | text if isinstance(text, dict) else model).get("vocab_size")
+        if not isinstance(size, int) or self.vocab_size <= size:
+            return
+        needed = [self.token_text(token) for token in self.encode("") if token >= size]
+        if needed:
+            problem = f"puts {needed[0]!r} into every text, which no model of {size} tokens has"
+            raise ConfigError(str(path), f"{problem} (vocab_size of config.json)")
+        logger.warning(
+            "%s: token ids go up to %d, but the model has %d (vocab_size of config.json): texts "
+            "with those beyond are refused",
+            path, self.vocab_size - 1, size,
+        )  # fmt: skip
 
     @classmethod
     def of_nothing(cls) -> Tokenizer:

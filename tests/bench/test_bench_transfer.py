@@ -1,10 +1,12 @@
 """``kvbaton bench transfer`` in small."""
 
 import json
+import signal
 import sys
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,6 +31,24 @@ def test_it_reports_every_method_at_every_size(
     ]
     assert all(row["GiB/s"] > 0 for row in report["rows"])
     assert "bare-nixl" in capsys.readouterr().out
+
+
+def test_what_was_measured_until_it_was_interrupted_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = transfer.measure
+
+    def measure(load: transfer.TransferLoad, size: int) -> list[dict[str, Any]]:
+        if size == 32 << 10:
+            signal.raise_signal(signal.SIGINT)
+        return measured(load, size)
+
+    monkeypatch.setattr(transfer, "measure", measure)
+    words = ["--transports", "tcp", "--block-bytes", "8K", "32K", "16K", "--bytes", "256K"]
+    out = tmp_path / "transfer.json"
+    assert main(["bench", "transfer", *words, "--out", str(out)]) == 130
+    assert {row["block KiB"] for row in json.loads(out.read_text())["rows"]} == {8}
+    assert "interrupted: 2 of 3 block sizes were not measured" in capsys.readouterr().out
 
 
 def test_blocks_that_do_not_fit_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

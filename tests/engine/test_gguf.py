@@ -83,6 +83,15 @@ def test_tied_embeddings(checkpoint: Checkpoint, tmp_path: Path) -> None:
     assert torch.equal(found, wanted)
 
 
+def test_as_many_kv_heads_as_heads_need_not_be_said(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Keys were left in llama.cpp's order then, and nothing was said."""
+    folder = checkpoint(num_kv_heads=4)
+    write_gguf(folder, tmp_path / "tiny.gguf")
+    served = model_folder(tmp_path / "tiny.gguf")
+    found, wanted = (logits(load_model(load_model_config(x), device=CPU)) for x in (served, folder))
+    assert torch.equal(found, wanted)
+
+
 def test_ranks_take_their_parts(checkpoint: Checkpoint, file: Path, tmp_path: Path) -> None:
     weights = write_gguf(checkpoint(), tmp_path / "again.gguf", Kind.Q8_0)
     plain = dequantised(checkpoint(), tmp_path / "plain", dict(weights))
@@ -173,6 +182,9 @@ def test_what_is_not_supported_is_named(checkpoint: Checkpoint, tmp_path: Path) 
     write_gguf(checkpoint(), path, llama__attention__sliding_window=8)
     with pytest.raises(ConfigError, match="sliding window 8"):
         model_folder(path)
+    write_gguf(checkpoint(), tmp_path / "turned.gguf", llama__rope__dimension_count=8)
+    with pytest.raises(ConfigError, match="8 features of a head of 16 are turned"):
+        model_folder(tmp_path / "turned.gguf")
     path.write_bytes(path.read_bytes().replace(b"llama", b"gemma"))
     with pytest.raises(ConfigError, match="'gemma' is none of llama, qwen2, qwen3"):
         model_folder(path)

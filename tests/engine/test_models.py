@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
 from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.models.layers import inverse_frequencies
@@ -359,6 +360,9 @@ def edit(folder: Path, tmp_path: Path, **changes: Any) -> Path:
         (GEMMA4 | {"num_kv_shared_layers": 1}, "num_kv_shared_layers 1: each kind of layer"),
         (GEMMA4 | {"enable_moe_block": True}, "enable_moe_block is unsupported"),
         (GEMMA4 | {"global_head_dim": 0}, "global_head_dim 0"),
+        (GEMMA4 | {"hidden_size_per_layer_input": -1}, "[$].hidden_size_per_layer_input"),
+        (GEMMA4 | {"vocab_size_per_layer_input": -1}, "[$].vocab_size_per_layer_input"),
+        (GEMMA4 | {"vocab_size_per_layer_input": 300}, "vocab_size_per_layer_input 300"),
         (GEMMA4 | {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
         (QWEN3_NEXT | {"linear_num_value_heads": 6}, "linear_num_value_heads 6 is no multiple"),
         (QWEN3_NEXT | {"linear_conv_kernel_dim": 1}, ">= 2 - at `[$].linear_conv_kernel_dim`"),
@@ -454,3 +458,40 @@ def test_end_tokens_come_from_both_files(checkpoint: Callable[..., Path], tmp_pa
     (folder / "generation_config.json").write_text(json.dumps(generation))
     config = load_model_config(folder)
     assert config.eos_token_ids == (1, 5, 7)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind"),
+    [
+        ("DeepseekV2ForCausalLM", "deepseek_v2"),
+        ("DeepseekV3ForCausalLM", "deepseek_v3"),
+        ("Gemma4ForCausalLM", "gemma4_text"),
+        ("GptOssForCausalLM", "gpt_oss"),
+        ("Llama4ForCausalLM", "llama4_text"),
+        ("LlamaForCausalLM", "llama"),
+        ("MistralForCausalLM", "mistral"),
+        ("MixtralForCausalLM", "mixtral"),
+        ("Qwen2MoeForCausalLM", "qwen2_moe"),
+        ("Qwen3MoeForCausalLM", "qwen3_moe"),
+        ("Qwen3NextForCausalLM", "qwen3_next"),
+    ],
+)
+def test_what_a_folder_leaves_out_is_what_transformers_takes(
+    architecture: str, kind: str, tmp_path: Path
+) -> None:
+    """What no shape of a weight would tell; else tokens were others, and nothing said so."""
+    whole = CONFIG_MAPPING[kind]().to_dict() | {"architectures": [architecture]}
+    if kind == "deepseek_v2":  # whose own defaults make no model
+        whole |= {"num_experts_per_tok": 2, "n_group": 4, "topk_group": 2}
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(whole))
+    expected = load_model_config(tmp_path)
+    named = {
+        "attention_bias", "first_k_dense_replace", "n_group", "n_shared_experts",
+        "norm_topk_prob", "rms_norm_eps", "rope_parameters", "routed_scaling_factor",
+        "shared_expert_intermediate_size", "sliding_window", "tie_word_embeddings", "topk_group",
+        "topk_method", "use_sliding_window",
+    }  # fmt: skip
+    for name in named & whole.keys():
+        config.write_text(json.dumps({k: v for k, v in whole.items() if k != name}))
+        assert load_model_config(tmp_path) == expected, name

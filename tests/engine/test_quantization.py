@@ -245,6 +245,11 @@ def test_numbers_that_the_configuration_does_not_tell_of(
             compressed("pack-quantized", 3, "int", "group"),
             "bits 3",
         ),
+        (compressed("int-quantized", 8, "int", "channel", symmetric=False), "not symmetric"),
+        (
+            compressed("int-quantized", 8, "int", "channel") | {"transform_config": {"R1": {}}},
+            "transform_config",
+        ),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -158,6 +160,20 @@ def test_abort_before_anything_ran():
     ended = loop.emit(loop.scheduler.abort("a", "the peer refused"))
     assert [(o.finish_reason, o.error) for o in ended] == [("error", "the peer refused")] * 2
     assert not loop.scheduler.has_work()
+
+
+def test_what_is_over_is_forgotten_before_its_deadline():
+    """A far one was kept while nearer ones were live: on a busy node, always."""
+    loop = Loop()
+    loop.add(ask("lasting", prompt(6), deadline_s=5.0, max_tokens=40, ignore_eos=True))
+    request = ask("short", prompt(6), deadline_s=1e6)
+    forgotten = weakref.ref(request.token_ids)
+    loop.scheduler.add(request)
+    del request
+    loop.scheduler.abort("short")
+    gc.collect()  # a request and its sequences know each other
+    assert loop.scheduler.next_deadline() == 105.0
+    assert forgotten() is None
 
 
 def test_a_request_ends_by_its_deadline_whether_it_runs_or_waits():

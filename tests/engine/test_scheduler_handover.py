@@ -182,6 +182,8 @@ def test_a_resumed_target_is_handed_over_whole_and_numbered_on():
     loop.run()
     assert loop.outputs[0].index == 4
     assert loop.streams["a", 0].tokens == whole[4:]
+    assert loop.outputs[0].transferred_tokens == 5, "of the prompt"
+    assert loop.scheduler.totals.prompt_tokens["transferred"] == 5
 
 
 def test_the_sources_finish_reason_is_respected_and_its_limit_is_ours():

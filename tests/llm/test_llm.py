@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from kvbaton import LLM, AsyncLLM, SamplingParams, StructuredOutputs
 from kvbaton.engine.process import EngineProcess
 from kvbaton.errors import ConfigError, EngineDeadError, RequestError
 from kvbaton.llm.streaming import CompletionOutput
+from tests.support.chats import picture
 from tests.support.families import without_embedding
 from tests.support.waiting import PATIENCE_S
 
@@ -202,6 +204,10 @@ def test_what_is_wrong_is_named(llm: LLM, model: Path) -> None:
         assert raised.value.param == "timeout"
     with pytest.raises(ConfigError, match="block_sise"):
         LLM(model, block_sise=16)
+    with pytest.raises(ConfigError, match=r"'https://a\.b' is no host"):
+        LLM(model, allowed_media_domains=["https://a.b"])
+    with pytest.raises(ConfigError, match=r"allowed_media_domains: Expected .*array.*got .*str"):
+        LLM(model, allowed_media_domains="a.b")
     for wrong in ({"max_model_len": "long"}, {"max_num_seqs": 1.5}, {"enforce_eager": "no"}):
         ((name, value),) = wrong.items()
         with pytest.raises(ConfigError, match=f"{name}: Expected .* got .*: {value!r}"):
@@ -367,3 +373,35 @@ def test_allowed_tokens_bad_words_and_truncation(llm: LLM) -> None:
         with pytest.raises(RequestError) as refused:
             llm.generate(ids, SamplingParams(**fields))
         assert refused.value.param == next(iter(fields))
+
+
+def test_images_are_fetched_from_the_hosts_that_are_named(checkpoint: Callable[..., Path]) -> None:
+    class Site(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "image/png")
+            self.end_headers()
+            self.wfile.write(picture(40, 30))
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Site) as site:
+        thread = threading.Thread(target=site.serve_forever)
+        thread.start()
+        url = f"http://127.0.0.1:{site.server_port}/a.png"
+        part = {"url": url}
+        content = [{"type": "image_url", "image_url": part}]
+        talk, params = [{"role": "user", "content": content}], SamplingParams(max_tokens=2)
+        media: dict[str, Any] = {
+            "allowed_media_domains": ["127.0.0.1"], "allow_private_media": True, "max_images": 1
+        }  # fmt: skip
+        try:
+            with LLM(checkpoint(family="qwen2_5_vl"), **SETTINGS, **media) as seeing:
+                (answer,) = seeing.chat(talk, params, use_tqdm=False)
+                assert answer.outputs[0].finish_reason is not None
+                with pytest.raises(RequestError, match="image"):
+                    seeing.chat(talk + talk, params, use_tqdm=False)
+                part["url"] = url.replace("127.0.0.1", "localhost")
+                with pytest.raises(RequestError, match="may not be fetched from localhost"):
+                    seeing.chat(talk, params, use_tqdm=False)
+        finally:
+            site.shutdown()
+            thread.join()

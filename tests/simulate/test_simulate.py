@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
+import signal
 from array import array
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from kvbaton.router.config import RoutingPolicy
 from kvbaton.router.policies import BUILT_IN, LeastLoaded
 from kvbaton.router.route import Options, Route
 from kvbaton.simulate import engine
+from kvbaton.simulate import main as main_module
 from kvbaton.simulate.engine import ModeledEngine, Prompts
 from kvbaton.simulate.engine_model import H200_8B, EngineModel, load_engine
 from kvbaton.simulate.generators import GENERATORS, Conversations, Lengths
@@ -679,6 +682,31 @@ def test_the_command_compares_and_writes(
     assert all(0 < row["good"] <= 1 for row in rows)
     assert plot.stat().st_size > 1000
     assert "cost@2A" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["simulate", "advise"])
+def test_what_was_simulated_until_it_was_interrupted_is_told(
+    command: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls, run_one = itertools.count(1), main_module.run_one
+
+    def run(*args: Any) -> ServiceReport:
+        if next(calls) == 2:
+            signal.raise_signal(signal.SIGINT)
+        return run_one(*args)
+
+    monkeypatch.setattr(main_module, "run_one", run)
+    words = ["--trace", "conversation", "--rate", "6", "--seconds", "2", "--ttft-slo", "500"]
+    words += ["--policy", "least-loaded", "cost@2A"] if command == "simulate" else ["--nodes", "3"]
+    out = tmp_path / "out.json"
+    assert main([command, *words, "--out", str(out)]) == 130
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["requests"] > 0
+    of = 2 if command == "simulate" else 4
+    assert f"interrupted: 1 of {of} policies were simulated" in capsys.readouterr().out
 
 
 def test_advice_compares_layouts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -186,3 +186,35 @@ def test_fastokens_is_taken_where_it_makes_the_same_tokens(
         for special in (True, False):
             expected = backend.encode(text, add_special_tokens=special).ids
             assert tokenizer.encode(text, add_special_tokens=special) == expected
+
+
+def test_tokens_that_the_model_lacks_are_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the start, not by each text that has one."""
+    write_tokenizer(tmp_path)
+    whole = Tokenizer.load(tmp_path).vocab_size
+    config = tmp_path / "config.json"
+    for said in (whole, whole + 64, None):
+        config.write_text(json.dumps({"vocab_size": said}))
+        Tokenizer.load(tmp_path)
+    assert not caplog.messages
+    config.write_text(json.dumps({"vocab_size": whole, "text_config": {"vocab_size": whole - 1}}))
+    Tokenizer.load(tmp_path)
+    (told,) = caplog.messages
+    assert f"token ids go up to {whole - 1}, but the model has {whole - 1}" in told
+
+
+def test_a_tokenizer_that_puts_what_the_model_lacks_into_every_text_is_refused(
+    tmp_path: Path,
+) -> None:
+    backend = train_backend()
+    last = backend.get_vocab_size() - 1
+    token = backend.id_to_token(last)
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{token} $A", special_tokens=[(token, last)]
+    )
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": last}))
+    with pytest.raises(ConfigError, match=rf"puts '.*' into every text, which no model of {last} "):
+        Tokenizer.load(tmp_path)
