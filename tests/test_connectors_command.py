@@ -55,6 +55,17 @@ def test_list_tells_what_is_installed_and_what_it_can_do(capsys: Capture) -> Non
     assert "persistent" in capsys.readouterr().out
 
 
+def test_list_needs_no_torch(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its import takes longer than all the rest."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    for name in [name for name in sys.modules if "vllm_adapter" in name]:
+        monkeypatch.delitem(sys.modules, name)
+    found = listed(capsys)
+    assert found["store", "vllm"]["problem"] == "it needs connector"
+    nccl = found["transport", "nccl"]
+    assert (nccl["problem"], nccl["capabilities"]["fence"]) == (None, "PEER")
+
+
 def test_list_builds_what_a_spec_names_and_tells_what_keeps_it(capsys: Capture) -> None:
     spec = 'filesystem:{"path": "/nonexistent"}'
     assert listed(capsys, spec)["store", spec]["capabilities"]["persistent"]
