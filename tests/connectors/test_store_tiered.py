@@ -488,7 +488,7 @@ def test_a_tier_that_fails_to_close_keeps_nothing_open_and_nobody_waiting(
 
 def test_a_tier_that_does_not_open_closes_the_others() -> None:
     before = threading.active_count()
-    store = TieredStore("tiered", tiers=[MEMORY, {"memory": {"max_bytes": 0}}])
+    store = TieredStore("tiered", tiers=[MEMORY, {"memory": {"max_bytes": 1 << 60}}])
     with pytest.raises(ConfigError, match="max_bytes"):
         store.open()
     assert threading.active_count() == before
@@ -501,6 +501,7 @@ def test_a_tier_that_does_not_open_closes_the_others() -> None:
         ({"tiers": []}, "tiers must be a list of specs"),
         ({"tiers": "memory"}, "tiers must be a list of specs"),
         ({"tiers": ["memory"], "write": "back"}, "write must be through or on_eviction"),
+        ({"tiers": ["memory"], "lookup_s": 0}, "lookup_s: must be above 0"),
         ({"tiers": ["memory", "no-such-store"]}, "unknown store"),
         ({"tiers": ["faulty", "memory"], "write": "on_eviction"}, "does not tell what it evicts"),
     ],

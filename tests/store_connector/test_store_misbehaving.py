@@ -213,7 +213,7 @@ def test_cancelled_loads_are_not_missing(nodes: Nodes, box: Box) -> None:
         ('filesystem:{"path": 5}', "path has a wrong type: Expected `str`"),
         ('filesystem:{"path": "/tmp/x", "max_bytes": [1]}', "Expected `int | null`, got `array`"),
         ('memory:{"threads": "4"}', "threads has a wrong type"),
-        ('memory:{"max_bytes": -5}', "--store: memory's max_bytes: must be at least 1, not -5"),
+        ('memory:{"max_bytes": -5}', "--store: memory's max_bytes: must be above 0, not -5"),
         ('memory:{"threads": 0}', "--store: memory's threads: must be at least 1, not 0"),
         (spec_of(NoCapabilities), "declares no valid capabilities"),
         (spec_of(NoKeys), "declares no valid capabilities"),

@@ -136,6 +136,9 @@ class Files(ClientBackend):
     Args:
         path, max_bytes, fsync, touch_seconds: of `FilesystemStore`.
         mover: of their bytes.
+
+    Raises:
+        ConfigError: there is no path, or the limit is below one header.
     """
 
     capabilities = StoreCapabilities(
@@ -162,6 +165,8 @@ class Files(ClientBackend):
         self._mover = mover
         if not path:  # from an empty variable, say: else it would be where we happen to be
             raise ConfigError("path", "must name a directory, not ''")
+        if max_bytes is not None and max_bytes < HEADER_BYTES:
+            raise ConfigError("max_bytes", f"must be at least {HEADER_BYTES}, not {max_bytes}")
         self._root = os.path.join(os.path.abspath(path), "kvbaton-1")
         self._max_bytes = max_bytes
         self._fsync = fsync
@@ -181,13 +186,8 @@ class Files(ClientBackend):
         """Make the directory, remove what dead writers left, make the limit hold.
 
         Raises:
-            ConfigError: the limit is below one header.
             StoreError: the directory can't be made, read or locked.
         """
-        if self._max_bytes is not None and self._max_bytes < HEADER_BYTES:
-            raise ConfigError(
-                "max_bytes", f"must be at least {HEADER_BYTES}, not {self._max_bytes}"
-            )
         with self._accessing("open"):
             self._space.open()
             self._claims.open()
@@ -401,7 +401,7 @@ class Files(ClientBackend):
         return done
 
     def _touch(self, file: int | str, mtime: float, now: float) -> None:
-        if now - mtime >= self._touch_seconds:
+        if abs(now - mtime) >= self._touch_seconds:  # ahead: the clock was set back since
             # Another user's: it serves, its age just says less.
             with suppress(OSError):
                 os.utime(file)

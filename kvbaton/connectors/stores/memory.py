@@ -43,7 +43,13 @@ from kvbaton.connectors.store import (
     Usage,
 )
 from kvbaton.connectors.stores.arena_copies import ArenaCopies, Extent, copy
-from kvbaton.connectors.stores.threaded import ONE, BatchLimit, ThreadedStore, usage_by_namespace
+from kvbaton.connectors.stores.threaded import (
+    ONE,
+    BatchLimit,
+    ThreadedStore,
+    check_positive,
+    usage_by_namespace,
+)
 from kvbaton.errors import ConfigError, StoreError
 
 WINDOW = 64
@@ -165,6 +171,9 @@ class Arena:
         evicted: Callable[[bytes, Pieces | None], None],
         tenant_max_bytes: int | None = None,
     ) -> None:
+        check_positive(max_bytes=max_bytes, pin_seconds=pin_seconds)
+        if tenant_max_bytes is not None:
+            check_positive(tenant_max_bytes=tenant_max_bytes)
         self._evicted = evicted
         self._tenant_max_bytes = tenant_max_bytes
         self._max_bytes = max_bytes
@@ -183,11 +192,6 @@ class Arena:
         Raises:
             ConfigError: there is not that much memory.
         """
-        if self._max_bytes < 1:
-            raise ConfigError("max_bytes", f"must be at least 1, not {self._max_bytes}")
-        if self._tenant_max_bytes is not None and self._tenant_max_bytes < 1:
-            most = self._tenant_max_bytes
-            raise ConfigError("tenant_max_bytes", f"must be at least 1, not {most}")
         try:
             area = mmap.mmap(-1, self._max_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
