@@ -2,6 +2,7 @@
 
 import ctypes
 import random
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -461,3 +462,19 @@ def test_what_has_expired_goes_before_all_others(clock: Clock) -> None:
     assert store.usage().counters == {"evicted_objects": 0, "expired_objects": 2}
     assert store.usage().num_bytes == 30
     store.close()
+
+
+def test_what_was_evicted_before_it_expired_is_forgotten(clock: Clock) -> None:
+    """A time to live of days must not keep a note of all that was stored in them."""
+    store = MemoryStore("host", max_bytes=100_000, clock=clock)
+    store.open()
+    for number in range(6_000):
+        if number == 2_500:
+            before = sys.getallocatedblocks()
+        store.backend.put(key(number), cut(bytes(1000)), Hints(ttl_s=1e6))
+    grown = sys.getallocatedblocks() - before
+    assert store.usage().objects == 100
+    clock.now = 2e6
+    assert present(store, range(5_900, 6_000)) == []
+    store.close()
+    assert grown < 3_000

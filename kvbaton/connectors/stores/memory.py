@@ -54,6 +54,8 @@ from kvbaton.errors import ConfigError, StoreError
 
 WINDOW = 64
 """Objects among which hints decide who is evicted."""
+EXPIRING = 1000
+"""Notes of when evicted objects would have expired; beyond, they are dropped."""
 TOGETHER = BatchLimit(64, 64 << 20)
 """Objects that a thread moves from or to a GPU before it waits for their bytes."""
 
@@ -370,6 +372,10 @@ class Arena:
         self._of_tenant[hints.tenant] += num_bytes if hints.tenant else 0
         if expires_at is not None:
             heapq.heappush(self._expiring, (expires_at, key))
+            if len(self._expiring) > 2 * len(self._entries) + EXPIRING:
+                ends = ((entry.expires_at, key) for key, entry in self._entries.items())
+                self._expiring[:] = [(end, key) for end, key in ends if end is not None]
+                heapq.heapify(self._expiring)
         return entry
 
     def remove(self, keys: Sequence[bytes]) -> int:
