@@ -204,6 +204,7 @@ class StoreWorker:
         self._loop = JobLoop()
         self._loads: dict[LoadBlocks, set[Future[list[bool]]]] = {}
         self._forgotten = deque[bytes]()
+        self._telling = False
         self._storing: set[bytes] = set()
         if isinstance(store, Forgetting):
             store.on_forget = self._forget
@@ -546,13 +547,14 @@ class StoreWorker:
             TypeError: what it tells are no keys; it comes where the store has called.
         """
         gone = [bytes(memoryview(key)) for key in keys]
-        first = not self._forgotten
         self._forgotten.extend(gone)
-        if first:
+        if not self._telling:
+            self._telling = True
             self._loop.post(self._tell_forgotten)
 
     def _tell_forgotten(self) -> None:
         """That an object is gone is told after it was told that it is there."""
+        self._telling = False  # before the look: what comes after that posts another one
         keys = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
         gone = tuple(key for key in keys if key not in self._storing)
         self._forgotten.extend(key for key in keys if key in self._storing)
