@@ -20,6 +20,7 @@ from kvbaton.connectors.stores.filesystem import FilesystemStore
 from kvbaton.connectors.stores.memory import MemoryStore
 from kvbaton.doctor.main import try_store
 from kvbaton.errors import StoreError
+from tests.support.few_keys import FEW_KEYS
 
 Capture = pytest.CaptureFixture[str]
 SMALL = ["--object-bytes", "4K", "64K", "--bytes", "256K", "--concurrency", "1", "3"]
@@ -272,6 +273,11 @@ def test_the_step_that_fails_is_named(spec: str, step: str, told: str) -> None:
     trial = try_store(spec)
     assert not trial.ok
     assert (trial.failed_at, told in trial.error) == (step, True), trial.error
+
+
+def test_a_store_is_tried_with_no_more_keys_in_a_call_than_it_takes() -> None:
+    trial = try_store(FEW_KEYS)
+    assert trial.ok, trial.error
 
 
 def test_a_tier_that_is_out_is_told_of() -> None:
