@@ -77,6 +77,21 @@ def test_list_builds_what_a_spec_names_and_tells_what_keeps_it(capsys: Capture) 
     assert main(["connectors", "list", missing]) == 1
 
 
+def test_list_is_content_if_a_spec_can_be_a_store_or_a_transport(capsys: Capture) -> None:
+    """Of a name that is that of both, options are of one."""
+    assert main(["connectors", "list", 'memory:{"max_bytes": 4096}']) == 0
+    assert "not built: --transport: memory does not take" in capsys.readouterr().out
+    assert main(["connectors", "list", "memory", 'memory:{"colour": 1}']) == 1
+
+
+@pytest.mark.parametrize("words", [[], ["--json"], ["--markdown"]])
+def test_list_tells_of_a_class_whose_options_python_does_not_know(
+    capsys: Capture, words: list[str]
+) -> None:
+    main(["connectors", "list", *words, "builtins:dict"])
+    assert "builtins:dict" in capsys.readouterr().out
+
+
 def test_a_missing_dependency_is_named(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("nixl_cu13", "nixl_cu13._api", "nixl", "nixl._api"):
         monkeypatch.setitem(sys.modules, name, None)

@@ -1,6 +1,9 @@
 """The memory store: exact LRU within its bytes, pins that end, and bytes that never mix."""
 
 import ctypes
+import errno
+import mmap
+import os
 import random
 import sys
 import threading
@@ -198,6 +201,22 @@ def test_an_impossible_size_is_refused_by_name() -> None:
     store = MemoryStore("host", max_bytes=1 << 60)
     with pytest.raises(ConfigError, match="max_bytes: can't map"):
         store.open()
+
+
+class SmallPages(mmap.mmap):
+    """Of a kernel that was built without larger ones."""
+
+    def madvise(self, *_: int) -> None:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+
+def test_a_kernel_without_huge_pages_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mmap, "mmap", SmallPages)
+    store = MemoryStore("host", max_bytes=4096)
+    store.open()
+    assert save(store, (1, b"body")) == [True]
+    assert load(store, 1, 4) == b"body"
+    store.close()
 
 
 @pytest.mark.parametrize(

@@ -115,10 +115,9 @@ class SpaceManager:
         os.makedirs(self._in("tmp"), 0o770, exist_ok=True)
         self._device = os.stat(self._root).st_dev
         self._sweep()
-        counted = os.path.exists(self._in("usage"))
-        with self._account():  # fails where locks don't work
-            pass
-        if not counted:
+        with self._account() as rows:  # fails where locks don't work
+            counted = rows.any()
+        if not counted:  # by nobody, or a crash has emptied the file
             there = set(os.listdir(self._root))  # the first entry of a folder makes it
             for folder in range(FOLDERS):
                 if f"{folder:02x}" in there:

@@ -26,6 +26,7 @@ from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 
@@ -198,7 +199,8 @@ class Arena:
             area = mmap.mmap(-1, self._max_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise ConfigError("max_bytes", f"can't map {self._max_bytes} bytes: {error}") from error
-        area.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # a kernel without
+            area.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = np.frombuffer(area, np.uint8)
         self._clear()
 
