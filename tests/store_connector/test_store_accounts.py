@@ -21,6 +21,7 @@ from kvbaton.engine.executor import Executor
 from kvbaton.engine.kv_connector import KVConnector
 from kvbaton.engine.kv_events import BlockRemoved, BlockStored, KVEventLog
 from kvbaton.engine.scheduler import Scheduler
+from kvbaton.engine.store_calls import StoreCalls
 from kvbaton.engine.store_saves import tenant_of
 from kvbaton.engine.store_worker import Forgotten, StoreWorker
 from kvbaton.errors import ConfigError
@@ -296,7 +297,7 @@ KEYS = [bytes([number]) * 32 for number in range(3)]
 
 def test_what_is_evicted_while_others_are_told_is_told_too() -> None:
     """It waited for the next save, for ever in a node that saves no more."""
-    worker = StoreWorker(MemoryStore("shelf"), cast(Any, None), (), bytes(32))
+    worker = StoreWorker(StoreCalls(MemoryStore("shelf")), cast(Any, None), (), bytes(32))
     worker._forgotten = TellsMoreMeanwhile(worker)
     worker._forget(KEYS[:2])
     worker._loop.post(worker._loop.stop)

@@ -241,6 +241,8 @@ def test_a_wrong_option_is_told_before_a_model_is_loaded(tmp_path: Path) -> None
         Node("node", folder, store='memory:{"colour": 1}')
     with pytest.raises(ConfigError, match="--store-ttl: must be more than 0"):
         Node("node", folder, store="memory", store_ttl=0.0)
+    with pytest.raises(ConfigError, match="--store: the name 'two words!' of a store can't be"):
+        Node("node", folder, store='memory:{"name": "two words!"}')
 
 
 def test_an_option_that_open_finds_wrong_is_told_as_it_was_written(
