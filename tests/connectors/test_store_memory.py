@@ -304,6 +304,21 @@ def test_nothing_is_seen_before_its_bytes_are_there(store: MemoryStore, held: He
     assert store.usage().num_bytes == 100
 
 
+def test_a_batch_that_ends_half_way_keeps_nobody_waiting(store: MemoryStore) -> None:
+    """Of a GPU's blocks some are taken before another one makes room, which others may fail."""
+
+    def fail(key: bytes, pieces: Pieces) -> None:
+        raise MemoryError("no room for a copy")
+
+    fill(store, 3)
+    store.on_evict = fail
+    with pytest.raises(MemoryError):
+        store.backend.put_many([key(4), key(5)], [cut(bytes(100))] * 2, [Hints()] * 2)
+    assert save(store, (4, body(4, 100))) == [True]
+    assert load(store, 4, 100) == body(4, 100)
+    assert present(store, range(6)) == [0, 1, 2, 4]
+
+
 def test_deleting_what_is_being_stored_leaves_nothing(store: MemoryStore, held: Held) -> None:
     stored = store.store([key(1)], [cut(body(1, 400), 50)])
     assert held.reached.wait(TIMEOUT_S)

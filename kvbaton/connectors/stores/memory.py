@@ -327,21 +327,22 @@ class Arena:
         answers = [True] * len(keys)
         begun = dict[int, ArenaEntry]()
         others = list[int]()
-        with self._changed:
-            self._expire()
-            for number, (key, source, hint) in enumerate(zip(keys, sources, hints, strict=True)):
-                num_bytes = sum(map(len, source))
-                there = self._entries.get(key)
-                if there is not None and not there.written:
-                    others.append(number)
-                elif there is not None:
-                    self._entries.move_to_end(key)
-                elif not self._make_room(num_bytes, hint.tenant):
-                    answers[number] = False
-                else:
-                    begun[number] = self._begin(key, num_bytes, hint)
         written = False
         try:
+            with self._changed:
+                self._expire()
+                items = zip(keys, sources, hints, strict=True)
+                for number, (key, source, hint) in enumerate(items):
+                    num_bytes = sum(map(len, source))
+                    there = self._entries.get(key)
+                    if there is not None and not there.written:
+                        others.append(number)
+                    elif there is not None:
+                        self._entries.move_to_end(key)
+                    elif not self._make_room(num_bytes, hint.tenant):
+                        answers[number] = False
+                    else:
+                        begun[number] = self._begin(key, num_bytes, hint)
             if self.copies is not None:
                 self.copies.store([(sources[n], entry.extents) for n, entry in begun.items()])
             else:
