@@ -256,7 +256,7 @@ class TieredStore(ComposedStore):
 
         async def look(tier: Tier, left: list[int]) -> Sequence[bool] | None:
             call = partial(tier.store.lookup, [keys[i] for i in left], **options)
-            found = await tier.ask(call, self._lookup_s, partial(late, tier.store))
+            found = await tier.ask(call, len(left), self._lookup_s, partial(late, tier.store))
             if found is None:
                 return None
             if found.ticket is not None and tickets is not None:
