@@ -20,6 +20,7 @@ from kvbaton.connectors.stores.filesystem import FilesystemStore
 from kvbaton.connectors.stores.memory import MemoryStore
 from kvbaton.doctor.main import try_store
 from kvbaton.errors import StoreError
+from tests.support.few_keys import FEW_KEYS
 
 Capture = pytest.CaptureFixture[str]
 SMALL = ["--object-bytes", "4K", "64K", "--bytes", "256K", "--concurrency", "1", "3"]
@@ -55,6 +56,17 @@ def test_list_tells_what_is_installed_and_what_it_can_do(capsys: Capture) -> Non
     assert "persistent" in capsys.readouterr().out
 
 
+def test_list_needs_no_torch(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its import takes longer than all the rest."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    for name in [name for name in sys.modules if "vllm_adapter" in name]:
+        monkeypatch.delitem(sys.modules, name)
+    found = listed(capsys)
+    assert found["store", "vllm"]["problem"] == "it needs connector"
+    nccl = found["transport", "nccl"]
+    assert (nccl["problem"], nccl["capabilities"]["fence"]) == (None, "PEER")
+
+
 def test_list_builds_what_a_spec_names_and_tells_what_keeps_it(capsys: Capture) -> None:
     spec = 'filesystem:{"path": "/nonexistent"}'
     assert listed(capsys, spec)["store", spec]["capabilities"]["persistent"]
@@ -63,6 +75,21 @@ def test_list_builds_what_a_spec_names_and_tells_what_keeps_it(capsys: Capture) 
     missing = "no_such_package.stores:Store"
     assert "No module" in listed(capsys, missing)["store", missing]["problem"]
     assert main(["connectors", "list", missing]) == 1
+
+
+def test_list_is_content_if_a_spec_can_be_a_store_or_a_transport(capsys: Capture) -> None:
+    """Of a name that is that of both, options are of one."""
+    assert main(["connectors", "list", 'memory:{"max_bytes": 4096}']) == 0
+    assert "not built: --transport: memory does not take" in capsys.readouterr().out
+    assert main(["connectors", "list", "memory", 'memory:{"colour": 1}']) == 1
+
+
+@pytest.mark.parametrize("words", [[], ["--json"], ["--markdown"]])
+def test_list_tells_of_a_class_whose_options_python_does_not_know(
+    capsys: Capture, words: list[str]
+) -> None:
+    main(["connectors", "list", *words, "builtins:dict"])
+    assert "builtins:dict" in capsys.readouterr().out
 
 
 def test_a_missing_dependency_is_named(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,6 +288,11 @@ def test_the_step_that_fails_is_named(spec: str, step: str, told: str) -> None:
     trial = try_store(spec)
     assert not trial.ok
     assert (trial.failed_at, told in trial.error) == (step, True), trial.error
+
+
+def test_a_store_is_tried_with_no_more_keys_in_a_call_than_it_takes() -> None:
+    trial = try_store(FEW_KEYS)
+    assert trial.ok, trial.error
 
 
 def test_a_tier_that_is_out_is_told_of() -> None:

@@ -52,14 +52,15 @@ class Installed(Struct, kw_only=True):
 
 
 def run(specs: Sequence[str] = (), *, as_json: bool = False, as_markdown: bool = False) -> int:
-    """Print all connectors or those that specs name; 1 if one that was named can't be used."""
+    """Print all connectors, or those named; 1 if one can be neither a store nor a transport."""
     if as_markdown:
         print("\n\n".join(_markdown(kind, spec) for kind, spec in _wanted(specs)))
         return 0
     found = [_look(kind, spec) for kind, spec in _wanted(specs)]
     text = msgspec.json.format(msgspec.json.encode(found)).decode() if as_json else _table(found)
     print(text)
-    return 1 if specs and any(one.problem is not None for one in found) else 0
+    usable = {one.name for one in found if one.problem is None}
+    return 0 if usable.issuperset(specs) else 1
 
 
 def _wanted(specs: Sequence[str]) -> list[tuple[Kind, str]]:
@@ -99,8 +100,11 @@ def _look(kind: Kind, spec: str) -> Installed:
 
 
 def _parameters(factory: Any) -> list[inspect.Parameter]:
-    """Of a constructor, without those that are not the user's."""
-    every = inspect.signature(factory).parameters.values()
+    """Of a constructor, without those that are not the user's; none of one that does not tell."""
+    try:
+        every = inspect.signature(factory).parameters.values()
+    except ValueError:  # written in C
+        return []
     return [p for p in every if p.kind is not p.VAR_KEYWORD and p.name not in NOT_OPTIONS]
 
 

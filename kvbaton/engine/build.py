@@ -18,7 +18,6 @@ from kvbaton.connectors.keys import IdentityRecord, dummy_model_digest, model_di
 from kvbaton.connectors.layout import GroupKind, KVLayout
 from kvbaton.connectors.objects import ObjectForm
 from kvbaton.connectors.registry import load_store
-from kvbaton.connectors.store import Store
 from kvbaton.engine.block_feed import BlockFeed
 from kvbaton.engine.config import EngineConfig, KVEventsConfig, SchedulerConfig, SpeculativeConfig
 from kvbaton.engine.core import EngineCore, Mailbox
@@ -36,6 +35,7 @@ from kvbaton.engine.loader import load_kv_scales
 from kvbaton.engine.model_config import ModelConfig, load_model_config, resolve_max_model_len
 from kvbaton.engine.profiler import TorchProfiler
 from kvbaton.engine.scheduler import Scheduler
+from kvbaton.engine.store_calls import StoreCalls
 from kvbaton.engine.store_connector import StoreConnector
 from kvbaton.engine.store_worker import StoreWorker
 from kvbaton.engine.worker import choose_device, cpu_executor
@@ -314,14 +314,14 @@ def make_executor(config: EngineConfig, model: ModelConfig, *, track_sums: bool)
     return cpu_executor(config, model, track_sums=track_sums)
 
 
-def make_store(config: EngineConfig) -> Store:
+def make_store(config: EngineConfig) -> StoreCalls:
     """The store that the settings name, which is not open yet.
 
     Raises:
         ConfigError: it is unknown, or can't be built or do what the settings want.
     """
     assert config.store is not None
-    store = load_store(config.store)
+    store = StoreCalls(load_store(config.store))
     if config.store_ttl is not None:
         if config.store_ttl <= 0:
             raise ConfigError("--store-ttl", f"must be more than 0, not {config.store_ttl:g}")
@@ -331,7 +331,11 @@ def make_store(config: EngineConfig) -> Store:
 
 
 def open_store(
-    config: EngineConfig, store: Store, identity: bytes, executor: Executor, scheduler: Scheduler
+    config: EngineConfig,
+    store: StoreCalls,
+    identity: bytes,
+    executor: Executor,
+    scheduler: Scheduler,
 ) -> list[KVConnector]:
     """A store's connector, once the store is open.
 

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures.thread import _threads_queues
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
 from types import ModuleType
@@ -34,7 +35,7 @@ from kvbaton.signals import begin_child
 from kvbaton.types import NodeId, clip_text
 
 if TYPE_CHECKING:
-    from kvbaton.engine.build import ConnectorFactory
+    from kvbaton.engine.build import ConnectorContext, ConnectorFactory, MakeConnectors
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,8 @@ def core_main(
 
         gc.freeze()
         gc.enable()
-        engine = build_engine(config, node, connectors, frontends)
+        told = [_ToldFactory(factory, parent) for factory in connectors]
+        engine = build_engine(config, node, told, frontends)
         try:
             ready = msgspec.structs.replace(engine.ready, engine_address=frontends.address)
             gc.collect()
@@ -94,7 +96,7 @@ def core_main(
         finally:
             engine.core.close()
     except ConfigError as error:
-        _report(Dead(error=clip_text(error.reason), field=error.field), parent)
+        _report_refusal(error, parent)
     except BaseException as error:
         # Clients see one line. Who starts us may end us once it has that, too.
         logger.exception("the engine core ends")
@@ -126,6 +128,36 @@ def leave() -> None:
 def _report(message: Ready | Dead, parent: Connection) -> None:
     with suppress(BrokenPipeError):  # it has just died, and so shall we
         parent.send_bytes(msgspec.msgpack.encode(message))
+
+
+def _report_refusal(error: ConfigError, parent: Connection) -> None:
+    _report(Dead(error=clip_text(error.reason), field=error.field), parent)
+
+
+@dataclass(frozen=True)
+class _ToldFactory:
+    """A factory whose refusal the parent hears at once: a model is loaded meanwhile, for minutes.
+
+    Who has heard it ends this process.
+    """
+
+    factory: ConnectorFactory
+    parent: Connection
+
+    @property
+    def sends_blocks(self) -> bool:
+        return self.factory.sends_blocks
+
+    @property
+    def items(self) -> _ToldFactory:
+        return _ToldFactory(self.factory.items, self.parent)
+
+    def __call__(self, surroundings: ConnectorContext) -> MakeConnectors:
+        try:
+            return self.factory(surroundings)
+        except ConfigError as error:
+            _report_refusal(error, self.parent)
+            raise
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from kvbaton.connectors.digest import BlockRange
 from kvbaton.connectors.layout import GroupKind
 from kvbaton.connectors.objects import HEADER_BYTES, ObjectForm
 from kvbaton.connectors.registry import as_told, as_written
-from kvbaton.connectors.store import Forgetting, Hints, Registering, Store
+from kvbaton.connectors.store import Forgetting, Hints, Registering
 from kvbaton.engine.block_staging import BlockStaging, StagedBlocks
 from kvbaton.engine.executor import Executor
 from kvbaton.engine.store_calls import Job, JobLoop, StoreCalls, StoreStatus
@@ -174,7 +174,7 @@ class StoreWorker:
     """Carries orders out.
 
     Args:
-        store: not open yet; from now on it belongs to the thread.
+        calls: of a store that is not open yet; from now on it belongs to the thread.
         executor: has the blocks.
         forms: of objects, one per KV group.
         identity: of the engine, 32 bytes.
@@ -183,19 +183,16 @@ class StoreWorker:
         namespace: of the engine's objects, see `Hints`.
         wake_fd: readable when `take` has something.
         failure: why the thread has ended by itself; None while all is well.
-
-    Raises:
-        ConfigError: the store's capabilities are none.
     """
 
     def __init__(
-        self, store: Store, executor: Executor, forms: tuple[ObjectForm, ...], identity: bytes
+        self, calls: StoreCalls, executor: Executor, forms: tuple[ObjectForm, ...], identity: bytes
     ) -> None:
         self.namespace = identity.hex()[:NAMESPACE_DIGITS]
-        self.calls = StoreCalls(store)
+        self.calls = calls
         self.status = StoreStatus(self.calls)
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.name = store.name
+        self.name = calls.name
         self.failure: str | None = None
         self._executor = executor
         self.forms = forms
@@ -204,9 +201,10 @@ class StoreWorker:
         self._loop = JobLoop()
         self._loads: dict[LoadBlocks, set[Future[list[bool]]]] = {}
         self._forgotten = deque[bytes]()
+        self._telling = False
         self._storing: set[bytes] = set()
-        if isinstance(store, Forgetting):
-            store.on_forget = self._forget
+        if isinstance(calls.plugin, Forgetting):
+            calls.plugin.on_forget = self._forget
         self._thread = threading.Thread(target=self._run, name="kvbaton-store", daemon=True)
 
     # --- called by the core's thread ---
@@ -546,13 +544,14 @@ class StoreWorker:
             TypeError: what it tells are no keys; it comes where the store has called.
         """
         gone = [bytes(memoryview(key)) for key in keys]
-        first = not self._forgotten
         self._forgotten.extend(gone)
-        if first:
+        if not self._telling:
+            self._telling = True
             self._loop.post(self._tell_forgotten)
 
     def _tell_forgotten(self) -> None:
         """That an object is gone is told after it was told that it is there."""
+        self._telling = False  # before the look: what comes after that posts another one
         keys = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
         gone = tuple(key for key in keys if key not in self._storing)
         self._forgotten.extend(key for key in keys if key in self._storing)

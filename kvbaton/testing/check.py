@@ -57,7 +57,13 @@ from kvbaton.testing.kit import (
     run_case,
     tasks_per_core,
 )
-from kvbaton.testing.store_rig import LEAST_CAPACITY, STORE_KIT, BackDoor, StoreRig
+from kvbaton.testing.store_rig import (
+    LEAST_CAPACITY,
+    LEAST_KEYS,
+    STORE_KIT,
+    BackDoor,
+    StoreRig,
+)
 from kvbaton.testing.transport_rig import TRANSPORT_KIT, pair_of
 
 CASES = (
@@ -183,6 +189,9 @@ class Subject:
                     capacity = None  # its cases will tell
                 if isinstance(capacity, int) and capacity < LEAST_CAPACITY:
                     text = f"{self.spec} holds {capacity} bytes; the kit needs {LEAST_CAPACITY}"
+                    raise ConfigError(flag, text)
+                if self.kind == "store" and (n := rig.store.capabilities.max_keys) < LEAST_KEYS:
+                    text = f"{self.spec} takes {n} keys in a call; the kit needs {LEAST_KEYS}"
                     raise ConfigError(flag, text)
         except CaseFailure:
             return  # a store that does not close: its cases will tell

@@ -250,7 +250,7 @@ def storing_again_does_nothing(rig: StoreRig) -> None:
 @case(1)
 def answers_are_in_order(rig: StoreRig) -> None:
     """In one call, each key has its own answer at its own place, and each target its own bytes."""
-    objects = rig.objects(range(100, 140))
+    objects = rig.objects(range(100, 100 + rig.at_once(40)))
     there = dict(list(objects.items())[::3])
     rig.put(there)
     wanted = [key in there for key in objects]
@@ -387,6 +387,8 @@ def any_objects(rig: StoreRig) -> None:
     from hypothesis import HealthCheck, given, settings
     from hypothesis import strategies as st
 
+    shape = st.tuples(st.integers(0, 5000), st.integers(1, 9))
+
     @settings(
         max_examples=25 * rig.depth,
         deadline=None,
@@ -394,7 +396,7 @@ def any_objects(rig: StoreRig) -> None:
         derandomize=True,
         suppress_health_check=list(HealthCheck),
     )
-    @given(st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 9)), max_size=9), st.data())
+    @given(st.lists(shape, max_size=rig.at_once(9)), st.data())
     def check(shapes: list[tuple[int, int]], draw: DataObject) -> None:
         objects = rig.objects([size for size, _ in shapes])
         cuts = [pieces for _, pieces in shapes]

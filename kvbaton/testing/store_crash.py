@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
+from kvbaton.connectors.store import Claiming
 from kvbaton.errors import StoreError
 from kvbaton.testing.kit import require
 from kvbaton.testing.remote import start_worker
@@ -178,11 +179,16 @@ def errors_are_told(rig: StoreRig) -> None:
         "load": lambda: rig.store.load([key], views([bytearray(1000)])),
         "store": lambda: rig.store.store(list(more), views(more.values())),
     }
+    if rig.lacks("deletes") is None:
+        calls["delete"] = lambda: rig.store.delete([key])
+    if rig.lacks("claims") is None:
+        calls["claim"] = lambda: cast(Claiming, rig.store).claim(list(more))
     rig.door.fail(True)
     try:
-        for name, call in calls.items():
+        begun = {name: _begun(call) for name, call in calls.items()}  # each may wait for seconds
+        for name, future in begun.items():
             try:
-                answer = rig.wait(call(), f"{name} while the back end fails")
+                answer = rig.wait(future, f"{name} while the back end fails")
             except StoreError:
                 require(rig.store.health() is not None, f"{name} failed, and health says None")
                 continue
@@ -193,6 +199,15 @@ def errors_are_told(rig: StoreRig) -> None:
     require(well, "it does not work again, though its back end does")
     rig.expect(objects, "after its back end had failed")
     require(rig.store.health() is None, f"it works again, and health says {rig.store.health()!r}")
+
+
+def _begun(call: Callable[[], Future[Any]]) -> Future[Any]:
+    try:
+        return call()
+    except StoreError as error:
+        failed = Future[Any]()
+        failed.set_exception(error)
+        return failed
 
 
 def _works(rig: StoreRig, key: bytes) -> bool:

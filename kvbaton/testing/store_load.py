@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from kvbaton.testing.kit import Accounts, require, resident_bytes
-from kvbaton.testing.store_rig import StoreRig, case, targets_for, views
+from kvbaton.testing.store_rig import LEAST_KEYS, StoreRig, case, targets_for, views
 
 DELAYS = (0.0, 0.0, 0.0002, 0.001, 0.003, 0.01)
 """Seconds between a call and its cancellation."""
@@ -68,7 +68,7 @@ def calls_return_at_once(rig: StoreRig) -> None:
     """A call hands its work over and returns; it never waits for bytes."""
     told = []
     for _ in range(3):
-        objects = rig.objects([2 << 20] * 8)
+        objects = rig.objects([2 << 20] * rig.at_once(8))
         start = time.monotonic()
         future = rig.store.store(list(objects), views(objects.values()))
         called = time.monotonic() - start
@@ -146,7 +146,7 @@ def what_lookup_promises(rig: StoreRig) -> None:
 @case(2)
 def cancel_leaves_targets(rig: StoreRig) -> None:
     """Once the future of a load is done, cancelled or not, nobody writes its targets any more."""
-    objects = rig.objects([200_000] * 12)
+    objects = rig.objects([200_000] * rig.at_once(12))
     rig.put(objects)
     for delay in DELAYS * rig.depth:
         targets = targets_for(objects)
@@ -164,7 +164,7 @@ def cancel_leaves_targets(rig: StoreRig) -> None:
 def cancel_leaves_sources(rig: StoreRig) -> None:
     """Once the future of a store is done, cancelled or not, nobody reads its sources any more."""
     for delay in DELAYS * rig.depth:
-        objects = rig.objects([200_000] * 12)
+        objects = rig.objects([200_000] * rig.at_once(12))
         buffers = [bytearray(data) for data in objects.values()]
         future = rig.store.store(list(objects), views(buffers))
         time.sleep(delay)
@@ -204,7 +204,7 @@ def _watch(buffers: list[bytearray], otherwise: str) -> None:
 def delete_during_load(rig: StoreRig) -> None:
     """An object that is deleted while it is loaded arrives whole, or is a miss."""
     for _ in range(6 * rig.depth):
-        objects, others = rig.objects([400_000] * 6), rig.objects([400_000] * 6)
+        objects, others = (rig.objects([400_000] * rig.at_once(6)) for _ in range(2))
         rig.put(objects)
         targets = targets_for(objects)
         load = rig.store.load(list(objects), views(targets))
@@ -213,8 +213,9 @@ def delete_during_load(rig: StoreRig) -> None:
         answers = rig.wait(load, "a load of what is being deleted")
         rig.compare_hits(answers, targets, objects, "loaded while it was deleted")
         count = rig.wait(delete, "delete")
-        require(count == len(objects), f"6 objects were deleted, the answer is {count}")
-        rig.wait(rig.store.delete(list(others)), "delete")
+        told = f"{len(objects)} objects were deleted, the answer is {count}"
+        require(count == len(objects), told)
+        rig.drop(others)
 
 
 @case(2, "small")
@@ -256,7 +257,11 @@ def close_ends_everything(rig: StoreRig) -> None:
     rig.put(objects)
     store = rig.store
     loads, targets = rig.load_each(objects)
-    calls: list[Future[Any]] = [*loads, *rig.store_each(more), store.lookup(list(objects))]
+    calls: list[Future[Any]] = [
+        *loads,
+        *rig.store_each(more),
+        store.lookup(list(objects)[:LEAST_KEYS]),
+    ]
     closing = threading.Thread(target=store.close, daemon=True)
     closing.start()
     closing.join(rig.patience)
@@ -317,7 +322,8 @@ class _Life:
 
     def lookup(self) -> None:
         """Some that are there and some that are gone, perhaps pinned for a moment."""
-        there, gone = self.some(8), self.gone[-4:]
+        there = self.some(self.rig.at_once(8))
+        gone = self.gone[-4:][: self.rig.at_once(12) - len(there)]
         pin = bool(self.rig.random.integers(2))
         found = self.rig.wait(self.rig.store.lookup([*there, *gone], pin=pin), "lookup")
         wanted = (True,) * len(there) + (False,) * len(gone)
@@ -425,7 +431,7 @@ def pins_are_given_back(rig: StoreRig) -> None:
     """After any use of pins, all released, the whole store can be filled again."""
     size = max(1, (rig.store.usage().capacity or 0) // 10)
     for _ in range(3):
-        objects = rig.objects([size] * 6)
+        objects = rig.objects([size] * rig.at_once(6))
         rig.put(objects)
         found = [rig.wait(rig.store.lookup(list(objects), pin=True), "lookup") for _ in range(3)]
         rig.expect(objects, "pinned three times")

@@ -51,6 +51,8 @@ MANY_BYTES = 1 << 20
 """A store of so many tells how long others take."""
 LEAST_CAPACITY = 16_000_000
 """A store that holds less has no room for what the cases keep at a time."""
+LEAST_KEYS = 4
+"""What cases give a store in one call, at least."""
 
 
 _PER_KEY = {"load": list, "store": list, "claim": list, "lookup": Found}
@@ -234,6 +236,16 @@ class StoreRig:
         """Noise."""
         return self.random.bytes(num_bytes)
 
+    def at_once(self, keys: int) -> int:
+        """So many, or as many as one call takes."""
+        return min(keys, self.store.capabilities.max_keys)
+
+    def calls(self, keys: Iterable[bytes]) -> Iterator[list[bytes]]:
+        """Keys, as many at a time as one call takes."""
+        every = list(keys)
+        for start in range(0, len(every), limit := self.store.capabilities.max_keys):
+            yield every[start : start + limit]
+
     def objects(self, sizes: Iterable[int]) -> dict[bytes, bytes]:
         """Objects of those sizes under fresh keys; nobody has stored them yet."""
         return {self.key(): self.noise(size) for size in sizes}
@@ -272,26 +284,27 @@ class StoreRig:
             require(in_time, f"{what}: a future is not done after {patience:.3g} s")
 
     def ask_store(self, objects: Mapping[bytes, bytes], store: Store | None = None) -> list[bool]:
-        """Store objects; the answers.
+        """Store objects, in as many calls as it takes; the answers.
 
         If at the pace of what the store kept before they take long, they get that time `SLOWER`
         times, rather than `patience`.
         """
-        sources = [[memoryview(data)] for data in objects.values()]
-        num_bytes, start = sum(map(len, objects.values())), time.monotonic()
-        within = max(self.patience, SLOWER * num_bytes * self._seconds_per_byte)
-        answers = self.wait((store or self.store).store(list(objects), sources), "store", within)
-        if num_bytes >= MANY_BYTES:
-            taken = (time.monotonic() - start) / num_bytes
-            self._seconds_per_byte = max(self._seconds_per_byte, taken)
+        answers = list[bool]()
+        for keys in self.calls(objects):
+            data = [objects[key] for key in keys]
+            num_bytes, start = sum(map(len, data)), time.monotonic()
+            within = max(self.patience, SLOWER * num_bytes * self._seconds_per_byte)
+            kept = self.wait((store or self.store).store(keys, views(data)), "store", within)
+            answers += kept
+            if num_bytes >= MANY_BYTES:
+                taken = (time.monotonic() - start) / num_bytes
+                self._seconds_per_byte = max(self._seconds_per_byte, taken)
         return answers
 
     def put(self, objects: Mapping[bytes, bytes], store: Store | None = None) -> None:
         """Store objects; all must be kept."""
-        for start in range(0, len(objects), limit := self.store.capabilities.max_keys):
-            part = dict(list(objects.items())[start : start + limit])
-            answers = self.ask_store(part, store)
-            require(answers == [True] * len(part), f"store of {len(part)} objects said {answers}")
+        answers = self.ask_store(objects, store)
+        require(answers == [True] * len(objects), f"store of {len(objects)} objects said {answers}")
 
     def get(self, key: bytes, num_bytes: int, store: Store | None = None) -> bytes | None:
         """An object's bytes, or None for a miss."""
@@ -320,11 +333,13 @@ class StoreRig:
     def drop(self, keys: Iterable[bytes], store: Store | None = None) -> None:
         """Delete objects, if the store can."""
         if self.lacks("deletes") is None:
-            self.wait((store or self.store).delete(list(keys)), "delete")
+            for some in self.calls(keys):
+                self.wait((store or self.store).delete(some), "delete")
 
     def found(self, keys: Sequence[bytes], store: Store | None = None) -> tuple[bool, ...]:
         """Which are there."""
-        return self.wait((store or self.store).lookup(list(keys)), "lookup").present
+        calls = map((store or self.store).lookup, self.calls(keys))
+        return tuple(there for call in calls for there in self.wait(call, "lookup").present)
 
     def expect(self, objects: Mapping[bytes, bytes], when: str, store: Store | None = None) -> None:
         """All objects must be there, byte for byte."""

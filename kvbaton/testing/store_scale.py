@@ -181,9 +181,9 @@ def _batched(objects: dict[bytes, bytes], size: int) -> Iterator[dict[bytes, byt
 @case(5, slow=True)
 def thousands_of_loads(rig: StoreRig) -> None:
     """Loads leave nothing behind: no descriptor, no thread, and no bytes."""
-    objects = rig.objects([64] * 64)
+    objects = rig.objects([64] * rig.at_once(64))
     rig.put(objects)
-    keys: Sequence[bytes] = [*objects, *(rig.key() for _ in range(8))]
+    keys: Sequence[bytes] = [*objects, *(rig.key() for _ in range(8))][: rig.at_once(72)]
     targets = [bytearray(64) for _ in keys]
     pieces: Sequence[Pieces] = views(targets)
     calls, end = 0, time.monotonic() + LOAD_S * rig.depth

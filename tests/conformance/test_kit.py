@@ -27,6 +27,7 @@ from kvbaton.testing import check
 from kvbaton.testing.check import Subject, main, make_subject
 from kvbaton.testing.kit import THREAD, Case, CaseVerdict, Kit, KitBroke, Outcome, require, run_case
 from kvbaton.testing.store_rig import STORE_KIT
+from tests.support.few_keys import FEW_KEYS
 from tests.support.waiting import PATIENCE_S
 
 BROKEN = "tests.connectors_broken.stores:FindsEverything"
@@ -282,6 +283,28 @@ def test_a_part_of_the_kit_certifies_nothing(capsys: pytest.CaptureFixture[str])
     assert main(make_subject("memory", "store"), level=0) == 4
     last = capsys.readouterr().out.splitlines()[-1]
     assert re.fullmatch(r"memory: passed, not certified: \d+ cases were not asked for", last)
+
+
+LONG = ("random-schedule", "memory-stays-level", "small-objects-in-a-race", "done-once")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [c for c in STORE_KIT.cases() if not c.slow and not c.id.endswith(LONG)],
+    ids=lambda case: case.id,
+)
+def test_a_store_is_given_no_more_keys_in_a_call_than_it_takes(
+    case: Case[Any],
+) -> None:
+    """It was told that it had failed."""
+    outcome = Subject(FEW_KEYS, "store").run(case)
+    assert outcome.verdict in (CaseVerdict.PASSED, CaseVerdict.SKIPPED), outcome.text
+
+
+def test_a_store_of_too_few_keys_is_refused() -> None:
+    spec = f'{FEW_KEYS}:{{"max_keys": 3}}'
+    with pytest.raises(ConfigError, match="takes 3 keys in a call; the kit needs 4"):
+        Subject(spec, "store").probe()
 
 
 def test_a_store_that_hangs_does_not_hang_the_command(tmp_path: Path) -> None:

@@ -277,6 +277,22 @@ def test_a_look_at_all_serves_many_evictions_in_exact_order(
     assert looks == 1
 
 
+def test_what_is_from_before_the_clock_was_set_back_leaves_first(
+    make: Make, tmp_path: Path
+) -> None:
+    """Else it would stay for as long as the clock was ahead, and what is new would leave."""
+    before, after = make_objects(4, 1000, 1), make_objects(4, 1000, 2)
+    save(make(), before)
+    for day, key in enumerate(before, start=1):
+        age(file_of(tmp_path, key), -86_400 * day)
+    store = make(max_bytes=8 * ENTRY)
+    assert save(store, after) == [True] * 4
+    assert read(store, dict(list(before.items())[:1])) == [before[next(iter(before))]]
+    assert save(store, make_objects(3, 1000, 3)) == [True] * 3
+    assert held(store, before) == [0], "used since the clock was set back"
+    assert held(store, after) == [0, 1, 2, 3]
+
+
 def test_use_renews_the_mark_only_when_it_is_old(make: Make, tmp_path: Path) -> None:
     store, objects = make(touch_seconds=60.0), one()
     save(store, objects)
@@ -376,6 +392,17 @@ def test_an_account_that_is_too_high_costs_no_entry(
     assert counted(store) == (300, 300 * size)
 
 
+@pytest.mark.parametrize("left", [bytes(4096), b""], ids=["zeros", "nothing"])
+def test_an_account_that_a_crash_has_emptied_is_made_anew(
+    make: Make, tmp_path: Path, left: bytes
+) -> None:
+    """Some file systems leave that of what was written last; the limit would be kept twice over."""
+    save(make(), make_objects(8, 1000))
+    (root(tmp_path) / "usage").write_bytes(left)
+    assert counted(make(max_bytes=6 * ENTRY)) == (6, 6 * ENTRY)
+    assert len(entries(tmp_path)) == 6
+
+
 @pytest.mark.parametrize("wrong", ["lost", "too high", "too low"])
 def test_a_wrong_account_is_put_right(make: Make, tmp_path: Path, wrong: str) -> None:
     objects = make_objects(8, 1000)
@@ -386,7 +413,7 @@ def test_a_wrong_account_is_put_right(make: Make, tmp_path: Path, wrong: str) ->
     elif wrong == "too high":
         usage.write_bytes((1 << 30).to_bytes(8, "little") * 512)
     else:
-        usage.write_bytes(bytes(4096))
+        usage.write_bytes((1).to_bytes(8, "little") * 512)
     store = make(max_bytes=8 * ENTRY)
     if wrong == "too low":  # noticed when next it evicts
         save(store, make_objects(9, 1000, seed=1))
@@ -646,7 +673,7 @@ def test_what_an_operator_must_see_is_an_error(tmp_path: Path) -> None:
         store.open()
     assert "Not a directory" in (store.health() or "")
     with pytest.raises(ConfigError, match="max_bytes"):
-        FilesystemStore("files", path=str(tmp_path), max_bytes=1).open()
+        FilesystemStore("files", path=str(tmp_path), max_bytes=1)  # before a model is loaded
     with pytest.raises(ConfigError, match="path: must name a directory"):
         FilesystemStore("files", path="")
 

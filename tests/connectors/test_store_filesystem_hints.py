@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -11,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from kvbaton.connectors.store import CLAIM_S, Hints
+from kvbaton.connectors.stores import filesystem_entry
 from kvbaton.connectors.stores.filesystem import FilesystemStore
 from kvbaton.connectors.stores.filesystem_entry import HEADER_BYTES, EntryClaims, header
+from tests.support.waiting import until
 
 TIMEOUT_S = 30.0
 SIZE = 1000
@@ -117,6 +120,19 @@ def test_its_own_are_removed_when_they_expire_unless_stored_anew(
     assert told == [key(1)]
 
 
+def test_what_was_evicted_before_it_expired_is_forgotten(
+    store: FilesystemStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A time to live of days must not keep a note of all that was stored in them."""
+    monkeypatch.setattr(filesystem_entry, "MOST_GONE", 8)
+    assert save(store, {200: Hints(ttl_s=0.2), 201: Hints(ttl_s=1e6)})
+    for number in range(40):
+        assert save(store, {number: Hints(ttl_s=1e6)})
+        assert store.delete([key(number)]).result(TIMEOUT_S) == 1
+    assert len(store.backend._expiring) <= 8
+    until(lambda: present(store, 200, 201) == [201], "only the first expires")
+
+
 def test_the_deepest_of_one_age_are_evicted_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,6 +166,24 @@ def test_a_claim_of_one_that_died_is_void(store: FilesystemStore, tmp_path: Path
     assert other.claim(keys).result(TIMEOUT_S) == [False, True]
     other.close()
     assert list((tmp_path / "kvbaton-1" / "claims").iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_who_finds_no_room_for_a_claim_is_to_store(
+    store: FilesystemStore, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """To store makes room; nobody would if claims failed."""
+    opened = store.backend._space.open_file
+
+    def full(path: str, flags: int) -> int:
+        if "/claims/" in path:
+            raise OSError(number, os.strerror(number), path)
+        return opened(path, flags)
+
+    monkeypatch.setattr(store.backend._claims, "_open_file", full)
+    assert save(store, {1: Hints()}) == [True]
+    assert store.claim([key(1), key(2)]).result(TIMEOUT_S) == [False, True]
+    assert save(store, {2: Hints()}) == [True]
 
 
 def test_nobody_claims_what_was_stored_while_they_asked(

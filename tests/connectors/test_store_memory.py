@@ -1,7 +1,11 @@
 """The memory store: exact LRU within its bytes, pins that end, and bytes that never mix."""
 
 import ctypes
+import errno
+import mmap
+import os
 import random
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -193,10 +197,36 @@ def test_after_close_nothing_is_left(store: MemoryStore) -> None:
     assert store.usage().num_bytes == 0
 
 
-@pytest.mark.parametrize("size", [0, -1, 1 << 60])
-def test_an_impossible_size_is_refused_by_name(size: int) -> None:
-    with pytest.raises(ConfigError, match="max_bytes"):
-        MemoryStore("host", max_bytes=size).open()
+def test_an_impossible_size_is_refused_by_name() -> None:
+    store = MemoryStore("host", max_bytes=1 << 60)
+    with pytest.raises(ConfigError, match="max_bytes: can't map"):
+        store.open()
+
+
+class SmallPages(mmap.mmap):
+    """Of a kernel that was built without larger ones."""
+
+    def madvise(self, *_: int) -> None:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+
+def test_a_kernel_without_huge_pages_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mmap, "mmap", SmallPages)
+    store = MemoryStore("host", max_bytes=4096)
+    store.open()
+    assert save(store, (1, b"body")) == [True]
+    assert load(store, 1, 4) == b"body"
+    store.close()
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_bytes": 0}, {"max_bytes": -1}, {"pin_seconds": 0}, {"tenant_max_bytes": 0}]
+)
+def test_what_no_machine_could_do_is_refused_before_it_is_opened(options: dict[str, int]) -> None:
+    """A model is loaded in between. Pins that end at once would be none."""
+    (name,) = options
+    with pytest.raises(ConfigError, match=f"^{name}: must be"):
+        MemoryStore("host", **options)  # type: ignore[arg-type]
 
 
 def test_many_threads_never_mix_bytes_and_leak_none() -> None:
@@ -272,6 +302,21 @@ def test_nothing_is_seen_before_its_bytes_are_there(store: MemoryStore, held: He
     assert stored.result(TIMEOUT_S) == again.result(TIMEOUT_S) == [True]
     assert load(store, 1, 100) == body(1, 100)
     assert store.usage().num_bytes == 100
+
+
+def test_a_batch_that_ends_half_way_keeps_nobody_waiting(store: MemoryStore) -> None:
+    """Of a GPU's blocks some are taken before another one makes room, which others may fail."""
+
+    def fail(key: bytes, pieces: Pieces) -> None:
+        raise MemoryError("no room for a copy")
+
+    fill(store, 3)
+    store.on_evict = fail
+    with pytest.raises(MemoryError):
+        store.backend.put_many([key(4), key(5)], [cut(bytes(100))] * 2, [Hints()] * 2)
+    assert save(store, (4, body(4, 100))) == [True]
+    assert load(store, 4, 100) == body(4, 100)
+    assert present(store, range(6)) == [0, 1, 2, 4]
 
 
 def test_deleting_what_is_being_stored_leaves_nothing(store: MemoryStore, held: Held) -> None:
@@ -453,6 +498,17 @@ def test_what_has_expired_goes_before_all_others(clock: Clock) -> None:
     store.close()
 
 
-def test_a_wrong_share_is_refused() -> None:
-    with pytest.raises(ConfigError, match="tenant_max_bytes"):
-        MemoryStore("host", tenant_max_bytes=0).open()
+def test_what_was_evicted_before_it_expired_is_forgotten(clock: Clock) -> None:
+    """A time to live of days must not keep a note of all that was stored in them."""
+    store = MemoryStore("host", max_bytes=100_000, clock=clock)
+    store.open()
+    for number in range(6_000):
+        if number == 2_500:
+            before = sys.getallocatedblocks()
+        store.backend.put(key(number), cut(bytes(1000)), Hints(ttl_s=1e6))
+    grown = sys.getallocatedblocks() - before
+    assert store.usage().objects == 100
+    clock.now = 2e6
+    assert present(store, range(5_900, 6_000)) == []
+    store.close()
+    assert grown < 3_000

@@ -184,6 +184,17 @@ def test_figures_of_the_server(server: Server, client: Any) -> None:
         assert figures.counters.keys() == {"evicted_keys", "expired_keys"}
 
 
+def test_a_server_that_tells_fewer_figures_will_do(
+    server: Server, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As some do that only speak its protocol."""
+    monkeypatch.setattr("redis.Redis.info", lambda _: {"used_memory": 5})
+    with server.store() as store:
+        assert find(store, KEYS).present == (False, False)
+        assert store.usage().capacity is None
+        assert store.usage().gauges["used_memory_bytes"] == 5
+
+
 def test_prefixes_do_not_mix(store: Store, server: Server) -> None:
     with server.store(prefix="other:") as other:
         assert find(other, KEYS).present == (False, False)

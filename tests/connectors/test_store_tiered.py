@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 
 from kvbaton.connectors.registry import Spec, load_store
-from kvbaton.connectors.store import Forgetting, Hints, Namespaced, Store
+from kvbaton.connectors.store import Forgetting, Found, Hints, Namespaced, Store
 from kvbaton.connectors.stores.faulty import FaultyStore
 from kvbaton.connectors.stores.tiered import TieredStore
 from kvbaton.errors import ConfigError, StoreError
@@ -182,6 +182,40 @@ def test_a_tier_that_raises_anything_else_is_passed_over_likewise(
         assert has(store, *range(6)) == [True] * 6
         assert store.tiers[0].failures == 1
         told = "SystemExit: out of luck" if isinstance(error, SystemExit) else "KeyError: 'a bug'"
+        assert store.outages() == {"memory": told}
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        ([], "it answered for 0 of 6 keys"),
+        (None, "TypeError: object of type 'NoneType' has no len()"),
+        ("cancelled", "the call was cancelled"),
+    ],
+)
+@pytest.mark.parametrize("call", ["lookup", "load", "store"])
+def test_a_tier_that_answers_wrongly_is_passed_over_likewise(
+    call: str, answer: Any, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answered(*_: Any, **options: Any) -> Future[Any]:
+        future = Future[Any]()
+        if answer == "cancelled":
+            future.cancel()
+            future.set_running_or_notify_cancel()
+        else:
+            future.set_result(Found(tuple(answer)) if call == "lookup" and answer == [] else answer)
+        return future
+
+    with tiered(MEMORY, MEMORY, retry_s=60.0, **QUIET) as store:
+        if call != "store":
+            save(store, OBJECTS)
+        monkeypatch.setattr(inner(store, 0), call, answered)
+        if call == "store":
+            assert save(store, OBJECTS) == [True] * 6
+        if call == "lookup":
+            assert has(store, *range(6)) == [True] * 6
+        assert read(store, OBJECTS) == DATA
+        assert store.tiers[0].failures == 1
         assert store.outages() == {"memory": told}
 
 
@@ -488,7 +522,7 @@ def test_a_tier_that_fails_to_close_keeps_nothing_open_and_nobody_waiting(
 
 def test_a_tier_that_does_not_open_closes_the_others() -> None:
     before = threading.active_count()
-    store = TieredStore("tiered", tiers=[MEMORY, {"memory": {"max_bytes": 0}}])
+    store = TieredStore("tiered", tiers=[MEMORY, {"memory": {"max_bytes": 1 << 60}}])
     with pytest.raises(ConfigError, match="max_bytes"):
         store.open()
     assert threading.active_count() == before
@@ -501,6 +535,7 @@ def test_a_tier_that_does_not_open_closes_the_others() -> None:
         ({"tiers": []}, "tiers must be a list of specs"),
         ({"tiers": "memory"}, "tiers must be a list of specs"),
         ({"tiers": ["memory"], "write": "back"}, "write must be through or on_eviction"),
+        ({"tiers": ["memory"], "lookup_s": 0}, "lookup_s: must be above 0"),
         ({"tiers": ["memory", "no-such-store"]}, "unknown store"),
         ({"tiers": ["faulty", "memory"], "write": "on_eviction"}, "does not tell what it evicts"),
     ],

@@ -76,7 +76,17 @@ def test_what_one_life_saved_another_loads(
     assert read(second, objects) == list(objects.values())
 
 
+def test_what_is_refused_is_shut_down(tmp_path: Path) -> None:
+    """It may have threads and connections, which nobody else could end."""
+    Clinging.ended.clear()
+    store = load_store(spec(f"{__name__}:ClingsAndShakesHands", tmp_path))
+    with pytest.raises(ConfigError, match="get_handshake_metadata"):
+        store.open()
+    assert Clinging.ended == ["WORKER", "SCHEDULER"]
+
+
 def test_a_side_that_fails_to_shut_down_does_not_spare_the_other(tmp_path: Path) -> None:
+    Clinging.ended.clear()
     store = load_store(spec(f"{__name__}:Clinging", tmp_path))
     store.open()
     with pytest.raises(RuntimeError, match="not yet"):
@@ -303,6 +313,11 @@ class Clinging(Example):  # type: ignore[misc]
         self.ended.append(self.role.name)
         if self.role.name == "WORKER":
             raise RuntimeError("not yet")
+
+
+class ClingsAndShakesHands(Clinging):
+    def get_handshake_metadata(self) -> Any:
+        return object()
 
 
 class Unfinished(Example.__base__):  # type: ignore[misc]

@@ -71,6 +71,13 @@ class EvictsInSilence(BrokenMemory):
         pass
 
 
+class HandsOverWhatComes(BrokenMemory):
+    """Hands over the bytes of an evicted object once they are overwritten."""
+
+    def _evicted(self, key: bytes, pieces: Pieces | None) -> None:
+        super()._evicted(key, pieces and [memoryview(bytes(len(piece))) for piece in pieces])
+
+
 class BadMetricNames(BrokenMemory):
     """Has a gauge that no metrics page can show."""
 
@@ -172,6 +179,7 @@ BROKEN_EXTRAS: dict[type[BrokenMemory], str] = {
     FindsBehindTheGap: "L1.prefixes-end-at-the-first-gap",
     ClearsEverything: "L1.namespaces-are-cleared-alone",
     EvictsInSilence: "L1.evictions-are-told",
+    HandsOverWhatComes: "L1.evictions-are-told",
     BadMetricNames: "L1.metrics-of-its-own",
     CountsBackwards: "L1.metrics-of-its-own",
     OneTimeForACall: "L1.what-expires-is-gone",

@@ -33,10 +33,13 @@ class BrokenFilesystem(FilesystemStore):
     """The filesystem store over the files that a subclass breaks; nothing is broken here."""
 
     Broken: ClassVar[type[Files]] = Files
+    max_bytes: ClassVar[int | None] = None
 
     def __init__(self, name: str, *, path: str) -> None:
         super().__init__(name, path=path)
-        self.backend = self.Broken(path, None, FileMover(), fsync=False, touch_seconds=60.0)
+        self.backend = self.Broken(
+            path, self.max_bytes, FileMover(), fsync=False, touch_seconds=60.0
+        )
         self.capabilities = self.backend.capabilities
         self.load_limit = self.store_limit = ONE  # by `get` and `put`, which subclasses break
 
@@ -254,6 +257,16 @@ class SwallowsErrors(BrokenFilesystem):
             return [False] * len(keys)
 
 
+class DeletesInSilence(BrokenFilesystem):
+    """Says that there was nothing to delete, whatever goes wrong."""
+
+    class Broken(PlainFiles):
+        def remove(self, keys: Sequence[bytes]) -> int:
+            with suppress(StoreError):
+                return super().remove(keys)
+            return 0
+
+
 class TakesCutFiles(BrokenFilesystem):
     """Takes what is left of a file for the object, and zeros for the rest."""
 
@@ -281,6 +294,23 @@ class ClaimsForAll(BrokenFilesystem):
     class Broken(Files):
         def claim(self, keys: Sequence[bytes]) -> list[bool]:
             return [not there for there in self.contains(keys)]
+
+
+class ClaimsWhatHasNoRoom(BrokenFilesystem):
+    """Gives a claim back only with an object that is kept."""
+
+    max_bytes = 20_000_000
+
+    class Broken(Files):
+        def put_many(
+            self, keys: Sequence[bytes], sources: Sequence[Pieces], hints: Sequence[Hints]
+        ) -> list[bool]:
+            ours = self._claims._ours.copy()
+            answers = super().put_many(keys, sources, hints)
+            for key, kept in zip(keys, answers, strict=True):
+                if not kept and key in ours:
+                    self._claims.take(key)
+            return answers
 
 
 class RemembersNamespaces(BrokenFilesystem):
@@ -321,6 +351,7 @@ Door = Callable[[Any], Any] | None
 BROKEN_FILES: dict[type[BrokenFilesystem], tuple[str, Door]] = {
     LosesAllAtClose: ("L1.outlives-close", None),
     ClaimsForAll: ("L1.one-of-several-claims", None),
+    ClaimsWhatHasNoRoom: ("L1.one-of-several-claims", None),
     RemembersNamespaces: ("L1.namespaces-are-cleared-alone", None),
     ServesStaleObjects: ("L1.others-see-it", FilesystemBackDoor),
     ScramblesBytes: ("L1.what-is-kept-is-what-was-stored", FilesystemBackDoor),
@@ -330,6 +361,7 @@ BROKEN_FILES: dict[type[BrokenFilesystem], tuple[str, Door]] = {
     WaitsForTheDead: ("L3.what-a-killed-writer-leaves", FilesystemBackDoor),
     RemembersAbsence: ("L3.others-see-whole-objects", FilesystemBackDoor),
     SwallowsErrors: ("L3.errors-are-told", FilesystemBackDoor),
+    DeletesInSilence: ("L3.errors-are-told", FilesystemBackDoor),
     TakesCutFiles: ("L3.cut-objects", FilesystemBackDoor),
     TakesSpoiledFiles: ("L3.spoiled-objects", SpoilingBackDoor),
 }

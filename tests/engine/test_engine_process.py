@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 from kvbaton.engine.build import ConnectorContext, MakeConnectors
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.kv_connector import KVConnector
 from kvbaton.engine.process import EngineProcess
+from kvbaton.errors import ConfigError
 from kvbaton.types import NodeId
 from tests.support.engine_node import ENGINE
+
+TIMEOUT_S = 60.0
 
 
 class Interpreter(KVConnector):
@@ -42,6 +49,29 @@ class InterpreterFactory:
 
     def __call__(self, surroundings: ConnectorContext) -> MakeConnectors:
         return lambda executor, scheduler: [Interpreter()]
+
+
+@dataclass(frozen=True)
+class OpeningFactory(InterpreterFactory):
+    """Refuses a setting, or opens for ever: as long as a large model is loaded."""
+
+    refuses: bool
+
+    def __call__(self, surroundings: ConnectorContext) -> MakeConnectors:
+        if self.refuses:
+            raise ConfigError("--transport", "tcp's pinned_mib: must be at least 32")
+        threading.Event().wait()
+        raise AssertionError("nobody ends it but a signal")
+
+
+async def test_what_a_connector_refuses_is_told_while_the_model_is_loaded(
+    checkpoint: Callable[..., Path],
+) -> None:
+    config = EngineConfig(model=str(checkpoint()), **ENGINE)
+    connectors = [OpeningFactory(refuses=False), OpeningFactory(refuses=True)]
+    with pytest.raises(ConfigError, match="--transport: tcp's pinned_mib: must be"):
+        async with asyncio.timeout(TIMEOUT_S):
+            await EngineProcess.start(config, connectors, node=NodeId("n", os.urandom(16)))
 
 
 async def test_nothing_holds_up_the_cores_thread_for_longer_than_a_step(

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import time
 from array import array
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from kvbaton.connectors.store import Found, Pieces, Usage
+from kvbaton.connectors.stores.memory import MemoryStore
 from kvbaton.connectors.stores.threaded import ThreadedStore
 from kvbaton.engine.build import ConnectorContext, ConnectorFactory, MakeConnectors
 from kvbaton.engine.executor import Executor
 from kvbaton.engine.kv_connector import KVConnector
 from kvbaton.engine.kv_events import BlockRemoved, BlockStored, KVEventLog
 from kvbaton.engine.scheduler import Scheduler
+from kvbaton.engine.store_calls import StoreCalls
 from kvbaton.engine.store_saves import tenant_of
+from kvbaton.engine.store_worker import Forgotten, StoreWorker
 from kvbaton.errors import ConfigError
 from kvbaton.messages.engine import AddRequest, Metrics, SamplingParams
 from kvbaton.server.node import stores_of
@@ -270,3 +276,32 @@ def test_two_who_compute_the_same_at_once_save_it_once(
     assert list((tmp_path / "kvbaton-1" / "claims").iterdir()) == []
     for node in both:
         nodes.end(node)
+
+
+class TellsMoreMeanwhile(deque[bytes]):
+    """Another thread tells of one more while those that are known are taken."""
+
+    def __init__(self, worker: StoreWorker) -> None:
+        super().__init__()
+        self._forget = worker._forget
+
+    def popleft(self) -> bytes:
+        key, forget = super().popleft(), self._forget
+        self._forget = lambda keys: None
+        forget([KEYS[2]])
+        return key
+
+
+KEYS = [bytes([number]) * 32 for number in range(3)]
+
+
+def test_what_is_evicted_while_others_are_told_is_told_too() -> None:
+    """It waited for the next save, for ever in a node that saves no more."""
+    worker = StoreWorker(StoreCalls(MemoryStore("shelf")), cast(Any, None), (), bytes(32))
+    worker._forgotten = TellsMoreMeanwhile(worker)
+    worker._forget(KEYS[:2])
+    worker._loop.post(worker._loop.stop)
+    worker._loop.run()
+    told = [key for order in worker.take() for key in cast(Forgotten, order).keys]
+    os.close(worker.wake_fd)
+    assert sorted(told) == KEYS

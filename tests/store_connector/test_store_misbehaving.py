@@ -213,7 +213,7 @@ def test_cancelled_loads_are_not_missing(nodes: Nodes, box: Box) -> None:
         ('filesystem:{"path": 5}', "path has a wrong type: Expected `str`"),
         ('filesystem:{"path": "/tmp/x", "max_bytes": [1]}', "Expected `int | null`, got `array`"),
         ('memory:{"threads": "4"}', "threads has a wrong type"),
-        ('memory:{"max_bytes": -5}', "--store: memory's max_bytes: must be at least 1, not -5"),
+        ('memory:{"max_bytes": -5}', "--store: memory's max_bytes: must be above 0, not -5"),
         ('memory:{"threads": 0}', "--store: memory's threads: must be at least 1, not 0"),
         (spec_of(NoCapabilities), "declares no valid capabilities"),
         (spec_of(NoKeys), "declares no valid capabilities"),
@@ -241,6 +241,8 @@ def test_a_wrong_option_is_told_before_a_model_is_loaded(tmp_path: Path) -> None
         Node("node", folder, store='memory:{"colour": 1}')
     with pytest.raises(ConfigError, match="--store-ttl: must be more than 0"):
         Node("node", folder, store="memory", store_ttl=0.0)
+    with pytest.raises(ConfigError, match="--store: the name 'two words!' of a store can't be"):
+        Node("node", folder, store='memory:{"name": "two words!"}')
 
 
 def test_an_option_that_open_finds_wrong_is_told_as_it_was_written(

@@ -25,7 +25,6 @@ byte. `filesystem_space.py` keeps the account and evicts.
 from __future__ import annotations
 
 import errno
-import heapq
 import logging
 import os
 import stat
@@ -39,10 +38,12 @@ from dataclasses import replace
 from kvbaton.connectors.store import KEY_BYTES, NO_HINTS, Hints, Pieces, StoreCapabilities, Usage
 from kvbaton.connectors.stores.filesystem_entry import (
     HEADER_BYTES,
+    NO_ROOM,
     DirectFileMover,
     EntryBuffer,
     EntryClaims,
     EntryLabels,
+    ExpiringEntries,
     FileMover,
     labels_of,
     start_of,
@@ -81,7 +82,6 @@ WARN_S = 10.0
 """Between two lines in the log about entries that are damaged: there may be thousands."""
 
 _GONE = (errno.ENOENT, errno.ESTALE)
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _NO_FOLDER = -1
 """Stands for the descriptor of a folder that is not there: nothing is found in it."""
 
@@ -136,6 +136,9 @@ class Files(ClientBackend):
     Args:
         path, max_bytes, fsync, touch_seconds: of `FilesystemStore`.
         mover: of their bytes.
+
+    Raises:
+        ConfigError: there is no path, or the limit is below one header.
     """
 
     capabilities = StoreCapabilities(
@@ -162,6 +165,8 @@ class Files(ClientBackend):
         self._mover = mover
         if not path:  # from an empty variable, say: else it would be where we happen to be
             raise ConfigError("path", "must name a directory, not ''")
+        if max_bytes is not None and max_bytes < HEADER_BYTES:
+            raise ConfigError("max_bytes", f"must be at least {HEADER_BYTES}, not {max_bytes}")
         self._root = os.path.join(os.path.abspath(path), "kvbaton-1")
         self._max_bytes = max_bytes
         self._fsync = fsync
@@ -170,7 +175,7 @@ class Files(ClientBackend):
         """See `Forgetting`."""
         self._space = SpaceManager(self._root, max_bytes, self._forgotten)
         self._claims = EntryClaims(os.path.join(self._root, "claims"), self._space.open_file)
-        self._expiring: list[tuple[float, str]] = []
+        self._expiring = ExpiringEntries()
         self._damaged, self._warn_at = 0, 0.0
         self._lock = threading.Lock()
         self._index = EntryIndex(self._root)
@@ -181,13 +186,8 @@ class Files(ClientBackend):
         """Make the directory, remove what dead writers left, make the limit hold.
 
         Raises:
-            ConfigError: the limit is below one header.
             StoreError: the directory can't be made, read or locked.
         """
-        if self._max_bytes is not None and self._max_bytes < HEADER_BYTES:
-            raise ConfigError(
-                "max_bytes", f"must be at least {HEADER_BYTES}, not {self._max_bytes}"
-            )
         with self._accessing("open"):
             self._space.open()
             self._claims.open()
@@ -257,12 +257,8 @@ class Files(ClientBackend):
 
     def _remove_expired(self) -> None:
         """Remove what this process stored and is over, unless it was stored anew."""
-        now, due = time.time(), list[str]()
-        with self._lock:
-            while self._expiring and self._expiring[0][0] <= now:
-                due.append(heapq.heappop(self._expiring)[1])
-        gone = list[str]()
-        for path in due:
+        now, gone = time.time(), list[str]()
+        for path in self._expiring.due(now):
             with suppress(FileNotFoundError), open(path, "rb") as file:
                 labels = labels_of(file.read(HEADER_BYTES))
                 if labels is not None and labels.is_over(now):
@@ -301,7 +297,7 @@ class Files(ClientBackend):
                 self._remove_expired()
                 return self._store(items)
             except OSError as error:
-                if error.errno not in (*_NO_ROOM, *_GONE, errno.EFBIG):
+                if error.errno not in (*NO_ROOM, *_GONE, errno.EFBIG):
                     raise
             finally:
                 self._claims.drop(keys)
@@ -360,7 +356,7 @@ class Files(ClientBackend):
         try:
             done = self._write([(*items[n], sizes[n]) for n in new], deadline)
         except OSError as error:
-            alone = error.errno in _NO_ROOM and len(items) == 1
+            alone = error.errno in NO_ROOM and len(items) == 1
             if not alone or not self._space.evict(sizes[0]):
                 raise
             done = self._write([(*items[0], sizes[0])], deadline)
@@ -370,7 +366,7 @@ class Files(ClientBackend):
 
     def _write(self, items: Sequence[tuple[bytes, Pieces, Hints, int]], deadline: float) -> int:
         """How many of them became entries."""
-        files, done = list[Written](), 0
+        files, ends, done = list[Written](), list[tuple[float, str]](), 0
         try:
             for key, source, hints, num_bytes in items:
                 temporary, file = self._space.begin(num_bytes)
@@ -386,10 +382,10 @@ class Files(ClientBackend):
                     if self._fsync:
                         os.fsync(file)
                     if labels.expires_at is not None:
-                        with self._lock:
-                            heapq.heappush(self._expiring, (labels.expires_at, self._path(key)))
+                        ends.append((labels.expires_at, self._path(key)))
             done = self._space.publish(files, deadline)
         finally:
+            self._expiring.add(ends)
             for written in files[done:]:
                 remove_file(written.temporary)
         if self._fsync:  # makes names durable, the folders' own included
@@ -401,7 +397,7 @@ class Files(ClientBackend):
         return done
 
     def _touch(self, file: int | str, mtime: float, now: float) -> None:
-        if now - mtime >= self._touch_seconds:
+        if abs(now - mtime) >= self._touch_seconds:  # ahead: the clock was set back since
             # Another user's: it serves, its age just says less.
             with suppress(OSError):
                 os.utime(file)

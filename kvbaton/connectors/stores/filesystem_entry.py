@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import heapq
 import logging
 import mmap
 import os
@@ -34,10 +35,15 @@ from kvbaton.connectors.stores.filesystem_space import closing_file, remove_file
 
 logger = logging.getLogger(__name__)
 
+MOST_GONE = 10_000
+"""Entries that are gone of which it is remembered when they would have expired."""
 PAGE = 4096
 """Bytes of what direct I/O moves: where a piece begins, in memory and file, and its length."""
 _MAX_PIECES = 1024
 """IOV_MAX."""
+
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class FileMover:
@@ -242,6 +248,41 @@ def _cut(pieces: Pieces, start: int, num_bytes: int) -> tuple[Pieces, Pieces]:
     return cut(pieces, 0, lead), cut(pieces, lead, num_bytes - lead)
 
 
+class ExpiringEntries:
+    """When entries expire that this process has stored, but for most of those that are gone."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, str]] = []
+        self._most = 0
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def add(self, entries: Iterable[tuple[float, str]]) -> None:
+        """Note when files expire, by their paths; those that are no entries may be forgotten."""
+        some = list[tuple[float, str]]()
+        with self._lock:
+            for entry in entries:
+                heapq.heappush(self._heap, entry)
+            if len(self._heap) > self._most:
+                some, self._heap = self._heap, some
+        if some:  # evicted, perhaps days before they would have expired
+            some = [entry for entry in some if os.path.exists(entry[1])]
+            with self._lock:
+                self._heap += some
+                heapq.heapify(self._heap)
+                self._most = max(MOST_GONE, 2 * len(self._heap))
+
+    def due(self, now: float) -> list[str]:
+        """Paths of those that have expired since the last call."""
+        due = list[str]()
+        with self._lock:
+            while self._heap and self._heap[0][0] <= now:
+                due.append(heapq.heappop(self._heap)[1])
+        return due
+
+
 class EntryClaims:
     """Who is about to store which entry of a directory, as all processes that share it see it.
 
@@ -270,12 +311,20 @@ class EntryClaims:
                     remove_file(item.path)
 
     def take(self, key: bytes) -> bool:
-        """Whether it is ours from now on."""
+        """Whether it is ours from now on.
+
+        So it is without a file where there is no room for one: to store makes some, or says no.
+        """
         path = self._path(key)
-        made = self._make(path)
-        if made is None and self._is_void(path):
-            remove_file(path)
+        try:
             made = self._make(path)
+            if made is None and self._is_void(path):
+                remove_file(path)
+                made = self._make(path)
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            return True
         if made is not None:
             with self._lock:
                 self._ours[key] = made

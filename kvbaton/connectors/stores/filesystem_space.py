@@ -17,7 +17,8 @@ the worst that follows is a row that is wrong until then, or that two evict.
 Keys are hashes, so a folder is a fair sample of all entries: eviction reads folders until it has
 seen `SAMPLE` entries, not all of a million, and removes the oldest of these, now and later: what
 was the oldest stays it until it is used. A store with fewer entries is evicted in exact order. Age
-is the file's mtime, which use renews.
+is the file's mtime, which use renews. One that is ahead by more than `AHEAD_SECONDS` is from before
+the clock was set back, and so older than all that are not.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ SUFFIX = ".safetensors"
 SAMPLE = 4096
 """Entries from which the oldest are chosen."""
 LOCK_SECONDS = 5.0
+AHEAD_SECONDS = 60.0
+"""The clocks of two hosts differ by less."""
 STALE_SECONDS = 900.0
 """After that long without a byte, a writer on another host counts as dead."""
 
@@ -112,10 +115,9 @@ class SpaceManager:
         os.makedirs(self._in("tmp"), 0o770, exist_ok=True)
         self._device = os.stat(self._root).st_dev
         self._sweep()
-        counted = os.path.exists(self._in("usage"))
-        with self._account():  # fails where locks don't work
-            pass
-        if not counted:
+        with self._account() as rows:  # fails where locks don't work
+            counted = rows.any()
+        if not counted:  # by nobody, or a crash has emptied the file
             there = set(os.listdir(self._root))  # the first entry of a folder makes it
             for folder in range(FOLDERS):
                 if f"{folder:02x}" in there:
@@ -245,10 +247,10 @@ class SpaceManager:
             corrected = corrected or wrong
             if len(entries) >= SAMPLE:
                 # Others were not seen: what is old among these may be young among all.
-                self._oldest = deque(sorted(entries)[: len(entries) // 16])
+                self._oldest = deque(_by_age(entries)[: len(entries) // 16])
                 break
         else:
-            self._oldest = deque(sorted(entries))
+            self._oldest = deque(_by_age(entries))
         return corrected
 
     def _remove_oldest(self, num_bytes: int, *, spare: bool) -> bool:
@@ -456,6 +458,12 @@ def status_of(path: str) -> os.stat_result | None:
         return os.stat(path)
     except FileNotFoundError:
         return None
+
+
+def _by_age(entries: Sequence[LastUse]) -> list[LastUse]:
+    """The oldest first."""
+    ahead_ns = time.time_ns() + int(AHEAD_SECONDS * 1e9)
+    return sorted(entries, key=lambda entry: (entry.mtime_ns <= ahead_ns, entry))
 
 
 def _folder_of(path: str) -> int:

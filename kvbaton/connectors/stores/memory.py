@@ -26,6 +26,7 @@ from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 
@@ -43,11 +44,19 @@ from kvbaton.connectors.store import (
     Usage,
 )
 from kvbaton.connectors.stores.arena_copies import ArenaCopies, Extent, copy
-from kvbaton.connectors.stores.threaded import ONE, BatchLimit, ThreadedStore, usage_by_namespace
+from kvbaton.connectors.stores.threaded import (
+    ONE,
+    BatchLimit,
+    ThreadedStore,
+    check_positive,
+    usage_by_namespace,
+)
 from kvbaton.errors import ConfigError, StoreError
 
 WINDOW = 64
 """Objects among which hints decide who is evicted."""
+EXPIRING = 1000
+"""Notes of when evicted objects would have expired; beyond, they are dropped."""
 TOGETHER = BatchLimit(64, 64 << 20)
 """Objects that a thread moves from or to a GPU before it waits for their bytes."""
 
@@ -165,6 +174,9 @@ class Arena:
         evicted: Callable[[bytes, Pieces | None], None],
         tenant_max_bytes: int | None = None,
     ) -> None:
+        check_positive(max_bytes=max_bytes, pin_seconds=pin_seconds)
+        if tenant_max_bytes is not None:
+            check_positive(tenant_max_bytes=tenant_max_bytes)
         self._evicted = evicted
         self._tenant_max_bytes = tenant_max_bytes
         self._max_bytes = max_bytes
@@ -183,16 +195,12 @@ class Arena:
         Raises:
             ConfigError: there is not that much memory.
         """
-        if self._max_bytes < 1:
-            raise ConfigError("max_bytes", f"must be at least 1, not {self._max_bytes}")
-        if self._tenant_max_bytes is not None and self._tenant_max_bytes < 1:
-            most = self._tenant_max_bytes
-            raise ConfigError("tenant_max_bytes", f"must be at least 1, not {most}")
         try:
             area = mmap.mmap(-1, self._max_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise ConfigError("max_bytes", f"can't map {self._max_bytes} bytes: {error}") from error
-        area.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # a kernel without
+            area.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = np.frombuffer(area, np.uint8)
         self._clear()
 
@@ -319,21 +327,22 @@ class Arena:
         answers = [True] * len(keys)
         begun = dict[int, ArenaEntry]()
         others = list[int]()
-        with self._changed:
-            self._expire()
-            for number, (key, source, hint) in enumerate(zip(keys, sources, hints, strict=True)):
-                num_bytes = sum(map(len, source))
-                there = self._entries.get(key)
-                if there is not None and not there.written:
-                    others.append(number)
-                elif there is not None:
-                    self._entries.move_to_end(key)
-                elif not self._make_room(num_bytes, hint.tenant):
-                    answers[number] = False
-                else:
-                    begun[number] = self._begin(key, num_bytes, hint)
         written = False
         try:
+            with self._changed:
+                self._expire()
+                items = zip(keys, sources, hints, strict=True)
+                for number, (key, source, hint) in enumerate(items):
+                    num_bytes = sum(map(len, source))
+                    there = self._entries.get(key)
+                    if there is not None and not there.written:
+                        others.append(number)
+                    elif there is not None:
+                        self._entries.move_to_end(key)
+                    elif not self._make_room(num_bytes, hint.tenant):
+                        answers[number] = False
+                    else:
+                        begun[number] = self._begin(key, num_bytes, hint)
             if self.copies is not None:
                 self.copies.store([(sources[n], entry.extents) for n, entry in begun.items()])
             else:
@@ -366,6 +375,10 @@ class Arena:
         self._of_tenant[hints.tenant] += num_bytes if hints.tenant else 0
         if expires_at is not None:
             heapq.heappush(self._expiring, (expires_at, key))
+            if len(self._expiring) > 2 * len(self._entries) + EXPIRING:
+                ends = ((entry.expires_at, key) for key, entry in self._entries.items())
+                self._expiring[:] = [(end, key) for end, key in ends if end is not None]
+                heapq.heapify(self._expiring)
         return entry
 
     def remove(self, keys: Sequence[bytes]) -> int:

@@ -266,11 +266,11 @@ class RedisValues(ClientBackend):
         figures: Any = self._redis.info()
         counters = dict(self._usage.counters)
         for name in ("evicted_keys", "expired_keys"):
-            now, last = int(figures[name]), self._last.get(name, 0)
+            now, last = int(figures.get(name, 0)), self._last.get(name, 0)
             # After a restart the server counts from 0.
             counters[name] = counters.get(name, 0) + (now - last if now >= last else now)
             self._last[name] = now
-        used, capacity = int(figures["used_memory"]), int(figures["maxmemory"])
+        used, capacity = (int(figures.get(name, 0)) for name in ("used_memory", "maxmemory"))
         gauges = {"used_memory_bytes": used}
         self._usage = Usage(capacity=capacity or None, counters=counters, gauges=gauges)
         self._asked_at = time.monotonic()

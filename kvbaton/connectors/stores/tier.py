@@ -12,10 +12,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kvbaton.connectors.registry import as_written
-from kvbaton.connectors.store import Hints, Pieces, Store
+from kvbaton.connectors.store import Found, Hints, Pieces, Store
 from kvbaton.errors import StoreError
 
-T = TypeVar("T")
+Answer = TypeVar("Answer", Found, list[bool])
 WARN_S = 10.0
 """Between two lines in the log about failures of one tier."""
 
@@ -54,7 +54,7 @@ class Tier:
 
     async def load(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> Sequence[bool] | None:
         """The answers of `Store.load`, counted; None if there are none."""
-        found = await self.ask(partial(self.store.load, keys, targets))
+        found = await self.ask(partial(self.store.load, keys, targets), len(keys))
         self.loaded_bytes += _length_of(targets, found)
         return found
 
@@ -63,7 +63,7 @@ class Tier:
     ) -> list[bool] | None:
         """The same of `Store.store`, with hints if there are any and the store takes them."""
         options: Any = {"hints": hints} if hints and self.store.capabilities.hints else {}
-        kept = await self.ask(partial(self.store.store, keys, sources, **options))
+        kept = await self.ask(partial(self.store.store, keys, sources, **options), len(keys))
         self.stored_bytes += _length_of(sources, kept)
         return kept
 
@@ -82,14 +82,16 @@ class Tier:
 
     async def ask(
         self,
-        call: Callable[[], Future[T]],
+        call: Callable[[], Future[Answer]],
+        num_keys: int,
         within: float | None = None,
-        late: Callable[[Future[T]], None] | None = None,
-    ) -> T | None:
-        """The answer to a call; None if there is none.
+        late: Callable[[Future[Answer]], None] | None = None,
+    ) -> Answer | None:
+        """The answer to a call; None if there is none, or one for another number of keys.
 
         Args:
             call: asks the store.
+            num_keys: of the call.
             within: seconds to wait, for calls that borrow no buffers.
             late: is given the future that was not waited for any longer, once it is done.
         """
@@ -103,7 +105,12 @@ class Tier:
                 if late is not None:
                     future.add_done_callback(late)
                 raise StoreError(f"no answer within {within:g} s")
+            if waiting.cancelled():  # by the store: who cancels us ends the wait above
+                raise StoreError("the call was cancelled")
             answer = waiting.result()
+            count = len(answer.present if isinstance(answer, Found) else answer)
+            if count != num_keys:
+                raise StoreError(f"it answered for {count} of {num_keys} keys")
         except (Exception, SystemExit) as error:
             kind = "" if isinstance(error, StoreError) else f"{type(error).__name__}: "
             now = time.monotonic()

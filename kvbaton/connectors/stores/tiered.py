@@ -43,6 +43,7 @@ from kvbaton.connectors.store import (
     Usage,
 )
 from kvbaton.connectors.stores.driver import ComposedStore
+from kvbaton.connectors.stores.threaded import check_positive
 from kvbaton.connectors.stores.tier import Allowance, Tier
 from kvbaton.errors import ConfigError, StoreError
 
@@ -79,7 +80,8 @@ class TieredStore(ComposedStore):
         on_forget: see `Forgetting`; there only if all tiers have it.
 
     Raises:
-        ConfigError: a spec is wrong, or a tier can't tell of the evictions that are to be written.
+        ConfigError: a spec or a time is wrong, or a tier can't tell of the evictions that are to be
+            written.
     """
 
     on_forget: Callable[[Sequence[bytes]], None] | None
@@ -100,6 +102,7 @@ class TieredStore(ComposedStore):
             raise ConfigError("--store", f"tiers must be a list of specs, not {tiers!r}")
         if write not in ("through", "on_eviction"):
             raise ConfigError("--store", f"write must be through or on_eviction, not {write!r}")
+        check_positive(lookup_s=lookup_s)
         super().__init__(name, [load_store(spec) for spec in tiers])
         self.tiers: list[Tier] = []
         for depth, store in enumerate(self.stores):
@@ -253,7 +256,7 @@ class TieredStore(ComposedStore):
 
         async def look(tier: Tier, left: list[int]) -> Sequence[bool] | None:
             call = partial(tier.store.lookup, [keys[i] for i in left], **options)
-            found = await tier.ask(call, self._lookup_s, partial(late, tier.store))
+            found = await tier.ask(call, len(left), self._lookup_s, partial(late, tier.store))
             if found is None:
                 return None
             if found.ticket is not None and tickets is not None:

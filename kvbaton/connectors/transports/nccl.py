@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 from typing_extensions import override
@@ -49,32 +50,41 @@ _OFFER = struct.Struct("<4sH")
 
 
 class NcclLibrary:
-    """Torch, loaded once somebody builds the transport; which library moves bytes, and where.
+    """Torch, loaded once it is needed; which library moves bytes, and where.
 
     Attributes:
         backend: ``nccl`` or ``gloo``.
         device: of the buffers that bytes pass through.
-        reaches_gpus: whether memory of GPUs may be registered.
     """
 
     def __init__(self, backend: str) -> None:
-        self.torch: Any = importlib.import_module("torch")
-        self.distributed: Any = importlib.import_module("torch.distributed")
         if backend not in ("auto", "nccl", "gloo"):
             raise ConfigError("backend", f"must be auto, nccl or gloo, not {backend!r}")
-        gpu = self.torch.cuda.is_available() and self.distributed.is_nccl_available()
-        if backend == "nccl" and not gpu:
+        if backend == "nccl" and not self.has_nccl:
             raise ConfigError("backend", "nccl needs a GPU and a torch with NCCL; gloo does not")
         self._asked = backend
-        self.reaches_gpus = gpu and backend != "gloo"
         self.settle("cpu", 0)
+
+    @cached_property
+    def torch(self) -> Any:
+        """The module."""
+        return importlib.import_module("torch")
+
+    @cached_property
+    def distributed(self) -> Any:
+        """The module ``torch.distributed``."""
+        return importlib.import_module("torch.distributed")
+
+    @property
+    def has_nccl(self) -> bool:
+        """Whether there is a GPU, and an NCCL for it."""
+        return bool(self.torch.cuda.is_available() and self.distributed.is_nccl_available())
 
     def settle(self, kind: str, index: int) -> None:
         """Serve memory of this device, where the choice is ours: bytes pass through its buffers."""
         auto = "nccl" if kind == "cuda" else "gloo"
         self.backend = auto if self._asked == "auto" else self._asked
-        on_gpu = self.backend == "nccl"
-        self.device: Any = self.torch.device(f"cuda:{index}" if on_gpu else "cpu")
+        self.device = f"cuda:{index}" if self.backend == "nccl" else "cpu"
 
 
 class PairGroup:
@@ -99,7 +109,7 @@ class PairGroup:
             options = distributed.ProcessGroupNCCL.Options()
             options._timeout = timedelta(seconds=STALL_S)
             self._group = distributed.ProcessGroupNCCL(store, self._rank, 2, options)
-            self._stream = torch.cuda.Stream(library.device)
+            self._stream = torch.cuda.Stream(torch.device(library.device))
         self._buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device=library.device)
 
     def send(self, views: Sequence[Any], alive: Callable[[], bool]) -> None:
@@ -265,7 +275,7 @@ class NcclTransport(TcpTransport):
         """
         self._library = NcclLibrary(backend)
         super().__init__(name, host=host)
-        devices: set[Device] = {"cpu", "cuda"} if self._library.reaches_gpus else {"cpu"}
+        devices: set[Device] = {"cpu"} if backend == "gloo" else {"cpu", "cuda"}
         self.capabilities = Capabilities(frozenset(devices), MAX_NOTICE_BYTES, FenceScope.PEER)
 
     def register(self, memory: Memory) -> Region:
@@ -274,8 +284,10 @@ class NcclTransport(TcpTransport):
         Raises:
             TransportError: the backend can't reach it.
         """
-        if memory.device not in self.capabilities.devices:
-            raise TransportError(f"{self._library.backend} can't reach {memory.device} memory")
+        if memory.device == "cuda" and not (
+            "cuda" in self.capabilities.devices and self._library.has_nccl
+        ):
+            raise TransportError(f"{self._library.backend} can't reach cuda memory")
         if not self._views:
             self._library.settle(memory.device, memory.device_index)
         self._views.append(tensor_of(self._library.torch, memory))

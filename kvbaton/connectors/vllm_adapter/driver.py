@@ -20,7 +20,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
 
 from kvbaton.connectors.stores.chunks import tokens_of
 from kvbaton.connectors.vllm_adapter.names import provide_names
@@ -28,7 +27,8 @@ from kvbaton.errors import ConfigError, StoreError
 
 LAYER = "model.layers.0.self_attn.attn"
 """The only one there is."""
-_DTYPE = torch.bfloat16
+_ITEM_BYTES = 2
+"""Of bfloat16, as which connectors see all that is kept."""
 _SPARE = 1
 """The block of every prompt's last tokens, which nobody keeps; 0 is vLLM's own."""
 _FIRST = 2
@@ -77,7 +77,7 @@ class ConnectorDriver:
 
     def __post_init__(self) -> None:
         self._pool_blocks = self.num_blocks + _FIRST
-        self._features = self.block_bytes // (2 * _DTYPE.itemsize * self.block_tokens)
+        self._features = self.block_bytes // (2 * _ITEM_BYTES * self.block_tokens)
         self._numbers = itertools.count()
         self._free: list[int] = []
         self._late: dict[str, Any] = {}
@@ -92,6 +92,7 @@ class ConnectorDriver:
         Raises:
             ConfigError: they do not; it names the method or the feature.
         """
+        self._torch: Any = importlib.import_module("torch")  # whoever only lists us waits for none
         base = self._base()
         kind = self._class(base)
         config = self._config()
@@ -105,7 +106,7 @@ class ConnectorDriver:
             if self.planes
             else (self._pool_blocks, 1, self.block_tokens, 2 * self._features)
         )
-        self._cache = torch.from_numpy(memory).view(_DTYPE).view(shape)
+        self._cache = self._torch.from_numpy(memory).view(self._torch.bfloat16).view(shape)
         caches = self._caches()
         for role in (base.KVConnectorRole.SCHEDULER, base.KVConnectorRole.WORKER):
             self._sides.append(kind(config, role, caches))
@@ -445,7 +446,7 @@ class ConnectorDriver:
                 "ModelConfig",
                 model=f"kvbaton-{self.block_bytes}",
                 served_model_name=f"kvbaton-{self.block_bytes}",
-                dtype=_DTYPE,
+                dtype=self._torch.bfloat16,
                 max_model_len=self.block_tokens + 2,
                 use_mla=False,
                 hf_config=VllmObject("hf_config"),
@@ -471,7 +472,9 @@ class ConnectorDriver:
                 max_num_seqs=self._pool_blocks,
                 disable_hybrid_kv_cache_manager=True,
             ),
-            device_config=VllmObject("DeviceConfig", device=torch.device("cpu"), device_type="cpu"),
+            device_config=VllmObject(
+                "DeviceConfig", device=self._torch.device("cpu"), device_type="cpu"
+            ),
             speculative_config=None,
             lora_config=None,
             kv_events_config=None,
@@ -509,7 +512,7 @@ class ConnectorDriver:
             page_size_bytes=self.block_bytes,
             num_kv_heads=1,
             head_size=self._features,
-            dtype=_DTYPE,
+            dtype=self._torch.bfloat16,
         )
         group = VllmObject("KVCacheGroupSpec", layer_names=[LAYER], kv_cache_spec=spec)
         size = self._pool_blocks * self.block_bytes

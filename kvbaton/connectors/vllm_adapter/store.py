@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from kvbaton.connectors.store import Pieces, StoreCapabilities
@@ -106,6 +106,14 @@ class ConnectorBlocks(ClientBackend):
             ConfigError: the connector can't be a store; names the method or feature.
             StoreError: it raises.
         """
+        try:
+            self._try()
+        except BaseException:
+            with suppress(Exception):  # why it can't be opened says more
+                self._driver.close()
+            raise
+
+    def _try(self) -> None:
         with self._calling_connector():
             self._driver.open()
         data = memoryview(_TRIAL * 8)
