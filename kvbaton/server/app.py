@@ -148,7 +148,7 @@ class _Connection(RequestHandler):
         self, request: Any, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
         """Send an answer; leave a client that does not take it."""
-        late = self._loop.call_later(ANSWER_S, self._leave)
+        late = asyncio.get_running_loop().call_later(ANSWER_S, self._leave)
         try:
             return await super().finish_response(request, resp, start_time)
         finally:
@@ -162,20 +162,17 @@ class _Connection(RequestHandler):
 class _Server(web.Server):
     @override
     def __call__(self) -> RequestHandler:
-        return _Connection(self, loop=self._loop, **self._kwargs)
+        made = super().__call__()
+        made.__class__ = _Connection  # aiohttp lets nobody say what it is to make
+        return made
 
 
 class _Runner(web.AppRunner):
     @override
     async def _make_server(self) -> web.Server:
         made = await super()._make_server()
-        return _Server(
-            made.request_handler,
-            request_factory=made.request_factory,
-            handler_cancellation=made.handler_cancellation,
-            loop=made._loop,
-            **made._kwargs,
-        )
+        made.__class__ = _Server
+        return made
 
 
 async def serve_on(
