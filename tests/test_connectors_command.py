@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -13,9 +14,10 @@ from typing import Any
 
 import pytest
 
+from kvbaton.bench import store as bench
 from kvbaton.bench.store import LOOKUP_KEYS, drop_pages, make_calls
 from kvbaton.cli import main
-from kvbaton.connectors.store import Found, Hints
+from kvbaton.connectors.store import Found, Hints, Store
 from kvbaton.connectors.stores.filesystem import FilesystemStore
 from kvbaton.connectors.stores.memory import MemoryStore
 from kvbaton.doctor.main import try_store
@@ -200,6 +202,25 @@ def test_a_store_is_asked_for_no_more_keys_than_it_takes(tmp_path: Path) -> None
     spec = f"{__name__}:TakesTen"
     assert main(["connectors", "bench", spec, *SMALL, "--out", str(out)]) == 0
     assert [row["keys"] for row in json.loads(out.read_text())["lookups"]] == [1, 10]
+
+
+def test_what_was_measured_until_it_was_interrupted_is_told(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = bench.measure
+
+    def measure(store: Store, load: bench.StoreLoad, size: int) -> list[dict[str, Any]]:
+        if size == 64 << 10:
+            signal.raise_signal(signal.SIGINT)
+        return measured(store, load, size)
+
+    monkeypatch.setattr(bench, "measure", measure)
+    out = tmp_path / "store.json"
+    assert main(["connectors", "bench", FILES, *SMALL, "--out", str(out)]) == 130
+    report = json.loads(out.read_text())
+    assert {row["object KiB"] for row in report["rows"]} == {4}
+    assert report["lookups"] == []
+    assert "interrupted: 1 of 2 sizes were not measured" in capsys.readouterr().out
 
 
 def test_a_store_that_does_not_answer_is_told(

@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from kvbaton.bench.report import new_figure, percentile, publish
 from kvbaton.config import check_positive, flag
 from kvbaton.connectors.registry import load_store
 from kvbaton.connectors.store import KEY_BYTES, Pieces, Store
-from kvbaton.errors import ConfigError, StoreError, writing
+from kvbaton.errors import INTERRUPTED, ConfigError, StoreError, writing
 from kvbaton.testing.check import Subject
 
 MARKERS = {"copy": "s", "disk write": "v", "disk read": "x", "disk read cold": "*"}
@@ -93,7 +93,9 @@ class Timing:
 
 
 def run(load: StoreLoad, out: Path | None = None, plot: Path | None = None) -> int:
-    """Measure, print, write, draw."""
+    """Measure, print, write, draw; the exit status: 130 if it was interrupted."""
+    rows, lookups, sizes = list[dict[str, Any]](), list[dict[str, Any]](), list(load.object_bytes)
+    done = False
     figure = None if plot is None else new_figure(plot, 5)  # says at once if it can't
     with ExitStack() as ending:
         tmp = ending.enter_context(tempfile.TemporaryDirectory(prefix="kvbaton-bench-"))
@@ -102,31 +104,47 @@ def run(load: StoreLoad, out: Path | None = None, plot: Path | None = None) -> i
         store = load_store(placed.spec)
         store.open()
         ending.callback(store.close)
-        rows = [row for size in load.object_bytes for row in measure(store, placed, size)]
-        lookups = []
-        most = store.capabilities.max_keys
-        for count in dict.fromkeys(min(keys, most) for keys in LOOKUP_KEYS):
-            # One key in ten is there, and no more than ten.
-            keys = [os.urandom(KEY_BYTES) for _ in range(count)]
-            there = keys[:: max(10, count // 10)]
-            _answer(store.store(there, _pieces(np.ones((len(there), 1024), np.uint8))))
-            each = []
-            for _ in range(LOOKUPS):
-                began = time.perf_counter()
-                _answer(store.lookup(keys))
-                each.append(1e6 * (time.perf_counter() - began))
-            if store.capabilities.deletes:
-                _answer(store.delete(there))
-            took = {"p50 us": percentile(each, 50), "p99 us": percentile(each, 99)}
-            lookups.append({"keys": count} | took)
+        with suppress(KeyboardInterrupt):
+            while sizes:
+                rows += measure(store, placed, sizes[0])
+                del sizes[0]
+            lookups += measure_lookups(store)
+            done = True
     if os.getloadavg()[0] > len(os.sched_getaffinity(0)):
         print(f"warning: others are busy here, load average {os.getloadavg()[0]:.1f}")
     if folder is None:
         print("loads were warm; with --folder they are measured cold, too")
     publish("store", asdict(load), rows, out, lookups=lookups)
-    if plot is not None:
+    if plot is not None and rows:
         draw(figure, load.spec, rows, plot)
+    if not done:
+        print(f"interrupted: {len(sizes)} of {len(load.object_bytes)} sizes were not measured, "
+              "nor lookups")  # fmt: skip
+        return INTERRUPTED
     return 0
+
+
+def measure_lookups(store: Store) -> list[dict[str, Any]]:
+    """Microseconds of lookups; one key in ten is there, and no more than ten.
+
+    Raises:
+        StoreError: a call failed.
+    """
+    rows, most = [], store.capabilities.max_keys
+    for count in dict.fromkeys(min(keys, most) for keys in LOOKUP_KEYS):
+        keys = [os.urandom(KEY_BYTES) for _ in range(count)]
+        there = keys[:: max(10, count // 10)]
+        _answer(store.store(there, _pieces(np.ones((len(there), 1024), np.uint8))))
+        each = []
+        for _ in range(LOOKUPS):
+            began = time.perf_counter()
+            _answer(store.lookup(keys))
+            each.append(1e6 * (time.perf_counter() - began))
+        if store.capabilities.deletes:
+            _answer(store.delete(there))
+        took = {"p50 us": percentile(each, 50), "p99 us": percentile(each, 99)}
+        rows.append({"keys": count} | took)
+    return rows
 
 
 def measure(store: Store, load: StoreLoad, size: int) -> list[dict[str, Any]]:
