@@ -22,6 +22,7 @@ from kvbaton.connectors.transfer.config import HandoverConfig
 
 if TYPE_CHECKING:
     from kvbaton.connectors.base import Transport
+    from kvbaton.connectors.channel import ControlChannel
     from kvbaton.connectors.protocol.events import Identity
     from kvbaton.connectors.transfer.source_worker import SourceWorker
     from kvbaton.connectors.transfer.target_worker import TargetWorker
@@ -55,14 +56,15 @@ class HandoverFactory:
         return replace(self, handover=replace(self.handover, control_port=0), role="decode")
 
     def __call__(self, surroundings: ConnectorContext) -> MakeConnectors:
-        """Open transports, one for each rank and side.
+        """Open transports, one for each rank and side, and the control channel.
 
         A fence cuts off who writes to us, and must not end what we write; nor may a connection made
         to write to a peer lift a fence against it. So each side has transports of its own.
 
         Raises:
-            ConfigError: the transport is unknown, or can't start.
+            ConfigError: the transport is unknown, or can't start, or the port is taken.
         """
+        from kvbaton.connectors.channel import ControlChannel
         from kvbaton.connectors.registry import load_transport
 
         config, node = self.handover, surroundings.node
@@ -80,23 +82,23 @@ class HandoverFactory:
             for side, wanted in sides.items()
             if wanted
         }
-        return partial(self._make, surroundings, opened)
+        channel = ControlChannel(config.host, config.control_port, cluster_key=config.cluster_key)
+        return partial(self._make, surroundings, channel, opened)
 
     def _make(
         self,
         surroundings: ConnectorContext,
+        channel: ControlChannel,
         opened: Mapping[str, list[Transport]],
         executor: Executor,
         scheduler: Scheduler,
     ) -> list[KVConnector]:
-        """Open the control channel and start the transfer thread, which both sides share."""
-        from kvbaton.connectors.channel import ControlChannel
+        """Start the transfer thread, which both sides share."""
         from kvbaton.connectors.transfer.thread import TransferThread
         from kvbaton.decode.target_connector import PrefixConnector, TargetConnector
         from kvbaton.prefill.source_connector import SourceConnector
 
         config = self.handover
-        channel = ControlChannel(config.host, config.control_port, cluster_key=config.cluster_key)
         sides = {
             side: (transports, self._register(transports, executor, surroundings))
             for side, transports in opened.items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -14,11 +15,13 @@ from pathlib import Path
 
 import pytest
 
+from kvbaton.connectors.transfer.config import HandoverConfig
 from kvbaton.engine.build import ConnectorContext, MakeConnectors
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.kv_connector import KVConnector
 from kvbaton.engine.process import EngineProcess
 from kvbaton.errors import ConfigError
+from kvbaton.roles import HandoverFactory
 from kvbaton.types import NodeId
 from tests.support.engine_node import ENGINE
 
@@ -72,6 +75,15 @@ async def test_what_a_connector_refuses_is_told_while_the_model_is_loaded(
     with pytest.raises(ConfigError, match="--transport: tcp's pinned_mib: must be"):
         async with asyncio.timeout(TIMEOUT_S):
             await EngineProcess.start(config, connectors, node=NodeId("n", os.urandom(16)))
+
+
+def test_a_control_port_that_is_taken_is_told_before_the_model_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        factory = HandoverFactory(HandoverConfig(transport="memory", control_port=port), "any")
+        context = ConnectorContext(EngineConfig(model="none"), NodeId("n", bytes(16)), b"", {})
+        with pytest.raises(ConfigError, match=f"--control-port: can't listen on .*:{port}"):
+            factory(context)
 
 
 async def test_nothing_holds_up_the_cores_thread_for_longer_than_a_step(
