@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
@@ -32,6 +33,10 @@ NEEDS = {
 }
 collect_ignore = [file for name, files in NEEDS.items() if not find_spec(name) for file in files]
 """Not collected without a package of `dev`: GPU machines lack it, and no GPU test needs it."""
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As shells have it for what they start in the background; what is tested must hear of Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 KEPT_GPU_BYTES = 1 << 30
 """A worker's, between two tests: up to 14 of them share a GPU."""
