@@ -7,13 +7,28 @@ import math
 import os
 import platform
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from kvbaton.errors import ConfigError, writing
+
+T = TypeVar("T")
+
+
+def rows_of(
+    items: Sequence[T], measure: Callable[[T], list[dict[str, Any]]]
+) -> tuple[list[dict[str, Any]], int]:
+    """What is measured of each item until Ctrl-C; of how many items there is nothing."""
+    rows, left = list[dict[str, Any]](), len(items)
+    with suppress(KeyboardInterrupt):
+        for item in items:
+            rows += measure(item)
+            left -= 1
+    return rows, left
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

@@ -20,8 +20,9 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.bench import transfer
-from kvbaton.bench.report import new_figure, percentile, publish
+from kvbaton.bench.report import new_figure, percentile, publish, rows_of
 from kvbaton.config import check_positive, flag
 from kvbaton.connectors.registry import load_store
 from kvbaton.connectors.store import KEY_BYTES, Pieces, Store
@@ -94,8 +95,6 @@ class Timing:
 
 def run(load: StoreLoad, out: Path | None = None, plot: Path | None = None) -> int:
     """Measure, print, write, draw; the exit status: 130 if it was interrupted."""
-    rows, lookups, sizes = list[dict[str, Any]](), list[dict[str, Any]](), list(load.object_bytes)
-    done = False
     figure = None if plot is None else new_figure(plot, 5)  # says at once if it can't
     with ExitStack() as ending:
         tmp = ending.enter_context(tempfile.TemporaryDirectory(prefix="kvbaton-bench-"))
@@ -104,12 +103,8 @@ def run(load: StoreLoad, out: Path | None = None, plot: Path | None = None) -> i
         store = load_store(placed.spec)
         store.open()
         ending.callback(store.close)
-        with suppress(KeyboardInterrupt):
-            while sizes:
-                rows += measure(store, placed, sizes[0])
-                del sizes[0]
-            lookups += measure_lookups(store)
-            done = True
+        rows, left = rows_of(placed.object_bytes, partial(measure, store, placed))
+        lookups, _ = rows_of(() if left else (store,), measure_lookups)
     if os.getloadavg()[0] > len(os.sched_getaffinity(0)):
         print(f"warning: others are busy here, load average {os.getloadavg()[0]:.1f}")
     if folder is None:
@@ -117,8 +112,8 @@ def run(load: StoreLoad, out: Path | None = None, plot: Path | None = None) -> i
     publish("store", asdict(load), rows, out, lookups=lookups)
     if plot is not None and rows:
         draw(figure, load.spec, rows, plot)
-    if not done:
-        print(f"interrupted: {len(sizes)} of {len(load.object_bytes)} sizes were not measured, "
+    if not lookups:
+        print(f"interrupted: {left} of {len(load.object_bytes)} sizes were not measured, "
               "nor lookups")  # fmt: skip
         return INTERRUPTED
     return 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvbaton.bench.report import median, publish
+from kvbaton.bench.report import median, publish, rows_of
 from kvbaton.config import check_positive, flag
 from kvbaton.connectors.base import Memory, Notice
 from kvbaton.connectors.nixl_library import load_nixl
@@ -74,14 +74,10 @@ class TransferLoad:
 
 def run(load: TransferLoad, out: Path | None = None) -> int:
     """Measure, print, write; the exit status: 130 if it was interrupted."""
-    rows, sizes = list[dict[str, Any]](), list(load.block_bytes)
-    with suppress(KeyboardInterrupt):
-        while sizes:
-            rows += measure(load, sizes[0])
-            del sizes[0]
+    rows, left = rows_of(load.block_bytes, partial(measure, load))
     publish("transfer", asdict(load), rows, out)
-    if sizes:
-        print(f"interrupted: {len(sizes)} of {len(load.block_bytes)} block sizes were not measured")
+    if left:
+        print(f"interrupted: {left} of {len(load.block_bytes)} block sizes were not measured")
         return INTERRUPTED
     return 0
 

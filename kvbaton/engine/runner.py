@@ -313,17 +313,18 @@ class Runner:
             index = self._to_device(np.array([i for i, _ in asked]))
             raw = logits[index].log_softmax(dim=-1)  # `sample` overwrites logits
         output.tokens = sample(logits, sample_rows, self.model.config.eos_token_ids)
+        tokens = output.tokens.clamp(min=0)  # who has none ends once the host sees it
         if raw is not None:
             most = max(n for _, n in asked)
-            output.logprobs = logprobs_of(raw, output.tokens[index].clamp(min=0), most)
+            output.logprobs = logprobs_of(raw, tokens[index], most)
         # Each sequence goes on with its own choice's token; the others are kept for forks.
         rows, samples, known = rows[sampling], samples[sampling], known[sampling]
         first = np.cumsum(samples) - samples
         for row, start, count in zip(rows, first, samples, strict=True):
             if count > 1:
-                self.sequences.branch(row, output.tokens[start : start + count])
+                self.sequences.branch(row, tokens[start : start + count])
         own = first + np.where(samples > 1, self.sequences.choices[rows], 0)
-        self.sequences.put_tokens(rows, known, output.tokens, own)
+        self.sequences.put_tokens(rows, known, tokens, own)
 
     def _sample_rows(self, rows: Ints, samples: Ints, known: Ints, plan: StepPlan) -> SampleRows:
         """What the sampler must know of each sample; `known` are tokens before it."""

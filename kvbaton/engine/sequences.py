@@ -66,11 +66,11 @@ class Sequences:
         merge_size: int | None = None,
         groups: int = 1,
     ) -> None:
-        self.tokens = torch.zeros((rows, max_tokens), dtype=torch.int32, device=device)
         self.lengths = np.zeros(rows, np.int64)
         self.num_prompt = np.zeros(rows, np.int64)
         self.choices = np.zeros(rows, np.int64)
         self.tables = np.zeros((rows, groups, max_blocks), np.int64)
+        self._allocate(rows, max_tokens, device)
         self.params: list[SamplingParams | None] = [None] * rows
         self.deltas = np.zeros(rows, np.int64)
         self._merge_size = merge_size
@@ -81,6 +81,10 @@ class Sequences:
         self._branches: dict[int, Branches] = {}
         self._row: dict[int, int] = {}
         self._free = list(range(rows - 1, -1, -1))
+
+    def _allocate(self, rows: int, max_tokens: int, device: torch.device) -> None:
+        """Make what lies on the device, all zero; `tables` have so many rows already."""
+        self.tokens = torch.zeros((rows, max_tokens), dtype=torch.int32, device=device)
 
     def rows(self, steps: Sequence[SequenceStep]) -> Ints:
         """Rows of the steps' sequences, in their order."""
@@ -162,11 +166,11 @@ class Sequences:
         Args:
             rows: [rows].
             positions: [rows].
-            tokens: [tokens] int64; -1 for none, whose sequence ends once the host sees it.
+            tokens: [tokens] int64.
             chosen: [rows], index of each row's token.
         """
         of, at, index = upload([rows, positions, chosen], self.tokens.device)
-        self.tokens[of, at] = tokens[index].clamp(min=0).int()
+        self.tokens[of, at] = tokens[index].int()
         self.lengths[rows] = positions + 1
 
     def rotary_positions(self, rows: Ints, positions: Ints, counts: Ints) -> Ints:
@@ -187,7 +191,7 @@ class Sequences:
 
     def branch(self, row: int, tokens: Tensor) -> None:
         """Remember the tokens that all choices start with; before `put_tokens`."""
-        self._branches[row] = Branches(int(self.lengths[row]), tokens.clamp(min=0))
+        self._branches[row] = Branches(int(self.lengths[row]), tokens)
 
     def _take(
         self, handle: int, length: int, num_prompt: int, choice: int, params: SamplingParams
@@ -206,11 +210,12 @@ class Sequences:
 
     def _grow(self) -> None:
         """Twice the rows."""
-        rows = len(self.params)
-        self.tokens = torch.cat((self.tokens, torch.zeros_like(self.tokens)))
+        rows, tokens = len(self.params), self.tokens
         for name in ("lengths", "num_prompt", "choices", "tables", "deltas", "_table_lens"):
             array = getattr(self, name)
             setattr(self, name, np.concatenate((array, np.zeros_like(array))))
+        self._allocate(2 * rows, tokens.shape[1], tokens.device)
+        self.tokens[:rows] = tokens
         self.params += [None] * rows
         self._free = list(range(2 * rows - 1, rows - 1, -1))
 

@@ -33,8 +33,7 @@ SEGMENTS = 4
 
 def upload(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> Sequence[Tensor]:
     """Send arrays as int64, flat, in one transfer that is ordered on the current stream."""
-    sizes = list(map(_size, arrays))
-    there = _filled(arrays, sizes, device)
+    there, sizes = _filled(arrays, device)
     # A sum, since a copy between two of its tensors would be one by a copy engine.
     sent = there.to(device, non_blocking=True) if not there.is_cuda else torch.add(there, 0)
     return torch.split(sent, sizes)
@@ -45,8 +44,8 @@ def lend(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> Sequence[T
 
     A copy of it must change the dtype, or it would be one by a copy engine.
     """
-    sizes = list(map(_size, arrays))
-    return torch.split(_filled(arrays, sizes, device).to(device, non_blocking=True), sizes)
+    there, sizes = _filled(arrays, device)
+    return torch.split(there.to(device, non_blocking=True), sizes)
 
 
 def upload_into(array: npt.NDArray[np.int64], target: Tensor) -> None:
@@ -70,16 +69,15 @@ def fetch(tensor: Tensor) -> Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
-def _filled(
-    arrays: Sequence[npt.NDArray[Any]], sizes: Sequence[int], device: torch.device
-) -> Tensor:
-    """Arrays as the device sees them, see `_staged`."""
+def _filled(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> tuple[Tensor, list[int]]:
+    """Arrays as the device sees them, see `_staged`, and their sizes."""
+    sizes = list(map(_size, arrays))
     host, there = _staged(sum(sizes), device)
     start = 0
     for array, size in zip(arrays, sizes, strict=True):
         host[start : start + size] = array.ravel()
         start += size
-    return there
+    return there, sizes
 
 
 def _staged(count: int, device: torch.device) -> tuple[npt.NDArray[np.int64], Tensor]:

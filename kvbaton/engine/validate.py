@@ -172,12 +172,13 @@ def validate_request(request: AddRequest, config: SchedulerConfig, blocks: KVCac
     limits |= {"logprobs": candidates, "prompt_logprobs": candidates}
     check_params(request.params, config.vocab_size, limits=limits)
     params = request.params
-    ends = {*params.stop_token_ids, *(() if params.ignore_eos else config.eos_token_ids)}
-    if params.min_tokens and params.allowed_token_ids and ends.issuperset(params.allowed_token_ids):
-        raise RequestError(
-            "all of allowed_token_ids end the text, which min_tokens forbids at first",
-            param="allowed_token_ids",
-        )
+    if params.min_tokens and params.allowed_token_ids:
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else config.eos_token_ids)}
+        if ends.issuperset(params.allowed_token_ids):
+            raise RequestError(
+                "all of allowed_token_ids end the text, which min_tokens forbids at first",
+                param="allowed_token_ids",
+            )
     if len(request.resume_ids) >= request.params.max_tokens:
         raise RequestError(
             f"{len(request.resume_ids)} tokens are resumed, but max_tokens is "

@@ -2,11 +2,11 @@
 
 cuDNN's kernel is nearly twice as fast as the paged one on a Hopper GPU, but wants contiguous keys,
 and builds a plan (70 ms, once) for every new shape. So a chunk that is long, or that has many
-logits since its prefix is, is cut into shapes from a small
-set, all planned before a node is ready: its own keys, causal, padded to one of a few lengths; and
-the prefix, gathered from the pages, in powers of two of `PREFIX_GRANULE`; what these leave goes
-before the own keys, with empty queries in front. The states are merged. Plans are for strides too,
-so these follow from the shape alone. What was not planned goes through the paged kernel.
+logits since its prefix is, is cut into shapes from a small set, all planned before a node is ready:
+its own keys, causal, padded to one of a few lengths; and the prefix, gathered from the pages, in
+powers of two of `PREFIX_GRANULE`; what these leave goes before the own keys, with empty queries in
+front. The states are merged. Plans are for strides too, so these follow from the shape alone. What
+was not planned goes through the paged kernel.
 """
 
 from __future__ import annotations

@@ -44,7 +44,6 @@ class CudaSequences(Sequences):
 
     def __init__(self, *, rows: int, **limits: Any) -> None:
         super().__init__(rows=rows + 1, **limits)
-        self._share_memory()
         self.plain = np.zeros(rows + 1, np.bool_)
         self.temperatures = np.zeros(rows + 1, np.float64)
         self.seeds = np.zeros(rows + 1, np.int64)
@@ -57,12 +56,13 @@ class CudaSequences(Sequences):
         self._new_blocks: list[tuple[int, Sequence[int]]] = []
         self._new_tokens: list[tuple[int, npt.NDArray[np.uint32]]] = []
 
-    def _share_memory(self) -> None:
-        """Empty tables and tokens; the former first, whose rows are aligned."""
-        tokens, sizes = self.tokens, [self.tables.size, self.tokens.numel()]
-        self._memory = tokens.new_zeros(sum(sizes))
-        tables, shared = torch.split(self._memory, sizes)
-        self.device_tables, self.tokens = tables.view(self.tables.shape), shared.view(tokens.shape)
+    def _allocate(self, rows: int, max_tokens: int, device: torch.device) -> None:
+        """See there; tables come first, whose rows are aligned."""
+        sizes = [self.tables.size, rows * max_tokens]
+        self._memory = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        tables, tokens = torch.split(self._memory, sizes)
+        self.device_tables = tables.view(self.tables.shape)
+        self.tokens = tokens.view(rows, max_tokens)
 
     def _put_prompt(self, row: int, ids: npt.NDArray[np.uint32]) -> None:
         self._new_tokens.append((row * self.tokens.shape[1], ids))
@@ -104,10 +104,9 @@ class CudaSequences(Sequences):
 
     def _grow(self) -> None:
         """Twice the rows."""
+        tables = self.device_tables
         super()._grow()
-        tables, tokens = self.device_tables, self.tokens
-        self._share_memory()
-        self.device_tables[: len(tables)], self.tokens[:] = tables, tokens
+        self.device_tables[: len(tables)] = tables
         for name in OF_SAMPLING:
             array = getattr(self, name)
             setattr(self, name, np.concatenate((array, np.zeros_like(array))))
