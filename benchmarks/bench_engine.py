@@ -2,6 +2,7 @@
 
     python -m benchmarks.bench_engine --json engine.json [--profile]
     python -m benchmarks.bench_engine --cached  # the next turns of long texts
+    python -m benchmarks.bench_engine --mixed   # steps that compute a chunk beside others' tokens
 
 Llama-3-8B's shape, bf16, dummy weights, prefix caching off, greedy, ``ignore_eos``, random prompts.
 Decode steps also as Llama 3's and Qwen2.5's ``generation_config.json`` have requests sampled, and
@@ -35,8 +36,17 @@ from benchmarks.workload import (
 )
 from kvbaton.bench.report import publish
 from kvbaton.engine.build import build_engine
+from kvbaton.engine.chunk_limit import ChunkLimit
 from kvbaton.engine.config import EngineConfig
-from kvbaton.messages.engine import AddRequest, FromCore, Outputs, Rejected, SamplingParams, ToCore
+from kvbaton.messages.engine import (
+    AbortRequest,
+    AddRequest,
+    FromCore,
+    Outputs,
+    Rejected,
+    SamplingParams,
+    ToCore,
+)
 from kvbaton.types import NodeId
 
 DECODE = {1: 4.95, 32: 5.84, 128: 8.60, 256: 13.56}
@@ -50,8 +60,15 @@ SAMPLED: dict[str, dict[str, Any]] = {
 PREFILL = {(64, 1024): 42.5e3, (16, 4096): 40.5e3, (4, 16384): 33.4e3}
 TTFT = {128: None, 512: None, 1024: 28.3, 1500: None, 2048: None, 4096: 101.3, 16384: 493.0}
 CACHED = ((4096, 64), (8192, 100), (16320, 64), (16320, 500), (65000, 64), (65000, 500))
+MIXED = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 2048)
+"""Tokens of a step in which sequences decode, too."""
+BESIDE = (16, 32, 64)
+"""How many decode, after 2,048 tokens each, while prompts of as many are computed."""
 THROUGHPUT = 3926.0
 DECODE_STEPS = 100
+
+
+CORE = ("receive", "poll", "launch", "update")
 
 
 class Desk:
@@ -85,14 +102,13 @@ class Bench:
         self.core = build_engine(config, NodeId("bench", bytes(16)), (), self.desk).core
         gc.collect()
         gc.freeze()  # as a node's core does when it is ready
-        self.spent: dict[str, float] = {}
+        self.spent = dict.fromkeys(CORE, 0.0)
         self._count = 0
 
     def submit(
         self, prompts: Sequence[tuple[int, ...]], max_tokens: int, **sampling: Any
     ) -> list[str]:
         """Hand requests in; their names."""
-        self.desk.times.clear()
         how = {"temperature": 0.0, "seed": 0} | sampling
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **how)
         names = []
@@ -102,21 +118,26 @@ class Bench:
             self.desk.inbox.append(
                 AddRequest(request_id=names[-1], token_ids=array("I", prompt), params=params)
             )
-        self.desk.open = len(names)
+        self.desk.open += len(names)
         return names
+
+    def turn(self) -> None:
+        """What a core does over and over."""
+        for name in CORE:
+            before = time.perf_counter()
+            getattr(self.core, name)()
+            self.spent[name] += time.perf_counter() - before
 
     def run(
         self, prompts: Sequence[tuple[int, ...]], max_tokens: int, **sampling: Any
     ) -> list[list[float]]:
         """Run requests that all come now; per request, seconds from then to each token."""
+        self.desk.times.clear()
         names = self.submit(prompts, max_tokens, **sampling)
         began = time.perf_counter()
-        self.spent = dict.fromkeys(("receive", "poll", "launch", "update"), 0.0)
+        self.spent = dict.fromkeys(CORE, 0.0)
         while self.desk.open:
-            for name in self.spent:
-                before = time.perf_counter()
-                getattr(self.core, name)()
-                self.spent[name] += time.perf_counter() - before
+            self.turn()
         while self.core.in_flight:
             self.core.update()
         return [[t - began for t in self.desk.times[name]] for name in names]
@@ -148,6 +169,24 @@ def cached_ttft(bench: Bench, known: int, new: int) -> float:
     bench.run([prefix], 1)
     rests = random_prompts(8, new, known + new)
     return median(1e3 * bench.run([(*prefix, *rest)], 1)[0][0] for rest in rests)
+
+
+def mixed_step(bench: Bench, sequences: int, mixed: int) -> tuple[float, float]:
+    """Milliseconds of a step of so many tokens in which so many decode; prompt tokens a second."""
+    bench.core.scheduler.chunk_limit = ChunkLimit(MAX_BATCHED_TOKENS, mixed)
+    times = bench.desk.times
+    texts = bench.submit(random_prompts(sequences, 2048, sequences), 4000)
+    while min(len(times[name]) for name in texts) < 5:
+        bench.turn()
+    prompts = bench.submit(random_prompts(max(3, mixed // 64), 2048, mixed), 1)
+    began, steps = time.perf_counter(), bench.core.steps
+    while not all(times[name] for name in prompts):
+        bench.turn()
+    took, steps = time.perf_counter() - began, bench.core.steps - steps
+    bench.desk.inbox += [AbortRequest(request_id=name) for name in texts]
+    while bench.desk.open or bench.core.in_flight:
+        bench.turn()
+    return 1e3 * took / steps, 2048 * len(prompts) / took
 
 
 def throughput(bench: Bench) -> float:
@@ -194,6 +233,7 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=MAX_BATCHED_TOKENS)
     parser.add_argument("--only", default="", help="measure only rows whose names contain this")
     parser.add_argument("--cached", action="store_true", help="instead TTFT after cached prefixes")
+    parser.add_argument("--mixed", action="store_true", help="instead prompts beside decoding")
     args = parser.parse_args()
     logging.basicConfig(level=os.environ.get("LOG_LEVEL", "INFO"))
     folder = llama_8b(Path(tempfile.mkdtemp()) / "model")
@@ -204,6 +244,7 @@ def main() -> None:
         max_model_len=66560 if args.cached else MAX_MODEL_LEN,
         max_num_seqs=256,
         max_num_batched_tokens=args.chunk,
+        max_num_mixed_tokens=args.chunk,
         enable_prefix_caching=args.cached,
         enforce_eager=args.enforce_eager,
         tensor_parallel_size=args.tensor_parallel_size,
@@ -225,6 +266,15 @@ def main() -> None:
         for cached, new in CACHED:
             name = f"TTFT of {new} after {cached} that are cached, ms"
             add(name, partial(cached_ttft, bench, cached, new), None)
+        publish("engine", vars(args), compared(rows), args.json)
+        return
+    if args.mixed:
+        for sequences in BESIDE:
+            for mixed in MIXED:
+                took, speed = mixed_step(bench, sequences, mixed)
+                name = f"step of {mixed} in which {sequences} decode, ms ({speed:,.0f} tok/s)"
+                rows.append((name, took, None))
+                print(f"  {name}: {took:,.2f}", flush=True)
         publish("engine", vars(args), compared(rows), args.json)
         return
     for batch, theirs in DECODE.items():

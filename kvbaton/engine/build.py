@@ -19,7 +19,13 @@ from kvbaton.connectors.layout import GroupKind, KVLayout
 from kvbaton.connectors.objects import ObjectForm
 from kvbaton.connectors.registry import load_store
 from kvbaton.engine.block_feed import BlockFeed
-from kvbaton.engine.config import EngineConfig, KVEventsConfig, SchedulerConfig, SpeculativeConfig
+from kvbaton.engine.config import (
+    MIXED_TOKENS,
+    EngineConfig,
+    KVEventsConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+)
 from kvbaton.engine.core import EngineCore, Mailbox
 from kvbaton.engine.encoder.cache_manager import Answers, EncoderCacheManager
 from kvbaton.engine.encoder.pool import EncoderPool
@@ -424,6 +430,9 @@ def make_scheduler(
     rows = 0
     if model.vision is not None and model.vision.bidirectional:
         rows = Resizing.of(processor_settings(model.folder)).most_rows
+    mixed = MIXED_TOKENS
+    if model.moe is not None:  # all experts are read, and a token goes through few
+        mixed = mixed * model.moe.num_experts // model.moe.top_k
     return Scheduler(
         SchedulerConfig(
             groups=tuple(GroupSpec.of(layout, config.block_size) for layout in layouts),
@@ -431,6 +440,7 @@ def make_scheduler(
             vocab_size=model.vocab_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_mixed_tokens=config.max_num_mixed_tokens or mixed,
             enable_prefix_caching=config.enable_prefix_caching,
             eos_token_ids=model.eos_token_ids,
             kv_load_failure_policy=config.kv_load_failure_policy,

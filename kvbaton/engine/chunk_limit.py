@@ -1,8 +1,10 @@
-"""How many tokens of prompts a step takes beside sequences that decode, by how late these may be.
+"""How many tokens of prompts a step takes beside sequences that decode.
 
-Chunked prefill stalls nobody if chunks are small (Sarathi-Serve, OSDI 2024), and the more decodes,
-the less time is left for them. So the limit follows what steps take: each one with a chunk tells
-what its tokens added to a step without, and so how many would add what there is time for.
+Chunked prefill stalls nobody if chunks are small (Sarathi-Serve, OSDI 2024). They cost little while
+the products of few tokens wait for weights anyway, so a step that decodes has few tokens in all. It
+has fewer still by how long those who decode may wait. That limit follows what steps take: each one
+with a chunk tells what its tokens added to a step without, and so how many would add what there is
+time for.
 """
 
 from __future__ import annotations
@@ -13,18 +15,26 @@ from kvbaton.engine.step_costs import Terms
 
 LEAST = 64
 """Tokens; fewer add next to nothing less to a step."""
-AIM = 0.93
+AIM = 0.88
 """Of the objective: steps vary."""
 SHRINK, GROW = 0.5, 2.0
 """By no more after one step: something else may have slowed it, and few tokens are cheap."""
 FADE = 0.125
 """Of the mean of steps without prompts: what a new one counts."""
 
+PADDED = 32
+"""A step with chunks has a multiple of so many tokens: a GPU would compute the rest in vain."""
+GRAIN = 128
+"""For so many who decode a step has as many tokens more."""
+FAR_PREFIX = 16384
+"""Tokens of a prompt, behind which few cost much more each than many: what attends to so many keys
+has a kernel that is the faster the more there are."""
+
 IN_TIME = 0.75
 """Of its objective: a first token that would take longer in small chunks has large ones."""
 
 
-def chunk_tokens(objective_s: float, step_s: float, token_s: float, most: int) -> int:
+def chunk_tokens(objective_s: float, step_s: float, token_s: float, most: int, mixed: int) -> int:
     """What a limit comes to, for those who know what steps take but do not see them.
 
     Args:
@@ -32,43 +42,58 @@ def chunk_tokens(objective_s: float, step_s: float, token_s: float, most: int) -
         step_s: without prompts.
         token_s: of each token of a prompt, beside them.
         most: tokens of a step.
+        mixed: of one in which sequences decode, too.
     """
-    left_s = AIM * objective_s - step_s
-    if left_s < 0 or left_s >= most * token_s:
+    left_s, mixed = AIM * objective_s - step_s, min(most, mixed)
+    if left_s < 0:
         return most
-    return min(most, max(LEAST, int(left_s / token_s)))
+    if left_s >= mixed * token_s:
+        return mixed
+    return min(mixed, max(LEAST, int(left_s / token_s)))
 
 
 class ChunkLimit:
     """Learns from steps.
 
     Args:
-        most: tokens of a step; the limit where there is no objective.
+        most: tokens of a step.
+        mixed: of one in which sequences decode, too, if these are few; without an objective the
+            limit is what they leave of it.
         least: tokens that are computed together or not at all, if more than `LEAST`.
     """
 
-    def __init__(self, most: int, least: int = 0) -> None:
+    def __init__(self, most: int, mixed: int | None = None, least: int = 0) -> None:
         self._most = most
+        self._mixed = min(most, mixed or most)
         self._least = min(most, max(LEAST, least))
         self._limit = float(self._least)
         self._objective_s = math.inf
-        self._alone_s = 0.0
+        self._alone_s = self._chunks_s = self._chunks = 0.0
 
     @property
     def tokens(self) -> int:
         """Of prompts in a step like the last one that was asked for.
 
-        All that fit if nobody who decodes has an objective, and also where steps without prompts
-        miss it: then few long steps are better than many that are a little longer.
+        All that fit where steps without prompts miss the objective of who decodes: then few long
+        steps are better than many that are a little longer.
         """
-        if self._objective_s == math.inf or self._alone_s > AIM * self._objective_s:
-            return self._most
-        return int(self._limit)
+        if self._objective_s == math.inf:
+            return self._mixed
+        return self._most if self._alone_s > AIM * self._objective_s else int(self._limit)
 
-    def for_objective(self, objective_s: float) -> int:
-        """`tokens` beside sequences of which one wants each of its tokens within so long."""
+    @property
+    def token_s(self) -> float:
+        """Of steps with a chunk, over its tokens, of late; 0 before the first."""
+        return self._chunks_s / self._chunks if self._chunks else 0.0
+
+    def beside(self, decodes: int, objective_s: float) -> int:
+        """`tokens` beside so many that decode; one of these is to come within so long."""
         self._objective_s = objective_s
-        return self.tokens
+        tokens = self.tokens
+        if tokens == self._most > self._mixed:
+            return tokens
+        tokens = min(tokens, self._mixed - decodes % GRAIN)
+        return max(tokens - (decodes + tokens) % PADDED, self._least)
 
     def observe(self, terms: Terms, seconds: float) -> None:
         """A step took so long; see `terms_of`."""
@@ -78,11 +103,13 @@ class ChunkLimit:
         if not prompts:
             self._alone_s += FADE * (seconds - self._alone_s)
             return
+        self._chunks_s += FADE * (seconds - self._chunks_s)
+        self._chunks += FADE * (prompts - self._chunks)
         if self._objective_s == math.inf:
             return
         aim_s = AIM * self._objective_s
-        if prompts < int(self._limit) and seconds <= aim_s:
+        if prompts <= self._limit - PADDED and seconds <= aim_s:
             return  # the end of a prompt: the first tokens of a chunk cost the most
         found = prompts * (aim_s - self._alone_s) / max(seconds - self._alone_s, 1e-5)
         found = min(max(found, SHRINK * self._limit), GROW * self._limit)
-        self._limit = min(max(found, self._least), float(self._most))
+        self._limit = min(max(found, self._least), float(self._mixed))

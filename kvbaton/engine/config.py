@@ -32,12 +32,17 @@ ENCODER_SETTINGS = (
 
 KV_EVENTS_FLAG = "--kv-events-config"
 
+MIXED_TOKENS = 512
+"""Of a step in which sequences decode, too. Measured on an H200 with 8B (docs/performance.md): of
+2,048 they cost more each, and stall who decodes for 60 ms instead of 16."""
+
 LEAST: dict[str, float] = {
     "block_size": 1,
     "kv_cache_memory_bytes": 1,
     "num_blocks": 1,
     "max_num_seqs": 1,
     "max_num_batched_tokens": 1,
+    "max_num_mixed_tokens": 1,
     "tensor_parallel_size": 1,
     "num_threads": 1,
     "store_lookup_timeout": 0,
@@ -102,6 +107,9 @@ class EngineConfig:
         max_model_len: longest prompt plus output; None takes the checkpoint's.
         max_num_seqs: most sequences in one step.
         max_num_batched_tokens: most tokens in one step.
+        max_num_mixed_tokens: most tokens in one step with sequences that decode (128 more for each
+            128 of these), so that prompts do not stall them for long; None takes 512, of a mixture
+            of experts as many times more as it has experts for each that a token goes through.
         enable_prefix_caching: reuse blocks of equal prefixes.
         enforce_eager: no CUDA graphs.
         tensor_parallel_size: ranks of this node, each on a GPU of its own or a thread of the CPU.
@@ -149,6 +157,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    max_num_mixed_tokens: int | None = None
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
     tensor_parallel_size: int = 1
@@ -283,6 +292,7 @@ class SchedulerConfig:
         vocab_size: the model's; all token ids are below it.
         max_num_seqs: most sequences that run, or load, at a time.
         max_num_batched_tokens: most tokens in one step.
+        max_num_mixed_tokens: most in one with sequences that decode.
         whole_prompts: compute a prompt in one step; one that is longer than a step may be has the
             step for itself.
         enable_prefix_caching: reuse blocks of equal prefixes.
@@ -302,6 +312,7 @@ class SchedulerConfig:
     vocab_size: int
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    max_num_mixed_tokens: int = MIXED_TOKENS
     enable_prefix_caching: bool = True
     eos_token_ids: tuple[int, ...] = ()
     kv_load_failure_policy: LoadFailurePolicy = "recompute"

@@ -98,7 +98,9 @@ class LiveRequests:
         self.clock = clock
         self._arrivals = itertools.count(1)
         self._shares = FairShares()
-        self.chunk_limit = ChunkLimit(config.max_num_batched_tokens, config.whole_items)
+        self.chunk_limit = ChunkLimit(
+            config.max_num_batched_tokens, config.max_num_mixed_tokens, config.whole_items
+        )
         self.late = LateRequests()
         self._deadlines: list[tuple[float, int, Request]] = []  # ascending
         self._moves = 0
@@ -491,6 +493,7 @@ class LiveRequests:
             "kvbaton_sequences_loading": float(len(self.loading)),
             "kvbaton_prompt_tokens_waiting": float(lacking),
             "kvbaton_step_token_budget": float(self.config.max_num_batched_tokens),
+            "kvbaton_mixed_step_token_budget": float(self.config.max_num_mixed_tokens),
             "kvbaton_chunk_limit_tokens": float(self.chunk_limit.tokens),
             "kvbaton_blocks_available": float(self.blocks.pool.num_free),
         }

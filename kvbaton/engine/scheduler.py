@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.connectors.layout import GroupKind
-from kvbaton.engine.chunk_limit import IN_TIME
+from kvbaton.engine.chunk_limit import FAR_PREFIX, IN_TIME
 from kvbaton.engine.config import NO_DRAFTS, SchedulerConfig
 from kvbaton.engine.kv_cache_manager import Match
 from kvbaton.engine.kv_connector import KVConnector
@@ -161,19 +161,22 @@ class Scheduler(LoadingRequests):
     def _chunk(self, draft: StepDraft) -> int:
         """Most tokens of prompts beside those that decode.
 
-        All that fit, if in small chunks a first token would come when most of its time is over.
+        All that fit, if in small chunks a first token would come when most of its time is over; and
+        far from the start of a prompt, unless who decodes has an objective.
         """
         most, objective_s = self.config.max_num_batched_tokens, math.inf
         for scheduled in draft.scheduled:
             objective_s = min(objective_s, scheduled.sequence.request.spec.itl_s or math.inf)
-        limit = self.chunk_limit.for_objective(objective_s)
-        if limit == most:
-            return most
+        limit = self.chunk_limit.beside(most - draft.budget, objective_s)
+        bound = objective_s < math.inf
+        token_s = objective_s / limit if bound else self.chunk_limit.token_s
         ends = self.clock()
         for sequence in itertools.chain(self.running, self.waiting):
             due, ttft_s = sequence.request.due, sequence.request.spec.ttft_s
             if not sequence.num_generated:
-                ends += (len(sequence.tokens) - sequence.num_scheduled) / limit * objective_s
+                if not bound and sequence.num_scheduled >= FAR_PREFIX:
+                    return most
+                ends += (len(sequence.tokens) - sequence.num_scheduled) * token_s
                 if due is not None and ends > due - (1 - IN_TIME) * ttft_s:
                     return most
         return limit

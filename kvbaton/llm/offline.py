@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Coroutine, Sequence
@@ -35,6 +36,8 @@ STOP_S = 20.0
 class LLM:
     """An engine in a child process, asked from ordinary code.
 
+    Nobody waits for single tokens: `max_num_mixed_tokens` is `max_num_batched_tokens` if not given.
+
     Args:
         model: a Hugging Face folder.
         settings: see `AsyncLLM.start`.
@@ -52,6 +55,7 @@ class LLM:
         # Also runs when the object is forgotten, and when the interpreter ends.
         self.close = weakref.finalize(self, _stop, self._process, self._loop, thread)
         try:
+            settings = {"max_num_mixed_tokens": sys.maxsize, **settings}
             self._engine = self._wait(AsyncLLM.start(model, **settings))
         except BaseException:
             self.close()

@@ -93,10 +93,10 @@ class NodeInfo(Struct, frozen=True, kw_only=True):
         encodes: the node can encode items itself.
         load: what it measured of late: ``encoder_row_s``, seconds to read and encode a row of an
             item; ``prompt_token_s``, seconds per token of a step; `STEP_COSTS`, as far as it has
-            seen such steps; ``step_tokens``, most tokens of one step; what it has to do:
-            ``waiting_tokens`` of prompts, ``free_blocks`` for it, sequences that are ``running``,
-            ``waiting``, or ``loading`` KV; and what it has done since it started:
-            ``generated_tokens``, ``sent_bytes`` handed over.
+            seen such steps; ``step_tokens``, most tokens of one step, and ``mixed_tokens``, of one
+            with sequences that decode; what it has to do: ``waiting_tokens`` of prompts,
+            ``free_blocks`` for it, sequences that are ``running``, ``waiting``, or ``loading`` KV;
+            and what it has done since it started: ``generated_tokens``, ``sent_bytes`` handed over.
         vocab_size: of the model; token ids are below it. 0 of a node that does not say.
         engine_address: where routers connect to its engine as frontends: ``tcp://host:port``, keyed
             by the cluster key, or ``ipc:///...`` on one machine without one; empty until ready.

@@ -16,6 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from kvbaton.engine.chunk_limit import IN_TIME, chunk_tokens
+from kvbaton.engine.config import MIXED_TOKENS
 from kvbaton.messages.nodes import STEP_COSTS, NodeInfo
 from kvbaton.router.loads import IDLE, NodeLoad, NodeLoads
 from kvbaton.router.overheads import Handovers, Overhead
@@ -54,6 +55,7 @@ class StepSpeed(Struct, frozen=True):
 
     Attributes:
         step_tokens: most tokens of one step.
+        mixed_tokens: most of one with sequences that decode.
         full_s: what so many tokens of a prompt add to a step.
         max_itl_s: what it may take where sequences decode in it; prompts come in chunks for that.
     """
@@ -64,12 +66,14 @@ class StepSpeed(Struct, frozen=True):
     decode_sequence_s: float = 0.0
     decode_context_s: float = 0.0
     step_tokens: int = DEFAULT_STEP_TOKENS
+    mixed_tokens: int = MIXED_TOKENS
     full_s: float = 0.0
     max_itl_s: float = math.inf
 
     def chunk_tokens(self, step_s: float) -> int:
         """Most tokens of a prompt in a step that takes so long for those who decode in it."""
-        return chunk_tokens(self.max_itl_s, step_s, self.prefill_token_s, self.step_tokens)
+        budgets = self.step_tokens, self.mixed_tokens
+        return chunk_tokens(self.max_itl_s, step_s, self.prefill_token_s, *budgets)
 
     def prefill_s(self, new: int, cached: int) -> float:
         """To compute the last `new` tokens of a prompt, without the steps themselves."""
@@ -162,9 +166,12 @@ class CostModel:
                 self._elsewhere[node.node_id] = now, others
             terms = {term: node.load.get(term, mean.get(term, 0.0)) for term in STEP_COSTS}
             budget = max(1, int(node.load.get("step_tokens", DEFAULT_STEP_TOKENS)))
+            mixed = max(1, int(node.load.get("mixed_tokens", MIXED_TOKENS)))
             speed: StepSpeed | None = None
             if measured:
-                speed = StepSpeed(**terms, step_tokens=budget, max_itl_s=self.max_itl_s)
+                speed = StepSpeed(
+                    **terms, step_tokens=budget, mixed_tokens=mixed, max_itl_s=self.max_itl_s
+                )
                 speed = replace(speed, full_s=speed.prefill_s(budget, 0))
             self._speeds[node.node_id] = node.load, speed
         of_nodes: tuple[dict[str, Any], ...] = (

@@ -47,6 +47,7 @@ RATES = {
 GAUGES = {
     "kvbaton_prompt_tokens_waiting": "waiting_tokens",
     "kvbaton_step_token_budget": "step_tokens",
+    "kvbaton_mixed_step_token_budget": "mixed_tokens",
     "kvbaton_blocks_available": "free_blocks",
     "kvbaton_sequences_running": "running",
     "kvbaton_sequences_waiting": "waiting",

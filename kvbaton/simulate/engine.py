@@ -195,6 +195,7 @@ class ModeledEngine:
                 vocab_size=VOCABULARY,
                 max_num_seqs=model.max_num_seqs,
                 max_num_batched_tokens=model.step_tokens,
+                max_num_mixed_tokens=model.mixed_tokens,
                 eos_token_ids=(END_TOKEN,),
             ),
             root_key=lambda salt: prompts.root,
@@ -267,6 +268,7 @@ class ModeledEngine:
             gauges={
                 "kvbaton_prompt_tokens_waiting": float(self.scheduler.lacking_tokens()),
                 "kvbaton_step_token_budget": float(self.model.step_tokens),
+                "kvbaton_mixed_step_token_budget": float(self.model.mixed_tokens),
                 "kvbaton_blocks_available": float(self.scheduler.blocks.pool.num_free),
                 **{f'kvbaton_step_cost_seconds{{term="{t}"}}': cost for t, cost in costs},
                 **self.wire_costs.gauges(self.loop.time()),

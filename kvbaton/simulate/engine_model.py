@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from kvbaton.engine.config import MIXED_TOKENS
 from kvbaton.engine.cost_fit import solve_nonnegative
 from kvbaton.engine.step_costs import Terms
 from kvbaton.errors import ConfigError
@@ -26,7 +27,10 @@ from kvbaton.errors import ConfigError
 H200_8B = Path(__file__).with_name("h200-8b.json")
 TERMS = ("prompt_tokens", "context", "sequences", "sequence_tokens", "seconds", "last_step")
 LEAST = {
-    **dict.fromkeys(("block_size", "kv_tokens", "step_tokens", "max_num_seqs", "max_model_len"), 1),
+    **dict.fromkeys(
+        ("block_size", "kv_tokens", "step_tokens", "mixed_tokens", "max_num_seqs", "max_model_len"),
+        1,
+    ),
     **{"jitter": 0, "message_s": 0},
 }
 """Of settings."""
@@ -45,6 +49,7 @@ class EngineModel:
         block_size: tokens per KV block.
         kv_tokens: tokens that the pool holds.
         step_tokens: most tokens of one step.
+        mixed_tokens: most of one with sequences that decode.
         max_num_seqs: most sequences of one step.
         max_model_len: longest prompt plus output.
         jitter: standard deviation of a step's seconds, as a share.
@@ -59,6 +64,7 @@ class EngineModel:
     block_size: int = 16
     kv_tokens: int = 840_000
     step_tokens: int = 4096
+    mixed_tokens: int = MIXED_TOKENS
     max_num_seqs: int = 256
     max_model_len: int = 200_000
     jitter: float = 0.03

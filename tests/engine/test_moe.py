@@ -11,7 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from kvbaton.engine.build import make_executor, make_scheduler
 from kvbaton.engine.collectives import Shard
+from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.loader import fill_weights, load_model
 from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.models.layers import pieces_of
@@ -203,3 +205,20 @@ def test_which_layers_have_experts() -> None:
     assert moe.layers == (False, True, False, False, False, True)
     assert (moe.num_experts, moe.norm_topk_prob) == (8, False)
     assert read_moe(content, "Qwen3ForCausalLM") is None
+
+
+def test_steps_that_decode_have_more_tokens_where_few_experts_see_each(
+    checkpoint: Callable[..., Path],
+) -> None:
+    def mixed(family: str, **settings: Any) -> int:
+        config = EngineConfig(model=str(checkpoint(family=family)), device="cpu", **settings)
+        model = load_model_config(Path(config.model))
+        layouts = make_executor(config, model, track_sums=False).layouts[0]
+        return make_scheduler(config, model, layouts, bytes(32)).config.max_num_mixed_tokens
+
+    moe = load_model_config(checkpoint(family="mixtral")).moe
+    assert moe is not None
+    assert moe.num_experts > moe.top_k
+    assert mixed("mixtral") == 512 * moe.num_experts // moe.top_k
+    assert mixed("mixtral", max_num_mixed_tokens=700) == 700
+    assert mixed("llama") == 512

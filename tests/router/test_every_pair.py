@@ -338,8 +338,7 @@ def way(costs: CostModel, sender: NodeInfo, receiver: NodeInfo) -> dict[str, flo
 def wire_s(options: Options, costs: CostModel, source: NodeInfo, target: NodeInfo) -> float:
     """What is left of a hand-over when its prompt is computed."""
     prefill, wire = options.prefill(costs, source), way(costs, source, target)
-    tokens, budget = options.new(target), costs.speed(source).step_tokens
-    last = prefill.new % budget or budget
+    tokens, last = options.new(target), prefill.last
     before = prefill.work_s * (1 - last / prefill.new)
     token_s = wire["token_s"]
     if not any(wire.values()):

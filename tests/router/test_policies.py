@@ -41,6 +41,7 @@ H200 = {
     "decode_sequence_s": 2e-5,
     "decode_context_s": 2e-6,
     "step_tokens": 8192.0,
+    "mixed_tokens": 8192.0,
     "free_blocks": 10_000.0,
 }
 SLOW = {**H200, "prefill_token_s": 3e-4}
@@ -528,9 +529,13 @@ def test_small_chunks_beside_texts_are_predicted() -> None:
     plain, idle, whole = ttft_s(busy), ttft_s(NodeLoad()), chunk_s()
     speed = costs.speed(node.info)
     each = speed.step_s + speed.decode_s(8, 8000)
+    few = nodes(1, load={**H200, "step_tokens": 1000.0, "mixed_tokens": 500.0})[0].info
+    costs.learn([few], NodeLoads())
+    assert costs.prefill(few, busy, None, 1500, 0).ttft_s == pytest.approx(plain + each)
+    assert costs.prefill(few, NodeLoad(), None, 1500, 0).ttft_s == idle
     costs.max_itl_s = 1.5 * each
     assert ttft_s(NodeLoad()) == idle, "nobody is there to be spared"
-    chunk = chunk_tokens(costs.max_itl_s, each, speed.prefill_token_s, 1000)
+    chunk = chunk_tokens(costs.max_itl_s, each, speed.prefill_token_s, 1000, 1000)
     assert LEAST <= chunk < 500
     assert ttft_s(busy) == pytest.approx(plain + (math.ceil(1500 / chunk) - 2) * each)
     assert chunk_s() < whole

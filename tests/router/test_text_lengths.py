@@ -157,7 +157,10 @@ def test_a_step_is_slow_beside_a_prompt_only_if_it_is_not_without() -> None:
 def test_prompts_that_wait_share_the_next_step() -> None:
     """Behind one under way and one that waits, eight of an eighth of a step's tokens make one."""
     clock = Clock()
-    costs, node = CostModel(clock), member("a0", "any", load={"step_s": 0, "prefill_token_s": 1e-5})
+    costs, node = (
+        CostModel(clock),
+        member("a0", "any", load={"step_s": 0, "prefill_token_s": 1e-5, "mixed_tokens": 2048}),
+    )
     costs.learn([node.info], NodeLoads())
     full_s = costs.speed(node.info).full_s
     predicted = Prediction(0.1, 0.006, 0.006, 0.0, 0.1, 0.0, work_s=full_s / 8)

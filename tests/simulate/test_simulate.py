@@ -344,7 +344,8 @@ def test_a_policy_that_knows_prefixes_beats_one_that_goes_round() -> None:
 
 def test_handing_over_keeps_the_time_per_token_even() -> None:
     trace = [TraceRequest(0.1 * i, ((10 + i, 4000),), 60, 1000 + i) for i in range(40)]
-    apart, alone = (serve(trace, nodes, "least-loaded") for nodes in ("1P1D", "2D"))
+    whole = replace(EVEN, mixed_tokens=EVEN.step_tokens)
+    apart, alone = (serve(trace, nodes, "least-loaded", whole) for nodes in ("1P1D", "2D"))
     worst = [max(o.gaps[1:].max() for o in done.outcomes) for done in (apart, alone)]
     assert worst[0] < 0.01 < 0.08 < worst[1]
     late = [o.gaps[0] for o in apart.outcomes]
@@ -449,7 +450,7 @@ def test_nodes_are_chosen_by_the_percentile_that_is_asked_for() -> None:
             trace,
             "4A",
             "cost",
-            load_engine(),
+            load_engine(mixed_tokens=4096),
             ttft_slo=1000.0,
             itl_slo=25.0,
             itl_percentile=percentile,
