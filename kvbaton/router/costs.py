@@ -119,7 +119,7 @@ class CostModel:
         self._mean_s, self._share_s = SHARE_S
         self._given_since = math.inf
         self._elsewhere: dict[str, tuple[float, int]] = {}
-        self._prefilled: dict[str, tuple[float, float, float]] = {}
+        self._prefilled: dict[str, tuple[float, float, float, float]] = {}
         self._targeted: dict[str, tuple[float, float, float]] = {}
         self._crossed: dict[str, tuple[float, float]] = {}
         self._queues: dict[str, PromptQueue] = {}
@@ -322,7 +322,7 @@ class CostModel:
         chunk = speed.chunk_tokens(step_s)
         full_s = speed.full_s if chunk == speed.step_tokens else speed.prefill_s(chunk, 0)
         full_s = max(full_s, LEAST_S)
-        _, in_all, per_s = self._prefilled.get(node.node_id, (0.0, 0.0, 1.0))
+        _, in_all, per_s, _ = self._prefilled.get(node.node_id, (0.0, 0.0, 1.0, 0.0))
         queued_s = load.prefill_us / 1e6
         backlog_s = max(0.0, self._left_s(load, since) - after_s)
         return Decode(
@@ -341,8 +341,13 @@ class CostModel:
 
     def prefill_share(self, node: NodeInfo) -> float:
         """Share of a node's time that prompts of ours take, of late."""
-        at, share, _ = self._prefilled.get(node.node_id, (0.0, 0.0, 0.0))
+        at, share, *_ = self._prefilled.get(node.node_id, (0.0, 0.0))
         return min(MOST_SHARE, share * self._kept(at)) if share else 0.0
+
+    def prompts_per_s(self, node: NodeInfo) -> float:
+        """Prompts per second that a node was given to compute, of late."""
+        at, *_, prompts = self._prefilled.get(node.node_id, (0.0, 0.0))
+        return prompts * self._kept(at) if prompts else 0.0
 
     def crossing_share(self, node: NodeInfo) -> float:
         """Share of a node's time that steps take longer for KV that leaves it or comes, of late."""
@@ -374,7 +379,8 @@ class CostModel:
         # Means, not sums: how long they reach back changes with how long texts take.
         now, share_s = self._clock(), self._mean_s
         self._given_since = min(self._given_since, now)
-        at, share, steps = self._prefilled.get(prefills.node_id, (now, 0.0, 0.0))
+        nothing = now, 0.0, 0.0, 0.0
+        at, share, steps, prompts = self._prefilled.get(prefills.node_id, nothing)
         kept, work_s = self._kept(at), predicted.work_s
         if self.roles is not None:
             self.roles.given(now, work_s)
@@ -384,8 +390,14 @@ class CostModel:
             count = work_s / speed.full_s
             if queue is None or not queue.longest_s:  # else it shares a step with those that wait
                 count = math.ceil(count)
-        fresh = now, kept * share + work_s / share_s, kept * steps + count / share_s
-        self._prefilled[prefills.node_id] = fresh
+        given = work_s / share_s, count / share_s, 1.0 / share_s
+        share, steps, prompts = kept * share, kept * steps, kept * prompts
+        self._prefilled[prefills.node_id] = (
+            now,
+            share + given[0],
+            steps + given[1],
+            prompts + given[2],
+        )
         if predicted.late:
             return
         at, per_s, waits = self._targeted.get(target.node_id, (now, 0.0, 0.0))

@@ -411,12 +411,15 @@ class _Prices:
     def _prefill(self, node: NodeInfo) -> tuple[Prefill, float]:
         """Of a node that computes the prompt, and its cost: whoever comes next waits, too.
 
-        Where nodes only generate, the texts to come miss as much as if one missed its objective.
+        Without an objective so do all who come while this one waits. Where nodes only generate, the
+        texts to come miss as much as if one missed its objective.
         """
         found = self._prefills.get(node.node_id)
         if found is None:
             expected = self._options.prefill(self._costs, node)
             cost = expected.ttft_s + expected.work_s + missed_s(expected.risk_s, self._ttft_slo)
+            if self._ttft_slo is None:
+                cost += expected.work_s * expected.wait_s * self._costs.prompts_per_s(node)
             if node.node_id in self._generating:
                 cost += MISSED_S
             found = self._prefills[node.node_id] = expected, cost
@@ -498,7 +501,8 @@ class _Prices:
 
         That is, after those that they wait for anyway: prompts of which each alone would make
         nobody miss an objective do so together. As many wait as are there, and as come while the
-        prompt is computed, half of it on average: of short texts these are far more.
+        prompt is computed, half of it on average: of short texts these are far more. Beside who
+        decodes a prompt is computed for about twice as long as it takes.
         """
         coming = work_s * self._costs.targets_per_s(node) if work_s else 0.0
         if not sequences and not coming:
@@ -506,7 +510,7 @@ class _Prices:
         there, _, _, anyway = self._decode(node)
         each, itl = self._costs.output_tokens * slower_s + work_s, self._itl
         if itl is None:
-            return sequences * each
+            return (sequences + coming) * each
         cost = sequences * (each + itl.there(there, slower_s, work_s) - anyway)
         return cost + coming * itl.coming(there, slower_s, work_s / 2) if coming else cost
 

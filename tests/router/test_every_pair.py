@@ -33,7 +33,7 @@ from kvbaton.router.policies import (
     Sticky,
     Threshold,
 )
-from kvbaton.router.predictions import Decode, Prediction
+from kvbaton.router.predictions import Decode, Prediction, Prefill
 from kvbaton.router.route import MAX_HOLDERS, Options
 from kvbaton.types import PromptLimits
 from tests.router.test_pairing import ids, member
@@ -443,10 +443,16 @@ def by_cost(
             each -= missed(there.others_s, slo)
         return there.sequences * each
 
+    def compute(node: NodeInfo, prefill: Prefill) -> float:
+        cost = prefill.ttft_s + prefill.work_s + missed(prefill.risk_s, asked.ttft_slo)
+        if asked.ttft_slo is None:
+            cost += prefill.work_s * prefill.wait_s * costs.prompts_per_s(node)
+        return cost
+
     def of_pair(pair: Pair) -> float:
         source, target = pair
         prefill = options.prefill(costs, source)
-        cost = prefill.ttft_s + prefill.work_s + missed(prefill.risk_s, asked.ttft_slo)
+        cost = compute(source, prefill)
         there = options.decode(costs, source, math.inf)
         late = prefill.decoding * delay(there, 0.0, prefill.work_s)
         cost += late + costs.handover(source, target) + beside(source) + beside(target)
@@ -464,8 +470,7 @@ def by_cost(
 
     def alone(node: NodeInfo) -> float:
         prefill = options.prefill(costs, node)
-        cost = prefill.ttft_s + prefill.work_s + missed(prefill.risk_s, asked.ttft_slo)
-        return cost + generate(
+        return compute(node, prefill) + generate(
             node, options.decode(costs, node, prefill.ttft_s), prefill.work_s, prefill.late
         )
 

@@ -342,6 +342,18 @@ def test_a_policy_that_knows_prefixes_beats_one_that_goes_round() -> None:
     assert found["sticky"][0] > found["round-robin"][0] + 0.1
 
 
+def test_without_objectives_prompts_do_not_queue_where_others_come_behind_them() -> None:
+    """At 25/s most would be computed by one node, in a queue that all who come wait for."""
+    ats = np.random.default_rng(1).exponential(1 / 25, 300).cumsum()
+    trace = [TraceRequest(float(at), ((10 + i, 2048),), 128, 1000 + i) for i, at in enumerate(ats)]
+
+    def mean_s(nodes: str, policy: str) -> float:
+        done = serve(trace, nodes, policy)
+        return sum((o.ttft_s or math.inf) + float(o.gaps.sum()) for o in done.outcomes) / 300
+
+    assert mean_s("2A", "cost") < 0.9 * mean_s("2D", "least-loaded")
+
+
 def test_handing_over_keeps_the_time_per_token_even() -> None:
     trace = [TraceRequest(0.1 * i, ((10 + i, 4000),), 60, 1000 + i) for i in range(40)]
     whole = replace(EVEN, mixed_tokens=EVEN.step_tokens)
