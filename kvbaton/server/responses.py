@@ -130,7 +130,11 @@ class ResponsesFormatter(ContentBlockFormatter):
     @override
     def failed(self, request: web.Request, error: RequestError) -> bytes:
         told = {"code": error.code or "server_error", "message": error.message}
-        response = ResponseObject(**self.head, status="failed", error=told)
+        for block in self.blocks[-1:]:
+            block.status = "incomplete"
+        response = ResponseObject(
+            **self.head, status="failed", error=told, output=[*map(self._item, self.blocks)]
+        )
         return self._event("response.failed", response=response)
 
     @override
@@ -142,7 +146,7 @@ class ResponsesFormatter(ContentBlockFormatter):
             status="incomplete" if cut else "completed",
             completed_at=None if cut else int(time.time()),
             incomplete_details={"reason": "max_output_tokens"} if cut else None,
-            output=[self._item(block) for block in self.blocks],
+            output=[*map(self._item, self.blocks)],
             usage=ResponseUsage(
                 input_tokens=usage.prompt_tokens,
                 input_tokens_details={"cached_tokens": cached, "cache_write_tokens": 0},

@@ -557,6 +557,10 @@ async def test_a_stream_that_fails_ends_with_a_failed_response(serve: Any) -> No
     failed = events[-1]["response"]
     assert (failed["status"], failed["error"]["code"]) == ("failed", "server_error")
     assert failed["id"] == events[0]["response"]["id"]
+    told = [event["delta"] for event in events if event["type"].endswith("output_text.delta")]
+    (item,) = failed["output"]
+    assert (item["status"], item["content"][0]["text"]) == ("incomplete", "".join(told))
+    assert told
     status, answer = await endpoint.post(RESPONSES, ASKED)
     assert (status, answer["error"]["type"]) == (500, "server_error")
 
