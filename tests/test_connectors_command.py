@@ -345,6 +345,14 @@ def test_what_a_store_raises_tells_a_secret_as_it_was_written(
     assert "hunter2" not in said
 
 
+def test_namespaces_of_a_folder_that_holds_no_store(tmp_path: Path, capsys: Capture) -> None:
+    """To look must not make what is mistyped."""
+    for path in (tmp_path, tmp_path / "mistyped"):
+        assert main(["connectors", "namespaces", f'filesystem:{{"path": "{path}"}}']) == 2
+        assert f"{path}/kvbaton-1 is missing" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_namespaces_are_listed_and_cleared(tmp_path: Path, capsys: Capture) -> None:
     spec = f'filesystem:{{"path": "{tmp_path}"}}'
     store = FilesystemStore("files", path=str(tmp_path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import re
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
@@ -25,6 +26,7 @@ from kvbaton.connectors.registry import (
     split_spec,
 )
 from kvbaton.connectors.store import Namespaced
+from kvbaton.connectors.stores.filesystem import Files
 from kvbaton.errors import ConfigError, KvbatonError
 
 NOT_OPTIONS = ("name", "host", "clock", "hub")
@@ -160,6 +162,9 @@ def run_namespaces(spec: str, clear: str | None = None) -> int:
     store = load_store(spec)
     if not store.capabilities.namespaces:
         raise ConfigError("SPEC", f"{store.name} does not tell namespaces apart")
+    backend = getattr(store, "backend", None)
+    if isinstance(backend, Files) and not os.path.isdir(backend.root):  # `open` would make it
+        raise ConfigError("SPEC", f"nothing was ever stored there: {backend.root} is missing")
     store.open()
     with closing(store):
         able = cast(Namespaced, store)

@@ -106,6 +106,25 @@ def test_what_expired_after_its_writer_ended_is_found_out_when_it_is_read(
     later.close()
 
 
+def test_who_opens_a_folder_removes_what_expires_of_writers_that_ended(
+    store: FilesystemStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody need ever read it."""
+    ends = {1: Hints(ttl_s=60), 2: Hints(ttl_s=120), 3: Hints(ttl_s=6000), 4: Hints()}
+    assert save(store, ends) == [True] * 4
+    store.close()
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 61)
+    later, told = FilesystemStore("later", path=str(tmp_path)), list[bytes]()
+    later.on_forget = told.extend
+    later.open()
+    assert told == [key(1)]
+    monkeypatch.setattr(time, "time", lambda: now + 121)
+    assert present(later, 1, 2, 3, 4) == [3, 4]
+    assert len(list(tmp_path.rglob("*.safetensors"))) == later.usage().objects == 2
+    later.close()
+
+
 def test_its_own_are_removed_when_they_expire_unless_stored_anew(
     store: FilesystemStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
