@@ -44,6 +44,8 @@ FillParser = Callable[[argparse.ArgumentParser], None]
 RunCommand = Callable[[argparse.Namespace], int]
 
 SIMULATION = "kvbaton.simulate.main:SimulateConfig"
+LIKENESS = 0.73
+"""The least of a flag that may be meant: below it what is proposed is of another meaning."""
 FILES = {"out": "write the result as JSON", "plot": "draw the result as PNG"}
 """What tools write, by option."""
 
@@ -105,7 +107,7 @@ class Parser(argparse.ArgumentParser):
             name, options = word.partition("=")[0], self._option_string_actions
             hint = instead_of(name)
             if not hint and name.startswith("--"):
-                like = difflib.get_close_matches(name, options, n=1)
+                like = difflib.get_close_matches(name, options, n=1, cutoff=LIKENESS)
                 hint = f"; did you mean {like[0]}?" if like else ""
             if hint:
                 self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
