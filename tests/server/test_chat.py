@@ -236,6 +236,15 @@ async def test_tokenize_and_back(serve: Any) -> None:
         assert (status, answer["error"]["param"]) == (400, param)
 
 
+async def test_a_model_without_a_chat_template(serve: Any, tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path)
+    (folder / "tokenizer_config.json").write_text("{}")
+    endpoint = await serve(TEXT, tokenizer=Tokenizer.load(folder))
+    status, answer = await endpoint.post("/v1/chat/completions", {"messages": ASK})
+    assert (status, answer["error"]["param"]) == (400, "messages")
+    assert "--chat-template" in answer["error"]["message"]
+
+
 async def test_others_are_answered_while_ids_become_a_text(
     serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
