@@ -117,6 +117,9 @@ class Parser(argparse.ArgumentParser):
         """Exit with status 2."""
         flag, _, rest = message.removeprefix("argument ").partition(": ")
         text = f"{flag}: {rest}" if message.startswith("argument ") else message
+        if self._subparsers is not None and "are required: " in text:
+            (jobs,) = self._subparsers._group_actions  # argparse has no other way to ask for them
+            text += f", one of {', '.join(jobs.choices or ())}"
         self.exit(2, f"kvbaton: error: {text}\n")
 
 
