@@ -45,7 +45,7 @@ from kvbaton.server.conversation import (
 )
 from kvbaton.server.openapi import contract
 from kvbaton.server.sse import named_event
-from kvbaton.server.validation import check_refused, refused
+from kvbaton.server.validation import NOT_STORED, check_refused, refused
 
 KINDS = {
     "content": ("msg", "response.output_text", "text"),
@@ -66,8 +66,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
 
 async def not_stored(request: web.Request) -> web.StreamResponse:
     """Answer that no response is stored."""
-    problem = "no response is stored here: pass what was said before as input"
-    raise RequestError(problem, param="response_id", status=404)
+    raise RequestError(NOT_STORED, param="response_id", status=404)
 
 
 def repeated(asked: ResponsesRequest) -> dict[str, msgspec.Raw]:
