@@ -254,10 +254,10 @@ class Files(ClientBackend):
             return self._space.remove(paths)[0]
 
     def _labelled(self) -> Iterator[tuple[str, EntryLabels, int]]:
-        """Path, labels and bytes, header included, of every entry that is whole."""
+        """Path, labels and bytes, header included, of every entry that is whole and may be read."""
         with self._accessing("look into"):
             for path in self._space.paths():
-                with suppress(FileNotFoundError), open(path, "rb") as file:
+                with suppress(FileNotFoundError, PermissionError), open(path, "rb") as file:
                     labels = labels_of(file.read(HEADER_BYTES))
                     if labels is not None:
                         yield path, labels, os.fstat(file.fileno()).st_size
