@@ -483,7 +483,10 @@ def run_connectors_certify(args: argparse.Namespace) -> int:
     from kvbaton.testing.certificate import certify, write
     from kvbaton.testing.check import end
 
-    certificate, status = certify(_subject(args), speed)
+    subject = _subject(args)
+    with writing("--out"):  # told before what takes minutes
+        args.out.mkdir(parents=True, exist_ok=True)
+    certificate, status = certify(subject, speed)
     with writing("--out"):
         paths = write(certificate, args.out)
     print(*paths, sep="\n")
