@@ -2,7 +2,8 @@
 
 ``python examples/image.py MODEL_FOLDER [more flags of kvbaton up]``: starts the cluster, makes a
 small PNG, asks about it twice, tells who encoded it, and stops. The model must be one that takes
-images. The second answer needs no encoder: the image is in the caches.
+images. `--min-encode-rows 0` has the router give each image to the encoder node, which finds the
+second one in its cache; without it a node that has had an image of late keeps it.
 """
 
 import base64
@@ -73,7 +74,7 @@ def main(model: str, flags: list[str]) -> None:
                 print(repr(ask(url, model, png(320, 200))))
             with urllib.request.urlopen(url.removesuffix("/v1") + "/metrics") as metrics:
                 counts = dict(COUNT.findall(metrics.read().decode()))
-            print(f"given to the encoder node: {counts['encoder']} times")
+            print(f"given to the encoder node: {float(counts['encoder']):g} times")
         finally:
             cluster.send_signal(signal.SIGINT)  # nothing happens if it has ended
             cluster.communicate()

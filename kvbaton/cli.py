@@ -44,6 +44,8 @@ FillParser = Callable[[argparse.ArgumentParser], None]
 RunCommand = Callable[[argparse.Namespace], int]
 
 SIMULATION = "kvbaton.simulate.main:SimulateConfig"
+LIKENESS = 0.73
+"""The least of a flag that may be meant: below it what is proposed is of another meaning."""
 FILES = {"out": "write the result as JSON", "plot": "draw the result as PNG"}
 """What tools write, by option."""
 
@@ -105,7 +107,7 @@ class Parser(argparse.ArgumentParser):
             name, options = word.partition("=")[0], self._option_string_actions
             hint = instead_of(name)
             if not hint and name.startswith("--"):
-                like = difflib.get_close_matches(name, options, n=1)
+                like = difflib.get_close_matches(name, options, n=1, cutoff=LIKENESS)
                 hint = f"; did you mean {like[0]}?" if like else ""
             if hint:
                 self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
@@ -115,6 +117,9 @@ class Parser(argparse.ArgumentParser):
         """Exit with status 2."""
         flag, _, rest = message.removeprefix("argument ").partition(": ")
         text = f"{flag}: {rest}" if message.startswith("argument ") else message
+        if self._subparsers is not None and "are required: " in text:
+            (jobs,) = self._subparsers._group_actions  # argparse has no other way to ask for them
+            text += f", one of {', '.join(jobs.choices or ())}"
         self.exit(2, f"kvbaton: error: {text}\n")
 
 
@@ -478,7 +483,10 @@ def run_connectors_certify(args: argparse.Namespace) -> int:
     from kvbaton.testing.certificate import certify, write
     from kvbaton.testing.check import end
 
-    certificate, status = certify(_subject(args), speed)
+    subject = _subject(args)
+    with writing("--out"):  # told before what takes minutes
+        args.out.mkdir(parents=True, exist_ok=True)
+    certificate, status = certify(subject, speed)
     with writing("--out"):
         paths = write(certificate, args.out)
     print(*paths, sep="\n")

@@ -38,6 +38,8 @@ VLLM_NAMES = {
 _NODES = "start more nodes, as kvbaton up --any 2 does"
 _RANKS = "there is --tensor-parallel-size, and more nodes"
 _ON = "leave it out: that is on"
+_LORA = "merge adapters into the weights"
+_TEXT = "leave it out: models generate text"
 INSTEAD = {
     "--kv-transfer-config": "there are --transport, --store and --role",
     "--data-parallel-size": _NODES,
@@ -49,7 +51,12 @@ INSTEAD = {
     "--enable-auto-tool-choice": _ON,
     "--enable-chunked-prefill": _ON,
     "--trust-remote-code": "code of checkpoints is never run",
-    "--enable-lora": "merge adapters into the weights",
+    "--enable-lora": _LORA,
+    "--lora-modules": _LORA,
+    "--tokenizer": "the model's folder has it",
+    "--revision": "fetch that one into a folder of its own",
+    "--task": _TEXT,
+    "--runner": _TEXT,
     "--disaggregation-mode": "there is --role",
     "--disaggregation-transfer-backend": "there is --transport",
     "--model-path": "there is --model",

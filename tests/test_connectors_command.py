@@ -55,7 +55,22 @@ def test_list_tells_what_is_installed_and_what_it_can_do(capsys: Capture) -> Non
     assert (files["problem"], files["capabilities"]) == ("it needs path", None)
     assert "path*" in files["options"]
     assert main(["connectors", "list"]) == 0
-    assert "persistent" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert ("persistent" in out, "devices \n" in out) == (True, False)
+
+
+class Remote(FilesystemStore):
+    """A vendor's, whose option has the name of what we tell transports."""
+
+    def __init__(self, name: str, *, host: str) -> None:
+        super().__init__(name, path=f"/nonexistent/{host}")
+
+
+def test_list_tells_a_stores_host_among_its_options(capsys: Capture) -> None:
+    spec = f"{__name__}:Remote"
+    found = listed(capsys, spec)["store", spec]
+    assert (found["options"], found["problem"]) == (["host*"], "it needs host")
+    assert "host" not in listed(capsys, "tcp")["transport", "tcp"]["options"]
 
 
 def test_list_needs_no_torch(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,6 +358,21 @@ def test_what_a_store_raises_tells_a_secret_as_it_was_written(
     said = "".join(capfd.readouterr())
     assert "'{env:KV_PASSWORD}' is " in said
     assert "hunter2" not in said
+
+
+@pytest.mark.parametrize("words", [["bench"], ["namespaces"]])
+def test_a_store_that_can_not_be_opened_is_named(capsys: Capture, words: list[str]) -> None:
+    spec = 'redis:{"url": "redis://127.0.0.1:9", "retries": 0}'
+    assert main(["connectors", *words, spec]) == 1
+    assert f"{spec} can't be opened: " in capsys.readouterr().err
+
+
+def test_namespaces_of_a_folder_that_holds_no_store(tmp_path: Path, capsys: Capture) -> None:
+    """To look must not make what is mistyped."""
+    for path in (tmp_path, tmp_path / "mistyped"):
+        assert main(["connectors", "namespaces", f'filesystem:{{"path": "{path}"}}']) == 2
+        assert f"{path}/kvbaton-1 is missing" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_namespaces_are_listed_and_cleared(tmp_path: Path, capsys: Capture) -> None:

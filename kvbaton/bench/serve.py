@@ -268,7 +268,7 @@ async def served_model(session: aiohttp.ClientSession, url: str) -> str:
     try:
         async with session.get(f"{url}/v1/models") as response:
             if response.status == 401:
-                raise ConfigError("--api-key", f"{url} asks for another one than this")
+                raise ConfigError("--api-key", f"{url} asks for the right one")
             response.raise_for_status()
             return str(msgspec.json.decode(await response.read())["data"][0]["id"])
     except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:

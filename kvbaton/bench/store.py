@@ -32,7 +32,7 @@ import numpy.typing as npt
 from kvbaton.bench import transfer
 from kvbaton.bench.report import new_figure, percentile, publish, rows_of
 from kvbaton.config import check_positive, flag
-from kvbaton.connectors.registry import load_store
+from kvbaton.connectors.registry import load_store, open_store
 from kvbaton.connectors.store import KEY_BYTES, Pieces, Store
 from kvbaton.errors import INTERRUPTED, ConfigError, StoreError, writing
 from kvbaton.testing.check import Subject
@@ -101,7 +101,7 @@ def run(load: StoreLoad, out: Path | None = None, plot: Path | None = None) -> i
         folder = load.folder or (tmp if "{tmp}" in load.spec else None)
         placed = replace(load, spec=load.spec.replace("{tmp}", tmp), folder=folder)
         store = load_store(placed.spec)
-        store.open()
+        open_store(store, load.spec)
         ending.callback(store.close)
         rows, left = rows_of(placed.object_bytes, partial(measure, store, placed))
         lookups, _ = rows_of(() if left else (store,), measure_lookups)
@@ -319,7 +319,7 @@ def speed(subject: Subject) -> list[dict[str, Any]]:
             spec=spec, object_bytes=SPEED_OBJECTS, concurrency=(4,), num_bytes=SPEED_BYTES
         )
         store = load_store(spec)
-        store.open()
+        open_store(store, subject.spec)
         with closing(store):
             rows = [row for size in SPEED_OBJECTS for row in measure(store, load, size)]
     return [{key: row[key] for key in SPEED_COLUMNS} for row in rows]

@@ -104,5 +104,7 @@ async def _drain(config: DrainConfig) -> bool:
                 idle = False
             waited = time.monotonic() - began
             if waited >= config.timeout_s or (idle and waited >= config.settle_s):
+                if idle:
+                    print(f"drained: {config.url}")
                 return idle
             await asyncio.sleep(POLL_S)

@@ -32,7 +32,7 @@ import msgspec
 
 from kvbaton.connectors.base import Capabilities, Transport
 from kvbaton.connectors.store import Store, StoreCapabilities
-from kvbaton.errors import ConfigError, KvbatonError, import_failure
+from kvbaton.errors import ConfigError, KvbatonError, StoreError, import_failure
 
 LEAST_SECRET = 4
 """Characters of what is looked for in texts: of less there is something everywhere."""
@@ -258,6 +258,18 @@ def load_store(spec: Spec, **context: Any) -> Store:
     target, _ = split_spec(spec, STORES)
     store: Store = _build(STORES, spec, {"name": target.rpartition(":")[2]} | context)
     return store
+
+
+def open_store(store: Store, spec: str) -> None:
+    """Open it for a command.
+
+    Raises:
+        StoreError: its own, with the spec. What else it raises, its author wants as it is.
+    """
+    try:
+        store.open()
+    except StoreError as error:
+        raise StoreError(f"{spec} can't be opened: {error}") from error
 
 
 def split_spec(spec: str, kind: Kind) -> tuple[str, dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import re
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
@@ -22,13 +23,15 @@ from kvbaton.connectors.registry import (
     list_connectors,
     load_store,
     load_transport,
+    open_store,
     split_spec,
 )
 from kvbaton.connectors.store import Namespaced
+from kvbaton.connectors.stores.filesystem import Files
 from kvbaton.errors import ConfigError, KvbatonError
 
-NOT_OPTIONS = ("name", "host", "clock", "hub")
-"""Of constructors: what is given by us, or no JSON."""
+NOT_OPTIONS = {"store": ("name", "clock"), "transport": ("name", "host", "clock", "hub")}
+"""Of constructors, by kind: what is given by us, or no JSON."""
 
 
 class Installed(Struct, kw_only=True):
@@ -80,7 +83,7 @@ def _look(kind: Kind, spec: str) -> Installed:
     where = list_connectors(kind).get(target, target)
     found = Installed(kind=kind.noun, name=spec, where=where)
     try:
-        parameters = _parameters(find_connector(kind, target))
+        parameters = _parameters(kind, find_connector(kind, target))
         found.options = [p.name + "*" * (p.default is p.empty) for p in parameters]
         if missing := [o[:-1] for o in found.options if o[-1] == "*" and o[:-1] not in given]:
             found.problem = f"it needs {', '.join(missing)}"
@@ -99,13 +102,14 @@ def _look(kind: Kind, spec: str) -> Installed:
     return found
 
 
-def _parameters(factory: Any) -> list[inspect.Parameter]:
+def _parameters(kind: Kind, factory: Any) -> list[inspect.Parameter]:
     """Of a constructor, without those that are not the user's; none of one that does not tell."""
     try:
         every = inspect.signature(factory).parameters.values()
     except ValueError:  # written in C
         return []
-    return [p for p in every if p.kind is not p.VAR_KEYWORD and p.name not in NOT_OPTIONS]
+    ours = NOT_OPTIONS[kind.noun]
+    return [p for p in every if p.kind is not p.VAR_KEYWORD and p.name not in ours]
 
 
 def _markdown(kind: Kind, spec: str) -> str:
@@ -118,7 +122,7 @@ def _markdown(kind: Kind, spec: str) -> str:
     of_class = inspect.getdoc(factory) or ""
     text = f"{inspect.getdoc(factory.__init__)}\n\n{of_class}"
     lines = [head, "", of_class.partition("\n")[0]]
-    if parameters := _parameters(factory):
+    if parameters := _parameters(kind, factory):
         lines += ["", "| option | default | |", "| --- | --- | --- |"]
     for parameter in parameters:
         found = re.search(rf"^    {parameter.name}: (.*(?:\n {{5,}}.*)*)", text, re.MULTILINE)
@@ -137,7 +141,7 @@ def _table(found: Sequence[Installed]) -> str:
         able = []
         for name, value in (one.capabilities or {}).items():
             shown = f"{name} {'+'.join(value) if isinstance(value, list) else value}"
-            able += [("" if value else "no ") + name if isinstance(value, bool) else shown]
+            able += [shown if value and value is not True else ("" if value else "no ") + name]
         parts = ("can: ", ", ".join(able)), ("options: ", " ".join(one.options))
         for head, text in (*parts, ("not built: ", one.problem)):
             lines += [f"{'':<11}{'':<{width}}{head}{text}"] if text else []
@@ -154,13 +158,16 @@ def run_namespaces(spec: str, clear: str | None = None) -> int:
     """List a store's namespaces, and forget one if it is named; the exit status.
 
     Raises:
-        ConfigError: the store can't be opened, or does not tell namespaces apart.
-        StoreError: it fails.
+        ConfigError: the store does not tell namespaces apart, or its folder holds none.
+        StoreError: it can't be opened, or fails.
     """
     store = load_store(spec)
     if not store.capabilities.namespaces:
         raise ConfigError("SPEC", f"{store.name} does not tell namespaces apart")
-    store.open()
+    backend = getattr(store, "backend", None)
+    if isinstance(backend, Files) and not os.path.isdir(backend.root):  # `open` would make it
+        raise ConfigError("SPEC", f"nothing was ever stored there: {backend.root} is missing")
+    open_store(store, spec)
     with closing(store):
         able = cast(Namespaced, store)
         if clear is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -65,8 +65,12 @@ def parse_json_flag(flag: str, text: str, form: type[T]) -> T:
     try:
         return msgspec.json.decode(text, type=form)
     except (msgspec.DecodeError, UnicodeEncodeError) as error:
-        known = ", ".join(form.__struct_fields__)
-        raise ConfigError(flag, f"{text!r}: {error}; keys: {known}") from error
+        known, kinds = list[str](), get_type_hints(form)
+        for name in form.__struct_fields__:
+            parts = (kinds[name], *get_args(kinds[name]))
+            choices = [c for part in parts if get_origin(part) is Literal for c in get_args(part)]
+            known.append(f"{name} ({', '.join(choices)})" if choices else name)
+        raise ConfigError(flag, f"{text!r}: {error}; keys: {', '.join(known)}") from error
 
 
 def check_model_folder(model: str) -> None:

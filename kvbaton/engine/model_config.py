@@ -1,11 +1,14 @@
 """What a Hugging Face folder says about its model: ``config.json`` and ``generation_config.json``.
 
-Needs neither torch nor transformers, so that the HTTP process may read it too.
+The end token also comes from its tokenizer. Needs neither torch nor transformers, so that the HTTP
+process may read it too.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -39,6 +42,8 @@ from kvbaton.engine.vision_config import VISION_FAMILIES, VisionConfig, read_sig
 from kvbaton.errors import ConfigError
 from kvbaton.messages import UNREADABLE
 from kvbaton.types import Count, Positive, Size
+
+logger = logging.getLogger(__name__)
 
 MAX_LAYERS = 4096
 """Far more than any model has; a start with a billion would not end."""
@@ -349,8 +354,7 @@ def load_model_config(
     _refuse_unsupported(raw, family)
     has_generation = (folder / "generation_config.json").exists()
     generation = _read_json(folder, "generation_config.json") if has_generation else {}
-    ends = (raw.eos_token_id, generation.get("eos_token_id"))
-    ids = {token for end in ends for token in (end if isinstance(end, list) else [end])}
+    ends = [raw.eos_token_id, generation.get("eos_token_id"), _tokenizer_end(folder)]
     bias = family.sinks if raw.attention_bias is None else raw.attention_bias
     dtype = _dtype(raw, family, dtype)
     mla, nope = read_mla(content, architecture), read_nope(content, architecture)
@@ -391,7 +395,7 @@ def load_model_config(
         chunked=family.windows == "chunks",
         nope=nope,
         gemma4=gemma4,
-        eos_token_ids=tuple(sorted(token for token in ids if isinstance(token, int))),
+        eos_token_ids=_end_tokens(folder, ends, raw.vocab_size),
         vision=vision,
         quantization=read_quantization(raw.quantization_config, quantization),
         moe=read_moe(content, architecture),
@@ -403,6 +407,45 @@ def load_model_config(
         mla=mla,
         linear_attention=read_linear_attention(content, architecture),
     )
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _TokenizerFile(msgspec.Struct):
+    added_tokens: list[_AddedToken] = []
+
+
+def _tokenizer_end(folder: Path) -> int | None:
+    """The tokenizer's end token, which vLLM goes by first; None if it has none.
+
+    Fine-tuned chat models are published that name it there and nowhere else. Whoever serves text
+    reads these files as well, and tells what is wrong with them.
+    """
+    with suppress(ConfigError, OSError, *UNREADABLE):
+        end = _read_json(folder, "tokenizer_config.json").get("eos_token")
+        text = end.get("content") if isinstance(end, dict) else end
+        data = (folder / "tokenizer.json").read_bytes()
+        for token in msgspec.json.decode(data, type=_TokenizerFile).added_tokens:
+            if token.content == text:
+                return token.id
+    return None
+
+
+def _end_tokens(folder: Path, ends: list[Any], vocab_size: int) -> tuple[int, ...]:
+    """Of ids and lists of ids, those that the model can generate, ascending."""
+    named = {token for end in ends for token in (end if isinstance(end, list) else [end])}
+    found = {token for token in named if isinstance(token, int) and 0 <= token < vocab_size}
+    if not found:
+        logger.warning(
+            "%s names no end token (eos_token_id of config.json and generation_config.json, "
+            "eos_token of tokenizer_config.json): texts go on until max_tokens, unless requests "
+            "have stop or stop_token_ids",
+            folder,
+        )
+    return tuple(sorted(found))
 
 
 def resolve_max_model_len(max_model_len: int | None, model: ModelConfig) -> int:

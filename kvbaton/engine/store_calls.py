@@ -168,11 +168,14 @@ class CircuitBreaker:
 
     def close(self) -> None:
         """A trial has worked; if the next call fails, the pause is longer still."""
+        if self.is_open:
+            logger.info("%s: asked again, since one has worked", self._what)
         self.is_open = False
 
     def worked(self) -> None:
         """A call has worked: all is well."""
-        self.is_open, self._pause = False, PAUSE_S
+        self.close()
+        self._pause = PAUSE_S
 
 
 N = TypeVar("N", int, float)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ from kvbaton.server.network import carries_token, registration_token
 from kvbaton.server.openapi import contract
 from kvbaton.server.supervisor import WorkerLink
 from kvbaton.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,6 +245,8 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
 async def drain_router(request: web.Request) -> web.Response:
     """``POST /drain``: say at ``/health`` that this router is going; whether nothing runs here."""
     nodes = _nodes(request)
+    if not nodes.draining:
+        logger.info("drained on request: not healthy until it is started again, but serves on")
     nodes.draining = True
     nodes.on_command()
     return json_response(DrainProgress(idle=not request.app[ROUTER].loads))

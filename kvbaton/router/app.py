@@ -189,7 +189,8 @@ async def first_to_register(config: RouterConfig, listener: socket.socket) -> No
             )
         if not first.done():
             first.set_result(info)
-        return await starting(request)
+        problem = f"the router first loads the tokenizer of {info.model_path}; retry shortly"
+        raise RequestError(problem, status=503, code="starting")
 
     async def starting(request: web.Request) -> web.Response:
         raise no_node_yet()

@@ -290,7 +290,7 @@ class _Running:
         self._costs.finished(self.relay.num_tokens, self.relay.request.params.n)
         self.dispatcher.count_end(outcome, self.relay.num_tokens)
         for line in self.relay.story:
-            logger.warning("request %s: %s", request_id, line)
+            logger.warning("request %s (%s): %s", request_id, outcome, line)
 
     def _route(self, num_tokens: int, items: Sequence[Item], avoid: frozenset[str]) -> Route | None:
         """Nodes for an attempt; see `RouteChooser.route`.

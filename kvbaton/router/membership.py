@@ -572,7 +572,7 @@ class Membership:
         member.failing = failing_pairs(member.failing, info.wire_failures, lives, now)
         announced = info.state
         if announced == NodeState.DRAINING:
-            return self._move(member, NodeState.DRAINING, "the node is shutting down")
+            return self._move(member, NodeState.DRAINING, "the node is drained, or stops")
         if announced == NodeState.LOADING and member.state is NodeState.STARTING:
             return self._move(member, NodeState.LOADING, "")
         if announced == NodeState.READY and member.state is NodeState.LOADING:

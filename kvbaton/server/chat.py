@@ -244,7 +244,10 @@ async def encode_chat(
     """
     template = frontend.tokenizer.chat_template
     if template is None:
-        raise RequestError("this model has no chat template; use /v1/completions", param="messages")
+        raise RequestError(
+            "this model has no chat template: give one by --chat-template, or ask for completions",
+            param="messages",
+        )
     begins, goes_on = body.add_generation_prompt is not False, bool(body.continue_final_message)
     if begins and goes_on:
         raise RequestError(

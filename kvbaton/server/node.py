@@ -272,12 +272,15 @@ class Node:
         if self.client.dead is not None:
             logger.error("the engine died: %s", self.client.dead)
             return 1
+        logger.info("stopping; what runs has %g s", self.config.shutdown_timeout_s)
         return 0
 
     async def drain(self) -> bool:
         """Take no new requests, and have all routers know; whether nothing is left to do."""
         assert self.client is not None, "only a node that serves is asked"
         news, self.state = self.state != "draining", "draining"
+        if news:
+            logger.info("drained on request: takes nothing new until it is started again")
         if news and self._registrar is not None:
             await self._registrar.announce()
         return await self.client.drain()

@@ -45,7 +45,7 @@ from kvbaton.server.conversation import (
 )
 from kvbaton.server.openapi import contract
 from kvbaton.server.sse import named_event
-from kvbaton.server.validation import check_refused, refused
+from kvbaton.server.validation import NOT_STORED, check_refused, refused
 
 KINDS = {
     "content": ("msg", "response.output_text", "text"),
@@ -66,8 +66,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
 
 async def not_stored(request: web.Request) -> web.StreamResponse:
     """Answer that no response is stored."""
-    problem = "no response is stored here: pass what was said before as input"
-    raise RequestError(problem, param="response_id", status=404)
+    raise RequestError(NOT_STORED, param="response_id", status=404)
 
 
 def repeated(asked: ResponsesRequest) -> dict[str, msgspec.Raw]:
@@ -130,7 +129,11 @@ class ResponsesFormatter(ContentBlockFormatter):
     @override
     def failed(self, request: web.Request, error: RequestError) -> bytes:
         told = {"code": error.code or "server_error", "message": error.message}
-        response = ResponseObject(**self.head, status="failed", error=told)
+        for block in self.blocks[-1:]:
+            block.status = "incomplete"
+        response = ResponseObject(
+            **self.head, status="failed", error=told, output=[*map(self._item, self.blocks)]
+        )
         return self._event("response.failed", response=response)
 
     @override
@@ -142,7 +145,7 @@ class ResponsesFormatter(ContentBlockFormatter):
             status="incomplete" if cut else "completed",
             completed_at=None if cut else int(time.time()),
             incomplete_details={"reason": "max_output_tokens"} if cut else None,
-            output=[self._item(block) for block in self.blocks],
+            output=[*map(self._item, self.blocks)],
             usage=ResponseUsage(
                 input_tokens=usage.prompt_tokens,
                 input_tokens_details={"cached_tokens": cached, "cache_write_tokens": 0},

@@ -29,6 +29,7 @@ MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
 MAX_SALT = 4096
 MAX_BAD_WORDS = 1024
+NOT_STORED = "no response is stored here, so pass what was said before as input"
 
 
 def refused(kind: type[Struct]) -> tuple[str, ...]:
@@ -94,6 +95,7 @@ def check_refused(body: Struct, names: Sequence[str]) -> None:
         harmless = value is None or value is False or value in ("", [])
         if not harmless:
             hint = f': give structured_outputs {{"{name[7:]}": ...}}' if "guided_" in name else ""
+            hint = f": {NOT_STORED}" if name in ("previous_response_id", "conversation") else hint
             raise RequestError(f"{name} is not supported{hint}", param=name, code="unsupported")
 
 

@@ -60,7 +60,7 @@ class FilesystemBackDoor:
 
     def fail(self, failing: bool) -> None:
         """Put a loop of links in the directory's place, which even root can't follow."""
-        replace_by_a_loop(Path(self._files._root), failing)
+        replace_by_a_loop(Path(self._files.root), failing)
 
     def _path(self, key: bytes) -> Path:
         return Path(self._files._path(key))

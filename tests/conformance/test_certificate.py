@@ -125,6 +125,16 @@ def test_what_fails_beside_the_cases_loses_no_certificate(tmp_path: Path) -> Non
     assert "a call is not done" in write(done, tmp_path)[2].read_text()
 
 
+def test_a_folder_that_can_not_be_made_is_told_before_the_cases(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    words = ["connectors", "certify", "memory", "--kind", "store"]
+    assert main([*words, "--out", str(tmp_path / "file" / "folder")]) == 2
+    out, error = capsys.readouterr()
+    assert (out, "--out: can't be written" in error) == ("", True)
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["connectors", "certify", "memory", "--kind", "store", "--out", str(tmp_path)]
     door = "tests.conformance.back_doors:MemoryBackDoor"

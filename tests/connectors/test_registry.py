@@ -157,7 +157,7 @@ def test_secrets_come_from_the_environment_or_a_file(
     assert isinstance(found, TieredStore)
     for tier in found.tiers[1:]:
         assert isinstance(tier.store, FilesystemStore)
-        assert tier.store.backend._root == "/shelf/hidden/kvbaton-1"
+        assert tier.store.backend.root == "/shelf/hidden/kvbaton-1"
 
 
 @pytest.mark.parametrize(

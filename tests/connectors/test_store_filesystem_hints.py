@@ -8,11 +8,12 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
 from kvbaton.connectors.store import CLAIM_S, Hints
-from kvbaton.connectors.stores import filesystem_entry
+from kvbaton.connectors.stores import filesystem, filesystem_entry
 from kvbaton.connectors.stores.filesystem import FilesystemStore
 from kvbaton.connectors.stores.filesystem_entry import HEADER_BYTES, EntryClaims, header
 from tests.support.waiting import until
@@ -103,6 +104,42 @@ def test_what_expired_after_its_writer_ended_is_found_out_when_it_is_read(
     assert load(later, 2)
     assert told == [key(1)]
     assert present(later, 1, 2) == [2]
+    later.close()
+
+
+def test_who_opens_a_folder_removes_what_expires_of_writers_that_ended(
+    store: FilesystemStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody need ever read it."""
+    ends = {1: Hints(ttl_s=60), 2: Hints(ttl_s=120), 3: Hints(ttl_s=6000), 4: Hints()}
+    assert save(store, ends) == [True] * 4
+    store.close()
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 61)
+    later, told = FilesystemStore("later", path=str(tmp_path)), list[bytes]()
+    later.on_forget = told.extend
+    later.open()
+    assert told == [key(1)]
+    monkeypatch.setattr(time, "time", lambda: now + 121)
+    assert present(later, 1, 2, 3, 4) == [3, 4]
+    assert len(list(tmp_path.rglob("*.safetensors"))) == later.usage().objects == 2
+    later.close()
+
+
+def test_what_another_user_keeps_for_itself_keeps_nobody_out(
+    store: FilesystemStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert save(store, {1: Hints(ttl_s=60), 2: Hints(ttl_s=60)}) == [True] * 2
+
+    def refuse(path: str, mode: str) -> BinaryIO:
+        if key(1).hex() in path:
+            raise PermissionError(errno.EACCES, "not yours", path)
+        return Path(path).open("rb")
+
+    monkeypatch.setattr(filesystem, "open", refuse, raising=False)
+    later = FilesystemStore("later", path=str(tmp_path))
+    later.open()
+    assert later.namespaces().result(TIMEOUT_S)[""].objects == 1
     later.close()
 
 

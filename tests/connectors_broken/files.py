@@ -211,7 +211,7 @@ class WaitsForTheDead(BrokenFilesystem):
 
     class Broken(PlainFiles):
         def put(self, key: bytes, source: Pieces, hints: Hints = NO_HINTS) -> bool:
-            lock, limit = f"{self._root}-{key.hex()}.lock", time.monotonic() + 1.0
+            lock, limit = f"{self.root}-{key.hex()}.lock", time.monotonic() + 1.0
             while not _create(lock):
                 if time.monotonic() > limit:
                     return False

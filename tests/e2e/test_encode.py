@@ -387,4 +387,4 @@ def test_the_example_runs(
     runpy.run_path(words[0], run_name="__main__")
     first, second, told = capsys.readouterr().out.splitlines()
     assert first == second
-    assert told == "given to the encoder node: 2.0 times"
+    assert told == "given to the encoder node: 2 times"

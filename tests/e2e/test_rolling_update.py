@@ -195,6 +195,9 @@ class Fleet:
         began = time.monotonic()
         self.cluster.stop([server])
         assert time.monotonic() - began < promised(20.0), "it was idle"
+        said = server.log.read_text()
+        assert said.count("drained on request") == 1
+        assert "stopping; " in said
 
     def _leave(self, router: Router) -> None:
         def is_ready() -> bool:

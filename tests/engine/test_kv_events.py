@@ -297,7 +297,7 @@ def test_odd_requests(
     [
         ("{", "truncated"),
         ('{"endpoints": "tcp://*:1"}', "endpoints"),
-        ('{"publisher": "kafka"}', "kafka"),
+        ('{"publisher": "kafka"}', r"'kafka'.*publisher \(zmq, null\), endpoint"),
         ('{"hwm": 0}', r">= 1 - at `\$.hwm`"),
         ('{"buffer_steps": "many"}', "buffer_steps"),
     ],

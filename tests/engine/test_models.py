@@ -460,6 +460,28 @@ def test_end_tokens_come_from_both_files(checkpoint: Callable[..., Path], tmp_pa
     assert config.eos_token_ids == (1, 5, 7)
 
 
+@pytest.mark.parametrize("as_object", [False, True])
+def test_the_tokenizers_end_token_ends_a_text(
+    checkpoint: Callable[..., Path], tmp_path: Path, as_object: bool
+) -> None:
+    """As of fine-tuned chat models, whose config.json has that of the model they began from."""
+    folder = edit(checkpoint(), tmp_path, eos_token_id=7)
+    end = {"content": "<|im_end|>"} if as_object else "<|im_end|>"
+    added = [{"id": 8, "content": "<s>"}, {"id": 9, "content": "<|im_end|>", "special": True}]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {}, "added_tokens": added}))
+    assert load_model_config(folder).eos_token_ids == (7, 9)
+
+
+@pytest.mark.parametrize("end", [None, [], 1 << 20])
+def test_a_model_without_an_end_token_is_told(
+    checkpoint: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, end: Any
+) -> None:
+    folder = edit(checkpoint(), tmp_path, eos_token_id=end)
+    assert load_model_config(folder).eos_token_ids == ()
+    assert f"{folder} names no end token (eos_token_id of config.json" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("architecture", "kind"),
     [

@@ -73,10 +73,14 @@ def failure(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["router", "--max-itl", "0"], "--max-itl: 0.0 is not positive"),
         (["router", "--workers", "0", "--model", "/nope"], "--workers: 0 is not positive"),
         (["router", "--port", "9" * 400], "--port: 99999999999999999999... is a number beyond"),
+        ([], "required: COMMAND, one of up, serve, prefill, "),
+        (["bench"], "required: WHAT, one of transfer, serve"),
+        (["simulate"], "required: --trace"),
         (["router", "--shiny"], "unrecognized arguments: --shiny"),
         (["serve", "x", "--max-num-batch-tokens=5"], "did you mean --max-num-batched-tokens?"),
         (["serve", "x", "--kv-transfer-config", "{}"], "; there are --transport, --store"),
         (["serve", "x", "--data-parallel-size=2"], "--data-parallel-size=2; start more nodes"),
+        (["serve", "x", "--tokenizer", "y"], "--tokenizer y; the model's folder has it"),
         (["serve", "x", "-dp", "2"], "unrecognized arguments: -dp 2; start more nodes"),
         (["serve", "x", "--disaggregation-mode", "prefill"], "prefill; there is --role"),
         (["up", "x", "--enable-auto-tool-choice"], "auto-tool-choice; leave it out: that is on"),
@@ -89,6 +93,15 @@ def test_wrong_settings_are_named_in_one_line(
     line = failure(capsys, *words)
     assert line.startswith("kvbaton: error: ")
     assert message in line
+
+
+@pytest.mark.parametrize(
+    "flag", ["--max-logprobs", "--compilation-config", "--guided-decoding-backend", "--root-path"]
+)
+def test_no_flag_of_another_meaning_is_proposed(
+    capsys: pytest.CaptureFixture[str], flag: str
+) -> None:
+    assert failure(capsys, "serve", "x", flag, "5").endswith(f"unrecognized arguments: {flag} 5")
 
 
 def test_a_folder_of_gguf_files_tells_which_to_name(

@@ -96,7 +96,9 @@ async def test_a_dead_prefill_node_costs_no_request(make_rig: Any) -> None:
     assert rig.nodes["d0"].received[-1].transfer is None, "decode serves it alone"
 
 
-async def test_a_decode_node_that_dies_mid_stream_is_replaced(make_rig: Any) -> None:
+async def test_a_decode_node_that_dies_mid_stream_is_replaced(
+    make_rig: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     rig = await make_rig(decode=2)
     rig.nodes["d0"].die_after = 3
     outputs = await collect(rig, request(max_tokens=6))
@@ -105,6 +107,7 @@ async def test_a_decode_node_that_dies_mid_stream_is_replaced(make_rig: Any) -> 
     assert rig.nodes["d1"].received[0].resume_ids == tuple(expected(3))
     metrics = await (await rig.session.get("/metrics")).text()
     assert "kvbaton_router_retries_total 1.0" in metrics
+    assert " (finished): attempt 0: target d0: " in caplog.text, "the log tells how it ended, too"
 
 
 async def test_a_decode_node_that_freezes_is_replaced_once_its_probes_fail(make_rig: Any) -> None:

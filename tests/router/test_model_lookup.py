@@ -46,7 +46,9 @@ async def test_it_waits_for_the_first_node_whose_model_is_here(tmp_path: Path) -
                 status, answer = await post(session, msgspec.structs.replace(info, role="chef"))
                 assert (status, answer["error"]["param"]) == (400, "role")
                 here = msgspec.structs.replace(info, model_path=str(folder))
-                assert (await post(session, here))[0] == 503, "to be repeated, as a node does"
+                status, answer = await post(session, here)
+                assert status == 503, "to be repeated, as a node does"
+                assert "first loads the tokenizer" in answer["error"]["message"]
                 while (await router.stderr.readline()).decode().find("listening on") < 0:
                     pass
                 assert (await post(session, here))[0] == 200

@@ -87,6 +87,17 @@ async def test_nodes_that_get_no_requests_forget_their_caches_too(make_rig: Any)
     assert [node.resets for node in rig.nodes.values()] == [1, 1, 1]
 
 
+async def test_the_log_tells_once_that_a_router_is_drained(
+    make_rig: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    rig = await make_rig()
+    for _ in range(2):
+        async with rig.session.post("/drain") as response:
+            assert response.status == 200
+    assert caplog.text.count("drained on request") == 1
+
+
 async def test_what_else_is_to_be_forgotten_must_be_clear(make_rig: Any) -> None:
     rig = await make_rig()
     async with rig.session.post("/reset_prefix_cache?reset_external=1") as response:

@@ -1,3 +1,4 @@
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -233,6 +234,34 @@ async def test_tokenize_and_back(serve: Any) -> None:
     ):
         status, answer = await endpoint.post(path, body)
         assert (status, answer["error"]["param"]) == (400, param)
+
+
+async def test_a_model_without_a_chat_template(serve: Any, tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path)
+    (folder / "tokenizer_config.json").write_text("{}")
+    endpoint = await serve(TEXT, tokenizer=Tokenizer.load(folder))
+    status, answer = await endpoint.post("/v1/chat/completions", {"messages": ASK})
+    assert (status, answer["error"]["param"]) == (400, "messages")
+    assert "--chat-template" in answer["error"]["message"]
+
+
+async def test_others_are_answered_while_ids_become_a_text(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoint, loop = await serve(TEXT), asyncio.get_running_loop()
+    decode = endpoint.frontend.tokenizer.decode
+
+    async def ask() -> int:
+        async with endpoint.session.get("/version") as response:
+            return int(response.status)
+
+    def meanwhile(ids: list[int], **options: Any) -> str:
+        assert asyncio.run_coroutine_threadsafe(ask(), loop).result(timeout=5) == 200
+        return str(decode(ids, **options))
+
+    monkeypatch.setattr(endpoint.frontend.tokenizer, "decode", meanwhile)
+    status, _ = await endpoint.post("/detokenize", {"tokens": [5] * 1000})
+    assert status == 200
 
 
 async def test_a_long_prompt_is_encoded_beside_the_loop(serve: Any) -> None:

@@ -45,10 +45,13 @@ async def server() -> AsyncIterator[Answers]:
         yield answers
 
 
-async def test_it_waits_until_nothing_runs(server: Answers) -> None:
+async def test_it_waits_until_nothing_runs(
+    server: Answers, capsys: pytest.CaptureFixture[str]
+) -> None:
     server.script = [(200, BUSY), (500, "?"), (200, BUSY), (200, IDLE)]
     assert await server.drain() == 0
     assert server.asked == 4
+    assert capsys.readouterr().out == f"drained: {server.url}\n"
 
 
 async def test_it_waits_for_load_balancers(server: Answers) -> None:

@@ -557,6 +557,10 @@ async def test_a_stream_that_fails_ends_with_a_failed_response(serve: Any) -> No
     failed = events[-1]["response"]
     assert (failed["status"], failed["error"]["code"]) == ("failed", "server_error")
     assert failed["id"] == events[0]["response"]["id"]
+    told = [event["delta"] for event in events if event["type"].endswith("output_text.delta")]
+    (item,) = failed["output"]
+    assert (item["status"], item["content"][0]["text"]) == ("incomplete", "".join(told))
+    assert told
     status, answer = await endpoint.post(RESPONSES, ASKED)
     assert (status, answer["error"]["type"]) == (500, "server_error")
 
@@ -608,7 +612,7 @@ async def test_openais_sdk(start: Any, models: dict[str, Tokenizer]) -> None:
             model="tiny", input=[*past, result], tools=TOOLS, text_format=Size
         )
         assert parsed.output_parsed == Size(metres=3)
-        with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+        with pytest.raises(openai.BadRequestError, match=r"previous_response_id.*as input"):
             await client.responses.create(model="tiny", input="x", previous_response_id="resp_1")
         with pytest.raises(openai.NotFoundError, match="as input"):
             await client.responses.retrieve("resp_1")

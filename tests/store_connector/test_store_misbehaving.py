@@ -173,7 +173,10 @@ def test_what_works_again_is_used_again(
     nodes.end(node)
 
 
-def test_what_fails_for_days_is_left_alone_for_a_minute_at_a_time() -> None:
+def test_what_fails_for_days_is_left_alone_for_a_minute_at_a_time(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
     breaker, now, pauses = store_calls.CircuitBreaker("calls"), 0.0, []
     for _ in range(1100):
         breaker.failed(now, "it is away")
@@ -182,7 +185,9 @@ def test_what_fails_for_days_is_left_alone_for_a_minute_at_a_time() -> None:
             now += 1.0
         pauses.append(now - began)
     assert (pauses[:7], set(pauses[7:])) == ([1, 2, 4, 8, 16, 32, 60], {60.0})
-    breaker.worked()
+    for _ in range(2):
+        breaker.worked()
+    assert caplog.text.count("calls: asked again") == 1, "the log tells that it is over, once"
     breaker.failed(now, "again")
     assert breaker.due(now + 1.0)
 

@@ -12,7 +12,8 @@ byte. `filesystem_space.py` keeps the account and evicts.
   bytes never reached the disk.
 - Evicted files are written over, so what was read counts only if its path still names the file.
 - An entry's header also tells its `Hints.namespace`, tenant and time of expiry, if it has them. The
-  process that stored it removes it then; after that process has ended, the next one that reads it.
+  process that stored it removes it then, or one that opened the directory since; after those have
+  ended, the next one that opens it, or reads the entry.
 - Among entries of one age, those deep in a prefix are evicted first: each step makes an entry look
   `DEPTH_SECONDS` older when it is stored.
 - The directory is the only truth: an entry that another process removed is a miss, and one that it
@@ -137,6 +138,9 @@ class Files(ClientBackend):
         path, max_bytes, fsync, touch_seconds: of `FilesystemStore`.
         mover: of their bytes.
 
+    Attributes:
+        root: where all of them lie, absolute.
+
     Raises:
         ConfigError: there is no path, or the limit is below one header.
     """
@@ -167,23 +171,27 @@ class Files(ClientBackend):
             raise ConfigError("path", "must name a directory, not ''")
         if max_bytes is not None and max_bytes < HEADER_BYTES:
             raise ConfigError("max_bytes", f"must be at least {HEADER_BYTES}, not {max_bytes}")
-        self._root = os.path.join(os.path.abspath(path), "kvbaton-1")
+        self.root = os.path.join(os.path.abspath(path), "kvbaton-1")
         self._max_bytes = max_bytes
         self._fsync = fsync
         self._touch_seconds = touch_seconds
         self.on_forget: Callable[[Sequence[bytes]], None] | None = None
         """See `Forgetting`."""
-        self._space = SpaceManager(self._root, max_bytes, self._forgotten)
-        self._claims = EntryClaims(os.path.join(self._root, "claims"), self._space.open_file)
+        self._space = SpaceManager(self.root, max_bytes, self._forgotten)
+        self._claims = EntryClaims(os.path.join(self.root, "claims"), self._space.open_file)
         self._expiring = ExpiringEntries()
+        self._some_expire = os.path.join(self.root, "expires")
+        """A file that is there once any entry expires: all headers are worth reading then."""
         self._damaged, self._warn_at = 0, 0.0
         self._lock = threading.Lock()
-        self._index = EntryIndex(self._root)
+        self._index = EntryIndex(self.root)
         self._looked = 0.0
         self._buffer = EntryBuffer()
 
     def open(self) -> None:
         """Make the directory, remove what dead writers left, make the limit hold.
+
+        If entries expire there it reads the header of every entry.
 
         Raises:
             StoreError: the directory can't be made, read or locked.
@@ -191,6 +199,10 @@ class Files(ClientBackend):
         with self._accessing("open"):
             self._space.open()
             self._claims.open()
+            if status_of(self._some_expire) is not None:
+                found = ((labels.expires_at, path) for path, labels, _ in self._labelled())
+                self._expiring.add((end, path) for end, path in found if end is not None)
+                self._remove_expired()
 
     def close(self) -> None:
         """Close what lookups keep open."""
@@ -242,10 +254,10 @@ class Files(ClientBackend):
             return self._space.remove(paths)[0]
 
     def _labelled(self) -> Iterator[tuple[str, EntryLabels, int]]:
-        """Path, labels and bytes, header included, of every entry that is whole."""
+        """Path, labels and bytes, header included, of every entry that is whole and may be read."""
         with self._accessing("look into"):
             for path in self._space.paths():
-                with suppress(FileNotFoundError), open(path, "rb") as file:
+                with suppress(FileNotFoundError, PermissionError), open(path, "rb") as file:
                     labels = labels_of(file.read(HEADER_BYTES))
                     if labels is not None:
                         yield path, labels, os.fstat(file.fileno()).st_size
@@ -327,7 +339,7 @@ class Files(ClientBackend):
                     logger.warning("%s is not what was stored: removed", path)
                 self._space.remove([path])
                 return False
-            if found.labels.is_over(now):  # whoever stored it has ended
+            if found.labels.is_over(now):  # its writer has ended since this process began
                 self._space.remove([path])
                 self._forgotten([path])
                 return False
@@ -383,6 +395,8 @@ class Files(ClientBackend):
                         os.fsync(file)
                     if labels.expires_at is not None:
                         ends.append((labels.expires_at, self._path(key)))
+            if ends and status_of(self._some_expire) is None:
+                os.close(self._space.open_file(self._some_expire, os.O_WRONLY | os.O_CREAT))
             done = self._space.publish(files, deadline)
         finally:
             self._expiring.add(ends)
@@ -404,10 +418,10 @@ class Files(ClientBackend):
 
     def _path(self, key: bytes) -> str:
         name = key.hex()
-        return f"{self._root}/{name[:2]}/{name}{SUFFIX}"
+        return f"{self.root}/{name[:2]}/{name}{SUFFIX}"
 
     def _accessing(self, what: str) -> AbstractContextManager[None]:
-        return self._calling(f"can't {what} {self._root}", OSError)
+        return self._calling(f"can't {what} {self.root}", OSError)
 
 
 class EntryIndex:

@@ -6,6 +6,8 @@
     evicting     locked by the one process that evicts
     tmp/         files that are being written, or will be (`RecycledFiles`), named after their
                  writers
+    claims/      who is about to store what (`EntryClaims`)
+    expires      is there once any entry has a time to live
     00/ .. ff/   entries, by the first byte of their keys
 
 Nothing of this is kept in memory, so any number of processes on any number of hosts agree. Entries
