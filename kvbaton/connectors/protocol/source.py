@@ -187,8 +187,11 @@ class Source(SourceSessions):
         if sizes[0] != sizes[1]:
             why = f"source has blocks of {sizes[0]} tokens, target of {sizes[1]}"
             raise RefusalError("layout", why)
-        count = sum(len(span.blocks) for spans in message.spans for span in spans)
         pool = self.groups[0].num_blocks
+        if message.num_tokens > (most := pool * max(sizes[0])):
+            why = f"blocks of {message.num_tokens} tokens, of which the pool holds {most}"
+            raise RefusalError("too_many", why)
+        count = sum(len(span.blocks) for spans in message.spans for span in spans)
         of_peer = count + sum(s.pinned for s in self.sessions_with(session.node))
         of_all = count + sum(s.pinned for s in self.known.values())
         if of_all * PINNED_SHARE > pool or of_peer * PINNED_SHARE_PER_PEER > pool:
