@@ -99,6 +99,7 @@ class TargetConnector(KVConnector):
         self._attempts: set[Attempt] = set()  # of those
         self._live: dict[Attempt, Load] = {}
         self._delivered: dict[requests.Sequence, Attempt] = {}  # that no step computes yet
+        self._failed: dict[requests.Request, tuple[str, str]] = {}  # by whom and why; not yet told
         self._timelines = Timelines()
         self._reserved: dict[Attempt, Spans] = {}
         self.set_members(())
@@ -168,6 +169,8 @@ class TargetConnector(KVConnector):
         if sequence.request.request_id in self._awaited:  # everything is here
             self.outcomes["unneeded"] += 1
             self.decline(self._admit(sequence.request))
+        if sequence.request in self._failed:
+            self._tell_failure(sequence.request)
 
     @override
     def launched(self, step: requests.InFlightStep) -> None:
@@ -220,6 +223,9 @@ class TargetConnector(KVConnector):
         if transfer is None:
             return
         self._delivered.pop(request.sequences[0], None)
+        if request in self._failed and request.sequences[0].finish_reason != "abort":
+            self._tell_failure(request)
+        self._failed.pop(request, None)
         if request.request_id in self._awaited:
             self.decline(self._admit(request))
         self.cancel(transfer.name, request)
@@ -263,15 +269,24 @@ class TargetConnector(KVConnector):
         if load is None:
             return []
         self._outcomes(load)["failed"] += 1
-        self.wires.ended(_peer(load), failed=True)
         if load.connector is not self:
+            self.wires.ended(_peer(load), failed=True)
             # With windows or states a shorter prefix needs blocks that were not reserved.
             whole = all(group.keeps_all for group in self.scheduler.blocks.groups)
             self.scheduler.cut_load(load, action.valid_through if whole else load.start)
             return []
-        request_id = load.sequence.request.request_id
-        logger.warning("request %s: the hand-over failed: %s", request_id, action.reason)
+        self._failed[load.sequence.request] = _peer(load), action.reason
         return self.scheduler.fail_load(load, action.valid_through, action.reason)
+
+    def _tell_failure(self, request: requests.Request) -> None:
+        """Tell that a hand-over failed, once its request goes on without, or ends by that.
+
+        A source may say that it was left before the same client's abort is here: that is no failure
+        of anybody's.
+        """
+        peer, reason = self._failed.pop(request)
+        self.wires.ended(peer, failed=True)
+        logger.warning("request %s: the hand-over failed: %s", request.request_id, reason)
 
     # --- accounts ---
 
