@@ -214,6 +214,20 @@ def test_a_handle_that_breaks_its_contract_fails_its_attempt_only(
     wait(lambda: not p.thread.sender.state()["writes_in_flight"], p, d)
 
 
+def test_an_error_without_a_text_is_told_all_the_same(make: Make, hub: MemoryHub) -> None:
+    class NoText(Exception):
+        def __str__(self) -> str:
+            raise AttributeError("code")
+
+    class Odd(MemoryTransport):
+        def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> Any:
+            raise NoText
+
+    ended = hand_over(make(Prefill, Odd("odd", hub=hub)), make(Decode))
+    assert isinstance(ended, Fail)
+    assert "write 0 failed: NoText, whose text raises AttributeError" in ended.reason
+
+
 def test_what_raises_in_every_look_does_not_flood_the_log(
     make: Make, hub: MemoryHub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -25,6 +25,7 @@ from kvbaton.connectors.protocol import events
 from kvbaton.connectors.thread_stack import stack_of
 from kvbaton.connectors.transfer.source_worker import SourceWorker
 from kvbaton.connectors.transfer.target_worker import TargetWorker
+from kvbaton.errors import error_text
 from kvbaton.messages import UNREADABLE, control
 from kvbaton.types import MAX_MESSAGE_BYTES
 
@@ -235,7 +236,7 @@ class TransferThread:
                 failed_in_a_row += 1
                 if failed_in_a_row >= MAX_FAILED_TURNS or not isinstance(error, Exception):
                     # Without its transfer thread a node must not pretend to be healthy.
-                    self.failure = f"{type(error).__name__}: {error}"
+                    self.failure = error_text(error)
                     for worker in self.workers:
                         os.eventfd_write(worker.outbox_fd, 1)
                     return
