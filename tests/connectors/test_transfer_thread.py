@@ -95,6 +95,25 @@ def test_an_address_that_cannot_be_dialled_fails_its_attempt_only(make: Make, ad
     assert isinstance(hand_over(p, d), Deliver)
 
 
+def test_a_source_may_be_asked_by_two_of_its_addresses(make: Make) -> None:
+    """They are two members to a target; the source has one session with it."""
+    p, d = make(Prefill), make(Decode)
+    addresses = p.channel.address, p.channel.address.replace("127.0.0.1", "localhost")
+    d.thread.submit(SetMembers(frozenset(addresses)))
+    arrived = list[bool]()
+
+    def arrive() -> bool:
+        attempt = Attempt(os.urandom(16), 0)
+        p.announce(attempt, 18)
+        d.begin(attempt, addresses[len(arrived) % 2], 18)
+        wait(lambda: d.outcome(attempt) is not None and d.freed(attempt), p, d)
+        arrived.append(isinstance(d.outcome(attempt), Deliver))
+        return len(arrived) > 12 and all(arrived[-12:])
+
+    wait(arrive, p, d)
+    assert arrived.count(False) < 4
+
+
 def test_a_peer_whose_layout_and_card_disagree_fails_its_attempt_only(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

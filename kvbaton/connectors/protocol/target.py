@@ -154,7 +154,8 @@ class Target(TargetSessions):
 
     def _start(self, record: Incoming, event: events.Start) -> None:
         """Wait for the session (open one if there is none), then send `Reserve`. Over the cap, or a peer that was put out: fail at once."""
-        if event.address not in self.lines and len(self.lines) >= MAX_LINES:
+        known = event.address in self.lines or event.address in self._same
+        if not known and len(self.lines) + len(self._same) >= MAX_LINES:
             self._turn_down(event, "too many addresses are in use")
             return
         line = record.line = self.line(event.address)
