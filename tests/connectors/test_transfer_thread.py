@@ -33,6 +33,7 @@ from kvbaton.connectors.protocol.events import (
 from kvbaton.connectors.protocol.notice import MIN_NOTICE_BYTES, pack_notice
 from kvbaton.connectors.transfer import thread as thread_module
 from kvbaton.connectors.transfer import worker as worker_module
+from kvbaton.connectors.transfer.worker import MAX_MARKS, MAX_TIMELINES, Timelines
 from kvbaton.connectors.transports.memory import (
     MemoryHandle,
     MemoryHub,
@@ -245,6 +246,17 @@ def test_an_error_without_a_text_is_told_all_the_same(make: Make, hub: MemoryHub
     ended = hand_over(make(Prefill, Odd("odd", hub=hub)), make(Decode))
     assert isinstance(ended, Fail)
     assert "write 0 failed: NoText, whose text raises AttributeError" in ended.reason
+
+
+def test_timelines_are_bounded() -> None:
+    """A peer may repeat a notice for ever, of an attempt that nobody knows."""
+    timelines = Timelines()
+    for number in range(MAX_TIMELINES + 1):
+        timelines.mark(Attempt(bytes(16), number), "landed")
+    for _ in range(MAX_MARKS + 1):
+        timelines.mark(Attempt(bytes(16), 7), "landed")
+    marks = timelines.by_name()
+    assert (len(marks), max(map(len, marks.values()))) == (MAX_TIMELINES, MAX_MARKS)
 
 
 def test_what_raises_in_every_look_does_not_flood_the_log(

@@ -27,6 +27,8 @@ LOG_EVERY_S = 10.0
 """After so many one is logged in so long: a broken plug-in raises in every look."""
 
 MAX_TIMELINES = 256
+MAX_MARKS = 4096
+"""Of one attempt; the first are forgotten."""
 
 PERIOD_S = 0.05
 """Between two looks for lost peers, totals for other threads, and timers while bytes move."""
@@ -39,11 +41,11 @@ class Timelines:
     """What happened to the latest attempts and when; of more than `MAX_TIMELINES` no more."""
 
     def __init__(self) -> None:
-        self._marks: dict[Attempt, list[dict[str, Any]]] = {}
+        self._marks: dict[Attempt, deque[dict[str, Any]]] = {}
 
     def mark(self, attempt: Attempt, what: str, at: float | None = None, **detail: float) -> None:
         """Note something, now or at a time of the machine-wide clock."""
-        marks = self._marks.setdefault(attempt, [])
+        marks = self._marks.setdefault(attempt, deque(maxlen=MAX_MARKS))
         marks.append({"what": what, "time": time.monotonic() if at is None else at, **detail})
         if len(self._marks) > MAX_TIMELINES:
             del self._marks[next(iter(self._marks))]
