@@ -206,6 +206,13 @@ def test_a_refused_session_fails_what_waits_at_once() -> None:
     assert of(actions, Unquarantine) == [Unquarantine(NAME)]
 
 
+def test_a_peer_that_invents_codes_of_refusals_is_counted_under_one() -> None:
+    rig = Rig().until("engaged")
+    for number in range(5):
+        rig.refuse_session(f"code {number}", session=rig.session)
+    assert rig.machine.ledger()["totals"]["by_code"] == {"refused": 5}
+
+
 def test_a_session_that_is_refused_when_it_is_up_fails_its_attempts_at_once() -> None:
     rig = Rig().until("engaged")
     actions = rig.refuse_session("identity")

@@ -266,7 +266,7 @@ class Target(TargetSessions):
         if isinstance(message, control.Failed):
             self._fail(record, f"the source failed: {message.reason}")
         else:
-            self.count(message.code)
+            self.count("refused")  # its own code may be any text
             self._fail(record, f"refused ({message.code}): {message.message}")
 
     # --- bytes ---

@@ -248,7 +248,7 @@ class TargetSessions(Machine[Incoming, TargetSession]):
 
     def refused(self, session: TargetSession, message: control.Refused) -> None:
         """P does not know a session, or will not have it."""
-        self.count(message.code)
+        self.count("refused")
         if session.over:
             return
         if message.code == "unknown_session":
