@@ -43,7 +43,7 @@ from kvbaton.connectors.transports.memory import (
 from kvbaton.connectors.transports.tcp import TcpTransport
 from kvbaton.errors import TransportError
 from kvbaton.messages.control import Control, DigestRun, Refused, decode_control
-from kvbaton.types import Attempt, TransferTimers
+from kvbaton.types import MAX_TEXT, Attempt, TransferTimers
 from tests.connectors.transfer_rig import LAYOUT, Decode, Node, Prefill, begin, hand_over, wait
 from tests.support.making import making
 from tests.support.waiting import PATIENCE_S
@@ -320,6 +320,22 @@ def test_a_hello_that_cannot_be_read_is_refused_by_name(
     assert isinstance(refused, Refused)
     assert (refused.session, refused.transfer_id, refused.code) == (b"s" * 16, None, code)
     assert said in refused.message
+
+
+def test_what_is_no_control_message_fills_no_log(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(thread_module, "MAX_LOGGED_ERRORS", 3)
+    p = make(Prefill)
+    channel = ControlChannel("127.0.0.1", cluster_key=None)
+    for _ in range(9):
+        quoted = msgspec.msgpack.encode({"type": "A" * 1_000_000})
+        channel.send(channel.dial(p.channel.address), quoted)
+    wait(lambda: p.thread.inspect(lambda: p.thread.junk) == 9, p)
+    channel.close()
+    told = [line for line in caplog.messages if "can't be read" in line]
+    assert len(told) == 3
+    assert max(map(len, told)) < 2 * MAX_TEXT
 
 
 def test_what_is_no_control_message_is_counted_and_dropped(make: Make) -> None:

@@ -25,9 +25,10 @@ from kvbaton.connectors.protocol import events
 from kvbaton.connectors.thread_stack import stack_of
 from kvbaton.connectors.transfer.source_worker import SourceWorker
 from kvbaton.connectors.transfer.target_worker import TargetWorker
+from kvbaton.connectors.transfer.worker import MAX_LOGGED_ERRORS
 from kvbaton.errors import error_text
 from kvbaton.messages import UNREADABLE, control
-from kvbaton.types import MAX_MESSAGE_BYTES
+from kvbaton.types import MAX_MESSAGE_BYTES, clip_text
 
 logger = logging.getLogger(__name__)
 
@@ -279,7 +280,9 @@ class TransferThread:
                 message = control.decode_control(data)
             except UNREADABLE as error:
                 self.junk += 1
-                logger.warning("dropped a control message that can't be read: %s", error)
+                if self.junk <= MAX_LOGGED_ERRORS:
+                    why = clip_text(str(error))  # which may quote all of it
+                    logger.warning("dropped a control message that can't be read: %s", why)
                 refusal = control.refuse_unreadable(data, error)
                 if refusal is not None and self.sender is not None:
                     self.channel.send(link, control.encode_control(refusal))
