@@ -99,7 +99,7 @@ class TargetConnector(KVConnector):
         self._attempts: set[Attempt] = set()  # of those
         self._live: dict[Attempt, Load] = {}
         self._delivered: dict[requests.Sequence, Attempt] = {}  # that no step computes yet
-        self._failed: dict[requests.Request, tuple[str, str]] = {}  # by whom and why; not yet told
+        self._failed: dict[requests.Request, str] = {}  # why; not yet told
         self._timelines = Timelines()
         self._reserved: dict[Attempt, Spans] = {}
         self.set_members(())
@@ -269,13 +269,14 @@ class TargetConnector(KVConnector):
         if load is None:
             return []
         self._outcomes(load)["failed"] += 1
-        if load.connector is not self:
+        if not action.answered:
             self.wires.ended(_peer(load), failed=True)
+        if load.connector is not self:
             # With windows or states a shorter prefix needs blocks that were not reserved.
             whole = all(group.keeps_all for group in self.scheduler.blocks.groups)
             self.scheduler.cut_load(load, action.valid_through if whole else load.start)
             return []
-        self._failed[load.sequence.request] = _peer(load), action.reason
+        self._failed[load.sequence.request] = action.reason
         return self.scheduler.fail_load(load, action.valid_through, action.reason)
 
     def _tell_failure(self, request: requests.Request) -> None:
@@ -284,8 +285,7 @@ class TargetConnector(KVConnector):
         A source may say that it was left before the same client's abort is here: that is no failure
         of anybody's.
         """
-        peer, reason = self._failed.pop(request)
-        self.wires.ended(peer, failed=True)
+        reason = self._failed.pop(request)
         logger.warning("request %s: the hand-over failed: %s", request.request_id, reason)
 
     # --- accounts ---

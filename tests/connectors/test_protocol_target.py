@@ -842,19 +842,22 @@ def test_an_unanswered_reserve_is_repeated_and_an_accepted_one_renews_the_lease(
 
 
 @pytest.mark.parametrize(
-    ("kind", "fields", "said"),
+    ("kind", "fields", "said", "answered"),
     [
-        (Failed, {"reason": "no"}, "no"),
-        (Refused, {"code": "prompt", "message": "other"}, "prompt"),
+        (Failed, {"reason": "no"}, "no", False),
+        (Failed, {"reason": "gone", "engine": True}, "gone", True),
+        (Refused, {"code": "prompt", "message": "other"}, "prompt", True),
     ],
 )
 @pytest.mark.parametrize("state", ["reserved", "engaged", "completing"])
 def test_a_peer_that_gives_up_is_still_asked_to_drain(
-    state: str, kind: type, fields: dict[str, Any], said: str
+    state: str, kind: type, fields: dict[str, Any], said: str, answered: bool
 ) -> None:
     rig = Rig().until(state)
     actions = rig.hear(kind, **fields)
-    assert said in of(actions, Fail)[0].reason
+    (fail,) = of(actions, Fail)
+    assert said in fail.reason
+    assert fail.answered == answered
     assert sent(actions, Cancel)
     assert not of(actions, Unquarantine)
     assert of(rig.hear(Drained), Unquarantine)
