@@ -580,7 +580,7 @@ def pins_for_one_peer_without_limit(self: Any, record: Any, message: Any) -> Non
 @breaks((TargetConnector, "poll"))
 def takes_all_as_come(self: Any, now: float) -> Any:
     """What P said of how much it still has is not heeded."""
-    taken = self.receiver.take()
+    taken = list(self.receiver.take())
     for i, action in enumerate(taken):
         if isinstance(action, Deliver) and action.attempt in self._live:
             taken[i] = msgspec.structs.replace(action, num_tokens=self._live[action.attempt].end)

@@ -7,7 +7,8 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -123,13 +124,15 @@ class TransferWorker:
         self._outbox.append(action)
         os.eventfd_write(self.outbox_fd, 1)
 
-    def take(self) -> list[Any]:
-        """What the machine wants of the engine, in order; for its thread, never blocks."""
-        try:
+    def take(self) -> Iterator[Any]:
+        """What the machine wants of the engine, in order; for its thread, never blocks.
+
+        What is not consumed, as where acting on one of them raises, comes with the next call.
+        """
+        with suppress(BlockingIOError):
             os.eventfd_read(self.outbox_fd)
-        except BlockingIOError:
-            return []
-        return [self._outbox.popleft() for _ in range(len(self._outbox))]
+        for _ in range(len(self._outbox)):
+            yield self._outbox.popleft()
 
     def error(self, what: str, *args: object) -> None:
         """Count the exception being handled, and log it while it is no flood.
