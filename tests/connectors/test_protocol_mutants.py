@@ -207,7 +207,7 @@ MUTANTS.append(
 
 
 @breaks((Target, "_fail"))
-def fails_twice(self: Any, record: Any, reason: str) -> None:
+def fails_twice(self: Any, record: Any, reason: str, **options: Any) -> None:
     for _ in range(2):
         self.do(Fail(record.name, record.valid_through(), reason))
     self._leave(record, "failed")
