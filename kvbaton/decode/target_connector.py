@@ -99,7 +99,8 @@ class TargetConnector(KVConnector):
         self._attempts: set[Attempt] = set()  # of those
         self._live: dict[Attempt, Load] = {}
         self._delivered: dict[requests.Sequence, Attempt] = {}  # that no step computes yet
-        self._failed: dict[requests.Request, str] = {}  # why; not yet told
+        self._failed: dict[requests.Request, str] = {}  # why; of this turn
+        self._untold: dict[requests.Request, str] = {}  # of the turn before
         self._timelines = Timelines()
         self._reserved: dict[Attempt, Spans] = {}
         self.set_members(())
@@ -169,8 +170,6 @@ class TargetConnector(KVConnector):
         if sequence.request.request_id in self._awaited:  # everything is here
             self.outcomes["unneeded"] += 1
             self.decline(self._admit(sequence.request))
-        if sequence.request in self._failed:
-            self._tell_failure(sequence.request)
 
     @override
     def launched(self, step: requests.InFlightStep) -> None:
@@ -223,9 +222,9 @@ class TargetConnector(KVConnector):
         if transfer is None:
             return
         self._delivered.pop(request.sequences[0], None)
-        if request in self._failed and request.sequences[0].finish_reason != "abort":
-            self._tell_failure(request)
-        self._failed.pop(request, None)
+        if request.sequences[0].finish_reason == "abort":
+            self._failed.pop(request, None)
+            self._untold.pop(request, None)
         if request.request_id in self._awaited:
             self.decline(self._admit(request))
         self.cancel(transfer.name, request)
@@ -279,14 +278,13 @@ class TargetConnector(KVConnector):
         self._failed[load.sequence.request] = action.reason
         return self.scheduler.fail_load(load, action.valid_through, action.reason)
 
-    def _tell_failure(self, request: requests.Request) -> None:
-        """Tell that a hand-over failed, once its request goes on without, or ends by that.
-
-        A source may say that it was left before the same client's abort is here: that is no failure
-        of anybody's.
-        """
-        reason = self._failed.pop(request)
-        logger.warning("request %s: the hand-over failed: %s", request.request_id, reason)
+    @override
+    def flush(self) -> None:
+        # A turn later: a source may say that its client has left before the same client's abort is
+        # here, which is no failure of anybody's.
+        for request, reason in self._untold.items():
+            logger.warning("request %s: the hand-over failed: %s", request.request_id, reason)
+        self._untold, self._failed = self._failed, {}
 
     # --- accounts ---
 
