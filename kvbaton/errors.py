@@ -46,6 +46,14 @@ def import_failure(error: BaseException) -> str:
     return str(error) if known else f"{type(error).__name__}: {error}"
 
 
+def error_text(error: BaseException) -> str:
+    """Kind and text of what a plug-in raised, whose text may be no better than its calls."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except BaseException as worse:
+        return f"{type(error).__name__}, whose text raises {type(worse).__name__}"
+
+
 @contextmanager
 def writing(flag: str) -> Iterator[None]:
     """What can't be written to the file of a flag is a `ConfigError`."""

@@ -32,7 +32,7 @@ import msgspec
 
 from kvbaton.connectors.base import Capabilities, Transport
 from kvbaton.connectors.store import Store, StoreCapabilities
-from kvbaton.errors import ConfigError, KvbatonError, StoreError, import_failure
+from kvbaton.errors import ConfigError, KvbatonError, StoreError, error_text, import_failure
 
 LEAST_SECRET = 4
 """Characters of what is looked for in texts: of less there is something everywhere."""
@@ -314,7 +314,7 @@ def _build(kind: Kind, spec: str, context: dict[str, Any]) -> Any:
     except KvbatonError as error:
         raise as_told(kind.flag, target, error) from None
     except (Exception, SystemExit) as error:
-        text = f"{target} can't be built: {type(error).__name__}: {error}"
+        text = f"{target} can't be built: {error_text(error)}"
         told = as_written(text)
         raise ConfigError(kind.flag, told) from (error if told == text else None)
     if inspect.isclass(connector):

@@ -99,6 +99,8 @@ class TargetConnector(KVConnector):
         self._attempts: set[Attempt] = set()  # of those
         self._live: dict[Attempt, Load] = {}
         self._delivered: dict[requests.Sequence, Attempt] = {}  # that no step computes yet
+        self._failed: dict[requests.Request, str] = {}  # why; of this turn
+        self._untold: dict[requests.Request, str] = {}  # of the turn before
         self._timelines = Timelines()
         self._reserved: dict[Attempt, Spans] = {}
         self.set_members(())
@@ -220,6 +222,9 @@ class TargetConnector(KVConnector):
         if transfer is None:
             return
         self._delivered.pop(request.sequences[0], None)
+        if request.sequences[0].finish_reason == "abort":
+            self._failed.pop(request, None)
+            self._untold.pop(request, None)
         if request.request_id in self._awaited:
             self.decline(self._admit(request))
         self.cancel(transfer.name, request)
@@ -263,15 +268,23 @@ class TargetConnector(KVConnector):
         if load is None:
             return []
         self._outcomes(load)["failed"] += 1
-        self.wires.ended(_peer(load), failed=True)
+        if not action.answered:
+            self.wires.ended(_peer(load), failed=True)
         if load.connector is not self:
             # With windows or states a shorter prefix needs blocks that were not reserved.
             whole = all(group.keeps_all for group in self.scheduler.blocks.groups)
             self.scheduler.cut_load(load, action.valid_through if whole else load.start)
             return []
-        request_id = load.sequence.request.request_id
-        logger.warning("request %s: the hand-over failed: %s", request_id, action.reason)
+        self._failed[load.sequence.request] = action.reason
         return self.scheduler.fail_load(load, action.valid_through, action.reason)
+
+    @override
+    def flush(self) -> None:
+        # A turn later: a source may say that its client has left before the same client's abort is
+        # here, which is no failure of anybody's.
+        for request, reason in self._untold.items():
+            logger.warning("request %s: the hand-over failed: %s", request.request_id, reason)
+        self._untold, self._failed = self._failed, {}
 
     # --- accounts ---
 

@@ -235,15 +235,16 @@ class LoadingRequests(LiveRequests):
             return self.fail_load(load, load.end, wrong)
         self.totals.cached_at_source += cached_at_source
         self._keep(load, load.end)
-        # A proxy that asks the source for one token can't tell it of `min_tokens`: one that ends
-        # the text before is sampled anew here.
+        # A proxy that asks the source for one token can't tell it of `min_tokens`, and may not tell
+        # it of `logprobs`: one that ends the text before, or has no scores, is sampled anew here.
         params = request.params
         ends = () if params.ignore_eos else self.config.eos_token_ids
         early = params.min_tokens and load.sequence.num_generated < params.min_tokens
         early = early and any(
             choice.token in ends or choice.token in params.stop_token_ids for choice in choices
         )
-        if early or not choices:
+        unscored = params.logprobs is not None and any(c.logprobs is None for c in choices)
+        if early or unscored or not choices:
             self._requeue(load)
             return []
         self.run(load.sequence)

@@ -33,7 +33,7 @@ from kvbaton.connectors.store import (
     Usage,
 )
 from kvbaton.engine.stats import LatencyHistogram
-from kvbaton.errors import ConfigError, StoreError
+from kvbaton.errors import ConfigError, StoreError, error_text
 from kvbaton.messages.engine import HistogramCounts
 
 T = TypeVar("T")
@@ -318,7 +318,7 @@ class StoreCalls:
     def note(self, call: str, error: BaseException, keys: Sequence[bytes] = ()) -> str:
         """Count and log what went wrong; returns it as text."""
         about = f" of {len(keys)} keys, first {keys[0].hex()}" if keys else ""
-        text = as_written(f"{call}{about} at {self.name} failed: {_told(error)}")
+        text = as_written(f"{call}{about} at {self.name} failed: {error_text(error)}")
         self.errors[call] += 1
         self._warn(call, text, error)
         return text
@@ -362,14 +362,6 @@ class StoreCalls:
             if isinstance(error, CancelledError) and cancelled():
                 raise StoreError("cancelled") from error
             raise StoreError(self.note(call, error, keys)) from error
-
-
-def _told(error: BaseException) -> str:
-    """Kind and text of what a plug-in raised, whose text may be no better than its calls."""
-    try:
-        return f"{type(error).__name__}: {error}"
-    except BaseException as worse:
-        return f"{type(error).__name__}, whose text raises {type(worse).__name__}"
 
 
 def _answers(keys: Sequence[bytes], answers: Sequence[object]) -> list[bool]:

@@ -192,9 +192,15 @@ class NotNeeded(TransferMessage, frozen=True, tag="not_needed", kw_only=True):
 
 
 class Failed(TransferMessage, frozen=True, tag="failed", kw_only=True):
-    """P gave up and has stopped posting; what was posted may still land until `Drained`."""
+    """P gave up and has stopped posting; what was posted may still land until `Drained`.
+
+    Attributes:
+        reason: for people.
+        engine: P has not computed it, or no longer has it: the way to D is not to blame.
+    """
 
     reason: Text
+    engine: bool = False
 
 
 class Cancel(TransferMessage, frozen=True, tag="cancel", kw_only=True):

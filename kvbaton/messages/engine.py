@@ -289,7 +289,7 @@ def decode_to_core(data: bytes) -> ToCore | Undecodable:
     try:
         return _to_core.decode(data)
     except UNREADABLE as error:
-        return Undecodable(str(error), _id_of(data))
+        return Undecodable(clip_text(str(error)), _id_of(data))
 
 
 def _id_of(data: bytes) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -363,7 +364,7 @@ class SourceConnector(KVConnector):
         if self._ahead and self.scheduler.result_at != self._woken_at:
             self._woken_at = self.scheduler.result_at
             self.transfers.submit()  # nothing but that a step is over
-        for action in cast("list[ToSource]", self.sender.take()):
+        for action in cast("Iterator[ToSource]", self.sender.take()):
             source = self._sources.get(action.attempt)
             match action:
                 case events.Engage() if action.keys:

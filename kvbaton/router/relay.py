@@ -572,7 +572,9 @@ class RequestRelay:
     def _cancel(self, asked: list[NodeRequest]) -> list[Action]:
         for one in asked:
             one.open = False
-        return [CancelNode(one) for one in asked]
+        # Who waits for another first: else it hears from that one that there will be nothing, and
+        # goes on without.
+        return [CancelNode(one) for one in reversed(asked)]
 
     def _close(self, asked: NodeRequest) -> None:
         asked.open = False

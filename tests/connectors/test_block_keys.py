@@ -143,6 +143,17 @@ def test_nonsense_is_refused_by_name(fields: dict[str, Any], code: str) -> None:
     assert not rig.machine.live
 
 
+def test_tokens_that_the_pool_could_never_hold_are_refused() -> None:
+    """A table of a prompt's blocks takes memory by its length, and this one has one block."""
+    rig = source()
+    far = {"keys": LAST, "spans": ((BlockSpan(1 << 34, (10,)),),)}
+    actions = ask(rig, first=1 << 34, num_tokens=4 * ((1 << 34) + 1), **far)
+    assert refusals(actions) == ["too_many"]
+    assert not sent(actions, Refused)[0].retryable
+    assert not rig.machine.live
+    assert rig.machine.ledger()["pinned_by_key"] == 0
+
+
 def test_other_block_sizes_have_other_keys() -> None:
     rig = of_source.Rig()
     rig.hello(ranks=cards(layout(8)))

@@ -207,7 +207,7 @@ MUTANTS.append(
 
 
 @breaks((Target, "_fail"))
-def fails_twice(self: Any, record: Any, reason: str) -> None:
+def fails_twice(self: Any, record: Any, reason: str, **options: Any) -> None:
     for _ in range(2):
         self.do(Fail(record.name, record.valid_through(), reason))
     self._leave(record, "failed")
@@ -580,7 +580,7 @@ def pins_for_one_peer_without_limit(self: Any, record: Any, message: Any) -> Non
 @breaks((TargetConnector, "poll"))
 def takes_all_as_come(self: Any, now: float) -> Any:
     """What P said of how much it still has is not heeded."""
-    taken = self.receiver.take()
+    taken = list(self.receiver.take())
     for i, action in enumerate(taken):
         if isinstance(action, Deliver) and action.attempt in self._live:
             taken[i] = msgspec.structs.replace(action, num_tokens=self._live[action.attempt].end)

@@ -671,7 +671,8 @@ def test_a_failed_write_ends_the_attempt_and_is_never_posted_again() -> None:
     rig = Rig().until("engaged")
     rig.ready(0, 12)
     actions = rig.ended(0, 0, ok=False, drained=False)
-    assert sent(actions, Failed)[0].reason == "write 0 failed: broken"
+    (failed,) = sent(actions, Failed)
+    assert (failed.reason, failed.engine) == ("write 0 failed: broken", False)
     assert of(actions, StopSource)
     assert rig.ready(12, 16) == []
     assert rig.ended(0, 1) == []
@@ -683,7 +684,8 @@ def test_a_failed_write_ends_the_attempt_and_is_never_posted_again() -> None:
 def test_an_aborted_prompt_fails_the_attempt() -> None:
     rig = Rig().until("engaged")
     actions = rig.do(SourceFailed(NAME, "aborted"))
-    assert sent(actions, Failed)[0].reason == "aborted"
+    (failed,) = sent(actions, Failed)
+    assert (failed.reason, failed.engine) == ("aborted", True)
     assert of(actions, Release) == [Release(NAME, "failed")]
     assert not of(actions, StopSource), "the engine knows"
 

@@ -206,6 +206,13 @@ def test_a_refused_session_fails_what_waits_at_once() -> None:
     assert of(actions, Unquarantine) == [Unquarantine(NAME)]
 
 
+def test_a_peer_that_invents_codes_of_refusals_is_counted_under_one() -> None:
+    rig = Rig().until("engaged")
+    for number in range(5):
+        rig.refuse_session(f"code {number}", session=rig.session)
+    assert rig.machine.ledger()["totals"]["by_code"] == {"refused": 5}
+
+
 def test_a_session_that_is_refused_when_it_is_up_fails_its_attempts_at_once() -> None:
     rig = Rig().until("engaged")
     actions = rig.refuse_session("identity")
@@ -483,6 +490,70 @@ def test_addresses_that_nobody_vouches_for_are_bounded() -> None:
     fail, free = rig.start(MAX_LINES)
     assert "too many addresses" in fail.reason
     assert isinstance(free, Unquarantine)
+
+
+OTHER = "tcp://p.example:1"
+
+
+def ask_by(rig: Rig, address: str, number: int) -> list[Any]:
+    return rig.do(Start(Attempt(NAME.transfer_id, number), address, KEY, 16, SPANS))
+
+
+def known_by_two() -> Rig:
+    """P answers at a second address, after it has taken a `Reserve` that came by the first."""
+    rig = Rig().until("engaged")
+    rig.wait(1.0)
+    first = rig.session
+    (hello,) = sent(ask_by(rig, OTHER, 1), Hello)
+    rig.refuse_session("unknown_session", first)  # by P, which has one session with us
+    rig.session = hello.session
+    rig.welcome()
+    return rig
+
+
+def test_one_generation_is_asked_in_one_session_whatever_its_addresses() -> None:
+    rig = known_by_two()
+    assert len({hello.session for hello in sent(rig.wait(TIMERS.lease / 2), Hello)}) == 1
+    for number, address in ((2, ADDRESS), (3, OTHER)):
+        assert sent(ask_by(rig, address, number), Reserve), f"{address} has its session"
+    assert list(rig.machine.lines) == [OTHER]
+
+
+def test_what_was_reserved_by_the_other_address_drains_in_the_one_session() -> None:
+    rig = known_by_two()
+    assert [r.name for r in rig.machine.live.values() if r.state.value == "draining"] == [NAME]
+    (first,) = [s.id for s in rig.machine.known.values() if s.over]
+    assert first in sent(rig.wait(TIMERS.resend), Hello)[-1].over
+    freed = rig.hear(SessionDrained, over=(first,))
+    assert of(freed, Unquarantine) == [Unquarantine(NAME)]
+
+
+def test_what_waits_at_the_other_address_is_asked_for_in_the_one_session() -> None:
+    rig = Rig().until("engaged")
+    rig.wait(1.0)
+    rig.refuse_session("unknown_session")
+    waiting = rig.start(1)
+    assert not sent(waiting, Reserve)
+    ask_by(rig, OTHER, 2)
+    up = rig.welcome()
+    assert {reserve.attempt for reserve in sent(up, Reserve)} == {1, 2}
+    assert of(up, HangUp) == [HangUp(ADDRESS)]
+
+
+@pytest.mark.parametrize("ends", ["it is silent", "another life answers", "it is refused"])
+def test_an_address_that_leads_elsewhere_is_dialled_again(ends: str) -> None:
+    rig = known_by_two()
+    rig.refuse_session("unknown_session")
+    if ends == "it is silent":
+        rig.wait(2 * TIMERS.resend)
+    elif ends == "it is refused":
+        rig.wait(TIMERS.resend)
+        rig.refuse_session("identity")
+    else:
+        rig.wait(TIMERS.resend)
+        rig.welcome(NodeId("p", b"2" * 16))
+    (dialled,) = [m.address for m in of(ask_by(rig, ADDRESS, 4), SendMessage) if m.address]
+    assert dialled == ADDRESS
 
 
 # --- delivery ---
@@ -771,19 +842,22 @@ def test_an_unanswered_reserve_is_repeated_and_an_accepted_one_renews_the_lease(
 
 
 @pytest.mark.parametrize(
-    ("kind", "fields", "said"),
+    ("kind", "fields", "said", "answered"),
     [
-        (Failed, {"reason": "no"}, "no"),
-        (Refused, {"code": "prompt", "message": "other"}, "prompt"),
+        (Failed, {"reason": "no"}, "no", False),
+        (Failed, {"reason": "gone", "engine": True}, "gone", True),
+        (Refused, {"code": "prompt", "message": "other"}, "prompt", True),
     ],
 )
 @pytest.mark.parametrize("state", ["reserved", "engaged", "completing"])
 def test_a_peer_that_gives_up_is_still_asked_to_drain(
-    state: str, kind: type, fields: dict[str, Any], said: str
+    state: str, kind: type, fields: dict[str, Any], said: str, answered: bool
 ) -> None:
     rig = Rig().until(state)
     actions = rig.hear(kind, **fields)
-    assert said in of(actions, Fail)[0].reason
+    (fail,) = of(actions, Fail)
+    assert said in fail.reason
+    assert fail.answered == answered
     assert sent(actions, Cancel)
     assert not of(actions, Unquarantine)
     assert of(rig.hear(Drained), Unquarantine)

@@ -185,6 +185,36 @@ def test_a_tier_that_raises_anything_else_is_passed_over_likewise(
         assert store.outages() == {"memory": told}
 
 
+class NoText(Exception):
+    def __str__(self) -> str:
+        raise AttributeError("code")
+
+
+@pytest.mark.parametrize("error", [SystemExit("out of luck"), NoText()])
+def test_a_tier_that_can_tell_nothing_spoils_nothing(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any, **options: Any) -> Any:
+        raise error
+
+    with tiered(MEMORY, MEMORY, **QUIET) as store:
+        for depth in range(2):
+            save(inner(store, depth), some(depth))
+        ticket = find(store, KEYS[:2], pin=True).ticket
+        assert ticket is not None
+        released: list[int] = []
+        monkeypatch.setattr(inner(store, 1), "release", released.append)
+        for call in ("health", "usage", "release"):
+            monkeypatch.setattr(inner(store, 0), call, fail)
+        store.release(ticket)
+        until(lambda: len(released) == 1, "the pins of the other tier are given back")
+        assert store.health() is None
+        assert list(store.outages()) == ["memory"]
+        told = store.usage()
+        assert (told.objects, told.gauges["tier0_memory_passed_over"]) == (None, 1.0)
+        assert [line for line in caplog.messages if "tier memory fails" in line]
+
+
 @pytest.mark.parametrize(
     ("answer", "told"),
     [

@@ -33,6 +33,7 @@ from kvbaton.connectors.protocol.events import (
 from kvbaton.connectors.protocol.notice import MIN_NOTICE_BYTES, pack_notice
 from kvbaton.connectors.transfer import thread as thread_module
 from kvbaton.connectors.transfer import worker as worker_module
+from kvbaton.connectors.transfer.worker import MAX_MARKS, MAX_TIMELINES, Timelines
 from kvbaton.connectors.transports.memory import (
     MemoryHandle,
     MemoryHub,
@@ -42,7 +43,7 @@ from kvbaton.connectors.transports.memory import (
 from kvbaton.connectors.transports.tcp import TcpTransport
 from kvbaton.errors import TransportError
 from kvbaton.messages.control import Control, DigestRun, Refused, decode_control
-from kvbaton.types import Attempt, TransferTimers
+from kvbaton.types import MAX_TEXT, Attempt, TransferTimers
 from tests.connectors.transfer_rig import LAYOUT, Decode, Node, Prefill, begin, hand_over, wait
 from tests.support.making import making
 from tests.support.waiting import PATIENCE_S
@@ -93,6 +94,25 @@ def test_an_address_that_cannot_be_dialled_fails_its_attempt_only(make: Make, ad
     wait(lambda: d.outcome(attempt) is not None and d.freed(attempt), d)
     assert isinstance(d.outcome(attempt), Fail)
     assert isinstance(hand_over(p, d), Deliver)
+
+
+def test_a_source_may_be_asked_by_two_of_its_addresses(make: Make) -> None:
+    """They are two members to a target; the source has one session with it."""
+    p, d = make(Prefill), make(Decode)
+    addresses = p.channel.address, p.channel.address.replace("127.0.0.1", "localhost")
+    d.thread.submit(SetMembers(frozenset(addresses)))
+    arrived = list[bool]()
+
+    def arrive() -> bool:
+        attempt = Attempt(os.urandom(16), 0)
+        p.announce(attempt, 18)
+        d.begin(attempt, addresses[len(arrived) % 2], 18)
+        wait(lambda: d.outcome(attempt) is not None and d.freed(attempt), p, d)
+        arrived.append(isinstance(d.outcome(attempt), Deliver))
+        return len(arrived) > 12 and all(arrived[-12:])
+
+    wait(arrive, p, d)
+    assert arrived.count(False) < 4
 
 
 def test_a_peer_whose_layout_and_card_disagree_fails_its_attempt_only(
@@ -214,6 +234,31 @@ def test_a_handle_that_breaks_its_contract_fails_its_attempt_only(
     wait(lambda: not p.thread.sender.state()["writes_in_flight"], p, d)
 
 
+def test_an_error_without_a_text_is_told_all_the_same(make: Make, hub: MemoryHub) -> None:
+    class NoText(Exception):
+        def __str__(self) -> str:
+            raise AttributeError("code")
+
+    class Odd(MemoryTransport):
+        def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> Any:
+            raise NoText
+
+    ended = hand_over(make(Prefill, Odd("odd", hub=hub)), make(Decode))
+    assert isinstance(ended, Fail)
+    assert "write 0 failed: NoText, whose text raises AttributeError" in ended.reason
+
+
+def test_timelines_are_bounded() -> None:
+    """A peer may repeat a notice for ever, of an attempt that nobody knows."""
+    timelines = Timelines()
+    for number in range(MAX_TIMELINES + 1):
+        timelines.mark(Attempt(bytes(16), number), "landed")
+    for _ in range(MAX_MARKS + 1):
+        timelines.mark(Attempt(bytes(16), 7), "landed")
+    marks = timelines.by_name()
+    assert (len(marks), max(map(len, marks.values()))) == (MAX_TIMELINES, MAX_MARKS)
+
+
 def test_what_raises_in_every_look_does_not_flood_the_log(
     make: Make, hub: MemoryHub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -275,6 +320,22 @@ def test_a_hello_that_cannot_be_read_is_refused_by_name(
     assert isinstance(refused, Refused)
     assert (refused.session, refused.transfer_id, refused.code) == (b"s" * 16, None, code)
     assert said in refused.message
+
+
+def test_what_is_no_control_message_fills_no_log(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(thread_module, "MAX_LOGGED_ERRORS", 3)
+    p = make(Prefill)
+    channel = ControlChannel("127.0.0.1", cluster_key=None)
+    for _ in range(9):
+        quoted = msgspec.msgpack.encode({"type": "A" * 1_000_000})
+        channel.send(channel.dial(p.channel.address), quoted)
+    wait(lambda: p.thread.inspect(lambda: p.thread.junk) == 9, p)
+    channel.close()
+    told = [line for line in caplog.messages if "can't be read" in line]
+    assert len(told) == 3
+    assert max(map(len, told)) < 2 * MAX_TEXT
 
 
 def test_what_is_no_control_message_is_counted_and_dropped(make: Make) -> None:

@@ -120,6 +120,30 @@ def test_an_abort_does_not_wait_for_the_other_engine(
     pair.settle()
 
 
+@pytest.mark.parametrize("leaves", [True, False], ids=["leaves", "stays"])
+def test_a_hand_over_fails_only_who_still_waits_for_it(
+    pair: Pair, expected: Expected, caplog: pytest.LogCaptureFixture, leaves: bool
+) -> None:
+    """D, in a step, hears that P has stopped before it hears that the client has left."""
+    other = pair.d.generate(prompt_of(8, seed=1), max_tokens=LONG)
+    other.wait_tokens(1)
+    with ExitStack() as stack:
+        with pair.p.held_step():
+            at_p, at_d = pair.hand_over(PROMPT)
+            until(lambda: pair.p.leases() == 1, "P has the reservation")
+            held = stack.enter_context(pair.d.held_step())
+            until(held.waited_for, "D in a step")
+            at_p.abort()
+        until(lambda: not any(s["attempts"] for s in pair.d.sessions()), "D's thread knows")
+        if leaves:
+            at_d.abort()
+    assert at_d.result() == ([] if leaves else expected(PROMPT))
+    pair.settle()
+    told = [line for line in caplog.messages if "the hand-over failed" in line]
+    assert len(told) == (0 if leaves else 1)
+    assert not [name for name in pair.d.gauges() if name.startswith("kvbaton_wire_failures")]
+
+
 @pytest.mark.parametrize("sides", ["both", "d", "p"])
 def test_before_admission(pair: Pair, expected: Expected, sides: str) -> None:
     """The abort reaches the core together with the request."""

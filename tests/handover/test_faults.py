@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvbaton.connectors.protocol.events import Unquarantine
 from kvbaton.connectors.transports.faulty import FaultyTransport
 from kvbaton.engine.core import EngineCore
 from kvbaton.prefill.source_connector import SourceConnector
@@ -148,4 +149,30 @@ def test_a_reference_that_is_no_address_ends_neither_node(pair: Pair, host: str)
         assert call.rejected.status == 400
     _, of_d = pair.hand_over(PROMPTS[2])
     of_d.result()
+    pair.settle()
+
+
+def test_what_raises_costs_nothing_of_what_was_told_with_it(
+    pair: Pair, expected: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of a quarantine is told behind the delivery that the scheduler stumbles over."""
+    prompt, finish_load = prompt_of(30), pair.d.scheduler.finish_load
+    receiver = pair.d.transfers.receiver
+    assert receiver is not None
+
+    def stumble(*args: Any, **options: Any) -> Any:
+        monkeypatch.setattr(pair.d.scheduler, "finish_load", finish_load)
+        raise RuntimeError("a bug")
+
+    def deliver_with_the_rest(action: Any) -> None:
+        if isinstance(action, Unquarantine):
+            for one in (*held, action):
+                to_engine(one)
+        else:
+            held.append(action)
+
+    held, to_engine = list[Any](), receiver.to_engine
+    monkeypatch.setattr(pair.d.scheduler, "finish_load", stumble)
+    monkeypatch.setattr(receiver, "to_engine", deliver_with_the_rest)
+    assert pair.hand_over(prompt)[1].result() == expected(prompt)
     pair.settle()

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvbaton.engine.block_pool import BlockPool
@@ -33,6 +34,21 @@ def test_log_probabilities_of_a_prompt_that_the_target_has_cached_come_all_the_s
         at_p.result()
         told = [o.prompt_logprobs for o in at_p.outputs if o.prompt_logprobs is not None]
         assert [len(scores) for scores in told] == [len(prompt)]
+    pair.settle()
+
+
+def test_a_first_token_that_comes_without_its_log_probability_is_sampled_anew(
+    pair: Pair, expected: Expected
+) -> None:
+    """A proxy may leave `logprobs` out of what it asks the source for."""
+    prompt = prompt_of(30)
+    of_p, of_d = pair.requests(prompt, logprobs=2)
+    unscored = msgspec.structs.replace(of_p.params, logprobs=None)
+    pair.p.add(msgspec.structs.replace(of_p, params=unscored))
+    at_d = pair.d.add(of_d)
+    assert at_d.result() == expected(prompt)
+    assert [len(o.logprobs or ()) for o in at_d.outputs] == [len(o.token_ids) for o in at_d.outputs]
+    assert pair.d.counters()['kvbaton_prompt_tokens_total{source="transferred"}'] == len(prompt)
     pair.settle()
 
 

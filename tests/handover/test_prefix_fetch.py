@@ -58,6 +58,10 @@ def ended(pair: Pair, outcome: str) -> float:
     return pair.d.counters()[name]
 
 
+def wire_failures(pair: Pair) -> list[str]:
+    return [name for name in pair.d.gauges() if name.startswith("kvbaton_wire_failures")]
+
+
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("ranks", [(1, 1), (2, 1)], ids=["one-one", "two-one"])
 def test_what_was_fetched_is_not_computed(
@@ -104,12 +108,17 @@ def test_a_holder_that_is_gone_costs_time_only(make: Callable[..., Pair]) -> Non
     pair = make(d={"kv_load_failure_policy": "fail"})
     expected = pair.p.generate(PROMPT, max_tokens=6).result()
     pair.settle()
-    pair.p.ask("reset_prefix_cache")
-    assert fetch(pair, PROMPT, 40).result() == expected, "it is computed under any policy"
-    pair.settle()
-    assert ended(pair, "failed") == 1
+    for times in (1, 2):
+        pair.p.ask("reset_prefix_cache")
+        pair.d.ask("reset_prefix_cache")
+        assert fetch(pair, PROMPT, 40).result() == expected, "it is computed under any policy"
+        pair.settle()
+        assert ended(pair, "failed") == times
+    assert not wire_failures(pair), "it has answered: nothing is wrong with the way"
     pair.kill("p")
+    pair.d.ask("reset_prefix_cache")
     assert fetch(pair, PROMPT, 44, "again").result() == expected
+    assert wire_failures(pair)
 
 
 def test_who_asks_for_more_than_a_share_is_refused(make: Callable[..., Pair]) -> None:

@@ -457,10 +457,12 @@ class Fail(AboutAttempt, Action, frozen=True):
     Attributes:
         valid_through: tokens [start of the reservation, valid_through) are verified and usable.
         reason: for the log and for the policy ``fail``.
+        answered: P has said that it will not or can't: the way from there is not to blame.
     """
 
     valid_through: int
     reason: str
+    answered: bool = False
 
 
 class Unquarantine(AboutAttempt, Action, frozen=True):

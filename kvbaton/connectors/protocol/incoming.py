@@ -12,7 +12,7 @@ from kvbaton.connectors.protocol.checks import check_landed
 from kvbaton.connectors.protocol.events import Landed, Start, Verify
 from kvbaton.connectors.protocol.machine import Record, RefusalError, Session, SessionState
 from kvbaton.messages.control import Complete, DigestRun
-from kvbaton.types import Attempt
+from kvbaton.types import Attempt, NodeId
 
 MAX_UNNEEDED = 1024
 """Messages `NotNeeded` that may wait for a session; older ones are dropped: P forgets by itself."""
@@ -64,6 +64,7 @@ class Line:
         member: router or operator vouch for the address: its session is kept open.
         used: when something was last asked of it.
         opened: when its last session was opened.
+        node: the generation that answered last.
         attempts: alive, those included that wait for a session or are in quarantine.
         unneeded: what P is told when there is one.
         mismatches: when digests did not match.
@@ -73,6 +74,7 @@ class Line:
     member: bool = False
     used: float = 0.0
     opened: float = -math.inf
+    node: NodeId | None = None
     session: TargetSession | None = None
     attempts: dict[Attempt, Incoming] = field(default_factory=dict)
     unneeded: deque[Attempt] = field(default_factory=lambda: deque(maxlen=MAX_UNNEEDED))

@@ -332,8 +332,9 @@ class Machine(Alarms, Generic[RecordT, SessionT]):
         raise NotImplementedError
 
     def ledger(self) -> dict[str, Any]:
-        """Attempts alive by state, and sessions in use or whose writes may still land."""
+        """Attempts alive by state, sessions in use or whose writes may still land, and totals."""
         return {
+            "totals": {**vars(self.counters), "by_code": dict(self.counters.by_code)},
             "attempts": dict(Counter(record.state.value for record in self.live.values())),
             "sessions": [
                 {

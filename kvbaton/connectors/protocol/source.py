@@ -187,8 +187,11 @@ class Source(SourceSessions):
         if sizes[0] != sizes[1]:
             why = f"source has blocks of {sizes[0]} tokens, target of {sizes[1]}"
             raise RefusalError("layout", why)
-        count = sum(len(span.blocks) for spans in message.spans for span in spans)
         pool = self.groups[0].num_blocks
+        if message.num_tokens > (most := pool * max(sizes[0])):
+            why = f"blocks of {message.num_tokens} tokens, of which the pool holds {most}"
+            raise RefusalError("too_many", why)
+        count = sum(len(span.blocks) for spans in message.spans for span in spans)
         of_peer = count + sum(s.pinned for s in self.sessions_with(session.node))
         of_all = count + sum(s.pinned for s in self.known.values())
         if of_all * PINNED_SHARE > pool or of_peer * PINNED_SHARE_PER_PEER > pool:
@@ -374,13 +377,13 @@ class Source(SourceSessions):
     def _fail_request(self, record: Outgoing, event: events.SourceFailed) -> None:
         """Stop posting, send `Failed` if D has reserved; `Drained` and `Release` when every write is terminal."""
         record.choices = record.choices or ()  # the engine knows: it needs no `StopSource`
-        self._fail(record, event.reason)
+        self._fail(record, event.reason, engine=True)
 
     def _expire(self, record: Outgoing, given: None) -> None:
         """As if the request had failed; the engine stops it if it pushes, and forgets it if it was computed."""
         early = record.state is State.RESERVED
         why = "the request did not come in time" if early else "the lease has expired"
-        self._fail(record, why, "expired")
+        self._fail(record, why, "expired", engine=early)
 
     def _force_close(self, record: Outgoing, given: None) -> None:
         """A write does not end: close the session's peer. `Closed` frees P's blocks, but is no `Drained`."""
@@ -392,13 +395,15 @@ class Source(SourceSessions):
         record.story.append((self.now, f"session over: {why}"))
         self._stop(record, "lost")
 
-    def _fail(self, record: Outgoing, reason: str, outcome: str = "failed") -> None:
+    def _fail(
+        self, record: Outgoing, reason: str, outcome: str = "failed", *, engine: bool = False
+    ) -> None:
         if record.session is None:  # only announced: nothing was pinned, and nobody waits
             if record.name in self._idle:
                 self.do(events.StopSource(record.name))
             self._end(record, outcome)
         else:
-            self._send(record, control.Failed, reason=clip_text(reason))
+            self._send(record, control.Failed, reason=clip_text(reason), engine=engine)
             self._stop(record, outcome)
 
     def _stop(self, record: Outgoing, outcome: str) -> None:

@@ -154,7 +154,8 @@ class Target(TargetSessions):
 
     def _start(self, record: Incoming, event: events.Start) -> None:
         """Wait for the session (open one if there is none), then send `Reserve`. Over the cap, or a peer that was put out: fail at once."""
-        if event.address not in self.lines and len(self.lines) >= MAX_LINES:
+        known = event.address in self.lines or event.address in self._same
+        if not known and len(self.lines) + len(self._same) >= MAX_LINES:
             self._turn_down(event, "too many addresses are in use")
             return
         line = record.line = self.line(event.address)
@@ -263,10 +264,11 @@ class Target(TargetSessions):
     def _peer_failed(self, record: Incoming, message: control.Failed | control.Refused) -> None:
         """Fail; `Cancel`, since what was posted may still land."""
         if isinstance(message, control.Failed):
-            self._fail(record, f"the source failed: {message.reason}")
+            why = f"the source failed: {message.reason}"
+            self._fail(record, why, answered=message.engine)
         else:
-            self.count(message.code)
-            self._fail(record, f"refused ({message.code}): {message.message}")
+            self.count("refused")  # its own code may be any text
+            self._fail(record, f"refused ({message.code}): {message.message}", answered=True)
 
     # --- bytes ---
 
@@ -365,10 +367,10 @@ class Target(TargetSessions):
         """`Cancel`, until `Drained` or a fence; `Unquarantine` at once if P never heard of the blocks."""
         self._leave(record, "cancelled")
 
-    def _fail(self, record: Incoming, reason: str) -> None:
+    def _fail(self, record: Incoming, reason: str, *, answered: bool = False) -> None:
         """`Fail`; `Cancel`, or `Unquarantine` at once if P never heard of the blocks."""
         record.story.append((self.now, f"failed: {reason}"))
-        self.do(events.Fail(record.name, record.valid_through(), reason))
+        self.do(events.Fail(record.name, record.valid_through(), reason, answered))
         self._leave(record, "failed")
 
     def _leave(self, record: Incoming, outcome: str) -> None:

@@ -6,6 +6,9 @@ next at once. What P was told of in it stays in quarantine until P says `Drained
 `SessionDrained` of the session (asked for in each `Hello`, which is repeated), or a fence of that
 generation holds.
 
+Of two addresses at which one generation answers the later line takes over the other, as there is
+one session with it: by whatever address it is asked, until it does not answer there any more.
+
 A line is kept while somebody needs it: its node is a member, something waits, or blocks are in
 quarantine. Then session, address and connections are forgotten.
 """
@@ -45,6 +48,7 @@ class TargetSessions(Machine[Incoming, TargetSession]):
     ) -> None:
         super().__init__(identity, timers)
         self.lines: dict[str, Line] = {}
+        self._same: dict[str, str] = {}
         self._new_id = new_id
         self._numbers = itertools.count()
 
@@ -52,6 +56,7 @@ class TargetSessions(Machine[Incoming, TargetSession]):
 
     def line(self, address: str) -> Line:
         """The line to an address, which is being used now."""
+        address = self._same.get(address, address)
         if address not in self.lines:
             self.lines[address] = Line(address)
             self.ring_in("resend", address, self.timers.lease)
@@ -61,8 +66,9 @@ class TargetSessions(Machine[Incoming, TargetSession]):
 
     def set_members(self, event: events.SetMembers) -> None:
         """Open sessions with new members before they are needed, and let go of former ones."""
+        addresses = {self._same.get(address, address) for address in event.addresses}
         for line in list(self.lines.values()):
-            if line.member and line.address not in event.addresses:
+            if line.member and line.address not in addresses:
                 self._let_go(line)
         for address in sorted(event.addresses):
             line = self.line(address)
@@ -86,11 +92,34 @@ class TargetSessions(Machine[Incoming, TargetSession]):
         if asked or self.now - line.used < self.timers.lease:
             return True
         if self.lines.get(line.address) is line:
-            del self.lines[line.address]
-            self.clear("resend", line.address)
-            self._leave_session(line, "nobody needs it")
-            self.do(events.HangUp(line.address))
+            self._forget_line(line, "nobody needs it")
         return False
+
+    def _forget_line(self, line: Line, why: str) -> None:
+        del self.lines[line.address]
+        self._split(line)
+        self.clear("resend", line.address)
+        self._leave_session(line, why, fenced=True)
+        self.do(events.HangUp(line.address))
+
+    def _take_over(self, line: Line, other: Line) -> None:
+        """One generation answers at both, and has ended the session of the other for this one's."""
+        names = [name for name, address in self._same.items() if address == other.address]
+        self._same |= dict.fromkeys((*names, other.address), line.address)
+        self._forget_line(other, f"it goes on at {line.address}")
+        for record in other.attempts.values():
+            record.line = line
+        for session in self.known.values():
+            if session.line is other:
+                session.line = line
+        line.attempts |= other.attempts
+        line.unneeded += other.unneeded
+        line.mismatches += other.mismatches
+        line.member |= other.member
+
+    def _split(self, line: Line) -> None:
+        """Other addresses are dialled again, as they may lead elsewhere."""
+        self._same = {name: at for name, at in self._same.items() if at != line.address}
 
     def unneeded(self, event: events.Unneeded) -> None:
         """Tell P, now or when the session is up."""
@@ -189,9 +218,14 @@ class TargetSessions(Machine[Incoming, TargetSession]):
             self.clear("resend", node)
             self.end_session(session, "its peer was being fenced")
             return
-        session.node = session.receiver = node
+        if line.node != node:
+            self._split(line)
+        session.node = session.receiver = line.node = node
         session.state = SessionState.UP
         self.do(events.OpenPeer(session.id, node, message.ranks, session.pairs))
+        for same in [other for other in self.lines.values() if other.node == node]:
+            if same is not line:
+                self._take_over(line, same)
         for other in list(self.known.values()):
             if other.line is line and other.node not in (None, node):
                 self._replaced(line, other.node)
@@ -214,7 +248,7 @@ class TargetSessions(Machine[Incoming, TargetSession]):
 
     def refused(self, session: TargetSession, message: control.Refused) -> None:
         """P does not know a session, or will not have it."""
-        self.count(message.code)
+        self.count("refused")
         if session.over:
             return
         if message.code == "unknown_session":
@@ -225,6 +259,7 @@ class TargetSessions(Machine[Incoming, TargetSession]):
     def _hang_up(self, line: Line, reason: str) -> None:
         """A session can't come up: fail what waits, and try again later if it is still needed."""
         self._leave_session(line, reason)
+        self._split(line)
         line.unneeded.clear()
         # Before the last one fails: with that a line that nobody needs goes, and its alarm.
         self.ring_in("resend", line.address, self.timers.progress_deadline)
@@ -345,4 +380,6 @@ class TargetSessions(Machine[Incoming, TargetSession]):
         elif session.node is not None and self.is_silent(session.node):
             self.lose(session.node, f"nothing was heard for {self.timers.lease:g} s")
         else:
+            if session.state is SessionState.HELLO:  # it has not answered
+                self._split(line)
             self._say_hello(line, session)

@@ -12,10 +12,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kvbaton.connectors.registry import as_written
-from kvbaton.connectors.store import Found, Hints, Pieces, Store
-from kvbaton.errors import StoreError
+from kvbaton.connectors.store import Found, Hints, Pieces, Store, Usage
+from kvbaton.errors import StoreError, error_text
 
 Answer = TypeVar("Answer", Found, list[bool])
+T = TypeVar("T")
 WARN_S = 10.0
 """Between two lines in the log about failures of one tier."""
 
@@ -50,7 +51,24 @@ class Tier:
 
     def outage(self) -> str | None:
         """Why it is passed over now; None if it is not."""
-        return self._error if time.monotonic() < self._again_at else self.store.health()
+        if time.monotonic() < self._again_at:
+            return self._error
+        return self._or(str, self.store.health)
+
+    def usage(self) -> Usage:
+        """See `Store.usage`; of one that raises nothing is known."""
+        return self._or(lambda _: Usage(), self.store.usage)
+
+    def release(self, ticket: int) -> None:
+        """See `Store.release`."""
+        self._or(lambda _: None, self.store.release, ticket)
+
+    def _or(self, otherwise: Callable[[str], T], call: Callable[..., T], *arguments: int) -> T:
+        """What a call gives, or, if it raises, what is made of the error's text."""
+        try:
+            return call(*arguments)
+        except (Exception, SystemExit) as error:
+            return otherwise(self._warn("fails", error))
 
     async def load(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> Sequence[bool] | None:
         """The answers of `Store.load`, counted; None if there are none."""
@@ -112,17 +130,21 @@ class Tier:
             if count != num_keys:
                 raise StoreError(f"it answered for {count} of {num_keys} keys")
         except (Exception, SystemExit) as error:
-            kind = "" if isinstance(error, StoreError) else f"{type(error).__name__}: "
-            now = time.monotonic()
             self.failures += 1
-            self._error = f"{kind}{error}"
-            self._again_at = now + self._retry_s
-            if now >= self._warn_at:
-                self._warn_at = now + WARN_S
-                logger.warning("tier %s is passed over: %s", self.name, as_written(self._error))
+            self._error = self._warn("is passed over", error)
+            self._again_at = time.monotonic() + self._retry_s
             return None
         self._again_at = 0.0
         return answer
+
+    def _warn(self, what: str, error: BaseException) -> str:
+        """Log what it raised, now and then; returns that as text."""
+        text = str(error) if isinstance(error, StoreError) else error_text(error)
+        now = time.monotonic()
+        if now >= self._warn_at:
+            self._warn_at = now + WARN_S
+            logger.warning("tier %s %s: %s", self.name, what, as_written(text))
+        return text
 
 
 def _length_of(objects: Sequence[Pieces], which: Sequence[bool] | None) -> int:

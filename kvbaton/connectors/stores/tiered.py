@@ -38,7 +38,6 @@ from kvbaton.connectors.store import (
     Found,
     Hints,
     Pieces,
-    Store,
     StoreCapabilities,
     Usage,
 )
@@ -115,7 +114,7 @@ class TieredStore(ComposedStore):
         self._prefetches = prefetch
         self._lookup_s = lookup_s
         self._allowance = Allowance(copy_bytes)
-        self._tickets: dict[int, list[tuple[Store, int]]] = {}
+        self._tickets: dict[int, list[tuple[Tier, int]]] = {}
         self._last_ticket = 0
         self._lengths: dict[int, None] = {}
         self._deletes = 0
@@ -172,7 +171,7 @@ class TieredStore(ComposedStore):
 
         Counters and gauges are by tier, ``tier1_redis_...``, with the stores' own.
         """
-        every = [tier.store.usage() for tier in self.tiers]
+        every = [tier.usage() for tier in self.tiers]
         counters, gauges = dict[str, float](self.counts), dict[str, float]()
         for depth, (tier, usage) in enumerate(zip(self.tiers, every, strict=True)):
             label = f"tier{depth}_{re.sub('[^a-z0-9]+', '_', tier.name.lower())[:20]}_"
@@ -196,7 +195,7 @@ class TieredStore(ComposedStore):
     @override
     async def on_lookup(self, keys: list[bytes], pin: bool, prefix: bool) -> Found:
         pin = pin and self.capabilities.pins
-        tickets: list[tuple[Store, int]] = []
+        tickets: list[tuple[Tier, int]] = []
         deletes = self._deletes
         find = self._find_prefix if prefix and self.capabilities.prefix else self._find
         depths = await find(keys, tickets if pin else None)
@@ -216,11 +215,11 @@ class TieredStore(ComposedStore):
 
     @override
     def on_release(self, ticket: int) -> None:
-        for store, inner in self._tickets.pop(ticket, ()):
-            store.release(inner)
+        for tier, inner in self._tickets.pop(ticket, ()):
+            tier.release(inner)
 
     async def _find_prefix(
-        self, keys: list[bytes], tickets: list[tuple[Store, int]] | None = None
+        self, keys: list[bytes], tickets: list[tuple[Tier, int]] | None = None
     ) -> list[int | None]:
         """As `_find`, but None for all keys from the first one that no tier has."""
         depths: list[int | None] = []
@@ -236,7 +235,7 @@ class TieredStore(ComposedStore):
     async def _find(
         self,
         keys: list[bytes],
-        tickets: list[tuple[Store, int]] | None = None,
+        tickets: list[tuple[Tier, int]] | None = None,
         *,
         prefix: bool = False,
     ) -> list[int | None]:
@@ -248,19 +247,19 @@ class TieredStore(ComposedStore):
             {"prefix": True} if prefix else {}
         )
 
-        def late(store: Store, future: Future[Found]) -> None:
+        def late(tier: Tier, future: Future[Found]) -> None:
             """Give back pins that came after we stopped to wait."""
             ticket = None if future.cancelled() or future.exception() else future.result().ticket
             if ticket is not None and self.driver is not None:
-                self.driver.post(store.release, ticket)
+                self.driver.post(tier.release, ticket)
 
         async def look(tier: Tier, left: list[int]) -> Sequence[bool] | None:
             call = partial(tier.store.lookup, [keys[i] for i in left], **options)
-            found = await tier.ask(call, len(left), self._lookup_s, partial(late, tier.store))
+            found = await tier.ask(call, len(left), self._lookup_s, partial(late, tier))
             if found is None:
                 return None
             if found.ticket is not None and tickets is not None:
-                tickets.append((tier.store, found.ticket))
+                tickets.append((tier, found.ticket))
             return found.present
 
         return await self._in_turn(keys, look)

@@ -23,6 +23,7 @@ from kvbaton.connectors.protocol import events
 from kvbaton.connectors.protocol.notice import pack_notice
 from kvbaton.connectors.protocol.source import Source
 from kvbaton.connectors.transfer.worker import Links, TransferWorker
+from kvbaton.errors import error_text
 from kvbaton.messages.control import DigestRun
 from kvbaton.types import Attempt
 
@@ -259,7 +260,7 @@ class SourceWorker(TransferWorker):
             # The layouts and the reservation are the peer's word: nothing was posted.
             self.error("write %d of %s can't be planned", action.write, action.attempt)
             for write in writes.values():
-                write.broken = f"{type(error).__name__}: {error}"
+                write.broken = error_text(error)
             return
         self.counters["needed_bytes"] += planned.needed_bytes
         began = time.monotonic()
@@ -308,7 +309,7 @@ class SourceWorker(TransferWorker):
                 write.handles.append(handle)
         except Exception as error:
             self.error("write %d of %s can't be posted", action.write, action.attempt)
-            write.broken = f"{type(error).__name__}: {error}"
+            write.broken = error_text(error)
         else:
             self.counters["posted_bytes"] += write.num_bytes
 

@@ -16,6 +16,7 @@ from kvbaton.connectors.protocol import events
 from kvbaton.connectors.protocol.notice import unpack_notice
 from kvbaton.connectors.protocol.target import Target
 from kvbaton.connectors.transfer.worker import Links, TransferWorker
+from kvbaton.errors import error_text
 from kvbaton.messages.control import Reserve
 from kvbaton.types import NodeId
 
@@ -191,7 +192,7 @@ class TargetWorker(TransferWorker):
         except Exception as error:
             self.error("what has landed can't be compared")
             self._checks.remove(check)
-            why = f"{type(error).__name__}: {error}"
+            why = error_text(error)
             self.handle(events.Verified(order.attempt, order.write, error=why), now)
             return
         self._checks.remove(check)

@@ -25,8 +25,10 @@ from kvbaton.connectors.protocol import events
 from kvbaton.connectors.thread_stack import stack_of
 from kvbaton.connectors.transfer.source_worker import SourceWorker
 from kvbaton.connectors.transfer.target_worker import TargetWorker
+from kvbaton.connectors.transfer.worker import MAX_LOGGED_ERRORS
+from kvbaton.errors import error_text
 from kvbaton.messages import UNREADABLE, control
-from kvbaton.types import MAX_MESSAGE_BYTES
+from kvbaton.types import MAX_MESSAGE_BYTES, clip_text
 
 logger = logging.getLogger(__name__)
 
@@ -235,7 +237,7 @@ class TransferThread:
                 failed_in_a_row += 1
                 if failed_in_a_row >= MAX_FAILED_TURNS or not isinstance(error, Exception):
                     # Without its transfer thread a node must not pretend to be healthy.
-                    self.failure = f"{type(error).__name__}: {error}"
+                    self.failure = error_text(error)
                     for worker in self.workers:
                         os.eventfd_write(worker.outbox_fd, 1)
                     return
@@ -278,7 +280,9 @@ class TransferThread:
                 message = control.decode_control(data)
             except UNREADABLE as error:
                 self.junk += 1
-                logger.warning("dropped a control message that can't be read: %s", error)
+                if self.junk <= MAX_LOGGED_ERRORS:
+                    why = clip_text(str(error))  # which may quote all of it
+                    logger.warning("dropped a control message that can't be read: %s", why)
                 refusal = control.refuse_unreadable(data, error)
                 if refusal is not None and self.sender is not None:
                     self.channel.send(link, control.encode_control(refusal))

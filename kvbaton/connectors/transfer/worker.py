@@ -7,7 +7,8 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -27,6 +28,8 @@ LOG_EVERY_S = 10.0
 """After so many one is logged in so long: a broken plug-in raises in every look."""
 
 MAX_TIMELINES = 256
+MAX_MARKS = 4096
+"""Of one attempt; the first are forgotten."""
 
 PERIOD_S = 0.05
 """Between two looks for lost peers, totals for other threads, and timers while bytes move."""
@@ -39,11 +42,11 @@ class Timelines:
     """What happened to the latest attempts and when; of more than `MAX_TIMELINES` no more."""
 
     def __init__(self) -> None:
-        self._marks: dict[Attempt, list[dict[str, Any]]] = {}
+        self._marks: dict[Attempt, deque[dict[str, Any]]] = {}
 
     def mark(self, attempt: Attempt, what: str, at: float | None = None, **detail: float) -> None:
         """Note something, now or at a time of the machine-wide clock."""
-        marks = self._marks.setdefault(attempt, [])
+        marks = self._marks.setdefault(attempt, deque(maxlen=MAX_MARKS))
         marks.append({"what": what, "time": time.monotonic() if at is None else at, **detail})
         if len(self._marks) > MAX_TIMELINES:
             del self._marks[next(iter(self._marks))]
@@ -121,13 +124,15 @@ class TransferWorker:
         self._outbox.append(action)
         os.eventfd_write(self.outbox_fd, 1)
 
-    def take(self) -> list[Any]:
-        """What the machine wants of the engine, in order; for its thread, never blocks."""
-        try:
+    def take(self) -> Iterator[Any]:
+        """What the machine wants of the engine, in order; for its thread, never blocks.
+
+        What is not consumed, as where acting on one of them raises, comes with the next call.
+        """
+        with suppress(BlockingIOError):
             os.eventfd_read(self.outbox_fd)
-        except BlockingIOError:
-            return []
-        return [self._outbox.popleft() for _ in range(len(self._outbox))]
+        for _ in range(len(self._outbox)):
+            yield self._outbox.popleft()
 
     def error(self, what: str, *args: object) -> None:
         """Count the exception being handled, and log it while it is no flood.
