@@ -1,10 +1,10 @@
 """How many tokens of prompts a step takes beside sequences that decode.
 
 Chunked prefill stalls nobody if chunks are small (Sarathi-Serve, OSDI 2024). They cost little while
-the products of few tokens wait for weights anyway, so a step that decodes has few tokens in all. It
-has fewer still by how long those who decode may wait. That limit follows what steps take: each one
-with a chunk tells what its tokens added to a step without, and so how many would add what there is
-time for.
+the products of few tokens wait for weights anyway, so a step that decodes has few tokens in all;
+and still fewer if those who decode may not wait that long. The latter limit follows what steps
+take: each one with a chunk tells what its tokens added to a step without, and so how many would add
+what there is time for.
 """
 
 from __future__ import annotations

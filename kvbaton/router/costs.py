@@ -390,13 +390,11 @@ class CostModel:
             count = work_s / speed.full_s
             if queue is None or not queue.longest_s:  # else it shares a step with those that wait
                 count = math.ceil(count)
-        given = work_s / share_s, count / share_s, 1.0 / share_s
-        share, steps, prompts = kept * share, kept * steps, kept * prompts
         self._prefilled[prefills.node_id] = (
             now,
-            share + given[0],
-            steps + given[1],
-            prompts + given[2],
+            kept * share + work_s / share_s,
+            kept * steps + count / share_s,
+            kept * prompts + 1.0 / share_s,
         )
         if predicted.late:
             return
