@@ -1,10 +1,10 @@
 """How many tokens of prompts a step takes beside sequences that decode.
 
 Chunked prefill stalls nobody if chunks are small (Sarathi-Serve, OSDI 2024). They cost little while
-the products of few tokens wait for weights anyway, so a step that decodes has few tokens in all;
-and still fewer if those who decode may not wait that long. The latter limit follows what steps
-take: each one with a chunk tells what its tokens added to a step without, and so how many would add
-what there is time for.
+the products of few tokens wait for weights anyway, so a step that decodes has few tokens in all.
+But where it is known how long those who decode may wait, it has as many as there is time for. That
+limit follows what steps take: each one with a chunk tells what its tokens added to a step without,
+and so how many would add what is left.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def chunk_tokens(objective_s: float, step_s: float, token_s: float, most: int, m
         step_s: without prompts.
         token_s: of each token of a prompt, beside them.
         most: tokens of a step.
-        mixed: of one in which sequences decode, too.
+        mixed: of one in which sequences decode, too, without an objective.
     """
-    left_s, mixed = AIM * objective_s - step_s, min(most, mixed)
-    if left_s < 0:
+    if objective_s == math.inf:
+        return min(most, mixed)
+    left_s = AIM * objective_s - step_s
+    if left_s < 0 or left_s >= most * token_s:
         return most
-    if left_s >= mixed * token_s:
-        return mixed
-    return min(mixed, max(LEAST, int(left_s / token_s)))
+    return min(most, max(LEAST, int(left_s / token_s)))
 
 
 class ChunkLimit:
@@ -57,7 +57,7 @@ class ChunkLimit:
 
     Args:
         most: tokens of a step.
-        mixed: of one in which sequences decode, too, if these are few; without an objective the
+        mixed: of one in which sequences decode, too, if these are few: without an objective the
             limit is what they leave of it.
         least: tokens that are computed together or not at all, if more than `LEAST`.
     """
@@ -90,9 +90,10 @@ class ChunkLimit:
         """`tokens` beside so many that decode; one of these is to come within so long."""
         self._objective_s = objective_s
         tokens = self.tokens
-        if tokens == self._most > self._mixed:
+        if objective_s == math.inf:
+            tokens -= decodes % GRAIN
+        elif tokens == self._most:
             return tokens
-        tokens = min(tokens, self._mixed - decodes % GRAIN)
         return max(tokens - (decodes + tokens) % PADDED, self._least)
 
     def observe(self, terms: Terms, seconds: float) -> None:
@@ -112,4 +113,4 @@ class ChunkLimit:
             return  # the end of a prompt: the first tokens of a chunk cost the most
         found = prompts * (aim_s - self._alone_s) / max(seconds - self._alone_s, 1e-5)
         found = min(max(found, SHRINK * self._limit), GROW * self._limit)
-        self._limit = min(max(found, self._least), float(self._mixed))
+        self._limit = min(max(found, self._least), float(self._most))

@@ -62,7 +62,8 @@ class Objectives:
         itl_slo: milliseconds within which each further token is to come: a request's mean.
         itl_percentile: of a request's times between tokens, instead of their mean.
         max_itl: milliseconds that no token is to take: nodes compute prompts in chunks that are
-            short enough for who generates beside them, but for those that would be late by that.
+            short enough for who generates beside them, but for those that would be late by that;
+            None takes `itl_slo`, if that is for a percentile.
     """
 
     ttft_slo: float | None = flag(None, "the first token is to come within this", metavar="MS")
@@ -74,7 +75,8 @@ class Objectives:
     )
     max_itl: float | None = flag(
         None,
-        "compute prompts in chunks so short that no token beside them takes longer",
+        "compute prompts in chunks so short that no token beside them takes longer (--itl-slo, "
+        "if that is for a percentile)",
         metavar="MS",
     )
 
@@ -87,6 +89,12 @@ class Objectives:
             raise ConfigError("--itl-percentile", f"{percentile:g} is not between 0 and 100")
         if percentile is not None and self.itl_slo is None:
             raise ConfigError("--itl-percentile", "without --itl-slo it is of no objective")
+
+    @property
+    def longest_itl(self) -> float | None:
+        """`max_itl`, or what takes its place."""
+        follows = self.max_itl is None and self.itl_percentile is not None
+        return self.itl_slo if follows else self.max_itl
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,8 +78,16 @@ async def test_a_timed_request_ends_also_if_its_source_says_nothing(make_rig: An
     await eventually(lambda: rig.nodes["p0"].cancelled == 1)
 
 
-async def test_nodes_are_told_what_tokens_may_take(make_rig: Any) -> None:
-    rig = await make_rig(dispatch=DispatchConfig(max_itl=20.0, policy="least-loaded"))
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"max_itl": 20.0},
+        {"itl_slo": 20.0, "itl_percentile": 95.0},
+        {"max_itl": 20.0, "itl_slo": 5.0, "itl_percentile": 95.0},
+    ],
+)
+async def test_nodes_are_told_what_tokens_may_take(make_rig: Any, asked: dict[str, float]) -> None:
+    rig = await make_rig(dispatch=DispatchConfig(**asked, policy="least-loaded"))
     await collect(rig, request())
     p, d = rig.nodes["p0"], rig.nodes["d0"]
     await asyncio.wait_for(p.arrived.wait(), PATIENCE_S)  # whose part d's does not wait for

@@ -345,6 +345,7 @@ def beside_prompts(tokens: int, percentile: float | None, *, per_s: float) -> st
         "a1": NodeLoad(prompt_tokens=90_000, prefill_us=3_000_000),
     }
     slos: dict[str, Any] = {"ttft_slo": 1000.0, "itl_slo": 12.0, "itl_percentile": percentile}
+    slos["max_itl"] = 1e6  # prompts come whole
     return route("cost", both, 3000, loads, costs=costs, **slos).prefills.node_id
 
 
