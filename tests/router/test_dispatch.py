@@ -86,7 +86,7 @@ async def test_a_timed_request_ends_also_if_its_source_says_nothing(make_rig: An
         {"max_itl": 20.0, "itl_slo": 5.0, "itl_percentile": 95.0},
     ],
 )
-async def test_nodes_are_told_what_tokens_may_take(make_rig: Any, asked: dict[str, float]) -> None:
+async def test_nodes_are_told_what_tokens_may_take(make_rig: Any, asked: dict[str, Any]) -> None:
     rig = await make_rig(dispatch=DispatchConfig(**asked, policy="least-loaded"))
     await collect(rig, request())
     p, d = rig.nodes["p0"], rig.nodes["d0"]
