@@ -63,7 +63,7 @@ class Objectives:
         itl_percentile: of a request's times between tokens, instead of their mean.
         max_itl: milliseconds that no token is to take: nodes compute prompts in chunks that are
             short enough for who generates beside them, but for those that would be late by that;
-            None takes `itl_slo`, if that is for a percentile.
+            None takes `itl_slo`.
     """
 
     ttft_slo: float | None = flag(None, "the first token is to come within this", metavar="MS")
@@ -75,8 +75,7 @@ class Objectives:
     )
     max_itl: float | None = flag(
         None,
-        "compute prompts in chunks so short that no token beside them takes longer (--itl-slo, "
-        "if that is for a percentile)",
+        "compute prompts in chunks so short that no token beside them takes longer (--itl-slo)",
         metavar="MS",
     )
 
@@ -93,8 +92,7 @@ class Objectives:
     @property
     def longest_itl(self) -> float | None:
         """`max_itl`, or what takes its place."""
-        follows = self.max_itl is None and self.itl_percentile is not None
-        return self.itl_slo if follows else self.max_itl
+        return self.itl_slo if self.max_itl is None else self.max_itl
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,9 +62,14 @@ def serve(
     ttft_slo: float | None = None,
     itl_slo: float | None = None,
     itl_percentile: float | None = None,
+    max_itl: float | None = None,
 ) -> ServiceReport:
     settings = RoutingPolicy(
-        policy=policy, ttft_slo=ttft_slo, itl_slo=itl_slo, itl_percentile=itl_percentile
+        policy=policy,
+        ttft_slo=ttft_slo,
+        itl_slo=itl_slo,
+        itl_percentile=itl_percentile,
+        max_itl=max_itl,
     )
     return simulate(trace, parse_nodes(nodes), model, settings, seed=seed)
 
@@ -467,10 +472,11 @@ def test_nodes_are_chosen_by_the_percentile_that_is_asked_for() -> None:
             trace,
             "4A",
             "cost",
-            load_engine(mixed_tokens=4096),
+            load_engine(),
             ttft_slo=1000.0,
             itl_slo=25.0,
             itl_percentile=percentile,
+            max_itl=1e6,  # prompts come whole
         )
         return sum(is_good(one, 1000, 25, 95) for one in done.outcomes) / len(trace)
 
