@@ -88,11 +88,8 @@ class Objectives:
             raise ConfigError("--itl-percentile", f"{percentile:g} is not between 0 and 100")
         if percentile is not None and self.itl_slo is None:
             raise ConfigError("--itl-percentile", "without --itl-slo it is of no objective")
-
-    @property
-    def longest_itl(self) -> float | None:
-        """`max_itl`, or what takes its place."""
-        return self.itl_slo if self.max_itl is None else self.max_itl
+        if self.max_itl is None:
+            object.__setattr__(self, "max_itl", self.itl_slo)
 
 
 @dataclass(frozen=True, kw_only=True)

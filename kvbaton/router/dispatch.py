@@ -115,8 +115,8 @@ class Dispatcher(TokenSource):
         settings = self.chooser.policy.settings
         if settings.ttft_slo is not None:
             request = replace(request, ttft_s=min(settings.ttft_slo / 1e3, request.deadline_s))
-        if settings.longest_itl is not None:
-            request = replace(request, itl_s=min(settings.longest_itl / 1e3, request.deadline_s))
+        if settings.max_itl is not None:
+            request = replace(request, itl_s=min(settings.max_itl / 1e3, request.deadline_s))
         name = request.request_id
         if name in self.running:
             raise RequestError(f"request id {name!r} is in use", param="request_id", status=409)

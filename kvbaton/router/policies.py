@@ -554,5 +554,5 @@ def load_policy(settings: RoutingPolicy, costs: CostModel) -> Policy:
     if not isinstance(found, type) or not issubclass(found, Policy):
         raise ConfigError("--policy", f"{name} is no Policy")
     costs.ttft_slo_s = _seconds(settings.ttft_slo) or math.inf
-    costs.max_itl_s = _seconds(settings.longest_itl) or math.inf
+    costs.max_itl_s = _seconds(settings.max_itl) or math.inf
     return found(settings, costs)
