@@ -43,7 +43,7 @@ class ConfigError(KvbatonError, ValueError):
 def import_failure(error: BaseException) -> str:
     """What an import raised, with its type where its words do not tell it."""
     known = isinstance(error, ImportError | AttributeError)
-    return str(error) if known else f"{type(error).__name__}: {error}"
+    return str(error) if known else error_text(error)
 
 
 def error_text(error: BaseException) -> str:

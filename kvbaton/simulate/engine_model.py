@@ -80,8 +80,8 @@ class EngineModel:
 
     def step_s(self, terms: Terms) -> float:
         """Seconds of a step with these counts, jitter aside."""
-        alone_s = sum(cost * count for cost, count in zip(self.costs, terms, strict=True))
-        return alone_s - min(self.saved_s, self.costs[0]) * _shared(terms)
+        costs = *self.costs, self.saved_s
+        return sum(cost * count for cost, count in zip(costs, _with_shared(terms), strict=True))
 
     def handover_s(self, tokens: int, last_step: int) -> float:
         """From a prompt's last step to the target's having its KV, beyond what crossed before."""
@@ -100,9 +100,9 @@ def load_engine(path: Path = H200_8B, **settings: Any) -> EngineModel:
         budget = int(told.get("step_tokens", EngineModel.step_tokens))
         steps = [_row(entry) for entry in told.pop("steps")]
         handovers = [_row(entry) for entry in told.pop("handovers", ())]
-        counts = [_terms(row, budget) for row in steps]
-        fitted = [(*terms, -_shared(terms)) for terms in counts]
-        *costs, saved_s = _fit([(t, row["seconds"]) for t, row in zip(fitted, steps, strict=True)])
+        fitted = [(_with_shared(_terms(row, budget)), row["seconds"]) for row in steps]
+        *costs, saved_s = _fit(fitted)
+        saved_s = min(saved_s, costs[0])
         crossings = [((1.0, r["prompt_tokens"], r["last_step"]), r["seconds"]) for r in handovers]
         handover = _fit(crossings) if crossings else (0.0, 0.0, 0.0)
         speed: dict[str, Any] = {"costs": tuple(costs), "saved_s": saved_s, "handover": handover}
@@ -138,13 +138,13 @@ def _terms(row: Mapping[str, float], budget: int) -> Terms:
     return steps, new, attended, sequences, sequences * row["sequence_tokens"] / 1000
 
 
-def _shared(terms: Terms) -> float:
-    """How much of waiting for weights a chunk and sequences have together, of 1."""
+def _with_shared(terms: Terms) -> tuple[float, ...]:
+    """And how much less of waiting for weights a chunk and sequences have together, of -1."""
     _, tokens, _, sequences, _ = terms
-    if not tokens:
-        return 0.0
-    few = max(0.0, 1 - sequences / SAVED_SEQUENCES) if sequences else 0.0
-    return few * (1 - math.exp(-tokens / SAVED_TOKENS))
+    if not (tokens and sequences):
+        return *terms, 0.0
+    few = max(0.0, 1 - sequences / SAVED_SEQUENCES)
+    return *terms, -few * (1 - math.exp(-tokens / SAVED_TOKENS))
 
 
 def _fit(rows: Sequence[tuple[tuple[float, ...], float]]) -> tuple[float, ...]:
