@@ -186,6 +186,19 @@ def test_a_longer_objective_lets_chunks_grow_again() -> None:
     assert limit.tokens == MOST
 
 
+def test_a_step_has_a_multiple_of_32_tokens() -> None:
+    limit = ChunkLimit(MOST)
+    for _ in range(50):
+        limit.observe((1.0, 0.0, 0.0, 3.0, 0.0), step_s(0, 3))
+    for _ in range(50):
+        count = limit.beside(3, ITL_S)
+        limit.observe((1.0, float(count), 0.0, 3.0, 0.0), step_s(count, 3))
+    for decodes in range(1, 60):
+        count = limit.beside(decodes, ITL_S)
+        assert (decodes + count) % 32 == 0
+        assert limit.tokens - 32 < count <= limit.tokens
+
+
 def test_the_end_of_a_prompt_tells_nothing_unless_it_was_late() -> None:
     limit = ChunkLimit(MOST)
     for seconds in [step_s(0, 3)] * 50:

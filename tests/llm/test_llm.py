@@ -21,6 +21,7 @@ import torch
 
 import kvbaton
 from kvbaton import LLM, AsyncLLM, SamplingParams, StructuredOutputs
+from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.process import EngineProcess
 from kvbaton.errors import ConfigError, EngineDeadError, RequestError
 from kvbaton.llm.streaming import CompletionOutput
@@ -219,6 +220,20 @@ def test_what_is_wrong_is_named(llm: LLM, model: Path) -> None:
         LLM("org/nowhere")
     with pytest.raises(TypeError, match="SamplingParams, not dict"):
         llm.generate(["x"], {"max_tokens": 2})  # type: ignore[arg-type]
+
+
+def test_offline_nobody_is_spared_long_steps(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int | None] = []
+
+    async def start(config: EngineConfig, *_: Any, **__: Any) -> EngineProcess:
+        seen.append(config.max_num_mixed_tokens)
+        raise EngineDeadError("not today")
+
+    monkeypatch.setattr(EngineProcess, "start", start)
+    for settings in ({}, {"max_num_mixed_tokens": 100}):
+        with pytest.raises(EngineDeadError):
+            LLM(model, **settings)
+    assert seen == [sys.maxsize, 100]
 
 
 async def test_deltas_and_cancelling(model: Path) -> None:

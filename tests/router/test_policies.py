@@ -326,6 +326,22 @@ def test_a_prompt_is_not_computed_where_sequences_come_fast_though_none_is_there
     assert route("cost", both, 8000, loads, costs=costs, **slos).prefills.node_id == "a0"
 
 
+def test_without_objectives_who_comes_while_a_prompt_is_computed_counts() -> None:
+    wires = {"tcp://elsewhere:1": {"handover_s": 0.0}}
+    both = [member(f"a{i}", "any", load=H200, wires=wires) for i in range(2)]
+    clock = Clock()
+    costs, elsewhere = CostModel(clock), member("gone", "prefill").info
+    loads = {"a1": NodeLoad(prompt_tokens=30_000, prefill_us=1_000_000)}
+    assert route("cost", both, 8000, loads, costs=costs).prefills.node_id == "a0"
+    predicted = Prediction(0.1, 0.006, 0.006, 0.0, 0.1, 0.0, work_s=0.0)
+    for _ in range(160):  # 20 a second
+        costs.assigned(elsewhere, both[0].info, predicted)
+        clock.now += 0.05
+    assert route("cost", both, 8000, loads, costs=costs).prefills.node_id == "a1"
+    clock.now += 60.0
+    assert route("cost", both, 8000, loads, costs=costs).prefills.node_id == "a0"
+
+
 def beside_prompts(tokens: int, percentile: float | None, *, per_s: float) -> str:
     """Who gets a prompt of 3,000 tokens (0.1 s), if the idle node has a queue of 3 s.
 
