@@ -21,6 +21,8 @@ from contextlib import contextmanager
 
 INTERRUPTED = 130
 """The exit status after Ctrl-C."""
+SHUTTING_DOWN = "shutting_down"
+"""The code of what is cut off since a node or router was told to stop: others can serve it."""
 
 
 class KvbatonError(Exception):

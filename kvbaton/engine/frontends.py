@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from kvbaton.connectors.curve import CurveAuthenticator, bind_tcp, drain
 from kvbaton.engine.stats import LATENCIES, LatencyHistogram, RequestHistograms, RequestTimes
-from kvbaton.errors import ConfigError, RequestError
+from kvbaton.errors import SHUTTING_DOWN, ConfigError, RequestError
 from kvbaton.messages import engine as messages
 from kvbaton.types import MAX_MESSAGE_BYTES
 
@@ -429,6 +429,13 @@ class FrontendServer:
             for peer in tuple(self._peers.values()):
                 if not peer.backlog:
                     self._put(peer, messages.Pong())
+
+    def stop(self) -> None:
+        """Tell whose requests the end of this node cuts off."""
+        reason = "the node is stopping; retry elsewhere"
+        error = RequestError(reason, status=503, code=SHUTTING_DOWN)
+        for key in tuple(self._owned):
+            self.send(messages.Rejected.of(key, error))
 
     def close(self) -> None:
         """Send what is queued, for at most two seconds, and close."""

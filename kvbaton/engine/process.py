@@ -93,6 +93,7 @@ def core_main(
             frontends.send(ready)
             _report(ready, parent)
             engine.core.run()
+            frontends.stop()
         finally:
             engine.core.close()
     except ConfigError as error:

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from kvbaton.engine.client import EngineClient
 from kvbaton.engine.outputs import OutputReceiver, TokenSource
-from kvbaton.errors import EngineDeadError, RequestError
+from kvbaton.errors import SHUTTING_DOWN, EngineDeadError, RequestError
 from kvbaton.messages.engine import AddRequest, Item, Mark, Output
 from kvbaton.router.chooser import RouteChooser
 from kvbaton.router.config import RelayTimers
@@ -139,7 +139,7 @@ class Dispatcher(TokenSource):
     @override
     def stop(self) -> None:
         for running in list(self.running.values()):
-            error = RequestError("the router is shutting down", status=503, code="shutting_down")
+            error = RequestError("the router is shutting down", status=503, code=SHUTTING_DOWN)
             running.perform(running.relay.fail(error))
             running.receiver.flush()
 
@@ -494,12 +494,14 @@ class _NodeCall:
         running, asked = self._running, self._asked
         if error is None:
             running.perform(running.relay.ended(asked, running.loop.time()))
-        elif isinstance(error, RequestError):
-            why = NodeError(error.message, error.status, error.param, error.code)
+            return
+        nodes = running.dispatcher.nodes
+        leaving = nodes.membership.is_draining(asked.node)
+        if isinstance(error, RequestError):
+            lost, told = error.code == SHUTTING_DOWN, (error.status, error.param, error.code)
+            why = NodeError(error.message, *told, lost=lost, leaving=lost and leaving)
             running.failed(asked, why)
         else:
-            nodes = running.dispatcher.nodes
-            leaving = nodes.membership.is_draining(asked.node)
             running.failed(asked, NodeError(str(error), lost=True, leaving=leaving))
             nodes.unreachable(asked.node, str(error))
 

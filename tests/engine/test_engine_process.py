@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,8 @@ from kvbaton.engine.build import ConnectorContext, MakeConnectors
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.kv_connector import KVConnector
 from kvbaton.engine.process import EngineProcess
-from kvbaton.errors import ConfigError
+from kvbaton.errors import ConfigError, RequestError
+from kvbaton.messages.engine import AddRequest, SamplingParams
 from kvbaton.roles import HandoverFactory
 from kvbaton.types import NodeId
 from tests.support.engine_node import ENGINE
@@ -101,6 +103,22 @@ async def test_nothing_holds_up_the_cores_thread_for_longer_than_a_step(
         assert gauges["objects_looked_at"] < 10_000
     finally:
         await engine.shutdown(0.0)
+
+
+async def test_what_a_stop_cuts_off_is_told_that_the_node_stops(
+    checkpoint: Callable[..., Path],
+) -> None:
+    config = EngineConfig(model=str(checkpoint()), **ENGINE)
+    engine = await EngineProcess.start(config, [], node=NodeId("n", os.urandom(16)))
+    params = SamplingParams(max_tokens=100, ignore_eos=True)
+    prompt = array("I", [1, 2, 3])
+    outputs = engine.generate(AddRequest(request_id="cut", token_ids=prompt, params=params))
+    await anext(outputs)
+    stop = asyncio.create_task(engine.shutdown(0.0))
+    with pytest.raises(RequestError, match="stopping") as caught:
+        assert [o async for o in outputs][-1].finish_reason is None, "the stop came first"
+    assert (caught.value.status, caught.value.code) == (503, "shutting_down")
+    await stop
 
 
 def test_numpy_imports_nothing_while_a_core_serves() -> None:

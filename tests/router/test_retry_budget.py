@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from kvbaton.errors import ConfigError, RequestError
 from kvbaton.router.config import DispatchConfig
 from kvbaton.router.dispatch import MOST_RETRIES, RETRIES_PER_S, RetryBudget
 from tests.router.test_dispatch import collect, expected, request, tokens
+from tests.support.waiting import eventually
 
 
 class Clock:
@@ -67,6 +70,25 @@ async def test_requests_of_a_lost_node_are_always_tried_again(make_rig: Any) -> 
     rig.nodes["d0"].die_after = 2
     assert tokens(await collect(rig, request())) == expected(4)
     assert rig.nodes["d1"].received[0].resume_ids == tuple(expected(2))
+
+
+async def test_what_a_node_that_stops_cuts_off_goes_on_elsewhere_at_no_cost(make_rig: Any) -> None:
+    """It takes no attempt, and nothing of the budget."""
+    rig = await make_rig(prefill=0, decode=2, dispatch=DispatchConfig(retry_budget=0.0))
+    rig.dispatcher.retries = budget = RetryBudget(0.0, Clock())
+    spent(budget)
+    nodes = rig.nodes.values()
+    for node in nodes:
+        node.gate.clear()
+    running = asyncio.create_task(collect(rig, request()))
+    await eventually(lambda: any(node.arrived.is_set() for node in nodes))
+    stopping, other = sorted(nodes, key=lambda node: not node.arrived.is_set())
+    rig.directory.register(replace(stopping.info, state="draining"))
+    stopping.status, stopping.body = 503, {"message": "it stops", "code": "shutting_down"}
+    stopping.gate.set()
+    other.gate.set()
+    assert tokens(await running) == expected(4)
+    assert (len(stopping.received), len(other.received)) == (1, 1)
 
 
 def test_a_negative_budget_is_refused() -> None:
