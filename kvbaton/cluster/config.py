@@ -43,8 +43,8 @@ class ClusterConfig(ModelEndpointConfig):
 
     GROUP: ClassVar[str | None] = "cluster"
 
-    num_any: Count = flag(
-        0,
+    num_any: Count | None = flag(
+        None,
         "nodes that prefill and generate (2, unless others are wanted)",
         name="--any",
         metavar="N",
@@ -79,8 +79,15 @@ class ClusterConfig(ModelEndpointConfig):
         super().__post_init__()
         if self.prompt is not None and self.chat is not None:
             raise ConfigError("--chat", "give either this or --prompt")
-        if not self.num_any + self.num_prefill + self.num_decode:
-            object.__setattr__(self, "num_any", 2)
+        if not self.any_nodes + self.num_prefill + self.num_decode:
+            raise ConfigError("--any", "give 1 or more, or --prefill and --decode")
+
+    @property
+    def any_nodes(self) -> int:
+        """Nodes that prefill and generate."""
+        if self.num_any is None:
+            return 0 if self.num_prefill + self.num_decode else 2
+        return self.num_any
 
     @property
     def stop_timeout_s(self) -> float:
@@ -91,7 +98,7 @@ class ClusterConfig(ModelEndpointConfig):
     def node_names(self) -> list[tuple[str, str]]:
         """(role, name) of each node."""
         counts = {
-            "any": self.num_any,
+            "any": self.any_nodes,
             "prefill": self.num_prefill,
             "decode": self.num_decode,
             "encode": self.num_encode,
@@ -101,11 +108,9 @@ class ClusterConfig(ModelEndpointConfig):
     @property
     def num_pairs(self) -> tuple[int, int]:
         """Pairs that can hand over when all are ready: prompts, and encoder outputs."""
-        sources, targets = self.num_any + self.num_prefill, self.num_any + self.num_decode
-        return (
-            sources * targets - self.num_any,
-            self.num_encode * (self.num_any + self.num_prefill + self.num_decode),
-        )
+        both = self.any_nodes
+        sources, targets = both + self.num_prefill, both + self.num_decode
+        return sources * targets - both, self.num_encode * (sources + targets - both)
 
     def router_words(self, fd: int) -> list[str]:
         """Command line of the router, which serves on an inherited socket."""

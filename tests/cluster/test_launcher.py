@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+from typing import Any
 
 import pytest
 from typing_extensions import override
@@ -13,6 +14,7 @@ from kvbaton.cluster.config import ClusterConfig
 from kvbaton.cluster.launcher import Cluster
 from kvbaton.cluster.placement import NodeProcess, Placement
 from kvbaton.engine.config import EngineConfig
+from kvbaton.errors import ConfigError
 from tests.support.waiting import eventually
 
 
@@ -55,6 +57,21 @@ class FullMachine(Placement):
 
     @override
     def close(self) -> None: ...
+
+
+def test_two_nodes_are_started_unless_others_are_named() -> None:
+    def roles(**counts: Any) -> list[str]:
+        config = ClusterConfig(engine=EngineConfig(model="m"), **counts)
+        return [role for role, _ in config.node_names]
+
+    assert roles() == ["any", "any"]
+    assert roles(num_encode=1) == ["any", "any", "encode"]
+    assert roles(num_prefill=1, num_decode=1) == ["prefill", "decode"]
+    assert roles(num_any=0, num_prefill=1, num_decode=1) == ["prefill", "decode"]
+    assert roles(num_any=1) == ["any"]
+    for encoders in (0, 1):
+        with pytest.raises(ConfigError, match="--any: give 1 or more, or --prefill"):
+            roles(num_any=0, num_encode=encoders)
 
 
 async def test_a_node_for_which_there_is_no_room_now_is_started_later(
