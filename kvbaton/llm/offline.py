@@ -23,6 +23,7 @@ from kvbaton.llm.streaming import (
     Rendered,
     RequestOutput,
     TextSamplingParams,
+    template_options,
 )
 
 T = TypeVar("T")
@@ -108,15 +109,19 @@ class LLM:
         sampling_params: Params = None,
         *,
         use_tqdm: bool = True,
-        chat_template_kwargs: dict[str, Any] | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or a list of conversations; see `generate`."""
+        """Answer a conversation, or a list of conversations.
+
+        See `generate`; `options` may also be those of `AsyncLLM.render` (`tools` ...). Calls of
+        tools are in the text, as the model writes them.
+        """
+        shown = template_options(options)
         single = not isinstance(messages, Sequence) or (
             bool(messages) and isinstance(messages[0], dict)
         )
         talks = cast("list[Sequence[Message]]", [messages] if single else list(messages))
-        prompts = [self._wait(self._own.render(talk, chat_template_kwargs)) for talk in talks]
+        prompts = [self._wait(self._own.render(talk, **shown)) for talk in talks]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, **options)
 
     def reset_prefix_cache(self) -> bool:

@@ -27,6 +27,7 @@ from kvbaton.errors import ConfigError, RequestError
 from kvbaton.messages.engine import AddRequest, Item, SamplingParams
 from kvbaton.messages.openai import ChatRequest
 from kvbaton.server.answer import run_prompts
+from kvbaton.server.bodies import malformed
 from kvbaton.server.chat import encode_chat
 from kvbaton.server.config import GenerationConfigMode, MediaConfig
 from kvbaton.server.frontend import Frontend, FrontendConfig, ModelFacts, sampling_defaults
@@ -185,6 +186,15 @@ class Prepared:
     asked: PromptRequest
 
 
+RENDERED = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+"""Options of a chat that its template is told."""
+
+
+def template_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Those of `AsyncLLM.render`, taken out of `options`."""
+    return {name: options.pop(name) for name in RENDERED if name in options}
+
+
 def _prompt_of(said: dict[str, Any]) -> str | Sequence[int]:
     """What vLLM's ``TextPrompt`` or ``TokensPrompt`` says; token ids win over their text.
 
@@ -314,7 +324,7 @@ class AsyncLLM:
         Raises:
             RequestError: something in it is wrong, or it took longer than its timeout.
             EngineDeadError: the engine is gone.
-            TypeError: `sampling_params` are something else.
+            TypeError: `sampling_params` are something else, or there is no such option.
         """
         prepared = await self.prepare(prompt, sampling_params, **options)
         async with aclosing(self.run(prepared)) as deltas:
@@ -325,30 +335,46 @@ class AsyncLLM:
         self,
         messages: Sequence[Message],
         sampling_params: TextSamplingParams | None = None,
-        *,
-        chat_template_kwargs: dict[str, Any] | None = None,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput]:
-        """Answer a conversation; see `generate`."""
-        prompt = await self.render(messages, chat_template_kwargs)
+        """Answer a conversation; `options` are those of `render` and `generate`."""
+        prompt = await self.render(messages, **template_options(options))
         async with aclosing(self.generate(prompt, sampling_params, **options)) as deltas:
             async for delta in deltas:
                 yield delta
 
     async def render(
-        self, messages: Sequence[Message], chat_template_kwargs: dict[str, Any] | None = None
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> Rendered:
-        """A conversation as a prompt, by the model's chat template.
+        """A conversation as a prompt, by the model's chat template; all as in OpenAI's API.
 
         Raises:
-            RequestError: the model has no template, or the messages do not fit it.
+            RequestError: the model has no template, or something does not fit it.
         """
         listed = isinstance(messages, Sequence) and not isinstance(messages, str)
         if not listed or not all(isinstance(message, dict) for message in messages):
             raise RequestError(
                 "messages must be a list of {'role': ..., 'content': ...}", param="messages"
             )
-        body = ChatRequest(messages=list(messages), chat_template_kwargs=chat_template_kwargs)
+        try:
+            body = msgspec.convert(
+                {
+                    "messages": list(messages),
+                    "tools": tools,
+                    "add_generation_prompt": add_generation_prompt,
+                    "continue_final_message": continue_final_message,
+                    "chat_template_kwargs": chat_template_kwargs,
+                },
+                ChatRequest,
+            )
+        except msgspec.ValidationError as error:
+            raise malformed(error) from error
         return Rendered(*await encode_chat(self._frontend, body))
 
     async def prepare(
@@ -360,8 +386,12 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str | None = None,
         timeout: float | None = None,
+        **unknown: Any,
     ) -> Prepared:
         """Check a request; see `generate`."""
+        for name in unknown:
+            known = f"request_id, priority, cache_salt, timeout; of chats {', '.join(RENDERED)}"
+            raise TypeError(f"there is no option {name!r}; there are: {known}")
         frontend, given = self._frontend, sampling_params or self.default_params()
         if not isinstance(given, TextSamplingParams):
             raise TypeError(f"sampling_params must be SamplingParams, not {type(given).__name__}")

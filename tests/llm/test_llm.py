@@ -25,6 +25,7 @@ from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.process import EngineProcess
 from kvbaton.errors import ConfigError, EngineDeadError, RequestError
 from kvbaton.llm.streaming import CompletionOutput
+from kvbaton.text.chat import ChatTemplate
 from tests.support.chats import picture
 from tests.support.families import without_embedding
 from tests.support.waiting import PATIENCE_S
@@ -138,6 +139,44 @@ def test_chat(llm: LLM) -> None:
     (one,) = llm.chat(talk, params, use_tqdm=False)
     two = llm.chat([talk, talk], params, use_tqdm=False)
     assert [answer.outputs for answer in two] == [one.outputs, one.outputs]
+
+
+WITH_TOOLS = (
+    "{% for tool in tools or [] %}{{ tool.function.name }};{% endfor %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def test_chat_shows_the_template_what_vllms_takes(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = llm._own.tokenizer
+    monkeypatch.setattr(tokenizer, "chat_template", ChatTemplate(WITH_TOOLS, {}))
+    tools = [{"type": "function", "function": {"name": "look_up"}}]
+    talk = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "It is"}]
+
+    def prompt(**options: Any) -> str:
+        params = SamplingParams(**GREEDY, max_tokens=1)
+        (answer,) = llm.chat(talk, params, use_tqdm=False, **options)
+        return tokenizer.decode(answer.prompt_token_ids)
+
+    whole = "user: Who?\nassistant: It is\n"
+    assert prompt() == whole + "assistant: "
+    assert prompt(tools=tools) == "look_up;" + whole + "assistant: "
+    assert prompt(tools=tools, add_generation_prompt=False) == "look_up;" + whole
+    goes_on = {"add_generation_prompt": False, "continue_final_message": True}
+    assert prompt(**goes_on) == whole.removesuffix("\n")
+    for tool in ("look_up", ["look_up"]):
+        with pytest.raises(RequestError) as raised:
+            prompt(tools=tool)
+        assert (raised.value.param or "").startswith("tools")
+
+
+def test_an_option_that_there_is_none_of_is_named(llm: LLM) -> None:
+    for ask in (llm.generate, llm.chat):
+        with pytest.raises(TypeError, match=r"no option 'lora_request'.*: .*cache_salt.*tools"):
+            ask([{"role": "user", "content": "x"}], use_tqdm=False, lora_request=None)
 
 
 def _shaped(**fields: Any) -> SamplingParams:
