@@ -365,7 +365,7 @@ async def tokenize(request: web.Request) -> web.Response:
     if body.prompt is None and body.messages is None:
         raise RequestError("give prompt, a text, or messages, a conversation", param="prompt")
     if body.prompt is None:
-        ids, _ = await encode_chat(frontend, body)
+        ids, _ = await encode_chat(frontend, body, request)
     else:
         special = body.add_special_tokens is not False
         ids = await encode(frontend, body.prompt, add_special_tokens=special)

@@ -8,10 +8,10 @@ import math
 import random
 import re
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from http import HTTPStatus
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 REQUEST_ID_HEADER = "X-Request-Id"
 MAX_REQUEST_ID = 128
 REQUEST_ID = web.RequestKey("request_id", str)
+QUICK_BODY = 1 << 15
+"""Bytes; nothing that is made of such a body takes more than a few ms."""
+_QUICK = web.RequestKey("quick", bool)
 LONG_BODY = 1 << 20
 """Bytes, up to which a body is not counted."""
 RETRY_AFTER_S = 1.0
@@ -45,6 +48,7 @@ _UNWANTED = re.compile(r"[^A-Za-z0-9._:@+=/-]")
 _LOCATION = re.compile(r" - at (?:`[^`$]*` in )?`\$\.?([^`]*)`$")
 _MISSING = re.compile(r"missing required field `([^`]*)`")
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -190,10 +194,20 @@ async def read_body(request: web.Request, kind: type[T]) -> T:
     data, config = await read_bytes(request), request.app[FRONTEND].config
     if encoding := request.headers.get("Content-Encoding"):
         data = await asyncio.to_thread(unpacked, data, encoding, config.max_body_bytes)
+    request[_QUICK] = len(data) <= QUICK_BODY
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise malformed(error) from error
+
+
+async def made_of_body(
+    request: web.Request | None, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> T:
+    """What a function makes of a body; of a long one in a thread, so that others go on."""
+    if request is None or request[_QUICK]:
+        return work(*args, **kwargs)
+    return await asyncio.to_thread(work, *args, **kwargs)
 
 
 def unpacked(data: bytes, encoding: str, limit: int) -> bytes:

@@ -20,7 +20,7 @@ from kvbaton.messages import openai
 from kvbaton.messages.engine import Item
 from kvbaton.server.answer import ChunkFormatter, Event, fold, respond
 from kvbaton.server.auth import tenant
-from kvbaton.server.bodies import read_body
+from kvbaton.server.bodies import made_of_body, read_body
 from kvbaton.server.frontend import FRONTEND, Frontend
 from kvbaton.server.images import load_images
 from kvbaton.server.openapi import contract
@@ -83,7 +83,9 @@ async def chat_prompt(
     """
     check_common(frontend, body)
     check_chat(frontend, body)
-    prompt, items = await encode_chat(frontend, body, whole=body.truncate_prompt_tokens is not None)
+    prompt, items = await encode_chat(
+        frontend, body, request, whole=body.truncate_prompt_tokens is not None
+    )
     form, functions = frontend.output_format, callable_functions(frontend, body)
     given = body.max_completion_tokens
     max_tokens = body.max_tokens if given is None else given
@@ -230,18 +232,35 @@ def check_chat(frontend: Frontend, body: openai.ChatRequest) -> None:
 
 
 async def encode_chat(
-    frontend: Frontend, body: openai.ChatRequest | openai.TokenizeRequest, *, whole: bool = True
+    frontend: Frontend,
+    body: openai.ChatRequest | openai.TokenizeRequest,
+    request: web.Request | None = None,
+    *,
+    whole: bool = True,
 ) -> tuple[list[int], tuple[Item, ...]]:
     """Token ids of a conversation, and its images; its special tokens come from the template.
 
     Args:
         frontend: for tokenizer and template.
         body: with the messages.
+        request: that brought it.
         whole: see `validation.encode`.
 
     Raises:
         RequestError: the model has no template, the messages do not fit it, or an image is wrong.
     """
+    vision, special = frontend.tokenizer.vision, bool(body.add_special_tokens)
+    text, images = await made_of_body(request, _rendered, frontend, body)
+    ids = await encode(frontend, text, add_special_tokens=special, name="messages", whole=whole)
+    if vision is None:
+        return ids, ()
+    return vision.expand(ids, await load_images(images, vision, frontend.config.media))
+
+
+def _rendered(
+    frontend: Frontend, body: openai.ChatRequest | openai.TokenizeRequest
+) -> tuple[str, list[ImageUrl]]:
+    """The text of a conversation, and its images."""
     template = frontend.tokenizer.chat_template
     if template is None:
         raise RequestError(
@@ -271,13 +290,7 @@ async def encode_chat(
             **(body.chat_template_kwargs or {}),
         },
     )
-    special = bool(body.add_special_tokens)
-    if vision is not None:
-        text = vision.prepare(text)
-    ids = await encode(frontend, text, add_special_tokens=special, name="messages", whole=whole)
-    if vision is None:
-        return ids, ()
-    return vision.expand(ids, await load_images(images, vision, frontend.config.media))
+    return text if vision is None else vision.prepare(text), images
 
 
 class ChatFormatter(ChunkFormatter[openai.ChatRequest]):

@@ -35,7 +35,7 @@ from kvbaton.messages.anthropic import (
     ToolUseBlock,
 )
 from kvbaton.server.answer import Event
-from kvbaton.server.bodies import json_response, read_body
+from kvbaton.server.bodies import json_response, made_of_body, read_body
 from kvbaton.server.chat import encode_chat
 from kvbaton.server.conversation import (
     EFFORTS,
@@ -64,7 +64,9 @@ DELTAS = {
 @contract(body=MessagesRequest, answer=MessagesResponse, streams=True, error=MessagesError)
 async def messages(request: web.Request) -> web.StreamResponse:
     """Answer a conversation, by Anthropic's Messages API."""
-    body, names = chat_request(await read_body(request, MessagesRequest))
+    body, names = await made_of_body(
+        request, chat_request, await read_body(request, MessagesRequest)
+    )
     return await respond_in_blocks(request, body, names, "msg", MessagesFormatter)
 
 
@@ -72,10 +74,12 @@ async def messages(request: web.Request) -> web.StreamResponse:
 async def count_tokens(request: web.Request) -> web.Response:
     """Count the tokens of a conversation, by Anthropic's Messages API."""
     frontend = request.app[FRONTEND]
-    body, names = chat_request(await read_body(request, CountTokensRequest))
+    body, names = await made_of_body(
+        request, chat_request, await read_body(request, CountTokensRequest)
+    )
     check_model(frontend, body.model)
     with renamed(names):
-        ids, _ = await encode_chat(frontend, body)
+        ids, _ = await encode_chat(frontend, body, request)
     return json_response(CountTokensResponse(len(ids)))
 
 

@@ -32,7 +32,7 @@ from kvbaton.messages.responses import (
     ResponseUsage,
 )
 from kvbaton.server.answer import Event
-from kvbaton.server.bodies import read_body
+from kvbaton.server.bodies import made_of_body, read_body
 from kvbaton.server.conversation import (
     EFFORTS,
     ContentBlock,
@@ -59,7 +59,7 @@ KINDS = {
 async def responses(request: web.Request) -> web.StreamResponse:
     """Answer a conversation, by OpenAI's Responses API."""
     asked = await read_body(request, ResponsesRequest)
-    body, fields = response_chat(asked)
+    body, fields = await made_of_body(request, response_chat, asked)
     formatter = partial(ResponsesFormatter, asked=asked)
     return await respond_in_blocks(request, body, fields, "resp", formatter)
 
