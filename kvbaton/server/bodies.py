@@ -240,7 +240,7 @@ def unpacked(data: bytes, encoding: str, limit: int) -> bytes:
 
 @asynccontextmanager
 async def _room_for_body(request: web.Request) -> AsyncIterator[None]:
-    """Wait until a long body may come: so many bytes of all, and half as many of one tenant.
+    """Wait until the rest of a long body may come: so many bytes of all, half of one tenant's.
 
     Raises:
         RequestError: 429, others take too long.
@@ -248,9 +248,6 @@ async def _room_for_body(request: web.Request) -> AsyncIterator[None]:
     frontend = request.app[FRONTEND]
     held, config, who = frontend.long_bodies, frontend.config, tenant(request)
     length = request.content_length or config.max_body_bytes
-    if length <= LONG_BODY:
-        yield
-        return
     try:
         async with asyncio.timeout(config.body_timeout_s):
             while max(held.total(), 2 * held[who] if who else 0) + length > config.max_bodies_bytes:
@@ -267,6 +264,15 @@ async def _room_for_body(request: web.Request) -> AsyncIterator[None]:
         if not held[who]:
             del held[who]
         frontend.body_ended.set()
+
+
+async def _read_beyond(request: web.Request, end: int, body: bytearray) -> bool:
+    """Take in what comes of a body until it is longer than this; whether it is."""
+    while len(body) <= end:
+        if not (chunk := await request.content.readany()):
+            return False
+        body += chunk
+    return True
 
 
 async def read_bytes(request: web.Request) -> bytes:
@@ -286,8 +292,14 @@ async def read_bytes(request: web.Request) -> bytes:
             if len(data) > limit:
                 raise web.HTTPRequestEntityTooLarge(limit, len(data))
             return data
-        async with _room_for_body(request), asyncio.timeout(timeout):
-            return await request.read()
+        body = bytearray()
+        async with asyncio.timeout(timeout):
+            is_long = await _read_beyond(request, LONG_BODY, body)
+        if is_long:  # what has not come takes no room: it may come a byte a second
+            async with _room_for_body(request), asyncio.timeout(timeout):
+                if await _read_beyond(request, limit, body):
+                    raise web.HTTPRequestEntityTooLarge(limit, len(body))
+        return bytes(body)
     except TimeoutError:
         raise RequestError(f"the body did not arrive within {timeout} s", status=408) from None
     except web.RequestPayloadError as error:

@@ -58,7 +58,7 @@ class FrontendConfig:
             does so this much later.
         max_body_bytes: a longer body is a 413.
         max_bodies_bytes: of all long bodies that are on their way at a time; others wait.
-        body_timeout_s: a body must have arrived within this time.
+        body_timeout_s: in which the first MiB of a body must have come, and then the rest of it.
         max_prompts: of one request.
         max_n: choices per prompt.
         max_choices: prompts times n.

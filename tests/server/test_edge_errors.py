@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import functools
 import gzip
 import io
@@ -307,9 +308,9 @@ async def test_long_bodies_that_come_slowly_leave_room_for_others(serve: Any) ->
     held = endpoint.frontend.long_bodies
 
     async def slowly() -> AsyncIterator[bytes]:
-        yield body[:1000]
+        yield body[: 3 << 19]
         await more.wait()
-        yield body[1000:]
+        yield body[3 << 19 :]
 
     async def send(key: str, data: Any, **headers: str) -> int:
         headers |= {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
@@ -327,6 +328,41 @@ async def test_long_bodies_that_come_slowly_leave_room_for_others(serve: Any) ->
     more.set()
     assert await asyncio.gather(*slow) == [200, 200, 200]
     assert not held
+
+
+async def test_bodies_of_which_little_has_come_hold_nobody_up(serve: Any) -> None:
+    """In chunks, or as long as is announced: no room is taken for what may never come."""
+    endpoint = await serve()
+    config = endpoint.frontend.config
+    count = config.max_bodies_bytes // config.max_body_bytes + 1
+    lengths = ("Transfer-Encoding: chunked", f"Content-Length: {config.max_body_bytes}")
+    async with contextlib.AsyncExitStack() as stack:
+        for length in lengths:
+            for _ in range(count):
+                _, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
+                stack.callback(writer.close)
+                head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{length}\r\n\r\n1\r\n{{"
+                writer.write(head.encode())
+        await eventually(lambda: endpoint.frontend.metrics.in_flight == 2 * count)
+        async with asyncio.timeout(PATIENCE_S / 2):  # sooner than those are given up
+            body = io.BytesIO(json.dumps({"prompt": "x", "user": "y" * (2 << 20)}).encode())
+            async with endpoint.session.post("/v1/completions", data=body) as response:
+                assert response.status == 200
+
+
+async def test_a_body_in_chunks_is_bounded(serve: Any) -> None:
+    endpoint = await serve(max_body_bytes=3 << 20)
+
+    async def chunks(end: int) -> AsyncIterator[bytes]:
+        yield b'{"prompt": "x", "user": "'
+        for _ in range(end):
+            yield b"y" * (1 << 19)
+        yield b'"}'
+
+    for halves, expected in ((1, 200), (5, 200), (6, 413), (60, 413)):
+        async with endpoint.session.post("/v1/completions", data=chunks(halves)) as response:
+            assert response.status == expected
+    assert not endpoint.frontend.long_bodies
 
 
 async def test_a_long_body_that_finds_no_room_in_time_is_a_429(serve: Any) -> None:
