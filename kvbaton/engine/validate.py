@@ -46,7 +46,7 @@ RANGES = {
     "min_p": Range(0, 1),
     "presence_penalty": Range(-2, 2),
     "frequency_penalty": Range(-2, 2),
-    "repetition_penalty": Range(0, 100, open=True),
+    "repetition_penalty": Range(1e-6, 100),
     "max_tokens": Range(1, INT32),
     "min_tokens": Range(0, INT32),
 }

@@ -154,7 +154,7 @@ class Recommended(Struct, omit_defaults=True):
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, lt=1 << 31)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=1e-6, le=100)] | None = None
     max_new_tokens: Annotated[int, Meta(ge=1)] | None = None
     do_sample: bool | None = None
 

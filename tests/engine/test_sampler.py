@@ -21,7 +21,8 @@ from transformers import (
 )
 
 from kvbaton.engine.grammars import mask_of
-from kvbaton.engine.sampler import SampleRows, logprobs_of, process_logits, sample
+from kvbaton.engine.sampler import GREEDY_BELOW, SampleRows, logprobs_of, process_logits, sample
+from kvbaton.engine.validate import RANGES
 from kvbaton.messages.engine import SamplingParams
 
 VOCAB = 120
@@ -94,6 +95,27 @@ def test_repetition_penalty_equals_that_of_transformers() -> None:
     )
     params = SamplingParams(repetition_penalty=1.3)
     torch.testing.assert_close(processed(logits, params, params), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("temperature", [0.0, GREEDY_BELOW, 2.0])
+@pytest.mark.parametrize("end", ["low", "high"])
+def test_the_least_and_the_greatest_penalty_choose_what_they_should(
+    end: str, temperature: float
+) -> None:
+    """However large the logits are, nothing overflows, and what is forbidden stays so."""
+    params = SamplingParams(
+        repetition_penalty=getattr(RANGES["repetition_penalty"], end),
+        temperature=temperature,
+        seed=1,
+        min_tokens=len(GENERATED) + 1,
+        bad_words_token_ids=((9,),),
+    )
+    logits = torch.full((1, VOCAB), -1e5)
+    logits[0, [5, 6, 9]] = torch.tensor([1e5, 9e4, 1e5])
+    if end == "high":
+        logits[0, 20] = 5e4
+    chosen = sample(logits, rows_of([params]), (5,))
+    assert chosen.tolist() == [6 if end == "low" else 20]
 
 
 def test_presence_and_frequency_count_generated_tokens_only() -> None:

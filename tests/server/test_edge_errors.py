@@ -55,6 +55,7 @@ from tests.support.waiting import PATIENCE_S, eventually
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"frequency_penalty": -3}, "frequency_penalty"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 1e-39}, "repetition_penalty"),
         ({"n": 0}, "n"),
         ({"n": 129}, "n"),
         ({"n": 1.5}, "n"),

@@ -41,7 +41,9 @@ def test_none_where_they_are_not_wanted_or_not_meant(tmp_path: Path) -> None:
     assert sampling_defaults(write(tmp_path, {"temperature": None})) == {}
 
 
-@pytest.mark.parametrize("wrong", [{"temperature": -1}, {"top_p": "x"}, {"top_k": -7}, []])
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": -1}, {"top_p": "x"}, {"top_k": -7}, {"repetition_penalty": 0}, []]
+)
 def test_what_no_request_may_have_is_refused(tmp_path: Path, wrong: Any) -> None:
     with pytest.raises(ConfigError, match="--generation-config=none") as raised:
         sampling_defaults(write(tmp_path, wrong))
