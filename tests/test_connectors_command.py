@@ -375,6 +375,26 @@ def test_namespaces_of_a_folder_that_holds_no_store(tmp_path: Path, capsys: Capt
     assert list(tmp_path.iterdir()) == []
 
 
+class InFolder(MemoryStore):
+    """Somebody's store that makes a directory when it is opened."""
+
+    def __init__(self, name: str, *, path: str) -> None:
+        super().__init__(name)
+        self.directory = path
+
+    def open(self) -> None:
+        Path(self.directory).mkdir()
+        super().open()
+
+
+def test_namespaces_of_anybodys_store_make_no_folder(tmp_path: Path, capsys: Capture) -> None:
+    options = {"path": f"{tmp_path}/mistyped"}
+    spec = f"{__name__}:InFolder:{json.dumps(options)}"
+    assert main(["connectors", "namespaces", spec]) == 2
+    assert f"{tmp_path}/mistyped is missing" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_namespaces_are_listed_and_cleared(tmp_path: Path, capsys: Capture) -> None:
     spec = f'filesystem:{{"path": "{tmp_path}"}}'
     store = FilesystemStore("files", path=str(tmp_path))

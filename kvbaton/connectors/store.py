@@ -250,6 +250,17 @@ class Forgetting(Protocol):
     on_forget: Callable[[Sequence[bytes]], None] | None
 
 
+@runtime_checkable
+class InDirectory(Protocol):
+    """A store that keeps its objects in a directory of this machine: optional.
+
+    Attributes:
+        directory: which one; `open` makes it, so that who only looks for objects checks it first.
+    """
+
+    directory: str
+
+
 class Claiming(Protocol):
     """What a store that declares `claims` has besides: of several who compute, one stores."""
 

@@ -26,8 +26,7 @@ from kvbaton.connectors.registry import (
     open_store,
     split_spec,
 )
-from kvbaton.connectors.store import Namespaced
-from kvbaton.connectors.stores.filesystem import Files
+from kvbaton.connectors.store import InDirectory, Namespaced
 from kvbaton.errors import ConfigError, KvbatonError
 
 NOT_OPTIONS = {"store": ("name", "clock"), "transport": ("name", "host", "clock", "hub")}
@@ -164,9 +163,8 @@ def run_namespaces(spec: str, clear: str | None = None) -> int:
     store = load_store(spec)
     if not store.capabilities.namespaces:
         raise ConfigError("SPEC", f"{store.name} does not tell namespaces apart")
-    backend = getattr(store, "backend", None)
-    if isinstance(backend, Files) and not os.path.isdir(backend.root):  # `open` would make it
-        raise ConfigError("SPEC", f"nothing was ever stored there: {backend.root} is missing")
+    if isinstance(store, InDirectory) and not os.path.isdir(store.directory):
+        raise ConfigError("SPEC", f"nothing was ever stored there: {store.directory} is missing")
     open_store(store, spec)
     with closing(store):
         able = cast(Namespaced, store)

@@ -119,6 +119,7 @@ class FilesystemStore(ThreadedStore):
         mover = DirectFileMover() if direct else FileMover()
         backend = Files(path, max_bytes, mover, fsync=fsync, touch_seconds=touch_seconds)
         super().__init__(name, backend, threads=threads)
+        self.directory = backend.root
         self.load_limit, self.store_limit = LOADED_TOGETHER, ONE if fsync else TOGETHER
 
     @property

@@ -81,6 +81,7 @@ class NixlStore(ThreadedStore):
         kept: NixlFiles | NixlObjects
         if path is not None:
             kept = NixlFiles(self._plugin, path, max_bytes, touch_seconds)
+            self.directory = kept.root
         elif max_bytes is None:
             kept = NixlObjects(self._plugin)
         else:
