@@ -191,6 +191,16 @@ def test_objects_find_each_other(objects: Objects) -> None:
         assert scaler["spec"]["scaleTargetRef"]["name"] == router["metadata"]["name"]
 
 
+def test_who_reads_metrics_reaches_routers_and_nodes(render: Render) -> None:
+    """Both answer ``/metrics``; deploy/prometheus asks both."""
+    prometheus = {"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}
+    policies = of_kind(list(yaml.safe_load_all(render(*EVERYTHING))), "NetworkPolicy")
+    for policy in policies:
+        rules = [rule for rule in policy["spec"]["ingress"] if prometheus in rule["from"]]
+        assert [rule["ports"] for rule in rules] == [[{"port": "http"}]]
+    assert len(policies) == 2
+
+
 def test_what_the_page_tells_to_type(render: Render, tmp_path: Path) -> None:
     """But for the cluster: ``helm template`` in place of ``install``, and kubectl's dry run."""
     page = (ROOT / "docs" / "deployment.md").read_text()
