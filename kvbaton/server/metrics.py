@@ -17,6 +17,7 @@ from prometheus_client.utils import floatToGoString
 
 from kvbaton.engine.stats import LATENCIES, LatencyHistogram, RequestHistograms
 from kvbaton.messages.engine import HistogramCounts, Metrics
+from kvbaton.server.metric_texts import text_of
 
 
 class SecondsHistogram(LatencyHistogram, Collector):
@@ -140,9 +141,8 @@ class CoreCollector(Collector):
         histograms = dict[str, HistogramMetricFamily]()
         for key, found in metrics.histograms.items():
             name, labels = split_name(key)
-            text = f"{name} of the engine core."
             family = histograms.setdefault(
-                name, HistogramMetricFamily(name, text, labels=list(labels))
+                name, HistogramMetricFamily(name, text_of(name), labels=list(labels))
             )
             family.add_metric(list(labels.values()), buckets_of(found), found.total)
         return [*counters, *families(metrics.gauges, "gauge"), *histograms.values()]
@@ -156,7 +156,7 @@ def families(values: Mapping[str, float], kind: str) -> list[Metric]:
         counter = kind == "counter" and name.endswith("_total")
         family = name.removesuffix("_total") if counter else name
         shown = kind if counter or kind == "gauge" else "unknown"
-        metric = found.setdefault(name, Metric(family, f"{family} of the engine core.", shown))
+        metric = found.setdefault(name, Metric(family, text_of(family), shown))
         metric.add_sample(name, labels, value)
     return list(found.values())
 

@@ -247,6 +247,7 @@ async def test_metrics_are_prometheus_text(node: Any) -> None:
         families = {
             family.name: family for family in text_string_to_metric_families(await response.text())
         }
+    assert families["kvbaton_steps"].documentation == "Steps."
     tokens = families["kvbaton_prompt_tokens"]
     assert tokens.type == "counter"
     assert {s.labels["source"]: s.value for s in tokens.samples} == {

@@ -26,6 +26,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvbaton.messages.engine import SamplingParams
 from kvbaton.messages.nodes import GenerateRequest, GenerateResponse
+from kvbaton.server.metric_texts import UNKNOWN
 from kvbaton.server.network import TrustConfig
 from tests.support.forked_command import ForkedCommand
 
@@ -214,6 +215,8 @@ class Server:
     def metrics(self) -> Metrics:
         """All counters and gauges now."""
         lines = self.call("GET", "/metrics").decode().splitlines()
+        unknown = [line for line in lines if line.endswith(UNKNOWN)]
+        assert not unknown, f"metrics without a text of their own: {unknown}"
         samples = (line.rpartition(" ") for line in lines if not line.startswith("#"))
         return Metrics({_sample_key(name): float(value) for name, _, value in samples})
 
