@@ -84,6 +84,10 @@ class NoGrammars:
         """
         return None
 
+    def fits(self, sequence: requests.Sequence, token: int) -> bool:
+        """Whether a token that another node sampled may come next; not, if it can't be told yet."""
+        return True
+
     def cut(self, sequence: requests.Sequence, draft: tuple[int, ...]) -> tuple[int, ...]:
         """As much of a draft as the grammar allows, and no end of the text."""
         return draft
@@ -190,6 +194,13 @@ class Grammars(NoGrammars, KVConnector):
     @override
     def error(self, sequence: requests.Sequence) -> RequestError | None:
         return self._errors.get(sequence)
+
+    @override
+    def fits(self, sequence: requests.Sequence, token: int) -> bool:
+        if not self.ready(sequence) or sequence in self._errors:
+            return False
+        (bits,) = self.masks([(sequence, ())])[sequence.handle]
+        return bool(bits[token // 8] >> token % 8 & 1)
 
     @override
     def cut(self, sequence: requests.Sequence, draft: tuple[int, ...]) -> tuple[int, ...]:

@@ -236,7 +236,8 @@ class LoadingRequests(LiveRequests):
         self.totals.cached_at_source += cached_at_source
         self._keep(load, load.end)
         # A proxy that asks the source for one token can't tell it of `min_tokens`, and may not tell
-        # it of `logprobs`: one that ends the text before, or has no scores, is sampled anew here.
+        # it of `logprobs` or a grammar: one that ends the text before, has no scores or does not
+        # fit is sampled anew here.
         params = request.params
         ends = () if params.ignore_eos else self.config.eos_token_ids
         early = params.min_tokens and load.sequence.num_generated < params.min_tokens
@@ -244,7 +245,10 @@ class LoadingRequests(LiveRequests):
             choice.token in ends or choice.token in params.stop_token_ids for choice in choices
         )
         unscored = params.logprobs is not None and any(c.logprobs is None for c in choices)
-        if early or unscored or not choices:
+        unfit = params.grammar and not all(
+            self.grammars.fits(load.sequence, choice.token) for choice in choices
+        )
+        if early or unscored or unfit or not choices:
             self._requeue(load)
             return []
         self.run(load.sequence)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.oracle import Oracle
 from tests.support.served_pair import Pair
-from tests.support.servers import HttpFailure
+from tests.support.servers import HttpFailure, Node, Router
 
 pytestmark = pytest.mark.e2e
 
@@ -52,6 +52,26 @@ def test_openai_endpoints(pair: Pair, oracle: Oracle, prompt: Prompt) -> None:
     target = {"max_tokens": 6, "kv_transfer_params": first["kv_transfer_params"]}
     answer = pair.d.post("/v1/completions", body | target)
     assert answer["choices"][0]["token_ids"] == oracle.greedy(ids, 6)
+
+
+def test_a_grammar_that_the_proxy_keeps_from_p(any_nodes: tuple[Node, Node, Router]) -> None:
+    """P's first token may be any: another is sampled after the KV that P has computed."""
+    p, d, _ = any_nodes
+    for colours in (["red", "blue"], ["green", "yellow"]):
+        body = {"prompt": f"Is it {' or '.join(colours)}? " * 5, "temperature": 0}
+        source = {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+        first = p.post("/v1/completions", body | source)
+        target = {
+            "structured_outputs": {"choice": colours},
+            "kv_transfer_params": first["kv_transfer_params"],
+        }
+        before = d.metrics()
+        (choice,) = d.post("/v1/completions", body | target)["choices"]
+        assert choice["text"] in colours
+        assert choice["finish_reason"] == "stop"
+        tokens = d.metrics() - before
+        assert tokens("kvbaton_prompt_tokens_total", source="transferred") > 50
+        assert tokens("kvbaton_prompt_tokens_total", source="computed") < 16
 
 
 def test_seeded(pair: Pair, prompt: Prompt) -> None:
