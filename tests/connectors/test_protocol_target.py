@@ -742,6 +742,8 @@ def test_no_order_of_events_reserves_more_than_the_cap(events: list[tuple[str, i
         {"write": 1, "start": 4, "end": 8},
         {"write": 0, "start": 4, "end": 8, "digests": (DigestRun(0, 0, 1, 0, bytes(8)),)},
         {"write": 0, "start": 4, "end": 8, "digests": (DigestRun(0, 0, 0, 17, bytes(8)),)},
+        {"write": 0, "start": 4, "end": 8, "digests": (DigestRun(0, 0, 0, 1, bytes(8 * 25)),)},
+        {"write": 0, "start": 4, "end": 8, "digests": (DigestRun(0, 0, 0, 1, b""),) * 25},
     ],
 )
 def test_a_nonsensical_notice_fails_the_attempt(fields: dict[str, Any]) -> None:
@@ -774,6 +776,15 @@ def test_a_share_has_landed_when_all_its_parts_have() -> None:
     assert rig.landed(0, 4, 16, 0, part=0, parts=3, digests=(run,)) == []
     (verify,) = rig.landed(0, 4, 16, 0, part=2, parts=3)
     assert verify.digests == (run,)
+
+
+def test_notices_claim_no_more_than_was_reserved() -> None:
+    """Of 12 tokens two ranks may claim a value each, however they say it."""
+    rig = Rig().until("engaged")
+    run = (DigestRun(0, 0, 0, 1, bytes(16)),)
+    for part in range(12):
+        assert rig.landed(0, 4, 16, 0, part=part, parts=99, digests=run) == []
+    assert of(rig.landed(0, 4, 16, 0, part=12, parts=99, digests=run), Fail)
 
 
 def test_complete_may_not_change() -> None:

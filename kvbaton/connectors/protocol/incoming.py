@@ -127,6 +127,7 @@ class Incoming(Record[TargetSession]):
         num_blocks: reserved.
         line: to P.
         arrivals: what has landed, by write.
+        claimed: values in their digests; a pair has one per group and unit, of a token at least.
         verified: ranges that do not match, by verified write; empty for a good one.
         bad: ranges that do not match; told to P until it has drained.
         since: when the quarantine began.
@@ -146,6 +147,7 @@ class Incoming(Record[TargetSession]):
     num_blocks: int = 0
     line: Line = field(init=False, repr=False)
     arrivals: dict[int, Arrival] = field(default_factory=dict)
+    claimed: int = 0
     verified: dict[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     complete: Complete | None = None
     bad: tuple[tuple[int, int], ...] = ()
@@ -169,6 +171,9 @@ class Incoming(Record[TargetSession]):
         if event.part in parts:
             return None
         parts.add(event.part)
+        self.claimed += sum(max(1, len(run.values) // 8) for run in event.digests)
+        if self.claimed > len(self.targets) * len(pairs) * (self.num_tokens - self.start):
+            raise RefusalError("malformed", "it claims digests of more than was reserved")
         arrival.digests += event.digests
         if len(parts) == event.parts:
             arrival.missing.discard(pair)
