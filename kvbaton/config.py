@@ -98,6 +98,15 @@ def number(text: str) -> float:
     return value
 
 
+def utf8(text: str) -> str:
+    """A text that can be sent."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError("is not UTF-8") from None
+    return text
+
+
 def human_bytes(number: float) -> str:
     """A number of bytes with a decimal unit, for people."""
     for unit in ("bytes", "kB", "MB", "GB", "TB"):
@@ -133,7 +142,7 @@ def seconds(text: str) -> float:
 
 def host_name(text: str) -> str:
     """A host to listen on, in lower case; an IPv6 address may have the brackets of a URL."""
-    text = text.lower()
+    text = utf8(text).lower()
     return text[1:-1] if text.startswith("[") and text.endswith("]") else text
 
 
@@ -249,7 +258,7 @@ def _argument(kind: Any, more: Mapping[str, Any]) -> dict[str, Any]:
     if typing.get_origin(kind) is Annotated:
         base, reads = typing.get_args(kind)
         return {"type": reads, "metavar": base.__name__.upper(), **more}
-    reads = {int: human_int, float: number}.get(kind, kind)
+    reads = {int: human_int, float: number, str: utf8}.get(kind, kind)
     return {"type": reads, "metavar": kind.__name__.upper(), **more}
 
 

@@ -30,6 +30,8 @@ from kvbaton.server.sse import DONE, read_events
 
 FIRST_TOKEN_ID = 3
 """Ids below are special in most vocabularies."""
+MAX_TOKENS = 1 << 28
+"""Of all prompts, which are made before the first is sent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,10 @@ class ServeLoad:
         check_url("--url", self.url)
         for name in ("requests", "input_len", "output_len", "concurrency", "vocab_size"):
             check_positive(flag_of(name), getattr(self, name))
+        if self.requests * self.input_len > MAX_TOKENS:
+            raise ConfigError("--requests", f"prompts of more than {MAX_TOKENS} tokens in all")
+        if self.vocab_size > 1 << 31:
+            raise ConfigError("--vocab-size", f"{self.vocab_size} is more than any model has")
         if self.rate is not None and not 0 < self.rate < math.inf:
             raise ConfigError("--rate", f"must be positive, not {self.rate}")
 

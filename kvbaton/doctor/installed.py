@@ -133,7 +133,7 @@ def _markdown(kind: Kind, spec: str) -> str:
 
 
 def _table(found: Sequence[Installed]) -> str:
-    width = max(len(one.name) for one in found) + 2
+    width = max(len("name"), *(len(one.name) for one in found)) + 2
     lines = [f"{'kind':<11}{'name':<{width}}where and what it can do"]
     for one in found:
         lines.append(f"{one.kind:<11}{one.name:<{width}}{one.where}")

@@ -135,6 +135,7 @@ def test_node_settings_that_do_not_fit_are_named(
         (["--api-key", "caf\udce9"], "--api-key: is not UTF-8"),
         (["--operator-key", " key"], "--operator-key: has white space"),
         (["--cluster-key", "\udce9"], "--cluster-key: is not UTF-8"),
+        (["--host", "\udce9"], "--host: is not UTF-8"),
         (["--cluster-key", "", "--host", "10.1.2.3"], "--cluster-key: is empty"),
         (["--block-size", "0"], "--block-size: 0 is too small"),
         (["--num-blocks=-1"], "--num-blocks: -1 is too small"),
@@ -150,7 +151,7 @@ def test_node_settings_that_do_not_fit_are_named(
         (["--transport", "tcp:{"], "--transport: '{' after tcp is not JSON"),
         (["--speculative-config", "{"], "--speculative-config: '{'"),
         (["--kv-events-config", "[]"], "--kv-events-config: '[]'"),
-        (["--kv-events-config", "\udcff"], "--kv-events-config: '\\udcff'"),  # no UTF-8
+        (["--kv-events-config", "\udcff"], "--kv-events-config: is not UTF-8"),
     ],
 )
 @pytest.mark.parametrize("command", ["serve", "up"])
@@ -192,6 +193,21 @@ def test_a_router_refuses_what_is_wrong_before_it_waits_for_nodes(
     Path("breaks.py").write_text("class Policy(:")
     Path("wrong.jinja").write_text("{% if %}")
     assert message in failure(capsys, "router", "--port", "0", *words)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("drain", "--cluster-key", "\udce9"),
+        ("router", "--host", "\udce9"),
+        ("bench", "serve", "--model", "\udce9"),
+        ("chat", "--system", "\udce9"),
+    ],
+)
+def test_what_is_not_utf8_is_refused_by_name(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    assert f"error: {words[-2]}: is not UTF-8" in failure(capsys, *words)
 
 
 def test_keys_of_blanks_leave_no_endpoint_open(
