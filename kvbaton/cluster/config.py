@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from kvbaton.config import Count, flag, flag_of, words_of
+from kvbaton.config import Count, Seconds, check_positive, flag, flag_of, words_of
 from kvbaton.engine.config import ENCODER_SETTINGS, EngineConfig
 from kvbaton.errors import ConfigError
 from kvbaton.router.config import RoutingPolicy
@@ -67,7 +67,7 @@ class ClusterConfig(ModelEndpointConfig):
         None, "answer this one message of a chat when all is ready, and exit", metavar="TEXT"
     )
     max_tokens: int = flag(64, "of that answer", metavar="N")
-    start_timeout_s: float = flag(
+    start_timeout_s: Seconds = flag(
         600.0,
         "give up when not all is ready after so many seconds (600)",
         name="--start-timeout",
@@ -79,6 +79,7 @@ class ClusterConfig(ModelEndpointConfig):
         super().__post_init__()
         if self.prompt is not None and self.chat is not None:
             raise ConfigError("--chat", "give either this or --prompt")
+        check_positive("--max-tokens", self.max_tokens)
         if not self.any_nodes + self.num_prefill + self.num_decode:
             raise ConfigError("--any", "give 1 or more, or --prefill and --decode")
 

@@ -196,6 +196,21 @@ def test_a_router_refuses_what_is_wrong_before_it_waits_for_nodes(
 
 
 @pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--any", "0"], "--any: give 1 or more, or --prefill and --decode"),
+        (["--max-tokens", "0"], "--max-tokens: 0 is not positive"),
+        (["--start-timeout", "-1"], "--start-timeout: -1 is no time to wait"),
+    ],
+)
+def test_what_up_can_not_do_is_refused_before_it_starts_anything(
+    capsys: pytest.CaptureFixture[str], broken_model: str, words: list[str], message: str
+) -> None:
+    line = failure(capsys, "up", "--model", broken_model, "--port", "0", "--prompt", "x", *words)
+    assert message in line
+
+
+@pytest.mark.parametrize(
     "words",
     [
         ("drain", "--cluster-key", "\udce9"),
