@@ -118,22 +118,24 @@ def render(report: DoctorReport) -> str:
     lines += [f"{'GPUs':<14}{', '.join(found.gpus) or 'none'}"]
     lines += [f"{'RDMA devices':<14}{', '.join(found.rdma) or 'none'}"]
     lines += [f"{name:<14}{value}" for name, value in found.ucx_settings.items()]
-    lines += ["", f"{'transport':<14}{'memory':<8}{'GiB/s':>8}{'4 KiB in us':>14}  result"]
+    shown = [trial.transport for trial in report.trials] + [kept.store for kept in report.stores]
+    width = max(13, *map(len, shown)) + 1
+    lines += ["", f"{'transport':<{width}}{'memory':<8}{'GiB/s':>8}{'4 KiB in us':>14}  result"]
     for trial in report.trials:
         figures = f"{trial.gib_per_s:>8.2f}{trial.small_us:>14.0f}  moved and verified"
         if not trial.ok:
             figures = f"{'-':>8}{'-':>14}  failed to {trial.failed_at}: {trial.error}"
-        lines += [f"{trial.transport:<14}{trial.device:<8}{figures}"]
-    lines += [f"{'(plain copy)':<14}{'cpu':<8}{report.copy_gib_per_s:>8.2f}"]
+        lines += [f"{trial.transport:<{width}}{trial.device:<8}{figures}"]
+    lines += [f"{'(plain copy)':<{width}}{'cpu':<8}{report.copy_gib_per_s:>8.2f}"]
     if report.stores:
         heads = f"{'store GiB/s':>12}{'load GiB/s':>12}{'lookup us':>11}"
-        lines += ["", f"{'store':<14}{heads}  result"]
+        lines += ["", f"{'store':<{width}}{heads}  result"]
     for kept in report.stores:
         rates = f"{kept.store_gib_per_s:>12.2f}{kept.load_gib_per_s:>12.2f}"
         figures = f"{rates}{kept.lookup_us:>11.0f}  kept and verified"
         if not kept.ok:
             figures = f"{'-':>12}{'-':>12}{'-':>11}  failed to {kept.failed_at}: {kept.error}"
-        lines += [f"{kept.store:<14}{figures}"]
+        lines += [f"{kept.store:<{width}}{figures}"]
     if found.warnings:
         lines += ["", *(f"warning: {text}" for text in found.warnings)]
     return "\n".join(lines)
@@ -315,7 +317,7 @@ class TransportTrial(ConnectorTrial, kw_only=True):
 
 def try_transport(spec: str, device: Device) -> TransportTrial:
     """Move bytes of a device into another process."""
-    trial = TransportTrial(transport=spec.partition(":")[0], device=device)
+    trial = TransportTrial(transport=spec.partition(":{")[0], device=device)
     names = ("load", "register", "connect", "move", "verify", "time")
     trial.take(names, _transport_steps(spec, device, trial))
     return trial
@@ -403,7 +405,7 @@ class StoreTrial(ConnectorTrial, kw_only=True):
 
 def try_store(spec: str) -> StoreTrial:
     """Fill a store, read back what it keeps, and empty it."""
-    trial = StoreTrial(store=spec.partition(":")[0])
+    trial = StoreTrial(store=spec.partition(":{")[0])
     trial.take(("load", "open", "store", "lookup", "verify", "delete"), _store_steps(spec, trial))
     return trial
 

@@ -66,6 +66,15 @@ def test_failure_is_the_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
     assert "failed to load" in capsys.readouterr().out
 
 
+def test_a_plug_in_is_shown_by_its_path(capsys: pytest.CaptureFixture[str]) -> None:
+    path = f"{__name__}:Nobody"
+    assert main(["doctor", "--transport", path, "--store", f"{path}:{{}}"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    heads = [line.index("result") for line in lines if line.endswith("result")]
+    rows = [line.index("failed to load") for line in lines if line.startswith(f"{path} ")]
+    assert rows == heads
+
+
 def write(root: Path, path: str, text: str) -> None:
     (root / path).parent.mkdir(parents=True, exist_ok=True)
     (root / path).write_text(text)
