@@ -393,7 +393,7 @@ class PromptGraphs:
 
 def _seconds(pieces: Iterable[GraphPiece]) -> float:
     """What graphs take the device, without attention."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     begin.record()
     for piece in pieces:
         piece.graph.replay()
