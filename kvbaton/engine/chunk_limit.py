@@ -15,10 +15,13 @@ from kvbaton.engine.step_costs import Terms
 
 LEAST = 64
 """Tokens; fewer add next to nothing less to a step."""
-AIM = 0.88
+AIM = 0.92
 """Of the objective: steps vary."""
 SHRINK, GROW = 0.5, 2.0
 """By no more after one step: something else may have slowed it, and few tokens are cheap."""
+CAREFUL = 1 / 16
+"""Of what is left it grows once a chunk was too long: with padding and attention tokens are dearer
+than those before them, so that every other one would be."""
 FADE = 0.125
 """Of the mean of steps without prompts: what a new one counts."""
 PADDED = 32, 128
@@ -73,7 +76,7 @@ class ChunkLimit:
         self._mixed = min(most, mixed or most)
         self._least = min(most, max(LEAST, least))
         self._limit, self._asked = float(self._least), 0
-        self._objective_s = math.inf
+        self._objective_s, self._careful = math.inf, False
         self._alone_s = self._chunks_s = self._chunks = 0.0
 
     @property
@@ -94,7 +97,8 @@ class ChunkLimit:
 
     def beside(self, decodes: int, objective_s: float) -> int:
         """`tokens` beside so many that decode; one of these is to come within so long."""
-        self._objective_s = objective_s
+        if objective_s != self._objective_s:
+            self._objective_s, self._careful = objective_s, False
         tokens = self.tokens
         if objective_s == math.inf:
             tokens -= decodes % GRAIN
@@ -120,4 +124,7 @@ class ChunkLimit:
             return  # the end of a prompt: the first tokens of a chunk cost the most
         found = prompts * (aim_s - self._alone_s) / max(seconds - self._alone_s, 1e-5)
         found = min(max(found, SHRINK * self._limit), GROW * self._limit)
+        self._careful = self._careful or seconds > aim_s
+        if self._careful and found > self._limit:
+            found = self._limit + CAREFUL * (found - self._limit)
         self._limit = min(max(found, self._least), float(self._most))
