@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -151,9 +150,8 @@ def build_engine(
     answers = Answers()
     encoder = None if model.vision is None else beside(config, model, node, factories, answers)
     track_sums = config.store is not None or any(f.sends_blocks for f in factories)
-    executor, makers = open_beside(
-        partial(make_executor, config, model, track_sums=track_sums), factories, surroundings
-    )
+    makers = open_connectors(factories, surroundings)
+    executor = make_executor(config, model, track_sums=track_sums)
     try:
         scheduler = make_scheduler(config, model, executor.layouts[0], identity.digest())
         tried = executor.try_steps(scheduler.config)
@@ -223,9 +221,8 @@ def build_encoder(
     profiler = TorchProfiler(config.profile_dir, node.node)
     identity = encoder_identity(config, model)
     surroundings = ConnectorContext(config, node, identity.digest(), identity.record())
-    executor, makers = open_beside(
-        partial(encoder_executor, config, model), factories, surroundings
-    )
+    makers = open_connectors(factories, surroundings)
+    executor = encoder_executor(config, model)
     (layout,) = executor.layouts[0]
     scheduler = Scheduler(
         SchedulerConfig(
@@ -255,14 +252,17 @@ def enough_tokens(block_size: int, model: ModelConfig) -> int:
     return enough
 
 
-def open_beside(
-    make: Callable[[], Executor],
-    factories: Sequence[ConnectorFactory],
-    surroundings: ConnectorContext,
-) -> tuple[Executor, list[MakeConnectors]]:
-    """Load a model, and open meanwhile what connectors need: NIXL's first agent takes 1.2 s.
+def open_connectors(
+    factories: Sequence[ConnectorFactory], surroundings: ConnectorContext
+) -> list[MakeConnectors]:
+    """What connectors need that can be had before the model, whose loading may take minutes.
 
-    The store is built before, since a model may take minutes, and is the first of the makers.
+    UCX rewrites the first instructions of `mmap`, `cuMemAlloc` and others when the first NIXL agent
+    is made. A thread that loads a model calls these all the time, and two starts of some 700 ended
+    by a signal while one did; UCX's own test of that (``test_hooks``) crashes now and then, too.
+
+    Returns:
+        Makers of connectors, that of the store first.
 
     Raises:
         ConfigError: a setting is wrong.
@@ -270,21 +270,9 @@ def open_beside(
     config, makers = surroundings.config, list[MakeConnectors]()
     if config.store is not None:
         makers.append(partial(open_store, config, make_store(config), surroundings.identity))
-    device = choose_device(config)
-
-    def open_one(factory: ConnectorFactory) -> MakeConnectors:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # UCX looks for GPUs by the thread's context
-        return factory(surroundings)
-
-    with ThreadPoolExecutor(thread_name_prefix="connectors") as threads:
-        opening = [threads.submit(open_one, factory) for factory in factories]
-        executor = make()
-    try:
-        return executor, [*makers, *(opened.result() for opened in opening)]
-    except BaseException:
-        executor.close()
-        raise
+    if (device := choose_device(config)).type == "cuda":
+        torch.cuda.set_device(device)  # UCX looks for GPUs by the thread's context
+    return [*makers, *(factory(surroundings) for factory in factories)]
 
 
 def make_connectors(

@@ -15,15 +15,18 @@ from kvbaton.engine.step_costs import Terms
 
 LEAST = 64
 """Tokens; fewer add next to nothing less to a step."""
-AIM = 0.88
+AIM = 0.92
 """Of the objective: steps vary."""
 SHRINK, GROW = 0.5, 2.0
 """By no more after one step: something else may have slowed it, and few tokens are cheap."""
+CAREFUL = 1 / 16
+"""Of what is left it grows once a chunk was too long: with padding and attention tokens are dearer
+than those before them, so that every other one would be."""
 FADE = 0.125
 """Of the mean of steps without prompts: what a new one counts."""
-
-PADDED = 32
-"""A step with chunks has a multiple of so many tokens: a GPU would compute the rest in vain."""
+PADDED = 32, 128
+"""A step with chunks has a multiple of as many tokens as a GPU pads it to, at least and at most: it
+would compute the rest in vain, and take longer than it may."""
 GRAIN = 128
 """For so many who decode a step has as many tokens more."""
 FAR_PREFIX = 16384
@@ -52,6 +55,12 @@ def chunk_tokens(objective_s: float, step_s: float, token_s: float, most: int, m
     return min(most, max(LEAST, int(left_s / token_s)))
 
 
+def padded_down(tokens: int) -> int:
+    """The largest step that is not padded (`kvbaton.engine.cuda.prompt_graphs.padded_sizes`)."""
+    least, most = PADDED
+    return tokens - tokens % min(max(least, 1 << tokens.bit_length() >> 3), most)
+
+
 class ChunkLimit:
     """Learns from steps.
 
@@ -66,8 +75,8 @@ class ChunkLimit:
         self._most = most
         self._mixed = min(most, mixed or most)
         self._least = min(most, max(LEAST, least))
-        self._limit = float(self._least)
-        self._objective_s = math.inf
+        self._limit, self._asked = float(self._least), 0
+        self._objective_s, self._careful = math.inf, False
         self._alone_s = self._chunks_s = self._chunks = 0.0
 
     @property
@@ -88,13 +97,15 @@ class ChunkLimit:
 
     def beside(self, decodes: int, objective_s: float) -> int:
         """`tokens` beside so many that decode; one of these is to come within so long."""
-        self._objective_s = objective_s
+        if objective_s != self._objective_s:
+            self._objective_s, self._careful = objective_s, False
         tokens = self.tokens
         if objective_s == math.inf:
             tokens -= decodes % GRAIN
         elif tokens == self._most:
             return tokens
-        return max(tokens - (decodes + tokens) % PADDED, self._least)
+        self._asked = max(padded_down(decodes + tokens) - decodes, self._least)
+        return self._asked
 
     def observe(self, terms: Terms, seconds: float) -> None:
         """A step took so long; see `terms_of`."""
@@ -109,8 +120,11 @@ class ChunkLimit:
         if self._objective_s == math.inf:
             return
         aim_s = AIM * self._objective_s
-        if prompts <= self._limit - PADDED and seconds <= aim_s:
+        if prompts <= self._asked - PADDED[0] and seconds <= aim_s:
             return  # the end of a prompt: the first tokens of a chunk cost the most
         found = prompts * (aim_s - self._alone_s) / max(seconds - self._alone_s, 1e-5)
         found = min(max(found, SHRINK * self._limit), GROW * self._limit)
+        self._careful = self._careful or seconds > aim_s
+        if self._careful and found > self._limit:
+            found = self._limit + CAREFUL * (found - self._limit)
         self._limit = min(max(found, self._least), float(self._most))

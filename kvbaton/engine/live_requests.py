@@ -480,7 +480,7 @@ class LiveRequests:
 
         Prompts that are to come from another node are none of them.
         """
-        own = (s for s in self.waiting if s.request.source or s.request.spec.transfer is None)
+        own = (s for s in self.waiting if not s.request.is_target)
         lacking = sum(len(s.tokens) for s in own)
         return lacking + sum(max(0, len(s.tokens) - s.num_scheduled - 1) for s in self.running)
 

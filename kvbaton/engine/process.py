@@ -15,7 +15,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures.thread import _threads_queues
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
 from types import ModuleType
@@ -35,7 +34,7 @@ from kvbaton.signals import begin_child
 from kvbaton.types import NodeId, clip_text
 
 if TYPE_CHECKING:
-    from kvbaton.engine.build import ConnectorContext, ConnectorFactory, MakeConnectors
+    from kvbaton.engine.build import ConnectorFactory
 
 logger = logging.getLogger(__name__)
 
@@ -84,8 +83,7 @@ def core_main(
 
         gc.freeze()
         gc.enable()
-        told = [_ToldFactory(factory, parent) for factory in connectors]
-        engine = build_engine(config, node, told, frontends)
+        engine = build_engine(config, node, connectors, frontends)
         try:
             ready = msgspec.structs.replace(engine.ready, engine_address=frontends.address)
             gc.collect()
@@ -133,32 +131,6 @@ def _report(message: Ready | Dead, parent: Connection) -> None:
 
 def _report_refusal(error: ConfigError, parent: Connection) -> None:
     _report(Dead(error=clip_text(error.reason), field=error.field), parent)
-
-
-@dataclass(frozen=True)
-class _ToldFactory:
-    """A factory whose refusal the parent hears at once: a model is loaded meanwhile, for minutes.
-
-    Who has heard it ends this process.
-    """
-
-    factory: ConnectorFactory
-    parent: Connection
-
-    @property
-    def sends_blocks(self) -> bool:
-        return self.factory.sends_blocks
-
-    @property
-    def items(self) -> _ToldFactory:
-        return _ToldFactory(self.factory.items, self.parent)
-
-    def __call__(self, surroundings: ConnectorContext) -> MakeConnectors:
-        try:
-            return self.factory(surroundings)
-        except ConfigError as error:
-            _report_refusal(error, self.parent)
-            raise
 
 
 @contextmanager

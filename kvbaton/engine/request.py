@@ -188,6 +188,11 @@ class Request:
         return tuple(marks)
 
     @property
+    def is_target(self) -> bool:
+        """Another node computes its prompt."""
+        return self.spec.transfer is not None and not self.source
+
+    @property
     def state(self) -> SequenceState:
         """That of its first choice which is not over."""
         live = (sequence.state for sequence in self.sequences if not sequence.is_over)

@@ -52,6 +52,7 @@ class StepDraft:
         number: of the step.
         budget: tokens that it may still take.
         room: sequences that it may still take.
+        full: it has no tokens for the first of the queue, which lacks nothing else.
         scheduled: what is in it so far, and with it `steps`, for the ranks.
         new: sequences that the ranks do not know, but for copies of others.
         forks: those.
@@ -62,6 +63,7 @@ class StepDraft:
     number: int
     budget: int
     room: int
+    full: bool = False
     scheduled: list[ScheduledSequence] = field(default_factory=list)
     steps: list[SequenceStep] = field(default_factory=list)
     new: list[NewSequence] = field(default_factory=list)
@@ -157,6 +159,10 @@ class Scheduler(LoadingRequests):
             self.late.rank(self.waiting, self.running, self.clock())
             while self.waiting and self._admit(draft, self.waiting[0]):
                 pass
+            if draft.full:  # loads need no tokens; a hand-over that begins late is computed twice
+                for sequence in tuple(self.waiting):
+                    if sequence.request.is_target and not self._admit(draft, sequence):
+                        break
 
     def _chunk(self, draft: StepDraft) -> int:
         """Most tokens of prompts beside those that decode.
@@ -352,7 +358,9 @@ class Scheduler(LoadingRequests):
     # --- admission ---
 
     def _admit(self, draft: StepDraft, sequence: Sequence) -> bool:
-        """Decide about the first of the queue; False if it has to wait, and all others with it.
+        """Decide about one of the queue; False if it has to wait, and who is behind it, too.
+
+        In a full step, all but loads do, for the next one.
 
         It gets all blocks that its known tokens need, beyond what running requests may claim at
         their next step. Blocks in quarantine are not free, hence count as absent.
@@ -375,6 +383,8 @@ class Scheduler(LoadingRequests):
         outcome = self.load_beyond(sequence, match)
         if outcome != "compute":
             return outcome == "done"
+        if draft.full:
+            return True
         missing = len(request.prompt) - match.num_tokens
         if self.config.debug_forbid_prompt_compute and missing > 1:
             error = f"debug_forbid_prompt_compute: {missing} prompt tokens are not cached"
@@ -392,11 +402,13 @@ class Scheduler(LoadingRequests):
         whole = self.config.whole_prompts
         enough = max(1, total - fitting.num_tokens) if whole else 1
         if draft.room < 1 or (enough > draft.budget and (draft.scheduled or not whole)):
+            draft.full = True
             return False  # A whole prompt that is longer than a step has one for itself.
         start = min(fitting.num_tokens, total - 1)
         end = min(total, self.items.ready_until(sequence, start)) if request.items else total
         count = end - start if whole else self._fit(sequence, start, end - start, draft.budget)
         if count < 1:
+            draft.full = True
             return False
         self.adopt(sequence, fitting)
         if fitting.num_tokens == total:

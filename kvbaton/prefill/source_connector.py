@@ -52,7 +52,8 @@ class _Source:
         counted: per group, the first token that digests count.
         reported: tokens reported ready.
         last: the report of the prompt's end, which leaves with its first tokens.
-        first: token 0 of each choice, as sampled.
+        first: token 0 of each choice, as sampled by that run.
+        told: the same as the client was told, if that is an earlier one.
         cached_tokens: prompt tokens that the first run did not compute.
     """
 
@@ -65,6 +66,7 @@ class _Source:
     reported: int = 0
     last: events.BlocksReady | None = None
     first: dict[int, ChoiceStart] = field(default_factory=dict)
+    told: dict[int, ChoiceStart] = field(default_factory=dict)
     cached_tokens: int = 0
 
     @property
@@ -191,7 +193,8 @@ class SourceConnector(KVConnector):
                 if asked_for:  # a run for a late reservation finds what this one left in the cache
                     source.cached_tokens = output.cached_tokens
                 if source.has_first_tokens:
-                    choices = tuple(source.first[i] for i in range(source.request.params.n))
+                    known = source.told or source.first
+                    choices = tuple(known[i] for i in range(source.request.params.n))
                     first = events.FirstTokens(
                         source.attempt, choices, source.cached_tokens, self.scheduler.result_at
                     )
@@ -411,10 +414,11 @@ class SourceConnector(KVConnector):
             if request is not None:
                 self.progressed(request)
             return
-        # Run again: mostly hits, and the same first token, which its client has: it is not late.
+        # Run again: mostly hits. Its client has its first token, so it is not late, and D continues
+        # from that one: a step of another shape, or without a seed, could sample another.
         self.revived += 1
         source.request_id = f"{source.request.request_id}#{self.revived}"
-        source.first = {}
+        source.told, source.first = source.told or source.first, {}
         self._by_request[source.request_id] = source
         # The first run has used the hand-overs of its items.
         items = tuple(msgspec.structs.replace(i, transfer=None) for i in source.request.items)

@@ -13,7 +13,8 @@ from msgspec.structs import replace
 
 from kvbaton.connectors.layout import GroupKind
 from kvbaton.engine import scheduler
-from kvbaton.engine.chunk_limit import LEAST, ChunkLimit, chunk_tokens
+from kvbaton.engine.chunk_limit import AIM, LEAST, ChunkLimit, chunk_tokens
+from kvbaton.engine.cuda.prompt_graphs import padded_sizes
 from kvbaton.engine.kv_cache_manager import GroupSpec
 from kvbaton.engine.step_costs import terms_of
 from tests.support.toy_engine import Loop, ask
@@ -186,17 +187,44 @@ def test_a_longer_objective_lets_chunks_grow_again() -> None:
     assert limit.tokens == MOST
 
 
-def test_a_step_has_a_multiple_of_32_tokens() -> None:
-    limit = ChunkLimit(MOST)
+def padded_s(prompts: float, decodes: float) -> float:
+    """As `step_s`, of a GPU whose graphs have these many tokens."""
+    rows = min(size for size in padded_sizes(4096) if size >= prompts + decodes)
+    return 0.003 + 8e-5 * decodes + max(0.002, 2e-5 * rows)
+
+
+@pytest.mark.parametrize("objective_ms", [14, 16, 18, 20, 22, 25, 40])
+def test_a_step_is_not_padded_beyond_its_objective(objective_ms: int) -> None:
+    """Between 512 and 640 tokens of a graph one more makes a step a fifth longer."""
+    objective_s, limit = objective_ms / 1e3, ChunkLimit(2048)
     for _ in range(50):
-        limit.observe((1.0, 0.0, 0.0, 3.0, 0.0), step_s(0, 3))
+        limit.observe((1.0, 0.0, 0.0, 60.0, 0.0), padded_s(0, 60))
+    took = []
+    for step in range(300):
+        decodes = 60 + step % 7
+        count = limit.beside(decodes, objective_s)
+        took.append(padded_s(count, decodes))
+        limit.observe((1.0, float(count), 0.0, float(decodes), 0.0), took[-1])
+        rows = decodes + count
+        assert count == LEAST or rows in padded_sizes(1024) or (rows > 1024 and rows % 128 == 0)
+    late = sum(seconds > (AIM + 0.02) * objective_s for seconds in took[20:])
+    assert late <= 0.05 * len(took[20:])
+    assert sum(took[20:]) / len(took[20:]) > 0.7 * objective_s
+
+
+def test_who_went_too_far_does_not_go_there_again_and_again() -> None:
+    """A chunk of the next size would be in time, by what this one took, and is not."""
+    objective_s, alone_s, limit = 0.025, 0.011, ChunkLimit(2048)
+    took_s = {512: 0.0165, 640: 0.0195, 768: 0.0245, 896: 0.028, 1024: 0.032}
     for _ in range(50):
-        count = limit.beside(3, ITL_S)
-        limit.observe((1.0, float(count), 0.0, 3.0, 0.0), step_s(count, 3))
-    for decodes in range(1, 60):
-        count = limit.beside(decodes, ITL_S)
-        assert (decodes + count) % 32 == 0
-        assert limit.tokens - 32 < count <= limit.tokens
+        limit.observe((1.0, 0.0, 0.0, 70.0, 0.0), alone_s)
+    rows = []
+    for _ in range(400):
+        rows.append(70 + limit.beside(70, objective_s))
+        seconds = took_s.get(rows[-1], 0.014)
+        limit.observe((1.0, rows[-1] - 70.0, 0.0, 70.0, 0.0), seconds)
+    assert rows[40:].count(768) <= 0.15 * len(rows[40:])
+    assert rows[40:].count(640) >= 0.8 * len(rows[40:])
 
 
 def test_the_end_of_a_prompt_tells_nothing_unless_it_was_late() -> None:

@@ -8,7 +8,6 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from kvbaton.connectors.transfer.config import HandoverConfig
+from kvbaton.engine import build
 from kvbaton.engine.build import ConnectorContext, MakeConnectors
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.kv_connector import KVConnector
@@ -25,7 +25,7 @@ from kvbaton.errors import ConfigError, RequestError
 from kvbaton.messages.engine import AddRequest, SamplingParams
 from kvbaton.roles import HandoverFactory
 from kvbaton.types import NodeId
-from tests.support.engine_node import ENGINE
+from tests.support.engine_node import ENGINE, QueueMailbox
 
 TIMEOUT_S = 60.0
 
@@ -56,27 +56,27 @@ class InterpreterFactory:
         return lambda executor, scheduler: [Interpreter()]
 
 
-@dataclass(frozen=True)
-class OpeningFactory(InterpreterFactory):
-    """Refuses a setting, or opens for ever: as long as a large model is loaded."""
-
-    refuses: bool
-
+class RefusingFactory(InterpreterFactory):
     def __call__(self, surroundings: ConnectorContext) -> MakeConnectors:
-        if self.refuses:
-            raise ConfigError("--transport", "tcp's pinned_mib: must be at least 32")
-        threading.Event().wait()
-        raise AssertionError("nobody ends it but a signal")
+        raise ConfigError("--transport", "tcp's pinned_mib: must be at least 32")
 
 
-async def test_what_a_connector_refuses_is_told_while_the_model_is_loaded(
-    checkpoint: Callable[..., Path],
-) -> None:
+async def test_what_a_connector_refuses_is_told(checkpoint: Callable[..., Path]) -> None:
     config = EngineConfig(model=str(checkpoint()), **ENGINE)
-    connectors = [OpeningFactory(refuses=False), OpeningFactory(refuses=True)]
     with pytest.raises(ConfigError, match="--transport: tcp's pinned_mib: must be"):
         async with asyncio.timeout(TIMEOUT_S):
-            await EngineProcess.start(config, connectors, node=NodeId("n", os.urandom(16)))
+            await EngineProcess.start(config, [RefusingFactory()], node=NodeId("n", os.urandom(16)))
+
+
+def test_connectors_are_opened_before_a_thread_loads_the_model(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """UCX rewrites functions that it calls; and a model may take minutes."""
+    config = EngineConfig(model=str(checkpoint()), **ENGINE)
+    monkeypatch.setattr(build, "make_executor", lambda *_, **__: pytest.fail("it is loaded"))
+    mailbox = QueueMailbox(lambda _: None, lambda: None)
+    with pytest.raises(ConfigError, match="--transport: tcp's pinned_mib: must be"):
+        build.build_engine(config, NodeId("n", bytes(16)), [RefusingFactory()], mailbox)
 
 
 def test_a_control_port_that_is_taken_is_told_before_the_model_is_loaded() -> None:

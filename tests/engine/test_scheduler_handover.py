@@ -413,6 +413,41 @@ def test_no_load_overtakes_who_waits_for_the_end_of_one():
         loop.check_stream(name)
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_load_does_not_wait_behind_a_prompt_for_which_a_step_has_no_tokens(whole: bool):
+    """It needs none; its source would be done before it is asked, and compute the prompt again."""
+    loop = Loop(max_num_batched_tokens=12, whole_prompts=whole)
+    loop.add(ask("a", prompt(11 if whole else 40)))
+    loop.add(ask("b", prompt(9, 2)))
+    loop.add(ask("c", prompt(5, 3), transfer=target(1)))
+    loop.step()
+    assert [admitted.request_id for admitted in loop.admitted] == ["c"]
+    assert [s.request.request_id for s in loop.scheduler.waiting] == ["b"]
+    deliver(loop, loop.admitted[0])
+    loop.unquarantine(attempt_of(loop.admitted[0]))
+    loop.run()
+    for name in "abc":
+        loop.check_stream(name)
+    loop.check_empty()
+
+
+def test_a_load_waits_behind_a_prompt_for_which_there_are_no_blocks():
+    loop = Loop((GroupSpec(block_size=4, num_blocks=12),), max_num_batched_tokens=12)
+    loop.add(ask("a", prompt(20), max_tokens=8))
+    loop.add(ask("b", prompt(30, 2)))
+    loop.add(ask("c", prompt(5, 3), transfer=target(1)))
+    loop.step()
+    loop.step()
+    assert not loop.admitted, "b would wait for blocks for ever if others took all that come free"
+    loop.run_until(lambda: bool(loop.admitted))
+    assert loop.streams["a", 0].tokens
+    deliver(loop, loop.admitted[0])
+    loop.unquarantine(attempt_of(loop.admitted[0]))
+    loop.run()
+    for name in "abc":
+        loop.check_stream(name)
+
+
 def test_who_leaves_while_others_wait_for_the_end_of_a_load_holds_nobody_up():
     loop = both_sides(groups=(GroupSpec(block_size=4, num_blocks=33),), max_model_len=200)
     load(loop, ask("a", prompt(40), transfer=target(1)))

@@ -100,6 +100,22 @@ def test_seeded_first_token_is_the_same_when_computed_again(pair: Pair, expected
     assert tokens[:1] == first
 
 
+def test_d_continues_from_the_first_token_that_was_told(
+    pair: Pair, expected: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU a step of another shape may sample another one; here the logits are turned over."""
+    of_p, of_d = pair.requests(PROMPT)
+    first = pair.p.add(of_p).result()
+    reset(pair.p)
+    model = pair.p.worker.model
+    logits = model.logits
+    monkeypatch.setattr(model, "logits", lambda *args: -logits(*args))
+    assert pair.d.add(of_d).result() == expected(PROMPT)
+    assert first == expected(PROMPT)[:1]
+    assert pair.d.counters()[TRANSFERRED] == len(PROMPT)
+    pair.settle()
+
+
 def test_abort_while_p_computes_again(pair: Pair, expected: Expected) -> None:
     """The run that a late reservation caused must stop, and its blocks with it."""
     of_p, of_d = pair.requests(PROMPT)

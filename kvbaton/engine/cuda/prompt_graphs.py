@@ -11,7 +11,8 @@ which the tokens of the step before wait as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -52,6 +53,12 @@ MIXED: StepKind = WHOLE_PROMPTS, True
 LONE: StepKind = 1, False
 """A prompt without prefix, which cuDNN attends to: what pads it comes behind, so none sees it."""
 
+SLOWER = 1.03
+"""A size whose products take so many times as long as a larger one's is not used: for some numbers
+of rows cuBLAS chooses badly (8B on an H200: 448 take 18.8 ms, 512 16.3)."""
+TIMED_PIECES = 5
+"""So many layers tell that."""
+
 PADDED_TOKENS = 128
 """A step without graphs has a multiple of it: cuBLAS takes 1 to 2 ms to choose a kernel for each
 product by a number of tokens that it has not seen. Most of its tiles have as many rows."""
@@ -63,6 +70,16 @@ def padded_sizes(most: int) -> list[int]:
     while sizes and sizes[-1] < most:
         sizes.append(sizes[-1] + max(16, 1 << (sizes[-1].bit_length() - 3)))
     return [size for size in sizes if size <= most]
+
+
+def worth_padding_to(seconds: Mapping[int, float]) -> set[int]:
+    """Of sizes and what they take, those that no larger one is faster than."""
+    best, kept = math.inf, set[int]()
+    for size in sorted(seconds, reverse=True):
+        if seconds[size] <= SLOWER * best:
+            kept.add(size)
+        best = min(best, seconds[size])
+    return kept
 
 
 def padded_forward(
@@ -352,8 +369,34 @@ class PromptGraphs:
                 recording.pieces, borrowed(hidden), recording.attention
             )
 
+    def drop_slow_sizes(self) -> None:
+        """Forget sizes whose products take longer than a larger one's.
+
+        Not with several ranks, which would have to agree.
+        """
+        if self._model.shard.size > 1:
+            return
+        seconds = dict[int, float]()
+        for size, captured in self._captured[BY_PIECE].items():
+            pieces = captured.pieces[:TIMED_PIECES]
+            seconds[size] = min(_seconds(pieces) for _ in range(3))
+        for size in seconds.keys() - worth_padding_to(seconds):
+            for by_size in self._captured.values():
+                by_size.pop(size, None)
+
     def _kinds(self, size: int) -> list[StepKind]:
         return [kind for kind, sizes in self._sizes.items() if size in sizes]
 
     def _recorder(self, size: int, kind: StepKind) -> Recorder:
         return Recorder(self._pool, self._inputs.attention(size, kind))
+
+
+def _seconds(pieces: Iterable[GraphPiece]) -> float:
+    """What graphs take the device, without attention."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin.record()
+    for piece in pieces:
+        piece.graph.replay()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3

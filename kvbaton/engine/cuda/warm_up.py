@@ -295,6 +295,8 @@ def _capture_and_plan(runner: CudaRunner, config: EngineConfig) -> None:
             others = thread.submit(capture_others)
             plan_ahead(config.max_num_batched_tokens, longest, device)
             others.result()
+        if runner.prompt_graphs is not None:
+            runner.prompt_graphs.drop_slow_sizes()
     finally:
         gc.enable()
 
