@@ -20,6 +20,7 @@ import re
 import types
 import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -87,15 +88,14 @@ def human_int(text: str) -> int:
 
 
 def number(text: str) -> float:
-    """A number, perhaps infinite; nothing is less or more than NaN, so that no check would find it.
+    """A number, perhaps infinite.
 
-    Raises:
-        ValueError: it is none.
+    Nothing is less or more than NaN, so that no check would find it.
     """
-    value = float(text)
-    if value != value:
-        raise ValueError(text)
-    return value
+    with suppress(ValueError):
+        if (value := float(text)) == value:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is no number (like 0.5)")
 
 
 def utf8(text: str) -> str:
@@ -134,7 +134,7 @@ def port_number(text: str) -> int:
 
 def seconds(text: str) -> float:
     """A time to wait."""
-    value = float(text)
+    value = number(text)
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is no time to wait, in seconds")
     return value

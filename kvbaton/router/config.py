@@ -115,7 +115,7 @@ class RoutingPolicy(Objectives):
     min_fetch_tokens: Count = flag(
         256, "fetch what another node has cached, from so many tokens on (0: never)", metavar="N"
     )
-    min_encode_rows: int | None = flag(
+    min_encode_rows: Count | None = flag(
         None,
         "let encoder nodes encode images of at least so many tokens, and no others "
         "(0: all; not given: each image where that is estimated to be faster)",

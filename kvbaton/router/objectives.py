@@ -35,7 +35,7 @@ def likely(seconds: float, objective_s: float, certainty: float = CERTAINTY) -> 
     """That what is expected to be so much is more than an objective."""
     if seconds < 1e-6:
         return 0.0
-    return 1.0 / (1.0 + math.pow(objective_s / seconds, certainty))
+    return 1.0 / (1.0 + math.pow(min(objective_s / seconds, 1e9), certainty))
 
 
 class ItlObjective(ABC):

@@ -69,7 +69,7 @@ def failure(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["encode", "--model", "x", "--num-blocks", "5"], "unrecognized arguments: --num-blocks"),
         (["encode", "--model", "/nope"], "--model: '/nope' is no model folder"),
         (["prefill", "--model", "x", "--encoder-only"], "unrecognized arguments: --encoder-only"),
-        (["router", "--max-ttft", "nan"], "--max-ttft: invalid number value: 'nan'"),
+        (["router", "--max-ttft", "nan"], "--max-ttft: 'nan' is no number (like 0.5)"),
         (["router", "--max-itl", "0"], "--max-itl: 0.0 is not positive"),
         (["router", "--workers", "0", "--model", "/nope"], "--workers: 0 is not positive"),
         (["router", "--port", "9" * 400], "--port: 99999999999999999999... is a number beyond"),
@@ -145,7 +145,7 @@ def test_node_settings_that_do_not_fit_are_named(
         (["--num-threads", "0"], "--num-threads: 0 is too small"),
         (["--num-threads", "100000"], "--num-threads: 100000 is too large; at most 1024"),
         (["--tensor-parallel-size", "100000"], "--tensor-parallel-size: 100000 is too large"),
-        (["--store-load-timeout", "nan"], "--store-load-timeout: invalid number value: 'nan'"),
+        (["--store-load-timeout", "nan"], "--store-load-timeout: 'nan' is no number (like 0.5)"),
         (["--gpu-memory-utilization", "5"], "--gpu-memory-utilization: 5.0 is no share"),
         (["--transport", "pigeon"], "--transport: unknown transport 'pigeon'"),
         (["--transport", "tcp:{"], "--transport: '{' after tcp is not JSON"),
@@ -201,6 +201,8 @@ def test_a_router_refuses_what_is_wrong_before_it_waits_for_nodes(
         (["--any", "0"], "--any: give 1 or more, or --prefill and --decode"),
         (["--max-tokens", "0"], "--max-tokens: 0 is not positive"),
         (["--start-timeout", "-1"], "--start-timeout: -1 is no time to wait"),
+        (["--start-timeout", "5m"], "--start-timeout: '5m' is no number (like 0.5)"),
+        (["--min-encode-rows", "-1"], "--min-encode-rows: -1 is negative"),
     ],
 )
 def test_what_up_can_not_do_is_refused_before_it_starts_anything(

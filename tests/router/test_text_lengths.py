@@ -9,7 +9,7 @@ import pytest
 
 from kvbaton.router.costs import FIRST_OUTPUT, CostModel
 from kvbaton.router.loads import NodeLoad, NodeLoads
-from kvbaton.router.objectives import ItlObjective, MeanItl, PercentileItl
+from kvbaton.router.objectives import MISSED_S, ItlObjective, MeanItl, PercentileItl, missed_s
 from kvbaton.router.predictions import Decode, Prediction
 from tests.router.test_pairing import member
 from tests.support.toy_engine import Clock
@@ -31,6 +31,12 @@ def generated(costs: CostModel, tokens: int, texts: int = 1) -> None:
     costs.begun(texts)
     costs.relayed += tokens
     costs.finished(tokens, texts)
+
+
+@pytest.mark.parametrize(("objective_s", "share"), [(1e-300, 1.0), (0.2, 0.5), (1e40, 0.0)])
+def test_an_objective_may_be_any_time(objective_s: float, share: float) -> None:
+    """Also one beyond all times, as who wants none may give it."""
+    assert missed_s(0.2, objective_s) == pytest.approx(share * MISSED_S)
 
 
 def test_texts_that_have_not_ended_count_as_long_as_they_have_become() -> None:
