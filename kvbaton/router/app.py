@@ -68,13 +68,24 @@ def main(config: RouterConfig) -> int:
     return asyncio.run(run(config))
 
 
+def listening(config: RouterConfig) -> socket.socket:
+    """The socket that it inherits, or one of its own.
+
+    Raises:
+        ConfigError: it can't be had.
+    """
+    if config.fd is None:
+        return bind(config.host, config.port)
+    try:
+        return socket.socket(fileno=config.fd)
+    except (OSError, ValueError, OverflowError) as error:
+        raise ConfigError("--fd", f"{config.fd} is no socket: {error}") from error
+
+
 async def run(config: RouterConfig) -> int:
     """Startup, serve, drain, shutdown."""
     check_before_waiting(config)
-    inherited = config.fd is not None
-    with (
-        socket.socket(fileno=config.fd) if inherited else bind(config.host, config.port) as listener
-    ):
+    with listening(config) as listener:
         stop = stop_requested()
         finding, stopped = create_task(find_model(config, listener)), create_task(stop.wait())
         await asyncio.wait((finding, stopped), return_when=asyncio.FIRST_COMPLETED)

@@ -179,6 +179,8 @@ def test_what_no_model_makes_right_is_refused_before_one_is_loaded(
         (["--chat-template", "/nope"], "/nope: can't be read"),
         (["--chat-template", "wrong.jinja"], "chat_template: does not compile"),
         (["--otlp-traces-endpoint", "here"], "--otlp-traces-endpoint: 'here' is no http URL"),
+        (["--fd", "-1"], "--fd: -1 is no socket"),
+        (["--fd", "9" * 40], "--fd: " + "9" * 40 + " is no socket"),
     ],
 )
 def test_a_router_refuses_what_is_wrong_before_it_waits_for_nodes(
