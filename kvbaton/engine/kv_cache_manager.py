@@ -30,7 +30,7 @@ from kvbaton.connectors.layout import GroupKind, KVLayout
 from kvbaton.engine.block_pool import NULL_BLOCK, BlockPool
 from kvbaton.engine.request import Sequence as RequestSequence
 from kvbaton.engine.request import Tables
-from kvbaton.errors import ConfigError
+from kvbaton.errors import ConfigError, ModelError
 from kvbaton.types import BlockSpan, Spans
 
 
@@ -53,7 +53,7 @@ class GroupSpec:
 
     def __post_init__(self) -> None:
         if self.kind in (GroupKind.WINDOW, GroupKind.CHUNK) and self.window < 1:
-            raise ConfigError("--model", f"a window group needs a window, not {self.window}")
+            raise ModelError(f"a window group needs a window, not {self.window}")
         if self.num_blocks < 2:
             raise ConfigError("--num-blocks", f"{self.num_blocks} is too few; at least 2")
 

@@ -34,7 +34,7 @@ from kvbaton.engine.models.vision_towers import (
     SiglipVisionTower,
 )
 from kvbaton.engine.quantized_tensors import MXFP4Tensor, ScaledTensor, Stored, find_tensor
-from kvbaton.errors import ConfigError
+from kvbaton.errors import ConfigError, ModelError
 from kvbaton.kernels.mxfp4 import pack_mxfp4, quantize_mxfp4
 from kvbaton.kernels.quantize_fp8 import quantize_fp8
 
@@ -160,18 +160,18 @@ def shard_files(folder: Path) -> list[Path]:
     if not (folder / INDEX).exists():
         whole = [folder / name for name in (SINGLE, WEIGHTS) if (folder / name).exists()]
         if not whole:
-            raise ConfigError("--model", f"{folder} has neither {SINGLE} nor {INDEX}")
+            raise ModelError(f"{folder} has neither {SINGLE} nor {INDEX}")
         return whole[:1]
     path = folder / INDEX
     try:
         index = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
         weight_map = msgspec.convert(index.get("weight_map"), dict[str, str])
     except msgspec.MsgspecError as error:
-        raise ConfigError("--model", f"{path} is broken: {error}") from error
+        raise ModelError(f"{path} is broken: {error}") from error
     files = [folder / name for name in sorted(set(weight_map.values()))]
     for file in files:
         if not file.exists():
-            raise ConfigError("--model", f"{path} names {file.name}, which is missing")
+            raise ModelError(f"{path} names {file.name}, which is missing")
     return files
 
 
@@ -240,7 +240,7 @@ def empty_weights(dtype: str, device: torch.device) -> Iterator[None]:
             raise
         reason = str(error).partition("\n")[0]
         problem = f"its weights in {dtype} do not fit into the memory of {device}: {reason}"
-        raise ConfigError("--model", problem) from error
+        raise ModelError(problem) from error
 
 
 # --- from files ---
@@ -312,7 +312,7 @@ def stored_tensors(folder: Path, device: torch.device) -> Iterator[dict[str, Sto
                 else:
                     handle = safe_open(file, framework="pt", device="cpu")
             except (SafetensorError, OSError) as error:
-                raise ConfigError("--model", f"{file} is broken or truncated: {error}") from error
+                raise ModelError(f"{file} is broken or truncated: {error}") from error
             stack.enter_context(handle)
             for name in handle.keys():
                 # Multimodal checkpoints differ in where their parts hang: one name for each.
@@ -353,7 +353,7 @@ def _kv_scale(tensors: Mapping[str, Stored], layer: int, kind: str) -> float:
         if stored is not None:
             scale = float(stored.read()) if math.prod(stored.shape) == 1 else math.nan
             if not 0 < scale < math.inf:
-                raise ConfigError("--model", f"{stored.where} must be one positive number")
+                raise ModelError(f"{stored.where} must be one positive number")
             return scale
     return 1.0
 
@@ -361,10 +361,9 @@ def _kv_scale(tensors: Mapping[str, Stored], layer: int, kind: str) -> float:
 def _fill(piece: Piece, stored: Stored, *, online: bool) -> None:
     """Fill a piece; `online`: FP8 targets are quantised here, from floats."""
     if stored.shape != piece.shape:
-        raise ConfigError(
-            "--model",
+        raise ModelError(
             f"{stored.where} has shape {list(stored.shape)}, "
-            f"config.json asks for {list(piece.shape)}",
+            f"config.json asks for {list(piece.shape)}"
         )
     number = piece.target.shape[piece.dim] if piece.number is None else piece.number
     part = slice(piece.start, piece.start + number)
@@ -377,10 +376,9 @@ def _fill(piece: Piece, stored: Stored, *, online: bool) -> None:
         return
     if piece.number is not None:
         if not isinstance(stored, MXFP4Tensor):
-            raise ConfigError(
-                "--model",
+            raise ModelError(
                 f"{stored.where} has dtype {stored.dtype}; need {piece.name}_blocks, or its module "
-                "among those that quantization_config leaves alone",
+                "among those that quantization_config leaves alone"
             )
         words, scales = pack_mxfp4(*stored.read_parts(*index))
         piece.target.copy_(words[0])
@@ -392,10 +390,9 @@ def _fill(piece: Piece, stored: Stored, *, online: bool) -> None:
         wide = stored.read(*index)
         numbers, scales = quantize_fp8(wide, wide.shape[1])
     else:
-        raise ConfigError(
-            "--model",
+        raise ModelError(
             f"{stored.where} has dtype {stored.dtype}; need F8_E4M3, or its module among those "
-            "that quantization_config leaves alone",
+            "that quantization_config leaves alone"
         )
     piece.target.copy_(numbers)
     piece.scales.copy_(scales)

@@ -39,7 +39,7 @@ from kvbaton.engine.rope_config import (
     read_rope,
 )
 from kvbaton.engine.vision_config import VISION_FAMILIES, VisionConfig, read_siglip, read_vision
-from kvbaton.errors import ConfigError
+from kvbaton.errors import ConfigError, ModelError
 from kvbaton.messages import UNREADABLE
 from kvbaton.types import Count, Positive, Size
 
@@ -290,7 +290,7 @@ class ModelConfig:
     def require_vision(self) -> VisionConfig:
         """Its vision tower. Raises `ConfigError` if it has none."""
         if self.vision is None:
-            raise ConfigError("--model", f"{self.architecture} has no vision tower to encode with")
+            raise ModelError(f"{self.architecture} has no vision tower to encode with")
         return self.vision
 
 
@@ -466,14 +466,14 @@ def resolve_max_model_len(max_model_len: int | None, model: ModelConfig) -> int:
 
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
     if not folder.is_dir():
-        raise ConfigError("--model", f"no such folder: {folder}")
+        raise ModelError(f"no such folder: {folder}")
     path = folder / name
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except OSError as error:
-        raise ConfigError("--model", f"can't read {path}: {error.strerror}") from error
+        raise ModelError(f"can't read {path}: {error.strerror}") from error
     except UNREADABLE as error:
-        raise ConfigError("--model", f"{path} is not a JSON object: {error}") from error
+        raise ModelError(f"{path} is not a JSON object: {error}") from error
 
 
 def _check_architecture(content: dict[str, Any]) -> str:
@@ -489,13 +489,12 @@ def _check_architecture(content: dict[str, Any]) -> str:
     )
     # DeepSeek's folders name code of their own, as they are older than that of transformers.
     if content.get("auto_map") and architecture not in MLA_ARCHITECTURES:
-        raise ConfigError(
-            "--model",
+        raise ModelError(
             f"{architecture!r} brings code of its own (auto_map, trust_remote_code), which is "
-            f"never run; {supported}",
+            f"never run; {supported}"
         )
     if architecture not in ARCHITECTURES:
-        raise ConfigError("--model", f"architecture {architecture!r} is unknown; {supported}")
+        raise ModelError(f"architecture {architecture!r} is unknown; {supported}")
     return architecture
 
 
@@ -510,14 +509,14 @@ def _convert(content: dict[str, Any], folder: Path) -> _Raw:
     try:
         return msgspec.convert(content, _Raw)
     except msgspec.ValidationError as error:
-        raise ConfigError("--model", f"{folder / 'config.json'}: {error}") from error
+        raise ModelError(f"{folder / 'config.json'}: {error}") from error
 
 
 def _refuse_unsupported(raw: _Raw, family: Family) -> None:
     wanted = "gelu_pytorch_tanh" if family.gemma else "silu"
     found = (raw.hidden_activation if family.gemma else None) or raw.hidden_act or wanted
     if found != wanted:
-        raise ConfigError("--model", f"hidden_act {found!r} is unsupported; need {wanted!r}")
+        raise ModelError(f"hidden_act {found!r} is unsupported; need {wanted!r}")
     unsupported = ["attn_logit_softcapping"]
     if raw.architectures[0] not in GEMMA4_ARCHITECTURES:
         unsupported.append("final_logit_softcapping")
@@ -525,13 +524,12 @@ def _refuse_unsupported(raw: _Raw, family: Family) -> None:
         unsupported.append("use_bidirectional_attention")
     for name in unsupported:
         if family.gemma and getattr(raw, name):
-            raise ConfigError("--model", f"{name} is unsupported")
+            raise ModelError(f"{name} is unsupported")
     kv_heads = raw.num_key_value_heads or raw.num_attention_heads
     if raw.num_attention_heads % kv_heads:
-        raise ConfigError(
-            "--model",
+        raise ModelError(
             f"num_attention_heads {raw.num_attention_heads} is no multiple of "
-            f"num_key_value_heads {kv_heads}",
+            f"num_key_value_heads {kv_heads}"
         )
 
 
@@ -558,7 +556,7 @@ def _windows(raw: _Raw, family: Family, nope: NopeConfig | None) -> tuple[int, .
     if family.windows == "all":
         return (window,) * count
     if raw.layer_types is None and family.windows == "listed":
-        raise ConfigError("--model", "sliding_window needs layer_types, which says what it is for")
+        raise ModelError("sliding_window needs layer_types, which says what it is for")
     if raw.layer_types is None and family.windows == "pattern":
         every = raw.sliding_window_pattern
         return tuple(window if (layer + 1) % every else 0 for layer in range(count))
@@ -566,7 +564,7 @@ def _windows(raw: _Raw, family: Family, nope: NopeConfig | None) -> tuple[int, .
         first = family.max_window_layers if raw.max_window_layers is None else raw.max_window_layers
         return tuple(window if layer >= first else 0 for layer in range(count))
     if len(raw.layer_types) != count:
-        raise ConfigError("--model", "layer_types and num_hidden_layers differ in length")
+        raise ModelError("layer_types and num_hidden_layers differ in length")
     if named in raw.layer_types and window < 1:
-        raise ConfigError("--model", f"layer_types has {named!r}: {field} is missing")
+        raise ModelError(f"layer_types has {named!r}: {field} is missing")
     return tuple(window if kind == named else 0 for kind in raw.layer_types)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from kvbaton.engine.quantization_config import Quantization
-from kvbaton.errors import ConfigError
+from kvbaton.errors import ConfigError, ModelError
 from kvbaton.kernels.mxfp4 import GROUP, MOST
 
 FLOATS = ("F32", "F16", "BF16")
@@ -84,10 +84,9 @@ def find_tensor(tensors: Tensors, name: str, quantization: Quantization | None) 
         return stored
     if stored is not None:
         if quantization is None or SCALED.get(layout) != stored.dtype:
-            raise ConfigError(
-                "--model",
+            raise ModelError(
                 f"{stored.where} has dtype {stored.dtype}, which config.json's "
-                f"quantization_config does not account for; need {', '.join(FLOATS)}",
+                f"quantization_config does not account for; need {', '.join(FLOATS)}"
             )
         return ScaledTensor(stored, scales_of(tensors, name, quantization))
     if quantization is not None and layout == "mxfp4" and f"{name}_blocks" in tensors:
@@ -105,12 +104,12 @@ def _matrix(tensors: Tensors, name: str) -> Stored:
     if stored is None:
         raise _missing(name)
     if len(stored.shape) != 2:
-        raise ConfigError("--model", f"{stored.where} has shape {list(stored.shape)}, not 2 axes")
+        raise ModelError(f"{stored.where} has shape {list(stored.shape)}, not 2 axes")
     return stored
 
 
 def _missing(name: str) -> ConfigError:
-    return ConfigError("--model", f"the checkpoint has no tensor {name!r}")
+    return ModelError(f"the checkpoint has no tensor {name!r}")
 
 
 def _part(tensors: Tensors, name: str, dtypes: tuple[str, ...], shape: tuple[int, ...]) -> Stored:
@@ -123,13 +122,9 @@ def _part(tensors: Tensors, name: str, dtypes: tuple[str, ...], shape: tuple[int
     if stored is None:
         raise _missing(name)
     if stored.dtype not in dtypes:
-        raise ConfigError(
-            "--model", f"{stored.where} has dtype {stored.dtype}; need {' or '.join(dtypes)}"
-        )
+        raise ModelError(f"{stored.where} has dtype {stored.dtype}; need {' or '.join(dtypes)}")
     if stored.shape != shape:
-        raise ConfigError(
-            "--model", f"{stored.where} has shape {list(stored.shape)}; need {list(shape)}"
-        )
+        raise ModelError(f"{stored.where} has shape {list(stored.shape)}; need {list(shape)}")
     return stored
 
 
@@ -167,7 +162,7 @@ def scales_of(tensors: Tensors, name: str, quantization: Quantization) -> Scales
         raise _missing(f"{module}.{SCALES[quantization.block is not None]}")
     stored = found[0]
     if stored.dtype not in (*FLOATS, "F8_E8M0"):
-        raise ConfigError("--model", f"{stored.where} has dtype {stored.dtype}; need F32")
+        raise ModelError(f"{stored.where} has dtype {stored.dtype}; need F32")
     rows, columns = shape
     blocks = [quantization.block] if quantization.block else [(1, columns), (rows, columns)]
     candidates = [Scales(stored, shape, block) for block in blocks]
@@ -176,9 +171,8 @@ def scales_of(tensors: Tensors, name: str, quantization: Quantization) -> Scales
         if [x for x in stored.shape if x > 1] == [x for x in scales.grid if x > 1]:
             return scales
     asked = " or ".join(str(list(scales.grid)) for scales in candidates)
-    raise ConfigError(
-        "--model",
-        f"{stored.where} has shape {list(stored.shape)}; a weight of {list(shape)} needs {asked}",
+    raise ModelError(
+        f"{stored.where} has shape {list(stored.shape)}; a weight of {list(shape)} needs {asked}"
     )
 
 
@@ -364,7 +358,7 @@ def _group_of(order: Stored | None, size: int, groups: int, columns: tuple[int, 
         return torch.arange(*columns) // size
     found = order.read(slice(*columns)).long()
     if found.min() < 0 or found.max() >= groups:
-        raise ConfigError("--model", f"{order.where} names groups beyond the {groups} there are")
+        raise ModelError(f"{order.where} names groups beyond the {groups} there are")
     return found
 
 
@@ -418,10 +412,9 @@ class MXFP4Tensor:
         """
         blocks, scales = self._read(index)
         if scales.numel() and scales.max() > MOST:
-            raise ConfigError(
-                "--model",
+            raise ModelError(
                 f"{self._scales.where} has scales up to 2^{int(scales.max()) - 127}; experts in "
-                f"MXFP4 are served with 2^{MOST - 127} at most; --dtype float16 dequantises them",
+                f"MXFP4 are served with 2^{MOST - 127} at most; --dtype float16 dequantises them"
             )
         return blocks, scales
 

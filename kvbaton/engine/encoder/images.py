@@ -23,7 +23,7 @@ from PIL import ExifTags, Image
 from torch import Tensor
 
 from kvbaton import image_file
-from kvbaton.errors import ConfigError, RequestError
+from kvbaton.errors import ModelError, RequestError
 from kvbaton.messages.engine import Item
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class ImageReader:
         settings = image_file.processor_settings(Path(folder))
         self._resizing = image_file.Resizing.of(settings)
         if not settings.get("do_resize", True):
-            raise ConfigError("--model", "an image processor with do_resize false is unsupported")
+            raise ModelError("an image processor with do_resize false is unsupported")
         self._resample = settings.get("resample", Image.Resampling.BICUBIC)
         self._patch, self._merge = self._resizing.patch_size, self._resizing.merge_size
         self.frames: int = settings.get("temporal_patch_size", 2)
