@@ -21,8 +21,8 @@ An int32 holds n = 32 / bits numbers, the first in its lowest bits; AWQ's are in
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,14 +31,13 @@ from kvbaton.engine.quantization_config import Quantization
 from kvbaton.errors import ConfigError, ModelError
 from kvbaton.kernels.mxfp4 import GROUP, MOST
 
+T = TypeVar("T")
+
 FLOATS = ("F32", "F16", "BF16")
 """What weights that are not quantised may be stored as, by safetensors' names."""
 
 SCALED = {"fp8": "F8_E4M3", "int8": "I8"}
 SCALES = ("weight_scale", "weight_scale_inv")
-AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where in an int32 AWQ keeps its 8 numbers."""
-
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The numbers of e2m1, by their bits."""
 
@@ -93,8 +92,8 @@ def find_tensor(tensors: Tensors, name: str, quantization: Quantization | None) 
         return MXFP4Tensor(tensors, name)
     if quantization is not None and layout in PACKED:
         module = name.removesuffix(".weight")
-        if f"{module}.{PACKED[layout].CODES}" in tensors:
-            return PACKED[layout](tensors, module, quantization)
+        if f"{module}.{PACKED[layout].codes}" in tensors:
+            return PackedTensor(tensors, module, quantization)
     raise _missing(name)
 
 
@@ -229,127 +228,104 @@ class ScaledTensor:
 # --- several numbers in an int32 ---
 
 
-def unpack(packed: Tensor, bits: int, dim: int) -> Tensor:
-    """Numbers of so many bits out of int32s, 32 / bits times as many along an axis; int32."""
-    dim %= packed.dim()
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=packed.device)
-    shifts = shifts.view(-1, *(1,) * (packed.dim() - dim - 1))
-    return ((packed.unsqueeze(dim + 1) >> shifts) & (1 << bits) - 1).flatten(dim, dim + 1)
+class PackedLayout(NamedTuple):
+    """How a format stores a weight, [rows, columns].
 
-
-def _unpacked(stored: Stored, bits: int, dim: int, *bounds: tuple[int, int]) -> Tensor:
-    """A range of numbers of a packed matrix, whose axis `dim` holds int32s."""
-    start, end = bounds[dim]
-    parts = [slice(*bound) for bound in bounds]
-    parts[dim] = _blocks(start, end, 32 // bits)
-    numbers = unpack(stored.read(*parts), bits, dim)
-    return numbers.narrow(dim, start % (32 // bits), end - start)
-
-
-class AWQTensor:
-    """Activation-aware weight quantisation (Lin et al., arXiv 2306.00978), AutoAWQ's ``gemm``."""
-
-    CODES = "qweight"
-
-    def __init__(self, tensors: Tensors, module: str, quantization: Quantization) -> None:
-        codes = _matrix(tensors, f"{module}.{self.CODES}")
-        columns, rows = codes.shape[0], codes.shape[1] * 8
-        self._group = quantization.group_size or columns
-        groups = -(-columns // self._group)
-        self._codes = _part(tensors, f"{module}.{self.CODES}", ("I32",), (columns, rows // 8))
-        self._zeros = _part(tensors, f"{module}.qzeros", ("I32",), (groups, rows // 8))
-        self._scales = _part(tensors, f"{module}.scales", FLOATS, (groups, rows))
-        self.where, self.shape, self.dtype = codes.where, (rows, columns), "F32"
-
-    def read(self, *index: slice) -> Tensor:
-        """See `Stored.read`."""
-        rows, columns = _bounds(self.shape, index)
-        touched = _blocks(*rows, 8)
-        groups = _blocks(*columns, self._group)
-        codes = self._in_order(self._codes.read(slice(*columns), touched))
-        zeros = self._in_order(self._zeros.read(groups, touched))
-        zeros = _spread(zeros, 0, self._group, *columns)
-        cut = slice(rows[0] % 8, rows[0] % 8 + rows[1] - rows[0])
-        scales = self._scales.read(groups, slice(*rows)).float()
-        return ((codes - zeros)[:, cut] * _spread(scales, 0, self._group, *columns)).t()
-
-    def _in_order(self, packed: Tensor) -> Tensor:
-        numbers = unpack(packed, 4, 1).view(len(packed), -1, 8)
-        return numbers[..., AWQ_ORDER].flatten(1)
-
-
-class GPTQTensor:
-    """GPTQ (Frantar et al., arXiv 2210.17323) as AutoGPTQ and GPTQModel store it.
-
-    The first format keeps ``zero - 1``; 1 is added without wrapping around, as exllama and vLLM do.
+    Attributes:
+        codes: name of its numbers, of which int32s hold several.
+        zeros: name of the zero points, [rows, groups]; in int32s along the rows.
+        scales: name of the scales, [rows, groups].
+        order: name of each column's group; empty where they follow one another.
+        turned: all matrices are stored as [columns, rows], and [groups, rows].
+        dim: along which the numbers in an int32 follow one another: 0 if they are of several rows.
+        places: where an int32 has the first number, the second, ...; empty if in that order.
     """
 
-    CODES = "qweight"
+    codes: str
+    zeros: str
+    scales: str
+    order: str
+    turned: bool
+    dim: int
+    places: tuple[int, ...] = ()
 
-    def __init__(self, tensors: Tensors, module: str, quantization: Quantization) -> None:
-        self._bits, self._offset = quantization.bits, quantization.zero_offset
-        each = 32 // self._bits
-        codes = _matrix(tensors, f"{module}.{self.CODES}")
-        columns, rows = codes.shape[0] * each, codes.shape[1]
-        self._group = quantization.group_size or columns
-        groups = -(-columns // self._group)
-        self._codes = _part(tensors, f"{module}.{self.CODES}", ("I32",), codes.shape)
-        self._zeros = _part(tensors, f"{module}.qzeros", ("I32",), (groups, -(-rows // each)))
-        self._scales = _part(tensors, f"{module}.scales", FLOATS, (groups, rows))
-        self._order = None
-        if f"{module}.g_idx" in tensors:
-            self._order = _part(tensors, f"{module}.g_idx", ("I32", "I64"), (columns,))
-        self.where, self.shape, self.dtype = codes.where, (rows, columns), "F32"
+    def oriented(self, shape: Sequence[T]) -> tuple[T, ...]:
+        """Of rows and columns, which is stored first; and back."""
+        return tuple(reversed(shape) if self.turned else shape)
 
-    def read(self, *index: slice) -> Tensor:
-        """See `Stored.read`."""
-        rows, columns = _bounds(self.shape, index)
-        codes = _unpacked(self._codes, self._bits, 0, columns, rows)
-        groups = self._scales.shape[0]
-        zeros = _unpacked(self._zeros, self._bits, 1, (0, groups), rows) + self._offset
-        scales = self._scales.read(slice(None), slice(*rows)).float()
-        group = _group_of(self._order, self._group, groups, columns).to(codes.device)
-        return ((codes - zeros[group]) * scales[group]).t()
+    def unpack(self, packed: Tensor, bits: int, dim: int) -> Tensor:
+        """[rows, columns] of int32s to the numbers of so many bits in them, along `dim`; int32."""
+        places = torch.tensor(self.places or range(32 // bits), device=packed.device)
+        shifts = (places * bits).int().view(-1, *(1,) * (1 - dim))
+        return ((packed.unsqueeze(dim + 1) >> shifts) & (1 << bits) - 1).flatten(dim, dim + 1)
+
+
+_QUANTIZER = "qweight", "qzeros", "scales"
+PACKED = {
+    "awq": PackedLayout(*_QUANTIZER, "", turned=True, dim=0, places=(0, 4, 1, 5, 2, 6, 3, 7)),
+    "gptq": PackedLayout(*_QUANTIZER, "g_idx", turned=True, dim=1),
+    "packed": PackedLayout(
+        "weight_packed", "weight_zero_point", "weight_scale", "weight_g_idx", turned=False, dim=1
+    ),
+}
 
 
 class PackedTensor:
-    """``pack-quantized`` of compressed-tensors."""
+    """Numbers less their zero points, times scales.
 
-    CODES = "weight_packed"
+    AWQ is activation-aware weight quantisation (Lin et al., arXiv 2306.00978), in AutoAWQ's
+    ``gemm``. GPTQ (Frantar et al., arXiv 2210.17323) is stored as by AutoGPTQ and GPTQModel: the
+    first format keeps ``zero - 1``; 1 is added without wrapping around, as exllama and vLLM do.
+    ``pack-quantized`` of compressed-tensors has no zero points where they are in the middle.
+    """
 
     def __init__(self, tensors: Tensors, module: str, quantization: Quantization) -> None:
-        self._bits = quantization.bits
-        each = 32 // self._bits
-        codes = _matrix(tensors, f"{module}.{self.CODES}")
-        said = tensors.get(f"{module}.weight_shape")
-        rows, columns = codes.shape[0], codes.shape[1] * each
-        if said is not None:
-            rows, columns = _part(tensors, f"{module}.weight_shape", ("I64", "I32"), (2,)).read()
-            rows, columns = int(rows), int(columns)
+        form, bits = PACKED[quantization.layout], quantization.bits
+        self._form, self._bits, self._offset = form, bits, quantization.zero_offset
+        codes, each = _matrix(tensors, f"{module}.{form.codes}"), 32 // bits
+        shape = [*form.oriented(codes.shape)]
+        shape[form.dim] *= each
+        if f"{module}.weight_shape" in tensors:
+            said = _part(tensors, f"{module}.weight_shape", ("I64", "I32"), (2,))
+            shape = said.read().tolist()
+        rows, columns = shape
+        shape[form.dim] = -(-shape[form.dim] // each)
         self._group = quantization.group_size or columns
-        groups = -(-columns // self._group)
-        shape = (rows, -(-columns // each))
-        self._codes = _part(tensors, f"{module}.{self.CODES}", ("I32",), shape)
-        self._scales = _part(tensors, f"{module}.weight_scale", FLOATS, (rows, groups))
+        self._groups = -(-columns // self._group)
+
+        def part(name: str, dtypes: tuple[str, ...], *shape: int) -> Stored:
+            return _part(tensors, f"{module}.{name}", dtypes, form.oriented(shape))
+
+        self._codes = part(form.codes, ("I32",), *shape)
         self._zeros = self._order = None
-        if f"{module}.weight_zero_point" in tensors:
-            shape = (-(-rows // each), groups)
-            self._zeros = _part(tensors, f"{module}.weight_zero_point", ("I32",), shape)
-        if f"{module}.weight_g_idx" in tensors:
-            self._order = _part(tensors, f"{module}.weight_g_idx", ("I32", "I64"), (columns,))
+        if quantization.layout != "packed" or f"{module}.{form.zeros}" in tensors:
+            self._zeros = part(form.zeros, ("I32",), -(-rows // each), self._groups)
+        self._scales = part(form.scales, FLOATS, rows, self._groups)
+        if f"{module}.{form.order}" in tensors:
+            self._order = _part(tensors, f"{module}.{form.order}", ("I32", "I64"), (columns,))
         self.where, self.shape, self.dtype = codes.where, (rows, columns), "F32"
 
     def read(self, *index: slice) -> Tensor:
         """See `Stored.read`."""
         rows, columns = _bounds(self.shape, index)
-        codes = _unpacked(self._codes, self._bits, 1, rows, columns)
-        scales = self._scales.read(slice(*rows)).float()
-        groups = scales.shape[1]
-        group = _group_of(self._order, self._group, groups, columns).to(codes.device)
-        if self._zeros is None:
-            return (codes - (1 << self._bits - 1)) * scales[:, group]
-        zeros = _unpacked(self._zeros, self._bits, 0, rows, (0, groups))
-        return (codes - zeros[:, group]) * scales[:, group]
+        codes = self._numbers(self._codes, self._form.dim, rows, columns)
+        group = _group_of(self._order, self._group, self._groups, columns).to(codes.device)
+        zeros: int | Tensor = 1 << self._bits - 1
+        if self._zeros is not None:
+            zeros = self._numbers(self._zeros, 0, rows, (0, self._groups))[:, group] + self._offset
+        return (codes - zeros) * self._read(self._scales, slice(*rows)).float()[:, group]
+
+    def _read(self, stored: Stored, rows: slice, columns: slice = slice(None)) -> Tensor:
+        found = stored.read(*self._form.oriented((rows, columns)))
+        return found.t() if self._form.turned else found
+
+    def _numbers(self, stored: Stored, dim: int, *bounds: tuple[int, int]) -> Tensor:
+        """A range of rows and columns of a packed matrix, whose axis `dim` holds int32s."""
+        (start, end), each = bounds[dim], 32 // self._bits
+        parts = [slice(*bound) for bound in bounds]
+        parts[dim] = _blocks(start, end, each)
+        numbers = self._form.unpack(self._read(stored, *parts), self._bits, dim)
+        return numbers.narrow(dim, start % each, end - start)
 
 
 def _group_of(order: Stored | None, size: int, groups: int, columns: tuple[int, int]) -> Tensor:
@@ -360,13 +336,6 @@ def _group_of(order: Stored | None, size: int, groups: int, columns: tuple[int, 
     if found.min() < 0 or found.max() >= groups:
         raise ModelError(f"{order.where} names groups beyond the {groups} there are")
     return found
-
-
-PACKED: dict[str, type[AWQTensor | GPTQTensor | PackedTensor]] = {
-    "awq": AWQTensor,
-    "gptq": GPTQTensor,
-    "packed": PackedTensor,
-}
 
 
 # --- MXFP4 ---
