@@ -23,6 +23,7 @@ from kvbaton.engine.attention_config import (
     LinearAttentionConfig,
     MlaConfig,
     NopeConfig,
+    convert_fields,
     read_gemma4,
     read_linear_attention,
     read_mla,
@@ -91,20 +92,22 @@ Sizes that the weights' shapes would tell are left to them, but for those that G
 
 
 def language_model(content: dict[str, Any]) -> dict[str, Any]:
-    """``config.json`` of the language model of a folder; any other folder's as it is."""
-    named = content.get("architectures")
-    architecture = TEXT_ARCHITECTURES.get(named[0]) if isinstance(named, list) and named else None
-    text = content.get("text_config")
-    if architecture is None or not isinstance(text, dict):
+    """``config.json`` of the language model, whether ``text_config`` holds it or not."""
+    named, text = content.get("architectures"), content.get("text_config")
+    if not isinstance(text, dict) or not isinstance(named, list) or not named:
         return content
+    own = {name: value for name, value in text.items() if value is not None}
+    alone = TEXT_ARCHITECTURES.get(str(named[0]))
+    if alone is None:
+        tied = content.get("tie_word_embeddings") or own.get("tie_word_embeddings", False)
+        return content | own | {"architectures": named, "tie_word_embeddings": tied}
     whole = {
         name: value
         for name, value in content.items()
         if not name.endswith("_config") or name == "quantization_config"
     }
-    own = {name: value for name, value in text.items() if value is not None}
     ends = {name: whole[name] for name in ("eos_token_id",) if whole.get(name) is not None}
-    return whole | own | ends | {"architectures": [architecture]}
+    return whole | own | ends | {"architectures": [alone]}
 
 
 __all__ = ["ModelConfig", "MoeConfig", "VisionConfig", "load_model_config", "resolve_max_model_len"]
@@ -125,7 +128,7 @@ class Family:
         windows: which layers have the sliding window: all; those that ``layer_types`` names, else
             the ``upper`` ones, from ``max_window_layers`` on, or all but every sixth (``pattern``);
             or those that it names and no others. ``chunks`` are of ``attention_chunk_size``, in
-            layers whose heads are turned.
+            layers whose heads are turned (see `types.first_attended`).
         window_switch: and only with ``use_sliding_window``.
         max_window_layers: where ``config.json`` names none.
         sinks: every query head has a sink (`AttentionContext.attend`), and projections of the
@@ -199,18 +202,13 @@ class ModelConfig:
         kv_dtype: of the KV cache: that, or ``float8_e4m3fn``.
         qkv_bias: query, key and value have a bias.
         output_bias: the output projection of the attention has one.
-        qk_norm: see `Family`.
-        sinks: see `Family`.
         windows: per layer, tokens of its sliding window; 0 attends to everything.
-        chunked: windows are chunks, see `types.first_attended`.
         eos_token_ids: tokens that end a text, ascending.
         vision: its vision tower; None for a model of text only.
         quantization: how its weights are stored; None for floats.
         moe: its mixtures of experts; None for a model without.
         local_rope: what turns heads of layers with a window; None for `rope`.
         attention_scale: of the logits; None for ``head_dim ** -0.5``.
-        norm_offset: what is added to the scale of a norm as it is stored.
-        activation: of the MLPs' gates.
         mla: its latent attention, then `num_kv_heads` is 1; None for a model without.
         linear_attention: its layers with a state instead of K and V; None for a model without.
         nope: its layers whose heads are not turned; None for a model without.
@@ -234,23 +232,23 @@ class ModelConfig:
     tie_word_embeddings: bool
     qkv_bias: bool
     output_bias: bool
-    qk_norm: bool
     mlp_bias: bool
     windows: tuple[int, ...]
     eos_token_ids: tuple[int, ...]
     vision: VisionConfig | None = None
     quantization: Quantization | None = None
     moe: MoeConfig | None = None
-    sinks: bool = False
     local_rope: RopeConfig | None = None
     attention_scale: float | None = None
-    norm_offset: float = 0.0
-    activation: Literal["silu", "gelu_tanh"] = "silu"
     mla: MlaConfig | None = None
     linear_attention: LinearAttentionConfig | None = None
     nope: NopeConfig | None = None
     gemma4: Gemma4Config | None = None
-    chunked: bool = False
+
+    @property
+    def family(self) -> Family:
+        """What else its architecture says of attention, norms and activations."""
+        return ARCHITECTURES[self.architecture]
 
     @property
     def rotary_dim(self) -> int:
@@ -283,7 +281,7 @@ class ModelConfig:
             return LayerKV(window=window, heads=1, head_dim=mla.row_dim, value_dim=mla.kv_rank)
         if linear is not None and linear.layers[layer]:
             return linear.state
-        chunked = self.chunked and window > 0
+        chunked = self.family.windows == "chunks" and window > 0
         heads, dim = self.heads_of(layer)
         return LayerKV(window=window, chunked=chunked, heads=heads, head_dim=dim)
 
@@ -350,7 +348,7 @@ def load_model_config(
     architecture = _check_architecture(content)
     family = ARCHITECTURES[architecture]
     content = _DEFAULTS.get(architecture, {}) | content
-    raw = _convert(content, folder)
+    raw = convert_fields(content, _Raw, architecture)
     _refuse_unsupported(raw, family)
     has_generation = (folder / "generation_config.json").exists()
     generation = _read_json(folder, "generation_config.json") if has_generation else {}
@@ -389,21 +387,16 @@ def load_model_config(
         else raw.tie_word_embeddings,
         qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
         output_bias=bias and family.qkv_bias is None,
-        qk_norm=family.qk_norm,
         mlp_bias=raw.mlp_bias,
         windows=_windows(raw, family, nope),
-        chunked=family.windows == "chunks",
         nope=nope,
         gemma4=gemma4,
         eos_token_ids=_end_tokens(folder, ends, raw.vocab_size),
         vision=vision,
         quantization=read_quantization(raw.quantization_config, quantization),
         moe=read_moe(content, architecture),
-        sinks=family.sinks,
         local_rope=read_local_rope(raw) if family.gemma else None,
         attention_scale=mla.scale if mla else own_scale,
-        norm_offset=family.norm_offset,
-        activation="gelu_tanh" if family.gemma else "silu",
         mla=mla,
         linear_attention=read_linear_attention(content, architecture),
     )
@@ -496,20 +489,6 @@ def _check_architecture(content: dict[str, Any]) -> str:
     if architecture not in ARCHITECTURES:
         raise ModelError(f"architecture {architecture!r} is unknown; {supported}")
     return architecture
-
-
-def _convert(content: dict[str, Any], folder: Path) -> _Raw:
-    """The language model's fields beside the rest, whether ``text_config`` holds them or not."""
-    text = content.get("text_config")
-    if isinstance(text, Mapping):
-        own = {name: value for name, value in text.items() if value is not None}
-        tied = content.get("tie_word_embeddings") or own.get("tie_word_embeddings", False)
-        kept = {"architectures": content["architectures"], "tie_word_embeddings": tied}
-        content = content | own | kept
-    try:
-        return msgspec.convert(content, _Raw)
-    except msgspec.ValidationError as error:
-        raise ModelError(f"{folder / 'config.json'}: {error}") from error
 
 
 def _refuse_unsupported(raw: _Raw, family: Family) -> None:

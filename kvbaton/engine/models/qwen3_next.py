@@ -116,7 +116,7 @@ class HeadNorm(RMSNorm):
     """Norm of heads whose features are in `rotary_order`."""
 
     def __init__(self, name: str, config: ModelConfig) -> None:
-        super().__init__(name, config.head_dim, config.rms_norm_eps, config.norm_offset)
+        super().__init__(name, config.head_dim, config.rms_norm_eps, config.family.norm_offset)
         self.order = rotary_order(config.head_dim, config.rope.rotary_dim(config.head_dim))
 
     @override
