@@ -327,10 +327,6 @@ class SchedulerConfig:
     whole_items: int = 0
 
     def __post_init__(self) -> None:
-        for flag in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
-            if getattr(self, flag) < 1:
-                name = "--" + flag.replace("_", "-")
-                raise ConfigError(name, f"{getattr(self, flag)} is too small; at least 1")
         least = self.max_num_seqs - 1 + self.whole_items
         if self.whole_items and self.max_num_batched_tokens < least:
             raise ConfigError(

@@ -245,9 +245,6 @@ class LiveRequests:
             return self.clock()
         return self._deadlines[0][0] if self._deadlines else None
 
-    def _is_live(self, request: Request) -> bool:
-        return self.requests.get(request.request_id) is request
-
     # --- the queues ---
 
     def left_in_flight(self) -> set[Sequence]:
