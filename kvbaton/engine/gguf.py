@@ -294,7 +294,7 @@ class GGUFFile:
 
 
 class GGUFTensors(GGUFFile):
-    """The tensors of a file under Hugging Face's names, as ``safetensors.safe_open`` gives them."""
+    """The tensors of a file under Hugging Face's names."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -318,39 +318,21 @@ class GGUFTensors(GGUFFile):
         """Names of all tensors that have one."""
         return self._names.keys()
 
-    def get_slice(self, name: str) -> GGUFSlice:
-        """A tensor that is read when it is indexed."""
-        return GGUFSlice(self, self._names[name])
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a whole tensor."""
+        return self.tensors[self._names[name]].shape
 
-    def read(self, stored: str) -> npt.NDArray[np.float32]:
-        """A tensor by the file's name, as Hugging Face has it."""
-        values = self.floats(stored)
-        heads = self._heads.get(stored.rpartition("blk.")[2].partition(".")[2].split(".")[0], 0)
-        if not self._permuted or not heads:
-            return values
-        pairs = values.reshape(heads, len(values) // heads // 2, 2, *values.shape[1:])
-        return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)
-
-
-class GGUFSlice:
-    """One tensor, not yet read."""
-
-    def __init__(self, file: GGUFTensors, stored: str) -> None:
-        self._file, self._stored = file, stored
-
-    def get_shape(self) -> list[int]:
-        """Of the whole tensor."""
-        return list(self._file.tensors[self._stored].shape)
-
-    def get_dtype(self) -> str:
-        """Of what it is read as."""
-        return "F32"
-
-    def __getitem__(self, part: Any) -> Any:
+    def read(self, name: str, part: Any) -> Any:
+        """A part of a tensor, as Hugging Face has it: float32."""
         import torch
 
-        values = self._file.read(self._stored)[part]
-        return torch.from_numpy(np.require(values, requirements=["C", "W"]))
+        stored = self._names[name]
+        values = self.floats(stored)
+        heads = self._heads.get(stored.rpartition("blk.")[2].partition(".")[2].split(".")[0], 0)
+        if self._permuted and heads:
+            pairs = values.reshape(heads, len(values) // heads // 2, 2, *values.shape[1:])
+            values = pairs.swapaxes(1, 2).reshape(values.shape)
+        return torch.from_numpy(np.require(values[part], requirements=["C", "W"]))
 
 
 # --- what it says ---

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -280,18 +281,19 @@ class FileTensor:
     def __init__(
         self, name: str, file: Path, handle: safe_open | GGUFTensors, upload: Uploader
     ) -> None:
-        self.where, self._slice = f"tensor {name!r} in {file}", handle.get_slice(name)
-        self._upload = upload
-        self.shape = tuple(self._slice.get_shape())
-
-    @property
-    def dtype(self) -> str:
-        """See `Stored.dtype`."""
-        return str(self._slice.get_dtype())
+        self.where, self._upload = f"tensor {name!r} in {file}", upload
+        self._part: Callable[[tuple[slice, ...]], Tensor]
+        if isinstance(handle, GGUFTensors):
+            self.shape, self.dtype = handle.shape(name), "F32"
+            self._part = partial(handle.read, name)
+        else:
+            there: Any = handle.get_slice(name)  # type: ignore[no-untyped-call]
+            self.shape, self.dtype = tuple(there.get_shape()), str(there.get_dtype())
+            self._part = there.__getitem__
 
     def read(self, *index: slice) -> Tensor:
         """See `Stored.read`."""
-        return self._upload(self._slice[index])
+        return self._upload(self._part(index))
 
 
 @contextmanager
