@@ -73,7 +73,6 @@ class _Peer:
     """One connected frontend.
 
     Attributes:
-        kind: ``local`` or ``remote``, for metrics.
         names: the core's ids of its live requests, by its own.
         backlog: encoded messages that ZMQ has no room for.
         lost: it gets nothing any more.
@@ -83,15 +82,16 @@ class _Peer:
     socket: zmq.Socket[bytes]
     identity: bytes
     local: bool
-    kind: str = field(init=False)
     names: dict[str, str] = field(default_factory=dict)
     backlog: deque[bytes] = field(default_factory=deque)
     backlog_bytes: int = 0
     lost: bool = False
     next_blocks: int = 0
 
-    def __post_init__(self) -> None:
-        self.kind = "local" if self.local else "remote"
+    @property
+    def kind(self) -> str:
+        """For metrics."""
+        return "local" if self.local else "remote"
 
 
 @dataclass(eq=False)
