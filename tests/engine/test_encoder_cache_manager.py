@@ -287,14 +287,6 @@ def test_without_an_encoder_the_error_says_so(pictures: Pictures, start: Start) 
     node.check_rest()
 
 
-def test_an_item_larger_than_the_cache_is_refused(pictures: Pictures, start: Start) -> None:
-    node = start(encoder_cache_tokens=32)
-    prompt = pictures.prompt_of(3, LARGE, 6)
-    node.add("r", prompt)
-    with pytest.raises(AssertionError, match="--encoder-cache-tokens"):
-        node.turn()
-
-
 def test_a_store_keeps_outputs_for_later(pictures: Pictures, start: Start, tmp_path: Path) -> None:
     stored = {"store": f'filesystem:{{"path": "{tmp_path}"}}', "store_lookup_timeout": 60.0}
     prompt = pictures.prompt_of(3, LARGE, 6)
