@@ -127,6 +127,7 @@ class StoreConnector(KVConnector):
         self._load_seconds = 0.0
         self._starved = False
         self._saves = StoreSaves(scheduler, worker, ttl_s)
+        self._breakers = {"read": self._reads, "write": self._saves.breaker}
 
     # --- lookups ---
 
@@ -439,7 +440,7 @@ class StoreConnector(KVConnector):
             totals[f"kvbaton_store_seconds_total{label}"] = seconds[way]
         for call, errors in self.worker.calls.errors.items():
             totals[f'kvbaton_store_errors_total{{store="{store}",call="{call}"}}'] = float(errors)
-        for calls, breaker in (("read", self._reads), ("write", self._saves.breaker)):
+        for calls, breaker in self._breakers.items():
             label = f'{{store="{store}",calls="{calls}"}}'
             totals[f"kvbaton_store_circuit_opened_total{label}"] = float(breaker.opened)
         return totals | self.worker.status.counters()
@@ -468,12 +469,12 @@ class StoreConnector(KVConnector):
     @override
     def gauges(self) -> dict[str, float]:
         name = f'store="{self.worker.name}"'
-        label, breakers = f"{{{name}}}", {"read": self._reads, "write": self._saves.breaker}
+        label = f"{{{name}}}"
         return {
             "kvbaton_unhealthy": float(self._is_starved()),
             **{
                 f'kvbaton_store_circuit_open{{{name},calls="{calls}"}}': float(breaker.is_open)
-                for calls, breaker in breakers.items()
+                for calls, breaker in self._breakers.items()
             },
             f"kvbaton_store_lookups_live{label}": float(len(self._lookups)),
             f"kvbaton_store_loads_live{label}": float(len(self._loads)),

@@ -344,7 +344,7 @@ class StoreWorker:
             for keys, prefix in self._questions(order.runs):
                 answered = len(order.present)
                 for some in _batched(keys, self.calls.capabilities.max_keys):
-                    found = yield from self.calls.lookup(some, prefix=prefix)
+                    found = yield from self.calls.lookup(some, prefix=prefix, pin=True)
                     order.present += found.present
                     if found.ticket is not None:
                         order.pins.append(found.ticket)
@@ -374,8 +374,6 @@ class StoreWorker:
                     asked = time.monotonic()
                     found = yield from self.calls.lookup(keys)
                     order.lookup_seconds += time.monotonic() - asked
-                    if found.ticket is not None:
-                        self.calls.release(found.ticket)
                     there = [key for key, ok in zip(keys, found.present, strict=True) if ok]
                     some = there[: max(left // num_bytes, left == PROBE_BYTES)]
                     left -= len(some) * num_bytes
@@ -500,8 +498,6 @@ class StoreWorker:
             wanted = yield from self.calls.claim(keys)
         elif able.shared:
             found = yield from self.calls.lookup(keys)
-            if found.ticket is not None:
-                self.calls.release(found.ticket)
             wanted = [not there for there in found.present]
             stored |= {key: True for key, there in zip(keys, found.present, strict=True) if there}
         else:
