@@ -34,10 +34,10 @@ from kvbaton.engine.models.layers import (
     RotaryEmbedding,
     WeightedModule,
     head_projections,
-    new_weight,
     output_projection,
     whole_linear,
 )
+from kvbaton.engine.models.linear import new_weight
 from kvbaton.engine.models.llama import DecoderLayer, LlamaForCausalLM
 from kvbaton.kernels.rms_norm import rms_norm
 from kvbaton.kernels.rope_write import HeadNorms

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from kvbaton.engine.attention_config import MlaConfig
 from kvbaton.engine.collectives import Shard
 from kvbaton.engine.model_config import ModelConfig
-from kvbaton.engine.models.linear import linear_method, product
+from kvbaton.engine.models.linear import linear_method, new_weight, product
 from kvbaton.engine.quantization_config import Quantization
 from kvbaton.engine.rope_config import RopeConfig
 from kvbaton.engine.state_blocks import StateBatch
@@ -71,11 +71,6 @@ def pieces_of(model: nn.Module) -> Iterator[Piece]:
     for module in model.modules():
         if isinstance(module, WeightedModule):
             yield from module.pieces()
-
-
-def new_weight(*shape: int) -> nn.Parameter:
-    """A weight to be filled, of the dtype and on the device that the loader sets."""
-    return nn.Parameter(torch.empty(shape), requires_grad=False)
 
 
 class RMSNorm(WeightedModule):
@@ -498,8 +493,7 @@ class SelfAttention(WeightedModule):
         self.scale = config.attention_scale
         self.sinks: nn.Parameter | None = None
         if config.family.sinks:
-            empty = torch.empty(self.heads, dtype=torch.float32)
-            self.sinks = nn.Parameter(empty, requires_grad=False)
+            self.sinks = new_weight(self.heads, dtype=torch.float32)
 
     def forward(self, hidden: Tensor, rotary: Rotary, attention: AttentionContext) -> Tensor:
         """[tokens, hidden] to [tokens, hidden]; writes this layer's K and V into the cache."""

@@ -24,6 +24,12 @@ SQUARE = 128
 """Side of the blocks of a weight that share a scale for which the library has a product."""
 
 
+def new_weight(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+    """A weight to be filled, on the device, and of the dtype if none is named, that are set."""
+    empty = torch.empty(shape) if dtype is None else torch.empty(shape, dtype=dtype)
+    return nn.Parameter(empty, requires_grad=False)
+
+
 @cache
 def _workspace(device: torch.device) -> Workspace:
     """Scratch of all products on the stream on which models run."""
@@ -69,7 +75,7 @@ class FloatMethod(LinearMethod):
 
     @override
     def new_weight(self, rows: int, columns: int) -> tuple[nn.Parameter, nn.Parameter | None]:
-        return nn.Parameter(torch.empty(rows, columns), requires_grad=False), None
+        return new_weight(rows, columns), None
 
     @override
     def product(
@@ -102,9 +108,8 @@ class FP8Method(LinearMethod):
     @override
     def new_weight(self, rows: int, columns: int) -> tuple[nn.Parameter, nn.Parameter | None]:
         groups = -(-columns // (self.group or columns))
-        weight = torch.empty(rows, columns, dtype=FP8)
-        scales = torch.empty(rows, groups, dtype=torch.float32)
-        return nn.Parameter(weight, requires_grad=False), nn.Parameter(scales, requires_grad=False)
+        scales = new_weight(rows, groups, dtype=torch.float32)
+        return new_weight(rows, columns, dtype=FP8), scales
 
     @override
     def product(
@@ -164,18 +169,20 @@ class FP8Method(LinearMethod):
 
 def has_fp8_products() -> bool:
     """Whether where new weights go FP8 can be multiplied, for activations of 16 bits."""
-    where = torch.empty(0)
-    if where.dtype not in (torch.bfloat16, torch.float16) or where.device.type != "cuda":
-        return False
-    return torch.cuda.get_device_capability(where.device) >= (8, 9)
+    return _weights_go_to((8, 9), torch.bfloat16, torch.float16)
 
 
 def has_mxfp4_products() -> bool:
     """Whether where new weights go MXFP4 can be widened as it is read, for bfloat16 activations."""
+    return _weights_go_to((8, 0), torch.bfloat16)
+
+
+def _weights_go_to(capability: tuple[int, int], *dtypes: torch.dtype) -> bool:
+    """Whether new ones do to a GPU of this compute capability or more, in one of these dtypes."""
     where = torch.empty(0)
-    if where.dtype != torch.bfloat16 or where.device.type != "cuda":
+    if where.dtype not in dtypes or where.device.type != "cuda":
         return False
-    return torch.cuda.get_device_capability(where.device) >= (8, 0)
+    return torch.cuda.get_device_capability(where.device) >= capability
 
 
 def keeps_mxfp4(quantization: Quantization | None, name: str) -> bool:

@@ -14,10 +14,9 @@ from kvbaton.engine.models.layers import (
     GatedMLP,
     Piece,
     WeightedModule,
-    new_weight,
     whole_linear,
 )
-from kvbaton.engine.models.linear import FP8, expert_run, keeps_mxfp4, product
+from kvbaton.engine.models.linear import FP8, expert_run, keeps_mxfp4, new_weight, product
 from kvbaton.engine.moe_config import MoeConfig
 from kvbaton.engine.quantization_config import Quantization
 from kvbaton.kernels.fused_moe import ClampedSwiGLU, fused_moe
@@ -40,14 +39,10 @@ class Router(WeightedModule):
     def __init__(self, name: str, size: int, moe: MoeConfig) -> None:
         super().__init__()
         self.name, self.moe = name, moe
-        self.weight = self._new(moe.num_experts, size)
-        self.bias = new_weight(moe.num_experts) if moe.family.stacked else None
-        self.choice_bias = self._new(moe.num_experts) if moe.family.sigmoid else None
-
-    def _new(self, *shape: int) -> nn.Parameter:
-        if not self.moe.family.float32_router:
-            return new_weight(*shape)
-        return nn.Parameter(torch.empty(shape, dtype=torch.float32), requires_grad=False)
+        count, dtype = moe.num_experts, torch.float32 if moe.family.float32_router else None
+        self.weight = new_weight(count, size, dtype=dtype)
+        self.bias = new_weight(count) if moe.family.stacked else None
+        self.choice_bias = new_weight(count, dtype=dtype) if moe.family.sigmoid else None
 
     def forward(self, x: Tensor, shared: int = 0) -> tuple[Tensor, Tensor]:
         """[tokens, size] to weights and numbers of experts, each [tokens, top_k + shared].
@@ -273,9 +268,8 @@ def _new_fp8(
     held: int, rows: int, columns: int, run: int | None
 ) -> tuple[nn.Parameter, nn.Parameter]:
     """A stack of weights to be filled, and its scales, one for each `run` columns of a row."""
-    weight = torch.empty(held, rows, columns, dtype=FP8)
-    scales = torch.empty(held, columns // (run or columns), rows, dtype=torch.float32)
-    return nn.Parameter(weight, requires_grad=False), nn.Parameter(scales, requires_grad=False)
+    scales = new_weight(held, columns // (run or columns), rows, dtype=torch.float32)
+    return new_weight(held, rows, columns, dtype=FP8), scales
 
 
 def _new_mxfp4(held: int, rows: int, columns: int) -> tuple[nn.Parameter, nn.Parameter]:

@@ -22,7 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvbaton.engine.models.layers import ColumnLinear, Piece, WeightedModule, new_weight
+from kvbaton.engine.models.layers import ColumnLinear, Piece, WeightedModule
+from kvbaton.engine.models.linear import new_weight
 from kvbaton.engine.upload import upload
 from kvbaton.engine.vision_config import VisionConfig
 

@@ -22,8 +22,8 @@ from kvbaton.engine.models.layers import (
     Piece,
     RMSNorm,
     WeightedModule,
-    new_weight,
 )
+from kvbaton.engine.models.linear import new_weight
 from kvbaton.engine.models.vision_layers import (
     EPS,
     GeluMLP,
