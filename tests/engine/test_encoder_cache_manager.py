@@ -20,7 +20,7 @@ from kvbaton.engine.build import build_engine
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.core import EngineCore
 from kvbaton.engine.encoder.cache_manager import EncoderCacheManager
-from kvbaton.engine.encoder.images import ImageReader, Patches
+from kvbaton.engine.encoder.images import ImageReader, Read
 from kvbaton.messages.engine import (
     AbortRequest,
     AddRequest,
@@ -265,7 +265,7 @@ def test_a_false_grid_finds_nothing_of_others(pictures: Pictures, start: Start) 
 def test_an_image_that_this_process_can_not_read_is_nobody_elses_fault(
     pictures: Pictures, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(reader: ImageReader, data: bytes) -> Patches:
+    def full(reader: ImageReader, data: bytes) -> Read:
         raise MemoryError
 
     node, prompt = start(), pictures.prompt_of(3, SMALL, 6)

@@ -143,7 +143,7 @@ def pixel_values(pixels: Tensor, levels: Tensor, frames: int) -> Tensor:
     """What the tower takes.
 
     Args:
-        pixels: [patches, channels, n] uint8, see `images.Patches`.
+        pixels: [patches, channels, n] uint8, see `images.Read`.
         levels: [channels, 256], see `images.ImageReader`; the result has its dtype.
         frames: see `images.ImageReader`.
 
