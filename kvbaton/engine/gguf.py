@@ -173,11 +173,7 @@ class GGUFFile:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Give the mapping back; no array may be in use."""
-        self._data.close()
+        self._data.close()  # no array may be in use
 
     def _read_header(self) -> None:
         if self._take(4) != MAGIC:
