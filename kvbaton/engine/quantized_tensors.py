@@ -87,7 +87,7 @@ def find_tensor(tensors: Tensors, name: str, quantization: Quantization | None) 
                 f"{stored.where} has dtype {stored.dtype}, which config.json's "
                 f"quantization_config does not account for; need {', '.join(FLOATS)}"
             )
-        return ScaledTensor(stored, scales_of(tensors, name, quantization))
+        return ScaledTensor(tensors, name, quantization)
     if quantization is not None and layout == "mxfp4" and f"{name}_blocks" in tensors:
         return MXFP4Tensor(tensors, name)
     if quantization is not None and layout in PACKED:
@@ -149,63 +149,44 @@ def _spread(x: Tensor, dim: int, size: int, start: int, end: int) -> Tensor:
 # --- 8 bits beside scales ---
 
 
-def scales_of(tensors: Tensors, name: str, quantization: Quantization) -> Scales:
-    """The scales of a weight ``X.weight``.
+class ScaledTensor:
+    """8-bit numbers times the scales of their blocks.
+
+    Args:
+        tensors: of the checkpoint.
+        name: of the numbers, ``X.weight``.
+        quantization: of the checkpoint.
 
     Raises:
-        ConfigError: they are missing, or fit neither the weight nor the format.
-    """
-    shape, module = _matrix(tensors, name).shape, name.removesuffix(".weight")
-    found = [tensors[f"{module}.{kind}"] for kind in SCALES if f"{module}.{kind}" in tensors]
-    if not found:
-        raise _missing(f"{module}.{SCALES[quantization.block is not None]}")
-    stored = found[0]
-    if stored.dtype not in (*FLOATS, "F8_E8M0"):
-        raise ModelError(f"{stored.where} has dtype {stored.dtype}; need F32")
-    rows, columns = shape
-    blocks = [quantization.block] if quantization.block else [(1, columns), (rows, columns)]
-    candidates = [Scales(stored, shape, block) for block in blocks]
-    for scales in candidates:
-        # One for all is stored as [], [1] or [1, 1], one a row as [rows] or [rows, 1].
-        if [x for x in stored.shape if x > 1] == [x for x in scales.grid if x > 1]:
-            return scales
-    asked = " or ".join(str(list(scales.grid)) for scales in candidates)
-    raise ModelError(
-        f"{stored.where} has shape {list(stored.shape)}; a weight of {list(shape)} needs {asked}"
-    )
-
-
-class Scales:
-    """Scales of a weight of 8-bit numbers.
-
-    Attributes:
-        block: rows and columns that share one.
-        grid: rows and columns of blocks.
+        ConfigError: the scales are missing, or fit neither the weight nor the format.
     """
 
-    def __init__(self, stored: Stored, shape: tuple[int, ...], block: tuple[int, int]) -> None:
-        self._stored, self.block = stored, block
-        self.grid = tuple(-(-size // per) for size, per in zip(shape, block, strict=True))
-
-    def read(self, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
-        """Those of a range of the weight: float32 [rows, column blocks]."""
-        height, width = self.block
-        grid = self._stored.read().float().reshape(self.grid)
-        part = grid[_blocks(*rows, height), _blocks(*columns, width)]
-        return _spread(part, 0, height, *rows).expand(rows[1] - rows[0], -1)
-
-
-class ScaledTensor:
-    """8-bit numbers times the scales of their blocks."""
-
-    def __init__(self, stored: Stored, scales: Scales) -> None:
-        self._stored, self._scales = stored, scales
-        self.where, self.shape, self.dtype = stored.where, stored.shape, "F32"
+    def __init__(self, tensors: Tensors, name: str, quantization: Quantization) -> None:
+        self._stored, module = _matrix(tensors, name), name.removesuffix(".weight")
+        found = [tensors[f"{module}.{kind}"] for kind in SCALES if f"{module}.{kind}" in tensors]
+        if not found:
+            raise _missing(f"{module}.{SCALES[quantization.block is not None]}")
+        self._scales = found[0]
+        if self._scales.dtype not in (*FLOATS, "F8_E8M0"):
+            raise ModelError(f"{self._scales.where} has dtype {self._scales.dtype}; need F32")
+        self.where, self.shape, self.dtype = self._stored.where, self._stored.shape, "F32"
+        rows, columns = self.shape
+        blocks = [quantization.block] if quantization.block else [(1, columns), (rows, columns)]
+        grids = [(-(-rows // height), -(-columns // width)) for height, width in blocks]
+        for block, grid in zip(blocks, grids, strict=True):
+            # One for all is stored as [], [1] or [1, 1], one a row as [rows] or [rows, 1].
+            if [x for x in self._scales.shape if x > 1] == [x for x in grid if x > 1]:
+                self._block, self._grid = block, grid
+                return
+        raise ModelError(
+            f"{self._scales.where} has shape {list(self._scales.shape)}; a weight of "
+            f"{list(self.shape)} needs {' or '.join(str(list(grid)) for grid in grids)}"
+        )
 
     def read(self, *index: slice) -> Tensor:
         """See `Stored.read`."""
         rows, columns = _bounds(self.shape, index)
-        scales = self._scales.read(rows, columns)
+        scales = self._scales_of(rows, columns)
         return self._stored.read(*index).float() * self._spread(scales, columns)
 
     def read_parts(self, *index: slice, runs: int) -> tuple[Tensor, Tensor]:
@@ -216,13 +197,20 @@ class ScaledTensor:
             runs: of equal numbers of its columns, each within a block; or how many blocks it has.
         """
         rows, columns = _bounds(self.shape, index)
-        scales = self._scales.read(rows, columns)
+        scales = self._scales_of(rows, columns)
         if scales.shape[1] not in (1, runs):
             scales = self._spread(scales, columns)[:, :: (columns[1] - columns[0]) // runs]
         return self._stored.read(*index), scales
 
+    def _scales_of(self, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
+        """Those of a range of the weight: float32 [rows, column blocks]."""
+        height, width = self._block
+        grid = self._scales.read().float().reshape(self._grid)
+        part = grid[_blocks(*rows, height), _blocks(*columns, width)]
+        return _spread(part, 0, height, *rows).expand(rows[1] - rows[0], -1)
+
     def _spread(self, scales: Tensor, columns: tuple[int, int]) -> Tensor:
-        return _spread(scales, 1, self._scales.block[1], *columns)
+        return _spread(scales, 1, self._block[1], *columns)
 
 
 # --- several numbers in an int32 ---
