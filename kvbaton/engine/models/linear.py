@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cache
 from math import gcd
@@ -46,21 +45,26 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-class LinearMethod(ABC):
-    """What a linear layer does with its weight, [rows, columns]; as vLLM's of that name."""
+class LinearMethod:
+    """What a linear layer does with its weight, [rows, columns]; as vLLM's of that name.
 
-    @abstractmethod
+    Here, a weight in the model's dtype.
+    """
+
     def new_weight(self, rows: int, columns: int) -> tuple[nn.Parameter, nn.Parameter | None]:
         """A weight to be filled, and its scales, [rows, groups of columns], if it has any."""
+        return new_weight(rows, columns), None
 
-    @abstractmethod
     def product(
         self, x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None
     ) -> Tensor:
         """[tokens, columns] to [tokens, rows]."""
+        return product(x, weight, bias)
 
     def gate(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """silu(gate) * up of the product, gate and up, if that may be one launch; else None."""
+        if bias is None and x.is_cuda:
+            return skinny_linear(x, weight, _workspace(x.device), gated=True)
         return None
 
     def gated_product(
@@ -68,26 +72,6 @@ class LinearMethod(ABC):
     ) -> Tensor:
         """The product of silu(gate) * up: [tokens, 2 * columns] to [tokens, rows]."""
         return self.product(silu_and_mul(gate_up), weight, scales, bias)
-
-
-class FloatMethod(LinearMethod):
-    """A weight in the model's dtype."""
-
-    @override
-    def new_weight(self, rows: int, columns: int) -> tuple[nn.Parameter, nn.Parameter | None]:
-        return new_weight(rows, columns), None
-
-    @override
-    def product(
-        self, x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None
-    ) -> Tensor:
-        return product(x, weight, bias)
-
-    @override
-    def gate(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-        if bias is None and x.is_cuda:
-            return skinny_linear(x, weight, _workspace(x.device), gated=True)
-        return None
 
 
 class FP8Method(LinearMethod):
@@ -120,6 +104,10 @@ class FP8Method(LinearMethod):
             out = skinny_linear(x, weight, _workspace(x.device), scales)
             return out if bias is None else out + bias
         return self._quantised_product(x, weight, scales, bias, gated=False)
+
+    @override
+    def gate(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        return None
 
     @override
     def gated_product(
@@ -236,7 +224,7 @@ def linear_method(
             for where it can't be.
     """
     if quantization is None or quantization.layout != "fp8":
-        return FloatMethod()
+        return LinearMethod()
     if not has_fp8_products():
         if quantization.online:
             raise ConfigError(
@@ -244,11 +232,11 @@ def linear_method(
                 "'fp8' needs a GPU of compute capability 8.9 or more, and --dtype bfloat16 or "
                 "float16; leave it out",
             )
-        return FloatMethod()
+        return LinearMethod()
     group = None if quantization.block is None else quantization.block[1]
     whole = rows % 16 == 0 and columns % 16 == 0  # what FP8 products take
     if any(map(quantization.ignores, names)) or not whole or group not in (None, *GROUPS):
-        return FloatMethod()
+        return LinearMethod()
     if group is not None and columns != total_columns and columns % group:
         raise ConfigError(
             "--tensor-parallel-size",
