@@ -376,24 +376,18 @@ def _fill(piece: Piece, stored: Stored, *, online: bool) -> None:
         wide = stored.read(*index)
         piece.target.copy_(wide if piece.index is None else wide[0])
         return
-    if piece.number is not None:
-        if not isinstance(stored, MXFP4Tensor):
-            raise ModelError(
-                f"{stored.where} has dtype {stored.dtype}; need {piece.name}_blocks, or its module "
-                "among those that quantization_config leaves alone"
-            )
-        words, scales = pack_mxfp4(*stored.read_parts(*index))
-        piece.target.copy_(words[0])
-        piece.scales.copy_(scales[0])
-        return
-    if isinstance(stored, ScaledTensor):
+    packed = piece.number is not None
+    if packed and isinstance(stored, MXFP4Tensor):
+        numbers, scales = (x[0] for x in pack_mxfp4(*stored.read_parts(*index)))
+    elif not packed and isinstance(stored, ScaledTensor):
         numbers, scales = stored.read_parts(*index, runs=piece.scales.shape[1])
-    elif online:
+    elif not packed and online:
         wide = stored.read(*index)
         numbers, scales = quantize_fp8(wide, wide.shape[1])
     else:
+        need = f"{piece.name}_blocks" if packed else "F8_E4M3"
         raise ModelError(
-            f"{stored.where} has dtype {stored.dtype}; need F8_E4M3, or its module among those "
+            f"{stored.where} has dtype {stored.dtype}; need {need}, or its module among those "
             "that quantization_config leaves alone"
         )
     piece.target.copy_(numbers)
