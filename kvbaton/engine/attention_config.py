@@ -56,34 +56,32 @@ def check_sizes(sizes: Iterable[tuple[str, int, int]]) -> None:
 NOPE_ARCHITECTURES = ("Llama4ForCausalLM",)
 
 
-@dataclass(frozen=True, kw_only=True)
-class NopeConfig:
+class NopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The layers of a model whose heads are not turned.
 
     Attributes:
-        layers: of each layer, whether it is one.
-        normed: heads of the others have a norm without a scale after they are turned.
-        attn_scale: queries of a position p are multiplied by
+        num_hidden_layers: of both kinds.
+        turned: of each layer, whether its heads are.
+        interval: layers from one that is not turned to the next, where `turned` was not said.
+        normed: heads that are turned have a norm without a scale after it.
+        tuned: whether `attn_scale` counts.
+        attn_scale: queries of a position p that are not turned are multiplied by
             ``1 + attn_scale * log(1 + floor((p + 1) / floor_scale))``; 0 for none.
         floor_scale: see there.
     """
 
-    layers: tuple[bool, ...]
-    normed: bool
-    attn_scale: float
-    floor_scale: int
-
-
-class _RawNope(msgspec.Struct):
-    """The fields of ``config.json`` that we read, under their own names, with their defaults."""
-
     num_hidden_layers: int
-    no_rope_layers: list[int] | None = None
-    no_rope_layer_interval: Size = 4
-    use_qk_norm: bool = True
-    attn_temperature_tuning: bool | int = True
+    turned: tuple[int, ...] | None = field(name="no_rope_layers", default=None)
+    interval: Size = field(name="no_rope_layer_interval", default=4)
+    normed: bool = field(name="use_qk_norm", default=True)
+    tuned: bool | int = field(name="attn_temperature_tuning", default=True)
     attn_scale: float = 0.1
     floor_scale: Size = 8192
+
+    @property
+    def layers(self) -> tuple[bool, ...]:
+        """Of each layer, whether it is one."""
+        return tuple(not turns for turns in self.turned or ())
 
 
 def read_nope(content: Mapping[str, Any], architecture: str) -> NopeConfig | None:
@@ -98,17 +96,12 @@ def read_nope(content: Mapping[str, Any], architecture: str) -> NopeConfig | Non
     """
     if architecture not in NOPE_ARCHITECTURES:
         return None
-    raw = convert_fields(content, _RawNope, architecture)
-    count, interval = raw.num_hidden_layers, raw.no_rope_layer_interval
-    turned = raw.no_rope_layers or [(layer + 1) % interval for layer in range(count)]
+    found = convert_fields(content, NopeConfig, architecture)
+    count = found.num_hidden_layers
+    turned = found.turned or tuple((layer + 1) % found.interval for layer in range(count))
     if len(turned) != count:
         raise ModelError("no_rope_layers and num_hidden_layers differ in length")
-    return NopeConfig(
-        layers=tuple(not turns for turns in turned),
-        normed=raw.use_qk_norm,
-        attn_scale=raw.attn_scale if raw.attn_temperature_tuning else 0.0,
-        floor_scale=raw.floor_scale,
-    )
+    return replace(found, turned=turned, attn_scale=found.attn_scale if found.tuned else 0.0)
 
 
 MLA_ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
