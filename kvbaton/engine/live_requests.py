@@ -149,7 +149,6 @@ class LiveRequests:
             num_known=len(known),
             params=params,
             limit=min(limit, self.config.max_model_len),
-            priority=request.priority,
             start_tag=SERVED if served else self._shares.enter(request.tenant, len(known)),
             arrival=next(self._arrivals),
             deadline=self.clock() + request.deadline_s,

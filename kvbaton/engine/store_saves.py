@@ -152,7 +152,7 @@ class StoreSaves:
             tenant=tenant_of(request.spec),
             depth=number,
             uses=pool.refs[block],
-            priority=request.priority,
+            priority=request.spec.priority,
             ttl_s=self._ttl_s,
         )
         pool.hold_outgoing([block])
