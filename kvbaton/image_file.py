@@ -159,7 +159,7 @@ def processor_settings(folder: Path) -> dict[str, Any]:
         if not str(settings.get("image_processor_type", "")).startswith(GEMMA3_PROCESSOR):
             return settings
         model = msgspec.json.decode((folder / "config.json").read_bytes(), type=_Gemma3Sizes)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # also what is not UTF-8, or too deep
         raise ModelError(f"can't read the settings of {path}: {error}") from error
     return _gemma3_settings(settings, model)
 

@@ -38,6 +38,7 @@ from kvbaton.engine.quantized_tensors import MXFP4Tensor, ScaledTensor, Stored, 
 from kvbaton.errors import ConfigError, ModelError
 from kvbaton.kernels.mxfp4 import pack_mxfp4, quantize_mxfp4
 from kvbaton.kernels.quantize_fp8 import quantize_fp8
+from kvbaton.messages import UNREADABLE
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -167,7 +168,7 @@ def shard_files(folder: Path) -> list[Path]:
     try:
         index = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
         weight_map = msgspec.convert(index.get("weight_map"), dict[str, str])
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise ModelError(f"{path} is broken: {error}") from error
     files = [folder / name for name in sorted(set(weight_map.values()))]
     for file in files:

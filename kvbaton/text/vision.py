@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 from kvbaton import image_file
 from kvbaton.errors import ConfigError, RequestError
+from kvbaton.messages import UNREADABLE
 from kvbaton.messages.engine import Item
 
 KNOWN_IMAGES = 4096
@@ -124,7 +125,7 @@ class VisionText:
         try:
             if path.exists():
                 config = msgspec.json.decode(path.read_bytes(), type=_Config)
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, *UNREADABLE) as error:
             raise ConfigError(str(path), f"can't be read: {error}") from error
         sees = not set(image_file.ARCHITECTURES).isdisjoint(config.architectures or ())
         token = config.image_token_index or config.image_token_id

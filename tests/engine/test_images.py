@@ -200,9 +200,10 @@ def test_processor_must_be_known(checkpoint: Checkpoint, tmp_path: Path) -> None
         path.write_text(json.dumps({"image_processor_type": name}))
         with pytest.raises(ConfigError, match="image_processor_type"):
             ImageReader(folder)
-    path.write_text("{")
-    with pytest.raises(ConfigError, match=r"preprocessor_config\.json"):
-        ImageReader(folder)
+    for broken in (b"{", b'{"image_processor_type": "\xff"}', b'{"a":' * 100_000):
+        path.write_bytes(broken)
+        with pytest.raises(ConfigError, match=r"preprocessor_config\.json"):
+            ImageReader(folder)
     path.unlink()
     with pytest.raises(ConfigError, match=r"preprocessor_config\.json"):
         ImageReader(folder)

@@ -288,6 +288,13 @@ def test_a_text_model_takes_no_images(checkpoint: Callable[..., Path]) -> None:
     assert VisionText.load(checkpoint()) is None
 
 
+@pytest.mark.parametrize("content", [b"{", b'{"architectures": ["\xff"]}'])
+def test_a_configuration_that_nobody_can_read(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"config\.json: can't be read"):
+        VisionText.load(tmp_path)
+
+
 def test_settings_may_lie_in_the_processors_file(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     alone = tmp_path / "preprocessor_config.json"
