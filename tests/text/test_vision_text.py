@@ -22,7 +22,7 @@ from kvbaton.engine.encoder.images import ImageReader
 from kvbaton.errors import ConfigError, RequestError
 from kvbaton.messages.engine import Item, TransferSpec
 from kvbaton.text import vision as module
-from kvbaton.text.vision import RecentItems, VisionText
+from kvbaton.text.vision import Recent, VisionText, item_bytes
 from tests.support.waiting import PATIENCE_S
 
 PAD = 7
@@ -175,7 +175,7 @@ def test_a_known_image_is_not_decoded_again(
 def test_recent_items_are_the_last_that_were_used(used: list[tuple[int, bool]]) -> None:
     """As many as fit, under their own texts alone."""
     most = 2000
-    recent, order = RecentItems(most), list[int]()
+    recent, order = Recent(most, item_bytes), list[int]()
     texts = ["é" * number + "x" * 100 * (number + 1) for number in range(8)]
     items = [
         Item(start=0, length=1, digest=bytes([n]) * 32, grid=(1, 2, 2), data=bytes(50 * n))
