@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kvbaton.engine.grammars import mask_of
-from kvbaton.engine.upload import upload
+from kvbaton.engine.upload import upload, upload_ids
 from kvbaton.kernels.jit import use_triton
 from kvbaton.kernels.penalties import Penalties
 from kvbaton.kernels.sample_tokens import (
@@ -162,7 +162,7 @@ def process_logits(logits: Tensor, rows: SampleRows, eos_token_ids: tuple[int, .
         known = [bias for bias in biases if bias[1] < logits.shape[1]]
         of, tokens, values = zip(*known, strict=True) if known else ((), (), ())
         bits = np.array(values, np.float64).view(np.int64)
-        rows_of, ids, added = (_ints(x, logits.device) for x in (of, tokens, bits))
+        rows_of, ids, added = (upload_ids(x, logits.device) for x in (of, tokens, bits))
         logits.index_put_((rows_of, ids), added.view(torch.float64).float(), accumulate=True)
 
 
@@ -170,7 +170,7 @@ def _keep_allowed(
     logits: Tensor, rows: npt.NDArray[np.int64], masks: npt.NDArray[np.uint8]
 ) -> None:
     """Make impossible what masks do not allow; see `SampleRows`."""
-    index, packed = _ints(rows, logits.device), torch.from_numpy(masks)
+    index, packed = upload_ids(rows, logits.device), torch.from_numpy(masks)
     if logits.is_cuda:
         packed = packed.pin_memory().to(logits.device, non_blocking=True)
     bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
@@ -192,19 +192,14 @@ def _forbid_bad_words(logits: Tensor, rows: SampleRows) -> None:
         return
     most = max(len(word) for _, word in words)
     padded = [(-1,) * (most - len(word)) + word for _, word in words]
-    index = _ints([row for row, _ in words], logits.device)
-    table = _ints(np.array(padded, np.int64).ravel(), logits.device).view(len(padded), most)
-    ends = _ints(rows.lengths, logits.device)[index]
+    index = upload_ids([row for row, _ in words], logits.device)
+    table = upload_ids(np.array(padded, np.int64).ravel(), logits.device).view(len(padded), most)
+    ends = upload_ids(rows.lengths, logits.device)[index]
     at = ends[:, None] + torch.arange(1 - most, 0, device=logits.device)
     before, last = table[:, :-1], table[:, -1]
     same = (rows.tokens[index[:, None], at.clamp(min=0)] == before) | (before < 0)
     bias = torch.where(same.all(1), FORBIDDEN, 0.0).to(logits.dtype)
     logits.index_put_((index, last), bias, accumulate=True)
-
-
-def _ints(values: Sequence[int] | npt.NDArray[np.int64], device: torch.device) -> Tensor:
-    """[values] int64, without waiting for the device."""
-    return upload([np.asarray(values, np.int64)], device)[0]
 
 
 # --- log probabilities ---
