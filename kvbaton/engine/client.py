@@ -224,8 +224,7 @@ class EngineClient(TokenSource):
 
     @override
     def submit(self, request: messages.AddRequest, receiver: OutputReceiver) -> None:
-        if self.dead is not None:
-            raise EngineDeadError(self.dead)
+        self._check_alive()
         name = request.request_id
         if name in self._receivers:
             raise RequestError(f"request id {name!r} is in use", param="request_id", status=409)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -73,7 +73,6 @@ class _Peer:
     """One connected frontend.
 
     Attributes:
-        kind: ``local`` or ``remote``, for metrics.
         names: the core's ids of its live requests, by its own.
         backlog: encoded messages that ZMQ has no room for.
         lost: it gets nothing any more.
@@ -83,15 +82,16 @@ class _Peer:
     socket: zmq.Socket[bytes]
     identity: bytes
     local: bool
-    kind: str = field(init=False)
     names: dict[str, str] = field(default_factory=dict)
     backlog: deque[bytes] = field(default_factory=deque)
     backlog_bytes: int = 0
     lost: bool = False
     next_blocks: int = 0
 
-    def __post_init__(self) -> None:
-        self.kind = "local" if self.local else "remote"
+    @property
+    def kind(self) -> str:
+        """For metrics."""
+        return "local" if self.local else "remote"
 
 
 @dataclass(eq=False)
@@ -355,22 +355,16 @@ class FrontendServer:
         """The core's metrics, and ours."""
         refused = 0 if self._gate is None else self._gate.refused
         counters = {name: float(value) for name, value in self._counts.items()}
+        counters["kvbaton_frontends_refused_total"] = float(refused)
         timed = zip(LATENCIES, self._seen, strict=True)
         latencies = {f"{name}_seconds": seen.counts() for (name, *_), seen in timed}
-        connected = {kind: 0 for kind in ("local", "remote")}
-        for peer in self._peers.values():
-            connected[peer.kind] += 1
+        connected = Counter(peer.kind for peer in self._peers.values())
+        kinds = ("local", "remote")
+        gauges = {f'kvbaton_frontends{{frontend="{k}"}}': float(connected[k]) for k in kinds}
         return messages.Metrics(
-            counters={
-                **metrics.counters,
-                **counters,
-                "kvbaton_frontends_refused_total": float(refused),
-            },
-            gauges={
-                **metrics.gauges,
-                **{f'kvbaton_frontends{{frontend="{k}"}}': float(n) for k, n in connected.items()},
-            },
-            histograms={**metrics.histograms, **latencies},
+            counters=metrics.counters | counters,
+            gauges=metrics.gauges | gauges,
+            histograms=metrics.histograms | latencies,
         )
 
     def _send_to_all(self, message: messages.FromCore, *, local_only: bool = False) -> None:
