@@ -224,7 +224,8 @@ class EngineClient(TokenSource):
 
     @override
     def submit(self, request: messages.AddRequest, receiver: OutputReceiver) -> None:
-        self._check_alive()
+        if self.dead is not None:
+            raise EngineDeadError(self.dead)
         name = request.request_id
         if name in self._receivers:
             raise RequestError(f"request id {name!r} is in use", param="request_id", status=409)

@@ -73,6 +73,7 @@ class _Peer:
     """One connected frontend.
 
     Attributes:
+        kind: ``local`` or ``remote``, for metrics.
         names: the core's ids of its live requests, by its own.
         backlog: encoded messages that ZMQ has no room for.
         lost: it gets nothing any more.
@@ -82,16 +83,12 @@ class _Peer:
     socket: zmq.Socket[bytes]
     identity: bytes
     local: bool
+    kind: str
     names: dict[str, str] = field(default_factory=dict)
     backlog: deque[bytes] = field(default_factory=deque)
     backlog_bytes: int = 0
     lost: bool = False
     next_blocks: int = 0
-
-    @property
-    def kind(self) -> str:
-        """For metrics."""
-        return "local" if self.local else "remote"
 
 
 @dataclass(eq=False)
@@ -228,7 +225,8 @@ class FrontendServer:
                 self._put(peer, messages.Rejected.of(message.request_id, error))
             return
         if isinstance(message, messages.Connect):
-            self._connect(peer or _Peer(socket, identity, local), message)
+            kind = "local" if local else "remote"
+            self._connect(peer or _Peer(socket, identity, local, kind), message)
             return
         if peer is None:
             self._count_drop()
@@ -385,7 +383,9 @@ class FrontendServer:
             reason = "this frontend did not read what it was sent; its requests were cancelled"
             last_words = _encoder.encode(messages.Disconnected(reason=reason))
             self._dismissed.append(
-                _Peer(peer.socket, peer.identity, peer.local, backlog=deque([last_words]))
+                _Peer(
+                    peer.socket, peer.identity, peer.local, peer.kind, backlog=deque([last_words])
+                )
             )
 
     def _sent(self, peer: _Peer, data: bytes) -> bool:
