@@ -3,7 +3,8 @@
 ::
 
     KvbatonError
-    ├── ConfigError            a flag, a model folder or a plugin spec is wrong
+    ├── ConfigError            a flag or a plugin spec is wrong
+    │   └── ModelError           a model folder, or a file of it
     ├── RequestError           a client's request is wrong or can't be served
     ├── EngineDeadError        the engine process is gone
     ├── StoreError             a store could not do what it was asked
@@ -40,6 +41,13 @@ class ConfigError(KvbatonError, ValueError):
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(f"{field}: {reason}")
         self.field, self.reason = field, reason
+
+
+class ModelError(ConfigError):
+    """A model folder, or a file of it, is wrong or not supported; the field is ``--model``."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__("--model", reason)
 
 
 def import_failure(error: BaseException) -> str:

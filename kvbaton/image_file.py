@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvbaton.errors import ConfigError, RequestError
+from kvbaton.errors import ModelError, RequestError
 
 if TYPE_CHECKING:
     from PIL.ImageFile import ImageFile
@@ -67,7 +67,7 @@ class Resizing:
             pixels = size["height"] * size["width"]
             return cls(settings["patch_size"], settings["merge_size"], pixels, pixels, square=True)
         if not kind.startswith("Qwen2VLImageProcessor"):
-            raise ConfigError("--model", f"image_processor_type {kind!r} is unsupported")
+            raise ModelError(f"image_processor_type {kind!r} is unsupported")
         return cls(
             settings.get("patch_size", 14),
             settings.get("merge_size", 2),
@@ -159,8 +159,8 @@ def processor_settings(folder: Path) -> dict[str, Any]:
         if not str(settings.get("image_processor_type", "")).startswith(GEMMA3_PROCESSOR):
             return settings
         model = msgspec.json.decode((folder / "config.json").read_bytes(), type=_Gemma3Sizes)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise ConfigError("--model", f"can't read the settings of {path}: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:  # also what is not UTF-8, or too deep
+        raise ModelError(f"can't read the settings of {path}: {error}") from error
     return _gemma3_settings(settings, model)
 
 
@@ -177,18 +177,16 @@ class _Gemma3Sizes(msgspec.Struct):
 def _gemma3_settings(settings: dict[str, Any], model: _Gemma3Sizes) -> dict[str, Any]:
     own = {name: value for name, value in settings.items() if value is not None}
     if own.get("do_pan_and_scan"):
-        raise ConfigError(
-            "--model",
+        raise ModelError(
             "do_pan_and_scan of the image processor is unsupported; set it to false: images are "
-            "seen whole",
+            "seen whole"
         )
     tower = model.vision_config
     size = {"height": 224, "width": 224} | dict(own.get("size") or {})
     if {size["height"], size["width"]} != {tower.image_size}:
-        raise ConfigError(
-            "--model",
+        raise ModelError(
             f"size of the image processor is {size}, and image_size of the tower "
-            f"{tower.image_size}; they must agree",
+            f"{tower.image_size}; they must agree"
         )
     half = [0.5] * 3
     defaults = {"resample": 2, "image_mean": half, "image_std": half, "temporal_patch_size": 1}
@@ -212,9 +210,9 @@ def pooled_side(image_size: int, patch_size: int, tokens: int) -> int:
     patches = image_size // patch_size if patch_size > 0 else 0
     if side < 1 or side**2 != tokens or patches < 1 or patches * patch_size != image_size:
         problem = f"image_size {image_size} must be a multiple of patch_size {patch_size}, and"
-        raise ConfigError("--model", f"{problem} mm_tokens_per_image {tokens} a square")
+        raise ModelError(f"{problem} mm_tokens_per_image {tokens} a square")
     if patches % side:
-        raise ConfigError(
-            "--model", f"{patches} patches a side are no multiple of {side} (mm_tokens_per_image)"
+        raise ModelError(
+            f"{patches} patches a side are no multiple of {side} (mm_tokens_per_image)"
         )
     return patches // side

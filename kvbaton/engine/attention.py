@@ -63,13 +63,8 @@ class PagedAttention:
         self._cache, self.states = cache, states
         views = zip(cache.token_views, batch.slots, strict=True)
         self._rows = [view.token_rows(slots) for view, slots in views]
-        self._parts: list[list[DecodeBucket | Prompt]] = []
-        for g, group in enumerate(cache.groups[: cache.num_kv_groups]):
-            view = cache.token_views[g]
-            part = _GroupBatch.of(batch, g, group, cache.block_size)
-            self._parts.append(
-                [*_decode_buckets(view, part), *_prompts(view, part, batch.last_keys)]
-            )
+        groups = enumerate(zip(cache.token_views, cache.groups, strict=False))
+        self._parts = [list(_parts(view, batch, g, group)) for g, (view, group) in groups]
 
     def attend(self, layer: int, heads: Heads, rotary: Rotary | None) -> Tensor:
         """See `AttentionContext.attend`."""
@@ -114,40 +109,6 @@ class PagedAttention:
         for part in self._parts[group]:
             part.attend(place, kept, out)
         return out if of_value == 1.0 else out.mul_(of_value)
-
-
-@dataclass(frozen=True)
-class _GroupBatch:
-    """What one group sees of a step: sequences without the blocks behind its window.
-
-    Attributes:
-        group: which.
-        query_lens: [sequences] int64, tokens of each.
-        begins: [sequences] int64, tokens before the blocks of each.
-        context_lens: [sequences] int64, tokens in the blocks of each.
-        block_tables: [sequences, blocks] int64, padded with 0.
-    """
-
-    group: KVGroup
-    query_lens: npt.NDArray[np.int64]
-    begins: npt.NDArray[np.int64]
-    context_lens: npt.NDArray[np.int64]
-    block_tables: npt.NDArray[np.int64]
-
-    @classmethod
-    def of(cls, batch: PagedBatch, g: int, group: KVGroup, block_size: int) -> _GroupBatch:
-        """That of one group."""
-        lens, tables = batch.context_lens, batch.block_tables[:, g]
-        start = lens - batch.query_lens
-        if not group.window:
-            return cls(group, batch.query_lens, np.zeros_like(start), lens, tables)
-        behind = first_attended(start, group.window, group.chunked) // block_size
-        left = -(-lens // block_size) - behind
-        columns = np.arange(left.max())
-        at = np.minimum(behind[:, None] + columns, tables.shape[1] - 1)
-        tables = np.where(columns < left[:, None], np.take_along_axis(tables, at, 1), 0)
-        begins = behind * block_size
-        return cls(group, batch.query_lens, begins, lens - begins, tables)
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
@@ -322,44 +283,44 @@ class Prompt:
         )
 
 
-def _decode_buckets(cache: TokenView, batch: _GroupBatch) -> Iterator[DecodeBucket]:
-    """Group the sequences with one token by the power of two of their blocks."""
-    decoding = np.flatnonzero(batch.query_lens == 1)
-    rows = np.cumsum(batch.query_lens) - batch.query_lens
-    needed = -(-batch.context_lens[decoding] // cache.block_size)
-    magnitude = np.ceil(np.log2(needed)).astype(np.int64)
-    last, group = batch.begins + batch.context_lens - 1, batch.group
-    firsts = first_attended(last, group.window, group.chunked) - batch.begins
-    heads, _, _, size, dim = cache.shape
+def _parts(
+    cache: TokenView, batch: PagedBatch, g: int, group: KVGroup
+) -> Iterator[DecodeBucket | Prompt]:
+    """What one group attends to in a step.
+
+    Sequences with one token are put together by the power of two of their blocks. Of all, the
+    blocks behind the group's window are left out: positions are counted from `begins`.
+    """
+    counts, lens, tables = batch.query_lens, batch.context_lens, batch.block_tables[:, g]
+    begins, size = np.zeros_like(lens), cache.block_size
+    if group.window:
+        behind = first_attended(lens - counts, group.window, group.chunked) // size
+        left = -(-lens // size) - behind
+        columns = np.arange(left.max())
+        at = np.minimum(behind[:, None] + columns, tables.shape[1] - 1)
+        tables = np.where(columns < left[:, None], np.take_along_axis(tables, at, 1), 0)
+        begins = behind * size
+    firsts = first_attended(lens - 1, group.window, group.chunked) - begins
+    lens = lens - begins
+    rows, needed = np.cumsum(counts) - counts, -(-lens // size)
+    decoding = np.flatnonzero(counts == 1)
+    magnitude = np.ceil(np.log2(needed[decoding])).astype(np.int64)
     for power in np.unique(magnitude):
         chosen = decoding[magnitude == power]
-        blocks = int(needed[magnitude == power].max())
+        blocks = int(needed[chosen].max())
+        heads, _, _, _, dim = cache.shape
         most = max(1, BUCKET_ELEMENTS // (blocks * heads * size * dim))
         for start in range(0, len(chosen), most):
             part = chosen[start : start + most]
-            yield DecodeBucket(
-                cache,
-                _to_device(rows[part], cache),
-                _to_device(batch.context_lens[part], cache),
-                _to_device(batch.block_tables[part, :blocks], cache),
-                _to_device(firsts[part], cache),
-            )
-
-
-def _prompts(
-    cache: TokenView, batch: _GroupBatch, last_keys: npt.NDArray[np.int64] | None
-) -> Iterator[Prompt]:
-    rows = np.cumsum(batch.query_lens) - batch.query_lens
-    for index in np.flatnonzero(batch.query_lens > 1):
-        context_len = int(batch.context_lens[index])
-        table = batch.block_tables[index : index + 1, : -(-context_len // cache.block_size)]
-        first, count = int(rows[index]), int(batch.query_lens[index])
-        own, begin = slice(first, first + count), int(batch.begins[index])
-        pages = _to_device(table, cache)
-        last = None
-        if last_keys is not None:
-            last = _to_device(last_keys[own] - begin, cache)
-        yield Prompt(cache, own, count, context_len, pages, batch.group, begin, last)
+            arrays = rows[part], lens[part], tables[part, :blocks], firsts[part]
+            yield DecodeBucket(cache, *(_to_device(array, cache) for array in arrays))
+    for index in np.flatnonzero(counts > 1):
+        first, count, begin = int(rows[index]), int(counts[index]), int(begins[index])
+        own, last = slice(first, first + count), None
+        if batch.last_keys is not None:
+            last = _to_device(batch.last_keys[own] - begin, cache)
+        pages = _to_device(tables[index : index + 1, : needed[index]], cache)
+        yield Prompt(cache, own, count, int(lens[index]), pages, group, begin, last)
 
 
 def _to_device(array: npt.NDArray[np.int64], cache: TokenView) -> Tensor:

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from kvbaton.engine.kv_groups import LayerKV
 from kvbaton.engine.rope_config import RotaryEntry
-from kvbaton.errors import ConfigError
+from kvbaton.errors import ModelError
 from kvbaton.types import Count, Size
 
 FieldsT = TypeVar("FieldsT")
@@ -43,47 +43,45 @@ def convert_fields(content: Mapping[str, Any], form: type[FieldsT], architecture
     try:
         return msgspec.convert(content, form)
     except msgspec.ValidationError as error:
-        raise ConfigError("--model", f"config.json of {architecture}: {error}") from error
+        raise ModelError(f"config.json of {architecture}: {error}") from error
 
 
 def check_sizes(sizes: Iterable[tuple[str, int, int]]) -> None:
     """Raise `ConfigError` unless each field's value is within 1 and its bound."""
     for name, value, most in sizes:
         if not 1 <= value <= most:
-            raise ConfigError("--model", f"config.json: {name} {value} is not within 1 and {most}")
+            raise ModelError(f"config.json: {name} {value} is not within 1 and {most}")
 
 
 NOPE_ARCHITECTURES = ("Llama4ForCausalLM",)
 
 
-@dataclass(frozen=True, kw_only=True)
-class NopeConfig:
+class NopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The layers of a model whose heads are not turned.
 
     Attributes:
-        layers: of each layer, whether it is one.
-        normed: heads of the others have a norm without a scale after they are turned.
-        attn_scale: queries of a position p are multiplied by
+        num_hidden_layers: of both kinds.
+        turned: of each layer, whether its heads are.
+        interval: layers from one that is not turned to the next, where `turned` was not said.
+        normed: heads that are turned have a norm without a scale after it.
+        tuned: whether `attn_scale` counts.
+        attn_scale: queries of a position p that are not turned are multiplied by
             ``1 + attn_scale * log(1 + floor((p + 1) / floor_scale))``; 0 for none.
         floor_scale: see there.
     """
 
-    layers: tuple[bool, ...]
-    normed: bool
-    attn_scale: float
-    floor_scale: int
-
-
-class _RawNope(msgspec.Struct):
-    """The fields of ``config.json`` that we read, under their own names, with their defaults."""
-
     num_hidden_layers: int
-    no_rope_layers: list[int] | None = None
-    no_rope_layer_interval: Size = 4
-    use_qk_norm: bool = True
-    attn_temperature_tuning: bool | int = True
+    turned: tuple[int, ...] | None = field(name="no_rope_layers", default=None)
+    interval: Size = field(name="no_rope_layer_interval", default=4)
+    normed: bool = field(name="use_qk_norm", default=True)
+    tuned: bool | int = field(name="attn_temperature_tuning", default=True)
     attn_scale: float = 0.1
     floor_scale: Size = 8192
+
+    @property
+    def layers(self) -> tuple[bool, ...]:
+        """Of each layer, whether it is one."""
+        return tuple(not turns for turns in self.turned or ())
 
 
 def read_nope(content: Mapping[str, Any], architecture: str) -> NopeConfig | None:
@@ -98,17 +96,12 @@ def read_nope(content: Mapping[str, Any], architecture: str) -> NopeConfig | Non
     """
     if architecture not in NOPE_ARCHITECTURES:
         return None
-    raw = convert_fields(content, _RawNope, architecture)
-    count, interval = raw.num_hidden_layers, raw.no_rope_layer_interval
-    turned = raw.no_rope_layers or [(layer + 1) % interval for layer in range(count)]
+    found = convert_fields(content, NopeConfig, architecture)
+    count = found.num_hidden_layers
+    turned = found.turned or tuple((layer + 1) % found.interval for layer in range(count))
     if len(turned) != count:
-        raise ConfigError("--model", "no_rope_layers and num_hidden_layers differ in length")
-    return NopeConfig(
-        layers=tuple(not turns for turns in turned),
-        normed=raw.use_qk_norm,
-        attn_scale=raw.attn_scale if raw.attn_temperature_tuning else 0.0,
-        floor_scale=raw.floor_scale,
-    )
+        raise ModelError("no_rope_layers and num_hidden_layers differ in length")
+    return replace(found, turned=turned, attn_scale=found.attn_scale if found.tuned else 0.0)
 
 
 MLA_ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
@@ -178,12 +171,12 @@ def read_mla(content: Mapping[str, Any], architecture: str) -> MlaConfig | None:
     raw = convert_fields(content, _RawMla, architecture)
     for name in ("attention_bias", "mlp_bias"):
         if getattr(raw, name):
-            raise ConfigError("--model", f"{name} of {architecture} is unsupported")
+            raise ModelError(f"{name} of {architecture} is unsupported")
     head_dim = raw.qk_nope_head_dim + raw.qk_rope_head_dim
     # Attention kernels take one width for keys and values.
     check_sizes([("v_head_dim", raw.v_head_dim, head_dim)])
     if raw.qk_rope_head_dim % 2:
-        raise ConfigError("--model", f"qk_rope_head_dim {raw.qk_rope_head_dim} must be even")
+        raise ModelError(f"qk_rope_head_dim {raw.qk_rope_head_dim} must be even")
     rope = raw.rope_parameters or raw.rope_scaling or RotaryEntry()
     stretch = 1.0
     factor = rope.factor or 1.0
@@ -267,21 +260,20 @@ def read_linear_attention(
         return None
     found = convert_fields(content, LinearAttentionConfig, architecture)
     if found.num_value_heads % found.num_key_heads:
-        raise ConfigError(
-            "--model",
+        raise ModelError(
             f"config.json: linear_num_value_heads {found.num_value_heads} is no multiple of "
-            f"linear_num_key_heads {found.num_key_heads}",
+            f"linear_num_key_heads {found.num_key_heads}"
         )
     kinds = found.kinds or tuple(
         "linear_attention" if (layer + 1) % found.interval else "full_attention"
         for layer in range(found.num_hidden_layers)
     )
     if len(kinds) != found.num_hidden_layers:
-        raise ConfigError("--model", "layer_types and num_hidden_layers differ in length")
+        raise ModelError("layer_types and num_hidden_layers differ in length")
     if unknown := set(kinds) - {"linear_attention", "full_attention"}:
-        raise ConfigError("--model", f"layer_types has {sorted(unknown)}, which are unsupported")
+        raise ModelError(f"layer_types has {sorted(unknown)}, which are unsupported")
     if "full_attention" not in kinds:
-        raise ConfigError("--model", "layer_types needs a layer of 'full_attention'")
+        raise ModelError("layer_types needs a layer of 'full_attention'")
     return replace(found, kinds=kinds)
 
 
@@ -348,21 +340,20 @@ def read_gemma4(content: Mapping[str, Any], architecture: str) -> Gemma4Config |
         return None
     raw = convert_fields(content, _RawGemma4, architecture)
     if raw.enable_moe_block:
-        raise ConfigError("--model", "enable_moe_block is unsupported; need a dense Gemma 4")
+        raise ModelError("enable_moe_block is unsupported; need a dense Gemma 4")
     if raw.hidden_size_per_layer_input and raw.vocab_size_per_layer_input < raw.vocab_size:
         known = raw.vocab_size_per_layer_input
         text = f"vocab_size_per_layer_input {known} is less than vocab_size {raw.vocab_size}"
-        raise ConfigError("--model", text)
+        raise ModelError(text)
     count, shared = raw.num_hidden_layers, raw.num_kv_shared_layers
     kinds = raw.layer_types
     if kinds is None or len(kinds) != count:
-        raise ConfigError("--model", f"layer_types must name {count} layers")
+        raise ModelError(f"layer_types must name {count} layers")
     own = count - shared
     if not 0 < own <= count or set(kinds) != set(kinds[:own]):
-        raise ConfigError(
-            "--model",
+        raise ModelError(
             f"num_kv_shared_layers {shared}: each kind of layer must be among the first ones, "
-            "which have K and V",
+            "which have K and V"
         )
     last = {kind: layer for layer, kind in enumerate(kinds[:own])}
     head_dim, heads = raw.global_head_dim, None
@@ -376,10 +367,9 @@ def read_gemma4(content: Mapping[str, Any], architecture: str) -> Gemma4Config |
         heads = named[0].get("num_key_value_heads", heads)
     heads = int(heads or raw.num_key_value_heads)
     if head_dim < 1 or heads < 1 or raw.num_attention_heads % heads:
-        raise ConfigError(
-            "--model",
+        raise ModelError(
             f"global_head_dim {head_dim} and num_global_key_value_heads {heads} must be positive, "
-            f"the latter a divisor of num_attention_heads {raw.num_attention_heads}",
+            f"the latter a divisor of num_attention_heads {raw.num_attention_heads}"
         )
     return Gemma4Config(
         kv_layers=tuple(i if i < own else last[kind] for i, kind in enumerate(kinds)),

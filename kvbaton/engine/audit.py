@@ -35,7 +35,6 @@ def audit(
     """
     kinds = ("references", "incoming", "outgoing", "groups", "lists", "keys")
     found = dict.fromkeys(kinds, 0)
-    incoming, outgoing = list(incoming), list(outgoing)
     pool = scheduler.blocks.pool
     held_tables = [sequence.tables for sequence in scheduler.sequences()]
     held_tables += scheduler.pinned()

@@ -28,7 +28,7 @@ from kvbaton.engine.config import (
 from kvbaton.engine.core import EngineCore, Mailbox
 from kvbaton.engine.encoder.cache_manager import Answers, EncoderCacheManager
 from kvbaton.engine.encoder.pool import EncoderPool
-from kvbaton.engine.encoder.worker import encoder_executor
+from kvbaton.engine.encoder.worker import encoder_executor, largest_item
 from kvbaton.engine.executor import Executor
 from kvbaton.engine.frontends import FrontendServer
 from kvbaton.engine.grammars import Grammars
@@ -45,7 +45,7 @@ from kvbaton.engine.store_connector import StoreConnector
 from kvbaton.engine.store_worker import StoreWorker
 from kvbaton.engine.worker import choose_device, cpu_executor
 from kvbaton.errors import ConfigError
-from kvbaton.image_file import Resizing, processor_settings
+from kvbaton.image_file import processor_settings
 from kvbaton.messages.engine import Ready
 from kvbaton.types import NodeId, PromptLimits
 
@@ -177,7 +177,8 @@ def build_engine(
         executor.attach_encoder(worker.cache)
         scheduler.items = items = EncoderCacheManager(encoder, answers, scheduler)
         connectors.append(items)
-    depth = steps_in_flight(config)
+    # Where the next step can be planned while a device is busy, two are in flight.
+    depth = 2 if choose_device(config).type == "cuda" else 1
     core = EngineCore(
         executor, scheduler, mailbox, connectors=connectors, depth=depth, profiler=profiler
     )
@@ -350,11 +351,6 @@ def open_store(
     return [connector]
 
 
-def steps_in_flight(config: EngineConfig) -> int:
-    """2 where the next step can be planned while a device is busy, else 1."""
-    return 2 if choose_device(config).type == "cuda" else 1
-
-
 def identity_record(config: EngineConfig, model: ModelConfig) -> IdentityRecord:
     """All that decides what a token's KV is on this engine.
 
@@ -417,7 +413,7 @@ def make_scheduler(
         )
     rows = 0
     if model.vision is not None and model.vision.bidirectional:
-        rows = Resizing.of(processor_settings(model.folder)).most_rows
+        rows = largest_item(model)
     mixed = MIXED_TOKENS
     if model.moe is not None:  # all experts are read, and a token goes through few
         mixed = mixed * model.moe.num_experts // model.moe.top_k

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar, get_args, get_orig
 
 import msgspec
 
-from kvbaton.errors import ConfigError
+from kvbaton.errors import ConfigError, ModelError
 from kvbaton.types import Size
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def check_model_folder(model: str) -> None:
             problem += f"; to have it from Hugging Face: hf download {model} --local-dir DIR"
         if gguf := sorted(Path(model).glob("*.gguf")):
             problem += f"; name one of its GGUF files, as {gguf[0]}"
-        raise ConfigError("--model", problem)
+        raise ModelError(problem)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,10 +327,6 @@ class SchedulerConfig:
     whole_items: int = 0
 
     def __post_init__(self) -> None:
-        for flag in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
-            if getattr(self, flag) < 1:
-                name = "--" + flag.replace("_", "-")
-                raise ConfigError(name, f"{getattr(self, flag)} is too small; at least 1")
         least = self.max_num_seqs - 1 + self.whole_items
         if self.whole_items and self.max_num_batched_tokens < least:
             raise ConfigError(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -83,15 +83,12 @@ class _Peer:
     socket: zmq.Socket[bytes]
     identity: bytes
     local: bool
-    kind: str = field(init=False)
+    kind: str
     names: dict[str, str] = field(default_factory=dict)
     backlog: deque[bytes] = field(default_factory=deque)
     backlog_bytes: int = 0
     lost: bool = False
     next_blocks: int = 0
-
-    def __post_init__(self) -> None:
-        self.kind = "local" if self.local else "remote"
 
 
 @dataclass(eq=False)
@@ -228,7 +225,8 @@ class FrontendServer:
                 self._put(peer, messages.Rejected.of(message.request_id, error))
             return
         if isinstance(message, messages.Connect):
-            self._connect(peer or _Peer(socket, identity, local), message)
+            kind = "local" if local else "remote"
+            self._connect(peer or _Peer(socket, identity, local, kind), message)
             return
         if peer is None:
             self._count_drop()
@@ -355,22 +353,16 @@ class FrontendServer:
         """The core's metrics, and ours."""
         refused = 0 if self._gate is None else self._gate.refused
         counters = {name: float(value) for name, value in self._counts.items()}
+        counters["kvbaton_frontends_refused_total"] = float(refused)
         timed = zip(LATENCIES, self._seen, strict=True)
         latencies = {f"{name}_seconds": seen.counts() for (name, *_), seen in timed}
-        connected = {kind: 0 for kind in ("local", "remote")}
-        for peer in self._peers.values():
-            connected[peer.kind] += 1
+        connected = Counter(peer.kind for peer in self._peers.values())
+        kinds = ("local", "remote")
+        gauges = {f'kvbaton_frontends{{frontend="{k}"}}': float(connected[k]) for k in kinds}
         return messages.Metrics(
-            counters={
-                **metrics.counters,
-                **counters,
-                "kvbaton_frontends_refused_total": float(refused),
-            },
-            gauges={
-                **metrics.gauges,
-                **{f'kvbaton_frontends{{frontend="{k}"}}': float(n) for k, n in connected.items()},
-            },
-            histograms={**metrics.histograms, **latencies},
+            counters=metrics.counters | counters,
+            gauges=metrics.gauges | gauges,
+            histograms=metrics.histograms | latencies,
         )
 
     def _send_to_all(self, message: messages.FromCore, *, local_only: bool = False) -> None:
@@ -391,7 +383,9 @@ class FrontendServer:
             reason = "this frontend did not read what it was sent; its requests were cancelled"
             last_words = _encoder.encode(messages.Disconnected(reason=reason))
             self._dismissed.append(
-                _Peer(peer.socket, peer.identity, peer.local, backlog=deque([last_words]))
+                _Peer(
+                    peer.socket, peer.identity, peer.local, peer.kind, backlog=deque([last_words])
+                )
             )
 
     def _sent(self, peer: _Peer, data: bytes) -> bool:

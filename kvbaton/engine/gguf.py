@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvbaton.errors import ConfigError, stand_in
+from kvbaton.errors import ConfigError, ModelError, stand_in
 
 if TYPE_CHECKING:
     import tokenizers
@@ -100,7 +100,7 @@ def model_folder(model: str | Path) -> str:
         try:
             cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         except RuntimeError as error:  # of a user without a home
-            raise ConfigError("--model", f"{NEEDS_CACHE}: {error}") from error
+            raise ModelError(f"{NEEDS_CACHE}: {error}") from error
         folder = cache / "kvbaton" / "gguf" / hashlib.blake2b(said, digest_size=16).hexdigest()
         if not folder.is_dir():
             _write_folder(file, folder)
@@ -127,7 +127,7 @@ def _write_folder(file: GGUFFile, folder: Path) -> None:
             if not folder.is_dir():  # else another process was first
                 raise
     except OSError as error:
-        raise ConfigError("--model", f"{NEEDS_CACHE}: {folder}: {error.strerror}") from error
+        raise ModelError(f"{NEEDS_CACHE}: {folder}: {error.strerror}") from error
 
 
 # --- the file ---
@@ -161,7 +161,7 @@ class GGUFFile:
             with path.open("rb") as file:
                 self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:  # mmap refuses an empty file with a ValueError
-            raise ConfigError("--model", f"can't read {path}: {error}") from error
+            raise ModelError(f"can't read {path}: {error}") from error
         self._at = 0
         try:
             self._read_header()
@@ -173,18 +173,14 @@ class GGUFFile:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Give the mapping back; no array may be in use."""
-        self._data.close()
+        self._data.close()  # no array may be in use
 
     def _read_header(self) -> None:
         if self._take(4) != MAGIC:
-            raise ConfigError("--model", f"{self.path} is no GGUF file{stand_in(self._data[:64])}")
+            raise ModelError(f"{self.path} is no GGUF file{stand_in(self._data[:64])}")
         version = self._scalar("<I")
         if version not in (2, 3):
-            raise ConfigError("--model", f"{self.path} has GGUF version {version}; need 2 or 3")
+            raise ModelError(f"{self.path} has GGUF version {version}; need 2 or 3")
         num_tensors, num_fields = self._scalar("<Q"), self._scalar("<Q")
         self.fields: dict[str, Any] = {}
         for _ in range(num_fields):
@@ -207,10 +203,9 @@ class GGUFFile:
                 raise self.refuse(f"tensor {name!r} has shape {list(shape)}")
             end = data + start + math.prod(shape) // values * size
             if end > len(self._data):
-                raise ConfigError(
-                    "--model",
+                raise ModelError(
                     f"{self.path} is truncated: tensor {name!r} ends at byte {end:,} "
-                    f"of {len(self._data):,}",
+                    f"of {len(self._data):,}"
                 )
             self.tensors[name] = TensorInfo(shape, kind, data + start)
 
@@ -258,14 +253,14 @@ class GGUFFile:
 
     def refuse(self, what: str) -> ConfigError:
         """An error that says why the file can't be served."""
-        return ConfigError("--model", f"{self.path} can't be served: {what}")
+        return ModelError(f"{self.path} can't be served: {what}")
 
     # --- its header ---
 
     def _take(self, count: int) -> bytes:
         end = self._at + count
         if end > len(self._data):
-            raise ConfigError("--model", f"{self.path} is truncated: its header is cut off")
+            raise ModelError(f"{self.path} is truncated: its header is cut off")
         start, self._at = self._at, end
         return self._data[start:end]
 
@@ -295,7 +290,7 @@ class GGUFFile:
 
 
 class GGUFTensors(GGUFFile):
-    """The tensors of a file under Hugging Face's names, as ``safetensors.safe_open`` gives them."""
+    """The tensors of a file under Hugging Face's names."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -319,39 +314,21 @@ class GGUFTensors(GGUFFile):
         """Names of all tensors that have one."""
         return self._names.keys()
 
-    def get_slice(self, name: str) -> GGUFSlice:
-        """A tensor that is read when it is indexed."""
-        return GGUFSlice(self, self._names[name])
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a whole tensor."""
+        return self.tensors[self._names[name]].shape
 
-    def read(self, stored: str) -> npt.NDArray[np.float32]:
-        """A tensor by the file's name, as Hugging Face has it."""
-        values = self.floats(stored)
-        heads = self._heads.get(stored.rpartition("blk.")[2].partition(".")[2].split(".")[0], 0)
-        if not self._permuted or not heads:
-            return values
-        pairs = values.reshape(heads, len(values) // heads // 2, 2, *values.shape[1:])
-        return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)
-
-
-class GGUFSlice:
-    """One tensor, not yet read."""
-
-    def __init__(self, file: GGUFTensors, stored: str) -> None:
-        self._file, self._stored = file, stored
-
-    def get_shape(self) -> list[int]:
-        """Of the whole tensor."""
-        return list(self._file.tensors[self._stored].shape)
-
-    def get_dtype(self) -> str:
-        """Of what it is read as."""
-        return "F32"
-
-    def __getitem__(self, part: Any) -> Any:
+    def read(self, name: str, part: Any) -> Any:
+        """A part of a tensor, as Hugging Face has it: float32."""
         import torch
 
-        values = self._file.read(self._stored)[part]
-        return torch.from_numpy(np.require(values, requirements=["C", "W"]))
+        stored = self._names[name]
+        values = self.floats(stored)
+        heads = self._heads.get(stored.rpartition("blk.")[2].partition(".")[2].split(".")[0], 0)
+        if self._permuted and heads:
+            pairs = values.reshape(heads, len(values) // heads // 2, 2, *values.shape[1:])
+            values = pairs.swapaxes(1, 2).reshape(values.shape)
+        return torch.from_numpy(np.require(values[part], requirements=["C", "W"]))
 
 
 # --- what it says ---

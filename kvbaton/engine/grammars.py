@@ -15,10 +15,10 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +130,7 @@ class Grammars(NoGrammars, KVConnector):
         self._tokenizer: Any = None  # made by the first compilation
         self._threads: ThreadPoolExecutor | None = None
         self._masks: Any = None
-        self._compiled: OrderedDict[str, tuple[float, Future[Any]]] = OrderedDict()
+        self._compile = lru_cache(KEPT)(self._begin)  # who waits for one keeps it
         self._waiting: dict[requests.Sequence, tuple[float, Future[Any]]] = {}
         self._matchers: dict[requests.Sequence, tuple[Any, int]] = {}
         self._errors: dict[requests.Sequence, RequestError] = {}
@@ -268,20 +268,13 @@ class Grammars(NoGrammars, KVConnector):
         self._waiting.pop(sequence, None)
         return True
 
-    def _compile(self, grammar: str) -> tuple[float, Future[Any]]:
-        """When it began, and what comes of it: a matcher that nobody moves."""
-        found = self._compiled.get(grammar)
-        if found is not None:
-            self._compiled.move_to_end(grammar)
-            return found
+    def _begin(self, grammar: str) -> tuple[float, Future[Any]]:
+        """Now, and what comes of compiling it: a matcher that nobody moves."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         future = self._threads.submit(self._matcher, grammar)
         future.add_done_callback(lambda _: os.eventfd_write(self._wake_fd, 1))
-        self._compiled[grammar] = found = time.monotonic(), future
-        while len(self._compiled) > KEPT:  # who waits for one keeps it
-            self._compiled.popitem(last=False)
-        return found
+        return time.monotonic(), future
 
     def _matcher(self, grammar: str) -> Any:
         from llguidance import LLMatcher, LLParserLimits, LLTokenizer

@@ -30,7 +30,6 @@ from kvbaton.connectors.layout import GroupKind, KVLayout
 from kvbaton.engine.block_pool import NULL_BLOCK, BlockPool
 from kvbaton.engine.request import Sequence as RequestSequence
 from kvbaton.engine.request import Tables
-from kvbaton.errors import ConfigError
 from kvbaton.types import BlockSpan, Spans
 
 
@@ -50,12 +49,6 @@ class GroupSpec:
     num_blocks: int
     kind: GroupKind = GroupKind.FULL
     window: int = 0
-
-    def __post_init__(self) -> None:
-        if self.kind in (GroupKind.WINDOW, GroupKind.CHUNK) and self.window < 1:
-            raise ConfigError("--model", f"a window group needs a window, not {self.window}")
-        if self.num_blocks < 2:
-            raise ConfigError("--num-blocks", f"{self.num_blocks} is too few; at least 2")
 
     @classmethod
     def of(cls, layout: KVLayout, block_size: int) -> GroupSpec:

@@ -149,7 +149,6 @@ class LiveRequests:
             num_known=len(known),
             params=params,
             limit=min(limit, self.config.max_model_len),
-            priority=request.priority,
             start_tag=SERVED if served else self._shares.enter(request.tenant, len(known)),
             arrival=next(self._arrivals),
             deadline=self.clock() + request.deadline_s,
@@ -244,9 +243,6 @@ class LiveRequests:
         if self._outbox:
             return self.clock()
         return self._deadlines[0][0] if self._deadlines else None
-
-    def _is_live(self, request: Request) -> bool:
-        return self.requests.get(request.request_id) is request
 
     # --- the queues ---
 

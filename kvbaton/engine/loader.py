@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,10 @@ from kvbaton.engine.models.vision_towers import (
     SiglipVisionTower,
 )
 from kvbaton.engine.quantized_tensors import MXFP4Tensor, ScaledTensor, Stored, find_tensor
-from kvbaton.errors import ConfigError
+from kvbaton.errors import ConfigError, ModelError
 from kvbaton.kernels.mxfp4 import pack_mxfp4, quantize_mxfp4
 from kvbaton.kernels.quantize_fp8 import quantize_fp8
+from kvbaton.messages import UNREADABLE
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -160,18 +162,18 @@ def shard_files(folder: Path) -> list[Path]:
     if not (folder / INDEX).exists():
         whole = [folder / name for name in (SINGLE, WEIGHTS) if (folder / name).exists()]
         if not whole:
-            raise ConfigError("--model", f"{folder} has neither {SINGLE} nor {INDEX}")
+            raise ModelError(f"{folder} has neither {SINGLE} nor {INDEX}")
         return whole[:1]
     path = folder / INDEX
     try:
         index = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
         weight_map = msgspec.convert(index.get("weight_map"), dict[str, str])
-    except msgspec.MsgspecError as error:
-        raise ConfigError("--model", f"{path} is broken: {error}") from error
+    except UNREADABLE as error:
+        raise ModelError(f"{path} is broken: {error}") from error
     files = [folder / name for name in sorted(set(weight_map.values()))]
     for file in files:
         if not file.exists():
-            raise ConfigError("--model", f"{path} names {file.name}, which is missing")
+            raise ModelError(f"{path} names {file.name}, which is missing")
     return files
 
 
@@ -240,7 +242,7 @@ def empty_weights(dtype: str, device: torch.device) -> Iterator[None]:
             raise
         reason = str(error).partition("\n")[0]
         problem = f"its weights in {dtype} do not fit into the memory of {device}: {reason}"
-        raise ConfigError("--model", problem) from error
+        raise ModelError(problem) from error
 
 
 # --- from files ---
@@ -280,18 +282,19 @@ class FileTensor:
     def __init__(
         self, name: str, file: Path, handle: safe_open | GGUFTensors, upload: Uploader
     ) -> None:
-        self.where, self._slice = f"tensor {name!r} in {file}", handle.get_slice(name)
-        self._upload = upload
-        self.shape = tuple(self._slice.get_shape())
-
-    @property
-    def dtype(self) -> str:
-        """See `Stored.dtype`."""
-        return str(self._slice.get_dtype())
+        self.where, self._upload = f"tensor {name!r} in {file}", upload
+        self._part: Callable[[tuple[slice, ...]], Tensor]
+        if isinstance(handle, GGUFTensors):
+            self.shape, self.dtype = handle.shape(name), "F32"
+            self._part = partial(handle.read, name)
+        else:
+            there: Any = handle.get_slice(name)  # type: ignore[no-untyped-call]
+            self.shape, self.dtype = tuple(there.get_shape()), str(there.get_dtype())
+            self._part = there.__getitem__
 
     def read(self, *index: slice) -> Tensor:
         """See `Stored.read`."""
-        return self._upload(self._slice[index])
+        return self._upload(self._part(index))
 
 
 @contextmanager
@@ -312,7 +315,7 @@ def stored_tensors(folder: Path, device: torch.device) -> Iterator[dict[str, Sto
                 else:
                     handle = safe_open(file, framework="pt", device="cpu")
             except (SafetensorError, OSError) as error:
-                raise ConfigError("--model", f"{file} is broken or truncated: {error}") from error
+                raise ModelError(f"{file} is broken or truncated: {error}") from error
             stack.enter_context(handle)
             for name in handle.keys():
                 # Multimodal checkpoints differ in where their parts hang: one name for each.
@@ -353,7 +356,7 @@ def _kv_scale(tensors: Mapping[str, Stored], layer: int, kind: str) -> float:
         if stored is not None:
             scale = float(stored.read()) if math.prod(stored.shape) == 1 else math.nan
             if not 0 < scale < math.inf:
-                raise ConfigError("--model", f"{stored.where} must be one positive number")
+                raise ModelError(f"{stored.where} must be one positive number")
             return scale
     return 1.0
 
@@ -361,10 +364,9 @@ def _kv_scale(tensors: Mapping[str, Stored], layer: int, kind: str) -> float:
 def _fill(piece: Piece, stored: Stored, *, online: bool) -> None:
     """Fill a piece; `online`: FP8 targets are quantised here, from floats."""
     if stored.shape != piece.shape:
-        raise ConfigError(
-            "--model",
+        raise ModelError(
             f"{stored.where} has shape {list(stored.shape)}, "
-            f"config.json asks for {list(piece.shape)}",
+            f"config.json asks for {list(piece.shape)}"
         )
     number = piece.target.shape[piece.dim] if piece.number is None else piece.number
     part = slice(piece.start, piece.start + number)
@@ -375,27 +377,19 @@ def _fill(piece: Piece, stored: Stored, *, online: bool) -> None:
         wide = stored.read(*index)
         piece.target.copy_(wide if piece.index is None else wide[0])
         return
-    if piece.number is not None:
-        if not isinstance(stored, MXFP4Tensor):
-            raise ConfigError(
-                "--model",
-                f"{stored.where} has dtype {stored.dtype}; need {piece.name}_blocks, or its module "
-                "among those that quantization_config leaves alone",
-            )
-        words, scales = pack_mxfp4(*stored.read_parts(*index))
-        piece.target.copy_(words[0])
-        piece.scales.copy_(scales[0])
-        return
-    if isinstance(stored, ScaledTensor):
+    packed = piece.number is not None
+    if packed and isinstance(stored, MXFP4Tensor):
+        numbers, scales = (x[0] for x in pack_mxfp4(*stored.read_parts(*index)))
+    elif not packed and isinstance(stored, ScaledTensor):
         numbers, scales = stored.read_parts(*index, runs=piece.scales.shape[1])
-    elif online:
+    elif not packed and online:
         wide = stored.read(*index)
         numbers, scales = quantize_fp8(wide, wide.shape[1])
     else:
-        raise ConfigError(
-            "--model",
-            f"{stored.where} has dtype {stored.dtype}; need F8_E4M3, or its module among those "
-            "that quantization_config leaves alone",
+        need = f"{piece.name}_blocks" if packed else "F8_E4M3"
+        raise ModelError(
+            f"{stored.where} has dtype {stored.dtype}; need {need}, or its module among those "
+            "that quantization_config leaves alone"
         )
     piece.target.copy_(numbers)
     piece.scales.copy_(scales)

@@ -332,7 +332,7 @@ class LoadingRequests(LiveRequests):
             load = self.loading.get(one.request_id)
             if load is not None and load.connector is connector:
                 outputs += self.fail_load(load, load.start, reason)
-            elif self._is_live(one) and self.must_not_compute(one, connector):
+            elif self.requests.get(one.request_id) is one and self.must_not_compute(one, connector):
                 outputs += self.end(one, "error", reason)
         if request is None:
             for sequence in list(self.parked):  # it may be what they wait for

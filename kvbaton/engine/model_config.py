@@ -23,6 +23,7 @@ from kvbaton.engine.attention_config import (
     LinearAttentionConfig,
     MlaConfig,
     NopeConfig,
+    convert_fields,
     read_gemma4,
     read_linear_attention,
     read_mla,
@@ -39,7 +40,7 @@ from kvbaton.engine.rope_config import (
     read_rope,
 )
 from kvbaton.engine.vision_config import VISION_FAMILIES, VisionConfig, read_siglip, read_vision
-from kvbaton.errors import ConfigError
+from kvbaton.errors import ConfigError, ModelError
 from kvbaton.messages import UNREADABLE
 from kvbaton.types import Count, Positive, Size
 
@@ -91,20 +92,22 @@ Sizes that the weights' shapes would tell are left to them, but for those that G
 
 
 def language_model(content: dict[str, Any]) -> dict[str, Any]:
-    """``config.json`` of the language model of a folder; any other folder's as it is."""
-    named = content.get("architectures")
-    architecture = TEXT_ARCHITECTURES.get(named[0]) if isinstance(named, list) and named else None
-    text = content.get("text_config")
-    if architecture is None or not isinstance(text, dict):
+    """``config.json`` of the language model, whether ``text_config`` holds it or not."""
+    named, text = content.get("architectures"), content.get("text_config")
+    if not isinstance(text, dict) or not isinstance(named, list) or not named:
         return content
+    own = {name: value for name, value in text.items() if value is not None}
+    alone = TEXT_ARCHITECTURES.get(str(named[0]))
+    if alone is None:
+        tied = content.get("tie_word_embeddings") or own.get("tie_word_embeddings", False)
+        return content | own | {"architectures": named, "tie_word_embeddings": tied}
     whole = {
         name: value
         for name, value in content.items()
         if not name.endswith("_config") or name == "quantization_config"
     }
-    own = {name: value for name, value in text.items() if value is not None}
     ends = {name: whole[name] for name in ("eos_token_id",) if whole.get(name) is not None}
-    return whole | own | ends | {"architectures": [architecture]}
+    return whole | own | ends | {"architectures": [alone]}
 
 
 __all__ = ["ModelConfig", "MoeConfig", "VisionConfig", "load_model_config", "resolve_max_model_len"]
@@ -125,7 +128,7 @@ class Family:
         windows: which layers have the sliding window: all; those that ``layer_types`` names, else
             the ``upper`` ones, from ``max_window_layers`` on, or all but every sixth (``pattern``);
             or those that it names and no others. ``chunks`` are of ``attention_chunk_size``, in
-            layers whose heads are turned.
+            layers whose heads are turned (see `types.first_attended`).
         window_switch: and only with ``use_sliding_window``.
         max_window_layers: where ``config.json`` names none.
         sinks: every query head has a sink (`AttentionContext.attend`), and projections of the
@@ -199,18 +202,13 @@ class ModelConfig:
         kv_dtype: of the KV cache: that, or ``float8_e4m3fn``.
         qkv_bias: query, key and value have a bias.
         output_bias: the output projection of the attention has one.
-        qk_norm: see `Family`.
-        sinks: see `Family`.
         windows: per layer, tokens of its sliding window; 0 attends to everything.
-        chunked: windows are chunks, see `types.first_attended`.
         eos_token_ids: tokens that end a text, ascending.
         vision: its vision tower; None for a model of text only.
         quantization: how its weights are stored; None for floats.
         moe: its mixtures of experts; None for a model without.
         local_rope: what turns heads of layers with a window; None for `rope`.
         attention_scale: of the logits; None for ``head_dim ** -0.5``.
-        norm_offset: what is added to the scale of a norm as it is stored.
-        activation: of the MLPs' gates.
         mla: its latent attention, then `num_kv_heads` is 1; None for a model without.
         linear_attention: its layers with a state instead of K and V; None for a model without.
         nope: its layers whose heads are not turned; None for a model without.
@@ -234,23 +232,23 @@ class ModelConfig:
     tie_word_embeddings: bool
     qkv_bias: bool
     output_bias: bool
-    qk_norm: bool
     mlp_bias: bool
     windows: tuple[int, ...]
     eos_token_ids: tuple[int, ...]
     vision: VisionConfig | None = None
     quantization: Quantization | None = None
     moe: MoeConfig | None = None
-    sinks: bool = False
     local_rope: RopeConfig | None = None
     attention_scale: float | None = None
-    norm_offset: float = 0.0
-    activation: Literal["silu", "gelu_tanh"] = "silu"
     mla: MlaConfig | None = None
     linear_attention: LinearAttentionConfig | None = None
     nope: NopeConfig | None = None
     gemma4: Gemma4Config | None = None
-    chunked: bool = False
+
+    @property
+    def family(self) -> Family:
+        """What else its architecture says of attention, norms and activations."""
+        return ARCHITECTURES[self.architecture]
 
     @property
     def rotary_dim(self) -> int:
@@ -283,14 +281,14 @@ class ModelConfig:
             return LayerKV(window=window, heads=1, head_dim=mla.row_dim, value_dim=mla.kv_rank)
         if linear is not None and linear.layers[layer]:
             return linear.state
-        chunked = self.chunked and window > 0
+        chunked = self.family.windows == "chunks" and window > 0
         heads, dim = self.heads_of(layer)
         return LayerKV(window=window, chunked=chunked, heads=heads, head_dim=dim)
 
     def require_vision(self) -> VisionConfig:
         """Its vision tower. Raises `ConfigError` if it has none."""
         if self.vision is None:
-            raise ConfigError("--model", f"{self.architecture} has no vision tower to encode with")
+            raise ModelError(f"{self.architecture} has no vision tower to encode with")
         return self.vision
 
 
@@ -350,7 +348,7 @@ def load_model_config(
     architecture = _check_architecture(content)
     family = ARCHITECTURES[architecture]
     content = _DEFAULTS.get(architecture, {}) | content
-    raw = _convert(content, folder)
+    raw = convert_fields(content, _Raw, architecture)
     _refuse_unsupported(raw, family)
     has_generation = (folder / "generation_config.json").exists()
     generation = _read_json(folder, "generation_config.json") if has_generation else {}
@@ -389,21 +387,16 @@ def load_model_config(
         else raw.tie_word_embeddings,
         qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
         output_bias=bias and family.qkv_bias is None,
-        qk_norm=family.qk_norm,
         mlp_bias=raw.mlp_bias,
         windows=_windows(raw, family, nope),
-        chunked=family.windows == "chunks",
         nope=nope,
         gemma4=gemma4,
         eos_token_ids=_end_tokens(folder, ends, raw.vocab_size),
         vision=vision,
         quantization=read_quantization(raw.quantization_config, quantization),
         moe=read_moe(content, architecture),
-        sinks=family.sinks,
         local_rope=read_local_rope(raw) if family.gemma else None,
         attention_scale=mla.scale if mla else own_scale,
-        norm_offset=family.norm_offset,
-        activation="gelu_tanh" if family.gemma else "silu",
         mla=mla,
         linear_attention=read_linear_attention(content, architecture),
     )
@@ -466,14 +459,14 @@ def resolve_max_model_len(max_model_len: int | None, model: ModelConfig) -> int:
 
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
     if not folder.is_dir():
-        raise ConfigError("--model", f"no such folder: {folder}")
+        raise ModelError(f"no such folder: {folder}")
     path = folder / name
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except OSError as error:
-        raise ConfigError("--model", f"can't read {path}: {error.strerror}") from error
+        raise ModelError(f"can't read {path}: {error.strerror}") from error
     except UNREADABLE as error:
-        raise ConfigError("--model", f"{path} is not a JSON object: {error}") from error
+        raise ModelError(f"{path} is not a JSON object: {error}") from error
 
 
 def _check_architecture(content: dict[str, Any]) -> str:
@@ -489,35 +482,20 @@ def _check_architecture(content: dict[str, Any]) -> str:
     )
     # DeepSeek's folders name code of their own, as they are older than that of transformers.
     if content.get("auto_map") and architecture not in MLA_ARCHITECTURES:
-        raise ConfigError(
-            "--model",
+        raise ModelError(
             f"{architecture!r} brings code of its own (auto_map, trust_remote_code), which is "
-            f"never run; {supported}",
+            f"never run; {supported}"
         )
     if architecture not in ARCHITECTURES:
-        raise ConfigError("--model", f"architecture {architecture!r} is unknown; {supported}")
+        raise ModelError(f"architecture {architecture!r} is unknown; {supported}")
     return architecture
-
-
-def _convert(content: dict[str, Any], folder: Path) -> _Raw:
-    """The language model's fields beside the rest, whether ``text_config`` holds them or not."""
-    text = content.get("text_config")
-    if isinstance(text, Mapping):
-        own = {name: value for name, value in text.items() if value is not None}
-        tied = content.get("tie_word_embeddings") or own.get("tie_word_embeddings", False)
-        kept = {"architectures": content["architectures"], "tie_word_embeddings": tied}
-        content = content | own | kept
-    try:
-        return msgspec.convert(content, _Raw)
-    except msgspec.ValidationError as error:
-        raise ConfigError("--model", f"{folder / 'config.json'}: {error}") from error
 
 
 def _refuse_unsupported(raw: _Raw, family: Family) -> None:
     wanted = "gelu_pytorch_tanh" if family.gemma else "silu"
     found = (raw.hidden_activation if family.gemma else None) or raw.hidden_act or wanted
     if found != wanted:
-        raise ConfigError("--model", f"hidden_act {found!r} is unsupported; need {wanted!r}")
+        raise ModelError(f"hidden_act {found!r} is unsupported; need {wanted!r}")
     unsupported = ["attn_logit_softcapping"]
     if raw.architectures[0] not in GEMMA4_ARCHITECTURES:
         unsupported.append("final_logit_softcapping")
@@ -525,13 +503,12 @@ def _refuse_unsupported(raw: _Raw, family: Family) -> None:
         unsupported.append("use_bidirectional_attention")
     for name in unsupported:
         if family.gemma and getattr(raw, name):
-            raise ConfigError("--model", f"{name} is unsupported")
+            raise ModelError(f"{name} is unsupported")
     kv_heads = raw.num_key_value_heads or raw.num_attention_heads
     if raw.num_attention_heads % kv_heads:
-        raise ConfigError(
-            "--model",
+        raise ModelError(
             f"num_attention_heads {raw.num_attention_heads} is no multiple of "
-            f"num_key_value_heads {kv_heads}",
+            f"num_key_value_heads {kv_heads}"
         )
 
 
@@ -558,7 +535,7 @@ def _windows(raw: _Raw, family: Family, nope: NopeConfig | None) -> tuple[int, .
     if family.windows == "all":
         return (window,) * count
     if raw.layer_types is None and family.windows == "listed":
-        raise ConfigError("--model", "sliding_window needs layer_types, which says what it is for")
+        raise ModelError("sliding_window needs layer_types, which says what it is for")
     if raw.layer_types is None and family.windows == "pattern":
         every = raw.sliding_window_pattern
         return tuple(window if (layer + 1) % every else 0 for layer in range(count))
@@ -566,7 +543,7 @@ def _windows(raw: _Raw, family: Family, nope: NopeConfig | None) -> tuple[int, .
         first = family.max_window_layers if raw.max_window_layers is None else raw.max_window_layers
         return tuple(window if layer >= first else 0 for layer in range(count))
     if len(raw.layer_types) != count:
-        raise ConfigError("--model", "layer_types and num_hidden_layers differ in length")
+        raise ModelError("layer_types and num_hidden_layers differ in length")
     if named in raw.layer_types and window < 1:
-        raise ConfigError("--model", f"layer_types has {named!r}: {field} is missing")
+        raise ModelError(f"layer_types has {named!r}: {field} is missing")
     return tuple(window if kind == named else 0 for kind in raw.layer_types)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvbaton.engine.attention_config import check_sizes, convert_fields
-from kvbaton.errors import ConfigError
+from kvbaton.errors import ModelError
 from kvbaton.types import Count, Positive
 
 __all__ = ["MOE_FAMILIES", "MoeConfig", "MoeFamily", "read_moe"]
@@ -184,7 +184,7 @@ def read_moe(content: Mapping[str, Any], architecture: str) -> MoeConfig | None:
     ]
     check_sizes(sizes)
     if experts % groups:
-        raise ConfigError("--model", f"config.json: n_group {groups} does not divide {experts}")
+        raise ModelError(f"config.json: n_group {groups} does not divide {experts}")
     dense, first = raw.mlp_only_layers or (), raw.first_k_dense_replace or 0
     sparse = raw.moe_layers
     norm = raw.norm_topk_prob if family.norm_topk_prob is None else family.norm_topk_prob

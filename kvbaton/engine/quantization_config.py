@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from kvbaton.errors import ConfigError
+from kvbaton.errors import ConfigError, ModelError
 
 Layout = Literal["fp8", "int8", "awq", "gptq", "packed", "mxfp4"]
 T = TypeVar("T")
@@ -217,7 +217,7 @@ def read_quantization(
 
 
 def _refusal(what: str) -> ConfigError:
-    return ConfigError("--model", f"config.json: quantization_config: {what}")
+    return ModelError(f"config.json: quantization_config: {what}")
 
 
 def _checked_block(block: tuple[int, int] | None, field: str) -> tuple[int, int] | None:

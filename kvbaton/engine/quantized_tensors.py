@@ -21,24 +21,23 @@ An int32 holds n = 32 / bits numbers, the first in its lowest bits; AWQ's are in
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from kvbaton.engine.quantization_config import Quantization
-from kvbaton.errors import ConfigError
+from kvbaton.errors import ConfigError, ModelError
 from kvbaton.kernels.mxfp4 import GROUP, MOST
+
+T = TypeVar("T")
 
 FLOATS = ("F32", "F16", "BF16")
 """What weights that are not quantised may be stored as, by safetensors' names."""
 
 SCALED = {"fp8": "F8_E4M3", "int8": "I8"}
 SCALES = ("weight_scale", "weight_scale_inv")
-AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where in an int32 AWQ keeps its 8 numbers."""
-
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The numbers of e2m1, by their bits."""
 
@@ -84,18 +83,17 @@ def find_tensor(tensors: Tensors, name: str, quantization: Quantization | None) 
         return stored
     if stored is not None:
         if quantization is None or SCALED.get(layout) != stored.dtype:
-            raise ConfigError(
-                "--model",
+            raise ModelError(
                 f"{stored.where} has dtype {stored.dtype}, which config.json's "
-                f"quantization_config does not account for; need {', '.join(FLOATS)}",
+                f"quantization_config does not account for; need {', '.join(FLOATS)}"
             )
-        return ScaledTensor(stored, scales_of(tensors, name, quantization))
+        return ScaledTensor(tensors, name, quantization)
     if quantization is not None and layout == "mxfp4" and f"{name}_blocks" in tensors:
         return MXFP4Tensor(tensors, name)
     if quantization is not None and layout in PACKED:
         module = name.removesuffix(".weight")
-        if f"{module}.{PACKED[layout].CODES}" in tensors:
-            return PACKED[layout](tensors, module, quantization)
+        if f"{module}.{PACKED[layout].codes}" in tensors:
+            return PackedTensor(tensors, module, quantization)
     raise _missing(name)
 
 
@@ -105,12 +103,12 @@ def _matrix(tensors: Tensors, name: str) -> Stored:
     if stored is None:
         raise _missing(name)
     if len(stored.shape) != 2:
-        raise ConfigError("--model", f"{stored.where} has shape {list(stored.shape)}, not 2 axes")
+        raise ModelError(f"{stored.where} has shape {list(stored.shape)}, not 2 axes")
     return stored
 
 
 def _missing(name: str) -> ConfigError:
-    return ConfigError("--model", f"the checkpoint has no tensor {name!r}")
+    return ModelError(f"the checkpoint has no tensor {name!r}")
 
 
 def _part(tensors: Tensors, name: str, dtypes: tuple[str, ...], shape: tuple[int, ...]) -> Stored:
@@ -123,13 +121,9 @@ def _part(tensors: Tensors, name: str, dtypes: tuple[str, ...], shape: tuple[int
     if stored is None:
         raise _missing(name)
     if stored.dtype not in dtypes:
-        raise ConfigError(
-            "--model", f"{stored.where} has dtype {stored.dtype}; need {' or '.join(dtypes)}"
-        )
+        raise ModelError(f"{stored.where} has dtype {stored.dtype}; need {' or '.join(dtypes)}")
     if stored.shape != shape:
-        raise ConfigError(
-            "--model", f"{stored.where} has shape {list(stored.shape)}; need {list(shape)}"
-        )
+        raise ModelError(f"{stored.where} has shape {list(stored.shape)}; need {list(shape)}")
     return stored
 
 
@@ -155,64 +149,44 @@ def _spread(x: Tensor, dim: int, size: int, start: int, end: int) -> Tensor:
 # --- 8 bits beside scales ---
 
 
-def scales_of(tensors: Tensors, name: str, quantization: Quantization) -> Scales:
-    """The scales of a weight ``X.weight``.
+class ScaledTensor:
+    """8-bit numbers times the scales of their blocks.
+
+    Args:
+        tensors: of the checkpoint.
+        name: of the numbers, ``X.weight``.
+        quantization: of the checkpoint.
 
     Raises:
-        ConfigError: they are missing, or fit neither the weight nor the format.
-    """
-    shape, module = _matrix(tensors, name).shape, name.removesuffix(".weight")
-    found = [tensors[f"{module}.{kind}"] for kind in SCALES if f"{module}.{kind}" in tensors]
-    if not found:
-        raise _missing(f"{module}.{SCALES[quantization.block is not None]}")
-    stored = found[0]
-    if stored.dtype not in (*FLOATS, "F8_E8M0"):
-        raise ConfigError("--model", f"{stored.where} has dtype {stored.dtype}; need F32")
-    rows, columns = shape
-    blocks = [quantization.block] if quantization.block else [(1, columns), (rows, columns)]
-    candidates = [Scales(stored, shape, block) for block in blocks]
-    for scales in candidates:
-        # One for all is stored as [], [1] or [1, 1], one a row as [rows] or [rows, 1].
-        if [x for x in stored.shape if x > 1] == [x for x in scales.grid if x > 1]:
-            return scales
-    asked = " or ".join(str(list(scales.grid)) for scales in candidates)
-    raise ConfigError(
-        "--model",
-        f"{stored.where} has shape {list(stored.shape)}; a weight of {list(shape)} needs {asked}",
-    )
-
-
-class Scales:
-    """Scales of a weight of 8-bit numbers.
-
-    Attributes:
-        block: rows and columns that share one.
-        grid: rows and columns of blocks.
+        ConfigError: the scales are missing, or fit neither the weight nor the format.
     """
 
-    def __init__(self, stored: Stored, shape: tuple[int, ...], block: tuple[int, int]) -> None:
-        self._stored, self.block = stored, block
-        self.grid = tuple(-(-size // per) for size, per in zip(shape, block, strict=True))
-
-    def read(self, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
-        """Those of a range of the weight: float32 [rows, column blocks]."""
-        height, width = self.block
-        grid = self._stored.read().float().reshape(self.grid)
-        part = grid[_blocks(*rows, height), _blocks(*columns, width)]
-        return _spread(part, 0, height, *rows).expand(rows[1] - rows[0], -1)
-
-
-class ScaledTensor:
-    """8-bit numbers times the scales of their blocks."""
-
-    def __init__(self, stored: Stored, scales: Scales) -> None:
-        self._stored, self._scales = stored, scales
-        self.where, self.shape, self.dtype = stored.where, stored.shape, "F32"
+    def __init__(self, tensors: Tensors, name: str, quantization: Quantization) -> None:
+        self._stored, module = _matrix(tensors, name), name.removesuffix(".weight")
+        found = [tensors[f"{module}.{kind}"] for kind in SCALES if f"{module}.{kind}" in tensors]
+        if not found:
+            raise _missing(f"{module}.{SCALES[quantization.block is not None]}")
+        self._scales = found[0]
+        if self._scales.dtype not in (*FLOATS, "F8_E8M0"):
+            raise ModelError(f"{self._scales.where} has dtype {self._scales.dtype}; need F32")
+        self.where, self.shape, self.dtype = self._stored.where, self._stored.shape, "F32"
+        rows, columns = self.shape
+        blocks = [quantization.block] if quantization.block else [(1, columns), (rows, columns)]
+        grids = [(-(-rows // height), -(-columns // width)) for height, width in blocks]
+        for block, grid in zip(blocks, grids, strict=True):
+            # One for all is stored as [], [1] or [1, 1], one a row as [rows] or [rows, 1].
+            if [x for x in self._scales.shape if x > 1] == [x for x in grid if x > 1]:
+                self._block, self._grid = block, grid
+                return
+        raise ModelError(
+            f"{self._scales.where} has shape {list(self._scales.shape)}; a weight of "
+            f"{list(self.shape)} needs {' or '.join(str(list(grid)) for grid in grids)}"
+        )
 
     def read(self, *index: slice) -> Tensor:
         """See `Stored.read`."""
         rows, columns = _bounds(self.shape, index)
-        scales = self._scales.read(rows, columns)
+        scales = self._scales_of(rows, columns)
         return self._stored.read(*index).float() * self._spread(scales, columns)
 
     def read_parts(self, *index: slice, runs: int) -> tuple[Tensor, Tensor]:
@@ -223,139 +197,123 @@ class ScaledTensor:
             runs: of equal numbers of its columns, each within a block; or how many blocks it has.
         """
         rows, columns = _bounds(self.shape, index)
-        scales = self._scales.read(rows, columns)
+        scales = self._scales_of(rows, columns)
         if scales.shape[1] not in (1, runs):
             scales = self._spread(scales, columns)[:, :: (columns[1] - columns[0]) // runs]
         return self._stored.read(*index), scales
 
+    def _scales_of(self, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
+        """Those of a range of the weight: float32 [rows, column blocks]."""
+        height, width = self._block
+        grid = self._scales.read().float().reshape(self._grid)
+        part = grid[_blocks(*rows, height), _blocks(*columns, width)]
+        return _spread(part, 0, height, *rows).expand(rows[1] - rows[0], -1)
+
     def _spread(self, scales: Tensor, columns: tuple[int, int]) -> Tensor:
-        return _spread(scales, 1, self._scales.block[1], *columns)
+        return _spread(scales, 1, self._block[1], *columns)
 
 
 # --- several numbers in an int32 ---
 
 
-def unpack(packed: Tensor, bits: int, dim: int) -> Tensor:
-    """Numbers of so many bits out of int32s, 32 / bits times as many along an axis; int32."""
-    dim %= packed.dim()
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=packed.device)
-    shifts = shifts.view(-1, *(1,) * (packed.dim() - dim - 1))
-    return ((packed.unsqueeze(dim + 1) >> shifts) & (1 << bits) - 1).flatten(dim, dim + 1)
+class PackedLayout(NamedTuple):
+    """How a format stores a weight, [rows, columns].
 
-
-def _unpacked(stored: Stored, bits: int, dim: int, *bounds: tuple[int, int]) -> Tensor:
-    """A range of numbers of a packed matrix, whose axis `dim` holds int32s."""
-    start, end = bounds[dim]
-    parts = [slice(*bound) for bound in bounds]
-    parts[dim] = _blocks(start, end, 32 // bits)
-    numbers = unpack(stored.read(*parts), bits, dim)
-    return numbers.narrow(dim, start % (32 // bits), end - start)
-
-
-class AWQTensor:
-    """Activation-aware weight quantisation (Lin et al., arXiv 2306.00978), AutoAWQ's ``gemm``."""
-
-    CODES = "qweight"
-
-    def __init__(self, tensors: Tensors, module: str, quantization: Quantization) -> None:
-        codes = _matrix(tensors, f"{module}.{self.CODES}")
-        columns, rows = codes.shape[0], codes.shape[1] * 8
-        self._group = quantization.group_size or columns
-        groups = -(-columns // self._group)
-        self._codes = _part(tensors, f"{module}.{self.CODES}", ("I32",), (columns, rows // 8))
-        self._zeros = _part(tensors, f"{module}.qzeros", ("I32",), (groups, rows // 8))
-        self._scales = _part(tensors, f"{module}.scales", FLOATS, (groups, rows))
-        self.where, self.shape, self.dtype = codes.where, (rows, columns), "F32"
-
-    def read(self, *index: slice) -> Tensor:
-        """See `Stored.read`."""
-        rows, columns = _bounds(self.shape, index)
-        touched = _blocks(*rows, 8)
-        groups = _blocks(*columns, self._group)
-        codes = self._in_order(self._codes.read(slice(*columns), touched))
-        zeros = self._in_order(self._zeros.read(groups, touched))
-        zeros = _spread(zeros, 0, self._group, *columns)
-        cut = slice(rows[0] % 8, rows[0] % 8 + rows[1] - rows[0])
-        scales = self._scales.read(groups, slice(*rows)).float()
-        return ((codes - zeros)[:, cut] * _spread(scales, 0, self._group, *columns)).t()
-
-    def _in_order(self, packed: Tensor) -> Tensor:
-        numbers = unpack(packed, 4, 1).view(len(packed), -1, 8)
-        return numbers[..., AWQ_ORDER].flatten(1)
-
-
-class GPTQTensor:
-    """GPTQ (Frantar et al., arXiv 2210.17323) as AutoGPTQ and GPTQModel store it.
-
-    The first format keeps ``zero - 1``; 1 is added without wrapping around, as exllama and vLLM do.
+    Attributes:
+        codes: name of its numbers, of which int32s hold several.
+        zeros: name of the zero points, [rows, groups]; in int32s along the rows.
+        scales: name of the scales, [rows, groups].
+        order: name of each column's group; empty where they follow one another.
+        turned: all matrices are stored as [columns, rows], and [groups, rows].
+        dim: along which the numbers in an int32 follow one another: 0 if they are of several rows.
+        places: where an int32 has the first number, the second, ...; empty if in that order.
     """
 
-    CODES = "qweight"
+    codes: str
+    zeros: str
+    scales: str
+    order: str
+    turned: bool
+    dim: int
+    places: tuple[int, ...] = ()
 
-    def __init__(self, tensors: Tensors, module: str, quantization: Quantization) -> None:
-        self._bits, self._offset = quantization.bits, quantization.zero_offset
-        each = 32 // self._bits
-        codes = _matrix(tensors, f"{module}.{self.CODES}")
-        columns, rows = codes.shape[0] * each, codes.shape[1]
-        self._group = quantization.group_size or columns
-        groups = -(-columns // self._group)
-        self._codes = _part(tensors, f"{module}.{self.CODES}", ("I32",), codes.shape)
-        self._zeros = _part(tensors, f"{module}.qzeros", ("I32",), (groups, -(-rows // each)))
-        self._scales = _part(tensors, f"{module}.scales", FLOATS, (groups, rows))
-        self._order = None
-        if f"{module}.g_idx" in tensors:
-            self._order = _part(tensors, f"{module}.g_idx", ("I32", "I64"), (columns,))
-        self.where, self.shape, self.dtype = codes.where, (rows, columns), "F32"
+    def oriented(self, shape: Sequence[T]) -> tuple[T, ...]:
+        """Of rows and columns, which is stored first; and back."""
+        return tuple(reversed(shape) if self.turned else shape)
 
-    def read(self, *index: slice) -> Tensor:
-        """See `Stored.read`."""
-        rows, columns = _bounds(self.shape, index)
-        codes = _unpacked(self._codes, self._bits, 0, columns, rows)
-        groups = self._scales.shape[0]
-        zeros = _unpacked(self._zeros, self._bits, 1, (0, groups), rows) + self._offset
-        scales = self._scales.read(slice(None), slice(*rows)).float()
-        group = _group_of(self._order, self._group, groups, columns).to(codes.device)
-        return ((codes - zeros[group]) * scales[group]).t()
+    def unpack(self, packed: Tensor, bits: int, dim: int) -> Tensor:
+        """[rows, columns] of int32s to the numbers of so many bits in them, along `dim`; int32."""
+        places = torch.tensor(self.places or range(32 // bits), device=packed.device)
+        shifts = (places * bits).int().view(-1, *(1,) * (1 - dim))
+        return ((packed.unsqueeze(dim + 1) >> shifts) & (1 << bits) - 1).flatten(dim, dim + 1)
+
+
+_QUANTIZER = "qweight", "qzeros", "scales"
+PACKED = {
+    "awq": PackedLayout(*_QUANTIZER, "", turned=True, dim=0, places=(0, 4, 1, 5, 2, 6, 3, 7)),
+    "gptq": PackedLayout(*_QUANTIZER, "g_idx", turned=True, dim=1),
+    "packed": PackedLayout(
+        "weight_packed", "weight_zero_point", "weight_scale", "weight_g_idx", turned=False, dim=1
+    ),
+}
 
 
 class PackedTensor:
-    """``pack-quantized`` of compressed-tensors."""
+    """Numbers less their zero points, times scales.
 
-    CODES = "weight_packed"
+    AWQ is activation-aware weight quantisation (Lin et al., arXiv 2306.00978), in AutoAWQ's
+    ``gemm``. GPTQ (Frantar et al., arXiv 2210.17323) is stored as by AutoGPTQ and GPTQModel: the
+    first format keeps ``zero - 1``; 1 is added without wrapping around, as exllama and vLLM do.
+    ``pack-quantized`` of compressed-tensors has no zero points where they are in the middle.
+    """
 
     def __init__(self, tensors: Tensors, module: str, quantization: Quantization) -> None:
-        self._bits = quantization.bits
-        each = 32 // self._bits
-        codes = _matrix(tensors, f"{module}.{self.CODES}")
-        said = tensors.get(f"{module}.weight_shape")
-        rows, columns = codes.shape[0], codes.shape[1] * each
-        if said is not None:
-            rows, columns = _part(tensors, f"{module}.weight_shape", ("I64", "I32"), (2,)).read()
-            rows, columns = int(rows), int(columns)
+        form, bits = PACKED[quantization.layout], quantization.bits
+        self._form, self._bits, self._offset = form, bits, quantization.zero_offset
+        codes, each = _matrix(tensors, f"{module}.{form.codes}"), 32 // bits
+        shape = [*form.oriented(codes.shape)]
+        shape[form.dim] *= each
+        if f"{module}.weight_shape" in tensors:
+            said = _part(tensors, f"{module}.weight_shape", ("I64", "I32"), (2,))
+            shape = said.read().tolist()
+        rows, columns = shape
+        shape[form.dim] = -(-shape[form.dim] // each)
         self._group = quantization.group_size or columns
-        groups = -(-columns // self._group)
-        shape = (rows, -(-columns // each))
-        self._codes = _part(tensors, f"{module}.{self.CODES}", ("I32",), shape)
-        self._scales = _part(tensors, f"{module}.weight_scale", FLOATS, (rows, groups))
+        self._groups = -(-columns // self._group)
+
+        def part(name: str, dtypes: tuple[str, ...], *shape: int) -> Stored:
+            return _part(tensors, f"{module}.{name}", dtypes, form.oriented(shape))
+
+        self._codes = part(form.codes, ("I32",), *shape)
         self._zeros = self._order = None
-        if f"{module}.weight_zero_point" in tensors:
-            shape = (-(-rows // each), groups)
-            self._zeros = _part(tensors, f"{module}.weight_zero_point", ("I32",), shape)
-        if f"{module}.weight_g_idx" in tensors:
-            self._order = _part(tensors, f"{module}.weight_g_idx", ("I32", "I64"), (columns,))
+        if quantization.layout != "packed" or f"{module}.{form.zeros}" in tensors:
+            self._zeros = part(form.zeros, ("I32",), -(-rows // each), self._groups)
+        self._scales = part(form.scales, FLOATS, rows, self._groups)
+        if f"{module}.{form.order}" in tensors:
+            self._order = _part(tensors, f"{module}.{form.order}", ("I32", "I64"), (columns,))
         self.where, self.shape, self.dtype = codes.where, (rows, columns), "F32"
 
     def read(self, *index: slice) -> Tensor:
         """See `Stored.read`."""
         rows, columns = _bounds(self.shape, index)
-        codes = _unpacked(self._codes, self._bits, 1, rows, columns)
-        scales = self._scales.read(slice(*rows)).float()
-        groups = scales.shape[1]
-        group = _group_of(self._order, self._group, groups, columns).to(codes.device)
-        if self._zeros is None:
-            return (codes - (1 << self._bits - 1)) * scales[:, group]
-        zeros = _unpacked(self._zeros, self._bits, 0, rows, (0, groups))
-        return (codes - zeros[:, group]) * scales[:, group]
+        codes = self._numbers(self._codes, self._form.dim, rows, columns)
+        group = _group_of(self._order, self._group, self._groups, columns).to(codes.device)
+        zeros: int | Tensor = 1 << self._bits - 1
+        if self._zeros is not None:
+            zeros = self._numbers(self._zeros, 0, rows, (0, self._groups))[:, group] + self._offset
+        return (codes - zeros) * self._read(self._scales, slice(*rows)).float()[:, group]
+
+    def _read(self, stored: Stored, rows: slice, columns: slice = slice(None)) -> Tensor:
+        found = stored.read(*self._form.oriented((rows, columns)))
+        return found.t() if self._form.turned else found
+
+    def _numbers(self, stored: Stored, dim: int, *bounds: tuple[int, int]) -> Tensor:
+        """A range of rows and columns of a packed matrix, whose axis `dim` holds int32s."""
+        (start, end), each = bounds[dim], 32 // self._bits
+        parts = [slice(*bound) for bound in bounds]
+        parts[dim] = _blocks(start, end, each)
+        numbers = self._form.unpack(self._read(stored, *parts), self._bits, dim)
+        return numbers.narrow(dim, start % each, end - start)
 
 
 def _group_of(order: Stored | None, size: int, groups: int, columns: tuple[int, int]) -> Tensor:
@@ -364,15 +322,8 @@ def _group_of(order: Stored | None, size: int, groups: int, columns: tuple[int, 
         return torch.arange(*columns) // size
     found = order.read(slice(*columns)).long()
     if found.min() < 0 or found.max() >= groups:
-        raise ConfigError("--model", f"{order.where} names groups beyond the {groups} there are")
+        raise ModelError(f"{order.where} names groups beyond the {groups} there are")
     return found
-
-
-PACKED: dict[str, type[AWQTensor | GPTQTensor | PackedTensor]] = {
-    "awq": AWQTensor,
-    "gptq": GPTQTensor,
-    "packed": PackedTensor,
-}
 
 
 # --- MXFP4 ---
@@ -418,10 +369,9 @@ class MXFP4Tensor:
         """
         blocks, scales = self._read(index)
         if scales.numel() and scales.max() > MOST:
-            raise ConfigError(
-                "--model",
+            raise ModelError(
                 f"{self._scales.where} has scales up to 2^{int(scales.max()) - 127}; experts in "
-                f"MXFP4 are served with 2^{MOST - 127} at most; --dtype float16 dequantises them",
+                f"MXFP4 are served with 2^{MOST - 127} at most; --dtype float16 dequantises them"
             )
         return blocks, scales
 

@@ -84,7 +84,7 @@ class Sequence:
 
     def __post_init__(self, num_groups: int) -> None:
         request = self.request
-        self.rank = request.priority, False, request.start_tag, request.arrival, self.choice
+        self.rank = request.spec.priority, False, request.start_tag, request.arrival, self.choice
         self.tables = [[] for _ in range(num_groups)]
         self.sent = [0] * num_groups
         self.committed = [0] * num_groups
@@ -135,7 +135,6 @@ class Request:
         num_known: tokens known from the start: the prompt and what was resumed.
         params: sampling.
         limit: tokens, the prompt included, at which a choice ends in any case.
-        priority: lower runs first.
         start_tag: see `FairShares`.
         arrival: its number in order of arrival.
         deadline: when it is ended, on the scheduler's clock.
@@ -158,7 +157,6 @@ class Request:
     num_known: int
     params: SamplingParams
     limit: int
-    priority: int
     start_tag: int
     arrival: int
     deadline: float
@@ -214,7 +212,7 @@ class Request:
         return {
             "request_id": self.request_id,
             "state": self.state.value,
-            "priority": self.priority,
+            "priority": self.spec.priority,
             "prompt": len(self.prompt),
             "known": self.num_known,
             "deadline": self.deadline,

@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 
 from kvbaton.engine.vision_config import VisionFamily
-from kvbaton.errors import ConfigError
+from kvbaton.errors import ModelError
 from kvbaton.types import Positive, Size
 
 RotaryBase = Annotated[float, msgspec.Meta(gt=1)]
@@ -132,14 +132,10 @@ def read_rope(
     kind = rope.kind
     if vision is not None:
         if kind not in ("default", "mrope"):
-            raise ConfigError(
-                "--model", f"rope_type {kind!r} is unsupported; need 'default' or 'mrope'"
-            )
+            raise ModelError(f"rope_type {kind!r} is unsupported; need 'default' or 'mrope'")
         half, section = raw.head_size // 2, rope.mrope_section
         if section is None or sum(section) != half or min(section) < 0:
-            raise ConfigError(
-                "--model", f"mrope_section must be three numbers that add up to {half}"
-            )
+            raise ModelError(f"mrope_section must be three numbers that add up to {half}")
         interleaved = vision.mrope_interleaved
         return RopeConfig(theta=theta, mrope_section=section, mrope_interleaved=interleaved)
     turned = raw.partial_rotary_factor or rope.partial_rotary_factor or share or 1.0
@@ -147,17 +143,17 @@ def read_rope(
         factor = rope.factor or 1.0
         return RopeConfig(theta=theta, share=turned, proportional=True, factor=factor, linear=True)
     if turned != 1.0 and (share is None or kind != "default"):
-        raise ConfigError("--model", f"partial_rotary_factor {turned:g} is unsupported")
+        raise ModelError(f"partial_rotary_factor {turned:g} is unsupported")
     if kind == "default":
         half, pairs = raw.head_size // 2, raw.head_size * turned / 2
         if turned != 1.0 and not (0 < pairs < half and pairs == int(pairs)):
-            raise ConfigError(
-                "--model", f"partial_rotary_factor {turned:g} must give an even part of {2 * half}"
+            raise ModelError(
+                f"partial_rotary_factor {turned:g} must give an even part of {2 * half}"
             )
         return RopeConfig(theta=theta, share=turned)
     factor = rope.factor or 0.0
     if kind in ("linear", "yarn") and factor < 1:
-        raise ConfigError("--model", f"rope_type {kind!r} needs a factor from 1 on, not {factor:g}")
+        raise ModelError(f"rope_type {kind!r} needs a factor from 1 on, not {factor:g}")
     if kind == "linear":
         return RopeConfig(theta=theta, factor=factor, linear=True)
     original = (
@@ -169,12 +165,11 @@ def read_rope(
         return _yarn(rope, theta, factor, original)
     if kind != "llama3":
         known = "'default', 'linear', 'llama3', 'yarn'"
-        raise ConfigError("--model", f"rope_type {kind!r} is unsupported; supported: {known}")
+        raise ModelError(f"rope_type {kind!r} is unsupported; supported: {known}")
     low, high = rope.low_freq_factor, rope.high_freq_factor
     if rope.factor is None or low is None or high is None or low >= high:
-        raise ConfigError(
-            "--model",
-            "rope_type 'llama3' needs factor, low_freq_factor and a high_freq_factor above that",
+        raise ModelError(
+            "rope_type 'llama3' needs factor, low_freq_factor and a high_freq_factor above that"
         )
     return RopeConfig(
         theta=theta,
@@ -194,15 +189,15 @@ def read_local_rope(raw: RawRotary) -> RopeConfig:
     local = raw.rope_parameters.sliding_attention if raw.rope_parameters else None
     kind = (local.rope_type if local else None) or "default"
     if kind != "default":
-        raise ConfigError("--model", f"rope_type {kind!r} of windows is unsupported")
+        raise ModelError(f"rope_type {kind!r} of windows is unsupported")
     return RopeConfig(theta=(local.rope_theta if local else None) or raw.rope_local_base_freq)
 
 
 def _yarn(rope: RotaryEntry, theta: float, factor: float, original: int) -> RopeConfig:
     fast, slow = rope.beta_fast or 32.0, rope.beta_slow or 1.0
     if not 0 < slow < fast:
-        raise ConfigError(
-            "--model", f"rope_type 'yarn' needs beta_fast {fast:g} above beta_slow {slow:g} above 0"
+        raise ModelError(
+            f"rope_type 'yarn' needs beta_fast {fast:g} above beta_slow {slow:g} above 0"
         )
     attention_factor = rope.attention_factor
     if attention_factor is None:
@@ -211,7 +206,7 @@ def _yarn(rope: RotaryEntry, theta: float, factor: float, original: int) -> Rope
         above, below = (0.1 * (scale or 0.0) * math.log(factor) + 1.0 for scale in scales)
         attention_factor = above / below
     if not 0 < attention_factor < math.inf:
-        raise ConfigError("--model", f"attention_factor {attention_factor} must be positive")
+        raise ModelError(f"attention_factor {attention_factor} must be positive")
     return RopeConfig(
         theta=theta,
         factor=factor,

@@ -25,7 +25,7 @@ from kvbaton.engine.sampler import Logprobs, SampleRows, logprobs_of, needs_toke
 from kvbaton.engine.sequences import Sequences, merge_size
 from kvbaton.engine.state_blocks import StateBatch, step_states
 from kvbaton.engine.step import Sampled, SequenceStep, StepColumns, StepPlan, StepResult
-from kvbaton.engine.upload import upload
+from kvbaton.engine.upload import upload, upload_ids
 from kvbaton.errors import ConfigError
 from kvbaton.types import TokenLogprobs
 
@@ -288,7 +288,7 @@ class Runner:
         if found is None:
             return None
         at, blocks, offsets = found
-        return Encoded(self._to_device(at), self._gather(blocks, offsets))
+        return Encoded(upload_ids(at, self.device), self._gather(blocks, offsets))
 
     def _gather(self, blocks: Ints, offsets: Ints) -> Tensor:
         assert self.encoder is not None, "items come after their pool was attached"
@@ -302,15 +302,16 @@ class Runner:
         sampling = np.flatnonzero(samples)
         if not len(sampling):
             return
-        logits = self.model.logits(hidden[self._to_device(ends[sampling] - 1)])
+        logits = self.model.logits(hidden[upload_ids(ends[sampling] - 1, self.device)])
         if samples.max() > 1:
-            logits = logits.repeat_interleave(self._to_device(samples[sampling]), dim=0)
+            counts = upload_ids(samples[sampling], self.device)
+            logits = logits.repeat_interleave(counts, dim=0)
         sample_rows = self._sample_rows(rows, samples, known, output.plan)
         output.logprob_counts = [params.logprobs for params in sample_rows.params]
         asked = [(i, n) for i, n in enumerate(output.logprob_counts) if n is not None]
         raw = None
         if asked:
-            index = self._to_device(np.array([i for i, _ in asked]))
+            index = upload_ids([i for i, _ in asked], self.device)
             raw = logits[index].log_softmax(dim=-1)  # `sample` overwrites logits
         output.tokens = sample(logits, sample_rows, self.model.config.eos_token_ids)
         tokens = output.tokens.clamp(min=0)  # who has none ends once the host sees it
@@ -335,7 +336,8 @@ class Runner:
         params = [self.sequences.sampling(row) for row in rows]
         tokens = None
         if any(needs_tokens(param) for param in params):
-            tokens = self.sequences.tokens[self._to_device(rows), : int(lengths.max())]
+            index = upload_ids(rows, self.device)
+            tokens = self.sequences.tokens[index, : int(lengths.max())]
         governed, masks = list[Ints](), list[npt.NDArray[np.uint8]]()
         row = 0
         for step in plan.steps if plan.masks else ():
@@ -374,6 +376,3 @@ class Runner:
                 logprobs = self.model.logits(state).log_softmax(dim=-1)
                 entries = logprobs_of(logprobs, target, count)
                 pieces.append(entries.messages([count] * len(target)))
-
-    def _to_device(self, array: Ints) -> Tensor:
-        return upload([array], self.device)[0].view(array.shape)

@@ -12,7 +12,7 @@ do not pay for it. Log probabilities that are reported are those of the raw logi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,17 +21,12 @@ import torch
 from torch import Tensor
 
 from kvbaton.engine.grammars import mask_of
-from kvbaton.engine.upload import upload
+from kvbaton.engine.upload import upload, upload_ids
 from kvbaton.kernels.jit import use_triton
-from kvbaton.kernels.penalties import Penalties, penalize
+from kvbaton.kernels.penalties import Penalties
 from kvbaton.kernels.sample_tokens import (
-    PURPOSE_SAMPLE,
     Sampling,
     best_tokens,
-    gumbel_noise,
-    keep_min_p,
-    keep_top_k,
-    keep_top_p,
     sample_tokens,
 )
 from kvbaton.messages.engine import SamplingParams
@@ -98,30 +93,25 @@ def sample(logits: Tensor, rows: SampleRows, eos_token_ids: tuple[int, ...]) -> 
     Returns:
         [rows] int64, on the device of `logits`; -1 as `sample_tokens` says.
     """
-    if use_triton(logits):
-        process_logits(logits, rows, eos_token_ids, cut=False)
-        return sample_tokens(logits, _sampling(rows, logits))
     process_logits(logits, rows, eos_token_ids)
-    drawn = [row for row, p in enumerate(rows.params) if p.temperature >= GREEDY_BELOW]
-    if drawn:  # Gumbel noise on the rows that are not greedy
-        index = torch.tensor(drawn, device=logits.device)
-        # The int64 with the same 64 bits; greedy rows may come without a seed.
-        bits = np.array([(param.seed or 0) & SEED_MASK for param in rows.params], np.uint64)
-        seeds, positions, choices = (
-            torch.from_numpy(x).to(logits.device)
-            for x in (bits.view(np.int64), rows.lengths, rows.choices)
-        )
-        vocab = logits.shape[1]
-        for part in torch.split(index, max(1, NOISE_ELEMENTS // vocab)):
-            logits[part] += gumbel_noise(
-                seeds[part], positions[part], choices[part], vocab, PURPOSE_SAMPLE
-            )
-    return best_tokens(logits)
+    if use_triton(logits):
+        return sample_tokens(logits, sampling_of(rows, logits, np.arange(len(logits))))
+    tokens = best_tokens(logits)
+    # Plain torch makes the noise of each row that it is given.
+    params = enumerate(rows.params)
+    chosen = [row for row, p in params if p.temperature >= GREEDY_BELOW or has_penalties(p)]
+    at_once = max(1, NOISE_ELEMENTS // logits.shape[1])
+    for start in range(0, len(chosen), at_once):
+        part = np.array(chosen[start : start + at_once])
+        index = torch.from_numpy(part)
+        tokens[index] = sample_tokens(logits[index], sampling_of(rows, logits, part))
+    return tokens
 
 
-def _sampling(rows: SampleRows, logits: Tensor) -> Sampling:
-    """What kernels need to know of rows."""
-    params, counted = rows.params, [has_penalties(p) for p in rows.params]
+def sampling_of(rows: SampleRows, logits: Tensor, chosen: npt.NDArray[np.int64]) -> Sampling:
+    """What kernels need to know of some rows."""
+    params = [rows.params[row] for row in chosen]
+    counted = [has_penalties(p) for p in params]
     seeds = np.array([(p.seed or 0) & SEED_MASK for p in params], np.uint64).view(np.int64)
     top_ks = np.array([max(p.top_k, 0) for p in params])
     floats = (
@@ -133,10 +123,11 @@ def _sampling(rows: SampleRows, logits: Tensor) -> Sampling:
         [p.frequency_penalty for p in params],
     )
     bits = (np.array(x, np.float64).view(np.int64) for x in floats)
-    ints = seeds, rows.lengths, rows.choices, top_ks, rows.num_prompt, np.arange(len(params))
-    seed, length, choice, top_k, num_prompt, of, *sent = upload([*ints, *bits], logits.device)
+    known = (x[chosen] for x in (rows.lengths, rows.choices, rows.num_prompt))
+    sent = upload([seeds, top_ks, chosen, *known, *bits], logits.device)
+    seed, top_k, of, length, choice, num_prompt = sent[:6]
     temperature, top_p, min_p, repetition, presence, frequency = (
-        x.view(torch.float64) for x in sent
+        x.view(torch.float64) for x in sent[6:]
     )
     shape = len(params) if any(counted) else 0, logits.shape[1]
     counts = logits.new_zeros(shape, dtype=torch.int32)
@@ -145,17 +136,11 @@ def _sampling(rows: SampleRows, logits: Tensor) -> Sampling:
     return Sampling(temperature, seed, length, choice, top_k, top_p, min_p, penalties)
 
 
-def process_logits(
-    logits: Tensor, rows: SampleRows, eos_token_ids: tuple[int, ...], *, cut: bool = True
-) -> None:
-    """Apply all but the noise, in place; the softmax is then what a row is drawn from.
-
-    Without `cut` all but penalties, temperature, top-k, top-p and min-p, too.
-    """
+def process_logits(logits: Tensor, rows: SampleRows, eos_token_ids: tuple[int, ...]) -> None:
+    """Apply, in place, what comes before penalties; `sample_tokens` does the rest."""
     if rows.masks is not None:
         _keep_allowed(logits, rows.governed, rows.masks)
     biases: list[tuple[int, int, float]] = []
-    by_step: dict[Step, list[int]] = {}
     allowed: dict[int, npt.NDArray[np.uint8]] = {}
     has_bad_words = False
     for row, p in enumerate(rows.params):  # once, since most rows want nothing of all this
@@ -168,18 +153,6 @@ def process_logits(
             # Tokens that would end the text do not come until then.
             stops = {*p.stop_token_ids, *(() if p.ignore_eos else eos_token_ids)}
             biases += [(row, token, FORBIDDEN) for token in stops]
-        if not cut:
-            continue
-        if rows.tokens is not None and has_penalties(p):
-            by_step.setdefault(_penalize, []).append(row)
-        if p.temperature >= GREEDY_BELOW and p.temperature != 1.0:
-            by_step.setdefault(_divide_by_temperature, []).append(row)
-        if 0 < p.top_k < logits.shape[1]:
-            by_step.setdefault(_keep_top_k, []).append(row)
-        if p.top_p < 1.0:
-            by_step.setdefault(_keep_top_p, []).append(row)
-        if p.min_p > 0.0:
-            by_step.setdefault(_keep_min_p, []).append(row)
     if allowed:
         _keep_allowed(logits, np.array(list(allowed)), np.stack(list(allowed.values())))
     if has_bad_words:
@@ -188,18 +161,16 @@ def process_logits(
         # A token that does not exist can't be chosen anyway.
         known = [bias for bias in biases if bias[1] < logits.shape[1]]
         of, tokens, values = zip(*known, strict=True) if known else ((), (), ())
-        index = _ints(of, logits.device), _ints(tokens, logits.device)
-        logits.index_put_(index, _column(values, logits.device)[:, 0], accumulate=True)
-    for step in STEPS:
-        if chosen := by_step.get(step):
-            step(logits, rows, chosen)
+        bits = np.array(values, np.float64).view(np.int64)
+        rows_of, ids, added = (upload_ids(x, logits.device) for x in (of, tokens, bits))
+        logits.index_put_((rows_of, ids), added.view(torch.float64).float(), accumulate=True)
 
 
 def _keep_allowed(
     logits: Tensor, rows: npt.NDArray[np.int64], masks: npt.NDArray[np.uint8]
 ) -> None:
     """Make impossible what masks do not allow; see `SampleRows`."""
-    index, packed = _ints(rows, logits.device), torch.from_numpy(masks)
+    index, packed = upload_ids(rows, logits.device), torch.from_numpy(masks)
     if logits.is_cuda:
         packed = packed.pin_memory().to(logits.device, non_blocking=True)
     bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
@@ -221,64 +192,14 @@ def _forbid_bad_words(logits: Tensor, rows: SampleRows) -> None:
         return
     most = max(len(word) for _, word in words)
     padded = [(-1,) * (most - len(word)) + word for _, word in words]
-    index = _ints([row for row, _ in words], logits.device)
-    table = _ints(np.array(padded, np.int64).ravel(), logits.device).view(len(padded), most)
-    ends = _ints(rows.lengths, logits.device)[index]
+    index = upload_ids([row for row, _ in words], logits.device)
+    table = upload_ids(np.array(padded, np.int64).ravel(), logits.device).view(len(padded), most)
+    ends = upload_ids(rows.lengths, logits.device)[index]
     at = ends[:, None] + torch.arange(1 - most, 0, device=logits.device)
     before, last = table[:, :-1], table[:, -1]
     same = (rows.tokens[index[:, None], at.clamp(min=0)] == before) | (before < 0)
     bias = torch.where(same.all(1), FORBIDDEN, 0.0).to(logits.dtype)
     logits.index_put_((index, last), bias, accumulate=True)
-
-
-def _column(values: Sequence[float], device: torch.device) -> Tensor:
-    """[rows, 1] float32."""
-    return (
-        _ints(np.array(values, np.float64).view(np.int64), device)
-        .view(torch.float64)
-        .float()[:, None]
-    )
-
-
-def _ints(values: Sequence[int] | npt.NDArray[np.int64], device: torch.device) -> Tensor:
-    """[values] int64, without waiting for the device."""
-    return upload([np.asarray(values, np.int64)], device)[0]
-
-
-# --- the steps, each on the rows that want it ---
-
-
-def _penalize(logits: Tensor, rows: SampleRows, _: list[int]) -> None:
-    penalize(logits, _sampling(rows, logits).penalties)
-
-
-def _divide_by_temperature(logits: Tensor, rows: SampleRows, chosen: list[int]) -> None:
-    """All rows in place, which is faster than a copy of the chosen ones."""
-    values = [1.0] * len(rows.params)
-    for row in chosen:
-        values[row] = rows.params[row].temperature
-    logits.div_(_column(values, logits.device))
-
-
-def _keep_top_k(logits: Tensor, rows: SampleRows, chosen: list[int]) -> None:
-    index, kept = _ints(chosen, logits.device), [rows.params[row].top_k for row in chosen]
-    logits[index] = keep_top_k(logits[index], _ints(kept, logits.device), max(kept))
-
-
-def _keep_top_p(logits: Tensor, rows: SampleRows, chosen: list[int]) -> None:
-    index = _ints(chosen, logits.device)
-    top_ps = _column([rows.params[row].top_p for row in chosen], logits.device)
-    logits[index] = keep_top_p(logits[index], top_ps)
-
-
-def _keep_min_p(logits: Tensor, rows: SampleRows, chosen: list[int]) -> None:
-    index = _ints(chosen, logits.device)
-    min_ps = _column([rows.params[row].min_p for row in chosen], logits.device)
-    logits[index] = keep_min_p(logits[index], min_ps)
-
-
-Step = Callable[[Tensor, SampleRows, list[int]], None]
-STEPS: tuple[Step, ...] = (_penalize, _divide_by_temperature, _keep_top_k, _keep_top_p, _keep_min_p)
 
 
 # --- log probabilities ---

@@ -20,6 +20,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +32,7 @@ from kvbaton.engine.kv_cache_manager import Match
 from kvbaton.engine.kv_connector import KVConnector
 from kvbaton.engine.loading_requests import LoadingRequests
 from kvbaton.engine.request import InFlightStep, ScheduledSequence, Sequence, SequenceState
-from kvbaton.engine.speculative import NgramProposer
+from kvbaton.engine.speculative import propose
 from kvbaton.engine.step import (
     BlockCopy,
     Fork,
@@ -99,7 +100,8 @@ class Scheduler(LoadingRequests):
         super().__init__(config, root_key=root_key, clock=clock)
         drafts = config.speculative or NO_DRAFTS
         self.propose: Callable[[npt.NDArray[np.int32], int], tuple[int, ...]]
-        self.propose = NgramProposer(*drafts.lookup).propose
+        least, most = drafts.lookup
+        self.propose = partial(propose, least=least, most=most)
         self._longest_draft = drafts.num_speculative_tokens
         self.result_at: float | None = None
         self._handles = itertools.count(1)

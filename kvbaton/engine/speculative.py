@@ -14,39 +14,30 @@ import numpy as np
 import numpy.typing as npt
 
 
-class NgramProposer:
-    """Finds the longest run of a sequence's latest tokens that it has had before.
+def propose(tokens: npt.NDArray[np.int32], count: int, *, least: int, most: int) -> tuple[int, ...]:
+    """Tokens that followed the longest run of a sequence's latest ones that it has had before.
+
+    Of equally long runs the latest counts after which there are `count` tokens, else the first.
 
     Args:
+        tokens: [tokens], all that are known.
+        count: most tokens to propose, at least 1; there are none if no run was found.
         least: tokens that must be found.
         most: tokens that are looked for.
     """
-
-    def __init__(self, least: int, most: int) -> None:
-        self._least, self._most = least, most
-
-    def propose(self, tokens: npt.NDArray[np.int32], count: int) -> tuple[int, ...]:
-        """At most `count` tokens that followed; none if nothing was found.
-
-        Of equally long runs the latest counts after which there are `count` tokens, else the first.
-
-        Args:
-            tokens: [tokens], all that are known.
-            count: most tokens to propose, at least 1.
-        """
-        length = len(tokens)
-        ends = np.flatnonzero(tokens[:-1] == tokens[-1]) + 1
-        found = ends[:0]
-        for n in range(1, min(self._most, length - 1) + 1):
-            if n > 1:
-                ends = ends[ends >= n]
-                ends = ends[tokens[ends - n] == tokens[length - n]]
-            if not len(ends):
-                break
-            if n >= self._least:
-                found = ends
-        if not len(found):
-            return ()
-        followed = int(np.searchsorted(found, length - count, side="right"))
-        end = int(found[max(0, followed - 1)])
-        return tuple(tokens[end : end + count].tolist())
+    length = len(tokens)
+    ends = np.flatnonzero(tokens[:-1] == tokens[-1]) + 1
+    found = ends[:0]
+    for n in range(1, min(most, length - 1) + 1):
+        if n > 1:
+            ends = ends[ends >= n]
+            ends = ends[tokens[ends - n] == tokens[length - n]]
+        if not len(ends):
+            break
+        if n >= least:
+            found = ends
+    if not len(found):
+        return ()
+    followed = int(np.searchsorted(found, length - count, side="right"))
+    end = int(found[max(0, followed - 1)])
+    return tuple(tokens[end : end + count].tolist())

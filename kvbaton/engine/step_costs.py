@@ -31,8 +31,7 @@ Terms = tuple[float, float, float, float, float]
 
 def terms_of(steps: Sequence[SequenceStep]) -> Terms:
     """The counts of a step's plan, in the order of `STEP_COSTS`."""
-    tokens = context = kv = 0
-    sequences = 0
+    tokens = context = kv = sequences = 0
     for step in steps:
         if step.count == 1:
             sequences += 1

@@ -231,19 +231,21 @@ class StoreCalls:
         plugin = self.plugin
         if not isinstance(plugin, Registering):
             return True
-        return self._went_well("register", lambda: plugin.register(regions))
+        return self.attempt("register", lambda: plugin.register(regions)) is None
 
     def histograms(self) -> dict[str, HistogramCounts]:
         """How long calls took until their futures were done, by Prometheus name."""
         head = f'kvbaton_store_call_seconds{{store="{self.name}",call='
         return {f'{head}"{call}"}}': seen.counts() for call, seen in self._seconds.items()}
 
-    def lookup(self, keys: Sequence[bytes], *, prefix: bool = False) -> Job[Found]:
-        """`Store.lookup`, which pins what it finds if the store can.
+    def lookup(
+        self, keys: Sequence[bytes], *, prefix: bool = False, pin: bool = False
+    ) -> Job[Found]:
+        """`Store.lookup`; with `pin` it pins what it finds if the store can.
 
         With `prefix` answers after the first False are False, too, where the store can stop there.
         """
-        options: dict[str, Any] = {"pin": self.capabilities.pins}
+        options: dict[str, Any] = {"pin": pin and self.capabilities.pins}
         if prefix and self.capabilities.prefix:
             options["prefix"] = True
 
@@ -300,20 +302,19 @@ class StoreCalls:
 
     def release(self, ticket: int) -> None:
         """`Store.release`."""
-        self._went_well("release", lambda: self.plugin.release(ticket))
+        self.attempt("release", lambda: self.plugin.release(ticket))
 
     def close(self) -> None:
         """`Store.close`."""
-        self._went_well("close", self.plugin.close)
+        self.attempt("close", self.plugin.close)
 
-    def _went_well(self, call: str, action: Callable[[], object]) -> bool:
-        """Make a call that has no answer; what it raises is noted."""
+    def attempt(self, call: str, action: Callable[[], object]) -> str | None:
+        """Make a call that has no answer; returns what it raised, as `note` does, if it did."""
         try:
             action()
         except BaseException as error:
-            self.note(call, error)
-            return False
-        return True
+            return self.note(call, error)
+        return None
 
     def note(self, call: str, error: BaseException, keys: Sequence[bytes] = ()) -> str:
         """Count and log what went wrong; returns it as text."""
@@ -437,22 +438,17 @@ class StoreStatus:
         while self._wake.wait() and not self._stopping:
             self._wake.clear()
             self._asked_at = began = time.monotonic()
-            right = self._asked("health", self._health) & self._asked("usage", self._usage)
+            wrong = self._calls.attempt("health", self._health)
+            self.trouble = wrong or self.trouble
+            wrong = self._calls.attempt("usage", self._usage) or wrong
+            self.trouble = wrong or self.trouble
             self._asked_at, now = None, time.monotonic()
             if now - began > SLOW_S:
                 self._breaker.failed(now, f"they took {now - began:.2g} s")
-            elif not right:
+            elif wrong:
                 self._breaker.failed(now, "they failed")
             else:
                 self._breaker.worked()
-
-    def _asked(self, call: str, ask: Callable[[], None]) -> bool:
-        try:
-            ask()
-        except BaseException as error:
-            self.trouble = self._calls.note(call, error)
-            return False
-        return True
 
     def _health(self) -> None:
         trouble = self._calls.plugin.health()

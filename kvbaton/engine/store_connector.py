@@ -30,7 +30,7 @@ from kvbaton.engine.kv_connector import HeldBlocks, KVConnector, Load
 from kvbaton.engine.loading_requests import LoadingRequests, next_after
 from kvbaton.engine.request import Request, Sequence, SequenceState
 from kvbaton.engine.store_calls import CircuitBreaker
-from kvbaton.engine.store_saves import SavedBatch, StoreSaves, num_bytes
+from kvbaton.engine.store_saves import StoreSaves, num_bytes
 from kvbaton.engine.store_worker import (
     BlockRun,
     ClearStore,
@@ -38,6 +38,7 @@ from kvbaton.engine.store_worker import (
     LoadBlocks,
     LookUp,
     ProbeStore,
+    SaveBlocks,
     StoreWorker,
 )
 from kvbaton.errors import StoreError
@@ -59,7 +60,6 @@ class _Lookup(LookUp):
 
     sequence: Sequence
     start: int
-    deadline: float
 
 
 @dataclass(eq=False, kw_only=True)
@@ -71,7 +71,6 @@ class _StoreLoad(LoadBlocks):
 
     load: Load
     marks: tuple[bytes, ...]
-    deadline: float
     over: bool = False
     followers: list[Sequence] = field(default_factory=list)
 
@@ -80,7 +79,6 @@ class _StoreLoad(LoadBlocks):
 class _Probe(ProbeStore):
     """A probe on its way; `late` once it counts as failed."""
 
-    deadline: float
     late: bool = False
 
 
@@ -127,6 +125,7 @@ class StoreConnector(KVConnector):
         self._load_seconds = 0.0
         self._starved = False
         self._saves = StoreSaves(scheduler, worker, ttl_s)
+        self._breakers = {"read": self._reads, "write": self._saves.breaker}
 
     # --- lookups ---
 
@@ -348,14 +347,14 @@ class StoreConnector(KVConnector):
                     self._looked_up(order)
                 case _StoreLoad():
                     outputs += self._loaded(order)
-                case SavedBatch():
+                case SaveBlocks():
                     for key in self._saves.saved(order):
                         self._bad.pop(key, None)
                 case _Probe():
                     self._probe = None
                     if order.error is not None:
                         self._reads.failed(self._clock(), "a probe failed")
-                    elif (seconds := order.lookup_seconds) > self._lookup_timeout_s:
+                    elif (seconds := order.seconds) > self._lookup_timeout_s:
                         self._reads.failed(self._clock(), f"a lookup took {seconds:.2g} s")
                     elif not order.late:
                         self._reads.close()
@@ -439,7 +438,7 @@ class StoreConnector(KVConnector):
             totals[f"kvbaton_store_seconds_total{label}"] = seconds[way]
         for call, errors in self.worker.calls.errors.items():
             totals[f'kvbaton_store_errors_total{{store="{store}",call="{call}"}}'] = float(errors)
-        for calls, breaker in (("read", self._reads), ("write", self._saves.breaker)):
+        for calls, breaker in self._breakers.items():
             label = f'{{store="{store}",calls="{calls}"}}'
             totals[f"kvbaton_store_circuit_opened_total{label}"] = float(breaker.opened)
         return totals | self.worker.status.counters()
@@ -468,12 +467,12 @@ class StoreConnector(KVConnector):
     @override
     def gauges(self) -> dict[str, float]:
         name = f'store="{self.worker.name}"'
-        label, breakers = f"{{{name}}}", {"read": self._reads, "write": self._saves.breaker}
+        label = f"{{{name}}}"
         return {
             "kvbaton_unhealthy": float(self._is_starved()),
             **{
                 f'kvbaton_store_circuit_open{{{name},calls="{calls}"}}': float(breaker.is_open)
-                for calls, breaker in breakers.items()
+                for calls, breaker in self._breakers.items()
             },
             f"kvbaton_store_lookups_live{label}": float(len(self._lookups)),
             f"kvbaton_store_loads_live{label}": float(len(self._loads)),

@@ -17,7 +17,6 @@ import re
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvbaton.connectors.objects import HEADER_BYTES, ObjectForm
@@ -47,13 +46,6 @@ WARN_S = 60.0
 """Between two lines in the log about a store without room."""
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(eq=False, kw_only=True)
-class SavedBatch(SaveBlocks):
-    """Blocks on their way."""
-
-    deadline: float
 
 
 class _Received(NamedTuple):
@@ -113,7 +105,7 @@ class StoreSaves:
         self._shared = worker.calls.capabilities.shared
         self._received: dict[Request, list[_Received]] = {}  # to be saved if their source does not
         self._queue: deque[BlockSave] = deque()
-        self._saving: set[SavedBatch] = set()
+        self._saving: set[SaveBlocks] = set()
         self._unsaved: set[bytes] = set()
         self._known: OrderedDict[bytes, _Announced | None] = OrderedDict()
         self._warn_at = 0.0
@@ -160,7 +152,7 @@ class StoreSaves:
             tenant=tenant_of(request.spec),
             depth=number,
             uses=pool.refs[block],
-            priority=request.priority,
+            priority=request.spec.priority,
             ttl_s=self._ttl_s,
         )
         pool.hold_outgoing([block])
@@ -180,7 +172,7 @@ class StoreSaves:
         while self._queue and len(self._saving) < SAVES_IN_FLIGHT:
             count = min(most, len(self._queue))
             taken = tuple(self._queue.popleft() for _ in range(count))
-            saves = SavedBatch(saves=taken, deadline=now + SAVE_S)
+            saves = SaveBlocks(saves=taken, deadline=now + SAVE_S)
             self._saving.add(saves)
             self._worker.submit(saves)
 
@@ -232,7 +224,7 @@ class StoreSaves:
         self._release(self._queue)
         self._queue.clear()
 
-    def saved(self, order: SavedBatch) -> list[bytes]:
+    def saved(self, order: SaveBlocks) -> list[bytes]:
         """A batch is back; returns the keys of those that the store has."""
         self._saving.remove(order)
         if order.error is not None:

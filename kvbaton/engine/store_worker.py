@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
 import threading
 import time
@@ -83,8 +84,23 @@ class BlockSave(NamedTuple):
 
 
 @dataclass(eq=False, kw_only=True)
-class LookUp:
-    """Ask which objects are there, and under which pins; `error` says why nothing is known.
+class Order:
+    """What the thread is to do, and what came of it.
+
+    Attributes:
+        deadline: when it is late, for whoever has ordered it.
+        seconds: that it took.
+        error: why it went wrong, at least in part.
+    """
+
+    deadline: float = math.inf
+    seconds: float = 0.0
+    error: str | None = None
+
+
+@dataclass(eq=False, kw_only=True)
+class LookUp(Order):
+    """Ask which objects are there, and under which pins; with an error nothing is known.
 
     `present` tells of the blocks of all runs. What comes after a gap in a run of which only a whole
     prefix is of use may be told to be absent though it is there.
@@ -93,11 +109,10 @@ class LookUp:
     runs: tuple[BlockRun, ...]
     present: list[bool] = field(default_factory=list)
     pins: list[int] = field(default_factory=list)
-    error: str | None = None
 
 
 @dataclass(eq=False, kw_only=True)
-class LoadBlocks:
+class LoadBlocks(Order):
     """Fill blocks and verify them. Once this is back, the store touches them no more.
 
     Attributes:
@@ -106,8 +121,6 @@ class LoadBlocks:
         good: per block of all runs, whether it is there and verified.
         corrupt: how many were there, but not what they should be.
         unanswered: of how many the store did not say whether it has them.
-        seconds: that it took.
-        error: why nothing came.
     """
 
     runs: tuple[BlockRun, ...]
@@ -115,42 +128,32 @@ class LoadBlocks:
     good: list[bool] = field(default_factory=list)
     corrupt: int = 0
     unanswered: int = 0
-    seconds: float = 0.0
-    error: str | None = None
 
 
 @dataclass(eq=False, kw_only=True)
-class ProbeStore:
+class ProbeStore(Order):
     """Look objects up and load a few into memory of nobody: do calls work again?
 
     Attributes:
-        runs: which objects; blocks don't matter.
-        lookup_seconds: what the lookup took.
-        error: why not.
+        runs: which objects; blocks don't matter. `seconds` are of the lookups.
     """
 
     runs: tuple[BlockRun, ...]
-    lookup_seconds: float = 0.0
-    error: str | None = None
 
 
 @dataclass(eq=False, kw_only=True)
-class SaveBlocks:
+class SaveBlocks(Order):
     """Keep blocks.
 
     Attributes:
         saves: which.
         stored: per block, whether the store has it.
         left: how many of them others have saved, or are about to: nothing was moved.
-        seconds: that it took.
-        error: why some are not stored.
     """
 
     saves: tuple[BlockSave, ...]
     stored: list[bool] = field(default_factory=list)
     left: set[bytes] = field(default_factory=set)
-    seconds: float = 0.0
-    error: str | None = None
 
 
 @dataclass(eq=False, kw_only=True)
@@ -161,13 +164,10 @@ class Forgotten:
 
 
 @dataclass(eq=False, kw_only=True)
-class ClearStore:
+class ClearStore(Order):
     """Forget all objects of this engine's namespace; `done` gets how many there were."""
 
     done: Future[int]
-
-
-Order = LookUp | LoadBlocks | SaveBlocks | ProbeStore | ClearStore
 
 
 class StoreWorker:
@@ -344,7 +344,7 @@ class StoreWorker:
             for keys, prefix in self._questions(order.runs):
                 answered = len(order.present)
                 for some in _batched(keys, self.calls.capabilities.max_keys):
-                    found = yield from self.calls.lookup(some, prefix=prefix)
+                    found = yield from self.calls.lookup(some, prefix=prefix, pin=True)
                     order.present += found.present
                     if found.ticket is not None:
                         order.pins.append(found.ticket)
@@ -373,9 +373,7 @@ class StoreWorker:
                 for keys in _batched(run.keys, self.calls.capabilities.max_keys):
                     asked = time.monotonic()
                     found = yield from self.calls.lookup(keys)
-                    order.lookup_seconds += time.monotonic() - asked
-                    if found.ticket is not None:
-                        self.calls.release(found.ticket)
+                    order.seconds += time.monotonic() - asked
                     there = [key for key, ok in zip(keys, found.present, strict=True) if ok]
                     some = there[: max(left // num_bytes, left == PROBE_BYTES)]
                     left -= len(some) * num_bytes
@@ -500,8 +498,6 @@ class StoreWorker:
             wanted = yield from self.calls.claim(keys)
         elif able.shared:
             found = yield from self.calls.lookup(keys)
-            if found.ticket is not None:
-                self.calls.release(found.ticket)
             wanted = [not there for there in found.present]
             stored |= {key: True for key, there in zip(keys, found.present, strict=True) if there}
         else:

@@ -58,9 +58,9 @@ def upload_into(array: npt.NDArray[np.int64], target: Tensor) -> None:
         target.copy_(there.view(array.shape), non_blocking=True)
 
 
-def upload_ids(ids: Sequence[int], device: torch.device) -> Tensor:
-    """Send a list of numbers."""
-    return upload([np.fromiter(ids, np.int64, len(ids))], device)[0]
+def upload_ids(ids: Sequence[int] | npt.NDArray[np.int64], device: torch.device) -> Tensor:
+    """Send some numbers: [ids] int64."""
+    return upload([np.asarray(ids, np.int64)], device)[0]
 
 
 def fetch(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from kvbaton.errors import ConfigError
+from kvbaton.errors import ModelError
 from kvbaton.image_file import has_processor, pooled_side
 from kvbaton.types import Size
 
@@ -111,7 +111,7 @@ def read_vision(
     if family is None:
         return None
     if vision is None:
-        raise ConfigError("--model", f"{architecture} needs a vision_config")
+        raise ModelError(f"{architecture} needs a vision_config")
     _refuse_unsupported(vision, family, hidden_size)
     if family.deepstack:
         unused: dict[str, Any] = {"window_size": 0, "full_attention_layers": ()}
@@ -129,20 +129,20 @@ def read_vision(
 def _refuse_unsupported(vision: VisionConfig, family: VisionFamily, hidden_size: int) -> None:
     where = "vision_config."
     if vision.hidden_act != family.hidden_act:
-        raise ConfigError("--model", f"{where}hidden_act must be {family.hidden_act!r}")
+        raise ModelError(f"{where}hidden_act must be {family.hidden_act!r}")
     if vision.out_hidden_size != hidden_size:
-        raise ConfigError("--model", f"{where}out_hidden_size must be hidden_size, {hidden_size}")
+        raise ModelError(f"{where}out_hidden_size must be hidden_size, {hidden_size}")
     if vision.hidden_size % (4 * vision.num_heads):
-        raise ConfigError("--model", f"{where}hidden_size must be a multiple of 4 * num_heads")
+        raise ModelError(f"{where}hidden_size must be a multiple of 4 * num_heads")
     if not family.deepstack and vision.window_size < vision.patch_size * vision.merge_size:
-        raise ConfigError("--model", f"{where}window_size must hold spatial_merge_size patches")
+        raise ModelError(f"{where}window_size must hold spatial_merge_size patches")
     if not family.deepstack:
         return
     layers, entries = vision.deepstack_layers, vision.num_position_embeddings
     if list(layers) != sorted(set(layers) & set(range(vision.depth))):
-        raise ConfigError("--model", f"{where}deepstack_visual_indexes must ascend below depth")
+        raise ModelError(f"{where}deepstack_visual_indexes must ascend below depth")
     if entries < 1 or math.isqrt(entries) ** 2 != entries:
-        raise ConfigError("--model", f"{where}num_position_embeddings must be a square")
+        raise ModelError(f"{where}num_position_embeddings must be a square")
 
 
 IMAGE_TOKEN = 262_144
@@ -187,16 +187,16 @@ def read_siglip(content: dict[str, Any], folder: Path, hidden_size: int) -> Visi
     try:
         raw = msgspec.convert(content, _Gemma3)
     except msgspec.ValidationError as error:
-        raise ConfigError("--model", f"{folder / 'config.json'}: {error}") from error
+        raise ModelError(f"{folder / 'config.json'}: {error}") from error
     tower = raw.vision_config
     if tower is None or not has_processor(folder):
         return None
     where = "vision_config."
     if tower.hidden_size % tower.num_attention_heads:
-        raise ConfigError("--model", f"{where}hidden_size must be a multiple of the heads' number")
+        raise ModelError(f"{where}hidden_size must be a multiple of the heads' number")
     for name, only in (("hidden_act", "gelu_pytorch_tanh"), ("layer_norm_eps", 1e-6)):
         if getattr(tower, name) != only:
-            raise ConfigError("--model", f"{where}{name} must be {only!r}")
+            raise ModelError(f"{where}{name} must be {only!r}")
     image_token = raw.image_token_index or raw.image_token_id or IMAGE_TOKEN
     return VisionConfig(
         patch_size=tower.patch_size,

@@ -101,39 +101,31 @@ class HarmonyFormat(OutputFormat):
 
     @override
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        return harmony_messages(messages)
+        """Reasoning is called ``thinking`` in the template.
+
+        A message with a call has no content: what the user was told before goes on the same
+        channel. It has one call, and its result follows it.
+        """
+        found = split_calls(messages)
+        for message in found:
+            calls, texts = message.pop("tool_calls", None), [message.get("reasoning_content")]
+            if calls:
+                message["tool_calls"] = calls
+                texts.append(message.pop("content", None))
+            if any(texts):
+                message["thinking"] = "\n".join(filter(None, texts))
+        return found
 
     @override
     def tools(self, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        return harmony_tools(tools)
-
-
-def harmony_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A conversation as gpt-oss's template wants it.
-
-    Reasoning is called ``thinking`` there. A message with a call has no content: what the user was
-    told before goes on the same channel. It has one call, and its result follows it.
-    """
-    found = split_calls(messages)
-    for message in found:
-        calls, texts = message.pop("tool_calls", None), [message.get("reasoning_content")]
-        if calls:
-            message["tool_calls"] = calls
-            texts.append(message.pop("content", None))
-        if any(texts):
-            message["thinking"] = "\n".join(filter(None, texts))
-    return found
-
-
-def harmony_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Tools as gpt-oss's template wants them: each function has a description."""
-    found = []
-    for tool in tools:
-        function = tool.get("function")
-        if isinstance(function, Mapping) and function.get("description") is None:
-            tool = {**tool, "function": {**function, "description": ""}}
-        found.append(dict(tool))
-    return found
+        """Each function has a description."""
+        found = []
+        for tool in tools:
+            function = tool.get("function")
+            if isinstance(function, Mapping) and function.get("description") is None:
+                tool = {**tool, "function": {**function, "description": ""}}
+            found.append(dict(tool))
+        return found
 
 
 class HarmonyParser(OutputParser):

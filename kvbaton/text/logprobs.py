@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TypeVar
 
 from msgspec.structs import replace
@@ -41,21 +42,20 @@ def completion_logprobs(
         as_ids: see `token_name`.
     """
     tokens = [token_name(tokenizer, token, as_ids=as_ids) for token in token_ids]
-    offsets = []
-    for token_id in token_ids:
-        offsets.append(offset)
-        offset += len(tokenizer.token_text(token_id))
+    lengths = (len(tokenizer.token_text(token)) for token in token_ids)
     tops: list[dict[str, float] | None] = []
     for token, entry in zip(tokens, logprobs, strict=True):
+        if entry is None:
+            tops.append(None)
+            continue
         # The chosen token is always among them, so there may be one more than asked for.
-        found = None if entry is None else {token: _finite(entry.logprob)}
-        if entry is not None and found is not None:
-            for top in entry.top:
-                name = token_name(tokenizer, top.token, as_ids=as_ids)
-                found.setdefault(name, _finite(top.logprob))
+        found = {token: _finite(entry.logprob)}
+        for top in entry.top:
+            name = token_name(tokenizer, top.token, as_ids=as_ids)
+            found.setdefault(name, _finite(top.logprob))
         tops.append(found)
     return CompletionLogprobs(
-        text_offset=offsets,
+        text_offset=[*accumulate(lengths, initial=offset)][:-1],
         token_logprobs=[None if entry is None else _finite(entry.logprob) for entry in logprobs],
         tokens=tokens,
         top_logprobs=tops,

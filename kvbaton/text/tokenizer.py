@@ -249,7 +249,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(str(path), f"can't be read as JSON: {error}") from error
     if not isinstance(value, dict):
         raise ConfigError(str(path), "must hold a JSON object")

@@ -14,13 +14,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from sys import getsizeof
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from msgspec.structs import replace
 
 from kvbaton import image_file
 from kvbaton.errors import ConfigError, RequestError
+from kvbaton.messages import UNREADABLE
 from kvbaton.messages.engine import Item
 
 KNOWN_IMAGES = 4096
@@ -32,6 +33,8 @@ DECODERS = 2
 ORIENTATION, SIDEWAYS = 0x0112, (5, 6, 7, 8)
 
 Grid = tuple[int, int, int]
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 class _Config(msgspec.Struct):
@@ -43,37 +46,39 @@ class _Config(msgspec.Struct):
     vision_config: dict[str, Any] | None = None
 
 
-class RecentItems:
-    """The last inline images, by the whole text that they came as: 4 bytes of it for 3 of an image.
-
-    Conversations bring their images with every turn, and many users bring the same. To find the
-    same text takes a tenth of what it takes to decode it and to hash what it holds.
+class Recent(Generic[K, V]):
+    """What was asked for last, as much as there is room for. Any thread may ask.
 
     Args:
-        most_bytes: of texts and images.
+        room: for all, in whatever `weigh` tells.
+        weigh: what a key and its value take; by default they are counted.
     """
 
-    def __init__(self, most_bytes: int) -> None:
-        self._left = most_bytes
-        self._items: OrderedDict[str, Item] = OrderedDict()
+    def __init__(self, room: int, weigh: Callable[[K, V], int] = lambda key, value: 1) -> None:
+        self._left, self._weigh = room, weigh
+        self._found: OrderedDict[K, V] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, text: str) -> Item | None:
-        """The item that was put with this very text, unless it had to go."""
+    def get(self, key: K) -> V | None:
+        """What was put with this very key, unless it had to go."""
         with self._lock:
-            if (item := self._items.get(text)) is not None:
-                self._items.move_to_end(text)
-            return item
+            if (value := self._found.get(key)) is not None:
+                self._found.move_to_end(key)
+            return value
 
-    def put(self, text: str, item: Item) -> None:
-        """Keep an item, and let those go that were not asked for longest."""
+    def put(self, key: K, value: V) -> None:
+        """Keep something, and let go what was not asked for longest."""
         with self._lock:
-            if text not in self._items:
-                self._items[text] = item
-                self._left -= getsizeof(text) + len(item.data)
+            if key not in self._found:
+                self._found[key] = value
+                self._left -= self._weigh(key, value)
             while self._left < 0:
-                text, item = self._items.popitem(last=False)
-                self._left += getsizeof(text) + len(item.data)
+                self._left += self._weigh(*self._found.popitem(last=False))
+
+
+def item_bytes(text: str, item: Item) -> int:
+    """Of an inline image, and of the text that it came as: 4 bytes of it for 3 of the image."""
+    return getsizeof(text) + len(item.data)
 
 
 class VisionText:
@@ -86,7 +91,9 @@ class VisionText:
             tokenized; None if the template has the placeholder itself.
 
     Attributes:
-        recent: items of inline images.
+        recent: the last inline images, by the whole text that they came as. Conversations bring
+            their images with every turn, and many users bring the same; to find the same text takes
+            a tenth of what it takes to decode it and to hash what it holds.
 
     Raises:
         ConfigError: the processor is none whose rule is known.
@@ -101,9 +108,8 @@ class VisionText:
         self.merge_size = self._resizing.merge_size
         canonical = json.dumps(settings, sort_keys=True).encode()
         self._settings = hashlib.blake2b(canonical, digest_size=32).digest()
-        self.recent = RecentItems(RECENT_BYTES)
-        self._known: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
-        self._lock = threading.Lock()
+        self.recent = Recent(RECENT_BYTES, item_bytes)
+        self._known = Recent[bytes, tuple[int, int]](KNOWN_IMAGES)
         self._decoders = threading.Semaphore(DECODERS)
 
     @classmethod
@@ -124,7 +130,7 @@ class VisionText:
         try:
             if path.exists():
                 config = msgspec.json.decode(path.read_bytes(), type=_Config)
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, *UNREADABLE) as error:
             raise ConfigError(str(path), f"can't be read: {error}") from error
         sees = not set(image_file.ARCHITECTURES).isdisjoint(config.architectures or ())
         token = config.image_token_index or config.image_token_id
@@ -176,16 +182,11 @@ class VisionText:
         return Item(start=0, length=length, digest=digest, grid=grid, data=data)
 
     def _size(self, digest: bytes, data: bytes) -> tuple[int, int]:
-        with self._lock:
-            known = self._known.get(digest)
+        known = self._known.get(digest)
         if known is None:
             with self._decoders:
                 known = _decode(data)
-        with self._lock:
-            self._known[digest] = known
-            self._known.move_to_end(digest)
-            while len(self._known) > KNOWN_IMAGES:
-                self._known.popitem(last=False)
+            self._known.put(digest, known)
         return known
 
     # --- prompts ---

@@ -20,7 +20,7 @@ from kvbaton.engine.build import build_engine
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.core import EngineCore
 from kvbaton.engine.encoder.cache_manager import EncoderCacheManager
-from kvbaton.engine.encoder.images import ImageReader, Patches
+from kvbaton.engine.encoder.images import ImageReader, Read
 from kvbaton.messages.engine import (
     AbortRequest,
     AddRequest,
@@ -265,7 +265,7 @@ def test_a_false_grid_finds_nothing_of_others(pictures: Pictures, start: Start) 
 def test_an_image_that_this_process_can_not_read_is_nobody_elses_fault(
     pictures: Pictures, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(reader: ImageReader, data: bytes) -> Patches:
+    def full(reader: ImageReader, data: bytes) -> Read:
         raise MemoryError
 
     node, prompt = start(), pictures.prompt_of(3, SMALL, 6)
@@ -285,14 +285,6 @@ def test_without_an_encoder_the_error_says_so(pictures: Pictures, start: Start) 
     assert "no encoder of its own" in (output.error or "")
     assert output.error_code is None, "another time it may arrive"
     node.check_rest()
-
-
-def test_an_item_larger_than_the_cache_is_refused(pictures: Pictures, start: Start) -> None:
-    node = start(encoder_cache_tokens=32)
-    prompt = pictures.prompt_of(3, LARGE, 6)
-    node.add("r", prompt)
-    with pytest.raises(AssertionError, match="--encoder-cache-tokens"):
-        node.turn()
 
 
 def test_a_store_keeps_outputs_for_later(pictures: Pictures, start: Start, tmp_path: Path) -> None:

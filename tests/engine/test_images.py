@@ -115,17 +115,6 @@ def test_patches_are_the_pixels_square_by_square(checkpoint: Checkpoint) -> None
             np.testing.assert_allclose(patch[:, frame], wanted, atol=1e-6)
 
 
-def test_image_is_turned_upright(checkpoint: Checkpoint) -> None:
-    reader = ImageReader(checkpoint(family="qwen3_vl"))
-    exif = Image.Exif()
-    exif[0x0112] = 6  # the camera was turned to the left
-    image = picture(40, 24)
-    turned = reader.read(encoded(image, exif=exif))
-    upright = reader.read(encoded(image.rotate(-90, expand=True)))
-    assert turned.grid == upright.grid == (1, 10, 6)
-    np.testing.assert_array_equal(turned.pixels, upright.pixels)
-
-
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
 @pytest.mark.parametrize("orientation", range(10))
 def test_every_orientation_beside_odd_tags(kind: str, orientation: int) -> None:
@@ -211,29 +200,13 @@ def test_processor_must_be_known(checkpoint: Checkpoint, tmp_path: Path) -> None
         path.write_text(json.dumps({"image_processor_type": name}))
         with pytest.raises(ConfigError, match="image_processor_type"):
             ImageReader(folder)
-    path.write_text("{")
-    with pytest.raises(ConfigError, match=r"preprocessor_config\.json"):
-        ImageReader(folder)
+    for broken in (b"{", b'{"image_processor_type": "\xff"}', b'{"a":' * 100_000):
+        path.write_bytes(broken)
+        with pytest.raises(ConfigError, match=r"preprocessor_config\.json"):
+            ImageReader(folder)
     path.unlink()
     with pytest.raises(ConfigError, match=r"preprocessor_config\.json"):
         ImageReader(folder)
-
-
-def test_settings_may_lie_in_the_whole_processors_file(
-    checkpoint: Checkpoint, tmp_path: Path
-) -> None:
-    folder = checkpoint(family="qwen2_5_vl")
-    saved = Path(shutil.copytree(folder, tmp_path / "model"))
-    settings = json.loads((saved / "preprocessor_config.json").read_text())
-    (saved / "preprocessor_config.json").unlink()
-    (saved / "processor_config.json").write_text(json.dumps({"image_processor": settings}))
-    data = encoded(picture(150, 110))
-    read, wanted = ImageReader(saved).read(data), ImageReader(folder).read(data)
-    assert read.grid == wanted.grid
-    np.testing.assert_array_equal(read.pixels, wanted.pixels)
-    (saved / "processor_config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="settings"):
-        ImageReader(saved)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import threading
 from collections.abc import Callable
@@ -127,9 +126,10 @@ def test_a_folder_without_weights_and_a_broken_index(
     (folder / SINGLE).unlink()
     with pytest.raises(ConfigError, match="has neither"):
         load_model(load_model_config(folder), device=CPU)
-    (folder / INDEX).write_text(json.dumps({"weight_map": 3}))
-    with pytest.raises(ConfigError, match=r"index\.json is broken"):
-        load_model(load_model_config(folder), device=CPU)
+    for broken in (b'{"weight_map": 3}', b'{"weight_map": "\xff"}', b'{"a":' * 100_000):
+        (folder / INDEX).write_bytes(broken)
+        with pytest.raises(ConfigError, match=r"index\.json is broken"):
+            load_model(load_model_config(folder), device=CPU)
 
 
 def test_a_missing_tensor_is_named(checkpoint: Checkpoint, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from kvbaton.connectors.layout import KVLayout as Layout
 from kvbaton.engine.block_pool import BlockPool
 from kvbaton.engine.kv_cache_manager import GroupSpec, KVCacheManager, Match
 from kvbaton.engine.kv_groups import LayerKV, block_bytes, kv_groups
-from kvbaton.errors import ConfigError
 from kvbaton.types import BlockSpan
 
 
@@ -428,7 +427,7 @@ def test_room_counts_what_a_hit_would_take_from_the_evictable():
     assert not blocks.fits(2, hits=match.tables, beside=1)
 
 
-def test_group_specs_come_from_layouts_and_refuse_what_is_unsupported():
+def test_group_specs_come_from_layouts():
     plane = contiguous_plane(
         num_blocks=7, block_size=4, num_heads=1, head_dim=8, layers=(0,), dtype="float32"
     )
@@ -437,5 +436,3 @@ def test_group_specs_come_from_layouts_and_refuse_what_is_unsupported():
     assert GroupSpec.of(layout, 4) == spec
     state = Layout(1, GroupKind.STATE, 1, 7, (plane,))
     assert GroupSpec.of(state, 16) == GroupSpec(16, 7, GroupKind.STATE)
-    with pytest.raises(ConfigError, match="--num-blocks"):
-        GroupSpec(block_size=4, num_blocks=1)

@@ -21,8 +21,16 @@ from transformers import (
 )
 
 from kvbaton.engine.grammars import mask_of
-from kvbaton.engine.sampler import GREEDY_BELOW, SampleRows, logprobs_of, process_logits, sample
+from kvbaton.engine.sampler import (
+    GREEDY_BELOW,
+    SampleRows,
+    logprobs_of,
+    process_logits,
+    sample,
+    sampling_of,
+)
 from kvbaton.engine.validate import RANGES
+from kvbaton.kernels import sample_tokens as kernel
 from kvbaton.messages.engine import SamplingParams
 
 VOCAB = 120
@@ -49,9 +57,15 @@ def rows_of(
 
 
 def processed(logits: Tensor, *params: SamplingParams, eos: tuple[int, ...] = ()) -> Tensor:
-    out = logits.clone()
-    process_logits(out, rows_of(params), eos)
-    return out
+    """What noise is added to, to choose the best."""
+    rows, out, found = rows_of(params), logits.clone(), list[Tensor]()
+    process_logits(out, rows, eos)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel, "gumbel_noise", lambda *_: torch.zeros(()))
+        patch.setattr(kernel, "best_tokens", found.append)
+        kernel.sample_tokens_reference(out, sampling_of(rows, out, np.arange(len(params))))
+    (chosen_from,) = found
+    return chosen_from
 
 
 def warped(logits: Any, params: SamplingParams) -> Tensor:

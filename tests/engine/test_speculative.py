@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvbaton.engine.config import SpeculativeConfig
 from kvbaton.engine.runner import accepted
-from kvbaton.engine.speculative import NgramProposer
+from kvbaton.engine.speculative import propose
 from kvbaton.errors import ConfigError
 from kvbaton.messages.engine import Shutdown
 from tests.support.engine_node import Node
@@ -74,7 +74,7 @@ def test_a_draft_is_what_followed_the_longest_run(
     tokens: list[int], count: int, sizes: list[int]
 ) -> None:
     least, most = sizes
-    found = NgramProposer(least, most).propose(np.array(tokens, np.int32), count)
+    found = propose(np.array(tokens, np.int32), count, least=least, most=most)
     assert found == found_by_hand(tokens, count, least, most)
 
 

@@ -130,10 +130,10 @@ def test_narrow_dtype_stays_close(family: str, checkpoint: Checkpoint) -> None:
 def test_plans_of_old_sizes_are_forgotten(checkpoint: Checkpoint) -> None:
     ours = tower(checkpoint(family="qwen2_5_vl"))
     for height in range(1, KEPT_PLANS + 10):
-        ours._plan(((1, 2 * height, 2),))
-    assert len(ours._plans) == KEPT_PLANS
-    kept = ours._plan(((1, 2 * KEPT_PLANS, 2),))
-    assert ours._plan(((1, 2 * KEPT_PLANS, 2),)) is kept
+        ours.plan(((1, 2 * height, 2),))
+    assert ours.plan.cache_info().currsize == KEPT_PLANS
+    kept = ours.plan(((1, 2 * KEPT_PLANS, 2),))
+    assert ours.plan(((1, 2 * KEPT_PLANS, 2),)) is kept
 
 
 @family

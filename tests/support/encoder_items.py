@@ -52,7 +52,7 @@ def values_of(folder: Path, data: bytes) -> tuple[Tensor, tuple[int, int, int]]:
     """What a tower takes of an image, [patches, dim] float32, and its grid."""
     reader = ImageReader(folder)
     patches, levels = reader.read(data), torch.from_numpy(reader.levels)
-    return pixel_values(torch.from_numpy(patches.pixels), levels, reader.frames), patches.grid
+    return pixel_values(patches.pixels, levels, reader.frames), patches.grid
 
 
 def expected_rows(folder: Path, item: Item, dtype: str = "auto") -> Tensor:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from kvbaton.text.harmony import MARKERS, HarmonyParser, harmony_messages, harmony_tools
+from kvbaton.text.harmony import MARKERS, HarmonyFormat, HarmonyParser
 from kvbaton.text.parsers import find_output_format
 from kvbaton.text.tokenizer import Tokenizer
 from tests.support.parsed_output import read_pieces
@@ -24,6 +26,10 @@ READ = {
     "content": "Let me look.\nDone; see < end >.",
     "calls": [("f", '{"a": 1}'), ("g.h", '{"b": 2}')],
 }
+
+
+VOCABULARY: Any = SimpleNamespace(added_tokens={name: i for i, name in enumerate(MARKERS)})
+FORMAT = HarmonyFormat(VOCABULARY, calls=True, reasons=True)
 
 
 def marked(text: str) -> str:
@@ -90,13 +96,13 @@ def test_a_model_without_the_markers_has_none(tokenizer: Tokenizer) -> None:
 
 def test_messages_for_the_template() -> None:
     call = {"role": "assistant", "content": "Hm.", "reasoning_content": "Think.", "tool_calls": [1]}
-    (shown,) = harmony_messages([call])
+    (shown,) = FORMAT.messages([call])
     assert (shown["thinking"], "content" in shown) == ("Think.\nHm.", False)
     bare = {"role": "assistant", "content": None, "tool_calls": [1]}
-    assert harmony_messages([bare]) == [{"role": "assistant", "tool_calls": [1]}]
+    assert FORMAT.messages([bare]) == [{"role": "assistant", "tool_calls": [1]}]
     user = {"role": "user", "content": "Hi"}
     final = {"role": "assistant", "content": "Yo", "tool_calls": None}
-    assert harmony_messages([user, final]) == [user, {"role": "assistant", "content": "Yo"}]
+    assert FORMAT.messages([user, final]) == [user, {"role": "assistant", "content": "Yo"}]
 
 
 def test_each_call_of_several_is_followed_by_its_result() -> None:
@@ -104,7 +110,7 @@ def test_each_call_of_several_is_followed_by_its_result() -> None:
     first, second = ({"role": "tool", "tool_call_id": i, "content": i} for i in "12")
     stray = {"role": "tool", "content": "?"}
     calls = {"role": "assistant", "content": "Both.", "tool_calls": [one, two]}
-    assert harmony_messages([calls, second, stray, first]) == [
+    assert FORMAT.messages([calls, second, stray, first]) == [
         {"role": "assistant", "thinking": "Both.", "tool_calls": [one]},
         first,
         {"role": "assistant", "tool_calls": [two]},
@@ -114,7 +120,7 @@ def test_each_call_of_several_is_followed_by_its_result() -> None:
 
 
 def test_tools_have_descriptions() -> None:
-    assert harmony_tools([{"function": {"name": "f"}}, {"function": {"description": "d"}}]) == [
+    assert FORMAT.tools([{"function": {"name": "f"}}, {"function": {"description": "d"}}]) == [
         {"function": {"name": "f", "description": ""}},
         {"function": {"description": "d"}},
     ]

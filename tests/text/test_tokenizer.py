@@ -77,6 +77,7 @@ def test_a_missing_folder_names_the_file(tmp_path: Path) -> None:
         ("tokenizer.json", "version https://git-lfs.github.com/spec/v1", "git lfs pull"),
         ("tokenizer_config.json", "{", "can't be read as JSON"),
         ("tokenizer_config.json", "[]", "must hold a JSON object"),
+        ("tokenizer_config.json", '{"a":' * 100_000, "can't be read as JSON"),
         ("tokenizer_config.json", '{"bos_token": 7}', "bos_token must be a string"),
         ("tokenizer_config.json", '{"chat_template": 7}', "chat_template must be a string"),
         ("chat_template.jinja", "{% if %}", "does not compile"),

@@ -306,7 +306,9 @@ class PromptGraphs:
         device = cache.data.device
         query = torch.empty(0, 1, config.head_dim, dtype=cache.compute_dtype, device=device)
         whole_groups = any(group.window == 0 for group in cache.groups)
-        self._far_apart = whole_groups and not config.sinks and cudnn_fits(query, cache.block_size)
+        self._far_apart = (
+            whole_groups and not config.family.sinks and cudnn_fits(query, cache.block_size)
+        )
         self._stream, beside = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
         self._inputs = GraphInputs(cache, tokens, min(most_sequences, tokens), most_blocks, beside)
         self._pool = torch.cuda.graph_pool_handle()

@@ -13,17 +13,16 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from PIL import ExifTags, Image
 from torch import Tensor
 
 from kvbaton import image_file
-from kvbaton.errors import ConfigError, RequestError
+from kvbaton.errors import ModelError, RequestError
 from kvbaton.messages.engine import Item
 
 log = logging.getLogger(__name__)
@@ -49,16 +48,18 @@ CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.261302
 
 
 @dataclass(frozen=True)
-class Patches:
-    """An image, cut up.
+class Read:
+    """An image that was read and cut up, or why it could not be.
 
     Attributes:
         pixels: [patches, channels, patch_size**2] uint8, of the only frame.
         grid: frames (1), rows and columns of patches.
+        error: for the client; 500 if this process is to blame.
     """
 
-    pixels: npt.NDArray[np.uint8]
+    pixels: Tensor
     grid: tuple[int, int, int]
+    error: RequestError | None = None
 
 
 class ImageReader:
@@ -79,7 +80,7 @@ class ImageReader:
         settings = image_file.processor_settings(Path(folder))
         self._resizing = image_file.Resizing.of(settings)
         if not settings.get("do_resize", True):
-            raise ConfigError("--model", "an image processor with do_resize false is unsupported")
+            raise ModelError("an image processor with do_resize false is unsupported")
         self._resample = settings.get("resample", Image.Resampling.BICUBIC)
         self._patch, self._merge = self._resizing.patch_size, self._resizing.merge_size
         self.frames: int = settings.get("temporal_patch_size", 2)
@@ -95,7 +96,7 @@ class ImageReader:
             )
             self.levels = (self.levels - mean) / std
 
-    def read(self, data: bytes) -> Patches:
+    def read(self, data: bytes) -> Read:
         """Decode, turn upright, resize and cut.
 
         Raises:
@@ -110,7 +111,8 @@ class ImageReader:
         patch, merge, channels = self._patch, self._merge, 3
         shape = (rows // merge, merge, patch, columns // merge, merge, patch, channels)
         pixels = np.asarray(image).reshape(shape).transpose(0, 3, 1, 4, 6, 2, 5)
-        return Patches(pixels.reshape(rows * columns, channels, patch**2), (1, rows, columns))
+        patches = pixels.reshape(rows * columns, channels, patch**2)
+        return Read(torch.from_numpy(patches), (1, rows, columns))
 
 
 def decode(data: bytes) -> Image.Image:
@@ -123,21 +125,6 @@ def decode(data: bytes) -> Image.Image:
         image.load()  # a PNG's EXIF may come behind its pixels
         turn = TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
         return (image if turn is None else image.transpose(turn)).convert("RGB")
-
-
-@dataclass(frozen=True)
-class Read:
-    """An image that was read, or why it could not be.
-
-    Attributes:
-        pixels: [patches, channels, n] uint8, ready to be copied to the tower's device.
-        grid: patches in time, height and width.
-        error: for the client; 500 if this process is to blame.
-    """
-
-    pixels: Tensor
-    grid: tuple[int, int, int]
-    error: RequestError | None = None
 
 
 @dataclass(frozen=True)
@@ -192,9 +179,8 @@ class Readings:
     def _read(self, data: bytes) -> Read:
         start = time.monotonic()
         try:
-            patches = self._reader.read(data)
-            pixels = torch.from_numpy(patches.pixels)
-            return Read(pixels.pin_memory() if self._pin else pixels, patches.grid)
+            read = self._reader.read(data)
+            return replace(read, pixels=read.pixels.pin_memory()) if self._pin else read
         except RequestError as error:
             invalid = RequestError(error.message, code="invalid_image")
             return Read(torch.empty(0), (0, 0, 0), invalid)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from kvbaton.connectors.layout import ITEM_SIZE
 from kvbaton.engine.block_memory import BlockMemory, BlockView
-from kvbaton.engine.step import SequenceStep
+from kvbaton.engine.step import ItemRows, SequenceStep
 from kvbaton.kernels.digest import block_sums
 from kvbaton.types import ENCODER_BLOCK_ROWS
 
@@ -86,15 +86,12 @@ def last_keys(
     Returns:
         [tokens]; None if there is no item.
     """
-    if not any(step.items for step in steps):
-        return None
-    found, first = positions.copy(), 0
-    for step in steps:
-        for item in step.items:
-            begin, end = max(0, item.start - step.start), item.start + item.length - step.start
-            assert end <= step.count, "a step ends within an item that is seen whole"
-            found[first + begin : first + end] = item.start + item.length - 1
-        first += step.count
+    found = None
+    for step, item, first in _items_of(steps):
+        found = positions.copy() if found is None else found
+        begin, end = max(0, item.start - step.start), item.start + item.length - step.start
+        assert end <= step.count, "a step ends within an item that is seen whole"
+        found[first + begin : first + end] = item.start + item.length - 1
     return found
 
 
@@ -103,17 +100,21 @@ def item_tokens(steps: Sequence[SequenceStep]) -> npt.NDArray[np.int64] | None:
 
     None if there is none.
     """
-    if not any(step.items for step in steps):
-        return None
-    parts, first = [], 0
+    parts = []
+    for step, item, first in _items_of(steps):
+        start = max(step.start, item.start)
+        positions = np.arange(start, min(step.start + step.count, item.start + item.length))
+        rows = positions - item.start
+        blocks = np.array(item.blocks, np.int64)[rows // ENCODER_BLOCK_ROWS]
+        assert blocks.all(), "an encoder output has no block"
+        parts.append(np.stack((positions - step.start + first, blocks, rows % ENCODER_BLOCK_ROWS)))
+    return np.concatenate(parts, axis=1) if parts else None
+
+
+def _items_of(steps: Sequence[SequenceStep]) -> Iterator[tuple[SequenceStep, ItemRows, int]]:
+    """Items of a batch with their steps, and where the tokens of these begin in it."""
+    first = 0
     for step in steps:
         for item in step.items:
-            start = max(step.start, item.start)
-            positions = np.arange(start, min(step.start + step.count, item.start + item.length))
-            rows = positions - item.start
-            blocks = np.array(item.blocks, np.int64)[rows // ENCODER_BLOCK_ROWS]
-            assert blocks.all(), "an encoder output has no block"
-            at = positions - step.start + first
-            parts.append(np.stack((at, blocks, rows % ENCODER_BLOCK_ROWS)))
+            yield step, item, first
         first += step.count
-    return np.concatenate(parts, axis=1)

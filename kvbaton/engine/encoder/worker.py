@@ -143,7 +143,7 @@ def pixel_values(pixels: Tensor, levels: Tensor, frames: int) -> Tensor:
     """What the tower takes.
 
     Args:
-        pixels: [patches, channels, n] uint8, see `images.Patches`.
+        pixels: [patches, channels, n] uint8, see `images.Read`.
         levels: [channels, 256], see `images.ImageReader`; the result has its dtype.
         frames: see `images.ImageReader`.
 
@@ -214,9 +214,8 @@ class EncoderWorker(Worker):
             self.cache.copy([c.source for c in plan.copies], [c.target for c in plan.copies])
         new = {sequence.handle: sequence for sequence in plan.new}
         # One token is the last of an item that was cached, in a block that was just copied.
-        lacking = [step for step in plan.steps if step.count > 1]
         items: dict[int, Item] = {}
-        for step in lacking:
+        for step in [step for step in plan.steps if step.count > 1]:
             match new[step.handle].items:
                 case (item,) if item.start == 0 and item.length <= len(new[step.handle].token_ids):
                     items[step.handle] = item
@@ -224,22 +223,20 @@ class EncoderWorker(Worker):
         rows: dict[Kind, Tensor | RequestError] = {}
         if self.encoder is not None:
             rows = dict(zip(known, self.encoder.encode(list(known.values())), strict=True))
-        missing = NO_TOWER if self.encoder is None else NO_DATA
-        errors: dict[int, RequestError] = {}
-        for step in lacking:
-            output: Tensor | RequestError = RequestError(NO_ITEM)
-            if step.handle in items:
-                output = rows.get(_kind(items[step.handle]), RequestError(missing))
-            if isinstance(output, Tensor):  # fill the blocks from the first that lacks rows on
-                first = step.start // self.cache.block_size
-                output = output[first * self.cache.block_size :]
-                self.cache.write(step.new_blocks[0][first:], output, first=first)
-            else:
-                errors[step.handle] = output
+        missing, size = NO_TOWER if self.encoder is None else NO_DATA, self.cache.block_size
         sampled = []
         for step in plan.steps:
-            error = errors.get(step.handle)
-            why, code = (None, None) if error is None else (error.message, error.code)
+            why = code = None
+            if step.count > 1:
+                output: Tensor | RequestError = RequestError(NO_ITEM)
+                if step.handle in items:
+                    output = rows.get(_kind(items[step.handle]), RequestError(missing))
+                if isinstance(output, RequestError):
+                    why, code = output.message, output.code
+                else:  # fill the blocks from the first that lacks rows on
+                    first = step.start // size
+                    blocks = step.new_blocks[0][first:]
+                    self.cache.write(blocks, output[first * size :], first=first)
             tokens = (0,) * step.num_samples
             sampled.append(Sampled(step.handle, tokens, error=why, error_code=code))
         return tuple(sampled)

@@ -34,10 +34,10 @@ from kvbaton.engine.models.layers import (
     RotaryEmbedding,
     WeightedModule,
     head_projections,
-    new_weight,
     output_projection,
     whole_linear,
 )
+from kvbaton.engine.models.linear import new_weight
 from kvbaton.engine.models.llama import DecoderLayer, LlamaForCausalLM
 from kvbaton.kernels.rms_norm import rms_norm
 from kvbaton.kernels.rope_write import HeadNorms
@@ -49,7 +49,7 @@ class Gemma3DecoderLayer(DecoderLayer):
     def __init__(self, config: ModelConfig, layer: int, shard: Shard) -> None:
         super().__init__(config, layer, shard)
         name = f"model.layers.{layer}"
-        norm = config.hidden_size, config.rms_norm_eps, config.norm_offset
+        norm = config.hidden_size, config.rms_norm_eps, config.family.norm_offset
         self.kind = int(config.windows[layer] > 0)
         self.pre_mlp_norm = RMSNorm(f"{name}.pre_feedforward_layernorm", *norm)
         self.post_mlp_norm = RMSNorm(f"{name}.post_feedforward_layernorm", *norm)
@@ -62,8 +62,8 @@ class Gemma3DecoderLayer(DecoderLayer):
         attention: AttentionContext,
     ) -> Tensor | None:
         """See `DecoderLayer.forward`."""
-        normed = self.input_norm(stream) if delta is None else self.input_norm(delta, stream)
-        attended = self.post_norm(self.self_attn(normed, inputs[self.kind], attention))
+        attended = self.self_attn(self._normed(delta, stream), inputs[self.kind], attention)
+        attended = self.post_norm(attended)
         out = self.mlp(self.pre_mlp_norm(attended, stream))
         return self.post_mlp_norm(out)  # type: ignore[no-any-return]
 

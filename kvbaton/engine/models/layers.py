@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from kvbaton.engine.attention_config import MlaConfig
 from kvbaton.engine.collectives import Shard
 from kvbaton.engine.model_config import ModelConfig
-from kvbaton.engine.models.linear import linear_method, product
+from kvbaton.engine.models.linear import linear_method, new_weight, product
 from kvbaton.engine.quantization_config import Quantization
 from kvbaton.engine.rope_config import RopeConfig
 from kvbaton.engine.state_blocks import StateBatch
@@ -71,11 +71,6 @@ def pieces_of(model: nn.Module) -> Iterator[Piece]:
     for module in model.modules():
         if isinstance(module, WeightedModule):
             yield from module.pieces()
-
-
-def new_weight(*shape: int) -> nn.Parameter:
-    """A weight to be filled, of the dtype and on the device that the loader sets."""
-    return nn.Parameter(torch.empty(shape), requires_grad=False)
 
 
 class RMSNorm(WeightedModule):
@@ -492,14 +487,13 @@ class SelfAttention(WeightedModule):
         parts += [(part, config.num_kv_heads, kv) for part in ("k_proj", "v_proj")]
         self.qkv_proj = head_projections(name, config, dim, parts)
         self.o_proj = output_projection(name, config, dim, shard)
-        norm = dim, config.rms_norm_eps, config.norm_offset
-        self.q_norm = RMSNorm(f"{name}.q_norm", *norm) if config.qk_norm else None
-        self.k_norm = RMSNorm(f"{name}.k_norm", *norm) if config.qk_norm else None
+        norm = dim, config.rms_norm_eps, config.family.norm_offset
+        self.q_norm = RMSNorm(f"{name}.q_norm", *norm) if config.family.qk_norm else None
+        self.k_norm = RMSNorm(f"{name}.k_norm", *norm) if config.family.qk_norm else None
         self.scale = config.attention_scale
         self.sinks: nn.Parameter | None = None
-        if config.sinks:
-            empty = torch.empty(self.heads, dtype=torch.float32)
-            self.sinks = nn.Parameter(empty, requires_grad=False)
+        if config.family.sinks:
+            self.sinks = new_weight(self.heads, dtype=torch.float32)
 
     def forward(self, hidden: Tensor, rotary: Rotary, attention: AttentionContext) -> Tensor:
         """[tokens, hidden] to [tokens, hidden]; writes this layer's K and V into the cache."""
@@ -524,7 +518,7 @@ class SelfAttention(WeightedModule):
 
 
 class GatedMLP(nn.Module):
-    """``down(activation(gate(x)) * up(x))``."""
+    """``down(silu(gate(x)) * up(x))``, or with a GELU, by tanh."""
 
     def __init__(
         self,
@@ -535,10 +529,10 @@ class GatedMLP(nn.Module):
         *,
         bias: bool,
         quantization: Quantization | None = None,
-        activation: Literal["silu", "gelu_tanh"] = "silu",
+        gelu: bool = False,
     ) -> None:
         super().__init__()
-        self.activation = activation
+        self.gelu = gelu
         parts = [(f"{name}.{part}_proj", middle, shard.span(middle)) for part in ("gate", "up")]
         self.gate_up_proj = ColumnLinear(size, parts, bias=bias, quantization=quantization)
         self.down_proj = RowLinear(
@@ -548,10 +542,9 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[tokens, size] to [tokens, size]."""
         first = self.gate_up_proj
-        if self.activation == "silu":
-            hidden = first.method.gate(x, first.weight, first.bias)
-            if hidden is not None:
-                return self.down_proj(hidden)  # type: ignore[no-any-return]
-            return self.down_proj(first(x), gated=True)  # type: ignore[no-any-return]
-        both = first(x)
-        return self.down_proj(gelu_and_mul(both))  # type: ignore[no-any-return]
+        if self.gelu:
+            return self.down_proj(gelu_and_mul(first(x)))  # type: ignore[no-any-return]
+        hidden = first.method.gate(x, first.weight, first.bias)
+        if hidden is not None:
+            return self.down_proj(hidden)  # type: ignore[no-any-return]
+        return self.down_proj(first(x), gated=True)  # type: ignore[no-any-return]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cache
 from math import gcd
@@ -24,6 +23,12 @@ SQUARE = 128
 """Side of the blocks of a weight that share a scale for which the library has a product."""
 
 
+def new_weight(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+    """A weight to be filled, on the device, and of the dtype if none is named, that are set."""
+    empty = torch.empty(shape) if dtype is None else torch.empty(shape, dtype=dtype)
+    return nn.Parameter(empty, requires_grad=False)
+
+
 @cache
 def _workspace(device: torch.device) -> Workspace:
     """Scratch of all products on the stream on which models run."""
@@ -40,21 +45,26 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-class LinearMethod(ABC):
-    """What a linear layer does with its weight, [rows, columns]; as vLLM's of that name."""
+class LinearMethod:
+    """What a linear layer does with its weight, [rows, columns]; as vLLM's of that name.
 
-    @abstractmethod
+    Here, a weight in the model's dtype.
+    """
+
     def new_weight(self, rows: int, columns: int) -> tuple[nn.Parameter, nn.Parameter | None]:
         """A weight to be filled, and its scales, [rows, groups of columns], if it has any."""
+        return new_weight(rows, columns), None
 
-    @abstractmethod
     def product(
         self, x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None
     ) -> Tensor:
         """[tokens, columns] to [tokens, rows]."""
+        return product(x, weight, bias)
 
     def gate(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """silu(gate) * up of the product, gate and up, if that may be one launch; else None."""
+        if bias is None and x.is_cuda:
+            return skinny_linear(x, weight, _workspace(x.device), gated=True)
         return None
 
     def gated_product(
@@ -62,26 +72,6 @@ class LinearMethod(ABC):
     ) -> Tensor:
         """The product of silu(gate) * up: [tokens, 2 * columns] to [tokens, rows]."""
         return self.product(silu_and_mul(gate_up), weight, scales, bias)
-
-
-class FloatMethod(LinearMethod):
-    """A weight in the model's dtype."""
-
-    @override
-    def new_weight(self, rows: int, columns: int) -> tuple[nn.Parameter, nn.Parameter | None]:
-        return nn.Parameter(torch.empty(rows, columns), requires_grad=False), None
-
-    @override
-    def product(
-        self, x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None
-    ) -> Tensor:
-        return product(x, weight, bias)
-
-    @override
-    def gate(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-        if bias is None and x.is_cuda:
-            return skinny_linear(x, weight, _workspace(x.device), gated=True)
-        return None
 
 
 class FP8Method(LinearMethod):
@@ -102,9 +92,8 @@ class FP8Method(LinearMethod):
     @override
     def new_weight(self, rows: int, columns: int) -> tuple[nn.Parameter, nn.Parameter | None]:
         groups = -(-columns // (self.group or columns))
-        weight = torch.empty(rows, columns, dtype=FP8)
-        scales = torch.empty(rows, groups, dtype=torch.float32)
-        return nn.Parameter(weight, requires_grad=False), nn.Parameter(scales, requires_grad=False)
+        scales = new_weight(rows, groups, dtype=torch.float32)
+        return new_weight(rows, columns, dtype=FP8), scales
 
     @override
     def product(
@@ -115,6 +104,10 @@ class FP8Method(LinearMethod):
             out = skinny_linear(x, weight, _workspace(x.device), scales)
             return out if bias is None else out + bias
         return self._quantised_product(x, weight, scales, bias, gated=False)
+
+    @override
+    def gate(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        return None
 
     @override
     def gated_product(
@@ -164,18 +157,20 @@ class FP8Method(LinearMethod):
 
 def has_fp8_products() -> bool:
     """Whether where new weights go FP8 can be multiplied, for activations of 16 bits."""
-    where = torch.empty(0)
-    if where.dtype not in (torch.bfloat16, torch.float16) or where.device.type != "cuda":
-        return False
-    return torch.cuda.get_device_capability(where.device) >= (8, 9)
+    return _weights_go_to((8, 9), torch.bfloat16, torch.float16)
 
 
 def has_mxfp4_products() -> bool:
     """Whether where new weights go MXFP4 can be widened as it is read, for bfloat16 activations."""
+    return _weights_go_to((8, 0), torch.bfloat16)
+
+
+def _weights_go_to(capability: tuple[int, int], *dtypes: torch.dtype) -> bool:
+    """Whether new ones do to a GPU of this compute capability or more, in one of these dtypes."""
     where = torch.empty(0)
-    if where.dtype != torch.bfloat16 or where.device.type != "cuda":
+    if where.dtype not in dtypes or where.device.type != "cuda":
         return False
-    return torch.cuda.get_device_capability(where.device) >= (8, 0)
+    return torch.cuda.get_device_capability(where.device) >= capability
 
 
 def keeps_mxfp4(quantization: Quantization | None, name: str) -> bool:
@@ -229,7 +224,7 @@ def linear_method(
             for where it can't be.
     """
     if quantization is None or quantization.layout != "fp8":
-        return FloatMethod()
+        return LinearMethod()
     if not has_fp8_products():
         if quantization.online:
             raise ConfigError(
@@ -237,11 +232,11 @@ def linear_method(
                 "'fp8' needs a GPU of compute capability 8.9 or more, and --dtype bfloat16 or "
                 "float16; leave it out",
             )
-        return FloatMethod()
+        return LinearMethod()
     group = None if quantization.block is None else quantization.block[1]
     whole = rows % 16 == 0 and columns % 16 == 0  # what FP8 products take
     if any(map(quantization.ignores, names)) or not whole or group not in (None, *GROUPS):
-        return FloatMethod()
+        return LinearMethod()
     if group is not None and columns != total_columns and columns % group:
         raise ConfigError(
             "--tensor-parallel-size",

@@ -67,7 +67,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, shard: Shard) -> None:
         super().__init__()
         name, size = f"model.layers.{layer}", config.hidden_size
-        norm = size, config.rms_norm_eps, config.norm_offset
+        norm = size, config.rms_norm_eps, config.family.norm_offset
         self.input_norm = RMSNorm(f"{name}.input_layernorm", *norm)
         self.self_attn = self.attention_class(config, layer, shard)
         self.post_norm = RMSNorm(f"{name}.post_attention_layernorm", *norm)
@@ -82,7 +82,7 @@ class DecoderLayer(nn.Module):
                 shard,
                 bias=config.mlp_bias,
                 quantization=config.quantization,
-                activation=config.activation,
+                gelu=config.family.gemma,
             )
 
     def forward(
@@ -144,7 +144,7 @@ class LlamaForCausalLM(nn.Module):
             self.layer_class(config, layer, shard) for layer in range(config.num_layers)
         )
         self.norm = RMSNorm(
-            "model.norm", config.hidden_size, config.rms_norm_eps, config.norm_offset
+            "model.norm", config.hidden_size, config.rms_norm_eps, config.family.norm_offset
         )
         self.rotary = RotaryEmbedding(config.rope, config.rotary_dim)
         self.lm_head = None if config.tie_word_embeddings else Embedding("lm_head", *vocab)

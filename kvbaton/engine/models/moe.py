@@ -14,10 +14,9 @@ from kvbaton.engine.models.layers import (
     GatedMLP,
     Piece,
     WeightedModule,
-    new_weight,
     whole_linear,
 )
-from kvbaton.engine.models.linear import FP8, expert_run, keeps_mxfp4, product
+from kvbaton.engine.models.linear import FP8, expert_run, keeps_mxfp4, new_weight, product
 from kvbaton.engine.moe_config import MoeConfig
 from kvbaton.engine.quantization_config import Quantization
 from kvbaton.kernels.fused_moe import ClampedSwiGLU, fused_moe
@@ -40,14 +39,10 @@ class Router(WeightedModule):
     def __init__(self, name: str, size: int, moe: MoeConfig) -> None:
         super().__init__()
         self.name, self.moe = name, moe
-        self.weight = self._new(moe.num_experts, size)
-        self.bias = new_weight(moe.num_experts) if moe.family.stacked else None
-        self.choice_bias = self._new(moe.num_experts) if moe.family.sigmoid else None
-
-    def _new(self, *shape: int) -> nn.Parameter:
-        if not self.moe.family.float32_router:
-            return new_weight(*shape)
-        return nn.Parameter(torch.empty(shape, dtype=torch.float32), requires_grad=False)
+        count, dtype = moe.num_experts, torch.float32 if moe.family.float32_router else None
+        self.weight = new_weight(count, size, dtype=dtype)
+        self.bias = new_weight(count) if moe.family.stacked else None
+        self.choice_bias = new_weight(count, dtype=dtype) if moe.family.sigmoid else None
 
     def forward(self, x: Tensor, shared: int = 0) -> tuple[Tensor, Tensor]:
         """[tokens, size] to weights and numbers of experts, each [tokens, top_k + shared].
@@ -191,31 +186,29 @@ class Experts(WeightedModule):
         if self.moe.family.stacked or self.moe.family.halves:
             yield from self._stacks()
             return
-        held, size, middle = self.down_proj.shape
-        held -= self.shared
-        gate, up, down = self.moe.family.projections
-        total = self.moe.intermediate_size
+        total, held = self.moe.intermediate_size, len(self.down_proj) - self.shared
         for index in range(held):
-            name, both = f"{self.name}.{self.first + index}", self.gate_up_proj[index]
-            scales: list[Tensor | None] = [None, None, None]
-            if self.gate_up_scales is not None and self.down_scales is not None:
-                of_both = self.gate_up_scales[index].t()
-                scales = [of_both[:middle], of_both[middle:], self.down_scales[index].t()]
-            parts: list[tuple[str, tuple[int, int], Tensor, int]] = [
-                (gate, (total, size), both[:middle], 0),
-                (up, (total, size), both[middle:], 0),
-                (down, (size, total), self.down_proj[index], 1),
-            ]
-            for (part, shape, target, dim), own in zip(parts, scales, strict=True):
-                yield Piece(f"{name}.{part}.weight", shape, target, dim, self.start, scales=own)
+            expert = f"{self.name}.{self.first + index}"
+            names = [f"{expert}.{part}" for part in self.moe.family.projections]
+            yield from self._expert(index, names, total, self.start)
         name = f"{self.name.removesuffix('experts')}{self.moe.family.shared_experts}"
+        names = [f"{name}.{part}_proj" for part in ("gate", "up", "down")]
         for index in range(self.shared):
-            start, rows = index * total + self.start, (self.shared * total, size)
-            both = self.gate_up_proj[held + index]
-            yield Piece(f"{name}.gate_proj.weight", rows, both[:middle], 0, start)
-            yield Piece(f"{name}.up_proj.weight", rows, both[middle:], 0, start)
-            target = self.down_proj[held + index]
-            yield Piece(f"{name}.down_proj.weight", rows[::-1], target, 1, start)
+            start = index * total + self.start
+            yield from self._expert(held + index, names, self.shared * total, start)
+
+    def _expert(self, index: int, names: list[str], total: int, start: int) -> Iterator[Piece]:
+        """Gate, up and down of one that is held, its features in the middle from `start` on."""
+        middle, both = self.down_proj.shape[2], self.gate_up_proj[index]
+        scales: list[Tensor | None] = [None, None, None]
+        if self.gate_up_scales is not None and self.down_scales is not None:
+            of_both = self.gate_up_scales[index].t()
+            scales = [of_both[:middle], of_both[middle:], self.down_scales[index].t()]
+        targets, rows = [both[:middle], both[middle:], self.down_proj[index]], (total, self.size)
+        for name, target, own in zip(names, targets, scales, strict=True):
+            turned = name is names[2]
+            shape = rows[::-1] if turned else rows
+            yield Piece(f"{name}.weight", shape, target, int(turned), start, scales=own)
 
     def _stacks(self) -> Iterator[Piece]:
         moe, size, start, rows = self.moe, self.size, self.start, 2 * self.middle
@@ -273,9 +266,8 @@ def _new_fp8(
     held: int, rows: int, columns: int, run: int | None
 ) -> tuple[nn.Parameter, nn.Parameter]:
     """A stack of weights to be filled, and its scales, one for each `run` columns of a row."""
-    weight = torch.empty(held, rows, columns, dtype=FP8)
-    scales = torch.empty(held, columns // (run or columns), rows, dtype=torch.float32)
-    return nn.Parameter(weight, requires_grad=False), nn.Parameter(scales, requires_grad=False)
+    scales = new_weight(held, columns // (run or columns), rows, dtype=torch.float32)
+    return new_weight(held, rows, columns, dtype=FP8), scales
 
 
 def _new_mxfp4(held: int, rows: int, columns: int) -> tuple[nn.Parameter, nn.Parameter]:

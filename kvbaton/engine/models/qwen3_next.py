@@ -24,9 +24,9 @@ from kvbaton.engine.models.layers import (
     Rotary,
     RowLinear,
     WeightedModule,
-    new_weight,
     output_projection,
 )
+from kvbaton.engine.models.linear import new_weight
 from kvbaton.engine.models.llama import DecoderLayer, LlamaForCausalLM
 from kvbaton.kernels.delta_rule import delta_rule
 from kvbaton.kernels.delta_rule_inputs import delta_rule_inputs
@@ -58,8 +58,7 @@ class GatedDeltaNet(WeightedModule):
         self.in_proj_ba = projection("in_proj_ba", 2 * linear.values_per_key)
         self.conv = new_weight(self.heads, linear.channels, linear.conv_kernel)
         # In float32 whatever the model's dtype: the logarithm of a decay.
-        empty = torch.empty(2, self.value_heads, dtype=torch.float32)
-        self.decays = nn.Parameter(empty, requires_grad=False)
+        self.decays = new_weight(2, self.value_heads, dtype=torch.float32)
         self.norm = RMSNorm(f"{self.name}.norm", linear.value_head_dim, config.rms_norm_eps)
         self.out_proj = RowLinear(
             f"{self.name}.out_proj",
@@ -116,7 +115,7 @@ class HeadNorm(RMSNorm):
     """Norm of heads whose features are in `rotary_order`."""
 
     def __init__(self, name: str, config: ModelConfig) -> None:
-        super().__init__(name, config.head_dim, config.rms_norm_eps, config.norm_offset)
+        super().__init__(name, config.head_dim, config.rms_norm_eps, config.family.norm_offset)
         self.order = rotary_order(config.head_dim, config.rope.rotary_dim(config.head_dim))
 
     @override

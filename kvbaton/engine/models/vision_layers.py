@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvbaton.engine.models.layers import ColumnLinear, Piece, WeightedModule, new_weight
+from kvbaton.engine.models.layers import ColumnLinear, Piece, WeightedModule
+from kvbaton.engine.models.linear import new_weight
 from kvbaton.engine.upload import upload
 from kvbaton.engine.vision_config import VisionConfig
 
@@ -268,13 +269,16 @@ class VisionTower(nn.Module, ABC):
     Args:
         config: of the tower.
         patch_embed: makes vectors of patches.
+
+    Attributes:
+        plan: makes a `PatchPlan` for items of some grids, or has it still.
     """
 
     def __init__(self, config: VisionConfig, patch_embed: PatchEmbedding) -> None:
         super().__init__()
         self.config, self.patch_embed = config, patch_embed
         self.blocks = nn.ModuleList(self.block(layer) for layer in range(config.depth))
-        self._plans: OrderedDict[tuple[Grid, ...], PatchPlan] = OrderedDict()
+        self.plan = lru_cache(KEPT_PLANS)(self._plan)
 
     @abstractmethod
     def block(self, layer: int) -> VisionBlock:
@@ -298,20 +302,14 @@ class VisionTower(nn.Module, ABC):
             [rows, levels, out_hidden_size] in the dtype of the weights, image after image; of an
             image as many rows as squares of patches that are merged.
         """
-        plan = self._plan(tuple(grids))
+        plan = self.plan(tuple(grids))
         weight = self.patch_embed.weight
         embedded = self.patch_embed(patches.to(weight.device, weight.dtype, non_blocking=True))
         levels = self.run(_moved(embedded, plan.order), plan)
         return _moved(torch.stack(levels, dim=1), plan.inverse)
 
     def _plan(self, grids: tuple[Grid, ...]) -> PatchPlan:
-        plan = self._plans.pop(grids, None)
-        if plan is None:
-            plan = make_plan(self.config, grids, self.patch_embed.weight.device)
-        self._plans[grids] = plan
-        if len(self._plans) > KEPT_PLANS:
-            self._plans.popitem(last=False)
-        return plan
+        return make_plan(self.config, grids, self.patch_embed.weight.device)
 
 
 # --- what follows from the sizes of images ---

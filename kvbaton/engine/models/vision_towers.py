@@ -22,8 +22,8 @@ from kvbaton.engine.models.layers import (
     Piece,
     RMSNorm,
     WeightedModule,
-    new_weight,
 )
+from kvbaton.engine.models.linear import new_weight
 from kvbaton.engine.models.vision_layers import (
     EPS,
     GeluMLP,
@@ -78,15 +78,14 @@ class PatchMerger(nn.Module):
     def __init__(self, name: str, config: VisionConfig, *, norm_joined: bool) -> None:
         super().__init__()
         self.wide = config.hidden_size * config.merge_size**2
-        self.norm = LayerNorm(f"{name}.norm", self.wide if norm_joined else config.hidden_size)
-        self.norm_joined = norm_joined
+        self.normed = self.wide if norm_joined else config.hidden_size
+        self.norm = LayerNorm(f"{name}.norm", self.normed)
         self.fc1 = linear(f"{name}.linear_fc1", self.wide, self.wide)
         self.fc2 = linear(f"{name}.linear_fc2", self.wide, config.out_hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """[patches, hidden] to [rows, out_hidden_size]."""
-        joined = x.view(-1, self.wide)
-        normed = self.norm(joined) if self.norm_joined else self.norm(x).view(-1, self.wide)
+        normed = self.norm(x.view(-1, self.normed)).view(-1, self.wide)
         return self.fc2(F.gelu(self.fc1(normed)))  # type: ignore[no-any-return]
 
 
