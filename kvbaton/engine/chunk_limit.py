@@ -15,7 +15,7 @@ from kvbaton.engine.step_costs import Terms
 
 LEAST = 64
 """Tokens; fewer add next to nothing less to a step."""
-AIM = 0.92
+AIM = 0.9
 """Of the objective: steps vary."""
 SHRINK, GROW = 0.5, 2.0
 """By no more after one step: something else may have slowed it, and few tokens are cheap."""
