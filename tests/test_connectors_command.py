@@ -84,11 +84,14 @@ def test_list_needs_no_torch(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -
     assert (nccl["problem"], nccl["capabilities"]["fence"]) == (None, "PEER")
 
 
-def test_list_builds_what_a_spec_names_and_tells_what_keeps_it(capsys: Capture) -> None:
-    spec = 'filesystem:{"path": "/nonexistent"}'
+def test_list_builds_what_a_spec_names_and_tells_what_keeps_it(
+    capsys: Capture, tmp_path: Path
+) -> None:
+    nowhere = tmp_path / "nowhere"
+    spec = f"filesystem:{json.dumps({'path': str(nowhere)})}"
     assert listed(capsys, spec)["store", spec]["capabilities"]["persistent"]
     assert main(["connectors", "list", spec]) == 0
-    assert not Path("/nonexistent").exists()
+    assert not nowhere.exists()
     missing = "no_such_package.stores:Store"
     assert "No module" in listed(capsys, missing)["store", missing]["problem"]
     assert main(["connectors", "list", missing]) == 1
