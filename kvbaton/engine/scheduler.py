@@ -362,7 +362,7 @@ class Scheduler(LoadingRequests):
     def _admit(self, draft: StepDraft, sequence: Sequence) -> bool:
         """Decide about one of the queue; False if it has to wait, and who is behind it, too.
 
-        In a full step, all but loads do, for the next one.
+        If the step is full it is only seen whether it loads; the next step decides about the rest.
 
         It gets all blocks that its known tokens need, beyond what running requests may claim at
         their next step. Blocks in quarantine are not free, hence count as absent.

@@ -57,7 +57,7 @@ SLOWER = 1.03
 """A size whose products take so many times as long as a larger one's is not used: for some numbers
 of rows cuBLAS chooses badly (8B on an H200: 448 take 18.8 ms, 512 16.3)."""
 TIMED_PIECES = 5
-"""So many layers tell that."""
+"""So many layers are timed for that."""
 
 PADDED_TOKENS = 128
 """A step without graphs has a multiple of it: cuBLAS takes 1 to 2 ms to choose a kernel for each
