@@ -92,6 +92,10 @@ def test_a_connection_that_gets_no_thread_is_closed_and_later_ones_are_taken(
             raise RuntimeError("can't start new thread")
         start(thread)
 
+    def accepted() -> int:
+        return sum(thread.name == "tcp from" for thread in threading.enumerate())
+
+    pair.wait(lambda: accepted() >= 2, "the pair's own connections, which may come late")
     monkeypatch.setattr(threading.Thread, "start", start_later)
     with dial(pair) as sock:
         assert is_closed(sock)
