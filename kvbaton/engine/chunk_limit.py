@@ -55,10 +55,15 @@ def chunk_tokens(objective_s: float, step_s: float, token_s: float, most: int, m
     return min(most, max(LEAST, int(left_s / token_s)))
 
 
+def size_step(tokens: int, least: int) -> int:
+    """By how much the next graph of a GPU is larger: a quarter of a power of two, or `least`."""
+    return max(least, 1 << tokens.bit_length() >> 3)
+
+
 def padded_down(tokens: int) -> int:
     """The largest step that is not padded (`kvbaton.engine.cuda.prompt_graphs.padded_sizes`)."""
     least, most = PADDED
-    return tokens - tokens % min(max(least, 1 << tokens.bit_length() >> 3), most)
+    return tokens - tokens % min(size_step(tokens, least), most)
 
 
 class ChunkLimit:

@@ -95,7 +95,7 @@ def core_main(
         finally:
             engine.core.close()
     except ConfigError as error:
-        _report_refusal(error, parent)
+        _report(Dead(error=clip_text(error.reason), field=error.field), parent)
     except BaseException as error:
         # Clients see one line. Who starts us may end us once it has that, too.
         logger.exception("the engine core ends")
@@ -127,10 +127,6 @@ def leave() -> None:
 def _report(message: Ready | Dead, parent: Connection) -> None:
     with suppress(BrokenPipeError):  # it has just died, and so shall we
         parent.send_bytes(msgspec.msgpack.encode(message))
-
-
-def _report_refusal(error: ConfigError, parent: Connection) -> None:
-    _report(Dead(error=clip_text(error.reason), field=error.field), parent)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvbaton.engine.cache import KVCache
+from kvbaton.engine.chunk_limit import PADDED, size_step
 from kvbaton.engine.cuda.attention import DecodeBatch, KernelAttention
 from kvbaton.engine.models.layers import AttentionContext, Heads, LatentHeads, Rotary
 from kvbaton.engine.models.llama import Encoded, LlamaForCausalLM
@@ -38,8 +39,10 @@ WHOLE_PROMPTS = 4
 LONG_TOKENS = 2048
 """Most tokens of one: launching what has more takes the host less time than the device needs."""
 
-MIXED_TOKENS = 32
-"""One with sequences that decode has a multiple of it: every other size of few tokens will do."""
+MIXED_TOKENS, PADDED_TOKENS = PADDED
+"""A graph with sequences that decode has a multiple of the first: every other size of few tokens
+will do. A step without graphs has one of the second: cuBLAS takes 1 to 2 ms to choose a kernel for
+each product by a number of tokens that it has not seen. Most of its tiles have as many rows."""
 
 Attend = Callable[[KernelAttention], object]
 """Launches the attention of a step."""
@@ -59,16 +62,12 @@ of rows cuBLAS chooses badly (8B on an H200: 448 take 18.8 ms, 512 16.3)."""
 TIMED_PIECES = 5
 """So many layers are timed for that."""
 
-PADDED_TOKENS = 128
-"""A step without graphs has a multiple of it: cuBLAS takes 1 to 2 ms to choose a kernel for each
-product by a number of tokens that it has not seen. Most of its tiles have as many rows."""
-
 
 def padded_sizes(most: int) -> list[int]:
     """Numbers of tokens to capture: in sixteens, from 128 on in quarters of a power of two."""
     sizes = list(range(16, min(most, 128) + 1, 16))
     while sizes and sizes[-1] < most:
-        sizes.append(sizes[-1] + max(16, 1 << (sizes[-1].bit_length() - 3)))
+        sizes.append(sizes[-1] + size_step(sizes[-1], 16))
     return [size for size in sizes if size <= most]
 
 
