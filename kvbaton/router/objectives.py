@@ -65,6 +65,11 @@ class ItlObjective(ABC):
         apart = roles is not None and roles.generating
         return likely(seconds, self._slo_s, APART if apart else CERTAINTY)
 
+    def _stalled(self, seconds: float) -> float:
+        """That one with a prompt in it does so; none where these come in chunks that fit."""
+        roles = self._costs.roles
+        return 0.0 if roles is not None and roles.fits else self._likely(seconds)
+
     @abstractmethod
     def own(self, decode: Decode) -> float:
         """Of a request that is generated on a node."""
@@ -183,10 +188,10 @@ class PercentileItl(ItlObjective):
         slow, always = 0.0, self._likely(step_s)
         if share:
             prompts = tokens * step_s / prompt_s * share / (1 - share)
-            slow = prompts * (self._likely(step_s + prompt_s) - always)
+            slow = prompts * max(0.0, self._stalled(step_s + prompt_s) - always)
         if wait_s:  # of several prompts in full steps
             steps = max(1.0, wait_s / full_s)
-            slow += steps * (self._likely(step_s + wait_s / steps) - always)
+            slow += steps * max(0.0, self._stalled(step_s + wait_s / steps) - always)
         stalled = self._too_many(tokens, slow)
         return MISSED_S * (stalled + (1 - stalled) * always)
 

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from msgspec.structs import replace
 from typing_extensions import override
 
+from kvbaton.engine.chunk_limit import AIM, IN_TIME
 from kvbaton.errors import ConfigError, import_failure
 from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.config import RoutingPolicy
@@ -248,7 +249,8 @@ class LeastCost(Policy):
             self._itl = MeanItl(slo_s, costs)
             if settings.itl_percentile is not None:
                 self._itl = PercentileItl(slo_s, settings.itl_percentile, costs)
-            costs.roles = RolePlan(slo_s, self._itl.forgiven)
+            chunks = AIM * costs.max_itl_s, IN_TIME * costs.ttft_slo_s
+            costs.roles = RolePlan(slo_s, self._itl.forgiven, *chunks)
 
     @override
     def choose(self, options: Options) -> Route:

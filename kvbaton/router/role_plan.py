@@ -31,6 +31,15 @@ MEAN_STEP = 0.9
 """Of the objective, what steps of nodes take that are as full as may be,"""
 FULL_STEP = 0.95
 """and the longest of them."""
+FITS = 1.0, 1.5
+"""Of the time that steps leave, what prompts may take for chunks that are short enough for texts to
+keep up with them: to begin with, and to go on (few texts at a node are soon too many elsewhere);"""
+LONG = 0.4
+"""and prompts of this part of the time of a first token, each by the time that it takes."""
+STEADY_S = 15.0
+"""That is judged by a mean over so long, since the next burst would hit all nodes,"""
+STEADY_LEAST = 16
+"""with so many requests in `LONGEST_S` all the time."""
 GAIN = 0.05
 """A change must have so many more requests in time: it costs some itself."""
 FADE = 0.97
@@ -44,24 +53,33 @@ class RolePlan:
         slo_s: objective of the tokens after the first.
         forgiven: share of a text's times between tokens that may be longer; None if their mean
             counts.
+        chunk_s: what nodes let steps take that have prompts beside texts;
+        late_s: but not for those whose first token would take so long then.
 
     Attributes:
         generating: ids of the nodes that only generate; none while all may do both.
+        fits: no step need take longer than `chunk_s`, if all nodes do both.
         per_s: texts that each of these is given a second.
         prompt_tokens: of a prompt, on average.
     """
 
-    def __init__(self, slo_s: float, forgiven: float | None) -> None:
+    def __init__(self, slo_s: float, forgiven: float | None, chunk_s: float, late_s: float) -> None:
         self._slo_s, self._forgiven = slo_s, forgiven
+        self._chunk_s, self._late_s = chunk_s, late_s
         self._given = deque[tuple[float, float]](maxlen=LAST)
-        self._due = -math.inf
+        self._due = self._at = -math.inf
+        self._since, self._steady = math.inf, (0.0, 0.0, 0.0)
         self.generating: Set[str] = frozenset()
         self.per_s = 0.0
+        self.fits = False
         self.prompt_tokens = 1000.0
 
     def given(self, now: float, work_s: float) -> None:
         """A node was given a prompt that takes it so many seconds."""
         self._given.append((now, work_s))
+        kept, self._at = math.exp((self._at - now) / STEADY_S), now
+        work, squares, texts = self._steady
+        self._steady = kept * work + work_s, kept * squares + work_s**2, kept * texts + 1.0
 
     def is_due(self, now: float, num_tokens: int) -> bool:
         """A request with so long a prompt came; whether to `plan` for it."""
@@ -95,7 +113,8 @@ class RolePlan:
         while given and given[0][0] < now - LONGEST_S:
             given.popleft()
         self.generating = frozenset()
-        if count < 2 or len(given) < LEAST:
+        if count < 2 or len(given) < STEADY_LEAST:
+            self.fits, self._since, self._steady = False, now, (0.0, 0.0, 0.0)
             return frozenset()
         each = 1 / max(now - given[0][0], 1e-3)
         per_s, works = each * len(given), sorted(work_s for _, work_s in given)
@@ -106,7 +125,10 @@ class RolePlan:
         texts += (there - texts) * math.exp(-HORIZON_S / lives_s)
         needed = texts * text_s / max(FULL_STEP * self._slo_s - step_s, text_s)
         mean_s = step_s + text_s * texts / count
-        if needed < 1 or self._together(busy[-1] / count, mean_s, min(full_s, busy[-1] / per_s)):
+        self.fits = self._fits(now, count, step_s, text_s, output_tokens)
+        if self.fits or needed < 1 or len(given) < LEAST:
+            return frozenset()
+        if self._together(busy[-1] / count, mean_s, min(full_s, busy[-1] / per_s)):
             return frozenset()
 
         def merit(places: int) -> tuple[float, float]:
@@ -126,6 +148,22 @@ class RolePlan:
         )
         self.generating = frozenset(ranked[:best])
         return self.generating - before
+
+    def _fits(
+        self, now: float, count: int, step_s: float, text_s: float, output_tokens: float
+    ) -> bool:
+        """Whether prompts keep up in chunks that are short enough, if all nodes do both."""
+        reach_s = STEADY_S * -math.expm1((self._since - now) / STEADY_S)
+        if reach_s < STEADY_S / 2:
+            return False
+        share, squares, texts_per_s = (x / (count * reach_s) for x in self._steady)
+        # Of a node's time, so much is left for steps themselves: as many texts are live then.
+        rest = 1 - share - texts_per_s * output_tokens * text_s
+        if rest <= 0:
+            return False
+        left = 1 - (1 - share) * step_s / rest / self._chunk_s
+        longest_s = LONG * self._late_s * left
+        return 0 < share < FITS[self.fits] * left and squares < longest_s * share
 
     def _together(self, share: float, step_s: float, prompt_s: float) -> bool:
         """Whether all nodes can do both.

@@ -19,6 +19,8 @@ from tests.support.toy_engine import Clock
 
 STEP = 0.0045, 4.5e-5, 0.095
 """Of an H200, 8B: a step, what a text of 1,400 tokens adds to it, and a full prompt."""
+CHUNKS = 0.0135, 0.75
+"""Seconds that steps with chunks take, and of a first token that is late for it."""
 
 
 def loads(*sequences: int, pending: int = 0) -> dict[str, NodeLoad]:
@@ -39,7 +41,7 @@ def given(
 @pytest.mark.parametrize("forgiven", [None, 0.05])
 def test_as_many_generate_as_texts_need(forgiven: float | None) -> None:
     """At 15 ms a node has room for 217 texts; 130 a second that live 3 s are 400."""
-    roles = RolePlan(0.015, forgiven)
+    roles = RolePlan(0.015, forgiven, *CHUNKS)
     given(roles, 130.0, 0.016)
     assert roles.plan(2.0, loads(0, 5, 3, 210), *STEP, 230.0) == {"n3", "n1"}
     assert roles.generating == {"n3", "n1"}
@@ -50,7 +52,7 @@ def test_as_many_generate_as_texts_need(forgiven: float | None) -> None:
 
 
 def test_short_texts_need_no_node_more_than_they_have() -> None:
-    roles = RolePlan(0.015, 0.05)
+    roles = RolePlan(0.015, 0.05, *CHUNKS)
     given(roles, 130.0, 0.016)
     assert roles.plan(2.0, loads(0, 0, 0, 60), *STEP, 40.0) == set()
     assert not roles.generating
@@ -59,7 +61,7 @@ def test_short_texts_need_no_node_more_than_they_have() -> None:
 def test_all_do_both_where_that_is_within_the_objective() -> None:
     """Many texts, but 2 ms more for a prompt now and then."""
     for forgiven in (None, 0.05):
-        roles = RolePlan(0.015, forgiven)
+        roles = RolePlan(0.015, forgiven, *CHUNKS)
         given(roles, 130.0, 0.002)
         roles.plan(2.0, loads(90, 90, 90, 90), *STEP, 230.0)
         assert not roles.generating
@@ -68,16 +70,62 @@ def test_all_do_both_where_that_is_within_the_objective() -> None:
     assert roles.generating, "prompts of 16 ms are in more than one step of 20"
 
 
+LONG_TEXTS = 0.0044, 8.4e-5, 0.05, 1000.0
+"""Steps of an H200 with texts of 1,000 tokens after 2,000, and how long they are."""
+
+
+def steady(per_s: float, work_s: float, seconds: int = 20) -> RolePlan:
+    """Of two nodes at 12 ms, after prompts that came evenly."""
+    roles = RolePlan(0.012, 0.05, 0.0108, 0.75)
+    for second in range(seconds):
+        given(roles, per_s, work_s, second + 1, second)
+        roles.plan(second + 1, loads(40, 40), *LONG_TEXTS)
+    return roles
+
+
+def test_chunks_fit_where_they_keep_up_with_what_came_for_long() -> None:
+    """A node that has 42 texts in steps of 8 ms has a quarter of its time for prompts."""
+    assert steady(10.0, 0.03).fits
+    assert not steady(10.0, 0.03, seconds=8).fits, "a burst may follow"
+    assert not steady(10.0, 0.06).fits, "nobody keeps up with that"
+    assert not steady(3.0, 0.03).fits, "few say nothing"
+
+
+def test_chunks_fit_no_prompts_that_would_be_late_in_them() -> None:
+    """As much work, but most of it in prompts of 0.8 s."""
+    for works_s, fit in (([0.08], True), ([0.79] + 9 * [0.001], False)):
+        roles = RolePlan(0.025, 0.05, 0.0225, 2.25)
+        for second in range(20):
+            for place in range(10):
+                roles.given(second + place / 10, works_s[place % len(works_s)])
+            roles.plan(second + 0.95, loads(5, 5), *LONG_TEXTS[:3], 100.0)
+        assert roles.fits is fit, works_s
+
+
+def test_chunks_that_fit_go_on_a_little_longer() -> None:
+    """Who gathers texts at one node for a moment has too many there for as long as they take."""
+    roles = steady(10.0, 0.03)
+    for second in range(20, 30):
+        given(roles, 10.0, 0.0365, second + 1, second)
+        roles.plan(second + 1.0, loads(50, 50), *LONG_TEXTS)
+    assert roles.fits
+    assert not steady(10.0, 0.0365).fits, "who comes to that does not begin with it"
+    for second in range(30, 36):
+        given(roles, 20.0, 0.06, second + 1, second)
+        roles.plan(second + 1.0, loads(80, 80), *LONG_TEXTS)
+    assert not roles.fits
+
+
 def test_prompts_that_would_all_be_late_for_it_are_weighed() -> None:
     """Three nodes that compute, or two: what texts gain, prompts lose."""
-    roles = RolePlan(0.015, 0.05)
+    roles = RolePlan(0.015, 0.05, *CHUNKS)
     given(roles, 130.0, 0.027)
     roles.plan(2.0, loads(0, 0, 0, 150), *STEP, 150.0)
     assert not roles.generating, "one generates without being told"
 
 
 def test_few_requests_say_nothing_and_old_ones_are_forgotten() -> None:
-    roles = RolePlan(0.015, 0.05)
+    roles = RolePlan(0.015, 0.05, *CHUNKS)
     given(roles, 130.0, 0.016, 0.2)
     roles.plan(0.2, loads(0, 5, 3, 210), *STEP, 230.0)
     assert not roles.generating
@@ -89,7 +137,7 @@ def test_few_requests_say_nothing_and_old_ones_are_forgotten() -> None:
 
 
 def test_it_is_judged_now_and_then() -> None:
-    roles = RolePlan(0.015, 0.05)
+    roles = RolePlan(0.015, 0.05, *CHUNKS)
     assert roles.is_due(1.0, 500)
     roles.plan(1.0, {"a": IDLE, "b": IDLE}, *STEP, 230.0)
     assert not roles.is_due(1.05, 500)

@@ -11,6 +11,7 @@ from kvbaton.router.costs import FIRST_OUTPUT, CostModel
 from kvbaton.router.loads import NodeLoad, NodeLoads
 from kvbaton.router.objectives import MISSED_S, ItlObjective, MeanItl, PercentileItl, missed_s
 from kvbaton.router.predictions import Decode, Prediction
+from kvbaton.router.role_plan import RolePlan
 from tests.router.test_pairing import member
 from tests.support.toy_engine import Clock
 
@@ -158,6 +159,16 @@ def test_a_step_is_slow_beside_a_prompt_only_if_it_is_not_without() -> None:
     decode = Decode(0.011, 0.011, 0.011, 0.0, 0.0, 0.0, 0.05, 0.05, 1e-4, 20, True)
     assert itl.coming(decode, 0.0, 1e-6) == pytest.approx(0.0, abs=1e-3)
     assert itl.coming(decode, 0.0, 0.05) > 0.1
+
+
+def test_prompts_in_chunks_that_fit_harm_no_text() -> None:
+    costs, _ = model()
+    costs.roles = RolePlan(0.012, 0.05, 0.0108, 0.75)
+    itl = PercentileItl(0.012, 95.0, costs)
+    decode = Decode(0.01, 0.008, 0.01, 0.0, 0.0, 0.2, 0.05, 0.05, 1e-4, 20, True)
+    late = itl.there(decode, work_s=0.05)
+    costs.roles.fits = True
+    assert itl.there(decode, work_s=0.05) == itl.there(decode) < late / 4
 
 
 def test_prompts_that_wait_share_the_next_step() -> None:
