@@ -26,6 +26,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvbaton.engine.stats import LATENCIES
 from tests.support.cluster import Cluster
 from tests.support.servers import Node, Router, poll
 
@@ -248,6 +249,21 @@ def test_the_dashboard_can_be_imported() -> None:
         for target in panel["targets"]:
             assert target["legendFormat"]
             assert 'instance=~"$instance"' in target["expr"]
+
+
+def test_what_several_tell_of_one_thing_is_not_added_up() -> None:
+    """Each router tells of every node, and router, source and target time parts of one request."""
+    told_by_several = {"kvbaton_router_nodes", *(f"{name}_seconds_bucket" for name, *_ in LATENCIES)}
+    summed = re.compile(r"by \(([^)]*)\) \((?:rate\()?(kvbaton_\w+)")
+    found = [
+        (where, labels)
+        for where, query in queries().items()
+        for labels, name in summed.findall(query)
+        if name in told_by_several
+    ]
+    assert len(found) > 5
+    for where, labels in found:
+        assert {"instance", "node"} & set(labels.split(", ")), where
 
 
 def test_alerts_say_what_and_how_bad() -> None:
