@@ -306,6 +306,9 @@ def advice(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     def value(row: Mapping[str, Any]) -> float:
         return float(row["highest rate"] if by_rate else round(row["good"], 3))
 
+    def clearly_above(figure: float) -> float:
+        return figure * 17 / 16 if by_rate else figure + 0.01
+
     def merit(row: Mapping[str, Any]) -> tuple[float, ...]:
         return value(row), round(row["good"], 3), -row["ttft p50"]
 
@@ -313,9 +316,9 @@ def advice(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     if apart:
         best = max(apart, key=merit)
         ours, theirs = value(best), value(alone)
-        more = (lambda a, b: a > b * 17 / 16) if by_rate else (lambda a, b: a > b + 0.01)
-        pays = "pays" if more(ours, theirs) else "does not pay" if more(theirs, ours) else ""
-        verdict = pays or "changes little"
+        verdict = "changes little"
+        if max(ours, theirs) > clearly_above(min(ours, theirs)):
+            verdict = "pays" if ours > theirs else "does not pay"
         lines.append(f"fixed prefill and decode nodes: {told(best)} at best, which {verdict}")
     lines.append(f"any role, by cost: {told(any_role)}")
     if not any(row["good"] or value(row) for row in rows):

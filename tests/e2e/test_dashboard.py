@@ -253,7 +253,8 @@ def test_the_dashboard_can_be_imported() -> None:
 
 def test_what_several_tell_of_one_thing_is_not_added_up() -> None:
     """Each router tells of every node, and router, source and target time parts of one request."""
-    told_by_several = {"kvbaton_router_nodes", *(f"{name}_seconds_bucket" for name, *_ in LATENCIES)}
+    latencies = (f"{name}_seconds_bucket" for name, *_ in LATENCIES)
+    told_by_several = {"kvbaton_router_nodes", *latencies}
     summed = re.compile(r"by \(([^)]*)\) \((?:rate\()?(kvbaton_\w+)")
     found = [
         (where, labels)
