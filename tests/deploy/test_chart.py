@@ -324,6 +324,18 @@ def test_a_pod_may_finish_what_it_has(objects: Objects) -> None:
             assert rolling["maxUnavailable"] == 0
 
 
+def test_a_busy_router_gets_another_replica() -> None:
+    """A worker takes little more than a core: half of two were never the 70 % that it takes."""
+    objects = list(filter(None, yaml.safe_load_all(MANIFESTS.read_text())))
+    (scaler,), (router,) = (
+        of_kind(objects, kind) for kind in ("HorizontalPodAutoscaler", "Deployment")
+    )
+    (metric,) = scaler["spec"]["metrics"]
+    share = metric["resource"]["target"]["averageUtilization"] / 100
+    cores = float(container(router)["resources"]["requests"]["cpu"])
+    assert share * cores < make_parser().parse_args(words_of(router)).workers
+
+
 def test_containers_may_do_little(objects: Objects) -> None:
     for workload in workloads(objects):
         assert pod(workload)["securityContext"]["runAsNonRoot"]
