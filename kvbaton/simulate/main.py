@@ -129,7 +129,7 @@ class SimulateConfig(Objectives):
     def arrival_seconds(self, trace: Sequence[TraceRequest]) -> float:
         """How long requests come: a recorded trace may end before its time."""
         last = max(request.at for request in trace if request.after is None)
-        return self.seconds if self.trace in GENERATORS or not last else min(self.seconds, last)
+        return self.seconds if self.trace in GENERATORS or not last else last
 
     def routing(self, policy: str) -> RoutingPolicy:
         """As a router would be told."""
@@ -197,22 +197,22 @@ def highest_rate(config: SimulateConfig, spec: str, model: EngineModel) -> float
     once need only wait for each other, so they come for as long, as far as a recording goes.
     """
     assert config.goodput is not None
-    low, high, speed = 0.0, math.inf, 1.0
+    low, high, speed, rate = 0.0, math.inf, 1.0, 0.0
     while high > low * 17 / 16 and speed >= SLOWEST:
-        good, count = 0, 0
+        good, count, seconds = 0, 0, 0.0
         for seed in config.seeds:
             trace = config.requests(seed, speed)
             good += sum(map(config.is_met, run_one(config, spec, model, trace, seed).outcomes))
             count += len(trace)
+            seconds += config.arrival_seconds(trace)
         if good >= config.goodput * count:
             low = speed if speed < FASTEST else math.inf
+            generated = config.rate if config.trace in GENERATORS else None
+            rate = low * (generated or count / seconds / speed)
         else:
             high = speed
         speed = 2 * low if high == math.inf else (low + high) / 2
-    if config.rate is not None:
-        return low * config.rate
-    traces = [config.requests(seed) for seed in config.seeds]
-    return low * sum(map(len, traces)) / sum(map(config.arrival_seconds, traces))
+    return rate
 
 
 def measure(

@@ -172,6 +172,23 @@ def test_the_highest_rate_lasts_for_as_long_as_requests_are_to_come(
     assert 4 < highest_rate(config, "least-loaded@1D", slow) < 15
 
 
+def test_the_highest_rate_is_that_of_the_part_of_a_recording_that_was_served(
+    tmp_path: Path,
+) -> None:
+    """A trace that begins twice as dense as it goes on told twice the rate."""
+    row = {"input_length": 1200, "output_length": 20}
+    times = [*range(0, 10_000, 500), *range(10_000, 1_000_000, 1000)]
+    lines = ({"timestamp": at, **row, "hash_ids": [at, -at]} for at in times)
+    (path := tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    config = SimulateConfig(trace=str(path), seconds=10.0, ttft_slo=1000.0, goodput=0.9)
+    slow = replace(EVEN, costs=tuple(4 * cost for cost in EVEN.costs))
+    dense, even = (
+        highest_rate(replace(config, begin=begin), "least-loaded@1D", slow)
+        for begin in (0.0, 100.0)
+    )
+    assert dense == pytest.approx(even, rel=0.2)
+
+
 def test_an_answer_is_as_long_as_the_trace_says() -> None:
     """What a client allows is no less: answers of more than 4,096 tokens failed."""
     done = serve([TraceRequest(0.0, ((10, 100),), 5000, 1000)], "1D", "least-loaded")
