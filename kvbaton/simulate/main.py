@@ -109,7 +109,8 @@ class SimulateConfig(Objectives):
         if self.trace in GENERATORS:
             assert self.rate is not None
             found = GENERATORS[self.trace](seed, self.seconds, self.rate * max(speed, 1.0))
-            found = cut(found, speed=min(speed, 1.0))
+            if speed < 1:
+                found = cut(found, speed=speed)
         else:
             whole = read_trace(Path(self.trace))
             own = len(whole) / max(whole[-1].at - whole[0].at, 1e-3)
