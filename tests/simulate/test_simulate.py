@@ -161,15 +161,15 @@ def test_the_highest_rate_lasts_for_as_long_as_requests_are_to_come(
 ) -> None:
     """Few requests, all at once, are within any objective that takes longer than they do."""
     config = SimulateConfig(
-        trace="conversation", rate=1.0, seconds=20.0, ttft_slo=2000.0, goodput=0.9
+        trace="conversation", rate=1.0, seconds=10.0, ttft_slo=2000.0, goodput=0.9
     )
     if trace == "recorded":
         row = {"input_length": 1200, "output_length": 150}
-        lines = ({"timestamp": 1000 * i, **row, "hash_ids": [i, -i]} for i in range(1200))
+        lines = ({"timestamp": 1000 * i, **row, "hash_ids": [i, -i]} for i in range(400))
         (path := tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, lines)))
         config = replace(config, trace=str(path), rate=None)
-    slow = replace(EVEN, costs=tuple(4 * cost for cost in EVEN.costs))
-    assert 4 < highest_rate(config, "least-loaded@1D", slow) < 15
+    slow = replace(EVEN, costs=tuple(8 * cost for cost in EVEN.costs))
+    assert 2 < highest_rate(config, "least-loaded@1D", slow) < 8
 
 
 def test_the_highest_rate_is_that_of_the_part_of_a_recording_that_was_served(
@@ -181,7 +181,7 @@ def test_the_highest_rate_is_that_of_the_part_of_a_recording_that_was_served(
     lines = ({"timestamp": at, **row, "hash_ids": [at, -at]} for at in times)
     (path := tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, lines)))
     config = SimulateConfig(trace=str(path), seconds=10.0, ttft_slo=1000.0, goodput=0.9)
-    slow = replace(EVEN, costs=tuple(4 * cost for cost in EVEN.costs))
+    slow = replace(EVEN, costs=tuple(8 * cost for cost in EVEN.costs))
     dense, even = (
         highest_rate(replace(config, begin=begin), "least-loaded@1D", slow)
         for begin in (0.0, 100.0)
