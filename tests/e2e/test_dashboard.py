@@ -41,6 +41,8 @@ READY_S = 60.0
 PAUSE_S = 0.1
 """Between two requests of a client: rates need some, and a client without a pause takes a core."""
 
+SAID = {"summary": "r has no node that is ready, and answers 503 to all; GET /nodes says why"}
+
 Watched = tuple[Router, Router, Node, Node]
 
 
@@ -237,6 +239,47 @@ def test_prometheus_answers_every_query(
 
 
 # --- without a cluster ---
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="prometheus is not installed")
+@pytest.mark.parametrize(
+    ("nodes", "fires"),
+    [
+        ({}, True),
+        ({"loading": 1}, True),
+        ({"ready": 1}, False),
+        ({"ready": 1, "loading": 1}, False),
+    ],
+)
+def test_a_router_without_a_node_raises_an_alarm(
+    nodes: dict[str, int], fires: bool, tmp_path: Path
+) -> None:
+    """A router that knows none tells of none, and counts no request that it turns away."""
+    series = {"kvbaton_router_retries_total{instance='r'}": 0}
+    for state, count in nodes.items():
+        series[
+            f"kvbaton_router_nodes{{instance='r',node='{state}',role='any',state='{state}'}}"
+        ] = count
+    wanted = {"instance": "r", "severity": "critical"}
+    case = {
+        "interval": "15s",
+        "input_series": [
+            {"series": name, "values": f"{value}x40"} for name, value in series.items()
+        ],
+        "alert_rule_test": [
+            {
+                "eval_time": "5m",
+                "alertname": "KvbatonNoNode",
+                "exp_alerts": [{"exp_labels": wanted, "exp_annotations": SAID}] if fires else [],
+            }
+        ],
+    }
+    (tests := tmp_path / "tests.yml").write_text(
+        yaml.safe_dump({"rule_files": [str(ALERTS)], "tests": [case]})
+    )
+    words = ["promtool", "test", "rules", str(tests)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_dashboard_can_be_imported() -> None:
