@@ -35,6 +35,7 @@ class DrainConfig:
         timeout_s: it may take this long to finish.
         settle_s: wait so long at least: until whoever sends it requests has noticed.
         cluster_key: lets us in where we do not ask from the same machine.
+        operator_key: the same, where there is no cluster key; of several the first.
         trust: whose certificates are believed.
     """
 
@@ -50,6 +51,9 @@ class DrainConfig:
     )
     cluster_key: str | None = secret_flag(
         "lets us in from another machine", "KVBATON_CLUSTER_KEY", metavar="SECRET"
+    )
+    operator_key: str | None = secret_flag(
+        "the same, without a cluster key", "KVBATON_OPERATOR_KEY", metavar="KEY"
     )
     trust: TrustConfig = field(default_factory=TrustConfig)
 
@@ -71,7 +75,9 @@ def run(config: DrainConfig) -> int:
 
 
 async def _drain(config: DrainConfig) -> bool:
-    url, headers = f"{config.url.rstrip('/')}/drain", bearer(operator_token(config.cluster_key))
+    own = (config.operator_key or "").split()  # a router's variable may hold several
+    key = operator_token(config.cluster_key) or next(iter(own), None)
+    url, headers = f"{config.url.rstrip('/')}/drain", bearer(key)
     began, answered, told = time.monotonic(), False, ""
     timeout = aiohttp.ClientTimeout(total=ANSWER_S)
     async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -20,10 +21,10 @@ from kvbaton.simulate.generators import GENERATORS
 from kvbaton.simulate.service import RequestRecord, ServiceReport, parse_nodes, simulate
 from kvbaton.simulate.traces import TraceRequest, cut, read_trace
 
-SLOWEST = 1 / 64
-"""Of a trace that comes so much slower the rate says nothing any more."""
-FASTEST = 1 << 20
-"""So much faster all of it comes at once."""
+SLOWEST, FASTEST = 1 / 64, 64
+"""Rates beyond these times the one that is asked for are 0 and infinite."""
+MOST_ERRORS = 3
+"""Of a policy, told by their texts: many name lengths of their own."""
 MOST_REQUESTS = 10_000_000
 """Of a generator; each takes memory before the first of them is served."""
 
@@ -71,7 +72,7 @@ class SimulateConfig(Objectives):
     min_handover_tokens: int = flag(0, "serve shorter prompts on one node", metavar="N")
     goodput: float | None = flag(
         None,
-        "also find the highest rate at which this share is served within both objectives (0.9)",
+        "also find the highest rate at which this share, as 0.9, is served within both objectives",
         metavar="SHARE",
     )
     seeds: tuple[int, ...] = flag((0,), "a run each (0)", name="--seed", nargs="+", metavar="N")
@@ -99,20 +100,23 @@ class SimulateConfig(Objectives):
                 text = f"{self.rate:g} a second for {self.seconds:g} s are too many requests"
                 raise ConfigError("--rate", f"{text}; at most {MOST_REQUESTS}")
 
-    def requests(self, seed: int) -> list[TraceRequest]:
-        """The trace.
+    def requests(self, seed: int, speed: float = 1.0) -> list[TraceRequest]:
+        """The trace, so many times as fast: more requests for as long, or the same for longer.
 
         Raises:
             ConfigError: it can't be read, or nothing of it is left.
         """
         if self.trace in GENERATORS:
             assert self.rate is not None
-            found = GENERATORS[self.trace](seed, self.seconds, self.rate)
+            found = GENERATORS[self.trace](seed, self.seconds, self.rate * max(speed, 1.0))
+            if speed < 1:
+                found = cut(found, speed=speed)
         else:
             whole = read_trace(Path(self.trace))
             own = len(whole) / max(whole[-1].at - whole[0].at, 1e-3)
-            speed = 1.0 if self.rate is None else self.rate / own
-            found = cut(whole, begin=self.begin, seconds=self.seconds, speed=speed)
+            seconds = self.seconds / min(speed, 1.0)
+            speed *= 1.0 if self.rate is None else self.rate / own
+            found = cut(whole, begin=self.begin, seconds=seconds, speed=speed)
         if not found:
             raise ConfigError(
                 "--begin" if self.begin else "--seconds", "no request comes in that time"
@@ -126,7 +130,7 @@ class SimulateConfig(Objectives):
     def arrival_seconds(self, trace: Sequence[TraceRequest]) -> float:
         """How long requests come: a recorded trace may end before its time."""
         last = max(request.at for request in trace if request.after is None)
-        return self.seconds if self.trace in GENERATORS or not last else min(self.seconds, last)
+        return self.seconds if self.trace in GENERATORS or not last else last
 
     def routing(self, policy: str) -> RoutingPolicy:
         """As a router would be told."""
@@ -189,28 +193,27 @@ def run_one(
 def highest_rate(config: SimulateConfig, spec: str, model: EngineModel) -> float:
     """Requests per second (of conversations: first ones) of which `config.goodput` are good.
 
-    DistServe (Zhong et al., OSDI 2024) calls that goodput, at 0.9. The same requests come faster or
-    slower, all seeds together, until it is known to a sixteenth; 0 if even few are too many, and
-    infinite if all at once are not.
+    DistServe (Zhong et al., OSDI 2024) calls that goodput, at 0.9. Requests come faster or slower,
+    all seeds together, until it is known to a sixteenth; see `SLOWEST` and `FASTEST`. Few all at
+    once need only wait for each other, so they come for as long, as far as a recording goes.
     """
     assert config.goodput is not None
-    traces = {seed: config.requests(seed) for seed in config.seeds}
-    count = sum(map(len, traces.values()))
-    low, high, speed = 0.0, math.inf, 1.0
+    low, high, speed, rate = 0.0, math.inf, 1.0, 0.0
     while high > low * 17 / 16 and speed >= SLOWEST:
-        good = 0
-        for seed, trace in traces.items():
-            done = run_one(config, spec, model, cut(trace, speed=speed), seed)
-            good += sum(map(config.is_met, done.outcomes))
+        good, count, seconds = 0, 0, 0.0
+        for seed in config.seeds:
+            trace = config.requests(seed, speed)
+            good += sum(map(config.is_met, run_one(config, spec, model, trace, seed).outcomes))
+            count += len(trace)
+            seconds += config.arrival_seconds(trace)
         if good >= config.goodput * count:
             low = speed if speed < FASTEST else math.inf
+            generated = config.rate if config.trace in GENERATORS else None
+            rate = low * (generated or count / seconds / speed)
         else:
             high = speed
-        # All at once are tried before rates between, which need be only if those are too many.
-        speed = FASTEST if high == math.inf else (low + high) / 2
-        if low and high == FASTEST:
-            speed = min(speed, 2 * low)
-    return low * (config.rate or count / sum(map(config.arrival_seconds, traces.values())))
+        speed = 2 * low if high == math.inf else (low + high) / 2
+    return rate
 
 
 def measure(
@@ -244,8 +247,16 @@ def measure(
     return rows, busy, outcomes
 
 
-def _status(config: SimulateConfig, rows: Sequence[Mapping[str, Any]]) -> int:
-    """The exit status by what was done; says what was not."""
+def _status(
+    config: SimulateConfig,
+    rows: Sequence[Mapping[str, Any]],
+    outcomes: Mapping[str, Sequence[RequestRecord]],
+) -> int:
+    """The exit status by what was done; says what failed, and what was not done."""
+    for spec, ended in outcomes.items():
+        errors = Counter(o.error for o in ended if o.error is not None)
+        for error, count in errors.most_common(MOST_ERRORS):
+            print(f"failed, {spec}: {count} of {len(ended)}, {error}")
     if len(rows) == len(config.policies):
         return 0
     print(f"interrupted: {len(rows)} of {len(config.policies)} policies were simulated")
@@ -259,7 +270,7 @@ def run(config: SimulateConfig, out: Path | None = None, plot: Path | None = Non
     publish("simulate", _settings(config), rows, out, nodes=busy)
     if figure is not None and plot is not None:
         draw(figure, config, outcomes, plot)
-    return _status(config, rows)
+    return _status(config, rows, outcomes)
 
 
 def run_advise(config: SimulateConfig, out: Path | None = None) -> int:
@@ -273,32 +284,45 @@ def run_advise(config: SimulateConfig, out: Path | None = None) -> int:
     count = len(parse_nodes(config.nodes))
     apart = tuple(f"prefix-aware@{p}P{count - p}D" for p in range(1, count))
     config = replace(config, policies=(f"prefix-aware@{count}D", *apart, f"cost@{count}A"))
-    rows, busy, _ = measure(config)
+    rows, busy, outcomes = measure(config)
     publish("advise", _settings(config), rows, out, nodes=busy)
-    if status := _status(config, rows):
+    if status := _status(config, rows, outcomes):
         return status
     print("\n" + "\n".join(advice(rows)))
     return 0
 
 
 def advice(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What follows of rows: of nodes that serve alone, of those with fixed roles, of any role."""
+    """What follows of rows: of nodes that serve alone, of those with fixed roles, of any role.
+
+    The highest rate decides where it was looked for.
+    """
+    alone, *apart, any_role = rows
+    by_rate = "highest rate" in alone
 
     def told(row: Mapping[str, Any]) -> str:
-        return f"{row['policy'].partition('@')[2]} {row['good']:.1%}"
+        rate = f", up to {row['highest rate']:.3g}/s" if by_rate else ""
+        return f"{row['policy'].partition('@')[2]} {row['good']:.1%}{rate}"
 
-    def merit(row: Mapping[str, Any]) -> tuple[float, float]:
-        return round(row["good"], 3), -row["ttft p50"]
+    def value(row: Mapping[str, Any]) -> float:
+        return float(row["highest rate"] if by_rate else round(row["good"], 3))
 
-    alone, *apart, any_role = rows
+    def clearly_above(figure: float) -> float:
+        return figure * 17 / 16 if by_rate else figure + 0.01
+
+    def merit(row: Mapping[str, Any]) -> tuple[float, ...]:
+        return value(row), round(row["good"], 3), -row["ttft p50"]
+
     lines = [f"within both objectives: {told(alone)} where each node serves alone"]
     if apart:
         best = max(apart, key=merit)
-        gain = best["good"] - alone["good"]
-        verdict = "pays" if gain > 0.01 else "does not pay" if gain < -0.01 else "changes little"
+        ours, theirs = value(best), value(alone)
+        verdict = "changes little"
+        if max(ours, theirs) > clearly_above(min(ours, theirs)):
+            verdict = "pays" if ours > theirs else "does not pay"
         lines.append(f"fixed prefill and decode nodes: {told(best)} at best, which {verdict}")
     lines.append(f"any role, by cost: {told(any_role)}")
-    if not any(row["good"] for row in rows):
+    if not any(row["good"] or value(row) for row in rows):
         return [*lines, "best: none, for no layout serves a request within both objectives"]
     best = max(rows, key=merit)
     policy, _, nodes = best["policy"].partition("@")

@@ -42,7 +42,7 @@ from kvbaton.simulate.traces import TraceRequest
 T = TypeVar("T")
 
 MAX_TOKENS = 4096
-"""What clients allow; how long answers get is not told beforehand."""
+"""What clients allow, or as much as they get; how long answers get is not told beforehand."""
 ROLES = {"P": "prefill", "D": "decode", "A": "any"}
 MOST_NODES = 64
 
@@ -323,7 +323,7 @@ class _Service:
         before = None if request.after is None else str(request.after)
         tokens = self._prompts.add(str(index), request, before)
         client = self._clients[index] = _Client(self, index, outcome)
-        params = SamplingParams(max_tokens=MAX_TOKENS, seed=index)
+        params = SamplingParams(max_tokens=max(MAX_TOKENS, request.output_tokens), seed=index)
         try:
             self._dispatcher.submit(
                 AddRequest(

@@ -100,18 +100,19 @@ def _mooncake(path: Path, text: str) -> list[TraceRequest]:
         try:
             row = json.loads(line)
             length, hashes = int(row["input_length"]), [int(h) for h in row["hash_ids"]]
-            at, out = float(row["timestamp"]) / 1e3, max(1, int(row["output_length"]))
+            at, out = float(row["timestamp"]) / 1e3, int(row["output_length"])
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise _malformed(path, number, error) from error
         whole = length // MOONCAKE_BLOCK
-        if length < 1 or not math.isfinite(at) or len(hashes) < whole or out > MOST_TOKENS:
+        right = 0 < length and len(hashes) >= whole and 0 <= out <= MOST_TOKENS
+        if not (right and math.isfinite(at)):
             told = f"{len(hashes)} hashes, {length} tokens, {out} generated"
             raise _malformed(path, number, ValueError(told))
         pieces = [(content(name), MOONCAKE_BLOCK) for name in hashes[:whole]]
         if rest := length - whole * MOONCAKE_BLOCK:
             end = content(hashes[whole]) if len(hashes) > whole else unique + 2 * number
             pieces.append((end, rest))
-        requests.append(TraceRequest(at, tuple(pieces), out, unique + 2 * number + 1))
+        requests.append(TraceRequest(at, tuple(pieces), max(1, out), unique + 2 * number + 1))
     return requests
 
 
@@ -127,7 +128,7 @@ def _azure(path: Path, text: str) -> list[TraceRequest]:
             stamp = datetime.fromisoformat(row["TIMESTAMP"].strip())
             stamp = stamp.replace(tzinfo=stamp.tzinfo or UTC)
             length, out = int(row["ContextTokens"]), int(row["GeneratedTokens"])
-            if max(length, out) > MOST_TOKENS:
+            if min(length, out) < 0 or max(length, out) > MOST_TOKENS:
                 raise ValueError(f"a prompt of {length} tokens, {out} generated")
         except csv.Error as error:  # the line was not counted
             raise _malformed(path, rows.line_num + 1, error) from error

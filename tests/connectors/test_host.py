@@ -67,6 +67,8 @@ def test_a_reused_pid_is_another_process_and_another_host_is_never_known() -> No
         ("localhost", True, False),
         ("127.3.2.1", True, False),
         ("::1", True, False),
+        ("::ffff:127.0.0.1", True, False),  # of 127.0.0.1, who listens at `::`
+        ("::ffff:10.0.0.1", False, False),
         ("10.0.0.1", False, False),
         ("0.0.0.0", False, True),
         ("::", False, True),

@@ -147,6 +147,7 @@ def test_kubernetes_takes_every_object(objects: Objects, version: str) -> None:
         ("nodes.prefill.role=both", "role"),
         ("nodes.prefill.gpus=2", "nodes.prefill: gpus is 2, but tensorParallelSize 1"),
         ("nodes.Prefill.role=prefill", "Prefill"),
+        ("nodes.routers.role=any", "routers"),  # its Service would be that where nodes register
         ("router.drainSeconds=0", "drainSeconds"),
         ("secrets.existingSecret=", "secrets"),
     ],
@@ -156,6 +157,16 @@ def test_a_wrong_value_is_named(render: Render, value: str, named: str) -> None:
     done = run_helm(found, "template", "kvbaton", str(CHART), "--set", value)
     assert done.returncode != 0
     assert named in done.stderr
+
+
+def test_a_name_of_which_no_pod_can_be_made_is_refused(render: Render) -> None:
+    """A StatefulSet's name and a hash are a label of its pods, of at most 63 characters."""
+    found = shutil.which("helm", path=str(Path(sys.executable).parent)) or "helm"
+    pool = "--set=nodes.long-context-batches.role=any"
+    for release, fits in (("m" * 21, True), ("m" * 40, False)):
+        done = run_helm(found, "template", release, str(CHART), pool)
+        assert (done.returncode == 0) is fits, done.stderr
+        assert fits or "nodes.long-context-batches: " in done.stderr
 
 
 def test_objects_find_each_other(objects: Objects) -> None:
@@ -311,6 +322,18 @@ def test_a_pod_may_finish_what_it_has(objects: Objects) -> None:
             assert 0 < drain.settle < drain.timeout
             rolling = workload["spec"]["strategy"]["rollingUpdate"]
             assert rolling["maxUnavailable"] == 0
+
+
+def test_a_busy_router_gets_another_replica() -> None:
+    """A worker takes little more than a core: half of two were never the 70 % that it takes."""
+    objects = list(filter(None, yaml.safe_load_all(MANIFESTS.read_text())))
+    (scaler,), (router,) = (
+        of_kind(objects, kind) for kind in ("HorizontalPodAutoscaler", "Deployment")
+    )
+    (metric,) = scaler["spec"]["metrics"]
+    share = metric["resource"]["target"]["averageUtilization"] / 100
+    cores = float(container(router)["resources"]["requests"]["cpu"])
+    assert share * cores < make_parser().parse_args(words_of(router)).workers
 
 
 def test_containers_may_do_little(objects: Objects) -> None:

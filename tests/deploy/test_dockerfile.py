@@ -61,6 +61,14 @@ def test_the_dependencies_are_the_projects() -> None:
     assert done.stdout.splitlines() == PROJECT["dependencies"]
 
 
+def test_it_has_what_flags_of_the_chart_may_ask_for() -> None:
+    """Nothing can be installed into a container with a read-only root."""
+    (step,) = (text.split() for text in steps("RUN") if "-r requirements.txt" in text)
+    for extra in ("redis", "s3", "otel"):
+        for needed in PROJECT["optional-dependencies"][extra]:
+            assert re.split("[<>=]", needed)[0] in step
+
+
 def test_the_wheel_has_all_that_is_needed(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()

@@ -26,6 +26,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvbaton.engine.stats import LATENCIES
 from tests.support.cluster import Cluster
 from tests.support.servers import Node, Router, poll
 
@@ -39,6 +40,8 @@ WINDOW = "15s"
 READY_S = 60.0
 PAUSE_S = 0.1
 """Between two requests of a client: rates need some, and a client without a pause takes a core."""
+
+SAID = {"summary": "r has no node that is ready, and answers 503 to all; GET /nodes says why"}
 
 Watched = tuple[Router, Router, Node, Node]
 
@@ -238,6 +241,47 @@ def test_prometheus_answers_every_query(
 # --- without a cluster ---
 
 
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="prometheus is not installed")
+@pytest.mark.parametrize(
+    ("nodes", "fires"),
+    [
+        ({}, True),
+        ({"loading": 1}, True),
+        ({"ready": 1}, False),
+        ({"ready": 1, "loading": 1}, False),
+    ],
+)
+def test_a_router_without_a_node_raises_an_alarm(
+    nodes: dict[str, int], fires: bool, tmp_path: Path
+) -> None:
+    """A router that knows none tells of none, and counts no request that it turns away."""
+    series = {"kvbaton_router_retries_total{instance='r'}": 0}
+    for state, count in nodes.items():
+        series[
+            f"kvbaton_router_nodes{{instance='r',node='{state}',role='any',state='{state}'}}"
+        ] = count
+    wanted = {"instance": "r", "severity": "critical"}
+    case = {
+        "interval": "15s",
+        "input_series": [
+            {"series": name, "values": f"{value}x40"} for name, value in series.items()
+        ],
+        "alert_rule_test": [
+            {
+                "eval_time": "5m",
+                "alertname": "KvbatonNoNode",
+                "exp_alerts": [{"exp_labels": wanted, "exp_annotations": SAID}] if fires else [],
+            }
+        ],
+    }
+    (tests := tmp_path / "tests.yml").write_text(
+        yaml.safe_dump({"rule_files": [str(ALERTS)], "tests": [case]})
+    )
+    words = ["promtool", "test", "rules", str(tests)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_the_dashboard_can_be_imported() -> None:
     shown = panels()
     assert len({panel["id"] for panel in shown}) == len(shown)
@@ -248,6 +292,22 @@ def test_the_dashboard_can_be_imported() -> None:
         for target in panel["targets"]:
             assert target["legendFormat"]
             assert 'instance=~"$instance"' in target["expr"]
+
+
+def test_what_several_tell_of_one_thing_is_not_added_up() -> None:
+    """Each router tells of every node, and router, source and target time parts of one request."""
+    latencies = (f"{name}_seconds_bucket" for name, *_ in LATENCIES)
+    told_by_several = {"kvbaton_router_nodes", *latencies}
+    summed = re.compile(r"by \(([^)]*)\) \((?:rate\()?(kvbaton_\w+)")
+    found = [
+        (where, labels)
+        for where, query in queries().items()
+        for labels, name in summed.findall(query)
+        if name in told_by_several
+    ]
+    assert len(found) > 5
+    for where, labels in found:
+        assert {"instance", "node"} & set(labels.split(", ")), where
 
 
 def test_alerts_say_what_and_how_bad() -> None:

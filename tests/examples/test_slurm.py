@@ -133,6 +133,28 @@ def test_a_job(slurm: Slurm, checkpoint: Callable[..., Path]) -> None:
     assert answer["usage"]["completion_tokens"] == 8
 
 
+@pytest.mark.parametrize(
+    ("named", "has", "address"),
+    [
+        ("10.1.2.3 STREAM one\n10.1.2.3 DGRAM", "192.0.2.7 ", "10.1.2.3"),
+        ("127.0.1.1 STREAM one", "192.0.2.7 fd00::2 ", "192.0.2.7"),  # Debian's /etc/hosts
+        ("127.0.1.1 STREAM one", "fd00::2", "127.0.0.1"),
+    ],
+)
+def test_an_address_that_others_can_reach(
+    named: str, has: str, address: str, tmp_path: Path
+) -> None:
+    """Where a machine's name means loopback to itself, tasks elsewhere found no router there."""
+    for command, says in (("getent", named), ("hostname", has)):
+        (tmp_path / command).write_text(f"#!/bin/sh\nprintf '{says}\\n'\n")
+        (tmp_path / command).chmod(0o755)
+    (line,) = re.findall(r"^address\(\) \{.*?^\}", SCRIPT.read_text(), re.MULTILINE | re.DOTALL)
+    script = f"set -euo pipefail\n{line}\nfound=$(address)\necho $found"
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.split()) == (0, [address])
+
+
 def asked(output: Path) -> str:
     found = re.search(r"^ask (http://\S+)/v1$", output.read_text(), re.MULTILINE)
     return found[1] if found else ""

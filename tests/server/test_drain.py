@@ -24,10 +24,12 @@ class Answers:
     def __init__(self) -> None:
         self.script: list[tuple[int, str]] = []
         self.asked = 0
+        self.keys = set[str | None]()
         self.url = ""
 
     async def answer(self, request: web.Request) -> web.Response:
         self.asked += 1
+        self.keys.add(request.headers.get("Authorization"))
         status, text = self.script[min(self.asked, len(self.script)) - 1]
         return web.Response(status=status, text=text, content_type="application/json")
 
@@ -58,6 +60,13 @@ async def test_it_waits_for_load_balancers(server: Answers) -> None:
     server.script = [(200, IDLE)]
     assert await server.drain(settle_s=0.3) == 0
     assert server.asked > 1
+
+
+async def test_an_operators_key_lets_in(server: Answers) -> None:
+    """The refusal asks for one; a process's own variable may hold several."""
+    server.script = [(200, IDLE)]
+    assert await server.drain(operator_key="first second") == 0
+    assert server.keys == {"Bearer first"}
 
 
 async def test_it_gives_up(server: Answers, capsys: pytest.CaptureFixture[str]) -> None:

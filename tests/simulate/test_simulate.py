@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import math
+import re
 import signal
 from array import array
 from contextlib import suppress
@@ -146,11 +147,53 @@ def test_the_highest_rate_of_which_a_share_is_good() -> None:
     assert 1.3 * one < two < 4 * one
     few = replace(config, ttft_slo=0.1, seconds=2.0)
     assert highest_rate(few, "least-loaded@1D", slow) == 0
-    assert highest_rate(replace(few, ttft_slo=1e9), "least-loaded@1D", slow) == math.inf
+    lax = replace(few, rate=1.0, seconds=4.0, ttft_slo=1e9)
+    assert highest_rate(lax, "least-loaded@1D", slow) == math.inf
     with pytest.raises(ConfigError, match="--goodput"):
         replace(config, goodput=1.5)
     with pytest.raises(ConfigError, match="--ttft-slo"):
         replace(config, ttft_slo=None)
+
+
+@pytest.mark.parametrize("trace", ["generated", "recorded"])
+def test_the_highest_rate_lasts_for_as_long_as_requests_are_to_come(
+    trace: str, tmp_path: Path
+) -> None:
+    """Few requests, all at once, are within any objective that takes longer than they do."""
+    config = SimulateConfig(
+        trace="conversation", rate=1.0, seconds=10.0, ttft_slo=2000.0, goodput=0.9
+    )
+    if trace == "recorded":
+        row = {"input_length": 1200, "output_length": 150}
+        lines = ({"timestamp": 1000 * i, **row, "hash_ids": [i, -i]} for i in range(400))
+        (path := tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        config = replace(config, trace=str(path), rate=None)
+    slow = replace(EVEN, costs=tuple(8 * cost for cost in EVEN.costs))
+    assert 2 < highest_rate(config, "least-loaded@1D", slow) < 8
+
+
+def test_the_highest_rate_is_that_of_the_part_of_a_recording_that_was_served(
+    tmp_path: Path,
+) -> None:
+    """A trace that begins twice as dense as it goes on told twice the rate."""
+    row = {"input_length": 1200, "output_length": 20}
+    times = [*range(0, 10_000, 500), *range(10_000, 1_000_000, 1000)]
+    lines = ({"timestamp": at, **row, "hash_ids": [at, -at]} for at in times)
+    (path := tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    config = SimulateConfig(trace=str(path), seconds=10.0, ttft_slo=1000.0, goodput=0.9)
+    slow = replace(EVEN, costs=tuple(8 * cost for cost in EVEN.costs))
+    dense, even = (
+        highest_rate(replace(config, begin=begin), "least-loaded@1D", slow)
+        for begin in (0.0, 100.0)
+    )
+    assert dense == pytest.approx(even, rel=0.2)
+
+
+def test_an_answer_is_as_long_as_the_trace_says() -> None:
+    """What a client allows is no less: answers of more than 4,096 tokens failed."""
+    done = serve([TraceRequest(0.0, ((10, 100),), 5000, 1000)], "1D", "least-loaded")
+    assert done.outcomes[0].error is None
+    assert len(done.outcomes[0].gaps) == 4999
 
 
 def test_pools_that_are_too_small_preempt_and_still_serve() -> None:
@@ -588,6 +631,7 @@ ENDLESS = '{"timestamp": 0, "input_length": 1e999, "output_length": 1, "hash_ids
 WIDE = f"TIMESTAMP,ContextTokens\n2023-11-16 18:17:03,{'1' * 200_000}"
 LONG = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,1000000000000,1"
 TALKATIVE = LONG.replace("1000000000000,1", "1,1000000000000")
+NEGATIVE = LONG.replace("1000000000000,1", "-5,1")
 ENDLESS_ANSWER = '{"timestamp": 0, "input_length": 5, "output_length": 1e15, "hash_ids": [1]}'
 DEEP = '{"timestamp": ' * 100_000
 
@@ -605,6 +649,9 @@ DEEP = '{"timestamp": ' * 100_000
         DEEP,
         TALKATIVE,
         ENDLESS_ANSWER,
+        NEGATIVE,
+        NEGATIVE.replace("-5,1", "5,-1"),
+        '{"timestamp": 0, "input_length": 5, "output_length": -1, "hash_ids": [1]}',
     ],
 )
 def test_a_malformed_trace_is_named(line: str, tmp_path: Path) -> None:
@@ -726,6 +773,20 @@ def test_the_command_compares_and_writes(
 
 
 @pytest.mark.parametrize("command", ["simulate", "advise"])
+def test_why_requests_failed_is_told(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"timestamp": 0, "input_length": 300_000, "output_length": 2}
+    (path := tmp_path / "trace.jsonl").write_text(
+        "\n".join(json.dumps(row | {"hash_ids": [i] * 600}) for i in range(3))
+    )
+    words = ["--trace", str(path), "--nodes", "2", "--ttft-slo", "500"]
+    assert main([command, *words]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"failed, (least-loaded|cost@2A): 3 of 3, .*the prompt has 300000", out), out
+
+
+@pytest.mark.parametrize("command", ["simulate", "advise"])
 def test_what_was_simulated_until_it_was_interrupted_is_told(
     command: str,
     tmp_path: Path,
@@ -777,6 +838,22 @@ def test_advice_says_what_pays() -> None:
     assert advice(nothing)[-1].startswith("best: none, for no layout serves a request")
     rows[2]["good"] = 0.3
     assert "1P2D 40.0% at best, which does not pay" in advice(rows)[1]
+
+
+def test_advice_goes_by_the_highest_rate_where_it_was_looked_for() -> None:
+    rates = {"prefix-aware@2D": 20.0, "prefix-aware@1P1D": 30.0, "cost@2A": 29.0}
+    rows = [
+        {"policy": p, "good": 1.0, "ttft p50": 1.0 - rate / 100, "highest rate": rate}
+        for p, rate in rates.items()
+    ]
+    rows[0]["ttft p50"] = 0.1
+    first, second, _, last = advice(rows)
+    assert "2D 100.0%, up to 20/s" in first
+    assert "1P1D 100.0%, up to 30/s at best, which pays" in second
+    assert last == "best: 1P1D with --policy prefix-aware"
+    for row in rows:
+        row["highest rate"] = math.inf
+    assert "changes little" in advice(rows)[1]
 
 
 @pytest.mark.parametrize(
