@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import selectors
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -144,16 +145,12 @@ def parse_nodes(text: str) -> list[str]:
     Raises:
         ConfigError: it is none of these, or nobody could generate.
     """
+    whole = text if text[-1:] in ROLES else text + "A"
+    if not re.fullmatch(r"(\d{1,9}[PDA])+", whole):
+        raise ConfigError("--nodes", f"{text!r} is not like 2P2D, 4A or 2P2D1A")
     roles: list[str] = []
-    number = ""
-    for letter in text if text[-1:] in ROLES else text + "A":
-        if letter.isdecimal():
-            number += letter
-            continue
-        if letter not in ROLES or not number:
-            raise ConfigError("--nodes", f"{text!r} is not like 2P2D, 4A or 2P2D1A")
-        roles += [ROLES[letter]] * (int(number) if len(number) < 4 else MOST_NODES + 1)
-        number = ""
+    for count, letter in re.findall(r"(\d+)(\D)", whole):
+        roles += [ROLES[letter]] * min(int(count), MOST_NODES + 1)
     if not 0 < len(roles) <= MOST_NODES:
         raise ConfigError("--nodes", f"{text!r} are not 1 to {MOST_NODES} nodes")
     return roles
