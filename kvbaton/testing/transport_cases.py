@@ -20,7 +20,7 @@ from kvbaton.connectors.pairing import GroupPairing
 from kvbaton.connectors.plan import plan
 from kvbaton.connectors.protocol.notice import MIN_NOTICE_BYTES
 from kvbaton.errors import TransportError
-from kvbaton.testing.kit import SLOWER, Accounts, CaseFailure, require, require_quick
+from kvbaton.testing.kit import SLOWER, CaseFailure, require, require_no_growth, require_quick
 from kvbaton.testing.transport_rig import SOURCE_SIZES, TARGET_SIZES, Pair, case, pack, random_rows
 
 if TYPE_CHECKING:
@@ -527,21 +527,13 @@ def gives_everything_back(pair: Pair) -> None:
     pair.close()
     pair.close()
     pair.compare("after shutdown")
-    _live(pair)
-    before = Accounts.now()
-    for _ in range(ROUNDS):
-        _live(pair)
-    limit = time.monotonic() + pair.patience
-    while Accounts.now().above(before, ROUNDS) and time.monotonic() < limit:
-        time.sleep(0.01)
-    grown = Accounts.now().above(before, ROUNDS)
-    require(not grown, f"after {ROUNDS} lives of a pair there are {grown}")
 
+    def live() -> None:
+        with Pair(pair.make_pair, patience=pair.patience) as short_lived:
+            short_lived.complete(short_lived.write(short_lived.rows(4), b"alive"))
+            short_lived.compare("in a short life")
 
-def _live(pair: Pair) -> None:
-    with Pair(pair.make_pair, patience=pair.patience) as short_lived:
-        short_lived.complete(short_lived.write(short_lived.rows(4), b"alive"))
-        short_lived.compare("in a short life")
+    require_no_growth("lives of a pair", live, rounds=ROUNDS, before=1, patience=pair.patience)
 
 
 @contextmanager
