@@ -143,7 +143,7 @@ def parse_nodes(text: str) -> list[str]:
     """Roles of nodes: ``2P2D`` (2 prefill, 2 decode), ``4A`` (any) or both; ``4`` is ``4A``.
 
     Raises:
-        ConfigError: it is none of these, or nobody could generate.
+        ConfigError: it is none of these, or of no nodes or too many.
     """
     whole = text if text[-1:] in ROLES else text + "A"
     if not re.fullmatch(r"(\d{1,9}[PDA])+", whole):
