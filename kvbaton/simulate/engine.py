@@ -361,20 +361,16 @@ class ModeledEngine:
             for sequence in run.sequences:
                 start = sequence.num_scheduled
                 self.scheduler.blocks.extend(sequence.tables, start + run.steps - 1, start=start)
-        while self._inbox:
-            inbox, self._inbox = self._inbox, []
-            for job in inbox:
-                self._send(job() or [])
+        inbox, self._inbox = self._inbox, []
+        for job in inbox:
+            self._send(job() or [])
         if run is not None:
             self._send(self._apply(run))
-        while self._inbox:  # what that has posted
-            self._send(self._inbox.pop(0)() or [])
         self._launch()
         self._tell()
         self.connectors.call(KVConnector.flush)
+        assert not self._inbox, "an engine posts to others in its turn, and not to itself"
         self._turns = False
-        if self._inbox:
-            self.post(self._inbox.pop())
 
     def _launch(self) -> None:
         plan = self.scheduler.plan()
