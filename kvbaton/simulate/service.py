@@ -70,13 +70,8 @@ class RequestRecord:
     error: str | None = None
     done: bool = False
 
-    @property
-    def itl_s(self) -> float:
-        """Mean seconds per token after the first; 0 if there was one only."""
-        return self.itl_of(None)
-
-    def itl_of(self, percentile: float | None) -> float:
-        """A percentile of the times between tokens, or their mean; 0 if there was one token."""
+    def itl_of(self, percentile: float | None = None) -> float:
+        """A percentile of the seconds between tokens, or their mean; 0 if there was one token."""
         if not len(self.gaps):
             return 0.0
         return float(

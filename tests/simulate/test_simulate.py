@@ -75,7 +75,7 @@ def serve(
 
 
 def figures(done: ServiceReport) -> list[tuple[float | None, float, int]]:
-    return [(o.ttft_s, o.itl_s, o.cached) for o in done.outcomes]
+    return [(o.ttft_s, o.itl_of(), o.cached) for o in done.outcomes]
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_nodes_say_what_they_take_before_the_first_request(policy: str) -> None:
     done = serve([TraceRequest(0.0, ((10, 4000),), 200, 1000)], "3A", policy, load_engine())
     (decision,) = done.decisions
     assert decision.ttft_s == pytest.approx(done.outcomes[0].ttft_s, rel=0.1)
-    assert decision.itl_s == pytest.approx(done.outcomes[0].itl_s, rel=0.1)
+    assert decision.itl_s == pytest.approx(done.outcomes[0].itl_of(), rel=0.1)
 
 
 def test_equal_seeds_give_equal_runs_and_others_do_not() -> None:
