@@ -71,8 +71,8 @@ def _is_future(name: str) -> Callable[..., bool]:
     return is_one
 
 
-def require_result(name: str, answer: T, num_keys: int) -> T:
-    """Raise `CaseFailure` unless the future of a method may end like that; returns the answer."""
+def require_result(name: str, answer: object, num_keys: int) -> None:
+    """Raise `CaseFailure` unless the future of a method may end like that."""
     wanted = _RESULTS[name]
     right, what = isinstance(answer, wanted) and type(answer) is not bool, wanted.__name__
     if name in _PER_KEY:
@@ -80,7 +80,7 @@ def require_result(name: str, answer: T, num_keys: int) -> T:
         flags: Any = answer.present if isinstance(answer, Found) else answer
         listed = isinstance(flags, tuple if wanted is Found else list)
         right = right and listed and [*map(type, flags)] == [bool] * num_keys
-    return require_answer(name, answer, f"of type {what}", right)
+    require_answer(name, answer, f"of type {what}", right)
 
 
 ANSWERS: Answers = {name: ("a Future", _is_future(name)) for name in _RESULTS} | {
