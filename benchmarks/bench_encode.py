@@ -39,7 +39,7 @@ from benchmarks.bench_gpu_handover import cluster, get_json
 from benchmarks.workload import compared
 from kvbaton.bench.report import percentile, publish
 from kvbaton.bench.serve import Shot, served_model, stream
-from kvbaton.testing.checkpoints import make_checkpoint
+from tests.support.checkpoints import make_checkpoint
 from tests.support.families import FamilySpec
 
 Row = tuple[str, float, float | None]

@@ -48,7 +48,7 @@ from benchmarks.step_parts import shown, step_parts
 from benchmarks.workload import cluster_of, llama_8b
 from kvbaton.bench.report import machine, median, percentile, table
 from kvbaton.bench.serve import Shot
-from kvbaton.testing.checkpoints import make_checkpoint
+from tests.support.checkpoints import make_checkpoint
 
 LEAST = 20
 """Requests that a window should hold, if it takes longer than the lifetimes."""

@@ -31,7 +31,7 @@ import aiohttp
 from benchmarks.workload import SMALL, cluster_of, llama_8b, random_prompts
 from kvbaton.bench.report import percentile, publish
 from kvbaton.bench.serve import Shot, served_model, shoot
-from kvbaton.testing.checkpoints import make_checkpoint
+from tests.support.checkpoints import make_checkpoint
 
 PROMPT = 32
 TICKS = os.sysconf("SC_CLK_TCK")

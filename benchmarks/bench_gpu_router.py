@@ -32,7 +32,7 @@ from benchmarks.bench_gpu_handover import LOADS, get_json, load
 from benchmarks.workload import SMALL, cluster_of, counters, llama_8b, random_prompts
 from kvbaton.bench.report import percentile, prediction_error, publish
 from kvbaton.bench.serve import Shot, served_model, shoot
-from kvbaton.testing.checkpoints import make_checkpoint
+from tests.support.checkpoints import make_checkpoint
 
 PARTS = ("load", "chat", "fetch", "cached")
 TURNS, NEW, SAID = 8, 100, 64

@@ -27,7 +27,7 @@ from benchmarks.handover_parts import print_parts, timelines
 from benchmarks.workload import cluster_of
 from kvbaton.bench.report import median, percentile, publish
 from kvbaton.bench.serve import Shot, served_model, shoot
-from kvbaton.testing.checkpoints import CheckpointSpec, make_checkpoint
+from tests.support.checkpoints import CheckpointSpec, make_checkpoint
 
 MODEL = CheckpointSpec(
     vocab_size=32000,

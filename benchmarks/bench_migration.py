@@ -31,7 +31,7 @@ from benchmarks.workload import (
 )
 from kvbaton.bench.report import percentile, publish
 from kvbaton.bench.serve import Shot, served_model, shoot
-from kvbaton.testing.checkpoints import make_checkpoint
+from tests.support.checkpoints import make_checkpoint
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ from kvbaton.simulate.engine_model import EngineModel
 from kvbaton.simulate.main import is_good
 from kvbaton.simulate.service import parse_nodes, simulate
 from kvbaton.simulate.traces import TraceRequest
-from kvbaton.testing.checkpoints import make_checkpoint
+from tests.support.checkpoints import make_checkpoint
 
 POLICIES = "cost@2A", "least-loaded@2D", "threshold@1P1D", "least-loaded@1P1D"
 LETTERS = {"A": "any", "P": "prefill", "D": "decode"}

@@ -25,7 +25,7 @@ from benchmarks.bench_handover import START_TIMEOUT_S, cluster
 from benchmarks.workload import SMALL
 from kvbaton.bench.report import percentile, publish
 from kvbaton.bench.serve import served_model, shoot
-from kvbaton.testing.checkpoints import make_checkpoint
+from tests.support.checkpoints import make_checkpoint
 
 
 def main() -> None:

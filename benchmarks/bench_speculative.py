@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.workload import SMALL, llama_8b, random_prompts
 from kvbaton import LLM, SamplingParams
-from kvbaton.testing.checkpoints import make_checkpoint
+from tests.support.checkpoints import make_checkpoint
 
 BATCHES = (1, 8, 32)
 

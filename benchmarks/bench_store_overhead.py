@@ -25,7 +25,7 @@ from benchmarks.bench_engine import Bench
 from benchmarks.workload import SMALL
 from kvbaton.bench.report import median, publish
 from kvbaton.engine.config import EngineConfig
-from kvbaton.testing.checkpoints import make_checkpoint
+from tests.support.checkpoints import make_checkpoint
 
 RESAMPLES = 10_000
 

@@ -28,7 +28,7 @@ from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.scheduler import Scheduler
 from kvbaton.engine.worker import cpu_executor
 from kvbaton.messages.engine import AddRequest, SamplingParams
-from kvbaton.testing.checkpoints import make_checkpoint
+from tests.support.checkpoints import make_checkpoint
 
 Prompts = list[list[int]]
 

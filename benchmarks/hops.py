@@ -394,7 +394,7 @@ def steps(core: Process, start: int, end: int) -> Iterator[tuple[int, int]]:
 @contextmanager
 def cluster(folder: Path) -> Iterator[tuple[str, int]]:
     """A cluster whose calls are recorded in a folder: host and port of its router."""
-    from kvbaton.testing.checkpoints import make_checkpoint
+    from tests.support.checkpoints import make_checkpoint
 
     model = make_checkpoint(folder / "model")
     (folder / "sitecustomize.py").write_text(

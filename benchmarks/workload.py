@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from kvbaton.testing.checkpoints import CheckpointSpec, make_checkpoint
+from tests.support.checkpoints import CheckpointSpec, make_checkpoint
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],

@@ -514,7 +514,11 @@ def run_connectors_bench(args: argparse.Namespace) -> int:
                 problem = f"is for stores, and {args.spec} is a transport"
                 raise ConfigError(f"--{name}", problem)
         blocks = tuple(args.object_bytes)
-        load = TransferLoad(transports=(args.spec,), block_bytes=blocks, num_bytes=args.bytes)
+        try:
+            load = TransferLoad(transports=(args.spec,), block_bytes=blocks, num_bytes=args.bytes)
+        except ConfigError as error:  # which names the flags of `bench transfer`
+            field = error.field.replace("--block-bytes", "--object-bytes")
+            raise ConfigError(field, error.reason) from error
         return run_transport(load, args.out)
     from kvbaton.bench.store import StoreLoad, run
 

@@ -177,6 +177,13 @@ def test_bench_refuses_what_is_for_stores(flag: str, tmp_path: Path, capsys: Cap
     assert f"error: {flag}: is for stores, and tcp is a transport" in capsys.readouterr().err
 
 
+def test_bench_names_sizes_of_a_transports_blocks_as_they_were_given(capsys: Capture) -> None:
+    """It named a flag that it does not have."""
+    words = ["--object-bytes", "16k", "--bytes", "64K"]
+    assert main(["connectors", "bench", "tcp", *words]) == 2
+    assert "error: --object-bytes: 16000 is no multiple of" in capsys.readouterr().err
+
+
 def test_bench_says_that_a_transport_reaches_no_other_process(capsys: Capture) -> None:
     words = ["connectors", "bench", "memory", "--kind", "transport"]
     assert main([*words, "--object-bytes", "8192", "--bytes", "8192"]) == 2

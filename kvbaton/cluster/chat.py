@@ -11,13 +11,12 @@ import os
 import re
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
@@ -38,9 +37,6 @@ SENT_BYTES = re.compile(r"^kvbaton_transfer_sent_bytes_total (\S+)", re.MULTILIN
 RECEIVED_TOKENS = re.compile(
     r'^kvbaton_prompt_tokens_total\{source="transferred"\} (\S+)', re.MULTILINE
 )
-SERVED = re.compile(
-    r'^kvbaton_router_node_requests_total\{node="([^"]*)",part="([^"]*)"\} (\S+)', re.MULTILINE
-)
 PARTS = {"source": "prefill", "target": "decode", "encoder": "encode"}
 PUBLISH_S = 2.0
 """Nodes publish what they count a few times a second."""
@@ -57,12 +53,14 @@ class Answer:
     Attributes:
         text: of the first choice, without its reasoning.
         usage: as the endpoint counts it.
+        nodes: by what each did, if the endpoint was asked for timings.
         first_s: seconds to the first text or reasoning; None if there was neither.
         seconds: to the end.
     """
 
     text: str = ""
     usage: Mapping[str, Any] = field(default_factory=dict)
+    nodes: Mapping[str, str] = field(default_factory=dict)
     first_s: float | None = None
     seconds: float = 0.0
 
@@ -71,6 +69,12 @@ class Answer:
         """Prompt tokens that were found in a cache."""
         details = self.usage.get("prompt_tokens_details") or {}
         return int(details.get("cached_tokens") or 0)
+
+    @property
+    def served_by(self) -> str:
+        """Who did what."""
+        parts = ((part.partition("-")[0], node) for part, node in self.nodes.items())
+        return ", ".join(f"{node} ({PARTS.get(part, part)})" for part, node in parts)
 
     @property
     def tokens_per_s(self) -> float:
@@ -107,6 +111,8 @@ async def stream_answer(
                 error = chunk["error"]
                 raise ValueError(error["message"] if isinstance(error, dict) else str(error))
             answer.usage = chunk.get("usage") or answer.usage
+            if body.get("return_timings") and "timings" in chunk:
+                answer.nodes = chunk["timings"]["nodes"]
             for choice in chunk.get("choices") or ():
                 delta = choice.get("delta") or {}
                 thought = delta.get("reasoning_content") or ""
@@ -122,41 +128,20 @@ async def stream_answer(
     return answer
 
 
-@dataclass(frozen=True)
-class Served:
-    """What a cluster has counted.
+class Crossed(NamedTuple):
+    """What nodes have handed over.
 
     Attributes:
-        parts: requests by (part, node).
-        sent_bytes: that prefill nodes have handed over.
+        sent_bytes: of prefill nodes.
         received_tokens: prompt tokens that decode nodes did not compute.
     """
 
-    parts: Counter[tuple[str, str]]
     sent_bytes: float
     received_tokens: float
 
-    def since(self, before: Served) -> Served:
-        """What was added."""
-        return Served(
-            self.parts - before.parts,
-            self.sent_bytes - before.sent_bytes,
-            self.received_tokens - before.received_tokens,
-        )
-
-    def nodes(self) -> str:
-        """Who did what."""
-        return ", ".join(f"{node} ({PARTS.get(part, part)})" for part, node in self.parts)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the nodes have published what was handed over, if anything was."""
-        handed_over = any(part == "source" for part, _ in self.parts)
-        return not handed_over or bool(self.sent_bytes and self.received_tokens)
-
 
 class Watcher:
-    """Reads what the router and its nodes count, as far as they can be reached.
+    """Reads what the nodes of a router count, as far as they can be reached.
 
     Args:
         session: opens their endpoints.
@@ -169,10 +154,8 @@ class Watcher:
     ) -> None:
         self._session, self._url, self._headers = session, url, member_headers
 
-    async def now(self) -> Served:
+    async def now(self) -> Crossed:
         """All counters now."""
-        mine = await self._text(f"{self._url}/metrics")
-        parts = Counter({(part, node): round(float(n)) for node, part, n in SERVED.findall(mine)})
         texts = await asyncio.gather(
             *(self._text(f"{node.url}/metrics") for node in await self.nodes())
         )
@@ -180,15 +163,18 @@ class Watcher:
             sum(float(value) for text in texts for value in counter.findall(text))
             for counter in (SENT_BYTES, RECEIVED_TOKENS)
         )
-        return Served(parts, sent, received)
+        return Crossed(sent, received)
 
-    async def since(self, before: Served) -> Served:
-        """What was added; gives the nodes time to publish it."""
+    async def since(self, before: Crossed, answer: Answer) -> Crossed:
+        """What was added; gives the nodes time to publish what crossed for an answer."""
         give_up = time.monotonic() + PUBLISH_S
         while True:
-            found = (await self.now()).since(before)
-            if found.is_whole or time.monotonic() >= give_up:
-                return found
+            now = await self.now()
+            sent = now.sent_bytes - before.sent_bytes
+            received = now.received_tokens - before.received_tokens
+            published = "source" not in answer.nodes or (sent and received)
+            if published or time.monotonic() >= give_up:
+                return Crossed(sent, received)
             await asyncio.sleep(0.1)
 
     async def nodes(self) -> list[NodeView]:
@@ -230,7 +216,8 @@ async def ask(
         headers: that open its endpoint.
         member_headers: that open its list of nodes.
     """
-    body = {"model": config.model_name, "max_tokens": config.max_tokens, "temperature": 0}
+    body: dict[str, Any] = {"model": config.model_name, "max_tokens": config.max_tokens}
+    body |= {"temperature": 0, "return_timings": True}
     if config.chat is None:
         body["prompt"] = config.prompt
     else:
@@ -250,18 +237,18 @@ async def ask(
         except FAILURES as error:
             print(f"\nkvbaton: the prompt was not answered: {error}", file=sys.stderr)
             return 1
-        served, marks = await watcher.since(before), await watcher.timelines()
+        crossed, marks = await watcher.since(before, answer), await watcher.timelines()
     # How many writes had landed on D before P's last chunk was computed (one machine's clock).
     computed = [mark["time"] for mark in marks if mark["what"] == "computed"]
     landed = [mark["time"] for mark in marks if mark["what"] == "landed"]
     early = sum(time < max(computed, default=0.0) for time in landed)
     usage = answer.usage
     print(
-        f"\n\nserved by      {served.nodes()}\n"
+        f"\n\nserved by      {answer.served_by}\n"
         f"tokens         {usage.get('prompt_tokens')} in, {usage.get('completion_tokens')} out\n"
         f"first token    {(answer.first_s or answer.seconds) * 1000:.0f} ms\n"
-        f"KV handed over {served.sent_bytes:.0f} bytes, "
-        f"{served.received_tokens:.0f} prompt tokens\n"
+        f"KV handed over {crossed.sent_bytes:.0f} bytes, "
+        f"{crossed.received_tokens:.0f} prompt tokens\n"
         f"overlap        {early} of {len(landed)} writes landed while the prefill still ran",
         flush=True,
     )
@@ -338,11 +325,18 @@ class Chat:
     """A conversation; what is said so far goes with every message."""
 
     def __init__(
-        self, config: ChatConfig, console: Console, session: aiohttp.ClientSession, model: str
+        self,
+        config: ChatConfig,
+        console: Console,
+        session: aiohttp.ClientSession,
+        model: str,
+        *,
+        tells_nodes: bool,
     ) -> None:
         members = bearer(registration_token(config.cluster_key))
         self._config, self._console, self._session, self._model = config, console, session, model
         self._watcher = Watcher(session, config.base_url, members)
+        self._tells_nodes = tells_nodes
         self._messages = self._beginning()
 
     @classmethod
@@ -358,7 +352,8 @@ class Chat:
         try:
             async with session.get(f"{config.base_url}/v1/models", timeout=FIRST_LOOK) as response:
                 response.raise_for_status()
-                served = str(msgspec.json.decode(await response.read())["data"][0]["id"])
+                card = msgspec.json.decode(await response.read())["data"][0]
+                served, ours = str(card["id"]), card.get("owned_by") == "kvbaton"
         except FAILURES as error:
             await session.close()
             reason = str(error) or "no answer in time"
@@ -368,7 +363,7 @@ class Chat:
                 told += "; give a right --api-key" if error.status == 401 else " to GET /v1/models"
             print(f"kvbaton: {told}", file=sys.stderr)
             return None
-        chat = cls(config, console, session, config.model or served)
+        chat = cls(config, console, session, config.model or served, tells_nodes=ours)
         nodes = ", ".join(node.node_id for node in await chat._watcher.nodes())
         said = Text.assemble(
             (chat._model, "bold"), f"\n{config.base_url}", f"\n{nodes}" * bool(nodes)
@@ -401,6 +396,8 @@ class Chat:
         for name in ("max_tokens", "temperature"):
             if (value := getattr(self._config, name)) is not None:
                 body[name] = value
+        if self._tells_nodes:
+            body["return_timings"] = True
 
         def show(text: str) -> None:
             self._console.print(text, end="", markup=False, soft_wrap=True)
@@ -414,19 +411,19 @@ class Chat:
             return
         self._messages = [*messages, {"role": "assistant", "content": answer.text}]
         self._console.print()
-        told = figures(answer, await self._watcher.since(before))
+        told = figures(answer, await self._watcher.since(before, answer))
         self._console.print(told, style="dim", markup=False)
 
 
-def figures(answer: Answer, served: Served) -> str:
+def figures(answer: Answer, crossed: Crossed) -> str:
     """What an answer took, in one line."""
     usage = answer.usage
     told = [f"first token {1000 * (answer.first_s or answer.seconds):.0f} ms"]
     told.append(f"{answer.tokens_per_s:.1f} tokens/s")
-    if served.parts:
-        told.append(served.nodes())
-    if served.sent_bytes:
-        told.append(f"{human_bytes(served.sent_bytes)} handed over")
+    if answer.nodes:
+        told.append(answer.served_by)
+    if crossed.sent_bytes:
+        told.append(f"{human_bytes(crossed.sent_bytes)} handed over")
     told.append(f"{answer.cached_tokens} of {usage.get('prompt_tokens', 0)} prompt tokens cached")
     return " · ".join(told)
 

@@ -52,18 +52,16 @@ class LLM:
         self._loop, self._process = asyncio.new_event_loop(), os.getpid()
         thread = threading.Thread(target=self._loop.run_forever, name="llm", daemon=True)
         thread.start()
-        self._engine: AsyncLLM | None = None
+        self._started: list[AsyncLLM] = []  # one, or none yet
         # Also runs when the object is forgotten, and when the interpreter ends.
-        self.close = weakref.finalize(self, _stop, self._process, self._loop, thread)
+        ending = self._process, self._loop, thread, self._started
+        self.close = weakref.finalize(self, _stop, *ending)
         try:
             settings = {"max_num_mixed_tokens": sys.maxsize, **settings}
-            self._engine = self._wait(AsyncLLM.start(model, **settings))
+            self._started.append(self._wait(AsyncLLM.start(model, **settings)))
         except BaseException:
             self.close()
             raise
-        self.close.detach()
-        ending = self._process, self._loop, thread, self._engine
-        self.close = weakref.finalize(self, _stop, *ending)
 
     def generate(
         self,
@@ -130,8 +128,8 @@ class LLM:
 
     @property
     def _own(self) -> AsyncLLM:
-        assert self._engine is not None
-        return self._engine
+        (engine,) = self._started
+        return engine
 
     async def _run(
         self,
@@ -194,11 +192,11 @@ def _stop(
     process: int,
     loop: asyncio.AbstractEventLoop,
     thread: threading.Thread,
-    engine: AsyncLLM | None = None,
+    started: list[AsyncLLM],
 ) -> None:
     if os.getpid() != process:  # a fork has no thread that runs the loop
         return
-    ending = _end_start() if engine is None else engine.shutdown(SAVES_S)
+    ending = started[0].shutdown(SAVES_S) if started else _end_start()
     asyncio.run_coroutine_threadsafe(ending, loop).result(STOP_S)
     loop.call_soon_threadsafe(loop.stop)
     thread.join(STOP_S)

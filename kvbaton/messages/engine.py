@@ -284,23 +284,25 @@ encode_to_core: Callable[[ToCore], bytes] = msgspec.msgpack.Encoder(enc_hook=arr
 _to_core: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore, dec_hook=_token_ids)
 
 
+class _AddOfAnyKind(Struct, frozen=True, tag="add"):
+    """What an `AddRequest` of any version has."""
+
+    request_id: Name
+
+
+_any_add = msgspec.msgpack.Decoder(_AddOfAnyKind)
+
+
 def decode_to_core(data: bytes) -> ToCore | Undecodable:
     """Read a message of a frontend. Whatever it holds, this raises nothing."""
     try:
         return _to_core.decode(data)
     except UNREADABLE as error:
-        return Undecodable(clip_text(str(error)), _id_of(data))
-
-
-def _id_of(data: bytes) -> str | None:
+        problem = clip_text(str(error))
     try:
-        fields = msgspec.msgpack.decode(data)
-    except (*UNREADABLE, TypeError):
-        return None
-    if not isinstance(fields, dict) or fields.get("type") != "add":
-        return None
-    name = fields.get("request_id")
-    return name if isinstance(name, str) and len(name) <= MAX_NAME else None
+        return Undecodable(problem, _any_add.decode(data).request_id)
+    except UNREADABLE:
+        return Undecodable(problem)
 
 
 class Mark(Struct, frozen=True, array_like=True, gc=False):

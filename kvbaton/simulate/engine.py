@@ -10,6 +10,7 @@ at its end.
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -221,7 +222,7 @@ class ModeledEngine:
         self.connectors = self.scheduler.connectors = Connectors(parts)
         self._numbers = 0
         self._receivers: dict[str, OutputReceiver] = {}
-        self._timings: dict[str, TokenTimes] = {}
+        self._timings = defaultdict[str, TokenTimes](TokenTimes)
         self._inbox: list[Callable[[], list[Output] | None]] = []
         self._run: Run | None = None
         self._slower_s = 0.0
@@ -361,20 +362,16 @@ class ModeledEngine:
             for sequence in run.sequences:
                 start = sequence.num_scheduled
                 self.scheduler.blocks.extend(sequence.tables, start + run.steps - 1, start=start)
-        while self._inbox:
-            inbox, self._inbox = self._inbox, []
-            for job in inbox:
-                self._send(job() or [])
+        inbox, self._inbox = self._inbox, []
+        for job in inbox:
+            self._send(job() or [])
         if run is not None:
             self._send(self._apply(run))
-        while self._inbox:  # what that has posted
-            self._send(self._inbox.pop(0)() or [])
         self._launch()
         self._tell()
         self.connectors.call(KVConnector.flush)
+        assert not self._inbox, "an engine posts to others in its turn, and not to itself"
         self._turns = False
-        if self._inbox:
-            self.post(self._inbox.pop())
 
     def _launch(self) -> None:
         plan = self.scheduler.plan()
@@ -442,12 +439,12 @@ class ModeledEngine:
         outputs = self.scheduler.update(StepResult(run.plan.number, sampled))
         first = run.ends[:1]
         for output in outputs:
-            self._timing(output.request_id).ends.append(first)
+            self._timings[output.request_id].ends.append(first)
         if more:
             for sequence in run.sequences:
                 if sequence.state is SequenceState.RUNNING:
                     self._decode(sequence, more)
-                    timing = self._timing(sequence.request.request_id)
+                    timing = self._timings[sequence.request.request_id]
                     timing.ends.append(run.ends[1 : run.steps])
         return outputs
 
@@ -455,7 +452,7 @@ class ModeledEngine:
         """What so many steps make of a decoding sequence, none of them its last."""
         scheduler, start = self.scheduler, sequence.num_scheduled
         tokens = [self._prompts.next_token(sequence)] * count
-        self._timing(sequence.request.request_id).unsent += tokens
+        self._timings[sequence.request.request_id].unsent += tokens
         sequence.tokens.extend(tokens)
         sequence.sent = [len(table) for table in sequence.tables]
         sequence.num_scheduled = sequence.num_computed = start + count
@@ -463,9 +460,6 @@ class ModeledEngine:
         scheduler.commit(sequence)
 
     # --- what goes out ---
-
-    def _timing(self, request_id: str) -> TokenTimes:
-        return self._timings.setdefault(request_id, TokenTimes())
 
     def _send(self, outputs: list[Output]) -> None:
         """Tell the router of first, second and last tokens, of those between now and then."""

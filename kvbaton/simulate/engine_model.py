@@ -12,29 +12,24 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import msgspec
 import numpy as np
+from msgspec import Meta, Struct
 
 from kvbaton.engine.config import MIXED_TOKENS
 from kvbaton.engine.cost_fit import solve_nonnegative
 from kvbaton.engine.step_costs import Terms
 from kvbaton.errors import ConfigError
+from kvbaton.types import Positive, Size
 
 H200_8B = Path(__file__).with_name("h200-8b.json")
-TERMS = ("prompt_tokens", "context", "sequences", "sequence_tokens", "seconds", "last_step")
-LEAST = {
-    **dict.fromkeys(
-        ("block_size", "kv_tokens", "step_tokens", "mixed_tokens", "max_num_seqs", "max_model_len"),
-        1,
-    ),
-    **{"jitter": 0, "message_s": 0},
-}
-"""Of settings."""
+Finite = Annotated[float, Meta(ge=0, le=1e9)]
+"""Neither negative nor endless."""
 
 SAVED_TOKENS, SAVED_SEQUENCES = 350, 130
 """Products of few tokens wait for weights: what is saved of that by computing a chunk beside
@@ -69,14 +64,14 @@ class EngineModel:
     saved_s: float = 0.0
     leaving: tuple[float, float] = (0.0, 0.0)
     coming: tuple[float, float] = (0.0, 0.0)
-    block_size: int = 16
-    kv_tokens: int = 840_000
-    step_tokens: int = 4096
-    mixed_tokens: int = MIXED_TOKENS
-    max_num_seqs: int = 256
-    max_model_len: int = 200_000
-    jitter: float = 0.03
-    message_s: float = 0.0005
+    block_size: Size = 16
+    kv_tokens: Size = 840_000
+    step_tokens: Size = 4096
+    mixed_tokens: Size = MIXED_TOKENS
+    max_num_seqs: Size = 256
+    max_model_len: Size = 200_000
+    jitter: Finite = 0.03
+    message_s: Finite = 0.0005
 
     def step_s(self, terms: Terms) -> float:
         """Seconds of a step with these counts, jitter aside."""
@@ -89,30 +84,44 @@ class EngineModel:
         return fixed + each * tokens + last * last_step
 
 
-def load_engine(path: Path = H200_8B, **settings: Any) -> EngineModel:
-    """Fit a model to a file of measurements; `settings` replace those of the file.
+class Measurement(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One entry of a file's ``steps`` or ``handovers``; see the module."""
+
+    seconds: Positive
+    prompt_tokens: float = 0.0
+    context: float = 0.0
+    sequences: float = 0.0
+    sequence_tokens: float = 0.0
+    last_step: float = 0.0
+
+    def terms(self, budget: int) -> Terms:
+        """The counts that all of its steps, of at most `budget` tokens each, have together."""
+        new = self.prompt_tokens
+        steps = max(1.0, np.ceil(new / budget))
+        attended = new * (self.context + new / 2) / 1000
+        return steps, new, attended, self.sequences, self.sequences * self.sequence_tokens / 1000
+
+
+def load_engine(path: Path = H200_8B) -> EngineModel:
+    """Fit a model to a file of measurements.
 
     Raises:
         ConfigError: the file can't be read, or lacks something; names it.
     """
     try:
         told = json.loads(path.read_text())
-        budget = int(told.get("step_tokens", EngineModel.step_tokens))
-        steps = [_row(entry) for entry in told.pop("steps")]
-        handovers = [_row(entry) for entry in told.pop("handovers", ())]
-        fitted = [(_with_shared(_terms(row, budget)), row["seconds"]) for row in steps]
-        *costs, saved_s = _fit(fitted)
-        saved_s = min(saved_s, costs[0])
-        crossings = [((1.0, r["prompt_tokens"], r["last_step"]), r["seconds"]) for r in handovers]
-        handover = _fit(crossings) if crossings else (0.0, 0.0, 0.0)
-        speed: dict[str, Any] = {"costs": tuple(costs), "saved_s": saved_s, "handover": handover}
-        model = EngineModel(**speed, **{**told, **settings})
-        msgspec.convert(asdict(model), EngineModel)  # names what is of a wrong type
-        for name, least in LEAST.items():
-            if not least <= getattr(model, name) < math.inf:
-                raise ValueError(f"{name} must be at least {least}, not {getattr(model, name)}")
+        steps = msgspec.convert(told.pop("steps"), list[Measurement])
+        handovers = msgspec.convert(told.pop("handovers", []), list[Measurement])
+        unfitted = EngineModel(costs=(), handover=(0.0, 0.0, 0.0), **told)
+        msgspec.convert(asdict(unfitted), EngineModel)  # names what is of a wrong type
+        budget = unfitted.step_tokens
+        *costs, saved_s = _fit([(_with_shared(m.terms(budget)), m.seconds) for m in steps])
+        model = replace(unfitted, costs=tuple(costs), saved_s=min(saved_s, costs[0]))
+        if handovers:
+            rows = [((1.0, m.prompt_tokens, m.last_step), m.seconds) for m in handovers]
+            model = replace(model, handover=_fit(rows))
     except (
-        *(OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError),
+        *(OSError, ValueError, LookupError, TypeError, AttributeError),
         *(RecursionError, msgspec.ValidationError),
     ) as error:
         text = f"{path} holds no measurements: {type(error).__name__}: {error}"
@@ -120,22 +129,6 @@ def load_engine(path: Path = H200_8B, **settings: Any) -> EngineModel:
     if model.step_s((1.0, 1.0, 0.0, 1.0, 0.0)) <= 0:
         raise ConfigError("--engine", f"{path}: its steps take no time")
     return model
-
-
-def _row(entry: Mapping[str, float]) -> dict[str, float]:
-    if unknown := entry.keys() - TERMS:
-        raise ValueError(f"unknown {sorted(unknown)}; known: {list(TERMS)}")
-    if not entry["seconds"] > 0:
-        raise ValueError(f"seconds of {dict(entry)} must be positive")
-    return {name: float(entry.get(name, 0.0)) for name in TERMS}
-
-
-def _terms(row: Mapping[str, float], budget: int) -> Terms:
-    """The counts that all steps of one measurement have together."""
-    new, sequences = row["prompt_tokens"], row["sequences"]
-    steps = max(1.0, np.ceil(new / budget))
-    attended = new * (row["context"] + new / 2) / 1000
-    return steps, new, attended, sequences, sequences * row["sequence_tokens"] / 1000
 
 
 def _with_shared(terms: Terms) -> tuple[float, ...]:

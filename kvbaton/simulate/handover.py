@@ -12,6 +12,7 @@ are fetched by key, as there.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -85,6 +86,9 @@ class SimulatedWires:
         model: how long they take.
         after: calls a function after so many seconds.
         now: the clock.
+
+    Attributes:
+        transfers: by name; whoever comes first makes one.
     """
 
     def __init__(
@@ -94,14 +98,10 @@ class SimulatedWires:
         now: Callable[[], float],
     ) -> None:
         self.model, self.now = model, now
-        self.transfers: dict[Attempt, WireTransfer] = {}
+        self.transfers = defaultdict[Attempt, WireTransfer](WireTransfer)
         self._after = after
         self.engines: dict[str, WiredEngine] = {}
         self._free_at: dict[WiredEngine, float] = {}
-
-    def get(self, attempt: Attempt) -> WireTransfer:
-        """By its name; whoever comes first makes it."""
-        return self.transfers.setdefault(attempt, WireTransfer())
 
     def engage(self, transfer: WireTransfer) -> None:
         """Source and reservation have met: push what there is, or compute it again."""
@@ -217,7 +217,7 @@ class WireSource(KVConnector):
         spec = sequence.request.spec
         if spec.transfer is None or spec.transfer.role != "source":
             return False
-        transfer = self._wires.get(spec.transfer.name)
+        transfer = self._wires.transfers[spec.transfer.name]
         self._by_request[spec.request_id] = transfer
         if transfer.source is None:
             transfer.source, transfer.request = self._engine, spec
@@ -298,7 +298,7 @@ class WireTarget(KVConnector):
     def added(self, sequence: requests.Sequence) -> bool:
         spec = sequence.request.spec
         if spec.transfer is not None and spec.transfer.role == "target":
-            transfer = self._awaited[spec.request_id] = self._wires.get(spec.transfer.name)
+            transfer = self._awaited[spec.request_id] = self._wires.transfers[spec.transfer.name]
             transfer.target = self._engine
         return False
 

@@ -7,12 +7,11 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from kvbaton.bench.report import new_figure, percentile, prediction_error, publish
+from kvbaton.bench.report import new_figure, percentile, prediction_error, publish, rows_of
 from kvbaton.config import flag
 from kvbaton.errors import INTERRUPTED, ConfigError, writing
 from kvbaton.router.config import Objectives, RoutingPolicy
@@ -158,7 +157,7 @@ def summary(done: ServiceReport, config: SimulateConfig) -> dict[str, float]:
     good = sum(map(config.is_met, outcomes))
     ttfts = [o.ttft_s * 1e3 for o in outcomes if o.ttft_s is not None]
     gaps = [gap for o in outcomes for gap in (o.gaps * 1e3).tolist()]
-    itls = [o.itl_s * 1e3 for o in outcomes if len(o.gaps)]
+    itls = [o.itl_of() * 1e3 for o in outcomes if len(o.gaps)]
     ttft_pairs = [(d.ttft_s, d.observed_ttft_s) for d in done.decisions]
     itl_pairs = [(d.itl_s, d.observed_itl_s) for d in done.decisions]
     prompts = sum(o.request.prompt_tokens for o in outcomes)
@@ -217,60 +216,52 @@ def highest_rate(config: SimulateConfig, spec: str, model: EngineModel) -> float
 
 
 def measure(
-    config: SimulateConfig,
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, list[RequestRecord]]]:
-    """Simulate all that is to be compared: a row each, nodes' use, and what became of requests.
+    config: SimulateConfig, name: str, out: Path | None
+) -> tuple[int, list[dict[str, Any]], dict[str, list[RequestRecord]]]:
+    """Simulate all that is to be compared, until it is interrupted; print it, perhaps write it.
 
-    Interrupted, it returns those that were done.
+    Returns:
+        The exit status, a row for each policy that was done, and what became of requests.
     """
     model = load_engine(config.engine)
     for spec in config.policies:  # wrong ones are told before long runs
         parse_nodes(spec.partition("@")[2] or config.nodes)
-    rows: list[dict[str, Any]] = []
     busy: list[dict[str, Any]] = []
     outcomes: dict[str, list[RequestRecord]] = {}
     gc.freeze()  # what is there stays: it need not be looked at again and again
-    with suppress(KeyboardInterrupt):
-        for spec in config.policies:
-            runs, started = [], time.process_time()
-            for seed in config.seeds:
-                done = run_one(config, spec, model, config.requests(seed), seed)
-                runs.append(summary(done, config))
-                outcomes.setdefault(spec, []).extend(done.outcomes)
-                shares = " ".join(f"{name} {share:.2f}" for name, share in done.busy.items())
-                busy.append({"policy": spec, "seed": seed, "busy": shares})
-            mean = {name: sum(row[name] for row in runs) / len(runs) for name in runs[0]}
-            row = {"policy": spec, **mean, "cpu s": time.process_time() - started}
-            if config.goodput is not None:
-                row["highest rate"] = highest_rate(config, spec, model)
-            rows.append(row)
-    return rows, busy, outcomes
 
+    def compare(spec: str) -> list[dict[str, Any]]:
+        runs, started = [], time.process_time()
+        for seed in config.seeds:
+            done = run_one(config, spec, model, config.requests(seed), seed)
+            runs.append(summary(done, config))
+            outcomes.setdefault(spec, []).extend(done.outcomes)
+            shares = " ".join(f"{node} {share:.2f}" for node, share in done.busy.items())
+            busy.append({"policy": spec, "seed": seed, "busy": shares})
+        mean = {figure: sum(row[figure] for row in runs) / len(runs) for figure in runs[0]}
+        row = {"policy": spec, **mean, "cpu s": time.process_time() - started}
+        if config.goodput is not None:
+            row["highest rate"] = highest_rate(config, spec, model)
+        return [row]
 
-def _status(
-    config: SimulateConfig,
-    rows: Sequence[Mapping[str, Any]],
-    outcomes: Mapping[str, Sequence[RequestRecord]],
-) -> int:
-    """The exit status by what was done; says what failed, and what was not done."""
+    rows, left = rows_of(config.policies, compare)
+    publish(name, {**asdict(config), "engine": str(config.engine)}, rows, out, nodes=busy)
     for spec, ended in outcomes.items():
         errors = Counter(o.error for o in ended if o.error is not None)
-        for error, count in errors.most_common(MOST_ERRORS):
-            print(f"failed, {spec}: {count} of {len(ended)}, {error}")
-    if len(rows) == len(config.policies):
-        return 0
-    print(f"interrupted: {len(rows)} of {len(config.policies)} policies were simulated")
-    return INTERRUPTED
+        for error, number in errors.most_common(MOST_ERRORS):
+            print(f"failed, {spec}: {number} of {len(ended)}, {error}")
+    if left:
+        print(f"interrupted: {len(rows)} of {len(config.policies)} policies were simulated")
+    return INTERRUPTED if left else 0, rows, outcomes
 
 
 def run(config: SimulateConfig, out: Path | None = None, plot: Path | None = None) -> int:
     """``kvbaton simulate``: print, perhaps draw; returns the exit status."""
     figure = new_figure(plot, 4) if plot is not None else None
-    rows, busy, outcomes = measure(config)
-    publish("simulate", _settings(config), rows, out, nodes=busy)
+    status, _, outcomes = measure(config, "simulate", out)
     if figure is not None and plot is not None:
         draw(figure, config, outcomes, plot)
-    return _status(config, rows, outcomes)
+    return status
 
 
 def run_advise(config: SimulateConfig, out: Path | None = None) -> int:
@@ -284,12 +275,10 @@ def run_advise(config: SimulateConfig, out: Path | None = None) -> int:
     count = len(parse_nodes(config.nodes))
     apart = tuple(f"prefix-aware@{p}P{count - p}D" for p in range(1, count))
     config = replace(config, policies=(f"prefix-aware@{count}D", *apart, f"cost@{count}A"))
-    rows, busy, outcomes = measure(config)
-    publish("advise", _settings(config), rows, out, nodes=busy)
-    if status := _status(config, rows, outcomes):
-        return status
-    print("\n" + "\n".join(advice(rows)))
-    return 0
+    status, rows, _ = measure(config, "advise", out)
+    if not status:
+        print("\n" + "\n".join(advice(rows)))
+    return status
 
 
 def advice(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -328,10 +317,6 @@ def advice(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     policy, _, nodes = best["policy"].partition("@")
     lines.append(f"best: {nodes} with --policy {policy}")
     return lines
-
-
-def _settings(config: SimulateConfig) -> dict[str, Any]:
-    return {**asdict(config), "engine": str(config.engine)}
 
 
 def draw(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import selectors
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -69,13 +70,8 @@ class RequestRecord:
     error: str | None = None
     done: bool = False
 
-    @property
-    def itl_s(self) -> float:
-        """Mean seconds per token after the first; 0 if there was one only."""
-        return self.itl_of(None)
-
-    def itl_of(self, percentile: float | None) -> float:
-        """A percentile of the times between tokens, or their mean; 0 if there was one token."""
+    def itl_of(self, percentile: float | None = None) -> float:
+        """A percentile of the seconds between tokens, or their mean; 0 if there was one token."""
         if not len(self.gaps):
             return 0.0
         return float(
@@ -142,18 +138,14 @@ def parse_nodes(text: str) -> list[str]:
     """Roles of nodes: ``2P2D`` (2 prefill, 2 decode), ``4A`` (any) or both; ``4`` is ``4A``.
 
     Raises:
-        ConfigError: it is none of these, or nobody could generate.
+        ConfigError: it is none of these, or of no nodes or too many.
     """
+    whole = text if text[-1:] in ROLES else text + "A"
+    if not re.fullmatch(r"(\d{1,9}[PDA])+", whole):
+        raise ConfigError("--nodes", f"{text!r} is not like 2P2D, 4A or 2P2D1A")
     roles: list[str] = []
-    number = ""
-    for letter in text if text[-1:] in ROLES else text + "A":
-        if letter.isdecimal():
-            number += letter
-            continue
-        if letter not in ROLES or not number:
-            raise ConfigError("--nodes", f"{text!r} is not like 2P2D, 4A or 2P2D1A")
-        roles += [ROLES[letter]] * (int(number) if len(number) < 4 else MOST_NODES + 1)
-        number = ""
+    for count, letter in re.findall(r"(\d+)(\D)", whole):
+        roles += [ROLES[letter]] * min(int(count), MOST_NODES + 1)
     if not 0 < len(roles) <= MOST_NODES:
         raise ConfigError("--nodes", f"{text!r} are not 1 to {MOST_NODES} nodes")
     return roles

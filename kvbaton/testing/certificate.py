@@ -198,7 +198,7 @@ def junit(certificate: Certificate) -> str:
 _STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em}"
     "table{border-collapse:collapse;margin:1em 0}td,th{text-align:left;padding:.1em .8em;"
-    "border-bottom:1px solid #ccc;vertical-align:top}.failed{color:#b00}.passed{color:#070}"
+    "border-bottom:1px solid #ccc;vertical-align:top}"
 )
 
 

@@ -388,6 +388,29 @@ class Accounts:
         return ", ".join(more).replace("_", " ")
 
 
+def require_no_growth(
+    what: str, act: Callable[[], object], *, rounds: int, before: int, patience: float
+) -> None:
+    """Raise `CaseFailure` if each time that something is done leaves more in this process.
+
+    Args:
+        what: was done, for the failure.
+        act: does it.
+        rounds: so often.
+        before: so often first: what libraries keep once is then there.
+        patience: seconds for what goes away by itself.
+    """
+    for _ in range(before):
+        act()
+    usual = Accounts.now()
+    for _ in range(rounds):
+        act()
+    limit = time.monotonic() + patience
+    while (grown := Accounts.now().above(usual, rounds)) and time.monotonic() < limit:
+        time.sleep(0.01)
+    require(not grown, f"after {rounds} {what} there are {grown}")
+
+
 def allocated_bytes() -> int | None:
     """Memory that ``malloc`` has given out and not got back; None if the C library can't tell."""
     libc = ctypes.CDLL(None)

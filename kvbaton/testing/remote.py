@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import select
 import signal
+import sys
 import tempfile
 import time
-from collections.abc import Callable
-from subprocess import Popen
+from collections.abc import Callable, Sequence
+from subprocess import PIPE, Popen
 from typing import Self
 
-from kvbaton.connectors.registry import STORES, TRANSPORTS, class_of
-from kvbaton.testing.fork_server import ForkedProcess, fork_server
 from kvbaton.testing.kit import CaseFailure, KitBroke, kits_own_time, tasks_per_core
 
 STARTS_WITHIN_S = 60.0
@@ -28,27 +27,22 @@ class RemoteProcess:
     """A process that is surely gone at the end of the block.
 
     Args:
-        start: starts it with these standard streams.
+        command: of it.
         patience: seconds for which a line is waited for.
     """
 
-    def __init__(
-        self, start: Callable[[list[int]], ForkedProcess | Popen[bytes]], patience: float
-    ) -> None:
+    def __init__(self, command: Sequence[str], patience: float) -> None:
         self._patience = patience
         self._rest = b""
         self._lines: list[str] = []
         self._errors = tempfile.TemporaryFile()
-        (theirs_in, ours_in), (ours_out, theirs_out) = os.pipe(), os.pipe()
-        streams = [theirs_in, theirs_out, self._errors.fileno()]
-        self._in, self._out = open(ours_in, "wb", 0), open(ours_out, "rb", 0)
         try:
-            self._process = start(streams)
+            process = Popen(command, bufsize=0, stdin=PIPE, stdout=PIPE, stderr=self._errors)
         except OSError as error:
             raise KitBroke(f"can't start a process: {error}") from error
-        finally:
-            os.close(theirs_in)
-            os.close(theirs_out)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._process, self._in, self._out = process, process.stdin, process.stdout
 
     def __enter__(self) -> Self:
         return self
@@ -142,14 +136,6 @@ def start_worker(kind: str, spec: str, *words: object, patience: float) -> Remot
         spec: of the connector.
         words: further arguments of the worker.
         patience: as of `RemoteProcess`.
-
-    Raises:
-        ConfigError: the spec names no connector.
     """
-    module = class_of(STORES if kind == "store" else TRANSPORTS, spec).__module__
-
-    def start(streams: list[int]) -> ForkedProcess:
-        return fork_server().start(WORKER, [kind, spec, *map(str, words)], streams, [module])
-
-    with kits_own_time():  # the server imports what the process needs
-        return RemoteProcess(start, patience)
+    command = [sys.executable, "-m", WORKER, kind, spec, *map(str, words)]
+    return RemoteProcess(command, patience)

@@ -10,9 +10,10 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
-from kvbaton.testing.kit import Accounts, require, resident_bytes
+from kvbaton.testing.kit import require, require_no_growth, resident_bytes
 from kvbaton.testing.store_rig import LEAST_KEYS, StoreRig, case, targets_for, views
 
 DELAYS = (0.0, 0.0, 0.0002, 0.001, 0.003, 0.01)
@@ -363,16 +364,10 @@ def gives_everything_back(rig: StoreRig) -> None:
     usual, tempfile.tempdir = tempfile.tempdir, str(folder)
     with rig.elsewhere():
         try:
-            for _ in range(2):
-                _live(rig)
-            before = Accounts.now()
-            for _ in range(ROUNDS):
-                _live(rig)
+            what, live = "lives of a store", partial(_live, rig)
+            require_no_growth(what, live, rounds=ROUNDS, before=2, patience=rig.patience)
         finally:
             tempfile.tempdir = usual
-        rig.eventually(lambda: not Accounts.now().above(before, ROUNDS))
-        grown = Accounts.now().above(before, ROUNDS)
-    require(not grown, f"after {ROUNDS} lives of a store there are {grown}")
     left = [path.name for path in folder.iterdir()]
     require(not left, f"temporary files are left: {left[:3]}")
 
@@ -390,8 +385,8 @@ def _live(rig: StoreRig) -> None:
 @case(5)
 def calls_leave_nothing(rig: StoreRig) -> None:
     """Calls on an open store, also misses and cancelled ones, keep no descriptor or thread."""
-    rounds = 20
-    for number in range(1 + rounds):
+
+    def use() -> None:
         objects = rig.objects([50_000, 10])
         rig.put(objects)
         rig.expect(objects, "among many calls")
@@ -402,11 +397,8 @@ def calls_leave_nothing(rig: StoreRig) -> None:
         cancelled.cancel()
         rig.settle([cancelled], "a cancelled load")
         rig.drop(objects)
-        if number == 0:
-            before = Accounts.now()
-    rig.eventually(lambda: not Accounts.now().above(before, rounds))
-    grown = Accounts.now().above(before, rounds)
-    require(not grown, f"after {rounds} rounds of calls there are {grown}")
+
+    require_no_growth("rounds of calls", use, rounds=20, before=1, patience=rig.patience)
 
 
 @case(5, "deletes")

@@ -55,9 +55,9 @@ LEAST_KEYS = 4
 """What cases give a store in one call, at least."""
 
 
-_PER_KEY = {"load": list, "store": list, "claim": list, "lookup": Found}
+_PER_KEY = {"lookup": Found, "load": list, "store": list, "claim": list}
 _RESULTS = _PER_KEY | {"delete": int, "clear": int, "namespaces": dict}
-"""What the futures of these methods end with; some with one answer per key."""
+"""What the futures of these methods end with; some with a bool for each key."""
 _ASKED = WeakKeyDictionary[Any, tuple[str, int]]()
 """Of a future, which method made it, and for how many keys."""
 
@@ -71,11 +71,16 @@ def _is_future(name: str) -> Callable[..., bool]:
     return is_one
 
 
-def _is_result(name: str, answer: Any, num_keys: int) -> bool:
-    if not isinstance(answer, _RESULTS[name]):
-        return False
-    answers: Any = answer.present if isinstance(answer, Found) else answer
-    return name not in _PER_KEY or len(answers) == num_keys
+def require_result(name: str, answer: object, num_keys: int) -> None:
+    """Raise `CaseFailure` unless the future of a method may end like that."""
+    wanted = _RESULTS[name]
+    right, what = isinstance(answer, wanted) and type(answer) is not bool, wanted.__name__
+    if name in _PER_KEY:
+        what += f" with a bool for each of {num_keys} keys"
+        flags: Any = answer.present if isinstance(answer, Found) else answer
+        listed = isinstance(flags, tuple if wanted is Found else list)
+        right = right and listed and [*map(type, flags)] == [bool] * num_keys
+    require_answer(name, answer, f"of type {what}", right)
 
 
 ANSWERS: Answers = {name: ("a Future", _is_future(name)) for name in _RESULTS} | {
@@ -266,10 +271,10 @@ class StoreRig:
             CaseFailure: there is none in time.
         """
         self.settle([future], what, within)
-        answer, (name, num_keys) = future.result(), _ASKED.get(future, ("", 0))
-        if name:
-            kept = f"a {_RESULTS[name].__name__}" + f" for {num_keys} keys" * (name in _PER_KEY)
-            require_answer(name, answer, kept, _is_result(name, answer, num_keys))
+        answer = future.result()
+        if (asked := _ASKED.get(future)) is not None:
+            name, num_keys = asked
+            require_result(name, answer, num_keys)
         return answer
 
     def settle(self, futures: Sequence[Future[T]], what: str, within: float | None = None) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +20,7 @@ from kvbaton.connectors.pairing import GroupPairing
 from kvbaton.connectors.plan import plan
 from kvbaton.connectors.protocol.notice import MIN_NOTICE_BYTES
 from kvbaton.errors import TransportError
-from kvbaton.testing.kit import SLOWER, Accounts, CaseFailure, require, require_quick
+from kvbaton.testing.kit import SLOWER, CaseFailure, require, require_no_growth, require_quick
 from kvbaton.testing.transport_rig import SOURCE_SIZES, TARGET_SIZES, Pair, case, pack, random_rows
 
 if TYPE_CHECKING:
@@ -87,8 +88,7 @@ def exact_bytes(pair: Pair) -> None:
     odd = 1 << 62  # what a stride is of a row of one piece does not matter
     special: list[Row] = [(0, 5, 0, 11, 100, 6, 0, 300), (0, 900, 0, 4000, 77, 1, odd, odd)]
     special += [(1, 70, 0, 5000, 50, 9, 13, 50), (1, 0, 1, 64, 4096, 3, 8192, 4096)]
-    for start in range(0, len(special), pair.most_ranges):
-        pair.complete(pair.write(special[start : start + pair.most_ranges]))
+    pair.write_all(special)
     pair.compare("rows that repeat, overlap or touch in their source")
 
 
@@ -98,8 +98,7 @@ def edges_of_regions(pair: Pair) -> None:
     rows: list[Row] = [(0, 0, index, 0, 1, 1, 0, 0) for index in range(len(TARGET_SIZES))]
     rows += [(0, SOURCE_SIZES[0] - 1, i, n - 1, 1, 1, 0, 0) for i, n in enumerate(TARGET_SIZES)]
     rows += [(1, 0, 2, 1, TARGET_SIZES[2] - 2, 1, 0, 0)]
-    for start in range(0, len(rows), pair.most_ranges):
-        pair.complete(pair.write(rows[start : start + pair.most_ranges]))
+    pair.write_all(rows)
     pair.compare("edges of regions")
 
 
@@ -107,8 +106,7 @@ def edges_of_regions(pair: Pair) -> None:
 def empty_write(pair: Pair) -> None:
     """A write without ranges is a notice alone."""
     pair.complete(pair.write([], b"nothing"))
-    pair.wait(lambda: bool(pair.notices), "the notice of an empty write")
-    require(pair.notices == [b"nothing"], f"notices are {pair.notices}")
+    pair.expect_notices([b"nothing"])
     pair.compare("after an empty write")
 
 
@@ -120,8 +118,7 @@ def notice_lengths(pair: Pair) -> None:
     sent = [b"", b"\0\xff", bytes(most), b""]
     for number, notice in enumerate(sent):
         pair.complete(pair.write([row] if number % 2 else [], notice))
-    pair.wait(lambda: len(pair.notices) >= len(sent), "all notices")
-    require(sorted(pair.notices) == sorted(sent), "a notice was changed on its way")
+    pair.expect_notices(sent)
     with _refused(pair, "a notice that is too long"):
         pair.complete(pair.source.write(pair.peer, pack([row]), bytes(most + 1)))
 
@@ -163,9 +160,7 @@ def large_write(pair: Pair) -> None:
             pair.complete(pair.source.write(peer, pack(part), b"large"))
         moved = np.array_equal(memory[0], np.roll(memory[1], half))
         require(moved, f"large write {again}, said to be done, has wrong bytes")
-        due = [b"large"] * len(writes) * (again + 1)
-        pair.wait(lambda due=due: len(pair.notices) >= len(due), "the notice of a large write")  # type: ignore[misc]
-        require(pair.notices == due, f"notices are {pair.notices}")
+        pair.expect_notices([b"large"] * len(writes) * (again + 1))
 
 
 @case(1)
@@ -239,8 +234,7 @@ def encoder_outputs(pair: Pair) -> None:
     pairing = GroupPairing([source], [target])
     (ranges,) = plan(pairing, *tables, 0, 3 * source.block_size).values()
     rows: list[Row] = [tuple(row) for row in ranges.tolist()]
-    for start in range(0, len(rows), pair.most_ranges):
-        pair.complete(pair.write(rows[start : start + pair.most_ranges], b"rows"))
+    pair.write_all(rows, b"rows")
     pair.compare("an encoder's output")
     found = [
         np.ndarray(of.planes[0].shape, np.uint16, memory.data, strides=of.planes[0].strides)
@@ -320,14 +314,14 @@ def many_writes(pair: Pair) -> None:
     handles = [pair.write([row], notice) for row, notice in zip(rows, sent, strict=True)]
     for handle in reversed(handles):
         pair.complete(handle)
-    pair.wait(lambda: len(pair.notices) >= len(sent), "all notices")
+    pair.expect_notices(sent)
 
     def look() -> None:
         pair.poll()
         pair.source.lost()
 
     require_quick("notices and lost", look, calls=50)
-    require(sorted(pair.notices) == sorted(sent), "a notice is missing, doubled or changed")
+    pair.expect_notices(sent)  # nor has another one come meanwhile
     pair.compare("after many writes")
 
 
@@ -366,8 +360,8 @@ def closed_peer(pair: Pair) -> None:
     pair.wait(lambda: pair.source.close(busy), "a peer with writes in flight is closed")
     memory[0][:] = 2
     # What is on the wire may still land, so that not all can say DRAINED.
-    ended = lambda: all(h.status() is not Status.PENDING for h in handles)  # noqa: E731
-    pair.wait(ended, "no write to a closed peer is pending")
+    for handle in handles:
+        pair.finish(handle, "a write to a closed peer must end")
     require(not (memory[1] == 2).any(), "after `close` said True our memory was read")
     if all(handle.status() in (Status.DONE, Status.DRAINED) for handle in handles):
         found = memory[1].copy()
@@ -409,10 +403,9 @@ def fence(pair: Pair) -> None:
         pair.compare("after a fence")
     require(b"fenced" not in pair.notices, "a fenced write was notified")
     require(pair.target.fence(pair.back), "a fence holds")
-    for peer in peers[1:]:
-        pair.wait(lambda p=peer: pair.source.close(p), "a peer is closed")  # type: ignore[misc]
-    for transport, peer in ((pair.source, pair.peer), (pair.target, pair.back)):
-        pair.wait(lambda t=transport, p=peer: t.close(p), "a peer is closed")  # type: ignore[misc]
+    for peer in (*peers[1:], pair.peer):
+        pair.wait(partial(pair.source.close, peer), "a peer is closed")
+    pair.wait(lambda: pair.target.close(pair.back), "a peer is closed")
     # The next session of two that live.
     pair.back = pair.target.connect(pair.source.card())
     pair.peer = pair.source.connect(pair.target.card())
@@ -436,7 +429,7 @@ def fence_amid_writes(pair: Pair) -> None:
     landed = np.count_nonzero(memory[1] != 3)
     require(not landed, f"{landed} bytes landed after the fence had said True")
     for handle in handles:
-        require(pair.finish(handle) is not Status.PENDING, "a write of a fenced peer must end")
+        pair.finish(handle, "a write of a fenced peer must end")
 
 
 def _watch(pair: Pair) -> None:
@@ -475,9 +468,10 @@ def prepared_writes(pair: Pair) -> None:
     source.discard(unwanted)
     for handle in handles:
         pair.complete(handle)
-    pair.wait(lambda: len(pair.notices) >= len(parts), "the notices of prepared writes")
+    sent = [b"\0", b"\1", b"\2"]
+    pair.expect_notices(sent)
     _watch(pair)
-    require(sorted(pair.notices) == [b"\0", b"\1", b"\2"], f"notices are {pair.notices}")
+    pair.expect_notices(sent)
     pair.compare("after prepared writes")
     for what, row in BAD_ROWS.items():
         with _refused(pair, f"a prepared row {what}"):
@@ -522,8 +516,7 @@ def random_writes(pair: Pair) -> None:
         handles = [pair.write([row], notice) for row, notice in zip(rows, sent, strict=True)]
         for handle in handles:
             pair.complete(handle)
-        pair.wait(lambda sent=sent: len(pair.notices) >= len(sent), "all notices")  # type: ignore[misc]
-        require(sorted(pair.notices) == sorted(sent), "a notice is missing, doubled or changed")
+        pair.expect_notices(sent)
         pair.compare("in a random schedule")
 
 
@@ -534,21 +527,13 @@ def gives_everything_back(pair: Pair) -> None:
     pair.close()
     pair.close()
     pair.compare("after shutdown")
-    _live(pair)
-    before = Accounts.now()
-    for _ in range(ROUNDS):
-        _live(pair)
-    limit = time.monotonic() + pair.patience
-    while Accounts.now().above(before, ROUNDS) and time.monotonic() < limit:
-        time.sleep(0.01)
-    grown = Accounts.now().above(before, ROUNDS)
-    require(not grown, f"after {ROUNDS} lives of a pair there are {grown}")
 
+    def live() -> None:
+        with Pair(pair.make_pair, patience=pair.patience) as short_lived:
+            short_lived.complete(short_lived.write(short_lived.rows(4), b"alive"))
+            short_lived.compare("in a short life")
 
-def _live(pair: Pair) -> None:
-    with Pair(pair.make_pair, patience=pair.patience) as short_lived:
-        short_lived.complete(short_lived.write(short_lived.rows(4), b"alive"))
-        short_lived.compare("in a short life")
+    require_no_growth("lives of a pair", live, rounds=ROUNDS, before=1, patience=pair.patience)
 
 
 @contextmanager

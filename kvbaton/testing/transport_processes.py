@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -39,6 +40,7 @@ WATCH_S = 0.2
 WATCH_DRAINED_S = 1.0
 """For what a process takes in that goes on, on a machine that is not busy."""
 UNTOUCHED = 99
+KILLED = "a write to a killed process must end"
 
 
 class _Sides(Polled):
@@ -82,10 +84,6 @@ class _Sides(Polled):
         self.notices += [notice.payload for notice in self.transport.notices()]
         self.lost += self.transport.lost()
 
-    def finish(self, handle: Handle) -> None:
-        """Wait until a write is done."""
-        self.wait(lambda: handle.status() is Status.DONE, "a write between processes")
-
     def expect_lost(self) -> None:
         """The far side is dead: that is reported, and then a fence holds."""
         self.wait(lambda: self.lost == [self.peer], "a dead peer is lost", FOUND_WITHIN_S)
@@ -113,7 +111,7 @@ def bytes_are_there_when_their_notice_is(pair: Pair) -> None:
     with _Sides(pair) as sides:
         for number in range(3):
             sides.memory += 1
-            sides.finish(sides.write(bytes([number])))
+            sides.complete(sides.write(bytes([number])))
             _, payload, digest = sides.remote.line("notice")
             require(bytes.fromhex(payload) == bytes([number]), "a notice was changed")
             right = digest == digest_of(sides.memory)
@@ -132,9 +130,9 @@ def a_killed_target(pair: Pair) -> None:
 def _kill_amid_writes(pair: Pair, fraction: float) -> bool:
     """Whether no write was done that was under way when its target was killed."""
     with _Sides(pair) as sides:
-        sides.finish(sides.write(b"first"))  # may be cold: it is not timed
+        sides.complete(sides.write(b"first"))  # may be cold: it is not timed
         start = time.monotonic()
-        sides.finish(sides.write(b"second"))
+        sides.complete(sides.write(b"second"))
         seconds = time.monotonic() - start
         handles = [sides.write(b"more") for _ in range(4)]
         time.sleep(seconds * fraction)
@@ -142,30 +140,25 @@ def _kill_amid_writes(pair: Pair, fraction: float) -> bool:
         in_flight = last.status() is Status.PENDING
         sides.remote.signal(signal.SIGKILL)
         for handle in handles:
-            _wait_for_end(sides, handle)
+            sides.finish(handle, KILLED, FOUND_WITHIN_S)
         done = last.status() is Status.DONE
         require(done or not in_flight or bool(last.error()), "a failed write must say why")
         sides.expect_lost()
-        ended = lambda: done or last.status() is Status.DRAINED or not in_flight  # noqa: E731
-        closed = lambda: sides.transport.close(sides.peer)  # noqa: E731
-        sides.wait(closed, "a dead peer is closed", FOUND_WITHIN_S)
-        sides.wait(ended, "drained once its peer is closed", FOUND_WITHIN_S)
-        late = sides.write(b"late")
-        _wait_for_end(sides, late)
-        require(late.status() is not Status.DONE, "a write to the dead can't be done")
+        closes = partial(sides.transport.close, sides.peer)
+        sides.wait(closes, "a dead peer is closed", FOUND_WITHIN_S)
+        if in_flight and not done:
+            drained = "drained once its peer is closed"
+            sides.wait(lambda: last.status() is Status.DRAINED, drained, FOUND_WITHIN_S)
+        late = sides.finish(sides.write(b"late"), KILLED, FOUND_WITHIN_S)
+        require(late is not Status.DONE, "a write to the dead can't be done")
         return not (in_flight and done)
-
-
-def _wait_for_end(sides: _Sides, handle: Handle) -> None:
-    ended = "a write to a killed process must end"
-    sides.wait(lambda: handle.status() is not Status.PENDING, ended, FOUND_WITHIN_S)
 
 
 @case(3, "processes")
 def a_killed_idle_target(pair: Pair) -> None:
     """A target that is killed while nothing moves is reported lost as well, and the fence holds."""
     with _Sides(pair) as sides:
-        sides.finish(sides.write(b"first"))
+        sides.complete(sides.write(b"first"))
         sides.remote.line("notice")
         sides.remote.signal(signal.SIGKILL)
         sides.expect_lost()
@@ -196,14 +189,13 @@ def a_stopped_writer(pair: Pair) -> None:
         sides.remote.tell(f"write {sides.transport.card().hex()}")
         sides.wait(lambda: len(sides.notices) >= 2, "notices of a writer")
         sides.remote.signal(signal.SIGSTOP)
+        fences = partial(sides.transport.fence, sides.peer)
         if sides.transport.capabilities.fence is FenceScope.PEER:
-            fenced = lambda: sides.transport.fence(sides.peer)  # noqa: E731
-            sides.wait(fenced, "a fence of scope PEER of the stopped", FOUND_WITHIN_S)
+            sides.wait(fences, "a fence of scope PEER of the stopped", FOUND_WITHIN_S)
         else:
-            proven = sides.transport.fence(sides.peer)
-            require(not proven, "this fence claims what it can't know: the peer may go on")
+            require(not fences(), "this fence claims what it can't know: the peer may go on")
             sides.remote.signal(signal.SIGKILL)
-            sides.wait(lambda: sides.transport.fence(sides.peer), "a fence of the dead")
+            sides.wait(fences, "a fence of the dead")
         sides.remote.signal(signal.SIGCONT)
         sides.expect_untouched(WATCH_S)
 
@@ -212,7 +204,7 @@ def a_stopped_writer(pair: Pair) -> None:
 def a_stopped_target(pair: Pair) -> None:
     """A write to the stopped is pending, or done and there; `close` does not wait for it."""
     with _Sides(pair) as sides:
-        sides.finish(sides.write(b"first"))
+        sides.complete(sides.write(b"first"))
         sides.memory += 1
         sides.remote.signal(signal.SIGSTOP)
         handle = sides.write(b"stuck")

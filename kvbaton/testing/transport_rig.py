@@ -86,6 +86,20 @@ class Polled:
             require(time.monotonic() < limit, f"{what}: not within {patience:.3g} s")
             pause_after(polls)
 
+    def finish(
+        self, handle: Handle, what: str = "a write must end", within: float | None = None
+    ) -> Status:
+        """Poll until a write is no longer pending; how it ended."""
+        self.wait(lambda: handle.status() is not Status.PENDING, what, within)
+        status = handle.status()
+        return require_answer("status", status, "a Status", isinstance(status, Status))
+
+    def complete(self, handle: Handle, within: float | None = None) -> None:
+        """Poll until a write is done; any other end is a failure."""
+        status = self.finish(handle, within=within)
+        require(status is Status.DONE, f"a write ended {status.name}: {handle.error()}")
+        handle.release()
+
 
 class Pair(Polled):
     """Two transports of one kind, both driven by one thread.
@@ -169,17 +183,16 @@ class Pair(Polled):
         self.notices += [notice.payload for notice in self.target.notices()]
         self.source.notices()
 
-    def finish(self, handle: Handle, within: float | None = None) -> Status:
-        """Poll until a write is no longer pending."""
-        self.wait(lambda: handle.status() is not Status.PENDING, "a write must end", within)
-        status = handle.status()
-        return require_answer("status", status, "a Status", isinstance(status, Status))
+    def write_all(self, rows: Sequence[Row], notice: bytes = b"") -> None:
+        """Post rows, in as many writes as it takes; all must be done."""
+        for start in range(0, len(rows), self.most_ranges):
+            self.complete(self.write(rows[start : start + self.most_ranges], notice))
 
-    def complete(self, handle: Handle, within: float | None = None) -> None:
-        """Poll until a write is done; any other end is a failure."""
-        status = self.finish(handle, within)
-        require(status is Status.DONE, f"a write ended {status.name}: {handle.error()}")
-        handle.release()
+    def expect_notices(self, sent: Sequence[bytes]) -> None:
+        """Poll until as many have come; each must have come once."""
+        self.wait(lambda: len(self.notices) >= len(sent), f"{len(sent)} notices")
+        same = sorted(self.notices) == sorted(sent)
+        require(same, f"a notice is missing, doubled or changed: {self.notices[:9]}")
 
     def compare(self, what: str) -> None:
         """Compare all of the target's memory with what should be there."""

@@ -70,6 +70,9 @@ class CallSyntax(Struct, frozen=True):
     short_ids: bool = False
 
 
+NO_CALLS = CallSyntax(tags=(), begin="", heads=(), in_template=(), call="", json=False)
+
+
 class TaggedFormat(OutputFormat):
     """Of a model that writes tags.
 
@@ -83,27 +86,24 @@ class TaggedFormat(OutputFormat):
         self, tokenizer: Tokenizer, syntax: CallSyntax | None, reasoning: tuple[str, ...]
     ) -> None:
         self.calls, self.reasons = syntax is not None, bool(reasoning)
+        syntax = syntax or NO_CALLS
         self.syntax, self._reasoning, self._tokenizer = syntax, reasoning, tokenizer
-        tags = (*reasoning, *(syntax.tags if syntax else ()))
+        tags = (*reasoning, *syntax.tags)
         marks = {tag: chr(FIRST_MARK + i) for i, tag in enumerate(tags)}
         self._marks = {tag: m for tag, m in marks.items() if tag in tokenizer.added_tokens}
         self.tags = {ord(mark): tag for tag, mark in self._marks.items()}
         self.marks_all = len(self._marks) == len(tags)
-        self.has_bare = syntax is not None and syntax.bare
-        opens = [rf"(?P<begin>{syntax.begin})"] if syntax else []
-        if syntax and syntax.ignored:
-            opens.append(rf"(?P<ignored>{syntax.ignored})")
-        bare = [r"(?P<bare>\A\s*+(?=\{))"] if self.has_bare else []
+        named = {"begin": syntax.begin, "ignored": syntax.ignored}
+        opens = [f"(?P<{name}>{pattern})" for name, pattern in named.items() if pattern]
+        bare = [r"(?P<bare>\A\s*+(?=\{))"] if syntax.bare else []
         think = [rf"(?P<think>\A\s*+«{reasoning[0]}»)"] if reasoning else []
         self.text = self._any(opens)
         self.first_text = self._any(bare + opens)
         self.first = self._any(think + bare + opens)
         self.first_without_calls = self._any(think)
         self.reasoning = self._any([f"(?P<end>«{reasoning[1]}»)"] if reasoning else [])
-        heads = syntax.heads if syntax else ()
-        self.reads_json, self.reads_xml = (syntax.json, syntax.xml) if syntax else (False, False)
-        self.heads = [(self.compile(head), self.compile(tail)) for head, tail in heads]
-        if self.reads_xml:
+        self.heads = [(self.compile(head), self.compile(tail)) for head, tail in syntax.heads]
+        if syntax.xml:
             self.parameter = self.compile(
                 r"\s*+(?:<parameter=(?P<key>[^>\n]{1,256}+)>(?:\n|(?=[^\n]))"
                 r"|(?P<done>(?:</function>)?+\s*+«</tool_call>»))"
@@ -122,7 +122,7 @@ class TaggedFormat(OutputFormat):
 
     @override
     def marks(self, *, calls: bool) -> Mapping[int, str]:
-        shown = {*self._reasoning, *(self.syntax.tags if self.syntax and calls else ())}
+        shown = {*self._reasoning, *(self.syntax.tags if calls else ())}
         added = self._tokenizer.added_tokens
         return {added[tag]: mark for tag, mark in self._marks.items() if tag in shown}
 
@@ -150,7 +150,6 @@ class TaggedFormat(OutputFormat):
     @override
     def calls_rule(self, functions: Functions, grammar: OutputGrammar, *, one: bool) -> str:
         syntax = self.syntax
-        assert syntax is not None, "its calls are told apart"
         template, (before, between, behind) = syntax.call, syntax.around
         if "[ARGS]" in self._marks:  # of later tokenizers
             template, before, between, behind = "«[TOOL_CALLS]»$name«[ARGS]»$arguments", "", "", ""
@@ -207,8 +206,8 @@ class TaggedFormat(OutputFormat):
     @override
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         syntax = self.syntax
-        found = split_calls(messages) if syntax and syntax.one_each else super().messages(messages)
-        if syntax and syntax.short_ids:
+        found = split_calls(messages) if syntax.one_each else super().messages(messages)
+        if syntax.short_ids:
             for message in found:
                 if isinstance(name := message.get("tool_call_id"), str):
                     message["tool_call_id"] = name[-9:]
@@ -221,7 +220,7 @@ class TaggedFormat(OutputFormat):
 
     @override
     def call_id(self) -> str:
-        if self.syntax is None or not self.syntax.short_ids:
+        if not self.syntax.short_ids:
             return super().call_id()
         return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
 
@@ -284,7 +283,7 @@ class TaggedParser(OutputParser):
             return False
         found = None  # most pieces have no mark
         # What is no mark may be a tag, too, or begin a call.
-        otherwise = not form.marks_all or (form.has_bare and self._empty)
+        otherwise = not form.marks_all or (form.syntax.bare and self._empty)
         if pattern and (otherwise or _MARK.search(held)):
             found = pattern.search(held, partial=not self._last)
         if found is None or found.partial:
@@ -333,7 +332,7 @@ class TaggedParser(OutputParser):
         if waits:
             return False
         found = _WHOLE.match(self._held)
-        if found is None or not self._form.reads_json:
+        if found is None or not self._form.syntax.json:
             return self._refuse()
         self._held, self._begin = self._held[found.end() :], self._begin + found[0]
         self._object, self._call, self._read = JsonObject(), "", self._read_whole
@@ -354,7 +353,7 @@ class TaggedParser(OutputParser):
         self.num_calls += 1
         self._tail, self._object = tail, JsonObject()
         self._read = self._read_arguments
-        if self._form.reads_xml:
+        if self._form.syntax.xml:
             schema = (self._functions or {}).get(function, {}).get("properties")
             self._properties = schema if isinstance(schema, Mapping) else {}
             self._separator, self._read = "{", self._read_parameter

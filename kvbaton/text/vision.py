@@ -178,16 +178,13 @@ class VisionText:
             RequestError: it can't be decoded to its end, is too large, or the model can't take it.
         """
         digest = self.digest(data)
-        grid, length = self.measure(*self._size(digest, data))
-        return Item(start=0, length=length, digest=digest, grid=grid, data=data)
-
-    def _size(self, digest: bytes, data: bytes) -> tuple[int, int]:
-        known = self._known.get(digest)
-        if known is None:
+        size = self._known.get(digest)
+        if size is None:
             with self._decoders:
-                known = _decode(data)
-            self._known.put(digest, known)
-        return known
+                size = _decode(data)
+            self._known.put(digest, size)
+        grid, length = self.measure(*size)
+        return Item(start=0, length=length, digest=digest, grid=grid, data=data)
 
     # --- prompts ---
 

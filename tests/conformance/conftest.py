@@ -1,8 +1,11 @@
-"""Which cases of the kit run in `make test-slow` where they take long with one store only."""
+"""Which cases of the kit run in `make test-slow`, and how its far processes start here."""
 
 from __future__ import annotations
 
 import pytest
+
+from kvbaton.testing import remote
+from tests.support.forked_remote import popen
 
 SLOW = tuple(
     f"TestS3::test_store[{case}]"  # the server in Python takes seconds of CPU time for each
@@ -21,3 +24,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.endswith(SLOW):
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(autouse=True)
+def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Far processes of the kit need not import all anew: that takes seconds with some connectors.
+
+    That they start as they do for others, `tests/doctor` and `tests/bench` see.
+    """
+    monkeypatch.setattr(remote, "Popen", popen)

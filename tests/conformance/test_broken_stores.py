@@ -68,8 +68,12 @@ ANSWERS = "tests.store_connector.misbehaving"
     ("store", "case", "told"),
     [
         ("NoFuture", "L1.one-key-twice", "lookup answered Found"),
-        ("ShortLoad", "L1.pieces", "load answered [], which is not a list for 1 keys"),
-        ("ShortLookup", "L1.deleted-is-gone", "which is not a Found for "),
+        (
+            "ShortLoad",
+            "L1.pieces",
+            "load answered [], which is not of type list with a bool for each of 1 keys",
+        ),
+        ("ShortLookup", "L1.deleted-is-gone", "which is not of type Found with "),
         ("WrongUsage", "L1.a-large-object", "which is not a Usage"),
     ],
 )

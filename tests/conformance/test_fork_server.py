@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 import pytest
 
-from kvbaton.testing import fork_server as module
-from kvbaton.testing.fork_server import ForkedProcess, ForkServer, fork_server
+from kvbaton.testing import remote
 from kvbaton.testing.kit import CaseFailure
-from kvbaton.testing.remote import RemoteProcess
+from kvbaton.testing.remote import RemoteProcess, start_worker
+from tests.support import fork_server as module
+from tests.support.fork_server import ForkServer, fork_server
+from tests.support.forked_remote import ForkedPopen
 
 SAYS = """
 import os, sys, threading
@@ -41,12 +45,13 @@ def test_a_process_has_its_words_streams_environment_and_threads(
     server = fork_server()
     monkeypatch.setenv("TOLD", "later")  # than the server was started
 
-    def start(streams: list[int]) -> ForkedProcess:
-        return server.start("says", ["one", "two"], streams, ["no_such_module"])
+    def says(command: Sequence[str], *, stderr: IO[bytes], **_: object) -> ForkedPopen:
+        return ForkedPopen("says", command, ["no_such_module"], stderr.fileno())
 
+    monkeypatch.setattr(remote, "Popen", says)
     try:
         for number in range(2):
-            with RemoteProcess(start, 20.0) as process:
+            with RemoteProcess(["one", "two"], 20.0) as process:
                 process.tell(f"number-{number}")
                 threads = "2" if thread else "1"
                 wanted = ["said", "later", threads, "one", "two", f"number-{number}"]
@@ -58,12 +63,7 @@ def test_a_process_has_its_words_streams_environment_and_threads(
 
 
 def test_what_was_killed_has_ended_and_may_be_killed_again() -> None:
-    words = ["transport", "tcp", "8", "cpu"]
-
-    def start(streams: list[int]) -> ForkedProcess:
-        return fork_server().start("kvbaton.testing.remote_worker", words, streams, [])
-
-    with RemoteProcess(start, 20.0) as process:
+    with start_worker("transport", "tcp", 8, "cpu", patience=20.0) as process:
         process.started()
         process.kill()
         assert process.all_lines()[1][0] == "card", "its end of the stream is closed"

@@ -189,12 +189,16 @@ class WrongAnswers(MemoryStore):
 @pytest.mark.parametrize(
     ("call", "answer", "says"),
     [
-        ("lookup", [True], "lookup answered [True], which is not a Found for 1 keys"),
-        ("lookup.present", [1], "Found(present=(1,), ticket=None), which is not a Found with"),
-        ("load", [None], "load answered [None], which is not a list with a bool for each key"),
-        ("load", ["x" * 999], f"load answered ['{'x' * 98}, which is not a list with a bool for"),
-        ("delete", None, "delete answered None, which is not a int"),
-        ("delete", True, "delete answered True, which is not an int"),
+        ("lookup", [True], "lookup answered [True], which is not of type Found with a bool"),
+        ("lookup.present", [1], "Found(present=(1,), ticket=None), which is not of type Found"),
+        (
+            "load",
+            [None],
+            "load answered [None], which is not of type list with a bool for each of 1 keys",
+        ),
+        ("load", ["x" * 999], f"load answered ['{'x' * 98}, which is not of type list with"),
+        ("delete", None, "delete answered None, which is not of type int"),
+        ("delete", True, "delete answered True, which is not of type int"),
     ],
 )
 def test_an_answer_of_a_wrong_type_is_told_with_the_right_one(

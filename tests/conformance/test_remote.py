@@ -12,9 +12,9 @@ import pytest
 
 from kvbaton.testing import remote
 from kvbaton.testing.check import Subject
-from kvbaton.testing.fork_server import fork_server
 from kvbaton.testing.kit import CaseFailure, CaseVerdict, KitBroke
 from kvbaton.testing.remote import RemoteProcess
+from tests.support.fork_server import fork_server
 from tests.support.processes import python
 
 SAYS = "print('begin 0\\ndone 0\\nbegin 1\\ndone 1\\nhalf a', end='', flush=True); input()"

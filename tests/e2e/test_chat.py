@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 import io
+import json
 import os
 import pty
 import re
@@ -216,6 +217,41 @@ async def test_an_event_that_is_no_object_ends_an_answer_and_not_the_conversatio
 async def test_an_endpoint_may_answer_anything_where_a_router_lists_its_nodes(nodes: str) -> None:
     text = 'data: {"choices": [{"delta": {"content": "hello"}}]}\n\ndata: [DONE]\n\n'
     assert "hello" in await said_of(text, page=nodes)
+
+
+async def test_who_served_is_told_of_this_answer_whoever_else_is_served_meanwhile() -> None:
+    """It was told of all requests that the router had passed on until then."""
+    served, asked = 0, list[Any]()
+
+    async def models(request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "m", "owned_by": "kvbaton"}]})
+
+    async def answer(request: web.Request) -> web.Response:
+        nonlocal served
+        served += 1
+        asked.append(await request.json())
+        nodes = {"encoder-1": "e-0", "alone": "any-0"}
+        told = json.dumps({"choices": [], "timings": {"nodes": nodes}})
+        text = f"data: {told}\n\ndata: [DONE]\n\n"
+        return web.Response(text=text, content_type="text/event-stream")
+
+    async def metrics(request: web.Request) -> web.Response:
+        name = "kvbaton_router_node_requests_total"
+        mine, others = f'{name}{{node="any-0",part="alone"}}', f'{name}{{node="d-9",part="alone"}}'
+        return web.Response(text=f"{mine} {served}\n{others} {3 * served}\n")
+
+    app = web.Application()
+    app.add_routes([web.get("/v1/models", models), web.get("/metrics", metrics)])
+    app.add_routes([web.post("/v1/chat/completions", answer)])
+    said = Console(file=io.StringIO(), width=200)
+    async with TestServer(app) as server:
+        chat = await Chat.open(ChatConfig(url=str(server.make_url(""))), said)
+        assert chat is not None
+        await chat.take("hi")
+        await chat.close()
+    assert isinstance(said.file, io.StringIO)
+    assert " · e-0 (encode), any-0 (alone) · " in said.file.getvalue()
+    assert asked[0]["return_timings"]
 
 
 async def test_who_takes_a_connection_and_says_nothing_is_not_waited_for(

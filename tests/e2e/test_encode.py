@@ -24,11 +24,11 @@ import msgspec
 import pytest
 
 from kvbaton.messages.nodes import GenerateRequest
-from kvbaton.testing.fork_server import fork_server
 from kvbaton.text.vision import VisionText
 from kvbaton.types import ENCODER_BLOCK_ROWS
 from tests.support.chats import picture, streamed_tokens, talk, tokens_of
 from tests.support.cluster import Cluster
+from tests.support.fork_server import fork_server
 from tests.support.forked_command import ForkedCommand
 from tests.support.otlp_receiver import OtlpReceiver
 from tests.support.served_pair import settle

@@ -18,4 +18,4 @@ def test_no_server_and_no_core_was_executed_afresh(main_nodes: tuple[Node, Node,
         cores = [line for line in below if b"resource_tracker" not in line]
         assert len(cores) == isinstance(server, Node)
         for line in (Path(f"/proc/{server.pid}/cmdline").read_bytes(), *cores):
-            assert b"kvbaton.testing.fork_server" in line
+            assert b"tests.support.fork_server" in line

@@ -15,7 +15,7 @@ import pytest
 import tokenizers
 from safetensors.torch import load_file, save_file
 
-from kvbaton.testing.checkpoints import CheckpointSpec, make_checkpoint
+from tests.support.checkpoints import CheckpointSpec, make_checkpoint
 from tests.support.cluster import DECODE, Cluster
 from tests.support.messages_stream import assembled, data_of
 from tests.support.responses_stream import assembled as assembled_response

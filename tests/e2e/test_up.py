@@ -49,7 +49,7 @@ def test_up_shows_what_happens_and_starts_again_what_was_killed(
         router, *started = map(int, Path(f"/proc/{up}/task/{up}/children").read_text().split())
         assert len(started) == 3
         for pid in (router, *started):
-            assert b"kvbaton.testing.fork_server" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            assert b"tests.support.fork_server" in Path(f"/proc/{pid}/cmdline").read_bytes()
         victim = started[-1]
         os.kill(victim, signal.SIGKILL)
         terminal.until(r"decode-1 was killed by signal 9")

@@ -39,8 +39,8 @@ from kvbaton.messages.engine import (
     TransferSpec,
     encode_to_core,
 )
-from kvbaton.testing.checkpoints import TOKENIZER_SIZE
 from kvbaton.types import NodeId
+from tests.support.checkpoints import TOKENIZER_SIZE
 from tests.support.engine_node import ENGINE, QueueMailbox, greedy
 from tests.support.scripted_core import READY
 from tests.support.waiting import PATIENCE_S

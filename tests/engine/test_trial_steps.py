@@ -19,7 +19,7 @@ from kvbaton.messages.nodes import STEP_COSTS
 from kvbaton.simulate.engine_model import load_engine
 from tests.support.driver import Driver
 
-H200 = load_engine(jitter=0.0)
+H200 = replace(load_engine(), jitter=0.0)
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "windows": {"family": "gemma3", "num_layers": 7, "tied": True},

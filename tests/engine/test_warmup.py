@@ -11,7 +11,7 @@ from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.step import NewSequence, SequenceStep, StepPlan
 from kvbaton.engine.worker import BLOCK, cpu_executor
 from kvbaton.messages.engine import SamplingParams
-from kvbaton.testing.checkpoints import CheckpointSpec, make_checkpoint
+from tests.support.checkpoints import CheckpointSpec, make_checkpoint
 
 
 @pytest.mark.parametrize(("block_size", "max_model_len"), [(16, 64), (16, 8), (4, 2), (2, 2)])

@@ -24,7 +24,7 @@ from kvbaton.engine.config import EngineConfig
 from kvbaton.errors import ConfigError
 from kvbaton.router.config import RouterConfig
 from kvbaton.server.config import MediaConfig, NodeConfig
-from kvbaton.testing.checkpoints import main as make_model
+from tests.support.checkpoints import main as make_model
 from tests.support.processes import is_alive, processes_with
 from tests.support.waiting import until
 

@@ -17,7 +17,6 @@ from safetensors.torch import save_file
 from kvbaton.engine import store_calls, store_connector, store_worker
 from kvbaton.errors import ConfigError
 from kvbaton.messages.engine import Command
-from kvbaton.testing.checkpoints import make_checkpoint
 from tests.store_connector import misbehaving
 from tests.store_connector.misbehaving import (
     BUGS,
@@ -40,6 +39,7 @@ from tests.store_connector.misbehaving import (
     TellsItsPassword,
 )
 from tests.store_connector.test_store_faults import store_of
+from tests.support.checkpoints import make_checkpoint
 from tests.support.engine_node import Node
 from tests.support.engine_pair import Expected
 from tests.support.held_store import Box

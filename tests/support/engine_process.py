@@ -17,9 +17,9 @@ import msgspec
 from kvbaton.connectors.transfer.config import HandoverConfig
 from kvbaton.engine.build import ConnectorFactory
 from kvbaton.messages.engine import AddRequest, Shutdown, decode_to_core, encode_to_core
-from kvbaton.testing.fork_server import fork_server
 from kvbaton.types import TransferTimers
 from tests.support.engine_node import Node
+from tests.support.fork_server import fork_server
 from tests.support.forked_command import IMPORTS, quicken_ucx
 from tests.support.waiting import promised, until
 

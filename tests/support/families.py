@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from kvbaton.testing.checkpoints import CheckpointSpec, Shapes, make_checkpoint
+from tests.support.checkpoints import CheckpointSpec, Shapes, make_checkpoint
 from tests.support.family_config import (
     EXPERTS,
     LATENT,

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from tokenizers import Tokenizer
 
-from kvbaton.testing.checkpoints import TOKENIZER_SIZE
+from tests.support.checkpoints import TOKENIZER_SIZE
 
 Family = Literal[
     "deepseek_v2", "deepseek_v3", "dots1", "gemma3", "gemma3_vl", "gemma4", "gpt_oss", "llama",

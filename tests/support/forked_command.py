@@ -1,7 +1,7 @@
 """``kvbaton`` as a process that need not import all anew, and neither need what it starts.
 
 An engine's core, and the router and nodes of ``kvbaton up``, are forked as it is itself: off a
-process that has imported what they need (see `kvbaton.testing.fork_server`); torch alone takes
+process that has imported what they need (see `tests.support.fork_server`); torch alone takes
 1.5 s. They are processes like any others, with their own session, arguments, environment and
 standard streams; only ``exec`` is left out.
 """
@@ -26,7 +26,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kvbaton.testing.fork_server import end_with, exit_status, fork_server
+from tests.support.fork_server import end_with, exit_status, fork_server
 
 IMPORTS = (
     "kvbaton.server.node",

@@ -6,23 +6,16 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from subprocess import Popen
 
 LISTEN = "0A"
 PARENT, GROUP = 0, 1
 
 
-def python(*words: str) -> Callable[[list[int]], Popen[bytes]]:
-    """Starts Python with these words, for a `RemoteProcess`."""
-
-    def start(streams: list[int]) -> Popen[bytes]:
-        given, told, errors = streams
-        return Popen([sys.executable, *words], stdin=given, stdout=told, stderr=errors)
-
-    return start
+def python(*words: str) -> list[str]:
+    """The command that runs Python with these words."""
+    return [sys.executable, *words]
 
 
 def group_of(leader: int) -> frozenset[int]:

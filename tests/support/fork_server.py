@@ -1,6 +1,6 @@
 """Processes that need not import all anew: forked off one that has imported what they need.
 
-`fork_server` starts ``python -m kvbaton.testing.fork_server FD`` once; each request over that
+`fork_server` starts ``python -m tests.support.fork_server FD`` once; each request over that
 socket brings a `_Start` and the new process's three standard streams, and is answered with a pidfd
 of it. What the server imports must not start threads, which a fork would lose; where it has any,
 the new process executes Python afresh.
@@ -21,6 +21,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import NoReturn
 
 import msgspec
@@ -28,6 +29,7 @@ import msgspec
 SHARED = ("torch",)
 """Takes seconds to import: the server has it once whoever asks has it."""
 _MAX_BYTES = 1 << 20
+_ROOT = str(Path(__file__).parent.parent.parent)
 
 
 class _Start(msgspec.Struct):
@@ -70,9 +72,11 @@ class ForkServer:
         self._socket, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MAX_BYTES)
         command = [sys.executable, "-m", __spec__.name, str(remote.fileno())]
-        quiet = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # numpy's import starts threads else
+        path = os.pathsep.join(filter(None, (_ROOT, os.environ.get("PYTHONPATH"))))
+        # numpy's import starts threads else
+        env = os.environ | {"OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": path}
         null, pass_fds = subprocess.DEVNULL, [remote.fileno()]
-        self._process = subprocess.Popen(command, stdin=null, env=quiet, pass_fds=pass_fds)
+        self._process = subprocess.Popen(command, stdin=null, env=env, pass_fds=pass_fds)
         remote.close()
         atexit.register(self.close)
 

@@ -179,7 +179,7 @@ def _tokenizer(special_tokens: list[str]) -> Tokenizer:
 
 
 def main() -> None:
-    """``python -m kvbaton.testing.checkpoints FOLDER``: make a model for the demo."""
+    """``python -m tests.support.checkpoints FOLDER``: make a model for the demo."""
     parser = argparse.ArgumentParser(description="Make a small model with random weights.")
     parser.add_argument("folder", metavar="FOLDER", help="where; made if need be")
     folder = parser.parse_args().folder

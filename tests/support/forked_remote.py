@@ -1,0 +1,63 @@
+"""The kit's far processes, forked off one that has imported what they need.
+
+A run of the kit starts dozens of them, and these tests run it over dozens of connectors.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from subprocess import Popen
+from typing import Any
+
+from kvbaton.connectors.registry import STORES, TRANSPORTS, class_of
+from kvbaton.testing.kit import kits_own_time
+from kvbaton.testing.remote import WORKER
+from tests.support.fork_server import fork_server
+
+
+class ForkedPopen:
+    """As much of `subprocess.Popen` as a `RemoteProcess` needs.
+
+    Args:
+        module: whose main is called.
+        words: with these arguments.
+        imports: modules that it will need.
+        errors: descriptor of its standard error.
+    """
+
+    def __init__(
+        self, module: str, words: Sequence[str], imports: Sequence[str], errors: int
+    ) -> None:
+        (theirs_in, ours_in), (ours_out, theirs_out) = os.pipe(), os.pipe()
+        self.stdin, self.stdout = open(ours_in, "wb", 0), open(ours_out, "rb", 0)
+        try:
+            streams = [theirs_in, theirs_out, errors]
+            with kits_own_time():  # the server imports what the process needs
+                self._process = fork_server().start(module, words, streams, imports)
+        finally:
+            os.close(theirs_in)
+            os.close(theirs_out)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal."""
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """``SIGKILL``."""
+        self._process.kill()
+
+    def wait(self) -> None:
+        """Wait until it has ended."""
+        self._process.wait()
+
+
+def popen(command: Sequence[str], **options: Any) -> ForkedPopen | Popen[bytes]:
+    """In place of `subprocess.Popen`: workers of the kit are forked."""
+    _, *words = command
+    if words[:2] != ["-m", WORKER]:
+        return Popen(command, **options)
+    kind, spec = words[2:4]
+    module = class_of(STORES if kind == "store" else TRANSPORTS, spec).__module__
+    return ForkedPopen(WORKER, words[2:], [module], options["stderr"].fileno())
