@@ -297,6 +297,7 @@ class _Prices:
         self._ttft_slo, self._itl = _seconds(settings.ttft_slo), itl
         self._output_tokens = options.output_tokens
         self._generating = costs.roles.generating if costs.roles is not None else frozenset[str]()
+        self._fits = costs.roles is not None and costs.roles.fits
         self._prefills: dict[str, tuple[Prefill, float]] = {}
         self._decodes: dict[str, tuple[Decode, float, float, float]] = {}
         self._targets: dict[str, tuple[float, float, float]] = {}
@@ -504,8 +505,11 @@ class _Prices:
         That is, after those that they wait for anyway: prompts of which each alone would make
         nobody miss an objective do so together. As many wait as are there, and as come while the
         prompt is computed, half of it on average: of short texts these are far more. Beside who
-        decodes a prompt is computed for about twice as long as it takes.
+        decodes a prompt is computed for about twice as long as it takes. Where chunks of it fit,
+        nobody waits for it.
         """
+        if self._fits:
+            work_s = 0.0
         coming = work_s * self._costs.targets_per_s(node) if work_s else 0.0
         if not sequences and not coming:
             return 0.0

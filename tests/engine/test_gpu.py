@@ -283,7 +283,8 @@ def test_steps_with_prompts_are_graphs(
     assert len(replays) == 3
     driver.step(*((handle, driver.left(handle), 1) for handle in handles[2:]))  # more than few
     assert len(replays) == 3 + pieces
-    assert len(set(replays)) == len(replays)
+    assert replays[0] is not replays[1]
+    assert len(set(replays[2:])) == 1 + pieces, "40 and 8 tokens may share a size, the rest never"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

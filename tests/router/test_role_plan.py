@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
+from msgspec.structs import replace
 
 from kvbaton.router.choose import Wanted, choose
 from kvbaton.router.config import RoutingPolicy
@@ -174,3 +177,22 @@ def test_prompts_are_computed_elsewhere_and_texts_meet_none() -> None:
     assert after.prefills.node_id in ("a0", "a2")
     assert after.target.node_id == "a1"
     assert costs.prefill_share(after.target) == 0.0
+
+
+def test_prompts_go_where_they_wait_least_if_chunks_of_them_fit() -> None:
+    """`a0` has more texts and no queue: else all its texts would seem to wait for the prompt."""
+    costs = CostModel(Clock())
+    ready = ReadyNodes([member(f"a{i}", "any", load=H200) for i in range(2)])
+    asked = RoutingPolicy(policy="cost", ttft_slo=1000.0, itl_slo=25.0, itl_percentile=95.0)
+    policy, in_flight = load_policy(asked, costs), NodeLoads()
+    for name, sequences, queued_s in (("a0", 60, 0.0), ("a1", 20, 0.2)):
+        load = NodeLoad(int(30_000 * queued_s), sequences, 2500 * sequences)
+        in_flight.own[name] = replace(load, prefill_us=int(1e6 * queued_s))
+    chosen = list[str]()
+    for fits in (False, True):
+        assert costs.roles is not None
+        costs.roles.fits, costs.roles._due = fits, math.inf
+        found = choose(ready, in_flight, policy, Wanted(2000, 1000))
+        assert found is not None
+        chosen.append(found.prefills.node_id)
+    assert chosen == ["a1", "a0"]
