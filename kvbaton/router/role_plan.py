@@ -152,9 +152,12 @@ class RolePlan:
     def _fits(
         self, now: float, count: int, step_s: float, text_s: float, output_tokens: float
     ) -> bool:
-        """Whether prompts keep up in chunks that are short enough, if all nodes do both."""
+        """Whether prompts keep up in chunks that are short enough, if all nodes do both.
+
+        Short texts may as well gather where no prompts are: they are over when that changes.
+        """
         reach_s = STEADY_S * -math.expm1((self._since - now) / STEADY_S)
-        if reach_s < STEADY_S / 2:
+        if reach_s < STEADY_S / 2 or output_tokens * self._chunk_s < LONGEST_S:
             return False
         share, squares, texts_per_s = (x / (count * reach_s) for x in self._steady)
         # Of a node's time, so much is left for steps themselves: as many texts are live then.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from benchmarks.memory_wall import wall_of
 from benchmarks.open_load import Load
 from benchmarks.workload import llama_8b
 from kvbaton.bench.serve import Shot
+from kvbaton.simulate.engine_model import load_engine
 
 
 def test_the_wall_of_the_8b_shape(tmp_path: Path) -> None:
@@ -98,3 +100,10 @@ def test_a_simulated_load_counts_the_middle_of_it(
         bench_simulated_goodput.main()
         rows = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
         assert rows == [["cost@2A", share], ["least-loaded@2D", share]]
+
+
+@pytest.mark.slow
+def test_two_nodes_share_prompts_where_chunks_of_them_fit() -> None:
+    """Where all texts gather at one of them, 0.17: the other's long steps are too long."""
+    load = argparse.Namespace(rate=9.3, itl=12.0, life=12.0, live=False)
+    assert bench_simulated_goodput.met(load, load_engine(), "cost@2A", 1) > 0.5

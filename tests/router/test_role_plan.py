@@ -73,16 +73,16 @@ def test_all_do_both_where_that_is_within_the_objective() -> None:
     assert roles.generating, "prompts of 16 ms are in more than one step of 20"
 
 
-LONG_TEXTS = 0.0044, 8.4e-5, 0.05, 1000.0
-"""Steps of an H200 with texts of 1,000 tokens after 2,000, and how long they are."""
+STEPS = 0.0044, 8.4e-5, 0.05
+"""Of an H200 with texts of 1,000 tokens after 2,000."""
 
 
-def steady(per_s: float, work_s: float, seconds: int = 20) -> RolePlan:
-    """Of two nodes at 12 ms, after prompts that came evenly."""
+def steady(per_s: float, work_s: float, seconds: int = 20, tokens: float = 1000.0) -> RolePlan:
+    """Of two nodes at 12 ms, after prompts that came evenly, with texts of so many tokens."""
     roles = RolePlan(0.012, 0.05, 0.0108, 0.75)
     for second in range(seconds):
         given(roles, per_s, work_s, second + 1, second)
-        roles.plan(second + 1, loads(40, 40), *LONG_TEXTS)
+        roles.plan(second + 1, loads(40, 40), *STEPS, tokens)
     return roles
 
 
@@ -92,6 +92,7 @@ def test_chunks_fit_where_they_keep_up_with_what_came_for_long() -> None:
     assert not steady(10.0, 0.03, seconds=8).fits, "a burst may follow"
     assert not steady(10.0, 0.06).fits, "nobody keeps up with that"
     assert not steady(3.0, 0.03).fits, "few say nothing"
+    assert not steady(10.0, 0.03, tokens=200).fits, "texts are over before nodes change"
 
 
 def test_chunks_fit_no_prompts_that_would_be_late_in_them() -> None:
@@ -101,7 +102,7 @@ def test_chunks_fit_no_prompts_that_would_be_late_in_them() -> None:
         for second in range(20):
             for place in range(10):
                 roles.given(second + place / 10, works_s[place % len(works_s)])
-            roles.plan(second + 0.95, loads(5, 5), *LONG_TEXTS[:3], 100.0)
+            roles.plan(second + 0.95, loads(5, 5), *STEPS, 200.0)
         assert roles.fits is fit, works_s
 
 
@@ -110,12 +111,12 @@ def test_chunks_that_fit_go_on_a_little_longer() -> None:
     roles = steady(10.0, 0.03)
     for second in range(20, 30):
         given(roles, 10.0, 0.0365, second + 1, second)
-        roles.plan(second + 1.0, loads(50, 50), *LONG_TEXTS)
+        roles.plan(second + 1.0, loads(50, 50), *STEPS, 1000.0)
     assert roles.fits
     assert not steady(10.0, 0.0365).fits, "who comes to that does not begin with it"
     for second in range(30, 36):
         given(roles, 20.0, 0.06, second + 1, second)
-        roles.plan(second + 1.0, loads(80, 80), *LONG_TEXTS)
+        roles.plan(second + 1.0, loads(80, 80), *STEPS, 1000.0)
     assert not roles.fits
 
 
