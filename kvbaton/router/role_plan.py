@@ -125,7 +125,7 @@ class RolePlan:
         texts += (there - texts) * math.exp(-HORIZON_S / lives_s)
         needed = texts * text_s / max(FULL_STEP * self._slo_s - step_s, text_s)
         mean_s = step_s + text_s * texts / count
-        self.fits = self._fits(now, count, step_s, text_s, output_tokens)
+        self.fits = self._fits(now, there / count, count, step_s, text_s, output_tokens)
         if self.fits or needed < 1 or len(given) < LEAST:
             return frozenset()
         if self._together(busy[-1] / count, mean_s, min(full_s, busy[-1] / per_s)):
@@ -150,23 +150,34 @@ class RolePlan:
         return self.generating - before
 
     def _fits(
-        self, now: float, count: int, step_s: float, text_s: float, output_tokens: float
+        self, now: float, here: float, count: int, step_s: float, text_s: float, tokens: float
     ) -> bool:
         """Whether prompts keep up in chunks that are short enough, if all nodes do both.
 
         Short texts may as well gather where no prompts are: they are over when that changes.
+
+        Args:
+            now: on the clock of `given`.
+            here: texts of a node.
+            count: of nodes.
+            step_s: of a step with nothing in it.
+            text_s: that one more text adds to it.
+            tokens: of a text.
         """
         reach_s = STEADY_S * -math.expm1((self._since - now) / STEADY_S)
-        if reach_s < STEADY_S / 2 or output_tokens * self._chunk_s < LONGEST_S:
+        if reach_s < STEADY_S / 2 or not LONGEST_S / tokens < self._chunk_s < self._slo_s:
             return False
-        share, squares, texts_per_s = (x / (count * reach_s) for x in self._steady)
+        share, squares, texts = (x / (count * reach_s) for x in self._steady)
         # Of a node's time, so much is left for steps themselves: as many texts are live then.
-        rest = 1 - share - texts_per_s * output_tokens * text_s
+        rest = 1 - share - texts * tokens * text_s
+        if not share or rest <= 0:
+            return False
+        workers = max(1, round(here / (texts * tokens * step_s / rest)))  # each is given its part
+        rest, taken = 1 - workers * (1 - rest), workers * share
         if rest <= 0:
             return False
-        left = 1 - (1 - share) * step_s / rest / self._chunk_s
-        longest_s = LONG * self._late_s * left
-        return 0 < share < FITS[self.fits] * left and squares < longest_s * share
+        left = 1 - (1 - taken) * step_s / rest / self._chunk_s
+        return taken < FITS[self.fits] * left and squares < LONG * self._late_s * left * share
 
     def _together(self, share: float, step_s: float, prompt_s: float) -> bool:
         """Whether all nodes can do both.

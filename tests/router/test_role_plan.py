@@ -77,12 +77,14 @@ STEPS = 0.0044, 8.4e-5, 0.05
 """Of an H200 with texts of 1,000 tokens after 2,000."""
 
 
-def steady(per_s: float, work_s: float, seconds: int = 20, tokens: float = 1000.0) -> RolePlan:
+def steady(
+    per_s: float, work_s: float, seconds: int = 20, tokens: float = 1000.0, here: int = 40
+) -> RolePlan:
     """Of two nodes at 12 ms, after prompts that came evenly, with texts of so many tokens."""
     roles = RolePlan(0.012, 0.05, 0.0108, 0.75)
     for second in range(seconds):
         given(roles, per_s, work_s, second + 1, second)
-        roles.plan(second + 1, loads(40, 40), *STEPS, tokens)
+        roles.plan(second + 1, loads(here, here), *STEPS, tokens)
     return roles
 
 
@@ -92,6 +94,8 @@ def test_chunks_fit_where_they_keep_up_with_what_came_for_long() -> None:
     assert not steady(10.0, 0.03, seconds=8).fits, "a burst may follow"
     assert not steady(10.0, 0.06).fits, "nobody keeps up with that"
     assert not steady(3.0, 0.03).fits, "few say nothing"
+    assert steady(5.0, 0.03, here=14).fits
+    assert not steady(5.0, 0.04, here=44).fits, "another worker of this router gives as many"
     assert not steady(10.0, 0.03, tokens=200).fits, "texts are over before nodes change"
 
 
