@@ -375,6 +375,16 @@ def check_positive(name: str, value: float | None) -> None:
         raise ConfigError(name, f"{value} is not positive")
 
 
+MOST_WORKERS = 256
+"""Of one port: each is a process of some 100 MB, and serves with one core."""
+
+
+def check_workers(workers: int) -> None:
+    """Raise `ConfigError` for processes behind a port that can't be, or would end the machine."""
+    if not 0 < workers <= MOST_WORKERS:
+        raise ConfigError("--workers", f"{workers} is not between 1 and {MOST_WORKERS}")
+
+
 CONFIG = "--config"
 
 

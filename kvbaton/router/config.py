@@ -7,7 +7,7 @@ from argparse import SUPPRESS
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from kvbaton.config import Count, check_positive, flag
+from kvbaton.config import Count, check_positive, check_workers, flag
 from kvbaton.errors import ConfigError
 from kvbaton.server.config import EndpointConfig, check_api_key, check_url
 from kvbaton.server.network import bearer
@@ -207,7 +207,7 @@ class RouterConfig(EndpointConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive("--workers", self.workers)
+        check_workers(self.workers)
         check_api_key("--node-api-key", self.node_api_key)
         for url, role in self.static_nodes:
             check_url(f"--{role}", url)

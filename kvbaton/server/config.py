@@ -8,7 +8,17 @@ from functools import cached_property
 from typing import ClassVar, Literal
 from urllib.parse import urlsplit
 
-from kvbaton.config import Count, Host, LogLevel, Port, Seconds, check_positive, flag, secret_flag
+from kvbaton.config import (
+    Count,
+    Host,
+    LogLevel,
+    Port,
+    Seconds,
+    check_positive,
+    check_workers,
+    flag,
+    secret_flag,
+)
 from kvbaton.connectors.address import check_dialable, host_of, is_loopback
 from kvbaton.connectors.transfer.config import HandoverConfig
 from kvbaton.engine.config import EngineConfig
@@ -312,7 +322,7 @@ class NodeConfig(ModelEndpointConfig):
         if not 0 < len(own) <= MAX_NAME or "/" in own or not own.isprintable():
             problem = f"must have 1 to {MAX_NAME} printable characters, and no slash among them"
             raise ConfigError("--node-id", problem)
-        check_positive("--workers", self.workers)
+        check_workers(self.workers)
         check_positive("--max-transfers", self.max_transfers)
         check_positive("--max-blocks-per-peer", self.max_blocks_per_peer)
         for peer in self.peers:
