@@ -63,7 +63,7 @@ page-picture: $(VENV)/.dev  ## the README's picture of the router's page
 
 test: $(VENV)/.dev  ## the test suite: minutes on 2 cores
 	$(BIN)/pytest -q -n $(JOBS) --dist loadgroup -m "not slow and not matrix and not gpu and not multigpu" \
-	  -o faulthandler_timeout=400
+	  -o faulthandler_timeout=400 --durations=30 --durations-min=2
 
 test-all: test test-slow test-matrix test-kernels test-lmcache test-ray  ## everything that needs no GPU
 
