@@ -4,7 +4,8 @@ Each request goes where it costs least, so nodes part by themselves one request 
 make one more of several that compute all the time generate only, what it computes must stop for as
 long as texts take: too much for any one text, and too little for all that come. So how many do is
 found from what comes: prompts that are in time with the nodes that are left to compute, the
-shortest first, against texts that have a place at those that generate.
+shortest first, against texts that have a place at those that generate. All do both for as long as
+prompts keep up in chunks that are short enough for who generates beside them.
 """
 
 from __future__ import annotations
