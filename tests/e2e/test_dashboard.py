@@ -41,9 +41,7 @@ READY_S = 60.0
 PAUSE_S = 0.1
 """Between two requests of a client: rates need some, and a client without a pause takes a core."""
 
-SAID = {"summary": "r has no node that is ready, and answers 503 to all; GET /nodes says why"}
-
-Watched = tuple[Router, Router, Node, Node]
+Watched = tuple[Router, Router, Node, Node, Node]
 
 
 def alerts() -> dict[str, str]:
@@ -79,12 +77,13 @@ def queries() -> dict[str, str]:
 def watched(cluster: Cluster, main_nodes: tuple[Node, Node, Router]) -> Iterator[Watched]:
     """The nodes that tests share, behind their router and one with a policy that predicts."""
     p, d, main = main_nodes
-    own = cluster.start_node("decode", "d-watched")  # may compute what it is cheaper to compute
+    # It may compute what it is cheaper to compute.
+    own = cluster.start_node("decode", "d-watched", {"store": "memory"})
     cluster.until_up(own)
     flags = ("--policy=cost", f"--prefill={p.url}", f"--decode={own.url}")
     router = cluster.start_router("watched", *flags)
     cluster.until_up(router=router, pairs=1)
-    yield main, router, p, d
+    yield main, router, p, d, own
     cluster.stop([router, own])
 
 
@@ -260,21 +259,42 @@ def test_a_router_without_a_node_raises_an_alarm(
         series[
             f"kvbaton_router_nodes{{instance='r',node='{state}',role='any',state='{state}'}}"
         ] = count
-    wanted = {"instance": "r", "severity": "critical"}
+    said = "r has no node that is ready, and answers 503 to all; GET /nodes says why"
+    alarm("KvbatonNoNode", series, {"severity": "critical"} if fires else None, said, tmp_path)
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="prometheus is not installed")
+@pytest.mark.parametrize("fails", ["none", "open", "unhealthy"])
+def test_a_store_that_fails_raises_an_alarm(fails: str, tmp_path: Path) -> None:
+    """Either metric, whatever the other one says."""
+    name = "{instance='r',store='s3'"
+    series = {
+        f"kvbaton_store_circuit_open{name},calls='reads'}}": int(fails == "open"),
+        f"kvbaton_store_circuit_open{name},calls='writes'}}": 0,
+        f"kvbaton_store_unhealthy{name}}}": int(fails == "unhealthy"),
+    }
+    labels = {"severity": "warning", "store": "s3"} if fails != "none" else None
+    said = "r leaves its store s3 alone, since calls fail, or it says that it can't serve"
+    alarm("KvbatonStoreFails", series, labels, said, tmp_path)
+
+
+def alarm(
+    name: str,
+    series: dict[str, int],
+    labels: dict[str, str] | None,
+    summary: str,
+    folder: Path,
+) -> None:
+    """Asks Prometheus whether what `r` tells raises an alarm, with such labels; None for none."""
+    told = {"exp_labels": {"instance": "r", **(labels or {})}}
+    told["exp_annotations"] = {"summary": summary}
+    wanted = [] if labels is None else [told]
     case = {
         "interval": "15s",
-        "input_series": [
-            {"series": name, "values": f"{value}x40"} for name, value in series.items()
-        ],
-        "alert_rule_test": [
-            {
-                "eval_time": "5m",
-                "alertname": "KvbatonNoNode",
-                "exp_alerts": [{"exp_labels": wanted, "exp_annotations": SAID}] if fires else [],
-            }
-        ],
+        "input_series": [{"series": one, "values": f"{value}x40"} for one, value in series.items()],
+        "alert_rule_test": [{"eval_time": "5m", "alertname": name, "exp_alerts": wanted}],
     }
-    (tests := tmp_path / "tests.yml").write_text(
+    (tests := folder / "tests.yml").write_text(
         yaml.safe_dump({"rule_files": [str(ALERTS)], "tests": [case]})
     )
     words = ["promtool", "test", "rules", str(tests)]
