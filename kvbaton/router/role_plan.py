@@ -166,14 +166,16 @@ class RolePlan:
             tokens: of a text.
         """
         reach_s = STEADY_S * -math.expm1((self._since - now) / STEADY_S)
-        if reach_s < STEADY_S / 2 or not LONGEST_S / tokens < self._chunk_s < self._slo_s:
+        lives_s = tokens * self._chunk_s
+        if reach_s < STEADY_S / 2 or lives_s < LONGEST_S or self._chunk_s >= self._slo_s:
             return False
         share, squares, texts = (x / (count * reach_s) for x in self._steady)
         # Of a node's time, so much is left for steps themselves: as many texts are live then.
         rest = 1 - share - texts * tokens * text_s
-        if not share or rest <= 0:
+        live = texts * tokens * step_s
+        if not live or rest <= 0:
             return False
-        workers = max(1, round(here / (texts * tokens * step_s / rest)))  # each is given its part
+        workers = max(1, round(here * rest / live))  # each is given its part
         rest, taken = 1 - workers * (1 - rest), workers * share
         if rest <= 0:
             return False

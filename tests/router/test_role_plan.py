@@ -99,6 +99,14 @@ def test_chunks_fit_where_they_keep_up_with_what_came_for_long() -> None:
     assert not steady(10.0, 0.03, tokens=200).fits, "texts are over before nodes change"
 
 
+def test_steps_that_take_nothing_say_nothing_of_chunks() -> None:
+    roles = RolePlan(0.012, 0.05, 0.0108, 0.75)
+    for second in range(20):
+        given(roles, 10.0, 0.03, second + 1, second)
+        roles.plan(second + 1, loads(40, 40), 0.0, 0.0, 0.0, 1000.0)
+    assert not roles.fits
+
+
 def test_chunks_fit_no_prompts_that_would_be_late_in_them() -> None:
     """As much work, but most of it in prompts of 0.8 s."""
     for works_s, fit in (([0.08], True), ([0.79] + 9 * [0.001], False)):
