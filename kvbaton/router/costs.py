@@ -126,6 +126,11 @@ class CostModel:
         self._queued_at: dict[str, str] = {}
         self.roles: RolePlan | None = None
 
+    @property
+    def chunks_fit(self) -> bool:
+        """Prompts come in chunks that keep no text from its objective; see `RolePlan.fits`."""
+        return self.roles is not None and self.roles.fits
+
     # --- speeds ---
 
     def learn(self, nodes: Sequence[NodeInfo], loads: NodeLoads) -> bool:

@@ -67,8 +67,7 @@ class ItlObjective(ABC):
 
     def _stalled(self, seconds: float) -> float:
         """That one with a prompt in it does so; none where these come in chunks that fit."""
-        roles = self._costs.roles
-        return 0.0 if roles is not None and roles.fits else self._likely(seconds)
+        return 0.0 if self._costs.chunks_fit else self._likely(seconds)
 
     @abstractmethod
     def own(self, decode: Decode) -> float:

@@ -297,7 +297,6 @@ class _Prices:
         self._ttft_slo, self._itl = _seconds(settings.ttft_slo), itl
         self._output_tokens = options.output_tokens
         self._generating = costs.roles.generating if costs.roles is not None else frozenset[str]()
-        self._fits = costs.roles is not None and costs.roles.fits
         self._prefills: dict[str, tuple[Prefill, float]] = {}
         self._decodes: dict[str, tuple[Decode, float, float, float]] = {}
         self._targets: dict[str, tuple[float, float, float]] = {}
@@ -508,7 +507,7 @@ class _Prices:
         decodes a prompt is computed for about twice as long as it takes. Where chunks of it fit,
         nobody waits for it.
         """
-        if self._fits:
+        if self._costs.chunks_fit:
             work_s = 0.0
         coming = work_s * self._costs.targets_per_s(node) if work_s else 0.0
         if not sequences and not coming:

@@ -193,7 +193,12 @@ async def said_of(events: str, page: str | None = None, status: int = 200) -> st
     app.add_routes([web.get("/v1/models", models), web.post("/v1/chat/completions", answer)])
     if page is not None:
         app.router.add_get("/{path:.*}", elsewhere)
-    said = Console(file=io.StringIO())
+    return await shown_by(app)
+
+
+async def shown_by(app: web.Application, width: int | None = None) -> str:
+    """What a user sees who says "hi" to an endpoint, on a console so wide."""
+    said = Console(file=io.StringIO(), width=width)
     async with TestServer(app) as server:
         chat = await Chat.open(ChatConfig(url=str(server.make_url(""))), said)
         assert chat is not None
@@ -243,14 +248,7 @@ async def test_who_served_is_told_of_this_answer_whoever_else_is_served_meanwhil
     app = web.Application()
     app.add_routes([web.get("/v1/models", models), web.get("/metrics", metrics)])
     app.add_routes([web.post("/v1/chat/completions", answer)])
-    said = Console(file=io.StringIO(), width=200)
-    async with TestServer(app) as server:
-        chat = await Chat.open(ChatConfig(url=str(server.make_url(""))), said)
-        assert chat is not None
-        await chat.take("hi")
-        await chat.close()
-    assert isinstance(said.file, io.StringIO)
-    assert " · e-0 (encode), any-0 (alone) · " in said.file.getvalue()
+    assert " · e-0 (encode), any-0 (alone) · " in await shown_by(app, width=200)
     assert asked[0]["return_timings"]
 
 
