@@ -487,7 +487,7 @@ class CostModel:
         assert speed is not None, "ask only what `learn` has found measured"
         tokens = roles.prompt_tokens + (self._live_tokens / self._live if self._live else 0.0)
         how = speed.step_s, speed.decode_s(1, tokens), speed.full_s, self.output_tokens
-        for node_id in roles.plan(now, there, *how):
+        for node_id in roles.plan(now, there, *how, self._live):
             self._prefilled.pop(node_id, None)  # prompts to come are given to others
 
     # --- what comes of them ---

@@ -33,8 +33,8 @@ MEAN_STEP = 0.9
 FULL_STEP = 0.95
 """and the longest of them."""
 FITS = 1.0, 1.5
-"""Of the time that steps leave, what prompts may take for chunks that are short enough for texts to
-keep up with them: to begin with, and to go on (few texts at a node are soon too many elsewhere);"""
+"""Share of the time that decoding leaves which prompts may take where all nodes prefill and decode:
+to begin with that, and to go on (sequences that have gathered at one node are soon too many)."""
 LONG = 0.4
 """and prompts of this part of the time of a first token, each by the time that it takes."""
 STEADY_S = 15.0
@@ -69,7 +69,7 @@ class RolePlan:
         self._chunk_s, self._late_s = chunk_s, late_s
         self._given = deque[tuple[float, float]](maxlen=LAST)
         self._due = self._at = -math.inf
-        self._since, self._steady = math.inf, (0.0, 0.0, 0.0)
+        self._since, self._steady = math.inf, (0.0, 0.0)
         self.generating: Set[str] = frozenset()
         self.per_s = 0.0
         self.fits = False
@@ -79,8 +79,8 @@ class RolePlan:
         """A node was given a prompt that takes it so many seconds."""
         self._given.append((now, work_s))
         kept, self._at = math.exp((self._at - now) / STEADY_S), now
-        work, squares, texts = self._steady
-        self._steady = kept * work + work_s, kept * squares + work_s**2, kept * texts + 1.0
+        work, squares = self._steady
+        self._steady = kept * work + work_s, kept * squares + work_s**2
 
     def is_due(self, now: float, num_tokens: int) -> bool:
         """A request with so long a prompt came; whether to `plan` for it."""
@@ -95,6 +95,7 @@ class RolePlan:
         text_s: float,
         full_s: float,
         output_tokens: float,
+        own: float,
     ) -> Set[str]:
         """Judge anew.
 
@@ -105,6 +106,7 @@ class RolePlan:
             text_s: that one more text adds to it.
             full_s: that a prompt adds to a step that is full of it.
             output_tokens: that a text has.
+            own: of the texts that nodes have, those that this process has given them.
 
         Returns:
             Ids of those that only generate from now on, and did not before.
@@ -115,7 +117,7 @@ class RolePlan:
             given.popleft()
         self.generating = frozenset()
         if count < 2 or len(given) < STEADY_LEAST:
-            self.fits, self._since, self._steady = False, now, (0.0, 0.0, 0.0)
+            self.fits, self._since, self._steady = False, now, (0.0, 0.0)
             return frozenset()
         each = 1 / max(now - given[0][0], 1e-3)
         per_s, works = each * len(given), sorted(work_s for _, work_s in given)
@@ -126,7 +128,8 @@ class RolePlan:
         texts += (there - texts) * math.exp(-HORIZON_S / lives_s)
         needed = texts * text_s / max(FULL_STEP * self._slo_s - step_s, text_s)
         mean_s = step_s + text_s * texts / count
-        self.fits = self._fits(now, there / count, count, step_s, text_s, output_tokens)
+        here_s = step_s + text_s * there / count
+        self.fits = self._fits(now, there / count, own / count, count, here_s, output_tokens)
         if self.fits or needed < 1 or len(given) < LEAST:
             return frozenset()
         if self._together(busy[-1] / count, mean_s, min(full_s, busy[-1] / per_s)):
@@ -151,36 +154,31 @@ class RolePlan:
         return self.generating - before
 
     def _fits(
-        self, now: float, here: float, count: int, step_s: float, text_s: float, tokens: float
+        self, now: float, here: float, own: float, count: int, step_s: float, tokens: float
     ) -> bool:
-        """Whether prompts keep up in chunks that are short enough, if all nodes do both.
+        """Whether all nodes can prefill and decode, in chunks that keep the ITL objective.
 
-        Short texts may as well gather where no prompts are: they are over when that changes.
+        The share of time that prompts took of late must fit into what decoding leaves of a step.
+        Short outputs don't count: they are over when nodes have changed their roles.
 
         Args:
             now: on the clock of `given`.
-            here: texts of a node.
+            here: decoding sequences of a node, on average.
+            own: of these, how many this process has given it, as it has the prompts in `given`.
             count: of nodes.
-            step_s: of a step with nothing in it.
-            text_s: that one more text adds to it.
-            tokens: of a text.
+            step_s: of a step in which all of them decode, without prompts.
+            tokens: of an output.
         """
         reach_s = STEADY_S * -math.expm1((self._since - now) / STEADY_S)
-        lives_s = tokens * self._chunk_s
-        if reach_s < STEADY_S / 2 or lives_s < LONGEST_S or self._chunk_s >= self._slo_s:
+        lasts_s = tokens * self._chunk_s
+        if reach_s < STEADY_S / 2 or lasts_s < LONGEST_S or self._chunk_s >= self._slo_s:
             return False
-        share, squares, texts = (x / (count * reach_s) for x in self._steady)
-        # Of a node's time, so much is left for steps themselves: as many texts are live then.
-        rest = 1 - share - texts * tokens * text_s
-        live = texts * tokens * step_s
-        if not live or rest <= 0:
+        if not own or not step_s:
             return False
-        workers = max(1, round(here * rest / live))  # each is given its part
-        rest, taken = 1 - workers * (1 - rest), workers * share
-        if rest <= 0:
-            return False
-        left = 1 - (1 - taken) * step_s / rest / self._chunk_s
-        return taken < FITS[self.fits] * left and squares < LONG * self._late_s * left * share
+        work, squares = (total / (count * reach_s) for total in self._steady)
+        left = 1 - step_s / self._chunk_s
+        in_time = squares < LONG * self._late_s * left * work
+        return in_time and work * max(1.0, here / own) < FITS[self.fits] * left
 
     def _together(self, share: float, step_s: float, prompt_s: float) -> bool:
         """Whether all nodes can do both.

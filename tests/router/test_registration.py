@@ -325,7 +325,8 @@ async def test_a_certificate_is_of_the_name_whichever_address_is_dialled(
         await eventually(lambda: told == [()])
         await registrar.leave()
         where = f"{CERTIFIED}:{port} /nodes"
-        assert asked == [where, f"{where}/d%20%2541?generation={info.generation}"]
+        told_of = list(dict.fromkeys(asked))  # a busy machine asks again
+        assert told_of == [where, f"{where}/d%20%2541?generation={info.generation}"]
         _, task, _ = start(url, lambda: info, FIRST_DEADLINE_S=0.2)
         with pytest.raises(ConfigError, match="CERTIFICATE_VERIFY_FAILED"):
             await asyncio.wait_for(task, PATIENCE_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Set
 
 import pytest
 from msgspec.structs import replace
@@ -33,6 +34,18 @@ def loads(*sequences: int, pending: int = 0) -> dict[str, NodeLoad]:
     }
 
 
+def plan(
+    roles: RolePlan,
+    at: float,
+    there: dict[str, NodeLoad],
+    *how: float,
+    own: float | None = None,
+) -> Set[str]:
+    """By a router of one process, unless it is told how many texts are its own."""
+    everybody = sum(load.sequences - load.pending for load in there.values())
+    return roles.plan(at, there, *how, everybody if own is None else own)
+
+
 def given(
     roles: RolePlan, per_s: float, work_s: float, until: float = 2.0, since: float = 0.0
 ) -> None:
@@ -46,18 +59,18 @@ def test_as_many_generate_as_texts_need(forgiven: float | None) -> None:
     """At 15 ms a node has room for 217 texts; 130 a second that live 3 s are 400."""
     roles = RolePlan(0.015, forgiven, *CHUNKS)
     given(roles, 130.0, 0.016)
-    assert roles.plan(2.0, loads(0, 5, 3, 210), *STEP, 230.0) == {"n3", "n1"}
+    assert plan(roles, 2.0, loads(0, 5, 3, 210), *STEP, 230.0) == {"n3", "n1"}
     assert roles.generating == {"n3", "n1"}
     assert roles.per_s == pytest.approx(65.0, rel=0.02)
     given(roles, 130.0, 0.016, 2.2, 2.0)
-    assert roles.plan(2.2, loads(40, 30, 3, 210), *STEP, 230.0) == set(), "nobody else"
+    assert plan(roles, 2.2, loads(40, 30, 3, 210), *STEP, 230.0) == set(), "nobody else"
     assert roles.generating == {"n3", "n1"}, "those that do go on, whoever has more texts"
 
 
 def test_short_texts_need_no_node_more_than_they_have() -> None:
     roles = RolePlan(0.015, 0.05, *CHUNKS)
     given(roles, 130.0, 0.016)
-    assert roles.plan(2.0, loads(0, 0, 0, 60), *STEP, 40.0) == set()
+    assert plan(roles, 2.0, loads(0, 0, 0, 60), *STEP, 40.0) == set()
     assert not roles.generating
 
 
@@ -66,10 +79,10 @@ def test_all_do_both_where_that_is_within_the_objective() -> None:
     for forgiven in (None, 0.05):
         roles = RolePlan(0.015, forgiven, *CHUNKS)
         given(roles, 130.0, 0.002)
-        roles.plan(2.0, loads(90, 90, 90, 90), *STEP, 230.0)
+        plan(roles, 2.0, loads(90, 90, 90, 90), *STEP, 230.0)
         assert not roles.generating
     given(roles, 130.0, 0.016, 4.0, 2.0)
-    roles.plan(4.0, loads(90, 90, 90, 90), *STEP, 230.0)
+    plan(roles, 4.0, loads(90, 90, 90, 90), *STEP, 230.0)
     assert roles.generating, "prompts of 16 ms are in more than one step of 20"
 
 
@@ -78,24 +91,33 @@ STEPS = 0.0044, 8.4e-5, 0.05
 
 
 def steady(
-    per_s: float, work_s: float, seconds: int = 20, tokens: float = 1000.0, here: int = 40
+    per_s: float,
+    work_s: float,
+    seconds: int = 20,
+    tokens: float = 1000.0,
+    here: int = 40,
+    own: float | None = None,
 ) -> RolePlan:
     """Of two nodes at 12 ms, after prompts that came evenly, with texts of so many tokens."""
     roles = RolePlan(0.012, 0.05, 0.0108, 0.75)
     for second in range(seconds):
         given(roles, per_s, work_s, second + 1, second)
-        roles.plan(second + 1, loads(here, here), *STEPS, tokens)
+        plan(roles, second + 1, loads(here, here), *STEPS, tokens, own=own)
     return roles
 
 
 def test_chunks_fit_where_they_keep_up_with_what_came_for_long() -> None:
-    """A node that has 42 texts in steps of 8 ms has a quarter of its time for prompts."""
+    """A node that has 40 texts in steps of 8 ms has a quarter of its time for prompts."""
     assert steady(10.0, 0.03).fits
     assert not steady(10.0, 0.03, seconds=8).fits, "a burst may follow"
     assert not steady(10.0, 0.06).fits, "nobody keeps up with that"
     assert not steady(3.0, 0.03).fits, "few say nothing"
     assert steady(5.0, 0.03, here=14).fits
-    assert not steady(5.0, 0.04, here=44).fits, "another worker of this router gives as many"
+    assert steady(5.0, 0.06, here=44).fits
+    assert not steady(5.0, 0.06, here=44, own=44).fits, (
+        "another worker of this router gives as many"
+    )
+    assert not steady(5.0, 0.03, own=0).fits, "all are of others, whose prompts nobody knows here"
     assert not steady(10.0, 0.03, tokens=200).fits, "texts are over before nodes change"
 
 
@@ -103,7 +125,7 @@ def test_steps_that_take_nothing_say_nothing_of_chunks() -> None:
     roles = RolePlan(0.012, 0.05, 0.0108, 0.75)
     for second in range(20):
         given(roles, 10.0, 0.03, second + 1, second)
-        roles.plan(second + 1, loads(40, 40), 0.0, 0.0, 0.0, 1000.0)
+        plan(roles, second + 1, loads(40, 40), 0.0, 0.0, 0.0, 1000.0)
     assert not roles.fits
 
 
@@ -114,7 +136,7 @@ def test_chunks_fit_no_prompts_that_would_be_late_in_them() -> None:
         for second in range(20):
             for place in range(10):
                 roles.given(second + place / 10, works_s[place % len(works_s)])
-            roles.plan(second + 0.95, loads(5, 5), *STEPS, 200.0)
+            plan(roles, second + 0.95, loads(5, 5), *STEPS, 200.0)
         assert roles.fits is fit, works_s
 
 
@@ -123,39 +145,48 @@ def test_chunks_that_fit_go_on_a_little_longer() -> None:
     roles = steady(10.0, 0.03)
     for second in range(20, 30):
         given(roles, 10.0, 0.0365, second + 1, second)
-        roles.plan(second + 1.0, loads(50, 50), *STEPS, 1000.0)
+        plan(roles, second + 1.0, loads(55, 55), *STEPS, 1000.0)
     assert roles.fits
-    assert not steady(10.0, 0.0365).fits, "who comes to that does not begin with it"
+    assert not steady(10.0, 0.0365, here=55).fits, "who comes to that does not begin with it"
     for second in range(30, 36):
         given(roles, 20.0, 0.06, second + 1, second)
-        roles.plan(second + 1.0, loads(80, 80), *STEPS, 1000.0)
+        plan(roles, second + 1.0, loads(80, 80), *STEPS, 1000.0)
     assert not roles.fits
+
+
+def test_fewer_prompts_than_before_still_fit() -> None:
+    """The texts of those before are still there: that is no sign of another worker's."""
+    roles = steady(10.0, 0.03, here=50)
+    given(roles, 5.0, 0.03, 26.0, 20.0)
+    for second in range(21, 27):
+        plan(roles, float(second), loads(50, 50), *STEPS, 1000.0)
+        assert roles.fits, second
 
 
 def test_prompts_that_would_all_be_late_for_it_are_weighed() -> None:
     """Three nodes that compute, or two: what texts gain, prompts lose."""
     roles = RolePlan(0.015, 0.05, *CHUNKS)
     given(roles, 130.0, 0.027)
-    roles.plan(2.0, loads(0, 0, 0, 150), *STEP, 150.0)
+    plan(roles, 2.0, loads(0, 0, 0, 150), *STEP, 150.0)
     assert not roles.generating, "one generates without being told"
 
 
 def test_few_requests_say_nothing_and_old_ones_are_forgotten() -> None:
     roles = RolePlan(0.015, 0.05, *CHUNKS)
     given(roles, 130.0, 0.016, 0.2)
-    roles.plan(0.2, loads(0, 5, 3, 210), *STEP, 230.0)
+    plan(roles, 0.2, loads(0, 5, 3, 210), *STEP, 230.0)
     assert not roles.generating
     given(roles, 130.0, 0.016, 2.0, 0.2)
-    roles.plan(2.0, loads(0, 5, 3, 210), *STEP, 230.0)
+    plan(roles, 2.0, loads(0, 5, 3, 210), *STEP, 230.0)
     assert roles.generating
-    roles.plan(6.5, loads(0, 5, 3, 210), *STEP, 230.0)
+    plan(roles, 6.5, loads(0, 5, 3, 210), *STEP, 230.0)
     assert not roles.generating
 
 
 def test_it_is_judged_now_and_then() -> None:
     roles = RolePlan(0.015, 0.05, *CHUNKS)
     assert roles.is_due(1.0, 500)
-    roles.plan(1.0, {"a": IDLE, "b": IDLE}, *STEP, 230.0)
+    plan(roles, 1.0, {"a": IDLE, "b": IDLE}, *STEP, 230.0)
     assert not roles.is_due(1.05, 500)
     assert roles.is_due(1.2, 500)
     assert 900 < roles.prompt_tokens < 1000, "and follows how long prompts are"
