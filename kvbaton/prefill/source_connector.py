@@ -418,7 +418,7 @@ class SourceConnector(KVConnector):
             if request is not None:
                 self.progressed(request)
             return
-        # Run again: mostly prefix hits, and without a TTFT objective: the client has its first token.
+        # Run again: mostly prefix hits. No TTFT objective, since the client has its first token.
         # The target continues from that token: another step might sample a different one.
         self.revived += 1
         source.request_id = f"{source.request.request_id}#{self.revived}"
