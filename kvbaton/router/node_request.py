@@ -120,7 +120,7 @@ def node_requests(
     new = max(1, tokens - max(route.cached, route.held))
     prefix = None
     if route.holder is not None:
-        assert route.holder.control_address is not None, "whoever hands over has one"
+        assert route.holder.control_address is not None, "a holder has a control address"
         prefix = PrefixAt(peer=route.holder.control_address, num_tokens=route.held)
     work_s = 0.0 if route.predicted is None else route.predicted.work_s
     work_us, late = int(work_s * 1e6), route.predicted is not None and route.predicted.late

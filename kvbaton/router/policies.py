@@ -100,9 +100,9 @@ class LeastLoaded(Policy):
 
     def pair_rank(self, options: Options, pair: Pair) -> Rank:
         """Rank of a pair."""
-        load, there = options.load(pair[0]), self.target_rank(options, pair[1])
+        load, target_rank = options.load(pair[0]), self.target_rank(options, pair[1])
         ids = pair[0].node_id, pair[1].node_id
-        return load.prompt_tokens, *there, load.sequences, *ids
+        return load.prompt_tokens, *target_rank, load.sequences, *ids
 
     def single_rank(self, options: Options, node: NodeInfo) -> Rank:
         """Rank of a node that serves the request alone."""
@@ -149,14 +149,14 @@ class PrefixAware(LeastLoaded):
 
     @override
     def pair_rank(self, options: Options, pair: Pair) -> Rank:
-        to_do, *rest = super().pair_rank(options, pair)
-        return to_do + options.new(pair[0]), *rest
+        to_prefill, *rest = super().pair_rank(options, pair)
+        return to_prefill + options.new(pair[0]), *rest
 
     @override
     def single_rank(self, options: Options, node: NodeInfo) -> Rank:
         load, other_role = options.load(node), node.role == "prefill"
-        to_do = load.prompt_tokens + options.new(node)
-        return other_role, to_do, load.sequences, load.tokens, node.node_id
+        to_prefill = load.prompt_tokens + options.new(node)
+        return other_role, to_prefill, load.sequences, load.tokens, node.node_id
 
 
 class Sticky(LeastLoaded):
@@ -191,8 +191,8 @@ class Sticky(LeastLoaded):
 
     @override
     def pair_rank(self, options: Options, pair: Pair) -> Rank:
-        to_do, held, *rest = super().pair_rank(options, pair)
-        return -options.hit(pair[0]), held, to_do, *rest
+        to_prefill, held, *rest = super().pair_rank(options, pair)
+        return -options.hit(pair[0]), held, to_prefill, *rest
 
     @override
     def single_rank(self, options: Options, node: NodeInfo) -> Rank:
@@ -224,8 +224,8 @@ class _KeptApart(PrefixAware):
     @override
     def target_rank(self, options: Options, target: NodeInfo) -> Rank:
         load = options.load(target)
-        goes_on = target.role == "any" and 0 < load.sequences < SATURATED_SEQUENCES
-        return bool(load.prompt_tokens), not goes_on, *super().target_rank(options, target)
+        decodes = target.role == "any" and 0 < load.sequences < SATURATED_SEQUENCES
+        return bool(load.prompt_tokens), not decodes, *super().target_rank(options, target)
 
     @override
     def pair_rank(self, options: Options, pair: Pair) -> Rank:
@@ -336,13 +336,15 @@ class _Prices:
                 continue
             delay = self._delay_cost(source, expected.decoding, 0.0, expected.work_s)
             before, ttft_s = cost + delay, expected.ttft_s
-            for after, others, missed, spot, target in targets:
+            for after, others, missed, target_place, target in targets:
                 bound = before + after - (missed if late else 0.0)
                 if bound > cheapest:
                     if late:  # targets are sorted by costs that include misses
                         continue
                     break
-                if target.node_id not in able or (bound == cheapest and (place, spot) > place_of):
+                if target.node_id not in able or (
+                    bound == cheapest and (place, target_place) > place_of
+                ):
                     continue
                 total = cost + (delay + costs.handover(source, target))
                 total += self._handover_cost(source) + self._handover_cost(target)
@@ -354,8 +356,8 @@ class _Prices:
                 # The last blocks come while the target runs a step, and wait for the next one.
                 wire_s = costs.wire_s(source, target, options.new(target), expected)
                 total += max(wire_s, options.step_wait_s(costs, target) - ttft_s)
-                if total < cheapest or (total == cheapest and (place, spot) < place_of):
-                    cheapest, pair, place_of = total, (source, target), (place, spot)
+                if total < cheapest or (total == cheapest and (place, target_place) < place_of):
+                    cheapest, pair, place_of = total, (source, target), (place, target_place)
         return cheapest, pair
 
     def cheapest_single(self) -> tuple[float, NodeInfo | None]:
@@ -440,8 +442,8 @@ class _Prices:
         found = self._decodes.get(node.node_id)
         if found is None:
             decode = self._options.decode(self._costs, node, math.inf)
-            anyway = self._itl.present_cost(decode) if self._itl is not None else 0.0
-            found = self._decodes[node.node_id] = decode, *self._own_cost(node, decode), anyway
+            present = self._itl.present_cost(decode) if self._itl is not None else 0.0
+            found = self._decodes[node.node_id] = decode, *self._own_cost(node, decode), present
         return found
 
     def _target(self, node: NodeInfo) -> tuple[float, float, float]:
@@ -493,12 +495,12 @@ class _Prices:
         """Cost to the sequences of a node of the prompt's KV that leaves it or comes to it."""
         found = self._handover_costs.get(node.node_id)
         if found is None:
-            there, found = self._decode(node)[0], 0.0
-            if there.sequences:
+            decode, found = self._decode(node)[0], 0.0
+            if decode.sequences:
                 each = slower_s = self._costs.handover_slowdown_s(node, self._options.num_tokens)
                 if self._itl is not None:
-                    each += self._itl.arriving_cost(there, 0.0, slower_s)
-                found = there.sequences * each
+                    each += self._itl.arriving_cost(decode, 0.0, slower_s)
+                found = decode.sequences * each
             self._handover_costs[node.node_id] = found
         return found
 
@@ -515,15 +517,17 @@ class _Prices:
         """
         if self._costs.chunks_fit:
             work_s = 0.0
-        coming = work_s * self._costs.targets_per_s(node) if work_s else 0.0
-        if not sequences and not coming:
+        arriving = work_s * self._costs.targets_per_s(node) if work_s else 0.0
+        if not sequences and not arriving:
             return 0.0
-        there, _, _, anyway = self._decode(node)
+        decode, _, _, present = self._decode(node)
         each, itl = self._costs.output_tokens * slower_s + work_s, self._itl
         if itl is None:
-            return (sequences + coming) * each
-        cost = sequences * (each + itl.present_cost(there, slower_s, work_s) - anyway)
-        return cost + coming * itl.arriving_cost(there, slower_s, work_s / 2) if coming else cost
+            return (sequences + arriving) * each
+        cost = sequences * (each + itl.present_cost(decode, slower_s, work_s) - present)
+        if arriving:
+            cost += arriving * itl.arriving_cost(decode, slower_s, work_s / 2)
+        return cost
 
 
 _bound_and_place = itemgetter(0, 3)

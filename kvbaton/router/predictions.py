@@ -53,7 +53,7 @@ class Decode(Struct, frozen=True):
         queued_s: Seconds of prefill that is queued there now.
         backlog_s: Part of `queued_s` that is left when the new sequence starts to decode.
         prefill_share: Share of the node's recent time that prefill took.
-        full_s: Seconds that prefill adds to a step whose token budget is full of it.
+        full_s: Seconds that a prompt chunk of the whole token budget adds to a step.
         prompt_s: Mean seconds that recent prefill added to a step that had some.
         slower_s: Seconds that one more sequence adds to each step.
         sequences: Sequences there that decode at a time, less those whose first token was late.

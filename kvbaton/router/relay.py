@@ -316,7 +316,7 @@ class RequestRelay:
             return self._finish_as_announced()
         if now >= self._heard_at + self._timers.idle_s:
             served = self.target or self._asked("successor")
-            assert served is not None, "somebody generates until the end"
+            assert served is not None, "a node decodes until the end"
             return self.failed(served, NodeError("it has been silent too long"), now)
         if now >= self._move_by:
             late = self._asked("successor")
@@ -386,7 +386,7 @@ class RequestRelay:
         if end < len(committed):  # the target was faster: stop it, and continue from all its tokens
             before, self._open = self._open, []
             self._move_by = now + self._timers.move_s
-            assert self._moving_to is not None, "who is asked to take over was chosen"
+            assert self._moving_to is not None, "a successor was chosen by `move`"
             again = self._ask_successor(self._moving_to, now, fetched=end)
             return [again, *self._cancel(before)]
         others = [other for other in self._open if other is not asked]

@@ -105,7 +105,7 @@ class RolePlan:
             loads: Loads of all nodes of role ``any``, by node id.
             step_s: Seconds of an empty step.
             sequence_s: Seconds that one more decoding sequence adds to a step.
-            full_s: Seconds that prefill adds to a step whose token budget is full of it.
+            full_s: Seconds that a prompt chunk of the whole token budget adds to a step.
             output_tokens: Mean number of tokens that a sequence generates.
 
         Returns:
