@@ -250,9 +250,7 @@ class SourceConnector(KVConnector):
         if not self._by_request:
             return
         for scheduled in step.scheduled:
-            self.progressed(
-                scheduled.sequence.request
-            )  # a cached prefix is reported without waiting for the step
+            self.progressed(scheduled.sequence.request)  # a cached prefix needs no step
 
     def _report_in_flight(self, source: _Source, request: requests.Request) -> None:
         """Report what the newest step computes before it ends, so that writes can be prepared.
@@ -337,9 +335,7 @@ class SourceConnector(KVConnector):
         """Hold the blocks of these keys that are still cached, and report them at once."""
         manager, start = self.scheduler.blocks, action.start
         keys = [action.keys[i : i + KEY_BYTES] for i in range(0, len(action.keys), KEY_BYTES)]
-        size = (
-            manager.alignment
-        )  # `Reserve` with keys is accepted only if all groups have this size
+        size = manager.alignment  # of all groups, else `Reserve` with keys is refused
         end = start + len(keys) * size
         hits = []
         for g, group in enumerate(manager.groups):

@@ -68,9 +68,7 @@ class Objectives:
     """
 
     ttft_slo: float | None = flag(None, "TTFT objective: time until the first token", metavar="MS")
-    itl_slo: float | None = flag(
-        None, "ITL objective: mean time between tokens of a request", metavar="MS"
-    )
+    itl_slo: float | None = flag(None, "ITL objective: mean time between tokens", metavar="MS")
     itl_percentile: float | None = flag(
         None,
         "percentile of a request's times between tokens that --itl-slo is for (default: the mean)",

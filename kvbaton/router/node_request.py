@@ -131,9 +131,8 @@ def node_requests(
         asked = NodeRequest(attempt, "target", route.target, prefilled, load, 0, num_items, True)
         return [*encodings, asked]
     expected = _received_from(route.source, transfer_id, attempt)
-    received = replace(
-        request, transfer=expected, ttft_s=0.0
-    )  # only the source has a TTFT objective
+    # The TTFT objective is the source's.
+    received = replace(request, transfer=expected, ttft_s=0.0)
     transfer = TransferSpec(role="source", transfer_id=transfer_id, attempt=attempt)
     pushed = replace(prefilled, transfer=transfer)
     load = NodeLoad(sequences=1, tokens=tokens, pending=1, late=int(late))

@@ -53,9 +53,7 @@ class PromptQueue:
         """Remove a prompt that is computed or given up; whether its place was as predicted."""
         if self._in_order.pop(request_id, None) is None:
             self.deferred_s -= self._deferred.pop(request_id, 0.0)
-        if (
-            not self._in_order and self._deferred
-        ):  # the first deferred prompt has begun: others wait for it
+        if not self._in_order and self._deferred:  # the first of these has begun
             first = next(iter(self._deferred))
             self._in_order[first] = self._deferred.pop(first)
             self.deferred_s -= self._in_order[first]

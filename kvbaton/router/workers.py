@@ -348,9 +348,7 @@ class _Cluster:
         """Take in a worker's report."""
         news = _news.decode(data)
         old = self._by_worker.get(index)
-        if (
-            old is not None and old.worker != news.worker
-        ):  # a new worker: keep the totals of the old one
+        if old is not None and old.worker != news.worker:  # a new one: keep the old totals
             self._ended = self._ended.plus(
                 msgspec.structs.replace(old.totals, waiting=0, running=0)
             )

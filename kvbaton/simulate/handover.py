@@ -227,9 +227,7 @@ class WireSource(KVConnector):
     @override
     def launched(self, step: requests.InFlightStep) -> None:
         for scheduled in step.scheduled if self._by_request else ():
-            self.progressed(
-                scheduled.sequence.request
-            )  # a cached prefix is sent without waiting for the step
+            self.progressed(scheduled.sequence.request)  # a cached prefix needs no step
 
     @override
     def progressed(self, request: requests.Request) -> None:
