@@ -26,11 +26,11 @@ from kvbaton.router.role_plan import RolePlan
 from kvbaton.router.wires import UNKNOWN, Wires
 
 RECENT_LENGTHS = 128
-"""Number of recent sequences whose lengths `CostModel.short_output` is the first quartile of."""
+"""Number of recent sequences whose lengths give `CostModel.short_output`."""
 SHARE_S = (1.0, 4.0)
-"""Minimum and maximum time constant, in seconds, of the means of a node's recent work (shares of
-its time, requests per second). Between them it is as long as `SHARE_SEQUENCES` sequences take, but
-no longer than requests have been coming."""
+"""Minimum and maximum time constant, in seconds, of means over a node's recent work (shares of its
+time, requests per second). It is the time that `SHARE_SEQUENCES` sequences take, within these
+bounds, but no longer than requests have been coming."""
 SHARE_SEQUENCES = 8.0
 MAX_SHARE = 0.95
 DEFAULT_STEP_TOKENS = 2048
@@ -41,7 +41,7 @@ GUESSED_WIRE = 0.25
 wire, prompts would go to nodes that do not have them cached, and be handed over for nothing."""
 BESIDE_HANDOVER = 0.02
 """Seconds that a token's hand-over adds to steps of its source, and of its target, as a share of
-its prefill time: 0.4 to 0.5 us a token of 8B, which takes 22 (docs/performance.md)."""
+the token's prefill time: 0.4 to 0.5 us for 8B, of 22 (docs/performance.md)."""
 FIRST_OUTPUT = 128.0
 """Tokens that a request is expected to generate while none has ended."""
 PRIOR_SEQUENCES = 8.0
@@ -71,7 +71,7 @@ class StepSpeed(Struct, frozen=True):
     max_itl_s: float = math.inf
 
     def chunk_tokens(self, step_s: float) -> int:
-        """Maximum prompt tokens beside sequences whose decode step takes `step_s` alone."""
+        """Maximum prompt tokens in a step that takes `step_s` for its decoding sequences alone."""
         budgets = self.step_tokens, self.mixed_tokens
         return chunk_tokens(self.max_itl_s, step_s, self.prefill_token_s, *budgets)
 

@@ -158,7 +158,8 @@ class NodeLoads(Mapping[str, NodeLoad]):
         """Share of a node's queued prompt tokens that are served before a further prompt.
 
         Tenants have fair shares (`kvbaton.engine.service_order`): the prompt waits for as many
-        tokens of each other tenant as its own has with it, and for all of a higher priority.
+        tokens of each other tenant as its own has with it, and for all of a priority that is served
+        first.
 
         Args:
             node_id: The node.

@@ -19,9 +19,11 @@ from kvbaton.router.predictions import Decode
 MISSED_S = 30.0
 """Cost of a request that misses an objective, in seconds."""
 CERTAINTY = 8.0
-"""What is predicted to take half its objective misses it with probability 2 to the power -8."""
+"""Exponent of the miss probability: a prediction of half the objective misses it about once in 2 to
+this power."""
 SEPARATE_CERTAINTY = 16.0
-"""The same for steps while some nodes only decode: no further prompts join the sequences there."""
+"""`CERTAINTY` of steps while some nodes only decode: no further prompts join the sequences
+there."""
 MISJUDGED = 0.1
 """Probability that the number of prompts a sequence meets is not predictable at all."""
 

@@ -306,10 +306,9 @@ class _Prices:
     def cheapest_pair(self) -> tuple[float, Pair | None]:
         """Cost in seconds of the cheapest pair, and that pair; the first of several.
 
-        Lower bounds prune the search. A source costs at least its prefill without delays to others.
-        A target costs at least its decoding if neither a hand-over nor queued prompts delay
-        anything. Promising sources and cheap targets come first, so most others are never priced in
-        full.
+        Lower bounds prune the search: a source costs at least its prefill without delays to others,
+        a target at least its decoding if neither a hand-over nor queued prompts delay anything.
+        Promising sources and cheap targets come first, so most others are never priced in full.
         """
         options, costs = self._options, self._costs
         targets = [
@@ -510,10 +509,10 @@ class _Prices:
         """Cost to a node's sequences of longer steps and of waiting for one more prompt.
 
         They wait for it on top of the prompts already queued: prompts that each alone make no
-        sequence miss an objective may do so together. Besides sequences that are there, those wait
-        that come while the prompt is computed, half of it on average; where sequences are short,
-        these are far more. Beside decoding, a prompt takes about twice its own time. While chunks
-        fit, no sequence waits for it.
+        sequence miss an objective may do so together. Sequences that arrive while it is computed
+        wait, too, for half of it on average; if sequences are short, most of those that wait arrive
+        so. Without an ITL objective these count with all of its work: beside decoding, prefill
+        takes about twice as long. While chunks fit, no sequence waits for it.
         """
         if self._costs.chunks_fit:
             work_s = 0.0

@@ -41,7 +41,7 @@ LONG = 0.4
 """Maximum time of prompts in short chunks, as a share of `late_s`; a mean weighted by prefill
 time."""
 STEADY_S = 15.0
-"""Time constant in seconds of the mean by which chunks fit: the next burst would hit all nodes."""
+"""Time constant in seconds of the means that `fits` is judged by: any burst would hit all nodes."""
 STEADY_LEAST = 16
 """Minimum number of requests in `LONGEST_S`, without a break, for that mean to continue."""
 GAIN = 0.05
