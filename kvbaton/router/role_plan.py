@@ -143,7 +143,7 @@ class RolePlan:
         current = len(before) or sum(n > total / (2 * count) for n in decoding.values())
         if 0 < current < count and merit(best)[0] < merit(current)[0] + GAIN:
             best = current
-        if best < 2:  # the cost policy makes one node decode only by itself
+        if best < 2:  # one node is left to the cost policy alone
             return frozenset()
         self.per_s = per_s / best
         ranked = sorted(
