@@ -76,7 +76,7 @@ class Objectives:
     )
     max_itl: float | None = flag(
         None,
-        "compute prompts in chunks so short that decode steps take no longer (default: --itl-slo)",
+        "compute prompts in chunks so short that decode steps take no longer (--itl-slo)",
         metavar="MS",
     )
 
@@ -116,7 +116,7 @@ class RoutingPolicy(Objectives):
     )
     min_fetch_tokens: Count = flag(
         256,
-        "fetch a prefix cached by another node if it saves N tokens or more (0: never)",
+        "fetch a prefix cached by another node if it saves N tokens or more (256; 0: never)",
         metavar="N",
     )
     min_encode_rows: Count | None = flag(
@@ -188,14 +188,14 @@ class RouterConfig(EndpointConfig):
 
     model: str | None = flag(
         None,
-        "folder of the model, for its tokenizer; without it, where the first node says",
+        "folder of the model, for its tokenizer; without it, the one that the first node reports",
         metavar="DIR",
     )
     workers: Count = flag(1, "processes that answer, behind one port", metavar="N")
     fd: int | None = flag(None, SUPPRESS)
     node_api_key: str | None = flag(
         None,
-        "presented to nodes (the first --api-key; $KVBATON_NODE_API_KEY)",
+        "API key presented to nodes (the first --api-key; $KVBATON_NODE_API_KEY)",
         variable="KVBATON_NODE_API_KEY",
         secret=True,
         metavar="KEY",

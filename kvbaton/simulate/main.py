@@ -61,7 +61,7 @@ class SimulateConfig(Objectives):
     nodes: str = flag("2P2D", "P prefill, D decode (4D: all serve alone), A any", metavar="NODES")
     policies: tuple[str, ...] = flag(
         ("least-loaded",),
-        "policies to compare, each with optional nodes: cost@4A (default: least-loaded)",
+        "policies to compare, each with optional nodes: cost@4A (least-loaded)",
         name="--policy",
         nargs="+",
         metavar="NAME[@NODES]",
@@ -74,7 +74,7 @@ class SimulateConfig(Objectives):
         metavar="SHARE",
     )
     seeds: tuple[int, ...] = flag(
-        (0,), "one run each (default: 0)", name="--seed", nargs="+", metavar="N"
+        (0,), "of random numbers, one run each (0)", name="--seed", nargs="+", metavar="N"
     )
 
     def __post_init__(self) -> None:
