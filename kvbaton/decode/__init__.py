@@ -1,1 +1,1 @@
-"""The target of hand-overs: receives prompts and generates from them."""
+"""The target of hand-overs: receives prompts and decodes from them."""

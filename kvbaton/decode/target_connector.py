@@ -1,4 +1,4 @@
-"""The target of hand-overs: asks others for the prompts it admits, and gives them to the engine."""
+"""The target of hand-overs: requests the KV of admitted prompts, and gives it to the engine."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ logger = logging.getLogger(__name__)
 
 
 def target_of(request: AddRequest) -> TransferSpec | None:
-    """The hand-over that a request awaits, if it is a target."""
+    """The hand-over that a request waits for, if it is a target."""
     transfer = request.transfer
     return transfer if transfer is not None and transfer.role == "target" else None
 
 
 def _peer(load: Load) -> str:
-    """Who is to send what a load waits for."""
+    """Control address of the node that sends a load."""
     spec = load.sequence.request.spec
     place = target_of(spec) or spec.prefix
     peer = None if place is None else place.peer
@@ -50,17 +50,17 @@ class TargetConnector(KVConnector):
     """Receives prompts from other nodes.
 
     A hand-over is awaited from the request's arrival until its admission, then live until it is
-    delivered or fails; its blocks stay reserved until no write can land in them any more. Prefixes
-    that `PrefixConnector` fetches go the same way.
+    delivered or fails. Its blocks stay reserved until no write can land in them any more. Prefixes
+    that `PrefixConnector` fetches use the same machinery.
 
     Args:
-        transfers: the transfer thread, with a receiver.
-        executor: the ranks.
-        scheduler: admits requests and owns the blocks.
-        members: control addresses that may always be dialled.
-        trust_loopback: any loopback address may be dialled (there is no cluster key).
-        poison: fill blocks with NaN before they are reserved (debugging).
-        most_blocks: that may be reserved for one source; None for any number.
+        transfers: Transfer thread, with a receiver.
+        executor: The ranks.
+        scheduler: Admits requests and owns the blocks.
+        members: Control addresses that may always be dialled.
+        trust_loopback: Whether any loopback address may be dialled (there is no cluster key).
+        poison: Whether to fill blocks with NaN before they are reserved (debugging).
+        most_blocks: Maximum number of blocks reserved for one source; None for no limit.
     """
 
     name = "target"
@@ -95,17 +95,17 @@ class TargetConnector(KVConnector):
         self.prefix_outcomes = dict.fromkeys(("delivered", "failed", "cancelled"), 0)
         self._static = frozenset(members)
         self._members: frozenset[str] = frozenset()
-        self._awaited: dict[str, TransferSpec] = {}  # by request
-        self._attempts: set[Attempt] = set()  # of those
+        self._awaited: dict[str, TransferSpec] = {}  # by request id
+        self._attempts: set[Attempt] = set()  # of `_awaited`
         self._live: dict[Attempt, Load] = {}
-        self._delivered: dict[requests.Sequence, Attempt] = {}  # that no step computes yet
-        self._failed: dict[requests.Request, str] = {}  # why; of this turn
-        self._untold: dict[requests.Request, str] = {}  # of the turn before
+        self._delivered: dict[requests.Sequence, Attempt] = {}  # not in a step yet
+        self._failed: dict[requests.Request, str] = {}  # reasons; of this turn
+        self._unlogged: dict[requests.Request, str] = {}  # of the turn before
         self._timelines = Timelines()
         self._reserved: dict[Attempt, Spans] = {}
         self.set_members(())
 
-    # --- a request's way ---
+    # --- events of requests ---
 
     @override
     def set_members(self, addresses: Sequence[str]) -> None:
@@ -125,10 +125,10 @@ class TargetConnector(KVConnector):
         return request
 
     def check_member(self, peer: str, field: str) -> None:
-        """Refuse a peer that nobody vouches for: no client makes us dial.
+        """Refuse a peer that is no member: a client must not make this node dial any address.
 
         Raises:
-            RequestError: it is no member (400).
+            RequestError: It is no member (400).
         """
         if not self._is_member(peer):
             raise RequestError(
@@ -154,8 +154,8 @@ class TargetConnector(KVConnector):
             self._attempts.add(transfer.name)
         return False
 
-    def _admit(self, request: requests.Request) -> TransferSpec:
-        """The hand-over that a request has awaited until now, when it is admitted or over."""
+    def _admitted(self, request: requests.Request) -> TransferSpec:
+        """Remove and return an awaited hand-over, when its request is admitted or over."""
         transfer = self._awaited.pop(request.request_id)
         self._attempts.remove(transfer.name)
         return transfer
@@ -167,9 +167,9 @@ class TargetConnector(KVConnector):
 
     @override
     def started(self, sequence: requests.Sequence) -> None:
-        if sequence.request.request_id in self._awaited:  # everything is here
+        if sequence.request.request_id in self._awaited:  # all of the prompt is cached here
             self.outcomes["unneeded"] += 1
-            self.decline(self._admit(sequence.request))
+            self.decline(self._admitted(sequence.request))
 
     @override
     def launched(self, step: requests.InFlightStep) -> None:
@@ -188,7 +188,7 @@ class TargetConnector(KVConnector):
     @override
     def start_load(self, load: Load) -> None:
         request, tokens = load.sequence.request, load.sequence.tokens
-        transfer = self._admit(request)
+        transfer = self._admitted(request)
         assert transfer.peer is not None, "checked in accept"
         attempt = transfer.name
         key = prompt_key(request.root, tokens, extras=request.extras)
@@ -198,7 +198,7 @@ class TargetConnector(KVConnector):
         )
 
     def begin(self, load: Load, order: events.Start) -> None:
-        """Let the transfer thread fill the blocks of a load, also of another connector's."""
+        """Let the transfer thread fill the blocks of a load, also for another connector."""
         self._live[order.attempt] = load
         self._reserved[order.attempt] = load.spans
         if self.poison:
@@ -206,7 +206,7 @@ class TargetConnector(KVConnector):
         self.transfers.submit(order)
 
     def cancel(self, attempt: Attempt, request: requests.Request) -> None:
-        """A request is over; so is what it waited for, if it did."""
+        """Cancel a request's load if it is live: the request is over."""
         load = self._live.get(attempt)
         if load is not None and load.sequence.request is request:
             del self._live[attempt]
@@ -224,12 +224,12 @@ class TargetConnector(KVConnector):
         self._delivered.pop(request.sequences[0], None)
         if request.sequences[0].finish_reason == "abort":
             self._failed.pop(request, None)
-            self._untold.pop(request, None)
+            self._unlogged.pop(request, None)
         if request.request_id in self._awaited:
-            self.decline(self._admit(request))
+            self.decline(self._admitted(request))
         self.cancel(transfer.name, request)
 
-    # --- what the transfer thread says ---
+    # --- events of the transfer thread ---
 
     @override
     def poll(self, now: float) -> list[Output]:
@@ -257,7 +257,7 @@ class TargetConnector(KVConnector):
                     spans = self._reserved.pop(action.attempt, None)
                     if spans is not None:
                         self.scheduler.blocks.release_incoming(spans)
-        if self.transfers.failure is not None:  # nothing more arrives: serve what is left
+        if self.transfers.failure is not None:  # nothing more arrives: fail what is live
             reason = f"the transfer thread died: {self.transfers.failure}"
             for attempt in list(self._live):
                 outputs += self._fail(events.Fail(attempt, 0, reason))
@@ -271,7 +271,7 @@ class TargetConnector(KVConnector):
         if not action.answered:
             self.wires.ended(_peer(load), failed=True)
         if load.connector is not self:
-            # With windows or states a shorter prefix needs blocks that were not reserved.
+            # With windows or states, a shorter prefix needs blocks that were not reserved.
             whole = all(group.keeps_all for group in self.scheduler.blocks.groups)
             self.scheduler.cut_load(load, action.valid_through if whole else load.start)
             return []
@@ -280,13 +280,13 @@ class TargetConnector(KVConnector):
 
     @override
     def flush(self) -> None:
-        # A turn later: a source may say that its client has left before the same client's abort is
-        # here, which is no failure of anybody's.
-        for request, reason in self._untold.items():
+        # Logged a turn later: a source may report that its client left before that client's abort
+        # arrives here, which is no failure.
+        for request, reason in self._unlogged.items():
             logger.warning("request %s: the hand-over failed: %s", request.request_id, reason)
-        self._untold, self._failed = self._failed, {}
+        self._unlogged, self._failed = self._failed, {}
 
-    # --- accounts ---
+    # --- audit and metrics ---
 
     @override
     def busy(self) -> bool:
@@ -307,7 +307,7 @@ class TargetConnector(KVConnector):
             for outcome, count in outcomes.items():
                 name = f'kvbaton_transfers_total{{role="{role}",outcome="{outcome}"}}'
                 totals[name] = float(count)
-        if self.transfers.sender is None:  # else the source's connector tells
+        if self.transfers.sender is None:  # else the source connector counts it
             totals["kvbaton_control_junk_total"] = float(self.transfers.junk)
         return totals
 
@@ -341,18 +341,18 @@ class TargetConnector(KVConnector):
 
 
 MAX_FETCH_S = 30.0
-"""After so long the rest of a prefix is computed."""
+"""Maximum seconds for fetching a prefix, after which the rest of it is computed."""
 
 
 class PrefixConnector(KVConnector):
-    """Fetches prefixes of prompts from other nodes' caches, if it is said who has them.
+    """Fetches prefixes of prompts from other nodes' caches, where a request names the node.
 
-    Their blocks are asked for by key, once for each request, and come as those of a hand-over do,
-    by the same machine. They enter the prefix cache once their digests are verified, and the
-    request goes back to the queue and finds them there. What does not come is computed.
+    Blocks are requested by key, once per request, and transferred as those of a hand-over. They
+    enter the prefix cache once their digests are verified; the request goes back to the queue and
+    finds them there. Blocks that do not arrive are computed.
 
     Args:
-        target: carries loads out, and knows the members.
+        target: Runs the loads, and knows the members.
     """
 
     name = "prefix"
@@ -375,7 +375,7 @@ class PrefixConnector(KVConnector):
         prefix = request.spec.prefix
         if prefix is None or request in self._asked or not request.reads_cache:
             return 0
-        if target_of(request.spec) is not None:  # a hand-over brings all of it
+        if target_of(request.spec) is not None:  # a hand-over brings the whole prompt
             return 0
         size = blocks.alignment
         if any(group.block_size != size for group in blocks.groups):
@@ -389,7 +389,7 @@ class PrefixConnector(KVConnector):
         assert request.spec.prefix is not None, "only what `match` has offered is loaded"
         attempt = self._asked[request] = Attempt(os.urandom(16), 0)
         groups, size = self._scheduler.blocks.groups, self._scheduler.blocks.alignment
-        # Behind a window nothing is wanted.
+        # Blocks behind a window are not needed.
         wanted = zip(groups, load.spans, strict=True)
         firsts = [s[0].first for g, s in wanted if s and g.kind is not GroupKind.STATE]
         first = min(firsts, default=load.start // size)

@@ -1,7 +1,7 @@
-"""How long KV is on its way here, by who sends it, learned from what was delivered.
+"""How long KV takes to come here, by sender, learned from deliveries.
 
-The way of a hand-over's last tokens and that of a prefix that was asked for are one wire: both say
-what a token takes, and each what comes on top (the one is verified, the other asked for before).
+A hand-over's last tokens and a fetched prefix use the same wire: both have the cost per token in
+common, and each has a constant of its own (a hand-over is verified, a prefix is first asked for).
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from kvbaton.engine.cost_fit import CostFit
 from kvbaton.messages.nodes import WIRE_COSTS
 
 MEMORY = 0.95
-"""The last 20 or so matter."""
+"""Weight of past crossings when a new one comes: about the last 20 matter."""
 MIN_CROSSINGS = 3
 HALF_S = 60.0
-"""After so long without any, half of what they took is told: a wire that was slow once must not
-keep its peer from being asked ever again."""
+"""Half-life in seconds of the reported costs without crossings: a wire that was slow once must not
+keep its peer from ever being asked again."""
 MAX_PEERS = 64
-"""The one that was heard of longest ago is forgotten first."""
+"""Maximum number of peers; the one without crossings for the longest time is forgotten first."""
 
 
 class WireCosts:
-    """Takes crossings in, gives costs per peer out."""
+    """Learns costs per peer from crossings."""
 
     def __init__(self) -> None:
-        self._peers: dict[str, tuple[CostFit, float]] = {}  # and when its last one ended
+        self._peers: dict[str, tuple[CostFit, float]] = {}  # and the end of its last crossing
         self._failures: dict[str, int] = {}  # in a row
 
     def observe(self, crossing: Crossing) -> None:
-        """One has come."""
+        """Add a crossing."""
         fit, before = self._peers.pop(crossing.address, (None, crossing.began))
         if fit is None:
             fit = CostFit(WIRE_COSTS, MEMORY, MIN_CROSSINGS)
-        # What shared its way with another says only how long its tokens took beside them.
+        # A crossing that overlaps the one before only tells the cost of its tokens.
         alone = before <= crossing.began
         counts = alone and crossing.fetched, alone and not crossing.fetched, crossing.tokens
         fit.observe(counts, crossing.ended - max(before, crossing.began))
@@ -41,7 +41,7 @@ class WireCosts:
             del self._peers[next(iter(self._peers))]
 
     def ended(self, address: str, *, failed: bool) -> None:
-        """What a peer was to send has come, or has not."""
+        """Record whether a peer's transfer succeeded."""
         before = self._failures.pop(address, 0)
         if failed:
             self._failures[address] = before + 1
@@ -49,7 +49,7 @@ class WireCosts:
                 del self._failures[next(iter(self._failures))]
 
     def gauges(self, now: float) -> dict[str, float]:
-        """Seconds by Prometheus name, per peer and term; per peer failures in a row, if any."""
+        """Gauges by Prometheus name: seconds per peer and term, and failures in a row per peer."""
         failures = {
             f'kvbaton_wire_failures{{peer="{peer}"}}': float(count)
             for peer, count in self._failures.items()

@@ -1,4 +1,4 @@
-"""The source of hand-overs: reports what the engine computes to those who have reserved it."""
+"""The source of hand-overs: reports computed blocks to the transfer thread, for targets."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from kvbaton.types import KEY_BYTES, Attempt, BlockSpan, ChoiceStart, NodeId, Sp
 
 logger = logging.getLogger(__name__)
 
-OTHERS = -1
-"""In a table, a block that its target has already."""
+ELSEWHERE = -1
+"""In a block table: a block that the target has already."""
 
 ToSource = (
     events.Engage | events.Release | events.StopSource | events.EvictSource | events.RefuseAnnounce
@@ -45,16 +45,16 @@ class _Source:
     """One attempt that this node prefills for.
 
     Attributes:
-        request: as the client sent it; run again if a `Reserve` comes late.
-        request_id: of the run that computes it now.
-        num_tokens: prompt tokens to hand over.
-        start: where the target's reservation begins; None while nobody has reserved.
-        counted: per group, the first token that digests count.
-        reported: tokens reported ready.
-        last: the report of the prompt's end, which leaves with its first tokens.
-        first: token 0 of each choice, as sampled by that run.
-        told: the same as the client was told, if that is an earlier one.
-        cached_tokens: prompt tokens that the first run did not compute.
+        request: The client's request; it runs again if a `Reserve` comes late.
+        request_id: Id of the run that computes it now.
+        num_tokens: Number of prompt tokens to hand over.
+        start: First token of the target's reservation; None until it reserves.
+        counted: Per group, the first token that digests count.
+        reported: Number of tokens that were reported ready.
+        last: Report of the prompt's end, which is sent with its first tokens.
+        first: Token 0 of each choice, as sampled by the current run.
+        told: Token 0 of each choice that the client got, if that is from an earlier run.
+        cached_tokens: Prompt tokens that the first run did not compute.
     """
 
     attempt: Attempt
@@ -75,34 +75,34 @@ class _Source:
         return len(self.first) == self.request.params.n
 
 
-class CutSums:
-    """Sums of blocks of which the first counts only from a token inside it.
+class PartialSums:
+    """Sums of blocks, where the first block counts only from a token inside it.
 
-    A target's own hit may end inside one of our blocks. The sums kept with the block cover all of
-    it, so the part is summed anew; it counts only if the whole still matches what the step that
-    wrote the block signed, else stale bytes would be signed here.
+    A target's own prefix hit may end inside one of our blocks. The sums kept with the block cover
+    all of it, so the part is summed again. That counts only if the whole block still matches the
+    sums from the step that wrote it: otherwise stale bytes would be signed here.
     """
 
     def __init__(self, kept: PendingSums, anew: PendingDigests) -> None:
-        """`anew` is of the first block, whole and the part that counts."""
+        """`anew` digests the first block twice: whole, and the part that counts."""
         self._kept, self._anew = kept, anew
 
     def poll(self) -> list[npt.NDArray[np.uint64]] | None:
-        """Per rank, the sums; None while they are on their way."""
+        """The sums per rank; None while they are not there yet."""
         kept, anew = self._kept.poll(), self._anew.poll()
         if kept is None or anew is None:
             return None
         cut = []
         for of_kept, of_whole, of_part in zip(kept, *anew, strict=True):
             sums = of_kept.copy()
-            # What does not match is left wrong on purpose: the target will refuse it.
+            # A mismatch is made wrong on purpose, so that the target refuses the block.
             sums[0] = np.where(of_kept[0] == of_whole[0], of_part[0], ~of_part[0])
             cut.append(sums)
         return cut
 
 
 class SourceConnector(KVConnector):
-    """Prefills for other nodes: holds what becomes final, and reports it to the transfer thread."""
+    """Prefills for other nodes: holds final blocks and reports them to the transfer thread."""
 
     name = "source"
     transfer_role = "source"
@@ -128,9 +128,9 @@ class SourceConnector(KVConnector):
         self.outcomes: dict[str, int] = {}
         self._sources: dict[Attempt, _Source] = {}
         self._by_request: dict[str, _Source] = {}
-        self._ahead: set[Attempt] = set()  # of whom blocks are reported that a step still computes
-        self._woken_at: float | None = None
-        self._held: dict[Attempt, list[Spans]] = {}  # of those that somebody has reserved
+        self._in_flight: set[Attempt] = set()  # with reported blocks that a step still computes
+        self._notified_at: float | None = None
+        self._held: dict[Attempt, list[Spans]] = {}  # of reserved attempts
         self._outputs: list[Output] = []
 
     # --- requests ---
@@ -143,7 +143,7 @@ class SourceConnector(KVConnector):
         return request
 
     def _asked(self, request: AddRequest) -> TransferSpec | None:
-        """The hand-over that a client asks for; None for a run of ours for a late reservation."""
+        """The hand-over that a client asks for; None for our own run for a late reservation."""
         transfer = request.transfer
         if transfer is None or transfer.role != "source" or request.request_id in self._by_request:
             return None
@@ -174,9 +174,9 @@ class SourceConnector(KVConnector):
 
     @override
     def emitted(self, outputs: list[Output]) -> list[Output]:
-        """Take note of first tokens; outputs of a run made for a late `Reserve` go nowhere."""
+        """Record first tokens; drop outputs of runs that were made for a late `Reserve`."""
         sent = []
-        # The first choice that fails ends the run; what its other choices put out is still its.
+        # Looked up first: a failing choice ends the run, but its other outputs here still count.
         sources = [self._by_request.get(output.request_id) for output in outputs]
         for output, source in zip(outputs, sources, strict=True):
             if source is None:
@@ -185,12 +185,12 @@ class SourceConnector(KVConnector):
             asked_for = source.request_id == source.request.request_id
             if output.token_ids:
                 logprobs = output.logprobs[0] if output.logprobs else None
-                # P stops after one token: "length" is no statement about the target's request.
+                # The source stops after one token: "length" says nothing about the request.
                 reason = None if output.finish_reason == "length" else output.finish_reason
                 source.first[output.choice] = ChoiceStart(
                     output.token_ids[0], logprobs, reason, output.stop_reason
                 )
-                if asked_for:  # a run for a late reservation finds what this one left in the cache
+                if asked_for:  # a later run would count what this one left in the cache
                     source.cached_tokens = output.cached_tokens
                 if source.has_first_tokens:
                     known = source.told or source.first
@@ -210,7 +210,7 @@ class SourceConnector(KVConnector):
         return sent
 
     def _with_params(self, output: Output, source: _Source) -> Output:
-        """The last output of a choice tells where its blocks are."""
+        """Add to the last output of a choice where its blocks are."""
         if output.finish_reason in (None, "abort", "error"):
             return output
         assert self.control_address is not None
@@ -235,7 +235,7 @@ class SourceConnector(KVConnector):
         source = self._by_request.get(request.request_id)
         if source is None or source.start is None:
             return
-        self._ahead.discard(source.attempt)
+        self._in_flight.discard(source.attempt)
         computed = self._reportable(source, request.final_tokens())
         if computed > source.reported:
             report = self._report(source, request, computed)
@@ -243,19 +243,20 @@ class SourceConnector(KVConnector):
                 self.transfers.submit(report)
             else:
                 source.last = report
-        self._report_ahead(source, request)
+        self._report_in_flight(source, request)
 
     @override
     def launched(self, step: requests.InFlightStep) -> None:
         if not self._by_request:
             return
         for scheduled in step.scheduled:
-            self.progressed(scheduled.sequence.request)  # a cached prefix waits for no step
+            self.progressed(scheduled.sequence.request)  # a cached prefix needs no step
 
-    def _report_ahead(self, source: _Source, request: requests.Request) -> None:
-        """Report what the newest step computes before it is over, so that its write is prepared.
+    def _report_in_flight(self, source: _Source, request: requests.Request) -> None:
+        """Report what the newest step computes before it ends, so that writes can be prepared.
 
-        Not if an earlier step in flight computes what was not reported: that need not wait for it.
+        Not if an earlier step in flight has unreported tokens, which would then wait for the newest
+        one.
         """
         sequence, steps = request.sequences[0], self.scheduler.in_flight
         if not self._sums_come_in_order or not steps:
@@ -273,12 +274,12 @@ class SourceConnector(KVConnector):
         sizes = (group.span_tokens for group in self.scheduler.blocks.groups)
         cuts = zip(source.counted, sizes, strict=True)
         if any(max(source.reported, counted) % size for counted, size in cuts):
-            return  # the part of a block can't be summed before it is there
-        self._ahead.add(source.attempt)
+            return  # a part of a block can't be summed before it is computed
+        self._in_flight.add(source.attempt)
         self.transfers.submit(self._report(source, request, until, in_flight=True))
 
     def _reportable(self, source: _Source, computed: int) -> int:
-        """How many of the tokens computed can be: whole blocks, but at the prompt's end."""
+        """Number of computed tokens to report: whole blocks, except at the prompt's end."""
         if computed < source.num_tokens:
             computed -= computed % self.scheduler.blocks.alignment
         return computed
@@ -286,7 +287,7 @@ class SourceConnector(KVConnector):
     def _report(
         self, source: _Source, request: requests.Request, end: int, *, in_flight: bool = False
     ) -> events.BlocksReady:
-        """Hold the blocks of what was not reported up to `end`; returns the report of them."""
+        """Hold the blocks of unreported tokens up to `end`; return their report."""
         start, source.reported = source.reported, end
         tables = request.sequences[0].tables
         report = self._report_blocks(
@@ -304,10 +305,10 @@ class SourceConnector(KVConnector):
         *,
         in_flight: bool = False,
     ) -> events.BlocksReady:
-        """Hold the blocks of tokens [start, end); returns the report that they are ready."""
+        """Hold the blocks of tokens [start, end); return the report that they are ready."""
         manager = self.scheduler.blocks
         sizes = [group.span_tokens for group in manager.groups]
-        # Of a window only the last blocks are wanted, and the last state; others go back at once.
+        # Only the last blocks of a window, and the last state, are sent; others are not held.
         spans = tuple(
             _spans_slice(held, (first // size, -(-end // size)))
             for held, first, size in zip(
@@ -321,20 +322,20 @@ class SourceConnector(KVConnector):
             begin, size = max(start, counted[group]), sizes[group]
             blocks = [block for span in held for block in span.blocks]
             pending: PendingSums = self.executor.sums(group, blocks, in_flight=in_flight)
-            if begin % size and blocks:  # the first block counts in part
+            if begin % size and blocks:  # only part of the first block counts
                 first = begin - begin % size
-                past = min(first + size, end)  # the prompt may end in this very block
+                past = min(first + size, end)  # the prompt may end in this block
                 whole = BlockRange(group, blocks[:1], first, first, past)
                 anew = self.executor.digest([whole, whole._replace(start=begin)])
-                pending = CutSums(pending, anew)
+                pending = PartialSums(pending, anew)
             sums.append((held[0].first if held else 0, pending))
         return events.BlocksReady(attempt, start, end, spans, tuple(sums))
 
     def _send_held(self, action: events.Engage) -> None:
-        """Pin the blocks named by key that are still in the cache, and report them at once."""
+        """Hold the blocks of these keys that are still cached, and report them at once."""
         manager, start = self.scheduler.blocks, action.start
         keys = [action.keys[i : i + KEY_BYTES] for i in range(0, len(action.keys), KEY_BYTES)]
-        size = manager.alignment  # a `Reserve` with keys was accepted: all groups have this size
+        size = manager.alignment  # of all groups, else `Reserve` with keys is refused
         end = start + len(keys) * size
         hits = []
         for g, group in enumerate(manager.groups):
@@ -343,10 +344,10 @@ class SourceConnector(KVConnector):
                 found = manager.pool.match(keys, g)
             else:
                 found = [by_key.get(key, NULL_BLOCK) for key in keys]
-            hits.append([OTHERS] * (start // size) + found)
+            hits.append([ELSEWHERE] * (start // size) + found)
         held = manager.usable(hits, end + 1)
         if held < end and not all(group.keeps_all for group in manager.groups):
-            held = 0  # what the target has reserved is what the whole prefix needs
+            held = 0  # the target has reserved only what the whole prefix needs
         if held <= start:
             self.transfers.submit(
                 events.SourceFailed(action.attempt, "none of it is held any more")
@@ -360,13 +361,13 @@ class SourceConnector(KVConnector):
         report = self._report_blocks(action.attempt, tables, start, held, action.counted)
         self.transfers.submit(report, events.FirstTokens(action.attempt, ()))
 
-    # --- what the transfer thread says ---
+    # --- events of the transfer thread ---
 
     @override
     def poll(self, now: float) -> list[Output]:
-        if self._ahead and self.scheduler.result_at != self._woken_at:
-            self._woken_at = self.scheduler.result_at
-            self.transfers.submit()  # nothing but that a step is over
+        if self._in_flight and self.scheduler.result_at != self._notified_at:
+            self._notified_at = self.scheduler.result_at
+            self.transfers.submit()  # only wakes the thread: a step has ended
         for action in cast("Iterator[ToSource]", self.sender.take()):
             source = self._sources.get(action.attempt)
             match action:
@@ -376,10 +377,10 @@ class SourceConnector(KVConnector):
                     self._engage(source, action)
                 case events.Release():
                     self.outcomes[action.outcome] = self.outcomes.get(action.outcome, 0) + 1
-                    self._ahead.discard(action.attempt)
+                    self._in_flight.discard(action.attempt)
                     if source is not None:
                         del self._sources[action.attempt]
-                        # A run for a late reservation has its first tokens before it is over.
+                        # A run for a late reservation may be released before it has ended.
                         self._end_run(source)
                     for spans in self._held.pop(action.attempt, ()):
                         self.scheduler.blocks.release_outgoing(spans)
@@ -393,8 +394,7 @@ class SourceConnector(KVConnector):
                 case events.RefuseAnnounce() if source is not None:
                     del self._sources[action.attempt]
                     self._by_request.pop(source.request_id, None)
-                    # A target that was faster than the request, and wants nothing of it, is no
-                    # failure.
+                    # A target that declined before the request came here is no failure.
                     called_off = action.code in ("not_needed", "cancelled")
                     reason = "abort" if called_off else f"transfer refused: {action.code}"
                     self._outputs += self.scheduler.abort(source.request_id, reason)
@@ -402,7 +402,7 @@ class SourceConnector(KVConnector):
         return outputs
 
     def _engage(self, source: _Source | None, action: events.Engage) -> None:
-        """A target has reserved: report what is computed, or compute it again if it came late."""
+        """Handle a reservation: report computed blocks, or run the prompt again if it is late."""
         if source is None:
             self.transfers.submit(events.SourceFailed(action.attempt, "the prompt is gone"))
             return
@@ -414,13 +414,13 @@ class SourceConnector(KVConnector):
             if request is not None:
                 self.progressed(request)
             return
-        # Run again: mostly hits. Its client has its first token, so it is not late, and D continues
-        # from that one: a step of another shape, or without a seed, could sample another.
+        # Run again: mostly prefix hits. No TTFT objective, since the client has its first token.
+        # The target continues from that token: another step might sample a different one.
         self.revived += 1
         source.request_id = f"{source.request.request_id}#{self.revived}"
         source.told, source.first = source.told or source.first, {}
         self._by_request[source.request_id] = source
-        # The first run has used the hand-overs of its items.
+        # The first run has used up its items' hand-overs.
         items = tuple(msgspec.structs.replace(i, transfer=None) for i in source.request.items)
         again = msgspec.structs.replace(
             source.request, request_id=source.request_id, items=items, ttft_s=0.0, prefill_s=0.0
@@ -432,14 +432,14 @@ class SourceConnector(KVConnector):
             logger.warning("can't prefill again for a late reservation: %s", error)
 
     def _end_run(self, source: _Source) -> None:
-        """Abort the run that computes an attempt's prompt, if one does."""
+        """Abort the run that computes an attempt's prompt, if there is one."""
         if self._runs(source):
             del self._by_request[source.request_id]
             outputs = self.scheduler.abort(source.request_id)
             if source.request_id == source.request.request_id:
                 self._outputs += outputs
 
-    # --- accounts ---
+    # --- audit and metrics ---
 
     @override
     def awaits(self) -> bool:
@@ -466,7 +466,7 @@ class SourceConnector(KVConnector):
 
     @override
     def gauges(self) -> dict[str, float]:
-        # An announced transfer holds nothing: nobody has reserved it yet.
+        # An announced transfer holds no blocks: no target has reserved it yet.
         announced = sum(source.start is None for source in self._sources.values())
         return {
             "kvbaton_transfers_live": float(len(self._held)),
@@ -501,7 +501,7 @@ class SourceConnector(KVConnector):
 
 
 def _spans_slice(spans: tuple[BlockSpan, ...], cut: tuple[int, int]) -> tuple[BlockSpan, ...]:
-    """Cut logical blocks [first, last) out of spans."""
+    """The part of spans that lies in logical blocks [first, last)."""
     found = []
     for span in spans:
         low, high = max(cut[0], span.first), min(cut[1], span.first + len(span.blocks))

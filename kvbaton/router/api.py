@@ -44,14 +44,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class RouterState:
-    """What the router's handlers work on.
+    """State of the router's handlers.
 
     Attributes:
-        nodes: all of them; a worker's handlers only look at its membership.
-        loads: what they have in flight.
-        totals: what was done for clients.
-        token: expected of who registers; empty without a cluster key.
-        trusted: whoever asks was let in by somebody else: a worker, who asks its supervisor.
+        nodes: All nodes; handlers of a worker use only their membership.
+        loads: Their loads.
+        totals: Returns the totals of what was done for clients.
+        token: Token that registering nodes must present; empty without a cluster key.
+        trusted: Whether requests were authorized already: a supervisor's come from its workers.
     """
 
     nodes: KnownNodes
@@ -64,7 +64,7 @@ class RouterState:
 ROUTER = web.AppKey("router", RouterState)
 CHOOSER = web.AppKey("chooser", RouteChooser)
 ROUTE_HEADER = "X-KVBaton-Route"
-"""With any value in a request, it is in the answer: where the request went, and why."""
+"""Sent with any value in a request, it is in the answer: the route of the request, and why."""
 
 
 def router_app(
@@ -75,15 +75,15 @@ def router_app(
     loads: NodeLoads,
     own_routes: list[web.RouteDef],
 ) -> web.Application:
-    """What a router, or one worker of it, answers clients with.
+    """The application with which a router, or one worker of it, answers clients.
 
     Args:
-        config: settings.
-        nodes: who serves.
-        tokenizer: of the model that they serve.
-        edge: settings of the endpoint, with the model's name for clients and nodes.
-        loads: what they have in flight.
-        own_routes: beside those of the OpenAI endpoints.
+        config: Settings.
+        nodes: Nodes that serve.
+        tokenizer: Tokenizer of their model.
+        edge: Settings of the endpoint, with the model's name for clients and nodes.
+        loads: Loads of the nodes.
+        own_routes: Routes beside those of the OpenAI endpoints.
     """
 
     def facts() -> ModelFacts:
@@ -111,17 +111,17 @@ def router_app(
 
 
 def prefix_index(config: RouterConfig) -> PrefixIndex | None:
-    """An index for a policy that uses one.
+    """A prefix index, if the policy uses one.
 
     Raises:
-        ConfigError: there is no such policy.
+        ConfigError: There is no such policy.
     """
     uses = load_policy(config.dispatch, CostModel()).uses_prefixes
     return PrefixIndex() if uses else None
 
 
 async def explain_route(request: web.Request, response: web.StreamResponse) -> None:
-    """Tell a client that asks for it where its request went (``X-KVBaton-Route``)."""
+    """Add the route's explanation to the answer if the client asks for it (``X-KVBaton-Route``)."""
     if ROUTE_HEADER in request.headers and REQUEST_ID in request:
         told = request.app[CHOOSER].explain(request[REQUEST_ID])
         if told is not None:
@@ -129,7 +129,7 @@ async def explain_route(request: web.Request, response: web.StreamResponse) -> N
 
 
 async def close_if_draining(request: web.Request, response: web.StreamResponse) -> None:
-    """Clients that keep connections open find another router for their next request."""
+    """Close connections while draining, so that clients turn to another router."""
     if request.app[ROUTER].nodes.draining:
         await close_connection(request, response)
 
@@ -138,10 +138,10 @@ class RoutesView(Struct, kw_only=True):
     """Answer of ``GET /debug/routes``.
 
     Attributes:
-        worker: process that answers; each worker of a router knows its own decisions.
-        output_tokens: that a request is expected to generate.
-        blocks: in the index of prefixes, by node id.
-        routes: the last decisions, newest first.
+        worker: Process id of the answering worker; each worker knows its own decisions only.
+        output_tokens: Number of tokens that a request is expected to generate.
+        blocks: Number of blocks in the prefix index, by node id.
+        routes: The last decisions, newest first.
     """
 
     worker: int
@@ -152,7 +152,7 @@ class RoutesView(Struct, kw_only=True):
 
 @contract(answer=RoutesView)
 async def debug_routes(request: web.Request) -> web.Response:
-    """``GET /debug/routes``: the last decisions, what was expected of them and what came of it."""
+    """``GET /debug/routes``: the last routing decisions, with predicted and observed times."""
     chooser, index = request.app[CHOOSER], request.app[ROUTER].nodes.index
     told = {} if index is None else index.nodes
     return json_response(
@@ -167,19 +167,19 @@ async def debug_routes(request: web.Request) -> web.Response:
 
 @contract(body=NodeInfo, answer=Members)
 async def register(request: web.Request) -> web.Response:
-    """``POST /nodes``: registration and heartbeat."""
+    """``POST /nodes``: registration and heartbeat of a node."""
     info = await read_body(request, NodeInfo)
     return json_response(_nodes(request).register(info))
 
 
 @contract(answer=NodesView)
 async def list_nodes(request: web.Request) -> web.Response:
-    """``GET /nodes``."""
+    """``GET /nodes``: nodes, pairs that can hand over, and traffic."""
     return json_response(request.app[FEED].status.view())
 
 
 async def remove(request: web.Request) -> web.Response:
-    """``DELETE /nodes/{id}?generation=...``: forget a node; what it is serving goes on.
+    """``DELETE /nodes/{id}?generation=...``: forget a node; its running requests go on.
 
     A node that leaves names its generation: another one may have its id by now.
     """
@@ -189,9 +189,9 @@ async def remove(request: web.Request) -> web.Response:
 
 
 async def drain(request: web.Request) -> web.Response:
-    """``POST /nodes/{id}/drain``: no new requests; answers how many still run there.
+    """``POST /nodes/{id}/drain``: stop new requests to a node; returns how many still run there.
 
-    They move to other nodes with their KV, where there is one that can fetch it, or end there.
+    They move to other nodes with their KV, if one can fetch it, or end where they are.
     """
     node_id = request.match_info["node_id"]
     _nodes(request).drain(node_id)
@@ -200,9 +200,9 @@ async def drain(request: web.Request) -> web.Response:
 
 
 async def migrate(request: web.Request) -> web.Response:
-    """``POST /nodes/{id}/migrate``: move what it generates to other nodes; answers how many.
+    """``POST /nodes/{id}/migrate``: move a node's running requests away; returns how many.
 
-    It gets new requests as before; pause it first if it is not to.
+    The node still gets new requests; pause it first to prevent that.
     """
     node_id = request.match_info["node_id"]
     _nodes(request).migrate(node_id)
@@ -211,23 +211,23 @@ async def migrate(request: web.Request) -> web.Response:
 
 
 async def pause(request: web.Request) -> web.Response:
-    """``POST /nodes/{id}/pause``: no new requests until it is resumed."""
+    """``POST /nodes/{id}/pause``: stop new requests to a node until it is resumed."""
     node_id = request.match_info["node_id"]
     _nodes(request).pause(node_id, paused=True)
     return json_response({"paused": node_id})
 
 
 async def resume(request: web.Request) -> web.Response:
-    """``POST /nodes/{id}/resume``: take back a pause."""
+    """``POST /nodes/{id}/resume``: undo a pause."""
     node_id = request.match_info["node_id"]
     _nodes(request).pause(node_id, paused=False)
     return json_response({"resumed": node_id})
 
 
 async def reset_prefix_cache(request: web.Request) -> web.Response:
-    """``POST /reset_prefix_cache``: let all nodes forget cached prefixes; 503 if one does not.
+    """``POST /reset_prefix_cache``: empty the prefix caches of all nodes; 503 if one fails.
 
-    With ``?reset_external=true`` also what they keep in their stores.
+    With ``?reset_external=true`` it also empties their stores.
     """
     external = flag_of(request, "reset_external")
     errors = await _nodes(request).reset_prefix_caches(external=external)
@@ -243,7 +243,7 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
 
 @contract(answer=DrainProgress)
 async def drain_router(request: web.Request) -> web.Response:
-    """``POST /drain``: say at ``/health`` that this router is going; whether nothing runs here."""
+    """``POST /drain``: report as unhealthy at ``/health``; returns whether requests still run."""
     nodes = _nodes(request)
     if not nodes.draining:
         logger.info("drained on request: not healthy until it is started again, but serves on")
@@ -253,12 +253,12 @@ async def drain_router(request: web.Request) -> web.Response:
 
 
 async def live(request: web.Request) -> web.Response:
-    """``GET /live``: 200 as long as the router answers, whatever its nodes do."""
+    """``GET /live``: 200 while the router answers, whatever the state of its nodes."""
     return json_response({"status": "ok"})
 
 
 async def health(request: web.Request) -> web.Response:
-    """``GET /health``: 200 when a request could be served now, and is to be sent here."""
+    """``GET /health``: 200 if requests can be served now and are to be sent here."""
     if request.app[ROUTER].nodes.draining:
         raise RequestError("this router is being drained", status=503, code="draining")
     ready = request.app[ROUTER].nodes.membership.ready().serving
@@ -268,14 +268,14 @@ async def health(request: web.Request) -> web.Response:
 
 
 async def load(request: web.Request) -> web.Response:
-    """``GET /load``, as vLLM calls it: requests of clients that are not answered to the end."""
+    """``GET /load``, as vLLM's: number of clients' requests that have not ended."""
     totals = request.app[ROUTER].totals()
     return json_response({"server_load": totals.waiting + totals.running})
 
 
 @contract(content_type="text/plain")
 async def metrics(request: web.Request) -> web.Response:
-    """``GET /metrics``."""
+    """``GET /metrics``: Prometheus metrics."""
     return exposition(generate_latest(request.app[FRONTEND].metrics.registry))
 
 
@@ -283,7 +283,7 @@ async def metrics(request: web.Request) -> web.Response:
 
 
 class NoNodes(TokenSource):
-    """Where nothing of texts and tokens is answered: there are no routes that ask for any."""
+    """A token source without nodes, for applications without routes for text and tokens."""
 
     @override
     def submit(self, request: AddRequest, receiver: OutputReceiver) -> None:
@@ -298,26 +298,27 @@ class NoNodes(TokenSource):
 
 
 def no_node_yet() -> RequestError:
-    """For who comes too early."""
+    """Error for requests that come before the first node."""
     return RequestError("no node has registered yet; retry shortly", status=503, code="starting")
 
 
 def app_without_text(edge: FrontendConfig, own_routes: list[web.RouteDef]) -> web.Application:
-    """An application that answers nothing of texts and tokens."""
+    """An application without routes for text and tokens."""
     nobody = NoNodes()
     nothing = Tokenizer.of_nothing()
     frontend = Frontend(source=nobody, tokenizer=nothing, config=edge, facts=nobody.facts)
     return make_app(frontend, own_routes, text=False)
 
 
-# --- which there are, and who may ask ---
+# --- routes and their authorization ---
 
 
 def routes(link: WorkerLink | None = None) -> list[web.RouteDef]:
-    """What a router answers beside the OpenAI endpoints.
+    """A router's routes beside the OpenAI endpoints.
 
     Args:
-        link: of a worker, which checks who asks, and passes on what only its supervisor knows.
+        link: Link of a worker, which authorizes requests and forwards those that only its
+            supervisor can answer.
     """
 
     def guarded(
@@ -353,14 +354,14 @@ def routes(link: WorkerLink | None = None) -> list[web.RouteDef]:
 
 
 def _nodes(request: web.Request) -> Nodes:
-    """All nodes, in handlers that run where they are known."""
+    """All nodes, in handlers of processes that know them."""
     nodes = request.app[ROUTER].nodes
     assert isinstance(nodes, Nodes), "workers pass on what only their supervisor can answer"
     return nodes
 
 
 def check_member(request: web.Request, token: str) -> None:
-    """Only who holds the cluster key may register; without one, only this machine.
+    """Let only holders of the cluster key register; without a key, only this machine.
 
     Raises:
         RequestError: 401 or 403.
@@ -381,7 +382,7 @@ def check_member(request: web.Request, token: str) -> None:
 
 
 def _let_in(request: web.Request) -> None:
-    """Anybody may ask."""
+    """No authorization needed."""
 
 
 def _require_member(request: web.Request) -> None:
@@ -396,10 +397,10 @@ def _require_member_or_operator(request: web.Request) -> None:
 
 
 def _require_reader(request: web.Request) -> None:
-    """As an operator; a browser may present the key as the password that it asks for.
+    """As for an operator; a browser may send the key as a password.
 
-    Only here: it presents it again for whatever any site makes it ask of us, and this changes
-    nothing.
+    Only for these routes: browsers send a password again with any request that another site
+    triggers, and these routes change nothing.
     """
     try:
         _require_member_or_operator(request)

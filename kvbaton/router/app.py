@@ -1,4 +1,4 @@
-"""The router's process: finds out which model is served, serves, drains, ends."""
+"""The router's process: finds the served model, serves, drains, and ends."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ logger = logging.getLogger(__name__)
 
 
 def main(config: RouterConfig) -> int:
-    """Run a router until SIGINT or SIGTERM; returns the exit status.
+    """Run a router until SIGINT or SIGTERM; return the exit status.
 
     Raises:
-        ConfigError: a setting is wrong, or the address is taken.
+        ConfigError: A setting is wrong, or the address is taken.
     """
     logging.basicConfig(level=config.log_level.upper(), format=LOG_FORMAT)
     allow_connections()
@@ -69,10 +69,10 @@ def main(config: RouterConfig) -> int:
 
 
 def listening(config: RouterConfig) -> socket.socket:
-    """The socket that it inherits, or one of its own.
+    """The inherited socket, or a new one.
 
     Raises:
-        ConfigError: it can't be had.
+        ConfigError: The socket is not usable, or the address is taken.
     """
     if config.fd is None:
         return bind(config.host, config.port)
@@ -83,13 +83,13 @@ def listening(config: RouterConfig) -> socket.socket:
 
 
 async def run(config: RouterConfig) -> int:
-    """Startup, serve, drain, shutdown."""
+    """Start up, serve, drain and shut down."""
     check_before_waiting(config)
     with listening(config) as listener:
         stop = stop_requested()
         finding, stopped = create_task(find_model(config, listener)), create_task(stop.wait())
         await asyncio.wait((finding, stopped), return_when=asyncio.FIRST_COMPLETED)
-        if not finding.done():  # the process may be a container's first, which no signal ends
+        if not finding.done():  # as PID 1 of a container, no signal would end this process
             finding.cancel()
             await asyncio.wait((finding,))
             end_when_told_again()
@@ -113,7 +113,7 @@ async def run(config: RouterConfig) -> int:
 
 
 def check_before_waiting(config: RouterConfig) -> None:
-    """Raise `ConfigError` for what would be wrong with any model, before a node is waited for."""
+    """Raise `ConfigError` for settings that are wrong for any model, before waiting for a node."""
     load_policy(config.dispatch, CostModel())
     TracingConfig.of(config.otlp_traces_endpoint, "router", "")
     if config.chat_template is not None:
@@ -124,7 +124,7 @@ def check_before_waiting(config: RouterConfig) -> None:
 async def one_process(
     config: RouterConfig, listener: socket.socket, edge: FrontendConfig, tokenizer: Tokenizer
 ) -> AsyncIterator[None]:
-    """Serve from this process for as long as the context lasts; what runs then may end."""
+    """Serve from this process for as long as the context lasts; running requests may then end."""
     async with watched_app(config, edge, tokenizer) as app:
         runner = await serve_on(listener, app, config)
         try:
@@ -138,7 +138,7 @@ async def one_process(
 async def watched_app(
     config: RouterConfig, edge: FrontendConfig, tokenizer: Tokenizer
 ) -> AsyncIterator[web.Application]:
-    """The application of a router, its nodes probed for as long as the context lasts."""
+    """A router's application; its nodes are probed for as long as the context lasts."""
     loads = NodeLoads()
     async with Nodes.watched(config, edge.model_name, prefix_index(config)) as nodes:
         app = router_app(config, nodes, tokenizer, edge, loads, routes())
@@ -150,18 +150,18 @@ async def watched_app(
             yield app
 
 
-# --- which model: a flag says it, a node named by a flag, or the first to register ---
+# --- the model: named by a flag, by a static node, or by the first node that registers ---
 
 
 async def find_model(config: RouterConfig, listener: socket.socket) -> tuple[str, tuple[str, ...]]:
-    """The folder with the tokenizer and the model's names.
+    """The folder with the tokenizer, and the model's names.
 
     Args:
-        config: settings.
-        listener: where nodes register; it stays open.
+        config: Settings.
+        listener: Socket at which nodes register; it stays open.
 
     Raises:
-        ConfigError: a static node could not be asked, or its model is not here.
+        ConfigError: A static node did not answer, or its model is not on this machine.
     """
     if config.model is not None:
         return config.model, config.served_model_name or (config.model,)
@@ -183,9 +183,9 @@ def _elsewhere(info: NodeInfo) -> str:
 
 
 async def first_to_register(config: RouterConfig, listener: socket.socket) -> NodeInfo:
-    """Wait until a node registers whose model's folder is also here.
+    """Wait until a node registers whose model folder is also on this machine.
 
-    It is told to come again, as all requests are until then: a node repeats its registration.
+    Until then all requests get a 503; the node repeats its registration.
     """
     first: asyncio.Future[NodeInfo] = asyncio.get_running_loop().create_future()
     token = registration_token(config.cluster_key)

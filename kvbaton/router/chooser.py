@@ -1,4 +1,4 @@
-"""Chooses nodes for requests, remembers why, and learns from what came of it."""
+"""Chooses nodes for requests, keeps the reasons, and feeds observed times back to the policy."""
 
 from __future__ import annotations
 
@@ -23,44 +23,48 @@ from kvbaton.router.route import Route
 
 MAX_RETRY_AFTER_S = 60.0
 REMEMBERED = 256
-"""Decisions that are kept to be asked about."""
+"""Number of decisions that are kept for `GET /debug/routes`."""
 PARTS_OF_TTFT = ("model_s", "wait_s")
-"""Of a decision, what its one line does not tell."""
+"""Fields of a decision that its one-line description leaves out."""
 NAMED = 4
-"""So many of the nodes that were left out are named in a header."""
+"""Maximum number of left-out nodes that are named in a header."""
 
 
 class Decision(Struct, kw_only=True):
-    """Why a request went where it went, and how wrong that was.
+    """Why a request went to its nodes, and how far off the predictions were.
 
     Attributes:
-        request_id: of the request to nodes.
-        policy: who chose.
-        target: node id of who generates.
-        source: of who prefills for it; None if the target does.
-        num_tokens: of the prompt.
-        cached_tokens: of those, what the node that prefills is known to hold.
-        holder: node id of whom it fetches a prefix from; None if it fetches none.
-        held_tokens: that the holder is known to hold.
-        pairs: there were to choose from.
-        singles: likewise.
-        too_large: node ids of who was left out since its KV cache can't hold the prompt.
-        too_large_as_target: of who does not take so much from another node.
-        ttft_s: predicted; None while no node has measured anything.
-        itl_s: predicted.
-        delay_s: predicted, of others.
-        model_s: the part of `ttft_s` that the node's own figures gave; the rest was learned here.
-        wait_s: the part of `model_s` that was for what the node had to do already.
-        fetch_s: the part of `model_s` that was for the prefix on its way.
-        wire_s: of a pair, predicted: from the first token until the rest of the prompt was there.
-        margin_s: seconds that the next best way was expected to cost more (`Route.margin_s`).
-        pair_cost_s: of the cheapest pair; None under a policy that does not count in seconds.
-        single_cost_s: of the cheapest single node, likewise.
-        observed_ttft_s: what came of it; None until there is a token.
-        observed_itl_s: mean from the second token on; None until the last of three or more.
-        observed_late_s: of a pair: how much later than a step of the target the second token came.
-        regret_s: how much more than the next best way this one has cost, as far as the first token
-            tells: what it came later than predicted, less `margin_s`; 0 if nothing is regretted.
+        request_id: Id of the request at nodes.
+        policy: Policy that chose.
+        target: Id of the node that decodes.
+        source: Id of the node that prefills for it; None if the target does.
+        num_tokens: Tokens of the prompt.
+        cached_tokens: Prompt tokens that the prefill node is known to hold.
+        holder: Id of the node that it fetches a prefix from; None if it fetches none.
+        held_tokens: Prompt tokens that the holder is known to hold.
+        pairs: Number of pairs to choose from.
+        singles: Number of single nodes to choose from.
+        too_large: Ids of nodes left out because their KV cache can't hold the prompt.
+        too_large_as_target: Ids of nodes left out because they do not take such a long prompt from
+            another node.
+        ttft_s: Predicted TTFT; None while no node has measured anything.
+        itl_s: Predicted ITL.
+        delay_s: Predicted delay of other requests, summed over them.
+        model_s: Part of `ttft_s` from nodes' step costs; the rest was learned by this router.
+        wait_s: Part of `model_s` for work that was queued already.
+        fetch_s: Part of `model_s` for fetching a prefix.
+        wire_s: Predicted seconds from the first token until a pair's target has the whole prompt.
+        margin_s: Seconds that the next best alternative would have cost more (`Route.margin_s`).
+        pair_cost_s: Cost of the cheapest pair; None under a policy that does not count in seconds.
+        single_cost_s: Cost of the cheapest single node, likewise.
+        observed_ttft_s: Observed TTFT; None until there is a token.
+        observed_itl_s: Observed mean ITL from the second token on; None until the end, and for
+            fewer than three tokens.
+        observed_late_s: Of a pair: seconds that the second token came later than a step of the
+            target.
+        regret_s: Seconds that this route cost more than the next best one, judged by the first
+            token: how much later it came than predicted, less `margin_s`; 0 if nothing is
+            regretted.
     """
 
     request_id: str
@@ -91,7 +95,7 @@ class Decision(Struct, kw_only=True):
     too_large_as_target: list[str] = []
 
     def describe(self) -> str:
-        """One line."""
+        """The decision in one line."""
         nodes = self.target if self.source is None else f"{self.source}>{self.target}"
         parts = [
             f"policy={self.policy}",
@@ -120,30 +124,30 @@ class Decision(Struct, kw_only=True):
 
 @dataclass(slots=True)
 class _Open:
-    """A decision whose request is under way.
+    """A decision whose request is in flight.
 
     Attributes:
-        held_s: when the first token came, until the target's next step.
+        step_wait_s: Seconds from the first token until the target's next step.
     """
 
     decision: Decision
     route: Route
     request: AddRequest
-    held_s: float = 0.0
+    step_wait_s: float = 0.0
 
 
 class RouteChooser:
-    """A policy at work.
+    """Applies a policy to requests.
 
     Args:
-        nodes: who there is.
-        loads: what they have in flight.
-        policy: chooses.
-        metrics: what is counted.
-        remembered: decisions; None for all.
+        nodes: Known nodes.
+        loads: Their loads.
+        policy: The policy.
+        metrics: Metrics to update.
+        remembered: Number of decisions to keep; None keeps all.
 
     Attributes:
-        decisions: the last ones, oldest first.
+        decisions: The last decisions, oldest first.
     """
 
     def __init__(
@@ -164,17 +168,17 @@ class RouteChooser:
     def route(
         self, request: AddRequest, num_tokens: int, items: Sequence[Item], avoid: frozenset[str]
     ) -> Route | None:
-        """Nodes for an attempt by what is known now, or None if nobody is left.
+        """Nodes for an attempt by what is known now, or None if there are none.
 
         Args:
-            request: as the client asked it.
-            num_tokens: to prefill, with what was generated already.
-            items: of the prompt.
-            avoid: ids of nodes that already failed this request.
+            request: The client's request.
+            num_tokens: Tokens to prefill, those generated by earlier attempts included.
+            items: Items of the prompt.
+            avoid: Ids of nodes that already failed this request.
 
         Raises:
-            RequestError: its first token would come too late (429), or no node can have so long a
-                prompt (400).
+            RequestError: Its first token would come too late (429), or no node can hold its prompt
+                (400).
         """
         membership, index = self._nodes.membership, self._nodes.index
         ready = membership.ready()
@@ -189,7 +193,7 @@ class RouteChooser:
                 self._check_length(num_tokens)
             return None
         if self._loads.queues or self._loads.other_queues:
-            route = self._in_turn(request, num_tokens, route)
+            route = self._in_order(request, num_tokens, route)
         predicted = route.predicted
         pairs, singles = ready.pairs, len(ready.serving)
         too_large, as_target = ready.too_large(num_tokens, request.params.n)
@@ -198,7 +202,7 @@ class RouteChooser:
         decision = self._decision(request, route, num_tokens, pairs.count, singles)
         decision.too_large, decision.too_large_as_target = sorted(too_large), sorted(as_target)
         again = avoid or num_tokens != len(request.token_ids)
-        if predicted is not None and not again:  # what is begun is seen through
+        if predicted is not None and not again:  # a retry is never refused
             self._check_soon(request, predicted)
             costs, prefills = self.policy.costs, route.prefills
             costs.assigned(prefills, route.target, predicted)
@@ -207,18 +211,18 @@ class RouteChooser:
                 costs.wires.sent(route.holder, prefills, route.held - route.cached)
             if route.source is not None:
                 lacking = num_tokens - min(cached.get(route.target.node_id, 0), num_tokens - 1)
-                costs.crosses(route.source, route.target, lacking)
+                costs.handover_begun(route.source, route.target, lacking)
         membership.sent(route)
         self.decisions.append(decision)
         if again:
             self.policy.costs.computed(request.request_id)
-            self._open.pop(request.request_id, None)  # its times say nothing about this choice
+            self._open.pop(request.request_id, None)  # its times say nothing about this route
         else:
             self._open[request.request_id] = _Open(decision, route, request)
         return route
 
-    def _in_turn(self, request: AddRequest, num_tokens: int, route: Route) -> Route:
-        """What is expected of a route, where not all that waits goes before the request."""
+    def _in_order(self, request: AddRequest, num_tokens: int, route: Route) -> Route:
+        """The route with its prediction corrected for queued prompts that are served after it."""
         node, predicted = route.prefills, route.predicted
         queue = request.priority, request.tenant
         ahead = self._loads.ahead(node.node_id, queue, num_tokens)
@@ -233,12 +237,12 @@ class RouteChooser:
         return replace(route, predicted=replace(predicted, **waits))
 
     def successor(self, request: AddRequest, num_tokens: int, holder: NodeInfo) -> Route | None:
-        """The node that is to go on with a request, or None if there is none.
+        """The node that continues a request from another node, or None if there is none.
 
         Args:
-            request: as the client asked it.
-            num_tokens: of the prompt, with what was generated.
-            holder: generates now.
+            request: The client's request.
+            num_tokens: Tokens of the prompt and generated ones.
+            holder: Node that decodes it now.
         """
         membership, index = self._nodes.membership, self._nodes.index
         receivers = membership.receivers(holder)
@@ -247,7 +251,7 @@ class RouteChooser:
         wanted = Wanted(num_tokens, left, request.items, cached)
         route = successor(holder, receivers, membership.ready(), self._loads, self.policy, wanted)
         if route is not None:
-            self._open.pop(request.request_id, None)  # nobody predicted what becomes of it now
+            self._open.pop(request.request_id, None)  # its prediction no longer holds
             membership.sent(route)
             self.decisions.append(self._decision(request, route, num_tokens, 0, len(receivers)))
         return route
@@ -280,7 +284,7 @@ class RouteChooser:
         return decision
 
     def _check_length(self, num_tokens: int) -> None:
-        """Refuse what none of the nodes could ever have, whatever their states."""
+        """Refuse a prompt that none of the nodes could ever hold, whatever their states."""
         members = self._nodes.membership.members.values()
         infos = [member.info for member in members if member.info.role != "encode"]
         longest = [info.prompt_limits.computed for info in infos if info.prompt_limits is not None]
@@ -293,7 +297,7 @@ class RouteChooser:
             )
 
     def _check_soon(self, request: AddRequest, predicted: Prediction) -> None:
-        """Refuse now what would wait too long: later it would have cost others time, too."""
+        """Refuse a request that would wait too long now: later it would have delayed others."""
         most = request.deadline_s
         if self.policy.settings.max_ttft is not None:
             most = min(most, self.policy.settings.max_ttft / 1e3)
@@ -307,8 +311,8 @@ class RouteChooser:
             )
 
     def first_token(self, request_id: str, ttft_s: float) -> None:
-        """The client of a request has its first token."""
-        in_turn = self.policy.costs.computed(request_id)
+        """Record that the client of a request has its first token."""
+        in_order = self.policy.costs.computed(request_id)
         known = self._open.get(request_id)
         if known is None:
             return
@@ -319,8 +323,8 @@ class RouteChooser:
         if route.predicted is not None:
             if route.source is not None:
                 load, since = self._loads.get(target, IDLE), self._loads.prefill_since.get(target)
-                known.held_s = costs.held_s(route.target, load, since)
-            if in_turn:
+                known.step_wait_s = costs.step_wait_s(route.target, load, since)
+            if in_order:
                 costs.observed(route.prefills.node_id, route.predicted, ttft_s)
             later = ttft_s - route.predicted.ttft_s
             if route.margin_s is not None:
@@ -331,7 +335,7 @@ class RouteChooser:
             self._metrics.ttft_relative_error.observe(error / max(ttft_s, 1e-6))
 
     def second_token(self, request_id: str, seconds: float) -> None:
-        """The second token came so long after the first."""
+        """Record that the second token came `seconds` after the first."""
         known = self._open.get(request_id)
         if known is None:
             return
@@ -339,11 +343,11 @@ class RouteChooser:
         if route.source is not None and route.predicted is not None:
             late = seconds - route.predicted.step_s
             known.decision.observed_late_s = max(0.0, late)
-            unexplained = max(0.0, late - max(known.held_s, route.predicted.wire_s))
+            unexplained = max(0.0, late - max(known.step_wait_s, route.predicted.wire_s))
             self.policy.costs.handed_over(route.source, route.target, unexplained)
 
     def ended(self, request_id: str, generated: int, itl_s: float | None) -> None:
-        """A request is over, after so many tokens; with so long between them, if that is known."""
+        """Record the end of a request after `generated` tokens, with their mean ITL if known."""
         self.policy.costs.computed(request_id)
         known = self._open.pop(request_id, None)
         if known is None or not generated:
@@ -355,8 +359,8 @@ class RouteChooser:
             self._metrics.itl_relative_error.observe(error / max(itl_s, 1e-6))
 
     def explain(self, request_id: str) -> str | None:
-        """Where the prompts of a client's request went; None if that is not remembered."""
-        # Endpoints put the kind of answer before the client's id, and something unique after it.
+        """One line per decision about a client's request; None if none is remembered."""
+        # Node request ids are the answer's kind, the client's id, and a unique suffix.
         named = [
             decision
             for decision in self.decisions

@@ -1,4 +1,4 @@
-"""The router's settings; light, since commands read them, too."""
+"""The router's settings; a light module, since commands read it, too."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from kvbaton.server.network import bearer
 
 @dataclass(frozen=True)
 class MembershipTimers:
-    """Periods and limits.
+    """Periods and limits of `Membership`.
 
     Attributes:
-        heartbeat_s: a registered node calls this often.
-        missed: heartbeats missed until a node is unhealthy.
-        probe_period_s: every node's health is asked this often.
-        probe_timeout_s: and must be answered within this time.
-        failures: failed probes in a row until a node is unhealthy.
-        forget_s: a registered node that was silent for this long is forgotten.
+        heartbeat_s: Seconds between heartbeats of a registered node.
+        missed: Missed heartbeats until a node is unhealthy.
+        probe_period_s: Seconds between health probes of each node.
+        probe_timeout_s: Seconds within which a probe must be answered.
+        failures: Failed probes in a row until a node is unhealthy.
+        forget_s: Seconds of silence after which a registered node is forgotten.
     """
 
     heartbeat_s: float = 1.0
@@ -39,11 +39,13 @@ class RelayTimers:
     """Limits of one request.
 
     Attributes:
-        idle_s: a target that says nothing for this long has failed.
-        finish_grace_s: how long the target may take to confirm an end that the source announced.
-        max_retries: attempts after the first.
-        move_s: how long another node may take to be ready to go on in the target's place.
-        marks_s: how long the end of a timed request waits for what others than the target mark.
+        idle_s: Seconds without output after which a target has failed.
+        finish_grace_s: Seconds that the target may take to confirm an end that the source
+            announced.
+        max_retries: Maximum number of attempts after the first.
+        move_s: Seconds that a successor may take until it can replace the target.
+        marks_s: Seconds that the end of a timed request waits for marks of nodes besides the
+            target.
     """
 
     idle_s: float = 120.0
@@ -55,27 +57,26 @@ class RelayTimers:
 
 @dataclass(frozen=True, kw_only=True)
 class Objectives:
-    """Within which times tokens are to come.
+    """Latency objectives of requests.
 
     Attributes:
-        ttft_slo: milliseconds within which a first token is to come; None for no objective.
-        itl_slo: milliseconds within which each further token is to come: a request's mean.
-        itl_percentile: of a request's times between tokens, instead of their mean.
-        max_itl: milliseconds that no token is to take: nodes compute prompts in chunks that are
-            short enough for who generates beside them, but for those that would be late by that;
-            None takes `itl_slo`.
+        ttft_slo: TTFT objective in milliseconds; None for no objective.
+        itl_slo: ITL objective in milliseconds, for a request's mean; None for no objective.
+        itl_percentile: Percentile of a request's ITLs that `itl_slo` is for, instead of their mean.
+        max_itl: Maximum ITL in milliseconds beside prompts: nodes compute prompts in chunks that
+            are short enough for it, except for prompts that would be late. None takes `itl_slo`.
     """
 
-    ttft_slo: float | None = flag(None, "the first token is to come within this", metavar="MS")
-    itl_slo: float | None = flag(None, "each further token is to come within this", metavar="MS")
+    ttft_slo: float | None = flag(None, "TTFT objective: time until the first token", metavar="MS")
+    itl_slo: float | None = flag(None, "ITL objective: mean time between tokens", metavar="MS")
     itl_percentile: float | None = flag(
         None,
-        "of a request's times between tokens, which --itl-slo is for (not given: their mean)",
+        "percentile of a request's times between tokens that --itl-slo is for (default: the mean)",
         metavar="P",
     )
     max_itl: float | None = flag(
         None,
-        "compute prompts in chunks so short that no token beside them takes longer (--itl-slo)",
+        "compute prompts in chunks so short that decode steps take no longer (--itl-slo)",
         metavar="MS",
     )
 
@@ -94,45 +95,48 @@ class Objectives:
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingPolicy(Objectives):
-    """Which work is given to other nodes, as a user decides it.
+    """How work is distributed to nodes, as a user decides it.
 
     Attributes:
-        min_handover_tokens: shorter prompts are served on one node.
-        min_fetch_tokens: a cached prefix is fetched from another node, by a policy that knows who
-            has which, if so many tokens need not be computed then; 0 fetches none.
-        min_encode_rows: of items that encoder nodes get; None lets the router estimate (see
-            `choose.with_encoders`).
-        policy: name of the policy, or its dotted path; see `router.policies`.
-        max_ttft: milliseconds; a request whose first token is expected later is refused (429). None
-            refuses those that would come after their deadline, and no others.
-        retry_budget: retries per request that a router makes on average, beside 10 per second and
-            those of requests whose node was lost.
+        min_handover_tokens: Minimum prompt tokens for a hand-over; shorter prompts are served by
+            one node.
+        min_fetch_tokens: Minimum number of tokens saved for which a cached prefix is fetched from
+            another node, by a policy that uses prefixes; 0 fetches none.
+        min_encode_rows: Minimum rows of items that encoder nodes get; None lets the router estimate
+            (see `choose.with_encoders`).
+        policy: Name of the policy, or its dotted path; see `router.policies`.
+        max_ttft: Maximum predicted TTFT in milliseconds; beyond it a request is refused (429). None
+            refuses only requests that would miss their deadlines.
+        retry_budget: Mean number of retries per request that a router makes, beside 10 per second
+            and retries after a node was lost.
     """
 
     min_handover_tokens: int = flag(
-        0, "serve shorter prompts on one node (0: hand over always)", metavar="N"
+        0, "serve shorter prompts on one node (0: always hand over)", metavar="N"
     )
     min_fetch_tokens: Count = flag(
-        256, "fetch what another node has cached, from so many tokens on (0: never)", metavar="N"
+        256,
+        "fetch a prefix cached by another node if it saves N tokens or more (256; 0: never)",
+        metavar="N",
     )
     min_encode_rows: Count | None = flag(
         None,
-        "let encoder nodes encode images of at least so many tokens, and no others "
-        "(0: all; not given: each image where that is estimated to be faster)",
+        "let encoder nodes encode images of N tokens or more, and no others "
+        "(0: all; default: each image where that is estimated to be faster)",
         metavar="N",
     )
     policy: str = flag(
         "cost",
-        "who gets a request: round-robin, least-loaded, prefix-aware, sticky, threshold, cost, or "
+        "routing policy: round-robin, least-loaded, prefix-aware, sticky, threshold, cost, or "
         "package.module:Class",
         metavar="NAME",
     )
     max_ttft: float | None = flag(
-        None, "refuse (429) requests whose first token is expected later", metavar="MS"
+        None, "refuse (429) requests whose predicted TTFT is longer", metavar="MS"
     )
     retry_budget: float = flag(
         0.2,
-        "requests that are tried again because nodes refuse or fail: at most so many per request",
+        "maximum number of retries per request, on average, when nodes refuse or fail",
         metavar="SHARE",
     )
 
@@ -150,7 +154,7 @@ class DispatchConfig(RoutingPolicy):
     """How requests are dispatched.
 
     Attributes:
-        timers: of each request.
+        timers: Limits of each request.
     """
 
     timers: RelayTimers = field(default_factory=RelayTimers)
@@ -163,36 +167,35 @@ def _static(role: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig(EndpointConfig):
-    """All that a router needs to know.
+    """All settings of a router.
 
     Attributes:
-        model: folder of the model, for its tokenizer; None asks the first static node,
-            or waits for the first node that registers.
-        workers: processes that answer, behind one port.
-        fd: an inherited socket that already listens; overrides host and port.
-        any_role: URLs of nodes of the role ``any`` that do not register themselves.
+        model: Folder of the model, for its tokenizer; None asks the first static node, or waits for
+            the first node that registers.
+        workers: Number of processes that answer, behind one port.
+        fd: Inherited socket that already listens; overrides host and port.
+        any_role: URLs of nodes of role ``any`` that do not register themselves.
         prefill: URLs of prefill nodes that do not register themselves.
         decode: URLs of decode nodes that do not register themselves.
         encode: URLs of encoder nodes that do not register themselves.
-        node_api_key: with which nodes' HTTP endpoints are asked; None takes the first of
-            `api_keys`.
-        start_timeout_s: how long a static node may take to say what model it serves.
-        membership: timers.
-        dispatch: timers and policy.
+        node_api_key: API key for nodes' HTTP endpoints; None takes the first of `api_keys`.
+        start_timeout_s: Seconds that a static node may take to report what model it serves.
+        membership: Timers of membership.
+        dispatch: Timers and policy of dispatch.
     """
 
     GROUP: ClassVar[str | None] = None
 
     model: str | None = flag(
         None,
-        "folder of the model, for its tokenizer; without it, where the first node says",
+        "folder of the model, for its tokenizer; without it, the one that the first node reports",
         metavar="DIR",
     )
     workers: Count = flag(1, "processes that answer, behind one port", metavar="N")
     fd: int | None = flag(None, SUPPRESS)
     node_api_key: str | None = flag(
         None,
-        "presented to nodes (the first --api-key; $KVBATON_NODE_API_KEY)",
+        "API key presented to nodes (the first --api-key; $KVBATON_NODE_API_KEY)",
         variable="KVBATON_NODE_API_KEY",
         secret=True,
         metavar="KEY",
@@ -214,12 +217,12 @@ class RouterConfig(EndpointConfig):
 
     @property
     def node_headers(self) -> dict[str, str]:
-        """With which nodes' HTTP endpoints are asked."""
+        """Headers of requests to nodes' HTTP endpoints."""
         return bearer(self.node_api_key or next(iter(self.api_keys), None))
 
     @property
     def static_nodes(self) -> list[tuple[str, str]]:
-        """(url, role) of each node named by a flag."""
+        """(url, role) of each node that a flag names."""
         named = {
             "any": self.any_role,
             "prefill": self.prefill,

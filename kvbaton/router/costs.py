@@ -1,6 +1,6 @@
-"""What a choice of nodes costs, in seconds, from what nodes say of their speed (`NodeInfo.load`).
+"""Costs of routes in seconds, from the step costs that nodes report (`NodeInfo.load`).
 
-Each node tells in its heartbeats what its steps take by what is in them, so all routers know the
+Nodes report in their heartbeats how long their steps take by their content, so all routers know the
 same. What lies between a node's steps and a client is learned from requests (`router.overheads`).
 """
 
@@ -25,39 +25,39 @@ from kvbaton.router.prompt_queue import PromptQueue
 from kvbaton.router.role_plan import RolePlan
 from kvbaton.router.wires import UNKNOWN, Wires
 
-LENGTHS = 128
-"""Of the last texts, of which a quarter is short."""
+RECENT_LENGTHS = 128
+"""Number of recent sequences whose lengths give `CostModel.short_output`."""
 SHARE_S = (1.0, 4.0)
-"""Least and most time over which it is averaged how much of a node's time prompts take, and how
-many sequences come to it; between, it is as long as `SHARE_TEXTS` texts take, and at first as there
-have been requests."""
-SHARE_TEXTS = 8.0
-MOST_SHARE = 0.95
+"""Minimum and maximum time constant, in seconds, of means over a node's recent work (shares of its
+time, requests per second). It is the time that `SHARE_SEQUENCES` sequences take, within these
+bounds, but no longer than requests have been coming."""
+SHARE_SEQUENCES = 8.0
+MAX_SHARE = 0.95
 DEFAULT_STEP_TOKENS = 2048
-LEAST_S = 1e-6
-"""That a step full of a prompt is believed to take longer, also by those who say it is nothing."""
+MIN_FULL_S = 1e-6
+"""Minimum seconds that a full prompt chunk adds to a step, also at nodes that report none."""
 GUESSED_WIRE = 0.25
-"""Of what computing tokens takes, their way from a node while no wire has been measured: a free one
-would have prompts travel to who has them not, and hand-overs made for nothing."""
+"""Wire time of a token as a share of its prefill time, while no wire has been measured. With a free
+wire, prompts would go to nodes that do not have them cached, and be handed over for nothing."""
 BESIDE_HANDOVER = 0.02
-"""Of what computing tokens takes, so much longer take steps of the node that they leave, and of the
-one where they come: 0.4 to 0.5 us a token of 8B, which takes 22 (docs/performance.md)."""
+"""Seconds that a token's hand-over adds to steps of its source, and of its target, as a share of
+the token's prefill time: 0.4 to 0.5 us for 8B, of 22 (docs/performance.md)."""
 FIRST_OUTPUT = 128.0
-"""Tokens that a request is expected to generate, while none has ended;"""
-FIRST_TEXTS = 8.0
-"""believed as if so many had ended,"""
-LAST_TEXTS = 64.0
-"""and later those of about so many are."""
+"""Tokens that a request is expected to generate while none has ended."""
+PRIOR_SEQUENCES = 8.0
+"""Weight of `FIRST_OUTPUT`, as a number of ended sequences."""
+RECENT_SEQUENCES = 64.0
+"""Number of recent sequences that the mean length is taken over, about."""
 
 
 class StepSpeed(Struct, frozen=True):
-    """What a step of one node takes; fields as `STEP_COSTS`, in seconds.
+    """How long steps of one node take; fields as `STEP_COSTS`, in seconds.
 
     Attributes:
-        step_tokens: most tokens of one step.
-        mixed_tokens: most of one with sequences that decode.
-        full_s: what so many tokens of a prompt add to a step.
-        max_itl_s: what it may take where sequences decode in it; prompts come in chunks for that.
+        step_tokens: Maximum tokens of one step.
+        mixed_tokens: Maximum tokens of one step that has decoding sequences.
+        full_s: Seconds that `step_tokens` of a prompt add to a step.
+        max_itl_s: Objective for steps that have decoding sequences; prompts come in chunks for it.
     """
 
     step_s: float = 0.0
@@ -71,45 +71,45 @@ class StepSpeed(Struct, frozen=True):
     max_itl_s: float = math.inf
 
     def chunk_tokens(self, step_s: float) -> int:
-        """Most tokens of a prompt in a step that takes so long for those who decode in it."""
+        """Maximum prompt tokens in a step that takes `step_s` for its decoding sequences alone."""
         budgets = self.step_tokens, self.mixed_tokens
         return chunk_tokens(self.max_itl_s, step_s, self.prefill_token_s, *budgets)
 
     def prefill_s(self, new: int, cached: int) -> float:
-        """To compute the last `new` tokens of a prompt, without the steps themselves."""
+        """Seconds to compute the last `new` tokens of a prompt, without the cost per step."""
         attended = new * (cached + new / 2) / 1000
         return self.prefill_token_s * new + self.prefill_context_s * attended
 
     def decode_s(self, sequences: float, tokens: float) -> float:
-        """What decoding sequences with so many tokens in all add to a step."""
+        """Seconds that decoding sequences with `tokens` tokens in all add to a step."""
         return self.decode_sequence_s * sequences + self.decode_context_s * tokens / 1000
 
 
 class CostModel:
-    """Predicts what requests take at nodes.
+    """Predicts how long requests take at nodes.
 
     Args:
-        clock: monotonic seconds.
+        clock: Monotonic seconds.
 
     Attributes:
-        ttft_slo_s: objective of first tokens.
-        max_itl_s: what tokens beside a prompt may take.
-        output_tokens: that a request generates, of late: by what all do, over how many end.
-        relayed: tokens that clients were told; who tells them counts them here.
-        short_output: that a quarter of the last requests do not exceed.
-        wires: between nodes.
-        roles: which nodes only generate; None without an objective of the tokens after the first.
+        ttft_slo_s: TTFT objective.
+        max_itl_s: Longest time between tokens that a prompt chunk may cause.
+        output_tokens: Mean number of tokens that requests generate, of late.
+        relayed: Number of tokens relayed to clients; whoever relays them counts them here.
+        short_output: First quartile of the lengths of recent sequences.
+        wires: Wires between nodes.
+        roles: Decides which nodes only decode; None without an ITL objective.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.ttft_slo_s = self.max_itl_s = math.inf
         self.output_tokens = FIRST_OUTPUT
-        self.short_output = FIRST_OUTPUT * math.log(4 / 3)  # a quarter of exponential lengths
+        self.short_output = FIRST_OUTPUT * math.log(4 / 3)  # first quartile of exponential lengths
         self.wires = Wires(clock)
-        self._generated, self._ended = FIRST_TEXTS * FIRST_OUTPUT, FIRST_TEXTS
+        self._generated, self._ended = PRIOR_SEQUENCES * FIRST_OUTPUT, PRIOR_SEQUENCES
         self._ended_tokens = self._generated
         self.relayed = self._counted = self._live_tokens = self._live = 0
-        self._lengths = deque[int](maxlen=LENGTHS)
+        self._lengths = deque[int](maxlen=RECENT_LENGTHS)
         self._handovers: dict[tuple[str, str], Handovers] = {}
         self._clock = clock
         self._overhead = Overhead()
@@ -121,29 +121,29 @@ class CostModel:
         self._elsewhere: dict[str, tuple[float, int]] = {}
         self._prefilled: dict[str, tuple[float, float, float, float]] = {}
         self._targeted: dict[str, tuple[float, float, float]] = {}
-        self._crossed: dict[str, tuple[float, float]] = {}
+        self._handover_shares: dict[str, tuple[float, float]] = {}
         self._queues: dict[str, PromptQueue] = {}
         self._queued_at: dict[str, str] = {}
         self.roles: RolePlan | None = None
 
     @property
     def chunks_fit(self) -> bool:
-        """Prompts come in chunks that keep no text from its objective; see `RolePlan.fits`."""
+        """Prompts come in chunks by which no sequence misses its objective; see `RolePlan.fits`."""
         return self.roles is not None and self.roles.fits
 
     # --- speeds ---
 
     def learn(self, nodes: Sequence[NodeInfo], loads: NodeLoads) -> bool:
-        """Take in what nodes say now; False if none has measured what a prompt takes.
+        """Take in nodes' reports; return False if none has measured how long a prompt takes.
 
-        The same list again (which nobody may have changed) says nothing new.
+        The same list object again is skipped, so nobody may change it.
 
-        Of terms that a node has never had in a step it takes the mean of the others: a prefill node
-        does not know how fast it would decode. What waits there beyond what this router has had
-        there while the report was made (`loads`) is other routers'.
+        Of terms that a node has never measured, it gets the mean of the others: a prefill node does
+        not know how fast it would decode. Queued tokens beyond those that this router may have had
+        there when the report was made (`loads`) are other routers'.
         """
         self._count_tokens()
-        # Means reach back to the first request, not into the time before.
+        # The time before the first request does not count in means.
         given_s = self._clock() - self._given_since
         self._mean_s = min(self._share_s, max(SHARE_S[0], given_s))
         if nodes is self._learned:
@@ -157,8 +157,8 @@ class CostModel:
         mean = {term: sum(seconds) / len(seconds) for term, seconds in told.items()}
         measured = "prefill_token_s" in mean
         self._learned, self._measured = nodes, measured
-        texts_s = SHARE_TEXTS * self.output_tokens * mean.get("step_s", math.inf)
-        self._share_s = min(max(texts_s, SHARE_S[0]), SHARE_S[1])
+        lifetimes_s = SHARE_SEQUENCES * self.output_tokens * mean.get("step_s", math.inf)
+        self._share_s = min(max(lifetimes_s, SHARE_S[0]), SHARE_S[1])
         self._speeds = {}
         elsewhere, self._elsewhere, now = self._elsewhere, {}, self._clock()
         for node in nodes:
@@ -183,7 +183,7 @@ class CostModel:
             self._overhead.scales,
             self._prefilled,
             self._targeted,
-            self._crossed,
+            self._handover_shares,
             self._queues,
         )
         for by_node in of_nodes:
@@ -194,7 +194,7 @@ class CostModel:
         return measured
 
     def speed(self, node: NodeInfo) -> StepSpeed:
-        """Of a node that `learn` was told of."""
+        """Step speed of a node that `learn` was given."""
         _, speed = self._speeds[node.node_id]
         assert speed is not None, "ask only what `learn` has found measured"
         return speed
@@ -211,45 +211,48 @@ class CostModel:
         holders: Iterable[tuple[NodeInfo, int]] = (),
         ahead: float = 1.0,
     ) -> Prefill:
-        """Of computing a prompt on a node, or of fetching the start of it if that is faster.
+        """Predict the prefill of a prompt on a node; it fetches a cached prefix if that is faster.
 
         Args:
-            node: who.
-            load: what it has in flight.
-            since: when it began what it is computing now; None if nothing of ours.
-            new: tokens of the prompt to compute.
-            cached: tokens that it holds.
-            holders: others that could send it more, and how many tokens they hold.
-            ahead: share of the prompts there that go before it.
+            node: Node that computes the prompt.
+            load: Its load.
+            since: When it began the prompt that it computes now; None if it has none of ours.
+            new: Number of prompt tokens to compute.
+            cached: Number of prompt tokens that it holds.
+            holders: Nodes that could send it a longer prefix, each with the number of tokens it
+                holds.
+            ahead: Share of the prompts queued there that are served before this one.
         """
         speed = self.speed(node)
         own = computed = speed.prefill_s(new, cached)
         holder, fetch_s, saved_s, end = None, 0.0, None, new + cached
         for other, held in holders:
-            less = held if held < end else end - 1
-            rest = speed.prefill_s(end - less, less)
+            fetched = held if held < end else end - 1
+            rest = speed.prefill_s(end - fetched, fetched)
             wire = self.wires.speed(other, node)
             if wire is UNKNOWN:
-                on_way = GUESSED_WIRE * (computed - rest)
+                wire_s = GUESSED_WIRE * (computed - rest)
             else:
-                on_way = wire.fetch_s + wire.token_s * (less - cached) + self.wires.queued_s(other)
-            saved = computed - rest - on_way
+                wire_s = (
+                    wire.fetch_s + wire.token_s * (fetched - cached) + self.wires.queued_s(other)
+                )
+            saved = computed - rest - wire_s
             if saved_s is None or saved > saved_s:
                 saved_s = saved
                 if saved >= 0:
-                    holder, fetch_s, own, new = other, on_way, rest, end - less
+                    holder, fetch_s, own, new = other, wire_s, rest, end - fetched
         queued_tokens, queued = load.prompt_tokens, 0.0
         told_at, elsewhere = self._elsewhere[node.node_id]
-        if elsewhere:  # of other routers, as of the last heartbeat, less what was done since
+        if elsewhere:  # other routers' prompts, as of the last heartbeat, less the time since
             left = max(0.0, speed.prefill_s(elsewhere, 0) - (self._clock() - told_at))
             queued_tokens += elsewhere
             queued = left
         decoding = load.sequences - load.pending
         each = speed.step_s + (speed.decode_s(decoding, load.tokens) if decoding else 0.0)
-        late_s, queue = 0.0, self._queues.get(node.node_id)
+        deferred_s, queue = 0.0, self._queues.get(node.node_id)
         if queue is not None:
-            late_s = queue.late_s
-        wait = ahead * (self._left_s(load, since, late_s) + queued)
+            deferred_s = queue.deferred_s
+        wait = ahead * (self._left_s(load, since, deferred_s) + queued)
         wait += each / 2 if decoding else 0.0
         budget = speed.chunk_tokens(each) if decoding else speed.step_tokens
         alone_s, all_tokens = wait + fetch_s + own, ahead * queued_tokens + new
@@ -261,7 +264,7 @@ class CostModel:
         late = ttft > self.ttft_slo_s
         if late and queue is not None:
             late = own >= queue.longest_s
-            more = late_s if late else -min(wait, queue.longest_s)
+            more = deferred_s if late else -min(wait, queue.longest_s)
             wait, model = wait + more, model + more
             ttft = self._overhead.predict(node.node_id, model)
         work = own + (0.0 if decoding else math.ceil(new / budget) * each)
@@ -271,16 +274,16 @@ class CostModel:
         return Prefill(ttft, model, wait, work, beside, new, last, fetch_s, *how)
 
     def wait_s(self, node: NodeInfo, load: NodeLoad, since: float | None) -> float:
-        """No first token of `prefill` comes sooner; found faster."""
+        """Lower bound for `ttft_s` of `prefill`, computed faster."""
         left, queue = self._left_s(load, since), self._queues.get(node.node_id)
         if queue is not None:
-            left = max(0.0, left - queue.late_s - queue.longest_s)
+            left = max(0.0, left - queue.deferred_s - queue.longest_s)
         return self._overhead.predict(node.node_id, left)
 
-    def _left_s(self, load: NodeLoad, since: float | None, late_s: float = 0.0) -> float:
-        """Seconds of our prompts at a node that are to come, without some that go last."""
+    def _left_s(self, load: NodeLoad, since: float | None, deferred_s: float = 0.0) -> float:
+        """Seconds until our prompts at a node are computed, without deferred ones."""
         done_s = self._clock() - since if since is not None else 0.0
-        return max(0.0, load.prefill_us / 1e6 - late_s - done_s)
+        return max(0.0, load.prefill_us / 1e6 - deferred_s - done_s)
 
     def decode(
         self,
@@ -293,47 +296,47 @@ class CostModel:
         after_s: float = math.inf,
         alone: bool = False,
     ) -> Decode:
-        """Of generating after a prompt of so many tokens on a node.
+        """Predict decoding on a node, after a prompt of `num_tokens` tokens.
 
         Args:
-            node: who.
-            load: what it has in flight.
-            since: when it began what it is computing now; None if nothing of ours.
-            num_tokens: of the prompt.
-            output_tokens: that are expected.
-            after_s: when the first token is there; prompts that wait at the node now are computed
-                first, the rest of them meanwhile.
-            alone: nothing is in flight anywhere. Then the prompts of late are no sign that others
-                will come in between: most likely they were this client's own.
+            node: Node that decodes.
+            load: Its load.
+            since: When it began the prompt that it computes now; None if it has none of ours.
+            num_tokens: Number of prompt tokens.
+            output_tokens: Number of tokens expected to be generated.
+            after_s: Seconds until the first token; of the prompts queued there now, what takes
+                longer than that delays the sequence.
+            alone: Whether nothing is in flight anywhere. Then recent prompts are no sign that
+                others will come in between: most likely they were this client's own.
         """
         speed = self.speed(node)
-        share, longer, meet = 0.0, 1.0, 1.0
+        share, slowdown, decoding_share = 0.0, 1.0, 1.0
         if not alone:
-            share, longer = self.prefill_share(node), 1 / (1 - self.crossing_share(node))
-        if load.pending and load.sequences:  # many wait elsewhere, and never meet
+            share, slowdown = self.prefill_share(node), 1 / (1 - self.handover_share(node))
+        if load.pending and load.sequences:  # not all of these decode at once
             every_s = speed.step_s + speed.decode_s(load.sequences, load.tokens)
-            meet = self._generating(node, output_tokens * every_s / (1 - share))
-            meet = max(meet, 1.0 - load.pending / load.sequences)
-        sequences, tokens = meet * load.sequences, meet * load.tokens
-        if self._live:  # what they have generated is context, too
+            decoding_share = self._decoding_share(node, output_tokens * every_s / (1 - share))
+            decoding_share = max(decoding_share, 1.0 - load.pending / load.sequences)
+        sequences, tokens = decoding_share * load.sequences, decoding_share * load.tokens
+        if self._live:  # generated tokens are context, too
             tokens += (load.sequences - load.pending) * self._live_tokens / self._live
         before = speed.decode_s(sequences, tokens)
         after = speed.decode_s(sequences + 1, tokens + num_tokens)
         free = node.load.get("free_blocks")
         room = free is None or free * node.block_size >= num_tokens
-        if node.num_blocks:  # those whose prompts are on their way hold all their blocks, too
+        if node.num_blocks:  # sequences whose prompts are on their way hold all their blocks, too
             room = room and node.num_blocks * node.block_size >= load.tokens + num_tokens
-        step_s = longer * (speed.step_s + after)
+        step_s = slowdown * (speed.step_s + after)
         chunk = speed.chunk_tokens(step_s)
         full_s = speed.full_s if chunk == speed.step_tokens else speed.prefill_s(chunk, 0)
-        full_s = max(full_s, LEAST_S)
+        full_s = max(full_s, MIN_FULL_S)
         _, in_all, per_s, _ = self._prefilled.get(node.node_id, (0.0, 0.0, 1.0, 0.0))
         queued_s = load.prefill_us / 1e6
         backlog_s = max(0.0, self._left_s(load, since) - after_s)
         return Decode(
             itl_s=max(step_s / (1 - share), step_s + backlog_s / output_tokens),
             step_s=step_s,
-            others_s=longer * (speed.step_s + before) / (1 - share),
+            others_s=slowdown * (speed.step_s + before) / (1 - share),
             queued_s=queued_s,
             backlog_s=backlog_s,
             prefill_share=share,
@@ -345,43 +348,43 @@ class CostModel:
         )
 
     def prefill_share(self, node: NodeInfo) -> float:
-        """Share of a node's time that prompts of ours take, of late."""
+        """Share of a node's recent time that prefill of our prompts took."""
         at, share, *_ = self._prefilled.get(node.node_id, (0.0, 0.0))
-        return min(MOST_SHARE, share * self._kept(at)) if share else 0.0
+        return min(MAX_SHARE, share * self._kept(at)) if share else 0.0
 
     def prompts_per_s(self, node: NodeInfo) -> float:
-        """Prompts per second that a node was given to compute, of late."""
+        """Prompts per second that a node was recently given to compute."""
         at, *_, prompts = self._prefilled.get(node.node_id, (0.0, 0.0))
         return prompts * self._kept(at) if prompts else 0.0
 
-    def crossing_share(self, node: NodeInfo) -> float:
-        """Share of a node's time that steps take longer for KV that leaves it or comes, of late."""
-        at, share = self._crossed.get(node.node_id, (0.0, 0.0))
-        return min(MOST_SHARE, share * self._kept(at)) if share else 0.0
+    def handover_share(self, node: NodeInfo) -> float:
+        """Share of a node's recent time by which hand-overs to or from it made steps longer."""
+        at, share = self._handover_shares.get(node.node_id, (0.0, 0.0))
+        return min(MAX_SHARE, share * self._kept(at)) if share else 0.0
 
-    def _generating(self, node: NodeInfo, seconds: float) -> float:
-        """Share of its time at a node that a sequence generates, which takes so many seconds.
+    def _decoding_share(self, node: NodeInfo, seconds: float) -> float:
+        """Share of its time at a node that a sequence decodes, if decoding takes `seconds`.
 
-        Of the sequences that are there so many generate at a time (Little's law); the others wait
-        for their first tokens as long as those did that the node was given of late.
+        By Little's law it is also the share of the node's sequences that decode at a time; the
+        others wait for their first tokens, as long as recent ones did.
         """
         _, per_s, waits = self._targeted.get(node.node_id, (0.0, 0.0, 0.0))
         return seconds / (seconds + waits / per_s) if per_s and seconds else 1.0
 
     def targets_per_s(self, node: NodeInfo) -> float:
-        """Sequences per second that a node was given to generate, of late."""
+        """Sequences per second that a node was recently given to decode."""
         if self.roles is not None and node.node_id in self.roles.generating:
             return self.roles.per_s
         at, per_s, _ = self._targeted.get(node.node_id, (0.0, 0.0, 0.0))
         return per_s * self._kept(at) if per_s else 0.0
 
     def _kept(self, at: float) -> float:
-        """What is left of a mean per second that was such then."""
+        """Factor by which a mean that was computed at time `at` has faded since."""
         return math.exp((at - self._clock()) / self._mean_s)
 
     def assigned(self, prefills: NodeInfo, target: NodeInfo, predicted: Prediction) -> None:
-        """A prompt was given to a node, and what it generates to the same or another one."""
-        # Means, not sums: how long they reach back changes with how long texts take.
+        """Record that a prompt was given to a node, and its decoding to that or another one."""
+        # Means, not sums: their time constant changes with how long sequences take.
         now, share_s = self._clock(), self._mean_s
         self._given_since = min(self._given_since, now)
         nothing = now, 0.0, 0.0, 0.0
@@ -393,7 +396,7 @@ class CostModel:
         count, queue = 1.0, self._queues.get(prefills.node_id)
         if speed is not None and speed.full_s:
             count = work_s / speed.full_s
-            if queue is None or not queue.longest_s:  # else it shares a step with those that wait
+            if queue is None or not queue.longest_s:  # else it shares a step with queued prompts
                 count = math.ceil(count)
         self._prefilled[prefills.node_id] = (
             now,
@@ -408,17 +411,17 @@ class CostModel:
         given = now, kept * per_s + 1.0 / share_s, kept * waits + predicted.ttft_s / share_s
         self._targeted[target.node_id] = given
 
-    def crosses(self, source: NodeInfo, target: NodeInfo, tokens: int) -> None:
-        """So many tokens' KV is to be handed over."""
+    def handover_begun(self, source: NodeInfo, target: NodeInfo, tokens: int) -> None:
+        """Record that the KV of `tokens` tokens is to be handed over."""
         self.wires.sent(source, target, tokens)
         now = self._clock()
         for node in (source, target):
-            at, share = self._crossed.get(node.node_id, (now, 0.0))
-            more = self.beside_s(node, tokens) / self._mean_s
-            self._crossed[node.node_id] = now, self._kept(at) * share + more
+            at, share = self._handover_shares.get(node.node_id, (now, 0.0))
+            more = self.handover_slowdown_s(node, tokens) / self._mean_s
+            self._handover_shares[node.node_id] = now, self._kept(at) * share + more
 
     def queued(self, request_id: str, node: NodeInfo, predicted: Prediction) -> None:
-        """A prompt waits at a node until it is `computed`, or given to another."""
+        """Record that a prompt waits at a node, until it is `computed` or given to another node."""
         if request_id in self._queued_at:
             self.computed(request_id)
         queue = self._queues.get(node.node_id)
@@ -428,21 +431,21 @@ class CostModel:
         self._queued_at[request_id] = node.node_id
 
     def handover(self, source: NodeInfo, target: NodeInfo) -> float:
-        """Seconds that second tokens come later for a hand-over than `wire_s` says; 0 or more."""
+        """Seconds that second tokens come later than `wire_s` predicts; at least 0."""
         known = self._handovers.get((source.node_id, target.node_id))
         return 0.0 if known is None else known.predict(self._clock())
 
     def wire_s(self, source: NodeInfo, target: NodeInfo, tokens: int, prefill: Prefill) -> float:
-        """Seconds from the first token until all of a prompt has come to its target.
+        """Seconds from the first token until all of a prompt's KV is at its target.
 
-        What a step has computed leaves meanwhile the next ones run: what is left is the last one's,
-        or more if the wire is slower than the source.
+        The KV of each step is sent while the next one runs. So what is left is the last step's, or
+        more if the wire is slower than the source.
 
         Args:
-            source: who computes it.
-            target: who generates.
-            tokens: of the prompt that the target lacks.
-            prefill: what is expected of the source.
+            source: Node that computes the prompt.
+            target: Node that decodes.
+            tokens: Number of prompt tokens that the target lacks.
+            prefill: Prediction for the source.
         """
         wire = self.wires.speed(source, target)
         token_s = wire.token_s
@@ -456,26 +459,26 @@ class CostModel:
         waits = self.wires.queued_s(source) - prefill.ttft_s
         return wire.handover_s + behind + max(0.0, waits)
 
-    def beside_s(self, node: NodeInfo, tokens: int) -> float:
-        """What steps of a node take longer since so many tokens' KV leaves it, or comes there."""
+    def handover_slowdown_s(self, node: NodeInfo, tokens: int) -> float:
+        """Seconds that sending or receiving `tokens` tokens' KV adds to a node's steps."""
         return BESIDE_HANDOVER * self.speed(node).prefill_token_s * tokens
 
-    def held_s(self, node: NodeInfo, load: NodeLoad, since: float | None) -> float:
-        """Seconds until a node's next step, which a sequence that is handed over waits for.
+    def step_wait_s(self, node: NodeInfo, load: NodeLoad, since: float | None) -> float:
+        """Seconds that a handed-over sequence waits for the next step of a node.
 
         Args:
-            node: who generates.
-            load: what it has in flight.
-            since: when it began the prompts that it computes now; None if there are none of ours.
+            node: Node that decodes.
+            load: Its load.
+            since: When it began the prompts that it computes now; None if it has none of ours.
         """
-        _, speed = self._speeds.get(node.node_id, (None, None))  # it may have left meanwhile
+        _, speed = self._speeds.get(node.node_id, (None, None))  # the node may have left meanwhile
         if since is None or speed is None:
             return 0.0
         left = self._left_s(load, since)
         return min(left, speed.step_s + speed.full_s)
 
     def plan_roles(self, loads: Mapping[str, NodeLoad], num_tokens: int) -> None:
-        """See which nodes only generate, before one with so long a prompt is placed."""
+        """Update which nodes only decode, if due, before a prompt of `num_tokens` comes."""
         roles, now = self.roles, self._clock()
         if roles is None or not roles.is_due(now, num_tokens):
             return
@@ -488,54 +491,54 @@ class CostModel:
         tokens = roles.prompt_tokens + (self._live_tokens / self._live if self._live else 0.0)
         how = speed.step_s, speed.decode_s(1, tokens), speed.full_s, self.output_tokens
         for node_id in roles.plan(now, there, *how, self._live):
-            self._prefilled.pop(node_id, None)  # prompts to come are given to others
+            self._prefilled.pop(node_id, None)  # prompts to come are given to other nodes
 
     # --- what comes of them ---
 
     def computed(self, request_id: str) -> bool:
-        """A prompt waits no more; False if it came sooner or later in turn than was expected."""
+        """Record that a prompt waits no more; False if its place was mispredicted."""
         queue = self._queues.get(self._queued_at.pop(request_id, ""))
         return queue is None or queue.remove(request_id)
 
     def observed(self, node_id: str, predicted: Prediction, ttft_s: float) -> None:
-        """A first token came after so long."""
+        """Record when a first token came."""
         if predicted.full and predicted.model_s > self.ttft_slo_s:
-            return  # when it comes depends on who else does
+            return  # when it comes depends on which prompts come later
         self._overhead.observe(node_id, predicted.model_s, ttft_s)
 
     def handed_over(self, source: NodeInfo, target: NodeInfo, late_s: float) -> None:
-        """A second token came so much later than `wire_s` and the target's steps explain."""
+        """Record how much later a second token came than wire and steps explain."""
         known = self._handovers.setdefault((source.node_id, target.node_id), Handovers())
         known.observe(late_s, self._clock())
 
-    def begun(self, texts: int) -> None:
-        """Texts have their second token, and go on until they are `finished`."""
-        self._live += texts
+    def begun(self, sequences: int) -> None:
+        """Record that sequences have their second tokens; they are live until `finished`."""
+        self._live += sequences
 
-    def finished(self, tokens: int, texts: int = 1) -> None:
-        """Texts of one request are over, after so many tokens that were `relayed`, in all."""
+    def finished(self, tokens: int, sequences: int = 1) -> None:
+        """Record the end of a request's sequences, of which `tokens` were `relayed` in all."""
         self._count_tokens()
         self._live_tokens -= tokens
         if tokens > 1:
-            self._live -= texts
+            self._live -= sequences
         if not self._live:
             self._live_tokens = 0
         if not tokens:
             return
-        kept = min(1.0, LAST_TEXTS / (self._ended + texts))
+        kept = min(1.0, RECENT_SEQUENCES / (self._ended + sequences))
         self._generated *= kept
         self._ended_tokens = kept * (self._ended_tokens + tokens)
-        self._ended = kept * (self._ended + texts)
+        self._ended = kept * (self._ended + sequences)
         self._count_tokens()
-        self._lengths.append(tokens // texts)
+        self._lengths.append(tokens // sequences)
         self.short_output = float(sorted(self._lengths)[len(self._lengths) // 4])
 
     def _count_tokens(self) -> None:
-        """What all texts generate, over how many end, is how long they are.
+        """Update the mean length: tokens generated by all sequences over the number ended.
 
-        The mean of those that have ended would be too short while long ones have yet to end. But
-        where none could have ended yet, that says nothing: so none is believed to go on for longer
-        than it has, or than texts are believed to be at first.
+        The mean of ended sequences would be too short while long ones go on. But that ratio says
+        nothing where none could have ended yet. So no live sequence is expected to go on for longer
+        than it has, or than `FIRST_OUTPUT` if that is longer.
         """
         new, self._counted = self.relayed - self._counted, self.relayed
         self._generated += new

@@ -1,4 +1,4 @@
-"""The driver of `RequestRelay`: its clock, its requests to nodes, and who is told its tokens."""
+"""Drives `RequestRelay`: supplies its clock, sends its requests to nodes, and passes tokens on."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ from kvbaton.router.route import Route
 logger = logging.getLogger(__name__)
 
 MOVES_AT_ONCE = 4
-"""Requests that leave one node are moved so many at a time."""
+"""Maximum number of requests that are moved off one node at the same time."""
 MOVE_TRIES = 3
-"""What could not be moved in so many attempts ends where it is."""
+"""Attempts to move a request, after which it ends where it is."""
 MOVE_PERIOD_S = 0.02
-"""So often it is looked who can be moved next, while any is being moved."""
+"""Seconds between checks for requests to move, while some are being moved."""
 REST_S = 0.25
-"""The same while none can."""
+"""Seconds between these checks while none is being moved."""
 RETRIES_PER_S = 10.0
-"""Retries that are allowed however few requests there are."""
+"""Retries per second that are allowed however few requests there are."""
 MOST_RETRIES = 100.0
-"""That can be saved up."""
+"""Maximum number of retries that can be saved up."""
 
 
 class RetryBudget:
-    """How many retries a router may ask of its nodes: a share of its requests, and a few beside.
+    """Limits a router's retries to a share of its requests, and a few more.
 
-    Where nodes refuse because they have too much to do, each request that is tried again makes it
-    more: without a bound all of them are asked as often as there are attempts. A bucket of retries,
-    as Finagle's ``RetryBudget`` is one, lets those through that a healthy cluster needs.
+    Where nodes refuse requests because of overload, each retry adds to it: without a limit, every
+    request is tried as often as there are attempts. This token bucket, as Finagle's
+    ``RetryBudget``, lets through the retries that a healthy cluster needs.
 
     Args:
-        share: retries that each request adds.
-        clock: monotonic seconds.
+        share: Retries that each request adds.
+        clock: Monotonic seconds.
     """
 
     def __init__(self, share: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -59,11 +59,11 @@ class RetryBudget:
         self._left, self._at = MOST_RETRIES, clock()
 
     def request(self) -> None:
-        """A request has come."""
+        """Record a new request."""
         self._left = min(MOST_RETRIES, self._left + self._share)
 
     def spend(self) -> bool:
-        """Take one retry; False if none is left."""
+        """Take one retry; return False if none is left."""
         now = self._clock()
         self._left = min(MOST_RETRIES, self._left + RETRIES_PER_S * (now - self._at))
         self._at = now
@@ -74,15 +74,15 @@ class RetryBudget:
 
 
 class Dispatcher(TokenSource):
-    """All nodes as one source.
+    """All nodes as one `TokenSource`.
 
     Args:
-        nodes: who there is.
-        metrics: what is counted.
-        loads: what is in flight.
-        chooser: chooses nodes.
-        timers: of each request.
-        retries: that all of them may ask for.
+        nodes: Known nodes.
+        metrics: Metrics to update.
+        loads: Loads of nodes, kept up to date here.
+        chooser: Chooses nodes.
+        timers: Limits of each request.
+        retries: Retry budget of all requests.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Dispatcher(TokenSource):
 
     @override
     def submit(self, request: AddRequest, receiver: OutputReceiver) -> None:
-        if request.params.seed is None:  # all nodes must sample alike
+        if request.params.seed is None:  # both nodes must sample the same tokens
             seeded = replace(request.params, seed=secrets.randbits(63))
             request = replace(request, params=seeded)
         settings = self.chooser.policy.settings
@@ -125,7 +125,7 @@ class Dispatcher(TokenSource):
         try:
             running.perform(running.relay.start(running.started_at))
             running.arm()
-        except Exception:  # nobody was asked
+        except Exception:  # no node was asked
             running.close("refused")
             raise
 
@@ -155,25 +155,25 @@ class Dispatcher(TokenSource):
         )
 
     def count_end(self, outcome: str, tokens: int) -> None:
-        """A request is over, after so many tokens."""
+        """Record the end of a request that relayed `tokens` tokens."""
         self.metrics.requests.counts[(outcome,)] += 1
         self._ended[outcome] += 1
         self._tokens += tokens
 
     def may_retry(self) -> bool:
-        """Whether a request that has failed may be tried again."""
+        """Whether a failed request may be tried again."""
         if self.retries.spend():
             return True
         self.metrics.refused_retries.inc()
         return False
 
     def node_lost(self, node_id: str, reason: str) -> None:
-        """A node is of no use any more: its requests go elsewhere now, not at a timeout."""
+        """Retry the requests of a lost node elsewhere now, rather than at a timeout."""
         for running in list(self.running.values()):
             running.node_lost(node_id, reason)
 
     def leave(self, node_id: str) -> None:
-        """Move what a node generates now to others, where that is possible."""
+        """Move the requests that a node decodes now to other nodes, where possible."""
         there = [r for r in self.running.values() if r.is_at(node_id)]
         if node_id in self._leaving:
             self._leaving[node_id].add(there)
@@ -182,19 +182,19 @@ class Dispatcher(TokenSource):
             departure.step()
 
     def left(self, node_id: str) -> None:
-        """All that was to leave a node has."""
+        """Record that all requests which can leave a node have left."""
         del self._leaving[node_id]
 
 
 class _Departure:
-    """Requests that are to leave a node.
+    """Moves requests off a node.
 
-    They do so a few at a time: the share of its blocks that it pins for a peer is limited.
+    A few move at a time, since a node pins only a limited share of its blocks for a peer.
 
     Args:
-        dispatcher: whose.
-        node_id: of the node.
-        staying: those that have not left yet, the oldest first.
+        dispatcher: The dispatcher.
+        node_id: Id of the node.
+        staying: Requests that have not left yet, the oldest first.
     """
 
     def __init__(self, dispatcher: Dispatcher, node_id: str, staying: list[_Running]) -> None:
@@ -204,12 +204,12 @@ class _Departure:
         self._tries: Counter[_Running] = Counter()
 
     def add(self, staying: list[_Running]) -> None:
-        """Who is there is to leave, it is said again: what could not be moved is tried anew."""
+        """Add requests; those that could not be moved are tried again."""
         self._staying |= dict.fromkeys(staying)
         self._tries.clear()
 
     def step(self) -> None:
-        """Begin what can begin now, and come again while there is more."""
+        """Start the moves that can start now; schedule the next step while requests are left."""
         self._staying = {r: None for r in self._staying if r.is_at(self._node_id)}
         moving = sum(running.relay.is_moving for running in self._staying)
         for running in self._staying:
@@ -219,7 +219,7 @@ class _Departure:
                 continue
             try:
                 began = running.relay.can_move() and running.move()
-            except Exception:  # it goes on where it is, and others leave
+            except Exception:  # this one stays, others still leave
                 logger.exception("a request could not be moved from %s", self._node_id)
                 self._tries[running] = MOVE_TRIES
                 continue
@@ -233,14 +233,14 @@ class _Departure:
 
 
 class _Running:
-    """One client's request on its way.
+    """A client's request in flight.
 
     Attributes:
-        relay: decides what becomes of it.
-        receiver: is told what the relay says.
-        started_at: when the request came, on the loop's clock.
-        read_at: when the first output that it is yet to act on was read; 0 if there is none.
-        marks: of a timed request, what its receiver is yet to be told.
+        relay: State machine of the request.
+        receiver: Receives what the relay sends to the client.
+        started_at: When the request came, on the loop's clock.
+        read_at: When the first output was read that was not relayed yet; 0 if there is none.
+        marks: Marks of a timed request that the receiver does not have yet.
     """
 
     __slots__ = (
@@ -275,10 +275,10 @@ class _Running:
         self._identity = ""
 
     def close(self, outcome: str) -> None:
-        """The relay is done."""
+        """Clean up after the relay has ended."""
         if self._timer is not None:
             self._timer.cancel()
-        self._calls.clear()  # which know us: nothing is left for the garbage collector
+        self._calls.clear()  # reference cycles would be left to the garbage collector
         request_id = self.relay.request.request_id
         del self.dispatcher.running[request_id]
         generated, itl_s = self.relay.num_generated, None
@@ -296,17 +296,17 @@ class _Running:
         """Nodes for an attempt; see `RouteChooser.route`.
 
         Raises:
-            Exception: of the policy, for the first attempt: whoever asks is told.
+            Exception: Whatever the policy raises, for the first attempt only.
         """
         request, chooser = self.relay.request, self.dispatcher.chooser
         try:
-            if self.relay.num_generated:  # by other weights, the rest would not fit what was said
+            if self.relay.num_generated:  # other weights would not continue the relayed text
                 serving = self.dispatcher.nodes.membership.ready().serving
                 avoid |= {n.node_id for n in serving if n.identity != self._identity}
             route = chooser.route(request, num_tokens, items, avoid)
             self._identity = "" if route is None else route.target.identity
             return route
-        except Exception:  # a policy may be anybody's, and others go on
+        except Exception:  # third-party policies may raise anything
             if self.relay.attempt < 0:
                 raise
             logger.exception("no node could be chosen for request %s", request.request_id)
@@ -315,31 +315,31 @@ class _Running:
     # --- moving ---
 
     def is_at(self, node_id: str) -> bool:
-        """Whether a node generates for it, or is to."""
+        """Whether a node decodes the request, or is to."""
         target = self.relay.target
         return target is not None and target.node.node_id == node_id
 
     def move(self) -> bool:
-        """Let it go on elsewhere; False if nobody can take it."""
+        """Move the request to another node; return False if no node can take it."""
         relay, target = self.relay, self.relay.target
         assert target is not None, "there is one while it can move"
         chooser = self.dispatcher.chooser
         try:
             route = chooser.successor(relay.request, relay.known_tokens, target.node)
-        except Exception:  # a policy may be anybody's: others are still to be moved
+        except Exception:  # third-party policies may raise anything
             logger.exception("no node could be chosen for what leaves %s", target.node.node_id)
             return False
         if route is None:
             return False
         self.perform(relay.move(route, self.loop.time()))
         self.receiver.flush()
-        self.arm()  # it has a deadline of its own
+        self.arm()  # a move has its own deadline
         return True
 
     # --- the nodes' side ---
 
     def failed(self, asked: NodeRequest, error: NodeError) -> None:
-        """A node refused, or broke off."""
+        """Pass on that a node refused the request or broke it off."""
         failures = self.dispatcher.metrics.node_request_failures
         failures.counts[asked.node.node_id, asked.side] += 1
         if self.relay.request.timed:
@@ -348,7 +348,7 @@ class _Running:
         self.receiver.flush()
 
     def node_lost(self, node_id: str, reason: str) -> None:
-        """One of the nodes is gone."""
+        """Fail all requests to a lost node."""
         for asked, call in list(self._calls.items()):
             if asked.node.node_id == node_id and not call.done:
                 self.failed(asked, NodeError(f"the node is lost: {reason}", lost=True))
@@ -356,7 +356,7 @@ class _Running:
     # --- carrying out ---
 
     def perform(self, actions: list[Action]) -> None:
-        """Do what the relay wants."""
+        """Carry out the relay's actions."""
         for action in actions:
             match action:
                 case Output():
@@ -392,7 +392,7 @@ class _Running:
                     self.receiver.end(action)
 
     def take_marks(self, asked: NodeRequest, marks: tuple[Mark, ...]) -> None:
-        """A node tells when what happened."""
+        """Add a node's marks."""
         part = f"{asked.part}-{asked.item}" if asked.item else asked.part
         where = asked.node.node_id, part, asked.attempt
         self.marks += (Mark(mark.name, mark.at, *where) for mark in marks)
@@ -402,7 +402,7 @@ class _Running:
         return replace(output, marks=marks)
 
     def _time_token(self) -> None:
-        """The first token came, or the second, which may have waited for a hand-over."""
+        """Record the time of the first or second token (it may wait for a hand-over)."""
         now, request_id = self.loop.time(), self.relay.request.request_id
         self._tokens_timed += 1
         if self._tokens_timed == 1:
@@ -416,14 +416,14 @@ class _Running:
             self._costs.begun(self.relay.request.params.n)
 
     def tick(self) -> None:
-        """Tell the relay the time, and come again when it next wants to know."""
+        """Tell the relay the time, and schedule the next tick."""
         self._timer = None
         self.perform(self.relay.tick(self.loop.time()))
         self.receiver.flush()
         self.arm()
 
     def arm(self) -> None:
-        """See that the relay is told the time when it next wants to know; earlier does no harm."""
+        """Schedule a tick for the relay's next deadline; an earlier tick does no harm."""
         if self.relay.done:
             return
         due = self.relay.next_deadline()
@@ -435,10 +435,10 @@ class _Running:
 
 
 class _NodeCall:
-    """One request to one node over its engine's socket (an `OutputReceiver`), from when it is made.
+    """One request to one node over its engine's socket, sent on creation; an `OutputReceiver`.
 
     Attributes:
-        done: nothing more will come.
+        done: Whether no more outputs are expected.
     """
 
     __slots__ = ("_asked", "_client", "_load", "_queue", "_running", "done")
@@ -455,15 +455,15 @@ class _NodeCall:
                 raise EngineDeadError("its engine is not connected")
             self._client.submit(asked.request, self)
         except (EngineDeadError, RequestError) as error:
-            # The relay is not to be told before all was done that it wanted.
+            # The relay gets this event only after all its current actions are carried out.
             running.loop.call_soon(self.end, error)
 
     def put(self, output: Output) -> None:
-        """The node says this."""
+        """Receive an output of the node."""
         asked, running = self._asked, self._running
         load = self._load
         now = running.loop.time()
-        if load.prompt_tokens or load.pending:  # not any more, if it has a token
+        if load.prompt_tokens or load.pending:  # until the first token
             due = running.started_at + running.dispatcher.chooser.policy.costs.ttft_slo_s
             late = load.sequences if now > due else 0
             self._set_load(NodeLoad(0, load.sequences, load.tokens, late=late))
@@ -473,13 +473,13 @@ class _NodeCall:
         try:
             running.perform(running.relay.output(asked, output, now))
             if output.finish_reason is not None:
-                running.arm()  # an end has a deadline, where it waits for what others say
+                running.arm()  # an end that waits for other nodes has a deadline
         except Exception as error:
             logger.exception("unforeseen failure of a request to %s", asked.node.node_id)
             self.end(RequestError(f"the router failed: {error!r}", status=500))
 
     def flush(self) -> None:
-        """What a step brought was put."""
+        """Receive the end of a step's outputs."""
         running = self._running
         running.receiver.flush()
         if running.read_at:
@@ -487,7 +487,7 @@ class _NodeCall:
             running.read_at = 0.0
 
     def end(self, error: Exception | None) -> None:
-        """Nothing more will come."""
+        """Receive the end of the request."""
         if self.done:
             return
         self.cancel()
@@ -506,7 +506,7 @@ class _NodeCall:
             nodes.unreachable(asked.node, str(error))
 
     def cancel(self) -> None:
-        """Nobody listens any more."""
+        """Stop listening, and cancel the request at the node."""
         if self.done:
             return
         self.done = True
@@ -515,7 +515,7 @@ class _NodeCall:
             self._client.cancel(self._asked.request.request_id)
 
     def _set_load(self, load: NodeLoad) -> None:
-        """What the request is to the node now."""
+        """Set the request's load at the node."""
         if load != self._load:
             loads = self._running.dispatcher.loads
             loads.change(self._asked.node.node_id, self._load, load, self._queue)

@@ -1,4 +1,4 @@
-"""Which nodes are likely to hold an image's encoder output, by the prompts that they computed."""
+"""Remembers which nodes are likely to hold an image's encoder output, by their recent prompts."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from kvbaton.messages.engine import Item
 from kvbaton.messages.nodes import NodeInfo
 
 MOST_NODES = 1024
-"""Of those that prompts were sent to last."""
+"""Maximum number of nodes remembered, those with the latest prompts."""
 
 
 class EncodedItems:
-    """The last items of each node's prompts, as many rows of them as its longest prompt has tokens.
+    """The last items of each node's prompts, up to as many rows as its longest prompt has tokens.
 
-    An encoder cache holds twice as many by itself (`engine.encoder.worker.pool_blocks`), and other
-    routers fill it, too. Where it holds less, the node encodes anew what it is thought to hold.
+    Its encoder cache holds twice as many (`engine.encoder.worker.pool_blocks`), but other routers
+    fill it, too. If it holds less than remembered here, the node encodes the item again.
     """
 
     def __init__(self) -> None:
         self._nodes = OrderedDict[tuple[str, str], OrderedDict[tuple[str, bytes], int]]()
 
     def computed(self, node: NodeInfo, cache_salt: str, items: Sequence[Item]) -> None:
-        """A node has computed a prompt with these items, so it had their outputs."""
+        """Record that a node has computed a prompt with these items, so it had their outputs."""
         name = node.node_id, node.generation
         held = self._nodes.setdefault(name, OrderedDict())
         self._nodes.move_to_end(name)
@@ -37,6 +37,6 @@ class EncodedItems:
             self._nodes.popitem(last=False)
 
     def at(self, node: NodeInfo, cache_salt: str, items: Sequence[Item]) -> frozenset[bytes]:
-        """Digests of those of these items whose outputs a node is likely to hold."""
+        """Digests of these items whose outputs a node is likely to hold."""
         held = self._nodes.get((node.node_id, node.generation), ())
         return frozenset(item.digest for item in items if (cache_salt, item.digest) in held)

@@ -1,9 +1,8 @@
-"""Pairs of nodes between which nothing gets through, though both live: who sends to whom.
+"""Finds pairs of live nodes between which no transfer succeeds.
 
-Receivers tell how many hand-overs and prefixes of each sender failed in a row
-(`NodeInfo.wire_failures`). From `LEAST_FAILURES` on nothing goes that way but *trials*: one request
-(of each worker of a router) a period, which doubles with each trial that fails. One that arrives
-ends it.
+Receivers report how many hand-overs and prefixes of each sender failed in a row
+(`NodeInfo.wire_failures`). From `LEAST_FAILURES` on, such a pair gets only *trials*: one request
+per period and router worker. The period doubles with each failed trial; a success ends it.
 """
 
 from __future__ import annotations
@@ -12,26 +11,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 LEAST_FAILURES = 2
-"""In a row: a single one may be one request's misfortune, as where its client went away."""
+"""Failures in a row before a pair counts as failing: one may have other causes, such as a client
+that disconnected."""
 FIRST_TRIAL_S = 1.0
-"""After which it is seen whether the trouble was a short one."""
+"""Seconds until the first trial, in case the trouble was short."""
 FIRST_PERIOD_S = 8.0
-"""Longer than it takes until what does not arrive is told as failed."""
+"""Seconds between the first trials; longer than a transfer takes to be reported as failed."""
 MAX_PERIOD_S = 60.0
 
 
 @dataclass
 class FailingPair:
-    """What is known of one, by the receiver of KV.
+    """A failing pair, as its receiver reports it.
 
     Attributes:
-        sender_life: generation of who sends; another one is tried at once.
-        failures: in a row, as the receiver told.
-        trial_at: when the next one may be made; on the clock of who decides that.
-        period_s: between two.
-        trials: that might be made until now.
-        failed_trials: of those, up to the last that is known to have failed.
-        made_trials: of those, up to the last that was made from here.
+        sender_life: Generation of the sender; a restarted one gets a trial at once.
+        failures: Failures in a row, as reported.
+        trial_at: When the next trial is due, on the clock of the process that decides it.
+        period_s: Seconds between trials.
+        trials: Number of trials that were due until now.
+        failed_trials: Number of these up to the last one that is known to have failed.
+        made_trials: Number of these up to the last one that this process made.
     """
 
     sender_life: str
@@ -44,11 +44,11 @@ class FailingPair:
 
     @property
     def is_due(self) -> bool:
-        """Whether a request may go this way."""
+        """Whether a request may use the pair."""
         return self.made_trials != self.trials
 
     def tick(self, now: float) -> bool:
-        """Time has passed; True if a trial is due from now on."""
+        """Update for the time; return True if a trial is due from now on."""
         if now < self.trial_at:
             return False
         self.trials += 1
@@ -56,7 +56,7 @@ class FailingPair:
         return True
 
     def failed(self, failures: int, now: float) -> None:
-        """The receiver tells of so many now; what was sent before the last trial is no trial."""
+        """Record reported failures; transfers begun before the last trial are no trials."""
         if failures > self.failures and self.trials > self.failed_trials:
             self.failed_trials = self.trials
             self.period_s = min(2 * self.period_s, MAX_PERIOD_S)
@@ -70,13 +70,13 @@ def failing_pairs(
     lives: Mapping[str, str],
     now: float,
 ) -> dict[str, FailingPair]:
-    """Those of one receiver, by the control address of who sends.
+    """Failing pairs of one receiver, by the sender's control address.
 
     Args:
-        known: of them, until now.
-        told: failures by the same address, as the receiver tells (`NodeInfo.wire_failures`).
-        lives: generations of all nodes, by control address.
-        now: the clock.
+        known: Its failing pairs until now.
+        told: Failures by the same address, as reported (`NodeInfo.wire_failures`).
+        lives: Generations of all nodes, by control address.
+        now: Seconds on a monotonic clock.
     """
     found: dict[str, FailingPair] = {}
     for address, failures in told.items():

@@ -1,4 +1,4 @@
-"""What a router has in flight at its nodes."""
+"""The work that a router has in flight at its nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvbaton.messages.nodes import NodeInfo
 
 
 class Counts(Struct, frozen=True):
-    """Numbers that add up."""
+    """Numbers that are added field by field."""
 
     def plus(self, other: Self) -> Self:
         """The sum, field by field."""
@@ -23,18 +23,17 @@ class Counts(Struct, frozen=True):
 
 
 class NodeLoad(Counts, frozen=True):
-    """What the router has in flight at a node.
+    """Work that the router has in flight at a node.
 
     Attributes:
-        prompt_tokens: of prompts that the node is still prefilling for us, beyond what it is known
-            to have cached.
-        sequences: requests that it generates for.
-        tokens: prompt and generated tokens of those.
-        rows: of items that it is to encode for us.
-        pending: of `sequences`, those that have no token yet.
-        prefill_us: microseconds that computing those prompts is expected to take.
-        cached_tokens: of the same prompts, those that need not be computed.
-        late: of `sequences`, those whose first token is not, or was not, in time.
+        prompt_tokens: Prompt tokens that the node has yet to prefill, without those cached there.
+        sequences: Requests that it decodes or will decode.
+        tokens: Prompt and generated tokens of those.
+        rows: Rows of items that it has to encode.
+        pending: Number of `sequences` that have no token yet.
+        prefill_us: Microseconds that prefill of those prompts is expected to take.
+        cached_tokens: Tokens of the same prompts that are cached there.
+        late: Number of `sequences` whose first token was late, or is expected to be.
     """
 
     prompt_tokens: int = 0
@@ -48,15 +47,18 @@ class NodeLoad(Counts, frozen=True):
 
     @property
     def hopeful(self) -> float:
-        """Share of `sequences` that may still be within all objectives: others can't miss them."""
+        """Share of `sequences` that may still meet all objectives; others can't miss them again."""
         return 1.0 - self.late / self.sequences if self.sequences else 1.0
 
     def taken(self, node: NodeInfo, tokens: int = 0) -> float:
-        """Share that is taken of what a node has for sequences, or for those that are to come.
+        """Share of a node's room for sequences that is taken.
+
+        That is the largest of the shares of its KV blocks, and of the sequences and tokens that may
+        be handed over to it at a time.
 
         Args:
-            node: whose load it is.
-            tokens: of one more prompt that is handed over; 0 for none.
+            node: The node.
+            tokens: Tokens of one more prompt that is handed over; 0 for none.
         """
         limits, share = node.prompt_limits, 0.0
         if node.num_blocks:
@@ -69,14 +71,14 @@ class NodeLoad(Counts, frozen=True):
 
 
 class RouterTotals(Counts, frozen=True):
-    """What a router, or one worker of it, does for clients.
+    """Totals of a router, or of one worker of it.
 
     Attributes:
-        waiting: requests that have no token yet.
-        running: the others that are not at their end.
-        finished: requests answered to the end.
-        failed: requests that were refused by the nodes' state, or failed.
-        tokens: relayed.
+        waiting: Requests that have no token yet.
+        running: Requests that have a token and have not ended.
+        finished: Requests that were answered to the end.
+        failed: Requests that failed, or were refused because of the nodes' state.
+        tokens: Tokens that were relayed.
     """
 
     waiting: int = 0
@@ -90,23 +92,23 @@ IDLE = NodeLoad()
 Queue = tuple[int, str]
 """Priority and tenant of requests."""
 REPORT_AGE_S = 3.0
-"""What a node last told of itself is at most so old: its engine's report, and a heartbeat."""
+"""Maximum age in seconds of a node's last report: a period of its engine's reports, and a
+heartbeat."""
 
 
 class NodeLoads(Mapping[str, NodeLoad]):
-    """In-flight work by node id.
+    """Loads by node id.
 
     Args:
-        clock: monotonic seconds.
+        clock: Monotonic seconds.
 
     Attributes:
-        own: of this process; nodes without any have no entry.
-        others: what other workers of this router have in flight; added to ours.
-        queues: by node id, prompt tokens of this process by who waits in turn: requests of one
-            priority and tenant.
-        other_queues: those of other workers of this router.
-        prefill_since: by node id, when it began what it prefills for this process now, as far as
-            can be seen from here; on the monotonic clock.
+        own: Loads by this process; idle nodes have no entry.
+        others: Loads by other workers of this router, which are added to ours.
+        queues: Prompt tokens of this process by node id, then by priority and tenant.
+        other_queues: The same of other workers of this router.
+        prefill_since: By node id, when it began the prompt of this process that it computes now, as
+            far as can be seen from here; on the monotonic clock.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -119,7 +121,7 @@ class NodeLoads(Mapping[str, NodeLoad]):
         self._peaks: dict[str, tuple[float, int, int]] = {}
 
     def change(self, node_id: str, old: NodeLoad, new: NodeLoad, queue: Queue = (0, "")) -> None:
-        """What one request is to a node has changed; `IDLE` is what it is before and after."""
+        """Replace one request's load at a node; it is `IDLE` before the request and after it."""
         if more := new.prompt_tokens - old.prompt_tokens:
             queues = self.queues.setdefault(node_id, {})
             queues[queue] = queues.get(queue, 0) + more
@@ -142,7 +144,7 @@ class NodeLoads(Mapping[str, NodeLoad]):
             self.prefill_since.pop(node_id, None)
         elif not before.prefill_us or total.prefill_us < before.prefill_us:
             self.prefill_since[node_id] = self._clock()
-        # As the node counts them: it looks for what is cached when it begins a prompt.
+        # Nodes count cached tokens, too: they look them up only when they begin a prompt.
         reported = before.prompt_tokens + before.cached_tokens
         if total.prompt_tokens + total.cached_tokens < reported:
             since, most, earlier = self._peak(node_id)
@@ -153,10 +155,16 @@ class NodeLoads(Mapping[str, NodeLoad]):
             self.own[node_id] = total
 
     def ahead(self, node_id: str, queue: Queue, num_tokens: int) -> float:
-        """Share of a node's prompts that go before one more of so many tokens.
+        """Share of a node's queued prompt tokens that are served before a further prompt.
 
-        Tenants have fair shares there (`kvbaton.engine.service_order`): it waits for as much of
-        another one's as its own tenant has with it, and for all of a priority that goes first.
+        Tenants have fair shares (`kvbaton.engine.service_order`): the prompt waits for as many
+        tokens of each other tenant as its own has with it, and for all of a priority that is served
+        first.
+
+        Args:
+            node_id: The node.
+            queue: Priority and tenant of the prompt.
+            num_tokens: Its number of tokens.
         """
         queues = Counter(self.queues.get(node_id)) + Counter(self.other_queues.get(node_id))
         if not queues:
@@ -170,7 +178,7 @@ class NodeLoads(Mapping[str, NodeLoad]):
         return sum(tokens) / queues.total()
 
     def _peak(self, node_id: str) -> tuple[float, int, int]:
-        """When the current period began, the most prompt tokens in it, and in the one before."""
+        """When the current period began, and the most prompt tokens in it and in the one before."""
         now = self._clock()
         since, most, earlier = self._peaks.get(node_id, (now, 0, 0))
         if now - since > 2 * REPORT_AGE_S:
@@ -180,13 +188,13 @@ class NodeLoads(Mapping[str, NodeLoad]):
         return since, most, earlier
 
     def reported_prompt_tokens(self, node_id: str) -> int:
-        """The most prompt tokens of ours that a node may have counted in what it last told."""
+        """The most prompt tokens of ours that a node may have counted in its last report."""
         _, most, earlier = self._peak(node_id)
         load = self.get(node_id, IDLE)
         return max(most, earlier, load.prompt_tokens + load.cached_tokens)
 
     def now(self) -> Mapping[str, NodeLoad]:
-        """All of it, for one decision: looked up faster, and not to be kept."""
+        """All loads, for one decision: lookups are faster, and the result must not be kept."""
         return dict(self) if self.others else self.own
 
     def __getitem__(self, node_id: str) -> NodeLoad:

@@ -1,16 +1,16 @@
-"""Who belongs to the cluster and who may serve: a state machine without I/O.
+"""The cluster's nodes and which of them may serve: a state machine without I/O.
 
 Laws:
 
-1. A node is (node id, generation). A new generation replaces the old one where that one can't live
-   any more: at its address, or once it is unhealthy. Until then who comes with its id is put off by
-   name. A generation that was replaced or removed never comes back.
+1. A node is (node id, generation). A new generation replaces the old one if that one can't live
+   any more: at its address, or once it is unhealthy. Until then, another node with its id is
+   refused by name. A generation that was replaced or removed never comes back.
 2. Only a node in state ``ready`` gets new requests. It is ready once it has answered a probe, and
    until `failures` probes in a row failed, its heartbeats stopped, or it was drained.
 3. A node that registered itself and falls silent is forgotten; one named by a flag is probed for
    ever.
-4. Between two nodes that live, but of which one tells that nothing comes of the other, goes nothing
-   but trials (`failing_pairs`); each of them goes on alone, and with others.
+4. Between two live nodes of which one reports that nothing arrives from the other, only trials are
+   sent (`failing_pairs`). Each of them still serves alone, and with other nodes.
 
 The clock is an argument of every event, in seconds of a monotonic clock.
 """
@@ -35,15 +35,15 @@ from kvbaton.server.transfer_params import tcp_host
 
 ROLES = ("any", "prefill", "decode", "encode")
 SOURCES, TARGETS = ("any", "prefill"), ("any", "decode")
-"""Roles of nodes that hand prompts over, and that take them."""
+"""Roles of nodes that hand prompts over, and of nodes that receive them."""
 MAX_LENGTH = 1 << 31
-"""More tokens than any node takes, and bound of a request while none has said how many."""
+"""More tokens than any node takes; limits requests while no node has reported its limit."""
 MAX_REMOVED = 256
-"""Removed generations that are remembered."""
+"""Maximum number of removed generations that are remembered."""
 
 
 class NodeState(StrEnum):
-    """What a node is good for."""
+    """State of a node, as the router sees it."""
 
     STARTING = "starting"
     LOADING = "loading"
@@ -55,18 +55,18 @@ class NodeState(StrEnum):
 
 @dataclass
 class Member:
-    """One node as the router sees it.
+    """A node as the router sees it.
 
     Attributes:
-        info: what it said of itself; a provisional one until a static node has answered.
-        static: named by a flag instead of having registered itself.
-        heard_at: when its last heartbeat came.
-        failed_probes: in a row.
-        told: control addresses that it has been told are members; None for a static node, which
-            has its own ``--peer`` flags.
-        reason: why it is in its state, for people.
-        paused: it gets no new requests until it is resumed, whatever its state.
-        failing: what does not arrive here, by the control address of who sends it.
+        info: What it last reported; provisional until a static node has answered.
+        static: Whether a flag names it, instead of having registered itself.
+        heard_at: When its last heartbeat came.
+        failed_probes: Number of probes that failed in a row.
+        told: Control addresses of members that it has been told; None for a static node, which has
+            its own ``--peer`` flags.
+        reason: Why it is in its state, for people.
+        paused: Whether it gets no new requests until resumed, whatever its state.
+        failing: Failing pairs of which it is the receiver, by the sender's control address.
     """
 
     info: NodeInfo
@@ -80,10 +80,10 @@ class Member:
     failing: dict[str, FailingPair] = field(default_factory=dict)
 
     def may_dial(self, address: str) -> bool:
-        """Whether it may ask the node there for KV.
+        """Whether it may ask the node at an address for KV.
 
-        A registered node dials only addresses that it was told of, and learns of a new node with
-        its next heartbeat; until then the two do not pair.
+        A registered node dials only addresses that it was told, and learns of a new node with its
+        next heartbeat; until then the two do not pair.
         """
         failing = self.failing.get(address)
         known = self.told is None or address in self.told
@@ -91,17 +91,17 @@ class Member:
 
 
 class ReadyNodes:
-    """Who may get requests, and who may hand over to whom, until something changes.
+    """Nodes that may get requests and pairs that may hand over, until something changes.
 
     Attributes:
-        nodes: all that are ready.
-        serving: those that take prompts; encoder nodes take items only.
+        nodes: All ready nodes.
+        serving: Ready nodes that take prompts; encoder nodes take items only.
         pairs: (source, target) that can hand over prompts.
-        senders: who may send cached prefixes, with the ids of who may fetch them: sources, and who
-            would be one if it still got requests.
+        senders: Nodes that may send cached prefixes, with the ids of nodes that may fetch them:
+            sources, and nodes that would be sources if they still got requests.
         encoder_pairs: (encoder, node) that can hand over encoder outputs.
-        max_model_len: longest prompt plus output that every serving node takes, as they said.
-        vocab_size: token ids below it are known to all serving nodes; 0 if nobody said.
+        max_model_len: Longest prompt plus output that every serving node takes, as reported.
+        vocab_size: Token ids below it are known to all serving nodes; 0 if none reported it.
     """
 
     def __init__(self, members: Iterable[Member]) -> None:
@@ -110,7 +110,7 @@ class ReadyNodes:
         self.encoder_pairs: list[Pair] = []
         self.max_model_len = MAX_LENGTH
         self.vocab_size = 0
-        # Whoever can get KV of a node: of one identity, model and transport with it.
+        # Nodes that can receive a node's KV: those of its identity, model and transport.
         receivers: dict[tuple[str, ...], list[Member]] = {}
         leaving: list[NodeInfo] = []
         for member in members:
@@ -134,7 +134,7 @@ class ReadyNodes:
             if node.vocab_size:
                 self.vocab_size = min(node.vocab_size, self.vocab_size or MAX_LENGTH)
         self._limited = [(n, n.prompt_limits) for n in self.serving if n.prompt_limits is not None]
-        # A prompt of so many tokens with one choice may go anywhere.
+        # Length up to which a prompt with one choice may go to any node.
         self._fits_all = MAX_LENGTH
         for node, limits in self._limited:
             taken = limits.received if limits.choices else 0
@@ -166,9 +166,9 @@ class ReadyNodes:
         return frozenset(everywhere), frozenset(as_target)
 
     def declining(self, held: int, num_tokens: int, choices: int) -> frozenset[str]:
-        """Ids of nodes that would compute a prompt whose first `held` tokens another one holds.
+        """Ids of nodes that would not fetch a prefix of `held` tokens, but compute it.
 
-        On one of role `any` the whole prompt counts, as it does where a prompt is handed over.
+        A node of role ``any`` is judged by the whole prompt, as for a hand-over.
         """
         if num_tokens <= self._fits_all and choices == 1:
             return frozenset()
@@ -183,14 +183,14 @@ class ReadyNodes:
         )
 
     def receivers(self, source: NodeInfo) -> list[NodeInfo]:
-        """Nodes to which another one may hand prompts over, and send cached prefixes."""
+        """Nodes to which a node may hand prompts over, and send cached prefixes."""
         if source.role not in SOURCES:
             return []
         kind = "prompt", source.identity, source.model, source.transport
         return [n for n in self._dialling(kind, source) if n.node_id != source.node_id]
 
     def _dialling(self, kind: tuple[str, ...], source: NodeInfo) -> list[NodeInfo]:
-        """Of a kind of receivers those that may dial a node."""
+        """Receivers of a kind that may dial a node."""
         address, members = source.control_address, self._receivers.get(kind, ())
         if address is None:
             return []
@@ -198,7 +198,7 @@ class ReadyNodes:
 
 
 def failing(members: Iterable[Member]) -> list[tuple[str, str, FailingPair]]:
-    """Ids of sender and receiver of each pair between which nothing gets through."""
+    """Sender id, receiver id and state of each failing pair."""
     known = list(members)
     senders = {member.info.control_address: member.info.node_id for member in known}
     return [
@@ -211,10 +211,10 @@ def failing(members: Iterable[Member]) -> list[tuple[str, str, FailingPair]]:
 
 @dataclass(frozen=True)
 class Change:
-    """A node went from one state to another.
+    """A change of a node's state.
 
     Attributes:
-        lost: whatever it was doing for us, it no longer does.
+        lost: Whether it no longer does anything that it was doing for us.
     """
 
     node_id: str
@@ -224,7 +224,7 @@ class Change:
     lost: bool = False
 
     def describe(self) -> str:
-        """One line for the log."""
+        """The change in one line, for the log."""
         why = f" ({self.reason})" if self.reason else ""
         return f"node {self.node_id}: {self.old} -> {self.new}{why}"
 
@@ -234,12 +234,12 @@ class Membership:
     """The table of nodes.
 
     Args:
-        timers: see there.
-        loopback_only: refuse nodes elsewhere (there is no cluster key).
-        model: the one model's name; None takes that of the first node.
+        timers: Periods and limits.
+        loopback_only: Whether to refuse nodes on other machines (there is no cluster key).
+        model: Name of the served model; None takes the first node's.
 
     Attributes:
-        hears: nodes can register. Once they can't, silence says nothing of them, and probes all.
+        hears: Whether nodes can register. If not, silence means nothing, and probes decide alone.
     """
 
     timers: MembershipTimers = field(default_factory=MembershipTimers)
@@ -253,17 +253,17 @@ class Membership:
     # --- events ---
 
     def add_static(self, url: str, role: str, now: float) -> None:
-        """A flag names a node; it is asked who it is before it gets requests."""
+        """Add a node that a flag names; it has to identify itself before it gets requests."""
         info = NodeInfo(node_id=url, generation="", role=role, url=url, model="")
         self.members[url] = Member(info, static=True, heard_at=now, reason="not yet reached")
 
     def register(self, info: NodeInfo, now: float) -> tuple[Members, list[Change]]:
-        """A node introduces itself or repeats its heartbeat.
+        """Handle a node's registration or heartbeat.
 
         Raises:
-            RequestError: it can't be a member: malformed (400), another model or an id that a flag
-                has given to another node (409), removed or replaced before (410), or another node
-                lives under its id (503: it may try again).
+            RequestError: The node can't be a member: it is malformed (400), has another model or
+                the id of a node that a flag names (409), was removed or replaced before (410), or
+                another live node has its id (503: it may try again).
         """
         self._check(info)
         if (info.node_id, info.generation) in self._removed:
@@ -287,9 +287,9 @@ class Membership:
         return Members(control_addresses=addresses, heartbeat_s=self.timers.heartbeat_s), changes
 
     def identified(self, url: str, info: NodeInfo, now: float) -> list[Change]:
-        """A static node said who it is.
+        """Handle a static node's report of itself.
 
-        Its url stays the one the flag named: the node may know itself by another.
+        It keeps the URL of its flag: the node may know itself by another.
         """
         statics = (m for m in self.members.values() if m.static and m.info.url == url)
         known = next(statics, None)
@@ -315,14 +315,14 @@ class Membership:
     def probed(
         self, node_id: str, generation: str, error: str | None, now: float, *, answered: bool = True
     ) -> list[Change]:
-        """A health probe came to an end.
+        """Handle the end of a health probe.
 
         Args:
-            node_id: who was asked.
-            generation: which life of it.
-            error: why the node is not healthy; None if it is.
-            now: the clock.
-            answered: the node itself said so; without any answer it is lost.
+            node_id: Id of the node.
+            generation: Its generation.
+            error: Why the node is not healthy; None if it is.
+            now: Seconds on the clock.
+            answered: Whether the node itself gave the error; without any answer it is lost.
         """
         member = self.in_life(node_id, generation)
         if member is None:
@@ -342,12 +342,12 @@ class Membership:
         return []
 
     def is_draining(self, node: NodeInfo) -> bool:
-        """Whether a node, in this life of its, was told to stop or to take nothing new."""
+        """Whether a node of this generation was told to stop or to take nothing new."""
         member = self.in_life(node.node_id, node.generation)
         return member is not None and member.state is NodeState.DRAINING
 
     def unreachable(self, node_id: str, generation: str, error: str) -> list[Change]:
-        """A node refused a connection: no need to wait for more probes."""
+        """Handle a refused connection to a node: it is unhealthy without further probes."""
         member = self.in_life(node_id, generation)
         if member is None:
             return []
@@ -355,7 +355,7 @@ class Membership:
         return self._move(member, NodeState.UNHEALTHY, error, lost=True)
 
     def tick(self, now: float) -> list[Change]:
-        """Time has passed: notice silence, and let pairs that fail be tried again."""
+        """Handle the passing of time: silent nodes, and trials of failing pairs."""
         changes: list[Change] = []
         for member in list(self.members.values()):
             if any([pair.tick(now) for pair in member.failing.values()]):
@@ -370,12 +370,12 @@ class Membership:
         return changes
 
     def stood_still(self, seconds: float, now: float) -> None:
-        """Whoever keeps this table has not listened for so long: that was nobody's silence."""
+        """Extend heartbeat deadlines by the seconds in which this process did not listen."""
         for member in self.members.values():
             member.heard_at = min(member.heard_at + seconds, now)
 
     def misfits(self, node_id: str) -> list[str]:
-        """Why a ready node and others never hand over, though their roles would let them."""
+        """Why a ready node and others never hand over, though their roles would allow it."""
         mine = self.members[node_id].info
         found: dict[str, str] = {}
         for member in self.members.values():
@@ -396,15 +396,15 @@ class Membership:
         """Send no new requests to a node; those it has go on.
 
         Raises:
-            RequestError: there is no such node (404).
+            RequestError: There is no such node (404).
         """
         return self._move(self.require(node_id), NodeState.DRAINING, "drained on request")
 
     def pause(self, node_id: str, *, paused: bool) -> None:
-        """Send no new requests to a node, or do so again; its next life is not paused.
+        """Send no new requests to a node, or resume; its next generation is not paused.
 
         Raises:
-            RequestError: there is no such node (404).
+            RequestError: There is no such node (404).
         """
         self.require(node_id).paused, self._ready = paused, None
 
@@ -412,11 +412,11 @@ class Membership:
         """Forget a node for good; only a new generation of it may join again.
 
         Args:
-            node_id: whom.
-            generation: which life of it; None is the one that is a member.
+            node_id: Id of the node.
+            generation: Generation to forget; None forgets the current one.
 
         Raises:
-            RequestError: there is no such node (404).
+            RequestError: There is no such node (404), or it has another generation.
         """
         member = self.require(node_id)
         if generation not in (None, member.info.generation):
@@ -431,7 +431,7 @@ class Membership:
         return changes
 
     def sent(self, route: Route) -> None:
-        """Nodes were asked to send KV to others; what was a trial of a pair is the only one."""
+        """Record that nodes were asked to send KV, which uses up a failing pair's trial."""
         prefills = route.source or route.target
         for sender, receiver in ((route.source, route.target), (route.holder, prefills)):
             member = self.members.get(receiver.node_id) if sender is not None else None
@@ -450,7 +450,7 @@ class Membership:
         return self._ready
 
     def in_life(self, node_id: str, generation: str) -> Member | None:
-        """A node, if it is in this life of its."""
+        """A node, if it is of this generation."""
         member = self.members.get(node_id)
         return member if member is not None and member.info.generation == generation else None
 
@@ -458,7 +458,7 @@ class Membership:
         """A node by its id.
 
         Raises:
-            RequestError: there is no such node (404).
+            RequestError: There is no such node (404).
         """
         member = self.members.get(node_id)
         if member is None:
@@ -468,20 +468,20 @@ class Membership:
         return member
 
     def receivers(self, source: NodeInfo) -> list[NodeInfo]:
-        """Nodes that may get new requests, and KV from a node whatever its state."""
+        """Nodes that may get new requests, and KV from a given node whatever its state."""
         return sorted(self.ready().receivers(source), key=lambda node: node.node_id)
 
     def show(self, members: Iterable[Member]) -> None:
-        """Take another table's members in place of all of ours."""
+        """Replace all members by another table's."""
         before, self._ready = self.members, None
         self.members = {member.info.node_id: member for member in members}
         for node_id, member in self.members.items():
-            for address, pair in member.failing.items():  # who publishes them sends nothing
+            for address, pair in member.failing.items():  # the publisher itself makes no trials
                 old = before[node_id].failing.get(address) if node_id in before else None
                 pair.made_trials = old.made_trials if old is not None else 0
 
     def probe_targets(self) -> list[Member]:
-        """Members whose health is worth asking."""
+        """Members whose health is to be probed."""
         return [m for m in self.members.values() if m.state is not NodeState.LOADING]
 
     # --- inside ---
@@ -504,7 +504,7 @@ class Membership:
         except ConfigError as error:
             raise RequestError(f"{info.url!r} is no http URL", param="url") from error
         self._check_host(urlsplit(info.url).hostname or "", info.url, "url")
-        # Members are told the one and dial it, routers dial the other.
+        # Members dial the control address, routers the engine address.
         for name in ("control_address", "engine_address"):
             address: str | None = getattr(info, name)
             local = name == "engine_address" and (not address or address.startswith("ipc:///"))
@@ -531,7 +531,7 @@ class Membership:
             )
 
     def _check_replaces(self, info: NodeInfo, member: Member, now: float) -> None:
-        """Whether a node that registers may take the place of who has its id."""
+        """Refuse a node that registers with the id of another one that may still live."""
         where = f"node id {info.node_id!r} belongs to the node at {member.info.url}"
         if member.static:
             raise RequestError(f"{where}, which a flag names", param="node_id", status=409)
@@ -547,7 +547,7 @@ class Membership:
     def _join(
         self, info: NodeInfo, old: Member | None, *, static: bool, now: float
     ) -> tuple[Member, list[Change]]:
-        """Let a node in, in the place of an old life of it."""
+        """Add a node, in the place of its old generation if there is one."""
         changes: list[Change] = []
         if old is not None:
             changes = self._move(old, NodeState.GONE, "restarted", lost=True)
@@ -565,7 +565,7 @@ class Membership:
             del self._removed[next(iter(self._removed))]
 
     def _follow(self, member: Member, info: NodeInfo, now: float) -> list[Change]:
-        """What a node says of itself counts, except that only a probe makes it ready."""
+        """Take over a node's report, except that only a probe makes it ready."""
         member.info, self._ready = info, None
         infos = [known.info for known in self.members.values()]
         lives = {i.control_address: i.generation for i in infos if i.control_address is not None}
@@ -583,7 +583,7 @@ class Membership:
         self, member: Member, new: NodeState, reason: str, *, lost: bool = False
     ) -> list[Change]:
         old, self._ready = member.state, None
-        # Draining ends by leaving only: health changes nothing about it.
+        # A draining node only leaves: its health changes nothing.
         if old is new or (old is NodeState.DRAINING and new is not NodeState.GONE):
             return []
         member.state, member.reason = new, reason

@@ -1,4 +1,4 @@
-"""What the router counts, beside what its endpoint does."""
+"""The router's metrics, beside those of its endpoint."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ OUTCOMES = ("finished", "failed", "cancelled", "refused")
 
 
 class RouterMetrics:
-    """Counters of dispatch and relay.
+    """Metrics of dispatch and relay.
 
     Args:
-        registry: where they are registered.
+        registry: Registry to add them to.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -39,7 +39,7 @@ class RouterMetrics:
             return SecondsHistogram(f"kvbaton_router_{name}", text, bounds, registry)
 
         self.requests = labelled("requests", "Requests ended, by outcome.", ("outcome",))
-        for outcome in OUTCOMES:  # shown from the start, so that a rate is one of 0
+        for outcome in OUTCOMES:  # present from the start, so that rates start at 0
             self.requests.counts[(outcome,)] = 0
         self.node_requests = labelled(
             "node_requests", "Requests sent to nodes, by what for.", ("node", "part")
@@ -91,15 +91,15 @@ IN_FLIGHT = (
     ("kvbaton_router_prompt_tokens_in_flight", "Being prefilled.", "prompt_tokens"),
     ("kvbaton_router_item_rows_in_flight", "Being encoded.", "rows"),
 )
-"""Gauges by node: name, help, and field of `NodeLoad`."""
+"""Gauges by node: name, help text, and field of `NodeLoad`."""
 
 
 class NodeCollector(Collector):
-    """Gauges by node, read when they are asked for.
+    """Gauges by node, computed on collection.
 
     Args:
-        members: all nodes now.
-        loads: what is in flight there.
+        members: Returns all nodes.
+        loads: Their loads.
     """
 
     def __init__(self, members: Callable[[], list[Member]], loads: NodeLoads) -> None:

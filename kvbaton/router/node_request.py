@@ -1,4 +1,4 @@
-"""What one node is asked for a client's request: its part in hand-overs of prompt and items."""
+"""Builds the requests to single nodes that a client's request is made of."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from kvbaton.router.route import Route
 
 Side = Literal["source", "target", "successor", "encoder"]
 CLIENT_FAULTS = (400, 413, 422)
-"""Statuses with which a node blames the request itself."""
+"""HTTP statuses with which a node blames the request itself."""
 
 
 @dataclass(slots=True, eq=False)
 class NodeRequest:
-    """One request to one node; attempt, side and item name it within the client's request.
+    """One request to one node; attempt, side and item identify it within the client's request.
 
     Attributes:
-        attempt: of the client's request, from 0.
-        side: what the node does for it; a successor becomes the target when it takes over.
-        node: who is asked.
-        request: what it is asked.
-        load: what that is to the node.
-        item: what an encoder encodes, by its index in the prompt; 0 for other sides.
-        num_items: different items that the node is to encode itself.
-        prefills: the node computes the prompt: a source, or a target that serves alone.
-        open: the relay still heeds what the node says.
+        attempt: Attempt of the client's request, from 0.
+        side: What the node does; a successor becomes the target when it takes over.
+        node: The node.
+        request: The request that it gets.
+        load: The request's load at the node.
+        item: Index in the prompt of the item that an encoder encodes; 0 for other sides.
+        num_items: Number of different items that the node has to encode itself.
+        prefills: Whether the node computes the prompt: a source, or a target that serves alone.
+        open: Whether the relay still accepts the node's outputs.
     """
 
     attempt: int
@@ -47,28 +47,28 @@ class NodeRequest:
 
     @property
     def part(self) -> str:
-        """What the node does for the client's request, as counters and marks name it."""
+        """The node's part in the client's request, as metrics and marks name it."""
         return "alone" if self.side == "target" and self.prefills else self.side
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Name of the side for people."""
         return f"encoder of item {self.item}" if self.side == "encoder" else self.side
 
 
 @dataclass(frozen=True)
 class NodeError:
-    """Why a node's request failed.
+    """Why a request to a node failed.
 
     Attributes:
-        message: for people.
-        status: the HTTP status that the node answered, or None if there was no answer.
-        param: of its error.
-        code: of its error.
-        lost: the node is gone, and with it all that it had: that is no sign of too much to do.
-        leaving: it is lost because it was told to stop, which is no sign that the request is to
-            blame either, and says nothing of who comes in its place.
-        final: the request would fail on every node, also where it is to go on from tokens.
+        message: Message for people.
+        status: HTTP status of the node's answer; None if there was no answer.
+        param: `param` of its error.
+        code: `code` of its error.
+        lost: Whether the node is gone, with all its requests: no sign of overload.
+        leaving: Whether it was lost because it was told to stop: then the request is not to blame,
+            nor the node that replaces it.
+        final: Whether the request would fail on every node, even if resumed.
     """
 
     message: str
@@ -81,12 +81,12 @@ class NodeError:
 
     @property
     def summary(self) -> str:
-        """For a client: what a node reports may hold a whole traceback."""
+        """First line, for clients: a node's message may hold a whole traceback."""
         return self.message.partition("\n")[0][:300]
 
     @property
     def blames_client(self) -> bool:
-        """Whether no node would take this request; what the router itself added is our fault."""
+        """Whether every node would refuse the request; the router's own fields do not count."""
         ours = (self.param or "").startswith(("kv_transfer_params", "transfer"))
         return self.status in CLIENT_FAULTS and not ours
 
@@ -99,17 +99,16 @@ def node_requests(
     transfer_id: bytes,
     item_ids: Sequence[bytes],
 ) -> list[NodeRequest]:
-    """All that an attempt asks of nodes: source if there is one, encoders, target.
+    """All requests to nodes for an attempt: source if there is one, encoders, target.
 
-    The target has time until the prompt is computed: asking it is not to hold up the others.
+    The target's comes last: it has time until the prompt is computed.
 
     Args:
-        request: as an attempt goes on with it: its id, resumed tokens and remaining deadline are
-            the attempt's.
-        route: who serves the attempt.
-        attempt: its number.
-        transfer_id: of the prompt's hand-over.
-        item_ids: transfer ids of the items' hand-overs.
+        request: The client's request, with the attempt's id, resumed tokens and remaining deadline.
+        route: Nodes that serve the attempt.
+        attempt: Its number.
+        transfer_id: Transfer id of the prompt's hand-over.
+        item_ids: Transfer ids of the items' hand-overs.
     """
     tokens = len(request.token_ids) + len(request.resume_ids)
     items, own_rows, encodings = request.items, dict[bytes, int](), list[NodeRequest]()
@@ -121,7 +120,7 @@ def node_requests(
     new = max(1, tokens - max(route.cached, route.held))
     prefix = None
     if route.holder is not None:
-        assert route.holder.control_address is not None, "whoever hands over has one"
+        assert route.holder.control_address is not None, "a holder has a control address"
         prefix = PrefixAt(peer=route.holder.control_address, num_tokens=route.held)
     work_s = 0.0 if route.predicted is None else route.predicted.work_s
     work_us, late = int(work_s * 1e6), route.predicted is not None and route.predicted.late
@@ -132,7 +131,8 @@ def node_requests(
         asked = NodeRequest(attempt, "target", route.target, prefilled, load, 0, num_items, True)
         return [*encodings, asked]
     expected = _received_from(route.source, transfer_id, attempt)
-    received = replace(request, transfer=expected, ttft_s=0.0)  # the source hurries
+    # The TTFT objective is the source's.
+    received = replace(request, transfer=expected, ttft_s=0.0)
     transfer = TransferSpec(role="source", transfer_id=transfer_id, attempt=attempt)
     pushed = replace(prefilled, transfer=transfer)
     load = NodeLoad(sequences=1, tokens=tokens, pending=1, late=int(late))
@@ -140,7 +140,7 @@ def node_requests(
     return [
         NodeRequest(attempt, "source", route.source, pushed, prefill, 0, num_items, True),
         *encodings,
-        # It is given the items as they came: the prompt's KV comes from the source.
+        # The target needs no encoder outputs: the prompt's KV comes from the source.
         NodeRequest(attempt, "target", route.target, received, load),
     ]
 
@@ -151,9 +151,9 @@ def _handed_over(
     item_ids: Sequence[bytes],
     attempt: int,
 ) -> tuple[tuple[Item, ...], list[NodeRequest]]:
-    """Items for the node that prefills, with who hands them over, and what encoders are asked.
+    """Items for the prefill node, with the encoders that hand them over, and requests to encoders.
 
-    All items keep their data, in case.
+    All items keep their data, in case an encoder fails.
     """
     items, encodings = list(request.items), []
     for index, encoder in enumerate(encoders):
@@ -177,7 +177,7 @@ def _received_from(source: NodeInfo, transfer_id: bytes, attempt: int) -> Transf
 
 
 def _encoding(request: AddRequest, index: int, item_id: bytes, attempt: int) -> AddRequest:
-    """What an encoder node is asked: the item as a prompt of its own, whose KV is its output."""
+    """Request to an encoder node: the item as a prompt, whose KV is the encoder output."""
     item = request.items[index]
     return AddRequest(
         request_id=f"{request.request_id}.{index}",

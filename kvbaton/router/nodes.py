@@ -1,4 +1,4 @@
-"""The shell around `Membership`: its clock, its probes, its connections to engines."""
+"""Runs `Membership`: its clock, its probes, and connections to engines."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ _error = msgspec.json.Decoder(ErrorBody)
 MAX_INFO_BYTES = 1 << 20
 RESET_TIMEOUT_S = 10.0
 RESET_STORE_TIMEOUT_S = 70.0
-"""More than a node waits for its store."""
+"""Longer than a node waits for its store."""
 
 
 class EngineClients:
-    """Connections to engines, by the lives of their nodes.
+    """Connections to engines, by node and generation.
 
-    They are over TCP with the cluster's key, or, on one machine without one, over a Unix socket.
+    They use TCP with the cluster's key, or a Unix socket on one machine without a key.
 
     Args:
-        cluster_key: of the cluster.
-        on_died: called with (node, reason) when a connection is lost, at once.
-        index: is told what the engines' prefix caches hold; None if nobody wants to know.
+        cluster_key: Key of the cluster.
+        on_died: Called with (node, reason) as soon as a connection is lost.
+        index: Told what the engines' prefix caches hold; None if that is not needed.
     """
 
     def __init__(
@@ -67,16 +67,16 @@ class EngineClients:
         return client if known is not None and known.generation == node.generation else None
 
     def reached(self, node: NodeInfo) -> bool:
-        """Whether a node can be asked now."""
+        """Whether requests can be sent to a node now."""
         client = self.get(node)
         return client is not None and client.dead is None
 
     async def reach(self, node: NodeInfo) -> None:
-        """Connect to a node's engine, unless there is a connection that lives.
+        """Connect to a node's engine, unless there is a live connection.
 
         Raises:
-            EngineDeadError: it does not answer, or can't be reached from here.
-            ValueError: its address is none.
+            EngineDeadError: It does not answer, or can't be reached from here.
+            ValueError: Its address is malformed.
         """
         if self.reached(node):
             return
@@ -101,7 +101,7 @@ class EngineClients:
         self._on_died(node, f"its engine: {client.dead}")
 
     def retire(self, node_id: str) -> None:
-        """A node has left: its connection ends when the requests on it have."""
+        """Handle a node's departure: its connection ends when the requests on it have."""
         _, client = self._clients.pop(node_id, (None, None))
         if client is not None:
             self._retired.append(client)
@@ -109,7 +109,7 @@ class EngineClients:
             self._index.drop(node_id)
 
     async def sweep(self) -> None:
-        """Let go of nodes that have left: connections that do nothing for us any more, blocks."""
+        """Drop what is left of departed nodes: idle connections, and blocks in the index."""
         if self._index is not None:
             await self._index.sweep()
         for client in [c for c in self._retired if c.idle or c.dead is not None]:
@@ -129,19 +129,20 @@ class EngineClients:
 
 
 class KnownNodes(ABC):
-    """Whom requests can be given to.
+    """Nodes that requests can be given to.
 
     Args:
-        membership: the table.
-        cluster_key: of the cluster.
-        index: is told what the nodes' prefix caches hold; None if nobody wants to know.
+        membership: The table of nodes.
+        cluster_key: Key of the cluster.
+        index: Told what the nodes' prefix caches hold; None if that is not needed.
 
     Attributes:
-        engines: connections to the nodes' engines.
-        index: as given.
-        on_lost: called with (node id, reason) when a node that may have requests of ours fails.
-        on_leaving: called with the id of a node that what it generates is to leave.
-        draining: this router is about to be ended: it serves on, but asks clients to go elsewhere.
+        engines: Connections to the nodes' engines.
+        index: As given.
+        on_lost: Called with (node id, reason) when a node that may have requests of ours fails.
+        on_leaving: Called with the id of a node whose decoding requests are to move away.
+        draining: Whether this router is about to stop: it serves on, but asks clients to go
+            elsewhere.
     """
 
     def __init__(
@@ -156,22 +157,22 @@ class KnownNodes(ABC):
 
     @abstractmethod
     def unreachable(self, node: NodeInfo, error: str) -> None:
-        """A node's engine could not be asked."""
+        """Handle a request that could not be sent to a node's engine."""
 
 
 class Nodes(KnownNodes):
     """All nodes that this router knows. Make one with `watched`.
 
     Args:
-        membership: the table.
-        session: for probes.
-        cluster_key: of the cluster.
-        index: see `KnownNodes`.
-        trust: whose certificates are believed.
+        membership: The table of nodes.
+        session: HTTP session for probes.
+        cluster_key: Key of the cluster.
+        index: See `KnownNodes`.
+        trust: Certificates to trust.
 
     Attributes:
-        on_change: called when something about a node may have changed.
-        on_command: called when an operator has changed what nodes get.
+        on_change: Called when something about a node may have changed.
+        on_command: Called when an operator has changed which requests nodes get.
     """
 
     def __init__(
@@ -198,12 +199,12 @@ class Nodes(KnownNodes):
         """The nodes of a router, probed for as long as the context lasts.
 
         Args:
-            config: settings.
-            model: its name, for clients and nodes.
-            index: see `KnownNodes`.
+            config: Settings.
+            model: Name of the served model.
+            index: See `KnownNodes`.
         """
         key = config.cluster_key
-        connector = aiohttp.TCPConnector(limit=0)  # as many as there are nodes
+        connector = aiohttp.TCPConnector(limit=0)  # no limit: one connection per node
         async with aiohttp.ClientSession(
             connector=connector, headers=config.node_headers
         ) as session:
@@ -224,10 +225,10 @@ class Nodes(KnownNodes):
     # --- events from elsewhere ---
 
     def register(self, info: NodeInfo) -> Members:
-        """A node registers or repeats its heartbeat.
+        """Handle a node's registration or heartbeat.
 
         Raises:
-            RequestError: see `Membership.register`.
+            RequestError: See `Membership.register`.
         """
         members, changes = self.membership.register(info, time.monotonic())
         self._announce(changes)
@@ -236,12 +237,12 @@ class Nodes(KnownNodes):
         return members
 
     def drain(self, node_id: str) -> None:
-        """Send no new requests there, and move those that it generates for, as far as possible.
+        """Send no new requests to a node, and move its decoding requests away where possible.
 
-        Asked again, it tries anew to move what is left.
+        Called again, it tries again to move what is left.
 
         Raises:
-            RequestError: no such node (404).
+            RequestError: There is no such node (404).
         """
         if changes := self.membership.drain(node_id):
             self._announce(changes)
@@ -249,30 +250,30 @@ class Nodes(KnownNodes):
             self.migrate(node_id)
 
     def migrate(self, node_id: str) -> None:
-        """Move the requests that a node generates for now to others, as far as possible.
+        """Move the requests that a node decodes now to others, where possible.
 
         Raises:
-            RequestError: no such node (404).
+            RequestError: There is no such node (404).
         """
         self.membership.require(node_id)
         self.on_leaving(node_id)
         self.on_change()
 
     def pause(self, node_id: str, *, paused: bool) -> None:
-        """Send no new requests there for now, or do so again.
+        """Send no new requests to a node for now, or resume.
 
         Raises:
-            RequestError: no such node (404).
+            RequestError: There is no such node (404).
         """
         self.membership.pause(node_id, paused=paused)
         logger.info("node %s: %s", node_id, "paused" if paused else "resumed")
         self.on_command()
 
     def remove(self, node_id: str, generation: str | None = None) -> None:
-        """Forget a node, or one life of it only.
+        """Forget a node, or one generation of it only.
 
         Raises:
-            RequestError: no such node (404).
+            RequestError: There is no such node (404).
         """
         self._announce(self.membership.remove(node_id, generation))
 
@@ -283,10 +284,13 @@ class Nodes(KnownNodes):
     # --- asking ---
 
     async def reset_prefix_caches(self, *, external: bool = False) -> dict[str, str | None]:
-        """Let nodes, paused and draining ones too, forget prefixes; by id, None or why not.
+        """Empty nodes' prefix caches, also on paused and draining nodes.
 
         Args:
-            external: and what they keep in their stores.
+            external: Whether to empty their stores, too.
+
+        Returns:
+            For each node id, None or why it failed.
         """
         empty = (NodeState.STARTING, NodeState.LOADING, NodeState.GONE)
         members = self.membership.members.values()
@@ -324,20 +328,20 @@ class Nodes(KnownNodes):
         while True:
             try:
                 now = time.monotonic()
-                if now - due > timers.heartbeat_s:  # what came meanwhile waits in sockets
+                if now - due > timers.heartbeat_s:  # heartbeats since then wait in sockets
                     logger.warning("this process stood still for %.1f s", now - due)
                     self.membership.stood_still(now - due, now)
                 self._announce(self.membership.tick(now))
                 for member in self.membership.probe_targets():
                     self._probe_soon(member)
                 await self.engines.sweep()
-            except Exception:  # of whoever is told, perhaps: without probes nothing would be right
+            except Exception:  # perhaps of a callback; probes must go on
                 logger.exception("a look at the nodes failed")
             due = time.monotonic() + timers.probe_period_s
             await asyncio.sleep(timers.probe_period_s)
 
     def _probe_soon(self, member: Member) -> None:
-        # One probe of a node at a time: a silent one must not collect them.
+        # One probe per node at a time: they must not pile up at a silent node.
         name = f"probe {member.info.url}"
         if any(task.get_name() == name for task in self._probes):
             return
@@ -355,7 +359,7 @@ class Nodes(KnownNodes):
                     self._announce(self.membership.identified(url, asked, time.monotonic()))
                 await self._get(member.info.url, "/health")
                 if self.membership.in_life(asked.node_id, asked.generation) is None:
-                    return  # it was replaced meanwhile, or is not let in
+                    return  # it was replaced meanwhile, or is refused
                 await self.engines.reach(asked)
         except TimeoutError:
             error = "no answer to a probe in time"

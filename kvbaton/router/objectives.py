@@ -1,7 +1,7 @@
-"""What it costs that requests are expected to miss their objectives: by how likely that is.
+"""Prices a predicted miss of an objective by its probability.
 
-Of the tokens after the first either a text's mean time per token is to be within the objective
-(`MeanItl`), or a percentile of its times between tokens (`PercentileItl`).
+The ITL objective is either for a sequence's mean time between tokens (`MeanItl`) or for a
+percentile of its times between tokens (`PercentileItl`).
 """
 
 from __future__ import annotations
@@ -17,40 +17,45 @@ from kvbaton.router.costs import CostModel
 from kvbaton.router.predictions import Decode
 
 MISSED_S = 30.0
-"""A request that misses an objective counts as so many seconds."""
+"""Cost of a request that misses an objective, in seconds."""
 CERTAINTY = 8.0
-"""What is expected to take half its objective misses it once in 2 to this power."""
-APART = 16.0
-"""The same of steps while some nodes only generate: no prompts come beside what is there."""
+"""Exponent of the miss probability: a prediction of half the objective misses it about once in 2 to
+this power."""
+SEPARATE_CERTAINTY = 16.0
+"""`CERTAINTY` of steps while some nodes only decode: no further prompts join the sequences
+there."""
 MISJUDGED = 0.1
-"""So often how many prompts will come beside a text is not known at all."""
+"""Probability that the number of prompts a sequence meets is not predictable at all."""
 
 
-def missed_s(seconds: float, objective_s: float | None) -> float:
-    """What it costs that something is expected to take so long: likelihood of a miss times cost."""
-    return 0.0 if objective_s is None else MISSED_S * likely(seconds, objective_s)
+def miss_cost(seconds: float, objective_s: float | None) -> float:
+    """Cost of something predicted to take `seconds`: probability of a miss times `MISSED_S`."""
+    return 0.0 if objective_s is None else MISSED_S * exceed_probability(seconds, objective_s)
 
 
-def likely(seconds: float, objective_s: float, certainty: float = CERTAINTY) -> float:
-    """That what is expected to be so much is more than an objective."""
+def exceed_probability(seconds: float, objective_s: float, certainty: float = CERTAINTY) -> float:
+    """Probability that what is predicted to be `seconds` exceeds an objective."""
     if seconds < 1e-6:
         return 0.0
     return 1.0 / (1.0 + math.pow(min(objective_s / seconds, 1e9), certainty))
 
 
 class ItlObjective(ABC):
-    """How fast the tokens after the first are to come; methods give what misses cost, in seconds.
+    """An ITL objective; its methods return the cost of misses in seconds.
 
-    Texts of few tokens, half of all, are judged apart, as they can't make up for a wait. They are
-    so much fewer among those that are there as they are sooner over.
+    Each cost is a mean over sequences of mean length and of short ones. Half of all sequences count
+    as short: they have too few tokens to make up for a stall. They are fewer among the sequences at
+    a node, since they end sooner.
 
     Args:
-        slo_s: the objective.
-        costs: with the lengths of texts.
+        slo_s: The objective in seconds.
+        costs: Model that knows how long sequences are.
 
     Attributes:
-        spared: so likely a text that generates will meet no prompts but those that are there.
-        forgiven: share of a text's times that may be longer; None if it is their mean that counts.
+        spared: Probability that a decoding sequence meets only prompts that are at its node
+            already.
+        forgiven: Share of a sequence's ITLs that may exceed the objective; None if it is for the
+            mean.
     """
 
     spared: ClassVar[float]
@@ -59,101 +64,109 @@ class ItlObjective(ABC):
     def __init__(self, slo_s: float, costs: CostModel) -> None:
         self._slo_s, self._costs = slo_s, costs
 
-    def _likely(self, seconds: float) -> float:
-        """That a step which is expected to take so long misses the objective."""
+    def _step_miss(self, seconds: float) -> float:
+        """Probability that a step predicted to take `seconds` exceeds the objective."""
         roles = self._costs.roles
-        apart = roles is not None and roles.generating
-        return likely(seconds, self._slo_s, APART if apart else CERTAINTY)
+        separate = roles is not None and roles.generating
+        certainty = SEPARATE_CERTAINTY if separate else CERTAINTY
+        return exceed_probability(seconds, self._slo_s, certainty)
 
-    def _stalled(self, seconds: float) -> float:
-        """That one with a prompt in it does so; none where these come in chunks that fit."""
-        return 0.0 if self._costs.chunks_fit else self._likely(seconds)
-
-    @abstractmethod
-    def own(self, decode: Decode) -> float:
-        """Of a request that is generated on a node."""
+    def _mixed_step_miss(self, seconds: float) -> float:
+        """The same for a step with prefill; 0 while its chunks fit."""
+        return 0.0 if self._costs.chunks_fit else self._step_miss(seconds)
 
     @abstractmethod
-    def met(self, decode: Decode) -> float:
-        """Of a text that one prompt surely comes beside, beside those that `own` expects."""
+    def new_cost(self, decode: Decode) -> float:
+        """Cost for a new sequence that decodes on a node."""
 
     @abstractmethod
-    def waiting(self, seconds: float, tokens: float) -> float:
-        """Of a text of so many tokens that waits once for so long."""
+    def certain_prompt_cost(self, decode: Decode) -> float:
+        """Cost of one prompt that a sequence surely meets, beyond what `new_cost` expects."""
 
     @abstractmethod
-    def _of(self, tokens: float, decode: Decode, slower_s: float, wait_s: float) -> float:
-        """Of a text of so many tokens on a node: steps take longer, and it waits for prompts."""
+    def wait_cost(self, seconds: float, tokens: float) -> float:
+        """Cost for a sequence of `tokens` tokens that stalls once, for `seconds`."""
 
-    def there(self, decode: Decode, slower_s: float = 0.0, work_s: float = 0.0) -> float:
-        """Of a sequence that is on a node, if steps take longer and one more prompt is computed.
+    @abstractmethod
+    def _cost(self, tokens: float, decode: Decode, slower_s: float, wait_s: float) -> float:
+        """Cost for a sequence of `tokens` tokens: longer steps and a wait for prefill."""
 
-        It waits for that after all prompts which are there already. Those to come are the router's
-        to give, or to spare it: else who seems lost by those of late would get them all.
+    def present_cost(self, decode: Decode, slower_s: float = 0.0, work_s: float = 0.0) -> float:
+        """Cost for a sequence at a node if steps take longer and one more prompt is computed there.
+
+        The sequence also waits for all prompts that are queued there. Prompts to come count in part
+        only, since the router may give them to other nodes: otherwise a node whose sequences seem
+        lost by its recent prompts would be given all others, too.
+
+        Args:
+            decode: Prediction for the node.
+            slower_s: Seconds that are added to each step.
+            work_s: Seconds of prefill of the further prompt.
         """
         wait_s = decode.queued_s + work_s
-        missed = self._of_any(decode, slower_s, wait_s)
+        missed = self._typical_cost(decode, slower_s, wait_s)
         if not decode.prefill_share:
             return missed
         others_s = decode.others_s * (1 - decode.prefill_share)
         spared = replace(decode, prefill_share=0.0, others_s=others_s)
-        return missed + self.spared * (self._of_any(spared, slower_s, wait_s) - missed)
+        return missed + self.spared * (self._typical_cost(spared, slower_s, wait_s) - missed)
 
-    def coming(self, decode: Decode, slower_s: float, wait_s: float) -> float:
-        """Of a sequence that comes to the node meanwhile, what it misses more than otherwise."""
-        return self._of_any(decode, slower_s, wait_s) - self._of_any(decode, 0.0, 0.0)
+    def arriving_cost(self, decode: Decode, slower_s: float, wait_s: float) -> float:
+        """Additional cost for a sequence that comes to the node during the slowdown and wait."""
+        return self._typical_cost(decode, slower_s, wait_s) - self._typical_cost(decode, 0.0, 0.0)
 
-    def _of_any(self, decode: Decode, slower_s: float, wait_s: float) -> float:
+    def _typical_cost(self, decode: Decode, slower_s: float, wait_s: float) -> float:
         mean = self._costs.output_tokens
         short = min(mean, self._costs.short_output)
-        missed = self._of(mean, decode, slower_s, wait_s)
-        return missed + short / (2 * mean) * (self._of(short, decode, slower_s, wait_s) - missed)
+        missed = self._cost(mean, decode, slower_s, wait_s)
+        return missed + short / (2 * mean) * (self._cost(short, decode, slower_s, wait_s) - missed)
 
 
 class MeanItl(ItlObjective):
-    """A text's mean time per token is to be within the objective."""
+    """A sequence's mean time between tokens is to be within the objective."""
 
     spared = 0.25
 
     @override
-    def own(self, decode: Decode) -> float:
-        # Short texts come all beside prompts, or none of them.
-        between = self._missed(decode.step_s + decode.backlog_s / self._costs.short_output)
+    def new_cost(self, decode: Decode) -> float:
+        # All tokens of a short sequence come beside prefill, or none of them.
+        between = self._miss_cost(decode.step_s + decode.backlog_s / self._costs.short_output)
         if share := decode.prefill_share:
-            between += share * (self._missed(decode.step_s + decode.full_s) - between)
-        return (self._missed(decode.itl_s) + between) / 2
+            between += share * (self._miss_cost(decode.step_s + decode.full_s) - between)
+        return (self._miss_cost(decode.itl_s) + between) / 2
 
     @override
-    def met(self, decode: Decode) -> float:
-        # As many texts are too short to make up for it as if lengths were exponential.
+    def certain_prompt_cost(self, decode: Decode) -> float:
+        # Share of sequences too short to make up for a full chunk, with exponential lengths.
         spare_s = (self._slo_s - decode.step_s) * self._costs.output_tokens
         too_short = decode.full_s / spare_s if spare_s > decode.full_s else 1.0
         return MISSED_S * too_short * (1 - decode.prefill_share)
 
     @override
-    def waiting(self, seconds: float, tokens: float) -> float:
-        return self._missed(seconds / tokens)
+    def wait_cost(self, seconds: float, tokens: float) -> float:
+        return self._miss_cost(seconds / tokens)
 
     @override
-    def _of(self, tokens: float, decode: Decode, slower_s: float, wait_s: float) -> float:
-        return self._missed(decode.others_s + slower_s + wait_s / tokens)
+    def _cost(self, tokens: float, decode: Decode, slower_s: float, wait_s: float) -> float:
+        return self._miss_cost(decode.others_s + slower_s + wait_s / tokens)
 
-    def _missed(self, seconds: float) -> float:
-        return MISSED_S * self._likely(seconds)
+    def _miss_cost(self, seconds: float) -> float:
+        return MISSED_S * self._step_miss(seconds)
 
 
 class PercentileItl(ItlObjective):
-    """A percentile of a text's times between tokens is to be within the objective.
+    """A percentile of a sequence's times between tokens is to be within the objective.
 
-    So a text may meet some prompts, however long, but not more. How many come is a Poisson
-    variable, taken for a normal one, or is misjudged: then each that is expected counts for its
-    part of those that are forgiven. One more harms the more the more come, until as many come as
-    are forgiven: so nodes share them evenly, and where that is too many they come together at few.
+    So a sequence may meet some prompts, however long, but no more. The number it meets is Poisson
+    distributed (approximated by a normal distribution) or, with probability `MISJUDGED`, unknown:
+    then the cost is proportional to the expected number, up to the number forgiven. Each further
+    prompt costs more than the one before, until as many come as are forgiven. So nodes share
+    prompts evenly, and where these are too many they gather at few nodes.
 
     Args:
-        slo_s: the objective.
-        percentile: which; 0 to 100.
-        costs: with the lengths of texts.
+        slo_s: The objective in seconds.
+        percentile: The percentile, between 0 and 100.
+        costs: Model that knows how long sequences are.
     """
 
     spared = 0.75
@@ -164,38 +177,38 @@ class PercentileItl(ItlObjective):
         self.forgiven = 1.0 - percentile / 100
 
     @override
-    def own(self, decode: Decode) -> float:
+    def new_cost(self, decode: Decode) -> float:
         lengths = self._costs.output_tokens, self._costs.short_output
-        return sum(self._missed(n, decode.step_s, decode, decode.backlog_s) for n in lengths) / 2
+        return sum(self._miss_cost(n, decode.step_s, decode, decode.backlog_s) for n in lengths) / 2
 
     @override
-    def met(self, decode: Decode) -> float:
-        return self.coming(decode, 0.0, decode.full_s)
+    def certain_prompt_cost(self, decode: Decode) -> float:
+        return self.arriving_cost(decode, 0.0, decode.full_s)
 
     @override
-    def waiting(self, seconds: float, tokens: float) -> float:
-        return MISSED_S * self._too_many(tokens, likely(seconds, self._slo_s))
+    def wait_cost(self, seconds: float, tokens: float) -> float:
+        return MISSED_S * self._excess_probability(tokens, exceed_probability(seconds, self._slo_s))
 
     @override
-    def _of(self, tokens: float, decode: Decode, slower_s: float, wait_s: float) -> float:
+    def _cost(self, tokens: float, decode: Decode, slower_s: float, wait_s: float) -> float:
         step_s = decode.others_s * (1 - decode.prefill_share) + slower_s
-        return self._missed(tokens, step_s, decode, wait_s)
+        return self._miss_cost(tokens, step_s, decode, wait_s)
 
-    def _missed(self, tokens: float, step_s: float, decode: Decode, wait_s: float) -> float:
-        """Of a text with steps of such a time, prompts as of late, and some that surely come."""
+    def _miss_cost(self, tokens: float, step_s: float, decode: Decode, wait_s: float) -> float:
+        """Cost for a sequence that meets prompts as of late, and certain ones of `wait_s`."""
         share, full_s, prompt_s = decode.prefill_share, decode.full_s, decode.prompt_s
-        slow, always = 0.0, self._likely(step_s)
+        slow, always = 0.0, self._step_miss(step_s)
         if share:
             prompts = tokens * step_s / prompt_s * share / (1 - share)
-            slow = prompts * max(0.0, self._stalled(step_s + prompt_s) - always)
-        if wait_s:  # of several prompts in full steps
+            slow = prompts * max(0.0, self._mixed_step_miss(step_s + prompt_s) - always)
+        if wait_s:  # prompts that are queued share full steps
             steps = max(1.0, wait_s / full_s)
-            slow += steps * max(0.0, self._stalled(step_s + wait_s / steps) - always)
-        stalled = self._too_many(tokens, slow)
+            slow += steps * max(0.0, self._mixed_step_miss(step_s + wait_s / steps) - always)
+        stalled = self._excess_probability(tokens, slow)
         return MISSED_S * (stalled + (1 - stalled) * always)
 
-    def _too_many(self, tokens: float, slow: float) -> float:
-        """How likely more of a text's gaps are slow than may be, of which so many are expected."""
+    def _excess_probability(self, tokens: float, slow: float) -> float:
+        """Probability that more ITLs are slow than are forgiven, if `slow` of them are expected."""
         if not slow:
             return 0.0
         forgiven = self.forgiven * tokens

@@ -1,7 +1,7 @@
-"""What lies between nodes' steps and clients, learned from the times that clients see.
+"""Learns what lies between nodes' step times and the times that clients see.
 
-That is sockets, queues inside the engine, other programs of the machine: observed times to the
-first token are regressed on predicted ones, older ones fading, and each node that prefills has a
+That is sockets, queues inside engines, and other programs on the machine. Observed times to the
+first token are regressed on modelled ones, older ones fading, and each node that prefills has a
 factor of its own. What hand-overs of a pair take beyond their wire is learned likewise.
 """
 
@@ -13,29 +13,31 @@ from dataclasses import dataclass, field
 from statistics import median
 
 FADE = 0.97
-"""What an observation still counts when the next one has come."""
+"""Weight of past observations when a new one comes."""
 MIN_OBSERVED = 3
+"""Number of observations before the regression is used."""
 MEDIAN_STEP = 1.03
-"""By so much each observation moves the median that is followed."""
+"""Factor by which each observation moves the estimate of a node's median."""
 SLOPES = (0.25, 4.0)
-"""Observed times may be so many times what was predicted, beyond a constant."""
+"""Minimum and maximum ratio of observed to modelled time, beyond the constant."""
 SURPRISE = 2.0
-"""An observation counts as at most so many times what was usual, and at least such a part of it: a
-prompt that stood behind one of which nothing was known says little of the next."""
+"""Maximum factor between an observation and what is usual; it is clamped to that. A prompt that
+queued behind an unknown one says little about the next."""
 HANDOVERS = 15
-"""Of a pair, whose median counts."""
+"""Number of a pair's last hand-overs whose median counts."""
 HANDOVER_HALF_S = 30.0
-"""After so long without a hand-over half of what it took is believed, or one bad time would keep
-the pair from being tried ever again."""
+"""Half-life in seconds of a pair's median without hand-overs: otherwise one bad time would keep the
+pair from ever being tried again."""
 
 
 @dataclass
 class Overhead:
     """Observed against modelled times: ``observed = base + slope * modelled``.
 
-    Sockets and queues on the way are alike for all nodes, so all of them are taken together: who
-    has only computed long prompts can't tell the constant from the factor. A few late tokens lift
-    that mean; what is left of each node's differs by a factor of its own, which follows the median.
+    Sockets and queues are alike for all nodes, so one regression serves them all: a node that has
+    only computed long prompts can't tell the constant from the slope. A few late tokens raise that
+    mean, so a factor per node in `scales` follows the median of what is left. `sums` are the
+    weighted, fading sums of 1, x, x^2, y and x y (x is modelled, y observed).
     """
 
     sums: tuple[float, float, float, float, float] = (0.0,) * 5
@@ -45,13 +47,13 @@ class Overhead:
     count: int = 0
 
     def predict(self, node_id: str, modelled: float) -> float:
-        """Seconds that are to be expected of a node whose figures give `modelled`."""
+        """Seconds to expect of a node whose step costs give `modelled` seconds."""
         return self.scales.get(node_id, 1.0) * (self.base + self.slope * modelled)
 
     def observe(self, node_id: str, modelled: float, observed: float) -> None:
-        """Take one in, errors counting as shares of what was modelled.
+        """Add an observation, weighted so that errors are relative to the modelled time.
 
-        As shares of what was observed they would draw predictions towards the lucky ones.
+        Errors relative to the observed time would bias predictions towards lucky observations.
         """
         low, high = SLOPES
         late = observed > self.predict(node_id, modelled)
@@ -79,17 +81,17 @@ class Overhead:
 
 @dataclass
 class Handovers:
-    """How much later second tokens came for hand-overs of one pair than wires and steps explain."""
+    """How much later second tokens of one pair's hand-overs came than wires and steps explain."""
 
     late_s: deque[float] = field(default_factory=lambda: deque(maxlen=HANDOVERS))
     median_s: float = 0.0
     at: float = 0.0
 
     def predict(self, now: float) -> float:
-        """Seconds that the next one is to be expected later."""
+        """Seconds by which the next second token is expected to be late."""
         return self.median_s * math.exp2((self.at - now) / HANDOVER_HALF_S)
 
     def observe(self, late_s: float, now: float) -> None:
-        """Take one in."""
+        """Add an observation."""
         self.late_s.append(late_s)
         self.median_s, self.at = median(self.late_s), now

@@ -1,8 +1,8 @@
-"""The router's page: what the cluster does, for people, kept up to date by server-sent events.
+"""The router's status page, kept up to date by server-sent events.
 
-A page is whole without scripts. With them it opens one stream (`GET /events`), and shows what
-comes: the same HTML, made once per interval for all streams. A stream whose reader is behind gets
-the newest state next, not all that it missed.
+The page is complete without scripts. With them it opens one stream (`GET /events`) and shows its
+events: the same HTML, rendered once per interval for all streams. A stream whose reader is slow
+skips to the newest state.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from kvbaton.server.sse import send_events
 logger = logging.getLogger(__name__)
 
 MAX_STREAMS = 64
-"""Pages that are kept up to date at the same time."""
+"""Maximum number of pages that are kept up to date at the same time."""
 RELOAD_S = 5
-"""A page without scripts loads itself anew so often."""
+"""Seconds after which a page without scripts reloads itself."""
 
 NOT_TOLD = "—"
 
@@ -43,7 +43,7 @@ _STYLE, _SCRIPT = (
 
 
 def _source(text: str) -> str:
-    """How a content security policy names what stands in the page."""
+    """How a content security policy names an inline style or script."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
@@ -64,14 +64,14 @@ def _or_not_told(show: Callable[[float], str]) -> Callable[[float | None], str]:
 
 
 def _polyline(points: Sequence[float]) -> str:
-    """The last minute, from 0 to its highest point."""
+    """Points of the last minute, scaled to its maximum."""
     top, first = max(points, default=0.0) or 1.0, HISTORY - len(points)
     return " ".join(f"{first + i},{22 - 20 * p / top:.1f}" for i, p in enumerate(points))
 
 
 _TEMPLATES = jinja2.Environment(
     loader=jinja2.PackageLoader(__package__, "."),
-    autoescape=True,  # nodes may say anything
+    autoescape=True,  # nodes' reports are not trusted
     trim_blocks=True,
     lstrip_blocks=True,
 )
@@ -85,14 +85,14 @@ _TEMPLATES.filters |= {
 
 
 class StatusFeed:
-    """Keeps pages up to date.
+    """Keeps status pages up to date.
 
     Args:
-        status: of the cluster; sampled here.
+        status: Status of the cluster, sampled here.
 
     Attributes:
-        status: as given.
-        streams: open.
+        status: As given.
+        streams: Number of open streams.
     """
 
     def __init__(self, status: ClusterStatus) -> None:
@@ -104,7 +104,7 @@ class StatusFeed:
 
     @asynccontextmanager
     async def served(self, app: web.Application) -> AsyncIterator[None]:
-        """Sample for as long as the context lasts, for what an application answers."""
+        """Sample for as long as the context lasts, for the routes of an application."""
         app[FEED] = self
         app.on_shutdown.append(self._close)
         sampling = asyncio.create_task(self._run())
@@ -121,12 +121,12 @@ class StatusFeed:
                 view = self.status.sample()
                 if self.streams:
                     self._event = self._render(view)
-            except Exception:  # the pages are not worth the router
+            except Exception:  # a page must not end the router
                 logger.exception("the state of the cluster can't be shown")
             self._tell()
 
     async def _close(self, app: web.Application) -> None:
-        """End all streams, which the server would wait for otherwise."""
+        """End all streams, for which the server would wait otherwise."""
         self._closed = True
         self._tell()
 
@@ -139,10 +139,10 @@ class StatusFeed:
 
     @asynccontextmanager
     async def stream(self) -> AsyncIterator[AsyncIterator[bytes]]:
-        """Events for one page: the state now, then the newest each time that the reader is ready.
+        """Events for one page: the current state, then the newest one whenever the reader is ready.
 
         Raises:
-            RequestError: 503, there are too many.
+            RequestError: There are too many streams (503).
         """
         if self.streams >= MAX_STREAMS:
             raise RequestError(f"{MAX_STREAMS} pages are open already", status=503, code="busy")
@@ -154,7 +154,7 @@ class StatusFeed:
             self.streams -= 1
 
     async def _events(self) -> AsyncGenerator[bytes]:
-        if self.streams == 1:  # nobody was told of what happened before
+        if self.streams == 1:  # nothing is rendered without streams
             self._event = self._render(self.status.view())
         shown = None
         while not self._closed:
@@ -186,15 +186,15 @@ async def page(request: web.Request) -> web.Response:
 
 @contract(content_type="text/event-stream")
 async def events(request: web.Request) -> web.StreamResponse:
-    """``GET /events``: the part of the page that changes, again and again (server-sent events)."""
+    """``GET /events``: the changing part of the page, as server-sent events."""
     async with request.app[FEED].stream() as stream:
         return await send_events(request, stream)
 
 
 def fragment(view: NodesView, history: Iterable[RouterTraffic]) -> str:
-    """What changes, as HTML on one line: figures of the traffic, and a table of the nodes."""
+    """The changing part as HTML on one line: traffic, and a table of the nodes."""
     known = list(history)
     flying = [point.running + point.waiting for point in known]
     template = _TEMPLATES.get_template("status.html")
     html = template.render(view=view, history=known, flying=flying, seconds=HISTORY)
-    return " ".join(html.splitlines())  # nodes say why they fail in several
+    return " ".join(html.splitlines())  # nodes' reasons may have several lines

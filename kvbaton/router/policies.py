@@ -1,6 +1,6 @@
-"""Which nodes a request is given to: one small class per policy, found by name (``--policy``).
+"""Routing policies: one small class per value of ``--policy``, each choosing nodes for a request.
 
-Others come as entry points of group ``kvbaton.policies``, or by a dotted path
+Others are entry points of group ``kvbaton.policies``, or named by a dotted path
 ``package.module:Class``; each is a `Policy`.
 """
 
@@ -27,8 +27,8 @@ from kvbaton.router.objectives import (
     ItlObjective,
     MeanItl,
     PercentileItl,
-    likely,
-    missed_s,
+    exceed_probability,
+    miss_cost,
 )
 from kvbaton.router.predictions import Decode, Prefill
 from kvbaton.router.role_plan import RolePlan
@@ -36,25 +36,25 @@ from kvbaton.router.route import Options, Pair, Route
 
 GROUP = "kvbaton.policies"
 SATURATED_TOKENS = 8192
-"""`Sticky` leaves a node that has so many more prompt tokens queued than the least loaded one,"""
+"""`Sticky` leaves a node that has this many more queued prompt tokens than the least loaded one."""
 SATURATED_SEQUENCES = 16
-"""or so many more sequences."""
+"""`Sticky` leaves a node that has this many more sequences than the least loaded one."""
 NO_ROOM_S = 5.0
-"""What a node without room for a request costs it."""
+"""Cost in seconds of a node that has no room for a request."""
 
 Rank = tuple[Any, ...]
-"""Numbers, then ids of nodes."""
+"""Numbers, then node ids; the lowest rank is chosen."""
 
 
 class Policy(ABC):
-    """Chooses.
+    """Chooses nodes for requests.
 
     Args:
-        settings: as the user decided them.
-        costs: what nodes say of their speed, and what was observed.
+        settings: Settings of the router's user.
+        costs: Step costs that nodes report, and what was observed.
 
     Attributes:
-        uses_prefixes: `Options.cached` is filled in.
+        uses_prefixes: Whether `Options.cached` is to be filled in.
     """
 
     uses_prefixes: ClassVar[bool] = True
@@ -65,13 +65,14 @@ class Policy(ABC):
 
     @abstractmethod
     def choose(self, options: Options) -> Route:
-        """The nodes for one request."""
+        """Choose the nodes for one request."""
 
 
 class LeastLoaded(Policy):
     """The pair with the fewest tokens to prefill, then the fewest sequences.
 
-    A node of a pair that does both counts what it has of the other kind last.
+    For a node of role ``any``, load of the other kind (decoding on the source, prompts on the
+    target) only breaks ties.
     """
 
     uses_prefixes = False
@@ -85,7 +86,7 @@ class LeastLoaded(Policy):
         return Route(node, cached=options.hit(node))
 
     def best_pair(self, options: Options) -> Pair:
-        """The pair of the lowest rank. Which target is best for a source is the same for all."""
+        """The pair of the lowest rank; the order of targets is the same for all sources."""
         ranked = options.pairs.targets
         if len(ranked) > 1:
             ranks = ((*self.target_rank(options, node), node.node_id, node) for node in ranked)
@@ -93,24 +94,24 @@ class LeastLoaded(Policy):
         return min(options.pairs.best(ranked), key=partial(self.pair_rank, options))
 
     def target_rank(self, options: Options, target: NodeInfo) -> Rank:
-        """What `pair_rank` has of the target but its id, in that order."""
+        """The target's part of `pair_rank`, in that order, without its id."""
         load = options.load(target)
         return load.prompt_tokens, load.sequences, load.tokens
 
     def pair_rank(self, options: Options, pair: Pair) -> Rank:
-        """The lowest is chosen."""
-        load, there = options.load(pair[0]), self.target_rank(options, pair[1])
+        """Rank of a pair."""
+        load, target_rank = options.load(pair[0]), self.target_rank(options, pair[1])
         ids = pair[0].node_id, pair[1].node_id
-        return load.prompt_tokens, *there, load.sequences, *ids
+        return load.prompt_tokens, *target_rank, load.sequences, *ids
 
     def single_rank(self, options: Options, node: NodeInfo) -> Rank:
-        """The lowest is chosen."""
+        """Rank of a node that serves the request alone."""
         load, other_role = options.load(node), node.role == "prefill"
         return other_role, load.sequences, load.prompt_tokens, load.tokens, node.node_id
 
 
 class RoundRobin(Policy):
-    """One after the other."""
+    """Sources, targets and single nodes take turns."""
 
     uses_prefixes = False
 
@@ -125,7 +126,7 @@ class RoundRobin(Policy):
             sources = sorted(options.pairs.sources, key=lambda source: source[0].node_id)
             source, able = sources[self._turn % len(sources)]
             targets = _by_id(node for node in options.pairs.targets if node.node_id in able)
-            # Both go round; with equal numbers of them each would always meet the same.
+            # Both rotate: with equal numbers, each source would always get the same target.
             target = targets[(self._turn + self._turn // len(sources)) % len(targets)]
             return Route(target, source)
         singles = _by_id(options.singles)
@@ -137,7 +138,7 @@ def _by_id(nodes: Iterable[NodeInfo]) -> list[NodeInfo]:
 
 
 class PrefixAware(LeastLoaded):
-    """As `LeastLoaded`, by the tokens to prefill with this request: what is cached is none."""
+    """As `LeastLoaded`, by the tokens to prefill with this request; cached ones do not count."""
 
     uses_prefixes = True
 
@@ -148,18 +149,18 @@ class PrefixAware(LeastLoaded):
 
     @override
     def pair_rank(self, options: Options, pair: Pair) -> Rank:
-        to_do, *rest = super().pair_rank(options, pair)
-        return to_do + options.new(pair[0]), *rest
+        to_prefill, *rest = super().pair_rank(options, pair)
+        return to_prefill + options.new(pair[0]), *rest
 
     @override
     def single_rank(self, options: Options, node: NodeInfo) -> Rank:
         load, other_role = options.load(node), node.role == "prefill"
-        to_do = load.prompt_tokens + options.new(node)
-        return other_role, to_do, load.sequences, load.tokens, node.node_id
+        to_prefill = load.prompt_tokens + options.new(node)
+        return other_role, to_prefill, load.sequences, load.tokens, node.node_id
 
 
 class Sticky(LeastLoaded):
-    """The node that has most of the prompt cached, until it is saturated."""
+    """The node that has most of the prompt cached, unless it is saturated."""
 
     uses_prefixes = True
 
@@ -172,7 +173,7 @@ class Sticky(LeastLoaded):
 
     @staticmethod
     def _saturated(options: Options) -> Iterator[str]:
-        """Nodes that have much more to do than another of their role."""
+        """Ids of nodes that have much more to do than another node of their role."""
         least: dict[str, tuple[int, int]] = {}
         for node in options.singles:
             load = options.load(node)
@@ -190,8 +191,8 @@ class Sticky(LeastLoaded):
 
     @override
     def pair_rank(self, options: Options, pair: Pair) -> Rank:
-        to_do, held, *rest = super().pair_rank(options, pair)
-        return -options.hit(pair[0]), held, to_do, *rest
+        to_prefill, held, *rest = super().pair_rank(options, pair)
+        return -options.hit(pair[0]), held, to_prefill, *rest
 
     @override
     def single_rank(self, options: Options, node: NodeInfo) -> Rank:
@@ -199,9 +200,9 @@ class Sticky(LeastLoaded):
 
 
 class Threshold(PrefixAware):
-    """A pair for prompts of which `min_handover_tokens` or more are new everywhere, else one node.
+    """A pair for prompts with `min_handover_tokens` or more tokens that no node has, else one node.
 
-    Without that setting it is 512.
+    The default of that setting is 512 here.
     """
 
     MIN_TOKENS = 512
@@ -218,13 +219,13 @@ class Threshold(PrefixAware):
 
 
 class _KeptApart(PrefixAware):
-    """Where nodes may do both, those that generate compute no prompts as long as others can."""
+    """As `PrefixAware`, but nodes of role ``any`` that decode get no prompts while others can."""
 
     @override
     def target_rank(self, options: Options, target: NodeInfo) -> Rank:
         load = options.load(target)
-        goes_on = target.role == "any" and 0 < load.sequences < SATURATED_SEQUENCES
-        return bool(load.prompt_tokens), not goes_on, *super().target_rank(options, target)
+        decodes = target.role == "any" and 0 < load.sequences < SATURATED_SEQUENCES
+        return bool(load.prompt_tokens), not decodes, *super().target_rank(options, target)
 
     @override
     def pair_rank(self, options: Options, pair: Pair) -> Rank:
@@ -232,13 +233,13 @@ class _KeptApart(PrefixAware):
 
 
 class LeastCost(Policy):
-    """The least seconds for the request and for those already there, as `CostModel` predicts them.
+    """The route with the least seconds for the request and for those in flight, by `CostModel`.
 
-    A request waits for its first token and for as many more as requests have of late. With
-    objectives (``--ttft-slo``, ``--itl-slo``) each request that is expected to miss one counts as
-    many seconds more, by how likely that is; so a request that is late anyway goes where it makes
-    nobody else late. While no node has measured anything it chooses as `PrefixAware`, and keeps
-    nodes apart that generate.
+    A request waits for its first token and for as many more as recent requests generated. With
+    objectives (``--ttft-slo``, ``--itl-slo``) a predicted miss costs seconds in proportion to its
+    probability. So a request that is late anyway goes where it makes no other request late. Until
+    nodes have measured their steps, it chooses as `PrefixAware` and keeps prompts from nodes that
+    decode.
     """
 
     def __init__(self, settings: RoutingPolicy, costs: CostModel) -> None:
@@ -276,13 +277,13 @@ class LeastCost(Policy):
 
 
 class _Prices:
-    """What the nodes that there are would cost one request, each part computed once.
+    """Costs of one request at the nodes, each part computed once.
 
     Args:
-        options: of the request.
-        costs: of nodes.
-        settings: with the objective of first tokens.
-        itl: the objective of those after it, if there is one.
+        options: Options of the request.
+        costs: Costs of nodes.
+        settings: Settings, with the TTFT objective.
+        itl: ITL objective; None if there is none.
     """
 
     def __init__(
@@ -300,14 +301,14 @@ class _Prices:
         self._prefills: dict[str, tuple[Prefill, float]] = {}
         self._decodes: dict[str, tuple[Decode, float, float, float]] = {}
         self._targets: dict[str, tuple[float, float, float]] = {}
-        self._besides: dict[str, float] = {}
+        self._handover_costs: dict[str, float] = {}
 
     def cheapest_pair(self) -> tuple[float, Pair | None]:
-        """The cheapest pair and its seconds; of several the first.
+        """Cost in seconds of the cheapest pair, and that pair; the first of several.
 
-        A pair costs at least what its source does without delaying others, and what its target
-        does if neither a hand-over nor prompts there delay anything. Likely sources and cheap
-        targets come first, so that most sources and pairs are left out by that bound.
+        Lower bounds prune the search: a source costs at least its prefill without delays to others,
+        a target at least its decoding if neither a hand-over nor queued prompts delay anything.
+        Promising sources and cheap targets come first, so most others are never priced in full.
         """
         options, costs = self._options, self._costs
         targets = [
@@ -315,9 +316,9 @@ class _Prices:
         ]
         targets.sort(key=_bound_and_place)
         least = targets[0][0] if targets else 0.0
-        if self._itl is not None:  # who is late anyway misses nothing more
+        if self._itl is not None:  # a request that is late anyway misses nothing more
             least = min((bound - missed for bound, _, missed, _, _ in targets), default=0.0)
-        # Who waits least, and then has most of it, first: most others need not be asked.
+        # Least wait first, then most of the prompt cached: most other sources are left out.
         sources = [
             (options.wait_s(costs, node), options.new(node), place, node, able)
             for place, (node, able) in enumerate(options.pairs.sources)
@@ -332,39 +333,41 @@ class _Prices:
             late = expected.late
             if cost + (least if late else targets[0][0]) > cheapest:
                 continue
-            delay = self._delay(source, expected.decoding, 0.0, expected.work_s)
+            delay = self._delay_cost(source, expected.decoding, 0.0, expected.work_s)
             before, ttft_s = cost + delay, expected.ttft_s
-            for after, others, missed, spot, target in targets:
+            for after, others, missed, target_place, target in targets:
                 bound = before + after - (missed if late else 0.0)
                 if bound > cheapest:
-                    if late:  # they are in order of costs with what it would miss
+                    if late:  # targets are sorted by costs that include misses
                         continue
                     break
-                if target.node_id not in able or (bound == cheapest and (place, spot) > place_of):
+                if target.node_id not in able or (
+                    bound == cheapest and (place, target_place) > place_of
+                ):
                     continue
                 total = cost + (delay + costs.handover(source, target))
-                total += self._beside(source) + self._beside(target)
+                total += self._handover_cost(source) + self._handover_cost(target)
                 decode, own_s, _, _ = self._decode(target)
-                if decode.queued_s > ttft_s:  # what is left of it then comes in between
-                    own_s, missed = self._own(target, options.decode(costs, target, ttft_s))
+                if decode.queued_s > ttft_s:  # the rest of that prefill delays the sequence
+                    own_s, missed = self._own_cost(target, options.decode(costs, target, ttft_s))
                 total += own_s + others
-                total += self._room(target, ttft_s) if late else missed
-                # Its last blocks come while the target is in a step, and then wait for the next.
+                total += self._held_room_cost(target, ttft_s) if late else missed
+                # The last blocks come while the target runs a step, and wait for the next one.
                 wire_s = costs.wire_s(source, target, options.new(target), expected)
-                total += max(wire_s, options.held_s(costs, target) - ttft_s)
-                if total < cheapest or (total == cheapest and (place, spot) < place_of):
-                    cheapest, pair, place_of = total, (source, target), (place, spot)
+                total += max(wire_s, options.step_wait_s(costs, target) - ttft_s)
+                if total < cheapest or (total == cheapest and (place, target_place) < place_of):
+                    cheapest, pair, place_of = total, (source, target), (place, target_place)
         return cheapest, pair
 
     def cheapest_single(self) -> tuple[float, NodeInfo | None]:
-        """The cheapest node that serves alone and its seconds; of several the first.
+        """Cost in seconds of the cheapest single node, and that node; the first of several.
 
-        It costs at least what it does as a target, so that most need not be asked for the prompt.
+        A node costs at least what it costs as a target, so prefill is predicted at few of them.
         """
         singles, cheapest, place_of = self._options.singles, math.inf, 0
         single: NodeInfo | None = None
         others = [node for node in singles if node.role != "prefill"]
-        # A prefill node generates if nobody else can.
+        # A prefill node decodes only if no other node can.
         ordered = [
             (*self._target(node), place, node) for place, node in enumerate(others or singles)
         ]
@@ -374,12 +377,12 @@ class _Prices:
                 continue
             expected, cost = self._prefill(node)
             decode, own, _, _ = self._decode(node)
-            if decode.queued_s > expected.ttft_s:  # late ones, which come after it
+            if decode.queued_s > expected.ttft_s:  # deferred prompts, which are computed later
                 after = self._options.decode(self._costs, node, expected.ttft_s)
-                own, missed = self._own(node, after)
+                own, missed = self._own_cost(node, after)
             if not expected.late:
                 own += missed
-            cost += own + self._delay(node, decode.sequences, decode.slower_s, expected.work_s)
+            cost += own + self._delay_cost(node, decode.sequences, decode.slower_s, expected.work_s)
             if cost < cheapest or (cost == cheapest and place < place_of):
                 cheapest, single, place_of = cost, node, place
         return cheapest, single
@@ -391,7 +394,7 @@ class _Prices:
         pair_s: float | None,
         single_s: float | None,
     ) -> Route:
-        """With what is expected of it, and what the best pair and the best single node cost."""
+        """The route with its prediction and the costs of the best pair and best single node."""
         prefill, _ = self._prefill(source or target)
         options, holder, held = self._options, prefill.holder, prefill.held
         margins = [] if prefill.saved_s is None else [abs(prefill.saved_s)]
@@ -411,15 +414,16 @@ class _Prices:
         return replace(route, predicted=options.predict(self._costs, route, prefill))
 
     def _prefill(self, node: NodeInfo) -> tuple[Prefill, float]:
-        """Of a node that computes the prompt, and its cost: whoever comes next waits, too.
+        """Prediction for a node that computes the prompt, and its cost to this and later requests.
 
-        Without an objective so do all who come while this one waits. Where nodes only generate, the
-        texts to come miss as much as if one missed its objective.
+        The prompt delays the next request by its own work; without a TTFT objective, all requests
+        that come while it waits. On a node that is to only decode, a prompt costs its future
+        sequences as much as a missed objective.
         """
         found = self._prefills.get(node.node_id)
         if found is None:
             expected = self._options.prefill(self._costs, node)
-            cost = expected.ttft_s + expected.work_s + missed_s(expected.risk_s, self._ttft_slo)
+            cost = expected.ttft_s + expected.work_s + miss_cost(expected.risk_s, self._ttft_slo)
             if self._ttft_slo is None:
                 cost += expected.work_s * expected.wait_s * self._costs.prompts_per_s(node)
             if node.node_id in self._generating:
@@ -428,96 +432,101 @@ class _Prices:
         return found
 
     def _decode(self, node: NodeInfo) -> tuple[Decode, float, float, float]:
-        """Of a node that generates once all prompts there are computed.
+        """Prediction for a node that decodes after all prompts that are queued there.
 
         Returns:
-            What is expected, what it costs the request in seconds and in what it misses, and what
-            a sequence there may miss anyway.
+            The prediction; its cost to the request, in seconds and in misses; and the misses of a
+            sequence that is there already.
         """
         found = self._decodes.get(node.node_id)
         if found is None:
             decode = self._options.decode(self._costs, node, math.inf)
-            anyway = self._itl.there(decode) if self._itl is not None else 0.0
-            found = self._decodes[node.node_id] = decode, *self._own(node, decode), anyway
+            present = self._itl.present_cost(decode) if self._itl is not None else 0.0
+            found = self._decodes[node.node_id] = decode, *self._own_cost(node, decode), present
         return found
 
     def _target(self, node: NodeInfo) -> tuple[float, float, float]:
-        """What generating on a node costs at least.
+        """Lower bound for the cost of decoding on a node.
 
         Returns:
-            All; of that, others, whose steps it slows; and what the request misses.
+            Total; of that, the cost to other sequences, whose steps get longer; and the request's
+            misses.
         """
         found = self._targets.get(node.node_id)
         if found is None:
             decode, own, missed, _ = self._decode(node)
-            others = self._delay(node, decode.sequences, decode.slower_s, 0.0)
+            others = self._delay_cost(node, decode.sequences, decode.slower_s, 0.0)
             found = self._targets[node.node_id] = own + missed + others, others, missed
         return found
 
-    def _own(self, node: NodeInfo, decode: Decode) -> tuple[float, float]:
-        """What it costs a request to be generated for on a node: seconds, and what it misses.
+    def _own_cost(self, node: NodeInfo, decode: Decode) -> tuple[float, float]:
+        """Cost to a request of decoding on a node: seconds, and misses.
 
-        The latter is nothing to one whose first token is late: it has missed its objectives. Where
-        nothing is generated prompts to come are computed first, however few came there of late,
-        unless some nodes only generate.
+        Misses do not count if the first token is late: the request has missed its objectives then.
+        Nodes of role ``any`` that decode nothing are expected to get the next prompts, however few
+        they got of late, unless some nodes are to only decode.
         """
         cost, itl, options = self._output_tokens * decode.itl_s, self._itl, self._options
-        missed = itl.own(decode) if itl is not None else 0.0
+        missed = itl.new_cost(decode) if itl is not None else 0.0
         free = node.role == "any" and options.loads and not options.load(node).sequences
         if itl is not None and free and not self._generating:
-            missed += itl.met(decode)
+            missed += itl.certain_prompt_cost(decode)
         if decode.room:
             return cost, missed
         if itl is not None:
-            missed = max(missed, itl.waiting(NO_ROOM_S, self._output_tokens))
+            missed = max(missed, itl.wait_cost(NO_ROOM_S, self._output_tokens))
         return cost + NO_ROOM_S, missed
 
-    def _room(self, target: NodeInfo, seconds: float) -> float:
-        """What it costs others that a prompt has room at a target for as long as it is late.
+    def _held_room_cost(self, target: NodeInfo, seconds: float) -> float:
+        """Cost to others of the room that a late prompt holds at a target for `seconds`.
 
-        Those that are given to it meanwhile may find none.
+        Sequences that are given to the target meanwhile may find none.
         """
         load = self._options.load(target)
-        none_left = likely(load.taken(target, self._options.num_tokens), 1.0)
-        none_left -= likely(load.taken(target), 1.0)
+        none_left = exceed_probability(load.taken(target, self._options.num_tokens), 1.0)
+        none_left -= exceed_probability(load.taken(target), 1.0)
         each, itl = NO_ROOM_S, self._itl
         if itl is not None:
-            each += itl.waiting(NO_ROOM_S, self._costs.output_tokens)
+            each += itl.wait_cost(NO_ROOM_S, self._costs.output_tokens)
         return seconds * self._costs.targets_per_s(target) * none_left * each
 
-    def _beside(self, node: NodeInfo) -> float:
-        """What it costs the sequences of a node that the prompt's KV leaves it, or comes there."""
-        found = self._besides.get(node.node_id)
+    def _handover_cost(self, node: NodeInfo) -> float:
+        """Cost to the sequences of a node of the prompt's KV that leaves it or comes to it."""
+        found = self._handover_costs.get(node.node_id)
         if found is None:
-            there, found = self._decode(node)[0], 0.0
-            if there.sequences:
-                each = slower_s = self._costs.beside_s(node, self._options.num_tokens)
+            decode, found = self._decode(node)[0], 0.0
+            if decode.sequences:
+                each = slower_s = self._costs.handover_slowdown_s(node, self._options.num_tokens)
                 if self._itl is not None:
-                    each += self._itl.coming(there, 0.0, slower_s)
-                found = there.sequences * each
-            self._besides[node.node_id] = found
+                    each += self._itl.arriving_cost(decode, 0.0, slower_s)
+                found = decode.sequences * each
+            self._handover_costs[node.node_id] = found
         return found
 
-    def _delay(self, node: NodeInfo, sequences: float, slower_s: float, work_s: float) -> float:
-        """What it costs sequences that steps take longer, and that they wait for one more prompt.
+    def _delay_cost(
+        self, node: NodeInfo, sequences: float, slower_s: float, work_s: float
+    ) -> float:
+        """Cost to a node's sequences of longer steps and of waiting for one more prompt.
 
-        That is, after those that they wait for anyway: prompts of which each alone would make
-        nobody miss an objective do so together. As many wait as are there, and as come while the
-        prompt is computed, half of it on average: of short texts these are far more. Beside who
-        decodes a prompt is computed for about twice as long as it takes. Where chunks of it fit,
-        nobody waits for it.
+        They wait for it on top of the prompts already queued: prompts that each alone make no
+        sequence miss an objective may do so together. Sequences that arrive while it is computed
+        wait, too, for half of it on average; if sequences are short, most of those that wait arrive
+        so. Without an ITL objective these count with all of its work: beside decoding, prefill
+        takes about twice as long. While chunks fit, no sequence waits for it.
         """
         if self._costs.chunks_fit:
             work_s = 0.0
-        coming = work_s * self._costs.targets_per_s(node) if work_s else 0.0
-        if not sequences and not coming:
+        arriving = work_s * self._costs.targets_per_s(node) if work_s else 0.0
+        if not sequences and not arriving:
             return 0.0
-        there, _, _, anyway = self._decode(node)
+        decode, _, _, present = self._decode(node)
         each, itl = self._costs.output_tokens * slower_s + work_s, self._itl
         if itl is None:
-            return (sequences + coming) * each
-        cost = sequences * (each + itl.there(there, slower_s, work_s) - anyway)
-        return cost + coming * itl.coming(there, slower_s, work_s / 2) if coming else cost
+            return (sequences + arriving) * each
+        cost = sequences * (each + itl.present_cost(decode, slower_s, work_s) - present)
+        if arriving:
+            cost += arriving * itl.arriving_cost(decode, slower_s, work_s / 2)
+        return cost
 
 
 _bound_and_place = itemgetter(0, 3)
@@ -541,7 +550,7 @@ def load_policy(settings: RoutingPolicy, costs: CostModel) -> Policy:
     """The policy that ``--policy`` names.
 
     Raises:
-        ConfigError: there is none of that name, or it can't be imported.
+        ConfigError: There is no policy of that name, or it can't be imported.
     """
     name = settings.policy
     found: Any = BUILT_IN.get(name)

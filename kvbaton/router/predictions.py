@@ -1,4 +1,4 @@
-"""What a choice of nodes is expected to take, in seconds; `router.costs` says how it is found."""
+"""Predicted times of prefill, decode and whole routes, in seconds; `router.costs` computes them."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from kvbaton.messages.nodes import NodeInfo
 
 
 class Prefill(Struct, frozen=True):
-    """What is expected of computing a prompt on one node.
+    """Prediction for computing a prompt on one node.
 
     Attributes:
-        ttft_s: until the first token, all that waits before it included.
-        model_s: of that, what the node's own figures give.
-        wait_s: of `model_s`, for what is there already.
-        work_s: that the prompt itself takes.
-        decoding: sequences that wait meanwhile, those left out whose first token was late.
-        new: tokens that are computed.
-        last: of those, what its last step computes.
-        fetch_s: of `model_s`, for the tokens that are fetched.
-        holder: who has those; None if there are none.
-        held: tokens that it has.
-        saved_s: what that saves against computing them, or would if they were fetched (then it is
-            negative); None if nobody has them.
-        risk_s: `ttft_s` if nobody stepped back for anybody: beyond the objective one of the queue
-            is late, this one or a longer one.
-        late: it is this one.
+        ttft_s: Seconds until the first token, queueing included.
+        model_s: Part of `ttft_s` that follows from the node's step costs.
+        wait_s: Part of `model_s` for work that is queued there already.
+        work_s: Seconds of prefill that the prompt takes.
+        decoding: Sequences that decode there meanwhile, less those whose first token was late.
+        new: Number of tokens that are computed.
+        last: Number of these that the last step computes.
+        fetch_s: Part of `model_s` for fetching a cached prefix.
+        holder: Node that the prefix is fetched from; None if none is fetched.
+        held: Number of tokens of the prefix that `holder` has.
+        saved_s: Seconds that fetching would save over computing, if positive; None if no other node
+            has a prefix.
+        risk_s: `ttft_s` if no prompt were deferred. Beyond the TTFT objective, one prompt of the
+            queue will be late: this one or a longer one.
+        late: Whether it is this one.
     """
 
     ttft_s: float
@@ -44,20 +44,20 @@ class Prefill(Struct, frozen=True):
 
 
 class Decode(Struct, frozen=True):
-    """What is expected of generating on one node.
+    """Prediction for decoding one more sequence on one node.
 
     Attributes:
-        itl_s: between two tokens on average, prompts that are computed there meanwhile included.
-        step_s: of a step that decodes only.
-        others_s: between two tokens of the sequences that are there, without this one.
-        queued_s: that prompts take which are there already.
-        backlog_s: what is left of that when this one is generated.
-        prefill_share: of the node's time that prompts take, of late.
-        full_s: what a prompt adds to a step that is full of it.
-        prompt_s: what prompts add to a step that has some, as those of late did.
-        slower_s: what each step takes longer for one more sequence.
-        sequences: that generate at a time, of those that are there already and not late.
-        room: the node has blocks for it.
+        itl_s: Mean seconds between two of its tokens, stalls by prefill included.
+        step_s: Seconds of a step without prefill.
+        others_s: Mean seconds between two tokens of the sequences there, without the new one.
+        queued_s: Seconds of prefill that is queued there now.
+        backlog_s: Part of `queued_s` that is left when the new sequence starts to decode.
+        prefill_share: Share of the node's recent time that prefill took.
+        full_s: Seconds that a prompt chunk of the whole token budget adds to a step.
+        prompt_s: Mean seconds that recent prefill added to a step that had some.
+        slower_s: Seconds that one more sequence adds to each step.
+        sequences: Sequences there that decode at a time, less those whose first token was late.
+        room: Whether the node has KV blocks for the sequence.
     """
 
     itl_s: float
@@ -74,20 +74,20 @@ class Decode(Struct, frozen=True):
 
 
 class Prediction(Struct, frozen=True):
-    """What is expected of a route.
+    """Prediction for a route.
 
     Attributes:
-        ttft_s: until the first token.
-        itl_s: between tokens.
-        step_s: of a step without prompts.
-        delay_s: what others wait longer for it, all of them together.
-        model_s: the part of `ttft_s` that the nodes' own figures give.
-        wait_s: the part of `model_s` that is for what is there already.
-        work_s: that computing the prompt takes.
-        fetch_s: the part of `model_s` that is for a prefix on its way.
-        wire_s: from the first token until the rest of a prompt that is handed over has come.
-        full: of the queue with it one is late.
-        late: it is this one.
+        ttft_s: Seconds until the first token.
+        itl_s: Mean seconds between two tokens.
+        step_s: Seconds of a step without prefill.
+        delay_s: Seconds that other requests wait longer, summed over them.
+        model_s: Part of `ttft_s` that follows from the nodes' step costs.
+        wait_s: Part of `model_s` for work that is queued already.
+        work_s: Seconds of prefill that the prompt takes.
+        fetch_s: Part of `model_s` for fetching a cached prefix.
+        wire_s: Seconds from the first token until the rest of a handed-over prompt has come.
+        full: Whether some prompt of the queue will miss the TTFT objective.
+        late: Whether it is this one.
     """
 
     ttft_s: float

@@ -1,9 +1,10 @@
-"""Which prompts at a node wait in turn, and which have stepped back, as its engine has them.
+"""Mirrors the order in which a node's engine serves the prompts that this router has given it.
 
-With an objective of first tokens engines serve their queues so that as few prompts as possible are
-late (`kvbaton.engine.service_order`): whenever one would be, the longest so far goes last. So a
-prompt does not wait for those that have, and one that comes to a full queue is in time if a longer
-one is there. This follows the same rule as prompts are given to a node and are computed.
+With a TTFT objective, engines order their queues so that as few prompts as possible are late
+(`kvbaton.engine.service_order`, Moore's algorithm): whenever one would be late, the longest prompt
+so far is deferred to the end. So a prompt does not wait for deferred ones, and one that comes to a
+full queue is in time if a longer one is there. `PromptQueue` applies the same rule as prompts are
+given to a node and are computed.
 """
 
 from __future__ import annotations
@@ -12,60 +13,61 @@ from itertools import islice
 
 
 class PromptQueue:
-    """Prompts of ours at one node.
+    """The prompts of this router at one node.
 
     Attributes:
-        late_s: seconds of work of those that have stepped back.
-        longest_s: of the longest that would step back next: not the one that has begun.
+        deferred_s: Seconds of prefill of all deferred prompts.
+        longest_s: Seconds of prefill of the prompt that would be deferred next: the longest of
+            those in order, without the first, which has begun.
     """
 
     def __init__(self) -> None:
-        self.late_s = self.longest_s = 0.0
-        self._in_turn: dict[str, float] = {}
-        self._late: dict[str, float] = {}
+        self.deferred_s = self.longest_s = 0.0
+        self._in_order: dict[str, float] = {}
+        self._deferred: dict[str, float] = {}
         self._unforeseen: set[str] = set()
 
     def add(self, request_id: str, work_s: float, *, full: bool, late: bool) -> None:
-        """A prompt of so many seconds was given to the node.
+        """Add a prompt that was given to the node.
 
         Args:
-            request_id: whose it is.
-            work_s: that it takes.
-            full: all of the queue can't be in time with it.
-            late: it is the one that steps back, else the longest does.
+            request_id: Id of its request.
+            work_s: Seconds of prefill that it takes.
+            full: Whether some prompt of the queue will be late because of it.
+            late: Whether it is the one to be deferred; otherwise the longest is.
         """
-        if late and self._in_turn:
-            self._step_back(request_id, work_s)
+        if late and self._in_order:
+            self._defer(request_id, work_s)
             return
         if full and self.longest_s:
             self._unforeseen.add(request_id)
-            waiting = islice(self._in_turn, 1, None)
-            longest = max(waiting, key=self._in_turn.__getitem__)
-            self._step_back(longest, self._in_turn.pop(longest))
+            waiting = islice(self._in_order, 1, None)
+            longest = max(waiting, key=self._in_order.__getitem__)
+            self._defer(longest, self._in_order.pop(longest))
             self._measure()
-        if self._in_turn:
+        if self._in_order:
             self.longest_s = max(self.longest_s, work_s)
-        self._in_turn[request_id] = work_s
+        self._in_order[request_id] = work_s
 
     def remove(self, request_id: str) -> bool:
-        """A prompt is computed, or given up; whether it had its turn when that was expected."""
-        if self._in_turn.pop(request_id, None) is None:
-            self.late_s -= self._late.pop(request_id, 0.0)
-        if not self._in_turn and self._late:  # it has begun: others wait for it
-            first = next(iter(self._late))
-            self._in_turn[first] = self._late.pop(first)
-            self.late_s -= self._in_turn[first]
-        if not self._late:
-            self.late_s = 0.0
+        """Remove a prompt that is computed or given up; whether its place was as predicted."""
+        if self._in_order.pop(request_id, None) is None:
+            self.deferred_s -= self._deferred.pop(request_id, 0.0)
+        if not self._in_order and self._deferred:  # the first of these has begun
+            first = next(iter(self._deferred))
+            self._in_order[first] = self._deferred.pop(first)
+            self.deferred_s -= self._in_order[first]
+        if not self._deferred:
+            self.deferred_s = 0.0
         self._measure()
         foreseen = request_id not in self._unforeseen
         self._unforeseen.discard(request_id)
         return foreseen
 
-    def _step_back(self, request_id: str, work_s: float) -> None:
-        self._late[request_id] = work_s
+    def _defer(self, request_id: str, work_s: float) -> None:
+        self._deferred[request_id] = work_s
         self._unforeseen.add(request_id)
-        self.late_s += work_s
+        self.deferred_s += work_s
 
     def _measure(self) -> None:
-        self.longest_s = max(islice(self._in_turn.values(), 1, None), default=0.0)
+        self.longest_s = max(islice(self._in_order.values(), 1, None), default=0.0)

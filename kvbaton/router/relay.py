@@ -4,31 +4,31 @@ An *attempt* is served by one node alone (its *target*), or by a target and a *s
 for it. Items of the prompt may have an *encoder* each. Laws:
 
 1. The first token relayed for (choice, index) is committed. Every later token for the same place
-   is compared: an equal one is dropped, another one closes the attempt.
-2. What the nodes of a closed attempt still say is dropped.
-3. The target's word counts for the end of a choice. The source's counts if it said that token 0
-   ends every choice and the target then says nothing for `finish_grace_s`, or fails.
-4. A source that fails is the target's business: its node notices the failed hand-over and
-   recomputes. A target that fails, stays silent or contradicts what is committed ends the attempt;
-   the next one, on other nodes, continues from the committed tokens.
-5. An encoder that fails ends no request, unless the item is to blame: as long as the prompt is not
-   computed, a new attempt goes on without that node. After the last attempt it is left to the node
-   that prefills, which encodes the item itself when its timers tell it.
+   is compared: an equal one is dropped, a different one closes the attempt.
+2. Outputs from the nodes of a closed attempt are dropped.
+3. The target decides the end of a choice. The source decides it only if it reported that token 0
+   ends every choice, and the target then sends nothing for `finish_grace_s`, or fails.
+4. A failed source is the target's business: its node notices the failed hand-over and recomputes.
+   A target that fails, stays silent or contradicts committed tokens ends the attempt; the next
+   one, on other nodes, continues from the committed tokens.
+5. A failed encoder ends no request, unless the item is to blame: until the prompt is computed, a
+   new attempt starts without that node. After the last attempt it is left to the prefill node,
+   which encodes the item itself when its timers tell it to.
 6. The request ends exactly once: by `Finished` or a `RequestError`. After that there are no
    actions.
 7. A request moves to another node (its *successor*) while its target goes on: the successor is
-   asked to continue from the tokens known now, fetches their KV from the target and says its first
-   token. If that is the newest one, or beyond, it is the target from then on. If the target has
-   said more meanwhile, it is stopped, and the successor is asked once more, from all that is
-   committed, of which it has nearly all KV by then. A successor that fails, is late or contradicts
-   what is committed changes nothing, as long as the target is there.
+   asked to continue from the tokens known now, fetches their KV from the target and sends its first
+   token. If that is the newest one, or beyond, the successor becomes the target. If the target has
+   sent more meanwhile, it is stopped, and the successor is asked once more, to continue from all
+   committed tokens, of which it has nearly all KV by then. A successor that fails, is late or
+   contradicts committed tokens changes nothing while the target is there.
 8. Tokens wait for log probabilities of the prompt, which come with the first one, from the source
    if there is one. The end of a timed request waits, `marks_s` at most, for the source whose KV
-   the target got and for encoders of what no cache had: their times may come later than the
+   the target got and for encoders of items that no cache had: their times may come later than the
    target's last token.
 
-Event in, list of actions out; the clock is an argument, in seconds. Each token goes this way, so
-the common case (the target's next token) is short.
+Each event returns a list of actions; the clock is an argument, in seconds. Every token passes here,
+so the common case (the target's next token) is short.
 """
 
 from __future__ import annotations
@@ -48,51 +48,52 @@ from kvbaton.router.route import Route, no_node_ready
 
 
 class AskNode(Struct, frozen=True):
-    """Ask a node, and report what it says."""
+    """Send a request to a node, and report its outputs."""
 
     asked: NodeRequest
 
 
 class CancelNode(Struct, frozen=True):
-    """Nobody wants to hear what a node says any more: end its request at once."""
+    """End a request to a node at once: its outputs are of no use any more."""
 
     asked: NodeRequest
 
 
 class Finished(Struct, frozen=True):
-    """All choices are complete. What is still open at nodes ends by itself."""
+    """All choices are complete. Requests that are still open at nodes end by themselves."""
 
 
 @dataclass(frozen=True)
 class MoveEnded:
-    """A move to another node is over.
+    """A move to another node has ended.
 
     Attributes:
-        gap_s: between the last token of the one and the first of the other; None if it failed.
+        gap_s: Seconds between the last token of the old node and the first of the new one; None if
+            the move failed.
     """
 
     gap_s: float | None
 
 
 Action = AskNode | CancelNode | MoveEnded | Output | Finished | RequestError
-"""An `Output` is for the client; a `RequestError` says that the request failed."""
+"""An `Output` is for the client; a `RequestError` means that the request failed."""
 
 FINISHED = Finished()
 
 ChooseRoute = Callable[[int, Sequence[Item], frozenset[str]], Route | None]
-"""(tokens to prefill, items, node ids to avoid) -> nodes for an attempt, or None."""
+"""(tokens to prefill, items, node ids to avoid) -> route of an attempt, or None."""
 
 
 @dataclass(slots=True)
 class _Choice:
-    """What the client knows of one choice.
+    """The state of one choice.
 
     Attributes:
-        tokens: committed.
+        tokens: Committed tokens.
         announced: (finish reason, stop reason) that the source gave with token 0, if it did.
-        held: the source's token 0 if it stops the text: who turns tokens into text must know that
-            when it gets the token, so it waits for the end to be certain.
-        finished: the client was told the end.
+        held: The source's token 0 if it is a stop token. The detokenizer has to know that when it
+            gets the token, so it is held back until the end is certain.
+        finished: Whether the client has been told the end.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -102,21 +103,21 @@ class _Choice:
 
 
 class RequestRelay:
-    """Relays one request. Feed it events, carry out its actions in order.
+    """Relays one request. Feed it events, and carry out its actions in order.
 
     Args:
-        request: what to generate; its seed is set.
-        route: chooses nodes.
+        request: The client's request; its seed is set.
+        route: Chooses nodes.
         transfer_id: 16 random bytes, the same for all attempts.
-        item_ids: the same for each item of the prompt.
-        timers: limits.
-        now: the clock.
-        may_retry: asked before an attempt that follows upon another's failure, if no node was lost.
+        item_ids: The same for each item of the prompt.
+        timers: Limits.
+        now: Seconds on a monotonic clock.
+        may_retry: Asked before an attempt after a failed one, unless a node was lost.
 
     Attributes:
-        attempt: number of the attempt that runs.
-        done: it has ended.
-        story: what happened, one line per event worth telling.
+        attempt: Number of the current attempt.
+        done: Whether the request has ended.
+        story: What happened, one line per notable event.
     """
 
     __slots__ = (
@@ -151,7 +152,7 @@ class RequestRelay:
         self._expires_at = now + request.deadline_s
         self._heard_at = now
         self._confirm_by: float | None = None
-        self._excused = 0  # attempts that moves began, or that nodes left which were told to stop
+        self._excused = 0  # attempts begun by moves, or after nodes that were told to stop
         self._move_by = self._marks_by = math.inf
         self._moving_to: Route | None = None
         self._first_index = len(request.resume_ids)
@@ -166,17 +167,17 @@ class RequestRelay:
 
     @property
     def num_generated(self) -> int:
-        """Tokens of the longest choice."""
+        """Number of tokens of the longest choice."""
         return max(len(choice.tokens) for choice in self._choices) - self._first_index
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all choices."""
+        """Number of tokens of all choices."""
         return sum(len(choice.tokens) - self._first_index for choice in self._choices)
 
     @property
     def target(self) -> NodeRequest | None:
-        """Who generates now; None between two of them, and at the end."""
+        """Request to the node that decodes now; None between two targets and at the end."""
         return self._asked("target")
 
     @property
@@ -189,11 +190,11 @@ class RequestRelay:
 
     @property
     def known_tokens(self) -> int:
-        """Tokens of the prompt and of the first choice."""
+        """Number of tokens of the prompt and of the first choice."""
         return len(self.request.token_ids) + len(self._choices[0].tokens)
 
     def can_move(self) -> bool:
-        """Whether the target alone is at work, and generates; several choices can't be resumed."""
+        """Whether only the target works, and decodes; several choices can't be resumed."""
         if len(self._choices) != 1 or len(self._open) != 1 or not self._target_spoke:
             return False
         left = self.request.params.max_tokens - len(self._choices[0].tokens)
@@ -202,28 +203,28 @@ class RequestRelay:
     # --- events ---
 
     def move(self, route: Route, now: float) -> list[Action]:
-        """Let another node go on in the target's place. Ask `can_move` first.
+        """Start a move to another node, which is to replace the target. Ask `can_move` first.
 
         Args:
-            route: whom, with the target's node as the holder of what is to be fetched.
-            now: the clock.
+            route: The successor, with the target's node as holder of the KV to fetch.
+            now: Seconds on the clock.
         """
         self._moving_to, self._move_by = route, now + self._timers.move_s
         return [self._ask_successor(route, now)]
 
     def start(self, now: float) -> list[Action]:
-        """Dispatch the first attempt."""
+        """Begin the first attempt."""
         return self._begin(now) or self.fail(no_node_ready())
 
     def output(self, asked: NodeRequest, output: Output, now: float) -> list[Action]:
-        """A node says something."""
+        """Handle an output of a node."""
         if not asked.open:
             return []
         if output.choice >= len(self._choices):
             return self.failed(asked, NodeError(f"it sent choice {output.choice}"), now)
         reason = output.finish_reason
         if reason == "abort" and asked.side != "target":
-            return self.ended(asked, now)  # the receiver has all it wanted and called it off
+            return self.ended(asked, now)  # the receiver has all it needs and cancelled it
         if reason in ("error", "abort"):
             why = output.error or f"the node ended the request ({reason})"
             status = ERROR_STATUSES.get(output.error_code or "")
@@ -234,8 +235,7 @@ class RequestRelay:
         self._heard_at = now
         if asked.side == "encoder":
             return self.ended(asked, now) if reason is not None else []
-        # Tokens that nobody had to compute. A later attempt finds what the first one left in
-        # caches, so it does not count.
+        # Later attempts do not count: they find in caches what the first one left there.
         if output.cached_tokens > self._cached and self._base == self._first_index:
             self._cached = output.cached_tokens
         if output.transferred_tokens > self._transferred:
@@ -251,7 +251,7 @@ class RequestRelay:
         return self._from_target(asked, output, now)
 
     def failed(self, asked: NodeRequest, error: NodeError, now: float) -> list[Action]:
-        """A request to a node broke, was refused, or the node is known to be gone."""
+        """Handle a failed request to a node: broken off, refused, or the node is lost."""
         if not asked.open:
             return []
         self._close(asked)
@@ -272,8 +272,8 @@ class RequestRelay:
         owes_scores = self._waiting and self._owes_prompt_logprobs
         if asked.side == "source" and self._target_spoke and not owes_scores:
             return [CancelNode(asked), *self._release(now)]
-        # A target whose source is gone would find out by a timer of seconds; a new attempt is
-        # faster, and with nobody else to prefill it is the target alone.
+        # A target notices only after seconds, by a timer, that its source is gone. A new attempt is
+        # faster; without another prefill node it is served by the target alone.
         if error.leaving:
             self._excused += 1
         else:
@@ -287,7 +287,7 @@ class RequestRelay:
         return [CancelNode(asked), *moved, *self._retry(failure, now, lost=error.lost)]
 
     def ended(self, asked: NodeRequest, now: float) -> list[Action]:
-        """What a node had to say ended in good order."""
+        """Handle the regular end of a node's outputs."""
         if not asked.open:
             return []
         if asked.side in ("source", "encoder"):
@@ -298,11 +298,11 @@ class RequestRelay:
         return self.failed(asked, NodeError("its stream ended before the request did"), now)
 
     def client_gone(self) -> list[Action]:
-        """Nobody listens any more."""
+        """Handle the client's disconnect."""
         return [] if self.done else self._end()
 
     def tick(self, now: float) -> list[Action]:
-        """Time has passed."""
+        """Handle the passing of time."""
         if self.done:
             return []
         if now >= self._expires_at:
@@ -316,7 +316,7 @@ class RequestRelay:
             return self._finish_as_announced()
         if now >= self._heard_at + self._timers.idle_s:
             served = self.target or self._asked("successor")
-            assert served is not None, "somebody generates until the end"
+            assert served is not None, "a node decodes until the end"
             return self.failed(served, NodeError("it has been silent too long"), now)
         if now >= self._move_by:
             late = self._asked("successor")
@@ -325,7 +325,7 @@ class RequestRelay:
         return []
 
     def next_deadline(self) -> float:
-        """When to call `tick` at the latest; later for every word of a node."""
+        """Latest time to call `tick`; each output of a node moves it on."""
         limits = self._expires_at, self._heard_at + self._timers.idle_s
         when = min(*limits, self._move_by, self._marks_by)
         return when if self._confirm_by is None else min(when, self._confirm_by)
@@ -342,8 +342,8 @@ class RequestRelay:
         elif len(choice.tokens) == self._base:
             actions = [self._commit(output, output.token_ids[:1], None, None)]
         elif choice.tokens[self._base] != output.token_ids[0]:
-            return actions  # the target was first, and it agrees with itself
-        # A source stops after one token anyway: its "length" says nothing if more were wanted.
+            return actions  # the target's token was first, and its next ones follow from it
+        # A source stops after one token anyway: "length" means nothing if more are wanted.
         reason, only = output.finish_reason, self._base + 1 >= self.request.params.max_tokens
         if reason is not None and (reason != "length" or only):
             choice.announced = (reason, output.stop_reason)
@@ -383,10 +383,10 @@ class RequestRelay:
         if output.index > len(committed) or tuple(known) != output.token_ids[: len(known)]:
             differs = NodeError(f"it goes on otherwise than is committed from {output.index} on")
             return self.failed(asked, differs, now)
-        if end < len(committed):  # the target was faster: stop it, to go on from all that it said
+        if end < len(committed):  # the target was faster: stop it, and continue from all its tokens
             before, self._open = self._open, []
             self._move_by = now + self._timers.move_s
-            assert self._moving_to is not None, "who is asked to take over was chosen"
+            assert self._moving_to is not None, "a successor was chosen by `move`"
             again = self._ask_successor(self._moving_to, now, fetched=end)
             return [again, *self._cancel(before)]
         others = [other for other in self._open if other is not asked]
@@ -442,9 +442,9 @@ class RequestRelay:
         )
 
     def _waits(self, output: Output, now: float) -> bool:
-        """Whether what the target says is to wait for what others have yet to say."""
+        """Whether an output of the target has to wait for other nodes' outputs."""
         if self._owes_prompt_logprobs and output.prompt_logprobs is None:
-            if self._asked("source") is not None:  # it alone knows them, and they come first
+            if self._asked("source") is not None:  # only the source has them, and they come first
                 return True
         if output.finish_reason is None or not self.request.timed:
             return False
@@ -454,14 +454,14 @@ class RequestRelay:
         return False
 
     def _owes_marks(self, asked: NodeRequest, output: Output) -> bool:
-        """Whether a node has yet to say when it did what an output of the target builds on."""
+        """Whether a node has yet to report times of work that the target's output builds on."""
         if asked.side != "encoder":
             return asked.side == "source" and output.transferred_tokens > 0
         item = self.request.items[asked.item]
         return item.start + item.length > self._cached
 
     def _release(self, now: float) -> list[Action]:
-        """What the target told, and what waited for what others had yet to say."""
+        """Handle the target's outputs that waited for other nodes'."""
         waiting, self._waiting, self._marks_by = self._waiting, [], math.inf
         return [action for asked, output in waiting for action in self.output(asked, output, now)]
 
@@ -482,20 +482,20 @@ class RequestRelay:
         return closing + (self._begin(now) or self.fail(error))
 
     def _without_encoder(self, asked: NodeRequest, now: float) -> list[Action]:
-        """The node that prefills waits for an output that will not come."""
+        """Handle a failed encoder, whose output the prefill node waits for."""
         self._avoid |= {asked.node.node_id}
         if self._prefilled or self.attempt - self._excused >= self._timers.max_retries:
             return self._release(now)
-        # It would find out by a timer of seconds: a new attempt is faster, and what the first one
-        # has computed, encoded and received is in caches.
+        # The prefill node notices only after seconds, by a timer. A new attempt is faster: it finds
+        # in caches what the first one has computed, encoded and received.
         before = self._open
         begun = self._begin(now)
         return [*self._cancel(before), *begun] if begun else []
 
     def _begin(self, now: float) -> list[Action]:
         """Ask nodes for an attempt; no actions if there are none to ask."""
-        # Several choices can't be forced to a prefix each: they are generated anew, compared with
-        # what is committed, and go on from there.
+        # Several choices can't each resume from their tokens: they are generated again, compared
+        # with committed tokens, and continue from there.
         single = len(self._choices) == 1
         resume_ids = tuple(self._choices[0].tokens) if single else self.request.resume_ids
         num_tokens = len(self.request.token_ids) + len(resume_ids)
@@ -511,7 +511,7 @@ class RequestRelay:
         return list(map(AskNode, self._open))
 
     def _ask_successor(self, route: Route, now: float, fetched: int = 0) -> AskNode:
-        """Ask for what comes after all that is committed, of which it has so many tokens."""
+        """Ask for what follows all committed tokens; it has the KV of `fetched` of them."""
         self.attempt += 1
         self._excused += 1
         if fetched:
@@ -528,12 +528,12 @@ class RequestRelay:
         if params.prompt_logprobs is not None and not self._owes_prompt_logprobs:
             params = replace(params, prompt_logprobs=None)
         left_s, objective_s = max(self._expires_at - now, 0.001), self.request.ttft_s
-        if objective_s:  # what is over of it, or came already, is not to be waited for
+        if objective_s:  # less the time that has passed; none after the first token
             passed_s = self.request.deadline_s - left_s
             objective_s = 0.0 if resume_ids else max(objective_s - passed_s, 0.001)
         request = replace(
             self.request,
-            # Of its own for each attempt: a node may not yet have buried the last one.
+            # Each attempt has its own id: a node may not have cleaned up after the last one.
             request_id=f"{self.request.request_id[:200]}.{self.attempt}",
             params=params,
             resume_ids=resume_ids,
@@ -572,8 +572,8 @@ class RequestRelay:
     def _cancel(self, asked: list[NodeRequest]) -> list[Action]:
         for one in asked:
             one.open = False
-        # Who waits for another first: else it hears from that one that there will be nothing, and
-        # goes on without.
+        # Receivers first: else they hear from the sender that nothing will come, and continue
+        # without it.
         return [CancelNode(one) for one in reversed(asked)]
 
     def _close(self, asked: NodeRequest) -> None:

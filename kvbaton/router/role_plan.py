@@ -1,11 +1,11 @@
-"""Which nodes of role ``any`` only generate, where more than one has to and not all can do both.
+"""Decides which nodes of role ``any`` only decode, where decoding needs more than one node.
 
-Each request goes where it costs least, so nodes part by themselves one request at a time. But to
-make one more of several that compute all the time generate only, what it computes must stop for as
-long as texts take: too much for any one text, and too little for all that come. So how many do is
-found from what comes: prompts that are in time with the nodes that are left to compute, the
-shortest first, against texts that have a place at those that generate. All do both for as long as
-prompts keep up in chunks that are short enough for who generates beside them.
+The cost policy places one request at a time, so nodes specialize by themselves. It can't turn a
+node that prefills all the time into one that only decodes: for that no prompts may come for as long
+as sequences decode, which costs more than any single one of them is worth. So this plan derives the
+number of such nodes from recent traffic: prompts that the other nodes can compute in time, shortest
+first, against sequences that the decoding nodes have room for. All nodes do both while prefill
+keeps up in chunks that are short enough for the sequences that decode beside them.
 """
 
 from __future__ import annotations
@@ -18,56 +18,58 @@ from itertools import accumulate
 
 from kvbaton.router.loads import NodeLoad
 
-LAST = 128
-"""Requests by which it is judged what comes,"""
+MAX_REQUESTS = 128
+"""Maximum number of recent requests that a plan is made from."""
 LONGEST_S = 4.0
-"""of at most so long ago,"""
-LEAST = 32
-"""and at least so many."""
+"""Maximum age of these requests in seconds."""
+MIN_REQUESTS = 32
+"""Minimum number of these requests for any node to be told to only decode."""
 PERIOD_S = 0.1
-"""So often it is judged."""
+"""Seconds between two plans."""
 HORIZON_S = 1.5
-"""For so much later: a node that is to generate only has prompts to compute first."""
+"""Seconds ahead for which the number of decoding sequences is predicted: a node that stops
+prefilling first has to finish its queued prompts."""
 MEAN_STEP = 0.9
-"""Of the objective, what steps of nodes take that are as full as may be,"""
+"""Mean decode step of a node at its capacity, as a share of the ITL objective."""
 FULL_STEP = 0.95
-"""and the longest of them."""
+"""Longest allowed decode step, as a share of the ITL objective."""
 FITS = 1.0, 1.5
-"""Share of the time that decoding leaves which prompts may take where all nodes prefill and decode:
-to begin with that, and to go on (sequences that have gathered at one node are soon too many)."""
+"""Share of the time left beside decode steps that prefill may take for chunks to count as fitting:
+to start, and to stay so. The second is larger since a change costs: sequences that have gathered at
+one node are soon too many there."""
 LONG = 0.4
-"""and prompts of this part of the time of a first token, each by the time that it takes."""
+"""Maximum time of prompts in short chunks, as a share of `late_s`; a mean weighted by prefill
+time."""
 STEADY_S = 15.0
-"""That is judged by a mean over so long, since the next burst would hit all nodes,"""
+"""Time constant in seconds of the means that `fits` is judged by: any burst would hit all nodes."""
 STEADY_LEAST = 16
-"""with so many requests in `LONGEST_S` all the time."""
+"""Minimum number of requests in `LONGEST_S`, without a break, for that mean to continue."""
 GAIN = 0.05
-"""A change must have so many more requests in time: it costs some itself."""
+"""Minimum gain of a changed plan, as a share of requests in time: the change itself costs some."""
 FADE = 0.97
-"""What a prompt's length still counts when the next one has come."""
+"""Weight of the running mean of prompt lengths when a new one comes."""
 
 
 class RolePlan:
-    """How many nodes only generate, and which.
+    """Decides how many nodes only decode, and which.
 
     Args:
-        slo_s: objective of the tokens after the first.
-        forgiven: share of a text's times between tokens that may be longer; None if their mean
-            counts.
-        chunk_s: what nodes let steps take that have prompts beside texts;
-        late_s: but not for those whose first token would take so long then.
+        slo_s: ITL objective in seconds.
+        forgiven: Share of a sequence's ITLs that may exceed it; None if it is for their mean.
+        chunk_s: Seconds that nodes let a step take that has prompt chunks and decoding sequences.
+        late_s: Seconds to a first token beyond which a prompt is no longer held to small chunks.
 
     Attributes:
-        generating: ids of the nodes that only generate; none while all may do both.
-        fits: no step need take longer than `chunk_s`, if all nodes do both.
-        per_s: texts that each of these is given a second.
-        prompt_tokens: of a prompt, on average.
+        generating: Ids of the nodes that only decode; empty while all nodes may do both.
+        fits: Whether prefill keeps up in steps of at most `chunk_s` if all nodes do both.
+        per_s: New sequences per second at each node of `generating`.
+        prompt_tokens: Mean prompt length in tokens.
     """
 
     def __init__(self, slo_s: float, forgiven: float | None, chunk_s: float, late_s: float) -> None:
         self._slo_s, self._forgiven = slo_s, forgiven
         self._chunk_s, self._late_s = chunk_s, late_s
-        self._given = deque[tuple[float, float]](maxlen=LAST)
+        self._given = deque[tuple[float, float]](maxlen=MAX_REQUESTS)
         self._due = self._at = -math.inf
         self._since, self._steady = math.inf, (0.0, 0.0)
         self.generating: Set[str] = frozenset()
@@ -76,14 +78,14 @@ class RolePlan:
         self.prompt_tokens = 1000.0
 
     def given(self, now: float, work_s: float) -> None:
-        """A node was given a prompt that takes it so many seconds."""
+        """Record that a node was given a prompt whose prefill takes `work_s` seconds."""
         self._given.append((now, work_s))
         kept, self._at = math.exp((self._at - now) / STEADY_S), now
         work, squares = self._steady
         self._steady = kept * work + work_s, kept * squares + work_s**2
 
     def is_due(self, now: float, num_tokens: int) -> bool:
-        """A request with so long a prompt came; whether to `plan` for it."""
+        """Record a request of `num_tokens` prompt tokens; return whether it is time to `plan`."""
         self.prompt_tokens += (1 - FADE) * (num_tokens - self.prompt_tokens)
         return now >= self._due
 
@@ -92,24 +94,24 @@ class RolePlan:
         now: float,
         loads: Mapping[str, NodeLoad],
         step_s: float,
-        text_s: float,
+        sequence_s: float,
         full_s: float,
         output_tokens: float,
         own: float,
     ) -> Set[str]:
-        """Judge anew.
+        """Make a new plan from recent requests.
 
         Args:
-            now: on the clock of `given`.
-            loads: of all nodes of role ``any``, by id.
-            step_s: of a step with nothing in it.
-            text_s: that one more text adds to it.
-            full_s: that a prompt adds to a step that is full of it.
-            output_tokens: that a text has.
-            own: of the texts that nodes have, those that this process has given them.
+            now: Seconds on the clock of `given`.
+            loads: Loads of all nodes of role ``any``, by node id.
+            step_s: Seconds of an empty step.
+            sequence_s: Seconds that one more decoding sequence adds to a step.
+            full_s: Seconds that a prompt chunk of the whole token budget adds to a step.
+            output_tokens: Mean number of tokens that a sequence generates.
+            own: Decoding sequences that this process has routed; other workers' come on top.
 
         Returns:
-            Ids of those that only generate from now on, and did not before.
+            Ids of the nodes that only decode from now on and did not before.
         """
         self._due = now + PERIOD_S
         given, before, count = self._given, self.generating, len(loads)
@@ -122,33 +124,33 @@ class RolePlan:
         each = 1 / max(now - given[0][0], 1e-3)
         per_s, works = each * len(given), sorted(work_s for _, work_s in given)
         busy = list(accumulate(each * work_s for work_s in works))  # nodes, by the shortest prompts
-        here = {node_id: load.sequences - load.pending for node_id, load in loads.items()}
-        lives_s, there = output_tokens * MEAN_STEP * self._slo_s, sum(here.values())
-        texts = per_s * lives_s
-        texts += (there - texts) * math.exp(-HORIZON_S / lives_s)
-        needed = texts * text_s / max(FULL_STEP * self._slo_s - step_s, text_s)
-        mean_s = step_s + text_s * texts / count
-        here_s = step_s + text_s * there / count
-        self.fits = self._fits(now, there / count, own / count, count, here_s, output_tokens)
-        if self.fits or needed < 1 or len(given) < LEAST:
+        decoding = {node_id: load.sequences - load.pending for node_id, load in loads.items()}
+        decode_s, total = output_tokens * MEAN_STEP * self._slo_s, sum(decoding.values())
+        expected = per_s * decode_s
+        expected += (total - expected) * math.exp(-HORIZON_S / decode_s)
+        needed = expected * sequence_s / max(FULL_STEP * self._slo_s - step_s, sequence_s)
+        mean_s = step_s + sequence_s * expected / count
+        now_s = step_s + sequence_s * total / count
+        self.fits = self._fits(now, total / count, own / count, count, now_s, output_tokens)
+        if self.fits or needed < 1 or len(given) < MIN_REQUESTS:
             return frozenset()
         if self._together(busy[-1] / count, mean_s, min(full_s, busy[-1] / per_s)):
             return frozenset()
 
-        def merit(places: int) -> tuple[float, float]:
-            in_time = bisect_right(busy, count - places) / len(busy)
-            fullest = max(busy[-1] / (count - places), needed / places)
-            return min(in_time, places / needed), -fullest
+        def merit(chosen: int) -> tuple[float, float]:
+            in_time = bisect_right(busy, count - chosen) / len(busy)
+            fullest = max(busy[-1] / (count - chosen), needed / chosen)
+            return min(in_time, chosen / needed), -fullest
 
         best = max(range(1, count), key=merit)
-        now_many = len(before) or sum(some > there / (2 * count) for some in here.values())
-        if 0 < now_many < count and merit(best)[0] < merit(now_many)[0] + GAIN:
-            best = now_many
-        if best < 2:  # one does so without being told
+        current = len(before) or sum(n > total / (2 * count) for n in decoding.values())
+        if 0 < current < count and merit(best)[0] < merit(current)[0] + GAIN:
+            best = current
+        if best < 2:  # one node is left to the cost policy alone
             return frozenset()
         self.per_s = per_s / best
         ranked = sorted(
-            loads, key=lambda i: (i in before, here[i], -loads[i].prompt_tokens), reverse=True
+            loads, key=lambda i: (i in before, decoding[i], -loads[i].prompt_tokens), reverse=True
         )
         self.generating = frozenset(ranked[:best])
         return self.generating - before
@@ -158,16 +160,16 @@ class RolePlan:
     ) -> bool:
         """Whether all nodes can prefill and decode, in chunks that keep the ITL objective.
 
-        The share of time that prompts took of late must fit into what decoding leaves of a step.
-        Short outputs don't count: they are over when nodes have changed their roles.
+        The share of time that prefill took of late must fit into what decode steps leave. Short
+        outputs do not count: they have ended when nodes have changed what they do.
 
         Args:
-            now: on the clock of `given`.
-            here: decoding sequences of a node, on average.
-            own: of these, how many this process has given it, as it has the prompts in `given`.
-            count: of nodes.
-            step_s: of a step in which all of them decode, without prompts.
-            tokens: of an output.
+            now: Seconds on the clock of `given`.
+            here: Mean number of decoding sequences per node.
+            own: Mean number of these that this process has routed; `given` knows of their prompts.
+            count: Number of nodes.
+            step_s: Seconds of a step in which all of them decode, without prompts.
+            tokens: Mean number of tokens that a sequence generates.
         """
         reach_s = STEADY_S * -math.expm1((self._since - now) / STEADY_S)
         lasts_s = tokens * self._chunk_s
@@ -181,12 +183,12 @@ class RolePlan:
         return in_time and work * max(1.0, here / own) < FITS[self.fits] * left
 
     def _together(self, share: float, step_s: float, prompt_s: float) -> bool:
-        """Whether all nodes can do both.
+        """Whether all nodes can prefill and decode within the ITL objective.
 
         Args:
-            share: of each one's time that prompts take.
-            step_s: of its steps without prompts.
-            prompt_s: that prompts add to a step that has some.
+            share: Share of each node's time that prefill takes.
+            step_s: Seconds of a step without prompts.
+            prompt_s: Seconds that prefill adds to a step that has some.
         """
         if share >= 1 or step_s > MEAN_STEP * self._slo_s:
             return False

@@ -1,4 +1,4 @@
-"""The nodes of one attempt, and what there was to choose from."""
+"""The nodes that serve one attempt of a request, and the options that a policy chooses from."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from kvbaton.router.loads import IDLE, NodeLoad
 from kvbaton.router.predictions import Decode, Prediction, Prefill
 
 MAX_HOLDERS = 2
-"""So many are compared, if several could send a prefix."""
+"""Maximum number of nodes compared as holders of a prefix."""
 Pair = tuple[NodeInfo, NodeInfo]
 """Source and target."""
 
 
 class Pairs(Collection[Pair]):
-    """Who can hand over to whom.
+    """Pairs of nodes, of which the source can hand over to the target.
+
+    Iteration yields pairs by source, with targets in the order of `targets`.
 
     Args:
-        sources: each with the ids of those that it can hand over to; one without any is left out.
-        targets: all of those; pairs come by source, and in this order.
+        sources: Sources, each with the ids of its targets; one without targets is left out.
+        targets: All targets.
 
     Attributes:
-        count: of pairs.
+        count: Number of pairs.
     """
 
     def __init__(
@@ -40,13 +42,13 @@ class Pairs(Collection[Pair]):
         self.count = sum(map(len, (able for _, able in self.sources)))
 
     def without(self, avoid: Set[str], targets: Set[str] = frozenset()) -> Pairs:
-        """Those in which no node of these ids takes part, and of the others' none is the target."""
+        """The pairs without any node of `avoid`, and without targets of `targets`."""
         out = avoid | targets
         left = [(node, able - out) for node, able in self.sources if node.node_id not in avoid]
         return Pairs(left, self.targets)
 
     def best(self, ranked: Sequence[NodeInfo]) -> Iterator[Pair]:
-        """Of each source the pair with the first of its targets in `ranked`, which has them all."""
+        """For each source, the pair with its first target in `ranked`, which lists all targets."""
         for source, able in self.sources:
             yield source, next(node for node in ranked if node.node_id in able)
 
@@ -70,19 +72,19 @@ class Route(Struct, frozen=True):
     """The nodes that serve one attempt.
 
     Attributes:
-        target: the node that generates.
-        source: the node that prefills for it; None if the target serves the request alone.
-        encoders: per item of the prompt, the node that encodes it; None where the one that
-            prefills does so, or has the output already. Empty is None for all.
-        cached: tokens of the prompt that the node which prefills is known to hold.
-        holder: another node that has more, from which it is to fetch them; None if it needs none.
-        held: tokens of the prompt that the holder is known to hold.
-        predicted: what is expected of it; None while no node has measured anything.
-        margin_s: what the next best way would have cost more: without the prefix that is fetched
-            (or with it, if it is not), or by a single node instead of a pair (or the other way
-            round), by a policy that counts in seconds; None if there is no other way.
-        pair_cost_s: of the cheapest pair, by a policy that counts in seconds.
-        single_cost_s: of the cheapest single node, likewise.
+        target: Node that decodes.
+        source: Node that prefills for it; None if the target serves the request alone.
+        encoders: For each item of the prompt, the node that encodes it; None where the prefill node
+            does, or has the output already. Empty means None for all.
+        cached: Prompt tokens that the prefill node is known to hold.
+        holder: Another node that holds more, from which it fetches them; None if it fetches none.
+        held: Prompt tokens that `holder` is known to hold.
+        predicted: Prediction; None while no node has measured its steps.
+        margin_s: Seconds by which the next best alternative would cost more: without the fetched
+            prefix (or with it, if none is fetched), or a single node instead of a pair (or the
+            other way round). None without alternatives, or if the policy does not count in seconds.
+        pair_cost_s: Cost of the cheapest pair, by a policy that counts in seconds.
+        single_cost_s: Cost of the cheapest single node, likewise.
     """
 
     target: NodeInfo
@@ -102,33 +104,33 @@ class Route(Struct, frozen=True):
         return self.source or self.target
 
     def having(self, num_tokens: int) -> Route:
-        """The same once the node that prefills has so many tokens."""
+        """The same route once the prefill node holds `num_tokens` tokens of the prompt."""
         return replace(self, cached=num_tokens, holder=None, held=0, predicted=None)
 
 
 def no_node_ready() -> RequestError:
-    """Nobody is left to choose: 503."""
+    """Error 503: there is no node to choose."""
     return RequestError(
         "No node is ready to serve this request; retry shortly.", status=503, code="no_node_ready"
     )
 
 
 class Options(Struct, frozen=True):
-    """What there is to choose from, for one request.
+    """What a policy chooses from, for one request.
 
     Attributes:
-        pairs: (source, target) that can hand over.
-        singles: nodes that may serve it alone; there is one, or a pair.
-        loads: in flight, by node id; a node without an entry is idle.
-        num_tokens: of the prompt, with what was generated elsewhere.
-        output_tokens: that the request is expected to generate.
-        cached: tokens of the prompt that nodes hold, by node id; empty for a policy that does not
-            use prefixes.
-        since: by node id, when it began the prompt that it computes, on the monotonic clock.
-        holders: nodes of which some of the prompt may be fetched, most of it first: with ids of
-            those that may fetch it, and the tokens that they hold.
-        min_fetch_tokens: fewer that need not be computed are not worth it.
-        measured: nodes have said how fast they are, so that what they do can be predicted.
+        pairs: Pairs that can hand over.
+        singles: Nodes that may serve the request alone; empty only if there is a pair.
+        loads: Loads by node id; a node without an entry is idle.
+        num_tokens: Tokens of the prompt, with those generated by earlier attempts.
+        output_tokens: Tokens that the request is expected to generate.
+        cached: Prompt tokens that nodes hold, by node id; empty for a policy that does not use
+            prefixes.
+        since: By node id, when it began the prompt that it computes now, on the monotonic clock.
+        holders: Nodes that some of the prompt may be fetched from, the longest prefix first, each
+            with the ids of nodes that may fetch it and the tokens that it holds.
+        min_fetch_tokens: Minimum number of tokens worth fetching.
+        measured: Whether nodes have reported step costs, so that times can be predicted.
     """
 
     pairs: Pairs
@@ -143,32 +145,32 @@ class Options(Struct, frozen=True):
     min_fetch_tokens: int = 0
 
     def load(self, node: NodeInfo) -> NodeLoad:
-        """What a node has in flight."""
+        """Load of a node."""
         return self.loads.get(node.node_id, IDLE)
 
     def hit(self, node: NodeInfo) -> int:
-        """Tokens that a node holds; the last one is computed in any case."""
+        """Prompt tokens that a node holds; the last one has to be computed in any case."""
         return min(self.cached.get(node.node_id, 0), self.num_tokens - 1) if self.cached else 0
 
     def new(self, node: NodeInfo) -> int:
-        """Tokens that a node would compute."""
+        """Prompt tokens that a node would compute."""
         return self.num_tokens - self.hit(node)
 
     def wait_s(self, costs: CostModel, node: NodeInfo) -> float:
-        """Until a first token at least, by the prompts that a node has already."""
+        """Lower bound for the seconds until a first token, by prompts that are queued at a node."""
         load = self.loads.get(node.node_id)
         if load is None or not load.prefill_us:
             return 0.0
         return costs.wait_s(node, load, self.since.get(node.node_id))
 
     def prefill(self, costs: CostModel, node: NodeInfo) -> Prefill:
-        """What is expected of a node that computes the prompt."""
+        """Prediction for a node that computes the prompt."""
         since, hit = self.since.get(node.node_id), self.hit(node)
         others = self.holders_for(node) if self.holders else ()
         return costs.prefill(node, self.load(node), since, self.num_tokens - hit, hit, others)
 
     def holders_for(self, node: NodeInfo) -> list[tuple[NodeInfo, int]]:
-        """Of whom a node may fetch enough of a prompt to be worth it, and what it has then."""
+        """Nodes that a node may fetch enough of the prompt from, and the tokens it holds then."""
         name = node.node_id
         own = self.cached.get(name, 0)
         least, found = own + self.min_fetch_tokens, []
@@ -185,22 +187,22 @@ class Options(Struct, frozen=True):
         return found
 
     def decode(self, costs: CostModel, node: NodeInfo, after_s: float) -> Decode:
-        """What is expected of a node that generates once the prompt is computed."""
+        """Prediction for a node that decodes, with the first token after `after_s` seconds."""
         load, since, alone = self.load(node), self.since.get(node.node_id), not self.loads
         tokens, expected = self.num_tokens, self.output_tokens
         return costs.decode(node, load, since, tokens, expected, after_s=after_s, alone=alone)
 
-    def held_s(self, costs: CostModel, node: NodeInfo) -> float:
-        """Until a node that generates can take a sequence into a step."""
-        return costs.held_s(node, self.load(node), self.since.get(node.node_id))
+    def step_wait_s(self, costs: CostModel, node: NodeInfo) -> float:
+        """Seconds until a node that decodes can take a sequence into a step."""
+        return costs.step_wait_s(node, self.load(node), self.since.get(node.node_id))
 
     def predict(self, costs: CostModel, route: Route, prefill: Prefill) -> Prediction:
-        """What is expected of a route.
+        """Prediction for a route.
 
         Args:
-            costs: of nodes.
-            route: the nodes.
-            prefill: what is expected of the one that prefills.
+            costs: Costs of nodes.
+            route: The route.
+            prefill: Prediction for its prefill node.
         """
         decode, wire_s = self.decode(costs, route.target, prefill.ttft_s), 0.0
         delay_s = decode.sequences * decode.slower_s * self.output_tokens

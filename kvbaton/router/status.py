@@ -1,4 +1,4 @@
-"""What a router's cluster does: its nodes and traffic now, rates of late, a short history."""
+"""The state of a router's cluster: its nodes and traffic, recent rates, and a short history."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from kvbaton.router.membership import Member, Membership, failing
 
 INTERVAL_S = 1.0
 WINDOW = 5
-"""Rates are over so many intervals: nodes report every other second."""
+"""Number of intervals that rates are taken over: nodes report every other second."""
 HISTORY = 60
-"""Intervals that are remembered."""
+"""Number of intervals that are kept."""
 USE_FADE = 0.8
-"""What of a use is still believed an interval later."""
+"""Weight of a node's past use after one more interval."""
 USED, UNUSED = 0.5, 0.1
-"""Above the one share of recent intervals a node counts as used for something, below the other as
-no longer: in between nothing changes."""
+"""Shares of recent intervals with use, above which a node starts to count as used, and below which
+it stops."""
 MAX_LIVES = 1024
-"""Lives of nodes whose totals are remembered."""
+"""Maximum number of node generations whose totals are kept."""
 
 _Life = tuple[str, str]
 
@@ -32,10 +32,10 @@ class _Sample:
     """Totals at one time.
 
     Attributes:
-        time: of a monotonic clock, in seconds.
-        totals: of the router.
-        sent_bytes: of all nodes.
-        generated: tokens, by a node's life.
+        time: Seconds on a monotonic clock.
+        totals: Totals of the router.
+        sent_bytes: Bytes sent by all nodes.
+        generated: Generated tokens, by node and generation.
     """
 
     time: float
@@ -46,7 +46,7 @@ class _Sample:
 
 @dataclass
 class _Use:
-    """Whether a node is used for something, of late."""
+    """Whether a node was recently used for something."""
 
     share: float = 0.0
     is_used: bool = False
@@ -57,16 +57,16 @@ class _Use:
 
 
 class ClusterStatus:
-    """Knows what a cluster does, if `sample` is called every `INTERVAL_S`.
+    """Status of a cluster; `sample` has to be called every `INTERVAL_S`.
 
     Args:
-        membership: all nodes.
-        loads: what they have in flight for this router.
-        totals: what the router does for clients.
-        clock: monotonic seconds.
+        membership: All nodes.
+        loads: Their loads.
+        totals: Returns the router's totals.
+        clock: Monotonic seconds.
 
     Attributes:
-        history: the traffic at each sample, newest last.
+        history: Traffic at each sample, newest last.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class ClusterStatus:
         self._uses: dict[_Life, dict[str, _Use]] = {}
 
     def sample(self) -> NodesView:
-        """What is now, remembered."""
+        """The current view, which is added to the history."""
         now = self._now()
         known, self._uses = self._uses, {}
         for member in self._membership.members.values():
@@ -99,7 +99,7 @@ class ClusterStatus:
         return view
 
     def view(self) -> NodesView:
-        """What is now."""
+        """The current view."""
         return self._view(self._now())
 
     def _now(self) -> _Sample:

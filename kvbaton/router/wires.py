@@ -1,4 +1,4 @@
-"""What KV takes between nodes, from what its receivers tell (`NodeInfo.wires`)."""
+"""How long KV takes between nodes, by the reports of its receivers (`NodeInfo.wires`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvbaton.messages.nodes import WIRE_COSTS, NodeInfo
 
 
 class WireSpeed(Struct, frozen=True):
-    """What KV takes from one node to another; fields as `WIRE_COSTS`, in seconds."""
+    """Times of one wire from node to node; fields as `WIRE_COSTS`, in seconds."""
 
     fetch_s: float = 0.0
     handover_s: float = 0.0
@@ -23,10 +23,10 @@ Told = Mapping[str, Mapping[str, float]]
 
 
 class Wires:
-    """The ways between nodes, and what this router has sent on them.
+    """The wires between nodes, and what this router has had sent on them.
 
     Args:
-        clock: monotonic seconds.
+        clock: Monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -36,9 +36,9 @@ class Wires:
         self._queued: dict[str, tuple[float, float]] = {}
 
     def learn(self, nodes: Sequence[NodeInfo]) -> None:
-        """Take in what nodes say now.
+        """Take in nodes' reports.
 
-        Of what a receiver has never had of a sender the mean of all others is taken.
+        Terms that a receiver has not measured for a sender are the mean of all measured ones.
         """
         known, self._told = self._told, {}
         if not any(node.wires for node in nodes):
@@ -63,17 +63,17 @@ class Wires:
             del self._queued[node_id]
 
     def speed(self, sender: NodeInfo, receiver: NodeInfo) -> WireSpeed:
-        """From one node to another."""
+        """Speed of the wire between two nodes."""
         told = self._told.get(receiver.node_id)
         return self._mean if told is None else told[1].get(sender.control_address, self._mean)
 
     def queued_s(self, sender: NodeInfo) -> float:
-        """Seconds until what this router has had a node send is sent."""
+        """Seconds until all that this router has had a node send is sent."""
         queued = self._queued.get(sender.node_id)
         return 0.0 if queued is None else max(0.0, queued[1] - (self._clock() - queued[0]))
 
     def sent(self, sender: NodeInfo, receiver: NodeInfo, tokens: int) -> None:
-        """A node was asked to send so many tokens' KV to another one."""
+        """Record that a node was asked to send the KV of `tokens` tokens to another one."""
         took = self.speed(sender, receiver).token_s * tokens
         if took > 0:
             self._queued[sender.node_id] = self._clock(), self.queued_s(sender) + took

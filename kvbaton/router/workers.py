@@ -46,27 +46,27 @@ from kvbaton.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 PUBLISH_S = 0.1
-"""Changes that can wait (loads, heartbeats) are published so often."""
+"""Seconds between publications of changes that can wait (loads, heartbeats)."""
 REPORT_S = 0.1
-"""A worker tells its loads so often, if they changed."""
+"""Seconds between a worker's reports of changed loads."""
 RETRY_S = 1.0
-"""Between attempts to reach an engine."""
+"""Seconds between attempts to reach an engine."""
 REACH_S = 5.0
-"""So long a request waits for a worker that has yet to reach a ready node."""
+"""Maximum seconds that a request waits for a worker that has yet to reach a ready node."""
 SERVED = ("/v1/", "/tokenize", "/detokenize", "/health", "/ping")
-"""What such a worker could not answer."""
+"""Paths that need a reached node."""
 
 
 class ClusterState(Struct, frozen=True):
-    """What the supervisor knows.
+    """State that the supervisor publishes to workers.
 
     Attributes:
-        members: all nodes.
-        lost: (node id, reason) of those that were lost just now.
-        leaving: node ids of those that what they generate is to leave from now on.
-        loads: by worker (its process id) and node id.
-        queues: likewise; see `NodeLoads.queues`.
-        draining: see `KnownNodes`.
+        members: All nodes.
+        lost: (node id, reason) of nodes that were lost since the last publication.
+        leaving: Ids of nodes whose decoding requests are to move away from now on.
+        loads: Loads by worker (its process id) and node id.
+        queues: Queues by worker and node id; see `NodeLoads.queues`.
+        draining: See `KnownNodes`.
     """
 
     members: tuple[Member, ...]
@@ -78,14 +78,14 @@ class ClusterState(Struct, frozen=True):
 
 
 class WorkerNews(Struct, frozen=True):
-    """What a worker tells.
+    """A worker's report.
 
     Attributes:
-        worker: its process id.
-        loads: what it has in flight, by node id.
-        queues: see `NodeLoads.queues`.
-        totals: what it does for clients.
-        unreachable: (node id, generation, why) of a node that it could not reach.
+        worker: Its process id.
+        loads: Its loads by node id.
+        queues: See `NodeLoads.queues`.
+        totals: Its totals.
+        unreachable: (node id, generation, reason) of a node that it could not reach.
     """
 
     worker: int
@@ -112,11 +112,11 @@ def _summed(loads: Iterable[Mapping[str, NodeLoad]]) -> dict[str, NodeLoad]:
 
 
 async def worker(link: WorkerLink, payload: tuple[RouterConfig, FrontendConfig, str]) -> None:
-    """What runs in each worker (`supervisor.WorkerMain`).
+    """Main function of each worker (`supervisor.WorkerMain`).
 
     Args:
-        link: to the supervisor.
-        payload: settings of the router and of the endpoint, folder of the model.
+        link: Link to the supervisor.
+        payload: Settings of the router and of the endpoint, and folder of the model.
     """
     config, edge, folder = payload
     tokenizer = Tokenizer.load(folder, config.chat_template)
@@ -140,18 +140,18 @@ async def worker(link: WorkerLink, payload: tuple[RouterConfig, FrontendConfig, 
 
 
 class WorkerNodes(KnownNodes):
-    """As `Nodes`, in a worker: what its supervisor publishes.
+    """The nodes of a worker, as its supervisor publishes them.
 
-    A node gets requests once its engine is reached from here, too.
+    A node gets requests once its engine is reached from this process, too.
 
     Args:
-        link: to the supervisor.
-        loads: of this worker.
-        cluster_key: of the cluster.
-        index: see `KnownNodes`.
+        link: Link to the supervisor.
+        loads: Loads of this worker.
+        cluster_key: Key of the cluster.
+        index: See `KnownNodes`.
 
     Attributes:
-        totals: gives what this worker does for clients.
+        totals: Returns this worker's totals.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class WorkerNodes(KnownNodes):
         link.on_state = self.take_state
 
     def take_state(self, data: bytes) -> None:
-        """The supervisor says this."""
+        """Take in the state that the supervisor published."""
         state = _state.decode(data)
         self._published, self.draining = state.members, state.draining
         others = (loads for worker, loads in state.loads.items() if worker != os.getpid())
@@ -193,7 +193,7 @@ class WorkerNodes(KnownNodes):
             self.on_leaving(node_id)
 
     def _show(self) -> None:
-        """Requests go to ready nodes, as far as this worker can reach them."""
+        """Update membership: ready nodes that this worker has not reached count as starting."""
         self.membership.show(
             member
             if self.engines.reached(member.info)
@@ -211,9 +211,9 @@ class WorkerNodes(KnownNodes):
         return [member for member in ready if not self.engines.reached(member.info)]
 
     async def until_reached(self) -> None:
-        """Wait until a node can be asked from here, if one is ready; `REACH_S` at most.
+        """Wait for the first published state, then until a node is reached if one is ready.
 
-        Not before the supervisor has said for the first time which there are.
+        It waits for at most `REACH_S`.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(REACH_S):
@@ -248,8 +248,8 @@ class WorkerNodes(KnownNodes):
         self._show()
 
     async def report_loads(self) -> None:
-        """Tell what is in flight, for ever."""
-        self._report()  # this worker may be a new one, in the place of one that had some
+        """Report loads when they change, for ever."""
+        self._report()  # this worker may replace one that had loads
         while True:
             await asyncio.sleep(REPORT_S)
             if (self._loads.own, self.totals()) != self._told:
@@ -266,7 +266,7 @@ async def workers(
     """Serve with `config.workers` processes for as long as the context lasts.
 
     Raises:
-        ConfigError: a worker can't serve.
+        ConfigError: A worker can't serve.
     """
     async with Nodes.watched(config, edge.model_name) as nodes:
         cluster = _Cluster(config, nodes, listener, edge, folder)
@@ -282,7 +282,7 @@ async def workers(
 
 @asynccontextmanager
 async def _running(*work: Coroutine[None, None, None]) -> AsyncIterator[None]:
-    """Have work done for as long as the context lasts; if any of it fails, so does the context."""
+    """Run tasks for as long as the context lasts; if one of them fails, so does the context."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one) for one in work]
@@ -294,12 +294,12 @@ async def _running(*work: Coroutine[None, None, None]) -> AsyncIterator[None]:
 
 
 class _Cluster:
-    """The supervisor's knowledge, and how it reaches the workers.
+    """The supervisor's state and its link to the workers.
 
     Attributes:
-        supervisor: of the workers.
-        control: answers what they pass on.
-        feed: keeps pages up to date.
+        supervisor: Supervises the workers.
+        control: Answers requests that workers pass on.
+        feed: Keeps status pages up to date.
     """
 
     def __init__(
@@ -323,7 +323,7 @@ class _Cluster:
         nodes.on_lost = lambda node_id, reason: self._lost.append((node_id, reason))
         nodes.on_leaving = self._leaving.append
         nodes.on_change, nodes.on_command = self._changed, self.publish
-        # What workers pass on is answered by this.
+        # Answers requests that workers pass on.
         own = [route for route in routes() if route.path != "/metrics"]
         own.append(web.get("/metrics", self._metrics))
         control = app_without_text(FrontendConfig(model_name=edge.model_name), own)
@@ -345,10 +345,10 @@ class _Cluster:
         return exposition(await self.supervisor.metrics(generate_latest(self._registry)))
 
     def _take_report(self, index: int, data: bytes) -> None:
-        """A worker says this."""
+        """Take in a worker's report."""
         news = _news.decode(data)
         old = self._by_worker.get(index)
-        if old is not None and old.worker != news.worker:  # what it has done stays
+        if old is not None and old.worker != news.worker:  # a new one: keep the old totals
             self._ended = self._ended.plus(
                 msgspec.structs.replace(old.totals, waiting=0, running=0)
             )
@@ -362,7 +362,7 @@ class _Cluster:
                 self._nodes.unreachable(member.info, error)
 
     def _totals(self) -> RouterTotals:
-        """Of all workers, also of those that ended."""
+        """Totals of all workers, ended ones included."""
         return reduce(RouterTotals.plus, (n.totals for n in self._by_worker.values()), self._ended)
 
     def _changed(self) -> None:
@@ -371,7 +371,7 @@ class _Cluster:
         self._is_news = True
 
     def publish(self) -> None:
-        """Tell all workers what is known now."""
+        """Publish the current state to all workers."""
         lost, leaving = tuple(self._lost), tuple(self._leaving)
         self._lost.clear()
         self._leaving.clear()
@@ -383,7 +383,7 @@ class _Cluster:
         self.supervisor.publish(_encoder.encode(state))
 
     async def publish_regularly(self) -> None:
-        """Tell workers of what is new, for ever."""
+        """Publish the state when it changes, for ever."""
         while True:
             await asyncio.sleep(PUBLISH_S)
             if self._is_news:

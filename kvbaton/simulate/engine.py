@@ -1,10 +1,9 @@
 """An engine in virtual time: the real scheduler, block pool, prefix cache and step costs.
 
-What a device would compute takes as long as `EngineModel` says. Steps that only decode are not
-planned one by one: as long as nobody comes or ends, the next ones differ from the last in nothing
-but lengths, so a run of them is applied at once, and cut off after the step under way when
-something happens. That is exact, but that other nodes' routers hear of the blocks of a run
-at its end.
+A step takes as long as `EngineModel` says. Decode-only steps are not planned one by one: until a
+request comes or ends, they differ only in sequence lengths. So a run of them is applied at once,
+and cut off after the current step when something happens. That is exact, except that routers learn
+of the blocks of a run only at its end.
 """
 
 from __future__ import annotations
@@ -41,21 +40,21 @@ from kvbaton.simulate.traces import END_TOKEN, TraceRequest, token_ids
 from kvbaton.types import PromptLimits, TokenIds
 
 VOCABULARY = 1 << 31
-MOST_STEPS = 64
-"""In a run: what it caches is told at its end."""
+MAX_STEPS = 64
+"""Maximum number of steps in a run: its cached blocks are reported at its end."""
 TELL_S = 0.1
-"""So often, and not at each step, the router is told of the tokens of texts that go on."""
+"""Seconds between outputs to the router; second and last tokens are sent at once."""
 REPORT_S = 2.0
 """As `engine.core.METRICS_PERIOD_S`."""
 IDENTITY = bytes(32)
 
 
 class Prompts:
-    """The requests of a trace by their ids, with the keys of their blocks, computed once.
+    """The requests of a trace by id, with the keys of their blocks, computed once.
 
     Args:
-        root: of the keys.
-        block_size: tokens per block.
+        root: Root of the keys.
+        block_size: Tokens per KV block.
     """
 
     def __init__(self, root: bytes, block_size: int) -> None:
@@ -64,7 +63,7 @@ class Prompts:
         self._keys: dict[str, list[bytes]] = {}
 
     def add(self, name: str, request: TraceRequest, before: str | None) -> TokenIds:
-        """A request begins, perhaps as a session's next turn; returns its prompt."""
+        """Add a request, perhaps a session's next turn; return its prompt."""
         tokens, known = token_ids(request.pieces), list[bytes]()
         if before is not None:
             earlier, keys = self.requests[before], self._keys.pop(before)
@@ -75,29 +74,29 @@ class Prompts:
         return tokens
 
     def keys(self, request_id: str) -> list[bytes]:
-        """Of the whole blocks of a request's prompt, by its id at the router or at a node.
+        """Keys of the whole blocks of a request's prompt, by its id at the router or at a node.
 
-        None are known of a request that is over for its client.
+        There are none once the request has ended for its client.
         """
         return self._keys.get(request_id.partition(".")[0], [])
 
     def next_token(self, sequence: Sequence) -> int:
-        """What a sequence generates next."""
+        """The next token that a sequence generates."""
         request = self.requests[sequence.request.request_id.partition(".")[0]]
         return request.output if self.left(sequence) > 1 else END_TOKEN
 
     def left(self, sequence: Sequence) -> int:
-        """Tokens that a sequence is yet to generate."""
+        """Number of tokens that a sequence has yet to generate."""
         request = self.requests[sequence.request.request_id.partition(".")[0]]
         return request.output_tokens - sequence.num_generated
 
     def forget(self, name: str) -> None:
-        """A request is over for its client, and no other one follows it."""
+        """Forget a request that has ended for its client, and is followed by no other turn."""
         del self._keys[name]
 
 
 class KnownKeys(KVConnector):
-    """Gives sequences the keys of their prompts, which `Prompts` has."""
+    """Gives sequences the keys of their prompts, which `Prompts` has computed."""
 
     name = "known_keys"
 
@@ -113,16 +112,16 @@ class KnownKeys(KVConnector):
 
 @dataclass
 class Run:
-    """Steps under way: one that was planned, and more like it.
+    """Steps in progress: a planned one, and further ones like it.
 
     Attributes:
-        plan: of the first.
-        terms: of the first.
-        begin: of the first.
-        ends: of each.
-        sequences: who decodes in them; empty if the plan does more than that.
-        steps: that are to be applied.
-        timer: calls their end.
+        plan: Plan of the first step.
+        terms: Terms of the first step.
+        begin: When the first step began.
+        ends: When each step ends.
+        sequences: Decoding sequences; empty if the first step does more than decode.
+        steps: Number of steps that will be applied.
+        timer: Timer of their end.
     """
 
     plan: StepPlan
@@ -136,12 +135,12 @@ class Run:
 
 @dataclass
 class TokenTimes:
-    """When a request's tokens came at its engine.
+    """When a request's tokens were made at its engine.
 
     Attributes:
-        ends: times, in pieces.
-        sent: index of the next token that the router is to be told.
-        unsent: tokens that it has not been told.
+        ends: Times, in chunks.
+        sent: Index of the next token to send to the router.
+        unsent: Tokens that were not sent to the router yet.
     """
 
     ends: list[npt.NDArray[np.float64]] = field(default_factory=list)
@@ -150,22 +149,21 @@ class TokenTimes:
 
 
 class ModeledEngine:
-    """An engine core and its frontend's end of the socket.
+    """An engine core, and its frontend's end of the socket.
 
     Args:
-        name: of the node.
-        role: what it may do.
-        model: its size and speed.
-        loop: virtual time.
-        wires: between engines.
-        prompts: of all requests.
-        tell_blocks: is told what its prefix cache holds.
-        seed: of jitter.
+        name: Id of the node.
+        role: Its role.
+        model: Its size and speed.
+        loop: Virtual time.
+        wires: Wires between engines.
+        prompts: Prompts of all requests.
+        tell_blocks: Called with changes of its prefix cache.
+        seed: Seed of the jitter.
 
     Attributes:
-        busy_s: seconds of steps.
-        timings: per live request that generates here.
-        on_tokens: called with (request id, times) when a request's last token was made.
+        busy_s: Seconds of steps.
+        on_tokens: Called with (request id, times) when a request's last token was made.
     """
 
     def __init__(
@@ -218,7 +216,7 @@ class ModeledEngine:
         ways = [WireSource(self, wires), WireTarget(self, wires), WirePrefix(self, wires)]
         parts = [KnownKeys(prompts), *ways, feed]
         for part in parts:
-            part.contained = False  # what it raises is our fault
+            part.contained = False  # its errors are bugs of the simulation
         self.connectors = self.scheduler.connectors = Connectors(parts)
         self._numbers = 0
         self._receivers: dict[str, OutputReceiver] = {}
@@ -228,7 +226,7 @@ class ModeledEngine:
         self._slower_s = 0.0
         self._turns = False
 
-    # --- its node's heartbeats ---
+    # --- heartbeats of its node ---
 
     def _describe(self) -> NodeInfo:
         return NodeInfo(
@@ -251,7 +249,7 @@ class ModeledEngine:
         )
 
     def heartbeat(self) -> NodeInfo:
-        """What the node says of itself now; its engine reports less often."""
+        """The node's report now; its engine's figures are updated less often."""
         if self.loop.time() >= self._report_at:
             self._report_at = self.loop.time() + REPORT_S
             self._report = self._measure()
@@ -259,7 +257,7 @@ class ModeledEngine:
         return self.info
 
     def _measure(self) -> Metrics:
-        """As `EngineCore.metrics`, what a node passes on of it."""
+        """As `EngineCore.metrics`, with what a node reports of it."""
         costs = self._costs.costs().items()
         return Metrics(
             counters={
@@ -280,10 +278,10 @@ class ModeledEngine:
         return float(self.model.step_s(terms_of(plan.steps)) * self._jitter(1)[0])
 
     def _jitter(self, count: int) -> npt.NDArray[np.float64]:
-        """Of so many steps."""
+        """Random factors of `count` steps."""
         return np.exp(self.model.jitter * self._rng.standard_normal(count))
 
-    # --- what a router sees of it: an `EngineClient` ---
+    # --- its interface to a router: an `EngineClient` ---
 
     def submit(self, request: AddRequest, receiver: OutputReceiver) -> None:
         """As `EngineClient.submit`."""
@@ -301,12 +299,12 @@ class ModeledEngine:
         self._later(lambda: self.post(add))
 
     def cancel(self, request_id: str) -> None:
-        """As `EngineClient.cancel`; nothing is sent for what is over."""
+        """As `EngineClient.cancel`; nothing is sent for a request that has ended."""
         if self._receivers.pop(request_id, None) is not None:
             self._later(lambda: self.post(lambda: self.scheduler.abort(request_id)))
 
     def _later(self, act: Callable[[], None]) -> None:
-        """A message is on its way."""
+        """Act after a message's time on the way."""
         self.loop.call_later(self.model.message_s, act)
 
     def _end(self, request_id: str, error: RequestError | None) -> None:
@@ -325,7 +323,7 @@ class ModeledEngine:
                 else:
                     receiver.flush()
 
-    # --- what a prefix index sees of it: a `FrontendServer` ---
+    # --- its interface to a prefix index: a `FrontendServer` ---
 
     def tell_watchers(self, changes: tuple[BlockChange, ...], source: CachedBlockSource) -> None:
         """As `FrontendServer.tell_watchers`."""
@@ -339,7 +337,7 @@ class ModeledEngine:
     # --- the core's loop ---
 
     def post(self, job: Callable[[], list[Output] | None]) -> None:
-        """Have something done after the step under way, before its result is applied."""
+        """Run a job after the current step, before its result is applied."""
         self._inbox.append(job)
         if (run := self._run) is not None:
             under_way = int(np.searchsorted(run.ends, self.loop.time(), side="right"))
@@ -356,9 +354,9 @@ class ModeledEngine:
         self._slower_s += cost[0] + cost[1] * tokens
 
     def _turn(self) -> None:
-        """Carry out what was posted, apply what is over, plan what is next."""
+        """Run posted jobs, apply finished steps, and plan the next one."""
         run, self._run, self._turns = self._run, None, True
-        if run is not None:  # what was posted since has none of the blocks of these steps
+        if run is not None:  # before posted jobs can take blocks of these steps
             for sequence in run.sequences:
                 start = sequence.num_scheduled
                 self.scheduler.blocks.extend(sequence.tables, start + run.steps - 1, start=start)
@@ -368,14 +366,14 @@ class ModeledEngine:
         if run is not None:
             self._send(self._apply(run))
         self._launch()
-        self._tell()
+        self._send_unsent()
         self.connectors.call(KVConnector.flush)
         assert not self._inbox, "an engine posts to others in its turn, and not to itself"
         self._turns = False
 
     def _launch(self) -> None:
         plan = self.scheduler.plan()
-        self._send(self.scheduler.expire(-1.0))  # what could never fit
+        self._send(self.scheduler.expire(-1.0))  # requests that can never fit
         if plan is not None:
             self.connectors.call(KVConnector.launched, self.scheduler.in_flight[-1])
         slower_s, self._slower_s = self._slower_s, 0.0
@@ -384,7 +382,7 @@ class ModeledEngine:
         terms, now = terms_of(plan.steps), self.loop.time()
         sequences, more = self._more_steps()
         first = self.model.step_s(terms)
-        # Each further step has one token more of context for each sequence.
+        # Each further step has one more token of context per sequence.
         each = self.model.costs[4] * terms[3] / 1000
         seconds = first + each * np.arange(1 + more)
         seconds *= self._jitter(1 + more)
@@ -394,31 +392,32 @@ class ModeledEngine:
         self._run.timer = self.loop.call_at(float(ends[-1]), self._turn)
 
     def _more_steps(self) -> tuple[list[Sequence], int]:
-        """How many steps could follow the one just planned that differ in lengths alone.
+        """How many steps could follow the planned one that differ only in lengths.
 
         Returns:
-            Who decodes in them, and their number; nobody and 0 if any but decoding goes on.
+            Their decoding sequences, and their number; none and 0 if there is work besides
+            decoding.
         """
         (*_, step) = self.scheduler.in_flight
-        nobody: list[Sequence] = []
+        none: list[Sequence] = []
         if len(step.scheduled) != len(self.scheduler.running):
-            return nobody, 0
-        more, sequences = MOST_STEPS - 1, [scheduled.sequence for scheduled in step.scheduled]
+            return none, 0
+        more, sequences = MAX_STEPS - 1, [scheduled.sequence for scheduled in step.scheduled]
         for scheduled, sequence in zip(step.scheduled, sequences, strict=True):
             decodes = scheduled.end - scheduled.start == 1 and scheduled.targets
-            # Second tokens are told at once; last ones come of a step of their own.
+            # Second tokens are sent at once; last ones come from a step of their own.
             if not decodes or sequence.num_generated < 2:
-                return nobody, 0
+                return none, 0
             more = min(more, self._prompts.left(sequence) - 2)
         blocks, need = self.scheduler.blocks, 0
         if more < 1 or not sequences:
-            return nobody, 0
+            return none, 0
         for sequence in sequences:
             need += blocks.need(sequence.tables, len(sequence.tokens) + more)
-        return (sequences, more) if blocks.fits(need) else (nobody, 0)
+        return (sequences, more) if blocks.fits(need) else (none, 0)
 
     def _apply(self, run: Run) -> list[Output]:
-        """The steps of a run are over."""
+        """Apply the finished steps of a run."""
         more = run.steps - 1
         seconds = np.diff(run.ends[: run.steps], prepend=run.begin)
         for number, took in enumerate(seconds.tolist()):
@@ -449,7 +448,7 @@ class ModeledEngine:
         return outputs
 
     def _decode(self, sequence: Sequence, count: int) -> None:
-        """What so many steps make of a decoding sequence, none of them its last."""
+        """Add the tokens of `count` steps to a decoding sequence, none of them its last one."""
         scheduler, start = self.scheduler, sequence.num_scheduled
         tokens = [self._prompts.next_token(sequence)] * count
         self._timings[sequence.request.request_id].unsent += tokens
@@ -459,10 +458,10 @@ class ModeledEngine:
         scheduler.totals.generated += count
         scheduler.commit(sequence)
 
-    # --- what goes out ---
+    # --- outputs to the router ---
 
     def _send(self, outputs: list[Output]) -> None:
-        """Tell the router of first, second and last tokens, of those between now and then."""
+        """Send first, second and last tokens to the router; others are sent from time to time."""
         for connector in self.connectors:
             outputs = connector.emitted(outputs)
         sent = []
@@ -488,8 +487,8 @@ class ModeledEngine:
         if sent:
             self._later(lambda: self._deliver(sent))
 
-    def _tell(self) -> None:
-        """Tell the router of tokens between."""
+    def _send_unsent(self) -> None:
+        """Send the other tokens to the router, if it is time."""
         if self.loop.time() < self._tell_at:
             return
         self._tell_at = self.loop.time() + TELL_S

@@ -1,11 +1,11 @@
-"""How long an engine's steps and hand-overs take, fitted to what was measured.
+"""How long an engine's steps and hand-overs take, fitted to measurements.
 
-A file of measurements is JSON: settings of the engine as `EngineModel` has them, ``steps`` and
-``handovers``. Entries of ``steps`` have ``seconds`` and ``prompt_tokens`` (computed after
-``context`` tokens, in as many steps as needed, in all so long), ``sequences`` that decode, each
-with ``sequence_tokens``, or, of one step, both. Those of ``handovers`` say how much later the
-second token of a prompt comes for having been handed over, ``last_step`` tokens of it being
-computed in its last step.
+A file of measurements is JSON: settings of the engine, named as in `EngineModel`, ``steps`` and
+``handovers``. Each entry has ``seconds``. Entries of ``steps`` have ``prompt_tokens`` (computed
+after ``context`` tokens, in as many steps as needed; the seconds are for all of them), or
+``sequences`` that decode, with ``sequence_tokens`` each, or both in one step. Entries of
+``handovers`` give how much later the second token of a prompt comes because of its hand-over, if
+its last step computes ``last_step`` tokens.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from kvbaton.types import Positive, Size
 
 H200_8B = Path(__file__).with_name("h200-8b.json")
 Finite = Annotated[float, Meta(ge=0, le=1e9)]
-"""Neither negative nor endless."""
+"""Not negative, and not infinite."""
 
 SAVED_TOKENS, SAVED_SEQUENCES = 350, 130
-"""Products of few tokens wait for weights: what is saved of that by computing a chunk beside
-sequences that decode grows with its tokens, and is less the more these are. With these constants
-all of 34 steps of 8B that were measured on an H200 are fitted within 6 %."""
+"""Scales, in tokens and sequences, of the time that a step saves by computing a chunk beside
+decoding sequences: products of few tokens wait for weights, so it grows with the chunk and shrinks
+with the number of sequences. With these constants, all of 34 steps of 8B measured on an H200 are
+fitted within 6 %."""
 
 
 @dataclass(frozen=True)
@@ -42,20 +43,21 @@ class EngineModel:
     """An engine's size and speed.
 
     Attributes:
-        name: what was measured.
-        costs: seconds per count of `engine.step_costs.terms_of`.
-        saved_s: that a step with a long chunk takes less beside few sequences than both alone.
-        handover: seconds of a hand-over for itself, per token, and per token of the last step.
-        leaving: seconds that KV which leaves makes steps of a source longer: each time, per token.
-        coming: that a target's step takes longer when a prompt has come: likewise.
-        block_size: tokens per KV block.
-        kv_tokens: tokens that the pool holds.
-        step_tokens: most tokens of one step.
-        mixed_tokens: most of one with sequences that decode.
-        max_num_seqs: most sequences of one step.
-        max_model_len: longest prompt plus output.
-        jitter: standard deviation of a step's seconds, as a share.
-        message_s: from router to engine, or back.
+        name: What was measured.
+        costs: Seconds per term of `engine.step_costs.terms_of`.
+        saved_s: Seconds that a step with a long chunk and few sequences saves compared to both
+            alone.
+        handover: Seconds per hand-over, per token, and per token of the last step.
+        leaving: Seconds that sending KV adds to steps of a source: per transfer, and per token.
+        coming: Seconds that received KV adds to a step of a target: per prompt, and per token.
+        block_size: Tokens per KV block.
+        kv_tokens: Tokens that the block pool holds.
+        step_tokens: Maximum tokens of one step.
+        mixed_tokens: Maximum tokens of one step with decoding sequences.
+        max_num_seqs: Maximum sequences of one step.
+        max_model_len: Longest prompt plus output.
+        jitter: Standard deviation of a step's seconds, as a share.
+        message_s: Seconds of a message between router and engine.
     """
 
     name: str
@@ -74,18 +76,18 @@ class EngineModel:
     message_s: Finite = 0.0005
 
     def step_s(self, terms: Terms) -> float:
-        """Seconds of a step with these counts, jitter aside."""
+        """Seconds of a step with these terms, without jitter."""
         costs = *self.costs, self.saved_s
         return sum(cost * count for cost, count in zip(costs, _with_shared(terms), strict=True))
 
     def handover_s(self, tokens: int, last_step: int) -> float:
-        """From a prompt's last step to the target's having its KV, beyond what crossed before."""
+        """Seconds from a prompt's last step until the target has the last `tokens` of its KV."""
         fixed, each, last = self.handover
         return fixed + each * tokens + last * last_step
 
 
 class Measurement(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One entry of a file's ``steps`` or ``handovers``; see the module."""
+    """An entry of a file's ``steps`` or ``handovers``; see the module."""
 
     seconds: Positive
     prompt_tokens: float = 0.0
@@ -95,7 +97,7 @@ class Measurement(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     last_step: float = 0.0
 
     def terms(self, budget: int) -> Terms:
-        """The counts that all of its steps, of at most `budget` tokens each, have together."""
+        """The sum of the terms of all its steps, of at most `budget` tokens each."""
         new = self.prompt_tokens
         steps = max(1.0, np.ceil(new / budget))
         attended = new * (self.context + new / 2) / 1000
@@ -106,14 +108,14 @@ def load_engine(path: Path = H200_8B) -> EngineModel:
     """Fit a model to a file of measurements.
 
     Raises:
-        ConfigError: the file can't be read, or lacks something; names it.
+        ConfigError: The file can't be read or is incomplete; names it.
     """
     try:
         told = json.loads(path.read_text())
         steps = msgspec.convert(told.pop("steps"), list[Measurement])
         handovers = msgspec.convert(told.pop("handovers", []), list[Measurement])
         unfitted = EngineModel(costs=(), handover=(0.0, 0.0, 0.0), **told)
-        msgspec.convert(asdict(unfitted), EngineModel)  # names what is of a wrong type
+        msgspec.convert(asdict(unfitted), EngineModel)  # names fields of a wrong type
         budget = unfitted.step_tokens
         *costs, saved_s = _fit([(_with_shared(m.terms(budget)), m.seconds) for m in steps])
         model = replace(unfitted, costs=tuple(costs), saved_s=min(saved_s, costs[0]))
@@ -132,7 +134,7 @@ def load_engine(path: Path = H200_8B) -> EngineModel:
 
 
 def _with_shared(terms: Terms) -> tuple[float, ...]:
-    """And how much less of waiting for weights a chunk and sequences have together, of -1."""
+    """The terms, and minus the share of `EngineModel.saved_s` that a chunk and sequences save."""
     _, tokens, _, sequences, _ = terms
     if not (tokens and sequences):
         return *terms, 0.0
@@ -141,7 +143,7 @@ def _with_shared(terms: Terms) -> tuple[float, ...]:
 
 
 def _fit(rows: Sequence[tuple[tuple[float, ...], float]]) -> tuple[float, ...]:
-    """Least squares over relative errors; no cost is negative."""
+    """Least squares of relative errors, without negative costs."""
     terms, seconds = np.array([row for row, _ in rows]), np.array([took for _, took in rows])
     weighed = terms / seconds[:, None]
     found = solve_nonnegative(weighed.T @ weighed, weighed.T @ np.ones(len(rows)))

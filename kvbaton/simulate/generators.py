@@ -1,8 +1,8 @@
-"""Seeded traces that resemble recorded ones, for where those can't be had.
+"""Seeded traces that resemble recorded ones, for use where those are not available.
 
-Fitted to the sample hours of Azure 2023 (code, conversation), to Mooncake's synthetic trace, and to
-what is published of coding agents' sessions: quantiles of lengths by a lognormal, arrivals by a
-Gamma process with the recorded burstiness.
+They are fitted to the sample hours of Azure 2023 (code, conversation), to Mooncake's synthetic
+trace, and to published figures of coding agents' sessions: lengths are lognormal with the recorded
+quantiles, arrivals a Gamma process with the recorded burstiness.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from kvbaton.simulate.traces import FIRST_CONTENT, Generator, TraceRequest
 
 @dataclass(frozen=True)
 class Lengths:
-    """A lognormal between bounds.
+    """A lognormal distribution of lengths, with bounds.
 
     Attributes:
-        median: tokens.
-        sigma: of the logarithm.
-        low: least.
-        high: most.
+        median: Median in tokens.
+        sigma: Standard deviation of the logarithm.
+        low: Minimum.
+        high: Maximum.
     """
 
     median: float
@@ -32,7 +32,7 @@ class Lengths:
     high: int = 1 << 17
 
     def draw(self, rng: np.random.Generator) -> int:
-        """One of them."""
+        """Draw a length."""
         drawn = self.median * float(np.exp(self.sigma * rng.standard_normal()))
         return int(min(max(drawn, self.low), self.high))
 
@@ -40,7 +40,7 @@ class Lengths:
 def _arrivals(
     rng: np.random.Generator, seconds: float, rate: float, variation: float = 1.0
 ) -> list[float]:
-    """Times of a Gamma process; `variation` is that of the gaps (1: Poisson)."""
+    """Times of a Gamma process; `variation` is the gaps' coefficient of variation (1: Poisson)."""
     shape, times, now = 1 / variation**2, list[float](), 0.0
     while (now := now + rng.gamma(shape, 1 / (rate * shape))) < seconds:
         times.append(now)
@@ -62,11 +62,11 @@ def _single(prompts: Lengths, outputs: Lengths, variation: float) -> Generator:
 
 @dataclass(frozen=True)
 class Shifting:
-    """Two kinds of requests by turns, so that no fixed number of prefill nodes is right for long.
+    """Two kinds of requests in turn, so that no fixed number of prefill nodes suits for long.
 
     Attributes:
-        period: seconds of one kind.
-        kinds: prompts, tokens generated, and share of `rate` at which they come, of each.
+        period: Seconds of each kind.
+        kinds: For each kind, its prompt lengths, output tokens, and share of `rate`.
     """
 
     period: float
@@ -90,17 +90,17 @@ class Shifting:
 
 @dataclass(frozen=True)
 class Conversations:
-    """Conversations whose every turn repeats all that was said before.
+    """Conversations whose turns each repeat all that was said before.
 
     Attributes:
-        shared: tokens with which sessions begin alike.
-        kinds: how many such beginnings there are.
-        first: tokens of the first turn beyond those.
-        new: tokens that each later turn adds, beside the answer to the one before.
-        outputs: tokens generated a turn.
-        turns: mean number of turns (geometric).
-        think: median seconds between an answer and the next turn, and sigma of the logarithm.
-        limit: tokens; a session ends where its next prompt would be longer.
+        shared: Tokens of the beginning that sessions share.
+        kinds: Number of different beginnings.
+        first: Tokens of the first turn after those.
+        new: Tokens that each later turn adds, beside the previous answer.
+        outputs: Tokens generated per turn.
+        turns: Mean number of turns (geometric).
+        think: Median seconds between an answer and the next turn, and sigma of the logarithm.
+        limit: Maximum prompt tokens, beyond which a session ends.
     """
 
     shared: int
@@ -166,4 +166,5 @@ GENERATORS: dict[str, Generator] = {
         think=(2.1, 1.96),
     ),
 }
-"""By name, for ``--trace``. ``agentic``: 110 k tokens in, 300 out, 90 % of each seen before."""
+"""Generators by name, for ``--trace``. ``agentic``: 110 k tokens in, 300 out, 90 % of each seen
+before."""

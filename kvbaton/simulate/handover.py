@@ -1,13 +1,13 @@
-"""What crosses between simulated engines: the schedulers' real load path, and a wire with a speed.
+"""Transfers between simulated engines: the schedulers' real load path, and wires with a speed.
 
-The real connectors would have their protocol, digests and plans computed in Python for each block
-of each prompt, which takes about as long as the hand-over itself; here the schedulers load, hold,
-release and recompute as with them, and `EngineModel.handover` says how long blocks are on their
-way. As there, blocks leave when the step that computed them is over, and what was cached when the
-first step is launched, if it is reserved by then (one that is reserved during a step leaves after
-it here); a reservation that comes after the prompt was computed runs it again, mostly from the
-cache. Prefixes that another engine has take as long as a hand-over of so many cached tokens, and
-are fetched by key, as there.
+The real connectors would compute protocol, digests and plans in Python for each block of each
+prompt, which takes about as long as a hand-over itself. Here the schedulers load, hold, release and
+recompute as with them, and `EngineModel.handover` gives the time on the wire. As there, blocks
+leave when the step that computed them has ended, and cached ones when the first step is launched,
+if they are reserved by then (if they are reserved during a step, here they leave after it). A
+reservation that comes after the prompt was computed runs it again, mostly from the cache. Prefixes
+of other engines take as long as a hand-over of as many cached tokens, and are fetched by key, as
+there.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ from kvbaton.types import Attempt, BlockSpan, ChoiceStart, Spans
 
 
 class WiredEngine(Protocol):
-    """One end of a wire."""
+    """An engine at one end of a wire."""
 
     scheduler: Scheduler
     address: str
     wire_costs: WireCosts
 
     def post(self, job: Callable[[], list[Output] | None]) -> None:
-        """Have something done between two steps."""
+        """Run a job between two steps."""
 
     def slow(self, cost: tuple[float, float], tokens: int) -> None:
-        """The next step takes longer: by a constant, and so much for each token of KV."""
+        """Lengthen the next step by a constant, and by seconds per token of KV."""
 
 
 @dataclass(eq=False)
 class WireTransfer:
-    """A prompt on its way.
+    """The hand-over of one prompt.
 
     Attributes:
-        source: who computes it; None while only the target has been asked.
-        request: what the source was asked.
-        request_id: of the run that computes it now; empty when there is none.
-        target: who has reserved room for it; None while nobody has.
-        load: into these blocks.
-        pushed: tokens that are on their way, or were at the target.
-        held: blocks of the source that are held for it.
-        first: what the source sampled.
-        cached: tokens that the source did not compute.
+        source: Engine that computes the prompt; None until it has the request.
+        request: The source's request.
+        request_id: Id of the run that computes it now; empty if there is none.
+        target: Engine that receives it; None until it has the request.
+        load: Load with the target's blocks; None without a reservation.
+        pushed: Number of tokens that were sent, or were at the target.
+        held: Blocks of the source that are held for the transfer.
+        first: Output with the first token that the source sampled.
+        cached: Number of tokens that the source did not compute.
     """
 
     source: WiredEngine | None = None
@@ -72,7 +72,7 @@ class WireTransfer:
     cached: int = 0
 
     def release(self) -> None:
-        """The source's blocks are read no more."""
+        """Release the source's blocks."""
         assert self.source is not None
         for spans in self.held:
             self.source.scheduler.blocks.release_outgoing(spans)
@@ -83,12 +83,12 @@ class SimulatedWires:
     """All hand-overs of a cluster.
 
     Args:
-        model: how long they take.
-        after: calls a function after so many seconds.
-        now: the clock.
+        model: Gives how long they take.
+        after: Calls a function after a number of seconds.
+        now: The clock, in seconds.
 
     Attributes:
-        transfers: by name; whoever comes first makes one.
+        transfers: Transfers by name; source or target makes one, whichever comes first.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class SimulatedWires:
         self._free_at: dict[WiredEngine, float] = {}
 
     def engage(self, transfer: WireTransfer) -> None:
-        """Source and reservation have met: push what there is, or compute it again."""
+        """Start a transfer whose source and reservation are there, or compute its prompt again."""
         source = transfer.source
         if source is None or transfer.load is None:
             return
@@ -120,7 +120,7 @@ class SimulatedWires:
             source.scheduler.add(again, served=True)
 
     def push(self, transfer: WireTransfer, request: requests.Request) -> None:
-        """Send what became final."""
+        """Send newly final blocks."""
         source, load = transfer.source, transfer.load
         assert source is not None
         if load is None:
@@ -142,7 +142,7 @@ class SimulatedWires:
             self._after(seconds, lambda: self._end(transfer, tokens, began))
 
     def _cross(self, source: WiredEngine, tokens: int) -> float:
-        """Take an engine's wire for so many tokens; seconds until all of them are there."""
+        """Occupy an engine's wire for `tokens` tokens; return the seconds until all arrive."""
         now = self.now()
         begin = max(now, self._free_at.get(source, 0.0))
         self._free_at[source] = begin + self.model.handover[1] * tokens
@@ -150,7 +150,7 @@ class SimulatedWires:
         return begin - now + self.model.handover_s(tokens, last_step)
 
     def fetch(self, target: WiredEngine, load: Load, peer: str) -> None:
-        """Fill a load with what another engine has cached of it."""
+        """Fill a load with the blocks that another engine has cached."""
         source, began = self.engines[peer], self.now()
 
         def send() -> None:
@@ -185,7 +185,7 @@ class SimulatedWires:
         source.post(transfer.release)
         if target is None or load is None or first is None:  # it was cancelled
             return
-        # A source stops after one token anyway: only the end of the text says something.
+        # A source stops after one token anyway: only "stop" means that the sequence ends.
         reason = first.finish_reason if first.finish_reason == "stop" else None
         start = ChoiceStart(first.token_ids[0], None, reason, None)
         scheduler = target.scheduler
@@ -203,7 +203,7 @@ class SimulatedWires:
 
 
 class WireSource(KVConnector):
-    """Prefills for others."""
+    """Prefills for other engines."""
 
     name = "source"
     transfer_role = "source"
@@ -227,7 +227,7 @@ class WireSource(KVConnector):
     @override
     def launched(self, step: requests.InFlightStep) -> None:
         for scheduled in step.scheduled if self._by_request else ():
-            self.progressed(scheduled.sequence.request)  # a cached prefix waits for no step
+            self.progressed(scheduled.sequence.request)  # a cached prefix needs no step
 
     @override
     def progressed(self, request: requests.Request) -> None:
@@ -251,7 +251,7 @@ class WireSource(KVConnector):
 
 
 class WirePrefix(KVConnector):
-    """Fetches prefixes from others, once for each request."""
+    """Fetches prefixes from other engines, once per request."""
 
     name = "prefix"
     medium = "peer"
@@ -283,7 +283,7 @@ class WirePrefix(KVConnector):
 
 
 class WireTarget(KVConnector):
-    """Receives prompts from others."""
+    """Receives prompts from other engines."""
 
     name = "target"
     transfer_role = "target"
@@ -319,7 +319,7 @@ class WireTarget(KVConnector):
     @override
     def started(self, sequence: requests.Sequence) -> None:
         transfer = self._awaited.pop(sequence.request.request_id, None)
-        if transfer is None or transfer.load is not None:  # it has come
+        if transfer is None or transfer.load is not None:  # its KV has come
             return
         source, transfer.target = transfer.source, None
         if source is not None:

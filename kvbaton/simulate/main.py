@@ -1,4 +1,4 @@
-"""``kvbaton simulate``: a trace, served by policies and layouts in virtual time, side by side."""
+"""``kvbaton simulate``: serves a trace by several policies and layouts in virtual time."""
 
 from __future__ import annotations
 
@@ -21,48 +21,47 @@ from kvbaton.simulate.service import RequestRecord, ServiceReport, parse_nodes, 
 from kvbaton.simulate.traces import TraceRequest, cut, read_trace
 
 SLOWEST, FASTEST = 1 / 64, 64
-"""Rates beyond these times the one that is asked for are 0 and infinite."""
+"""Factors of the given rate that the search is limited to; beyond them the highest rate is 0 or
+infinite."""
 MOST_ERRORS = 3
-"""Of a policy, told by their texts: many name lengths of their own."""
+"""Maximum number of different error messages printed per policy: many name lengths."""
 MOST_REQUESTS = 10_000_000
-"""Of a generator; each takes memory before the first of them is served."""
+"""Maximum number of generated requests; all take memory before the first one is served."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateConfig(Objectives):
-    """What to simulate, and what is good enough.
+    """What to simulate, and the objectives.
 
     Attributes:
-        trace: file of Mooncake's or Azure's format, or a generator's name.
-        rate: requests per second (of a generator of conversations: those that begin); None takes a
-            recorded trace's own.
-        seconds: of arrivals.
-        begin: seconds of a recorded trace to leave out.
-        nodes: layout, for policies that name none.
-        policies: to compare, each perhaps with its layout: ``cost@4A``.
-        engine: measurements, see `simulate.engine_model`.
-        min_handover_tokens: as of a router.
-        goodput: also find the highest rate at which this share is served within both objectives;
-            None finds none.
-        seeds: a run each.
+        trace: File in Mooncake's or Azure's format, or a generator's name.
+        rate: Requests per second (for generators of conversations: new conversations per second);
+            None keeps a recorded trace's own rate.
+        seconds: Seconds of arrivals.
+        begin: Seconds of a recorded trace to leave out.
+        nodes: Layout for policies that name none.
+        policies: Policies to compare, each with an optional layout: ``cost@4A``.
+        engine: Measurements, see `simulate.engine_model`.
+        min_handover_tokens: As for a router.
+        goodput: Share of requests within both objectives, for which the highest rate is searched;
+            None searches none.
+        seeds: Seeds, one run each.
 
     Raises:
-        ConfigError: a number that makes no sense.
+        ConfigError: A number is out of range.
     """
 
     trace: str = flag(
         text=f"file of Mooncake's or Azure's format, or one of {', '.join(GENERATORS)}",
         metavar="FILE|NAME",
     )
-    rate: float | None = flag(
-        None, "requests (of conversations: first ones) per second", metavar="N"
-    )
-    seconds: float = flag(60.0, "of arrivals", metavar="S")
+    rate: float | None = flag(None, "requests per second (of conversations: new ones)", metavar="N")
+    seconds: float = flag(60.0, "seconds of arrivals", metavar="S")
     begin: float = flag(0.0, "seconds of a file to leave out", metavar="S")
     nodes: str = flag("2P2D", "P prefill, D decode (4D: all serve alone), A any", metavar="NODES")
     policies: tuple[str, ...] = flag(
         ("least-loaded",),
-        "one or more to compare, each perhaps on other nodes: cost@4A (least-loaded)",
+        "policies to compare, each with optional nodes: cost@4A (least-loaded)",
         name="--policy",
         nargs="+",
         metavar="NAME[@NODES]",
@@ -71,10 +70,12 @@ class SimulateConfig(Objectives):
     min_handover_tokens: int = flag(0, "serve shorter prompts on one node", metavar="N")
     goodput: float | None = flag(
         None,
-        "also find the highest rate at which this share, as 0.9, is served within both objectives",
+        "also find the highest rate at which this share (as 0.9) is served within both objectives",
         metavar="SHARE",
     )
-    seeds: tuple[int, ...] = flag((0,), "a run each (0)", name="--seed", nargs="+", metavar="N")
+    seeds: tuple[int, ...] = flag(
+        (0,), "of random numbers, one run each (0)", name="--seed", nargs="+", metavar="N"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -100,10 +101,10 @@ class SimulateConfig(Objectives):
                 raise ConfigError("--rate", f"{text}; at most {MOST_REQUESTS}")
 
     def requests(self, seed: int, speed: float = 1.0) -> list[TraceRequest]:
-        """The trace, so many times as fast: more requests for as long, or the same for longer.
+        """The trace at `speed` times its rate: with more requests if faster, longer if slower.
 
         Raises:
-            ConfigError: it can't be read, or nothing of it is left.
+            ConfigError: It can't be read, or no request is left.
         """
         if self.trace in GENERATORS:
             assert self.rate is not None
@@ -127,12 +128,12 @@ class SimulateConfig(Objectives):
         return is_good(outcome, self.ttft_slo, self.itl_slo, self.itl_percentile)
 
     def arrival_seconds(self, trace: Sequence[TraceRequest]) -> float:
-        """How long requests come: a recorded trace may end before its time."""
+        """Seconds in which requests come: a recorded trace may end early."""
         last = max(request.at for request in trace if request.after is None)
         return self.seconds if self.trace in GENERATORS or not last else last
 
     def routing(self, policy: str) -> RoutingPolicy:
-        """As a router would be told."""
+        """The settings of a router."""
         wanted = {item.name: getattr(self, item.name) for item in fields(Objectives)}
         least = self.min_handover_tokens
         return RoutingPolicy(policy=policy, min_handover_tokens=least, **wanted)
@@ -144,7 +145,7 @@ def is_good(
     itl_slo: float | None,
     itl_percentile: float | None = None,
 ) -> bool:
-    """Whether a request was served within its objectives (ms)."""
+    """Whether a request was served within its objectives (in milliseconds)."""
     if outcome.error is not None or outcome.ttft_s is None:
         return False
     late = ttft_slo is not None and outcome.ttft_s * 1e3 > ttft_slo
@@ -182,7 +183,7 @@ def summary(done: ServiceReport, config: SimulateConfig) -> dict[str, float]:
 def run_one(
     config: SimulateConfig, spec: str, model: EngineModel, trace: Sequence[TraceRequest], seed: int
 ) -> ServiceReport:
-    """One policy over a trace."""
+    """Run one policy over a trace."""
     policy, _, nodes = spec.partition("@")
     return simulate(
         trace, parse_nodes(nodes or config.nodes), model, config.routing(policy), seed=seed
@@ -190,11 +191,12 @@ def run_one(
 
 
 def highest_rate(config: SimulateConfig, spec: str, model: EngineModel) -> float:
-    """Requests per second (of conversations: first ones) of which `config.goodput` are good.
+    """Highest rate (requests or new conversations per second) at which `config.goodput` are good.
 
-    DistServe (Zhong et al., OSDI 2024) calls that goodput, at 0.9. Requests come faster or slower,
-    all seeds together, until it is known to a sixteenth; see `SLOWEST` and `FASTEST`. Few all at
-    once need only wait for each other, so they come for as long, as far as a recording goes.
+    DistServe (Zhong et al., OSDI 2024) calls it goodput, at 0.9. The rate is varied, for all seeds
+    together, until it is known to a sixteenth; see `SLOWEST` and `FASTEST`. Requests come for the
+    same time at each rate, as far as a recording goes: a short burst would only queue, and be
+    served.
     """
     assert config.goodput is not None
     low, high, speed, rate = 0.0, math.inf, 1.0, 0.0
@@ -218,17 +220,17 @@ def highest_rate(config: SimulateConfig, spec: str, model: EngineModel) -> float
 def measure(
     config: SimulateConfig, name: str, out: Path | None
 ) -> tuple[int, list[dict[str, Any]], dict[str, list[RequestRecord]]]:
-    """Simulate all that is to be compared, until it is interrupted; print it, perhaps write it.
+    """Simulate all that is to be compared, until interrupted; print the results and write them.
 
     Returns:
-        The exit status, a row for each policy that was done, and what became of requests.
+        The exit status, a row for each finished policy, and the records of their requests.
     """
     model = load_engine(config.engine)
-    for spec in config.policies:  # wrong ones are told before long runs
+    for spec in config.policies:  # report wrong ones before long runs
         parse_nodes(spec.partition("@")[2] or config.nodes)
     busy: list[dict[str, Any]] = []
     outcomes: dict[str, list[RequestRecord]] = {}
-    gc.freeze()  # what is there stays: it need not be looked at again and again
+    gc.freeze()  # existing objects stay: keep them from repeated collection
 
     def compare(spec: str) -> list[dict[str, Any]]:
         runs, started = [], time.process_time()
@@ -256,7 +258,7 @@ def measure(
 
 
 def run(config: SimulateConfig, out: Path | None = None, plot: Path | None = None) -> int:
-    """``kvbaton simulate``: print, perhaps draw; returns the exit status."""
+    """``kvbaton simulate``: print, and draw if wanted; return the exit status."""
     figure = new_figure(plot, 4) if plot is not None else None
     status, _, outcomes = measure(config, "simulate", out)
     if figure is not None and plot is not None:
@@ -265,10 +267,10 @@ def run(config: SimulateConfig, out: Path | None = None, plot: Path | None = Non
 
 
 def run_advise(config: SimulateConfig, out: Path | None = None) -> int:
-    """``kvbaton advise``: try every layout of so many nodes; returns the exit status.
+    """``kvbaton advise``: try every layout of a number of nodes; return the exit status.
 
     Raises:
-        ConfigError: see `measure`; or there is no objective, by which all would be as good.
+        ConfigError: See `measure`; or there is no objective to judge layouts by.
     """
     if config.ttft_slo is None and config.itl_slo is None:
         raise ConfigError("--ttft-slo", "or --itl-slo must say what is good enough")
@@ -282,9 +284,9 @@ def run_advise(config: SimulateConfig, out: Path | None = None) -> int:
 
 
 def advice(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What follows of rows: of nodes that serve alone, of those with fixed roles, of any role.
+    """Conclusions from rows: nodes that serve alone, nodes of fixed roles, nodes of any role.
 
-    The highest rate decides where it was looked for.
+    The highest rate decides if it was searched.
     """
     alone, *apart, any_role = rows
     by_rate = "highest rate" in alone
@@ -322,7 +324,7 @@ def advice(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def draw(
     figure: Any, config: SimulateConfig, outcomes: dict[str, list[RequestRecord]], path: Path
 ) -> None:
-    """How many requests came within which time to first token, and per token."""
+    """Draw the distributions over requests of TTFT and of the time per token after it."""
     ttft, itl = figure.subplots(1, 2)
     for spec, ended in outcomes.items():
         firsts = sorted(o.ttft_s * 1e3 for o in ended if o.ttft_s is not None)

@@ -1,8 +1,8 @@
 """Clients, a router and its nodes in virtual time.
 
 The router's dispatcher, relay, policies, cost model and prefix index are the real ones, on the
-virtual clock; nodes' engines are `ModeledEngine`. Nodes are there from the start, and say what they
-measure once a second.
+virtual clock; the nodes' engines are `ModeledEngine`. Nodes exist from the start, and send a
+heartbeat every second.
 """
 
 from __future__ import annotations
@@ -43,23 +43,24 @@ from kvbaton.simulate.traces import TraceRequest
 T = TypeVar("T")
 
 MAX_TOKENS = 4096
-"""What clients allow, or as much as they get; how long answers get is not told beforehand."""
+"""`max_tokens` of requests, or their output if longer: routers do not know output lengths in
+advance."""
 ROLES = {"P": "prefill", "D": "decode", "A": "any"}
 MOST_NODES = 64
 
 
 @dataclass
 class RequestRecord:
-    """What became of one request.
+    """The record of one request.
 
     Attributes:
-        request: as the trace has it.
-        begin: when it came.
-        ttft_s: to its first token; None if it had none.
-        gaps: seconds between tokens.
-        cached: prompt tokens that the node which computed it had.
-        error: why it failed.
-        done: it has ended.
+        request: The request of the trace.
+        begin: When it came.
+        ttft_s: Seconds until its first token; None if it had none.
+        gaps: Seconds between its tokens.
+        cached: Prompt tokens that its prefill node had cached.
+        error: Why it failed.
+        done: Whether it has ended.
     """
 
     request: TraceRequest
@@ -81,15 +82,16 @@ class RequestRecord:
 
 @dataclass(frozen=True)
 class ServiceReport:
-    """What a simulated service has done.
+    """The result of a simulation.
 
     Attributes:
-        outcomes: of all requests that came, in order.
-        seconds: from the first arrival to the last end.
-        busy: by node, share of that time in which it computed.
-        decisions: of the router, in order.
-        preemptions: of all engines.
-        leaked: blocks, requests and hand-overs that engines still hold when all is over; always 0.
+        outcomes: Records of all requests, in order.
+        seconds: Seconds from the first arrival to the last end.
+        busy: By node, share of that time in which it computed.
+        decisions: Decisions of the router, in order.
+        preemptions: Number of preemptions in all engines.
+        leaked: Number of blocks, requests and hand-overs that engines still hold at the end; always
+            0.
     """
 
     outcomes: list[RequestRecord]
@@ -101,7 +103,7 @@ class ServiceReport:
 
 
 class _NoWait(selectors.SelectSelector):
-    """Passes virtual time instead of waiting for descriptors, of which none is ever readable."""
+    """Advances virtual time instead of waiting for descriptors, none of which gets readable."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +119,7 @@ class _NoWait(selectors.SelectSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """`asyncio`'s own loop on virtual seconds, from 0 on; only timers and callbacks work."""
+    """`asyncio`'s event loop in virtual seconds from 0; only timers and callbacks work."""
 
     def __init__(self) -> None:
         self._virtual = _NoWait()
@@ -138,7 +140,7 @@ def parse_nodes(text: str) -> list[str]:
     """Roles of nodes: ``2P2D`` (2 prefill, 2 decode), ``4A`` (any) or both; ``4`` is ``4A``.
 
     Raises:
-        ConfigError: it is none of these, or of no nodes or too many.
+        ConfigError: The text is none of these, or names no nodes or too many.
     """
     whole = text if text[-1:] in ROLES else text + "A"
     if not re.fullmatch(r"(\d{1,9}[PDA])+", whole):
@@ -181,7 +183,7 @@ class SteadyNodes(KnownNodes):
     def __init__(self, engines: Sequence[ModeledEngine], index: PrefixIndex | None) -> None:
         super().__init__(Membership(loopback_only=False), None, index)
         self.engines = ModeledEngines(engines)
-        for engine in (*engines, *engines):  # the second time each hears of all others
+        for engine in (*engines, *engines):  # the second time, each is told all others
             self.membership.register(engine.info, 0.0)
             self.membership.probed(engine.name, engine.info.generation, None, 0.0)
 
@@ -191,7 +193,7 @@ class SteadyNodes(KnownNodes):
 
 
 class _Client:
-    """Who asked one request: an `OutputReceiver`."""
+    """The client of one request: an `OutputReceiver`."""
 
     def __init__(self, service: _Service, index: int, outcome: RequestRecord) -> None:
         self._service, self._index, self.outcome = service, index, outcome
@@ -223,7 +225,7 @@ class _Client:
 
 
 class _Service:
-    """A simulation under way."""
+    """A running simulation."""
 
     def __init__(
         self,
@@ -262,7 +264,7 @@ class _Service:
         metrics, loads = RouterMetrics(CollectorRegistry()), NodeLoads(clock=loop.time)
         chooser = RouteChooser(self._nodes, loads, policy, metrics, remembered=None)
         self.decisions = chooser.decisions
-        timers = RelayTimers(idle_s=1e9, max_retries=0)  # tokens between are told with the last
+        timers = RelayTimers(idle_s=1e9, max_retries=0)  # some tokens are sent late
         retries = RetryBudget(settings.retry_budget, loop.time)
         self._dispatcher = Dispatcher(self._nodes, metrics, loads, chooser, timers, retries)
         self.outcomes: dict[int, RequestRecord] = {}
@@ -275,7 +277,7 @@ class _Service:
             engine.on_tokens = self._tokens_made
 
     async def run(self) -> None:
-        """All of the trace."""
+        """Serve all of the trace."""
         for engine in self.engines:
             self.loop.call_later(self._rng.random(), self._heartbeat, engine)
         for index, request in enumerate(self._trace):
@@ -286,7 +288,7 @@ class _Service:
         if self._error is not None:
             raise self._error
         self.seconds = self.loop.time()
-        await asyncio.sleep(1.0)  # what engines still have to tell each other
+        await asyncio.sleep(1.0)  # messages between engines that are still on the way
 
     def leaked(self) -> int:
         """See `ServiceReport`."""
@@ -305,7 +307,7 @@ class _Service:
         self.loop.call_later(period, self._heartbeat, engine)
 
     def _broken(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """A policy's bug ends the simulation: what it should have placed would never end."""
+        """End the simulation for a policy's bug: requests that it did not place would never end."""
         self._error = context.get("exception") or RuntimeError(context["message"])
         self._over.set()
 
@@ -330,19 +332,19 @@ class _Service:
             client.end(error)
 
     def _tokens_made(self, request_id: str, times: npt.NDArray[np.float64]) -> None:
-        """An engine has made the last token of a request, or of its part in it."""
+        """Record token times when an engine has made the last token of its part of a request."""
         client = self._clients.get(int(request_id.partition(".")[0]))
         if client is None:
             return
         wanted = client.outcome.request.output_tokens
-        if len(times) == wanted - 1:  # another engine made the first
+        if len(times) == wanted - 1:  # another engine made the first one
             message_s = self.engines[0].model.message_s
             times = np.concatenate(([client.first_at - message_s], times))
         if len(times) == wanted:
             client.outcome.gaps = np.diff(times)
 
     def ended(self, index: int) -> None:
-        """A request is over: the session's next turn may come."""
+        """Handle a request's end: the session's next turn may come."""
         del self._clients[index]
         self._left -= 1
         follower = self._followers.get(index)
@@ -367,15 +369,15 @@ def simulate(
     seed: int = 0,
     deadline_s: float = 600.0,
 ) -> ServiceReport:
-    """Serve a trace.
+    """Serve a trace in virtual time.
 
     Args:
-        trace: what clients ask.
-        roles: of the nodes, as nodes tell them.
-        model: of each node's engine.
-        settings: policy and objectives.
-        seed: of steps' jitter and heartbeats' phases.
-        deadline_s: after which a request fails.
+        trace: Requests of clients.
+        roles: Roles of the nodes.
+        model: Model of each node's engine.
+        settings: Policy and objectives.
+        seed: Seed of steps' jitter and of heartbeats' phases.
+        deadline_s: Seconds after which a request fails.
     """
     services: list[_Service] = []  # not returned: asyncio would print it
 

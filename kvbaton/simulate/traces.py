@@ -1,7 +1,7 @@
-"""Requests to simulate: what they are made of, and readers of traces that others have published.
+"""Requests to simulate, and readers of published traces.
 
-Tokens are not recorded in traces; what matters is which prompts begin alike. A prompt is a sequence
-of *pieces*, (content, tokens): equal contents are equal tokens.
+Traces do not record tokens; what matters is which prompts begin alike. A prompt is a sequence of
+*pieces*, (content, tokens): equal contents are equal tokens.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from kvbaton.errors import ConfigError
 from kvbaton.types import TokenIds
 
 MOONCAKE_BLOCK = 512
-"""Tokens that one of a trace's ``hash_ids`` stands for."""
+"""Number of tokens that each of a trace's ``hash_ids`` stands for."""
 FORMATS = "Mooncake's (JSON lines) nor Azure's (CSV with TIMESTAMP, ContextTokens, GeneratedTokens)"
 MOST_TOKENS = 1 << 24
-"""Of a prompt or an answer, each of which takes memory or time; no context is so long."""
+"""Maximum tokens of a prompt or an answer, each of which takes memory or time; longer than any
+context."""
 END_TOKEN = 1
-"""Ends a text; contents are above it."""
+"""Ends a sequence; contents are larger numbers."""
 FIRST_CONTENT = 2
 Piece = tuple[int, int]
 
@@ -34,11 +35,11 @@ class TraceRequest:
     """One request.
 
     Attributes:
-        at: seconds from the trace's begin; of one with `after`, from that one's end.
-        pieces: of the prompt: content and tokens of each.
-        output_tokens: that it generates, at least 1.
-        output: content of those; a later prompt may quote it.
-        after: index of the request whose end it waits for; None if it waits for none.
+        at: Seconds since the start of the trace, or with `after`, since the end of that request.
+        pieces: Content and tokens of each piece of the prompt.
+        output_tokens: Number of tokens that it generates, at least 1.
+        output: Content of those; a later prompt may repeat it.
+        after: Index of the request whose end it waits for; None if it waits for none.
     """
 
     at: float
@@ -49,17 +50,17 @@ class TraceRequest:
 
     @property
     def prompt_tokens(self) -> int:
-        """How long the prompt is."""
+        """Number of prompt tokens."""
         return sum(tokens for _, tokens in self.pieces)
 
     def answer(self) -> tuple[Piece, ...]:
-        """What it generates, as pieces of a later prompt."""
+        """Its answer, as pieces of a later prompt."""
         before = self.output_tokens - 1
         return ((self.output, before), (END_TOKEN, 1)) if before else ((END_TOKEN, 1),)
 
 
 def token_ids(pieces: Sequence[Piece]) -> TokenIds:
-    """A prompt's tokens."""
+    """Tokens of a prompt."""
     ids = array("I")
     for content, tokens in pieces:
         ids += array("I", [content]) * tokens
@@ -70,7 +71,7 @@ def read_trace(path: Path) -> list[TraceRequest]:
     """Read a trace: Mooncake's JSON lines, or Azure's CSV.
 
     Raises:
-        ConfigError: it is neither; names the line.
+        ConfigError: It is neither; names the line.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -88,8 +89,8 @@ def read_trace(path: Path) -> list[TraceRequest]:
 def _mooncake(path: Path, text: str) -> list[TraceRequest]:
     """``timestamp`` (ms), ``input_length``, ``output_length``, ``hash_ids`` per line."""
     requests: list[TraceRequest] = []
-    unique = 1 << 30  # outputs, and prompts' ends, are of nobody else
-    contents: dict[int, int] = {}  # of hashes, which may be any numbers
+    unique = 1 << 30  # outputs, and ends of prompts, are shared with no other request
+    contents: dict[int, int] = {}  # by hash, which may be any number
 
     def content(name: int) -> int:
         return FIRST_CONTENT + contents.setdefault(name, len(contents))
@@ -117,7 +118,7 @@ def _mooncake(path: Path, text: str) -> list[TraceRequest]:
 
 
 def _azure(path: Path, text: str) -> list[TraceRequest]:
-    """``TIMESTAMP,ContextTokens,GeneratedTokens``; nothing is known of what prompts share."""
+    """``TIMESTAMP,ContextTokens,GeneratedTokens``; which prompts share prefixes is not recorded."""
     requests: list[TraceRequest] = []
     first: datetime | None = None
     rows = csv.DictReader(text.splitlines())
@@ -130,7 +131,7 @@ def _azure(path: Path, text: str) -> list[TraceRequest]:
             length, out = int(row["ContextTokens"]), int(row["GeneratedTokens"])
             if min(length, out) < 0 or max(length, out) > MOST_TOKENS:
                 raise ValueError(f"a prompt of {length} tokens, {out} generated")
-        except csv.Error as error:  # the line was not counted
+        except csv.Error as error:  # `line_num` does not count this line
             raise _malformed(path, rows.line_num + 1, error) from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise _malformed(path, rows.line_num, error) from error
@@ -155,13 +156,13 @@ def cut(
     seconds: float = math.inf,
     speed: float = 1.0,
 ) -> list[TraceRequest]:
-    """A part of a trace whose requests come `speed` times as fast.
+    """A part of a trace, with requests coming `speed` times as fast.
 
     Args:
-        requests: in order of their times.
-        begin: seconds of the trace to leave out.
-        seconds: to take, as they are then simulated.
-        speed: factor of the arrival rate; times of those that wait for others stay.
+        requests: Requests in order of their times.
+        begin: Seconds of the trace to leave out.
+        seconds: Seconds of arrivals to keep, in simulated time.
+        speed: Factor of the arrival rate; delays after other requests stay.
     """
     kept: list[TraceRequest] = []
     place: dict[int, int] = {}

@@ -412,7 +412,7 @@ MUTANTS.append(
         "signs_at_push",
         (
             (SourceConnector, "_report_blocks", signs_at_push),
-            (SourceConnector, "_report_ahead", nothing),
+            (SourceConnector, "_report_in_flight", nothing),
         ),
     )
 )

@@ -236,7 +236,7 @@ def test_a_pair_waits_for_the_step_that_its_target_is_in() -> None:
     assert without is not None
     assert waits is not None
     assert waits.predicted is not None
-    held_s = costs.held_s(d.info, loads["d"], NOW)
+    held_s = costs.step_wait_s(d.info, loads["d"], NOW)
     assert held_s > waits.predicted.ttft_s
     more = (waits.pair_cost_s or 0) - (without.pair_cost_s or 0)
     assert more == pytest.approx(held_s - waits.predicted.ttft_s)
@@ -465,7 +465,7 @@ def by_cost(
             else:
                 each += missed(NO_ROOM_S / costs.output_tokens, asked.itl_slo)
             cost += prefill.ttft_s * costs.targets_per_s(target) * taken / MISSED_S * each
-        held_s = options.held_s(costs, target) - prefill.ttft_s
+        held_s = options.step_wait_s(costs, target) - prefill.ttft_s
         return cost + max(0.0, held_s, wire_s(options, costs, source, target))
 
     def alone(node: NodeInfo) -> float:

@@ -451,9 +451,9 @@ def test_where_kv_came_of_late_steps_are_expected_to_be_longer() -> None:
     before = costs.decode(d.info, IDLE, None, 1000)
     for _ in range(400):
         clock.now += 0.01
-        costs.crosses(p.info, d.info, 5000)
-    share = costs.beside_s(d.info, 5000) / 0.01
-    assert costs.crossing_share(d.info) == pytest.approx(share, rel=0.1)
+        costs.handover_begun(p.info, d.info, 5000)
+    share = costs.handover_slowdown_s(d.info, 5000) / 0.01
+    assert costs.handover_share(d.info) == pytest.approx(share, rel=0.1)
     after = costs.decode(d.info, IDLE, None, 1000)
     assert after.step_s == pytest.approx(before.step_s / (1 - share), rel=0.05)
     assert after.others_s == pytest.approx(before.others_s / (1 - share), rel=0.05)

@@ -23,15 +23,15 @@ def test_the_longest_that_has_not_begun_steps_back_and_begins_when_nobody_else_w
     queue.add("begun", 0.9, full=False, late=False)
     queue.add("long", 0.5, full=False, late=False)
     queue.add("short", 0.1, full=True, late=False)
-    assert (queue.late_s, queue.longest_s) == (0.5, 0.1)
+    assert (queue.deferred_s, queue.longest_s) == (0.5, 0.1)
     queue.add("longest", 2.0, full=True, late=True)
-    assert queue.late_s == 2.5
+    assert queue.deferred_s == 2.5
     assert queue.remove("begun")
     assert not queue.remove("short"), "that it took another's turn was not sure"
-    assert queue.late_s == 2.0, "the first that stepped back is computed now"
+    assert queue.deferred_s == 2.0, "the first that stepped back is computed now"
     assert not queue.remove("long")
     assert not queue.remove("longest")
-    assert (queue.late_s, queue.longest_s) == (0.0, 0.0)
+    assert (queue.deferred_s, queue.longest_s) == (0.0, 0.0)
     assert queue.remove("never seen")
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvbaton.router.costs import FIRST_OUTPUT, CostModel
 from kvbaton.router.loads import NodeLoad, NodeLoads
-from kvbaton.router.objectives import MISSED_S, ItlObjective, MeanItl, PercentileItl, missed_s
+from kvbaton.router.objectives import MISSED_S, ItlObjective, MeanItl, PercentileItl, miss_cost
 from kvbaton.router.predictions import Decode, Prediction
 from kvbaton.router.role_plan import RolePlan
 from tests.router.test_pairing import member
@@ -37,7 +37,7 @@ def generated(costs: CostModel, tokens: int, texts: int = 1) -> None:
 @pytest.mark.parametrize(("objective_s", "share"), [(1e-300, 1.0), (0.2, 0.5), (1e40, 0.0)])
 def test_an_objective_may_be_any_time(objective_s: float, share: float) -> None:
     """Also one beyond all times, as who wants none may give it."""
-    assert missed_s(0.2, objective_s) == pytest.approx(share * MISSED_S)
+    assert miss_cost(0.2, objective_s) == pytest.approx(share * MISSED_S)
 
 
 def test_texts_that_have_not_ended_count_as_long_as_they_have_become() -> None:
@@ -132,7 +132,7 @@ def test_one_more_prompt_harms_texts_the_more_the_more_come_until_all_that_may_d
         """Of one more prompt of 50 ms for a text that meets so many, of 1,000 gaps."""
         share = expected / (1000 * 0.01 / 0.05 + expected)
         decode = Decode(0.01, 0.01, 0.01 / (1 - share), 0.0, 0.0, share, 0.05, 0.05, 1e-4, 20, True)
-        return itl.there(decode, work_s=0.05) - itl.there(decode)
+        return itl.present_cost(decode, work_s=0.05) - itl.present_cost(decode)
 
     assert harm(20) < harm(30) < harm(38) < harm(46), "50 may be slow"
     assert harm(46) > 2 * harm(90), "it seems lost: prompts rather go there"
@@ -149,7 +149,7 @@ def test_who_seems_lost_by_the_prompts_of_late_may_yet_be_spared(
     def harm(share: float) -> float:
         """Of one more prompt, if prompts of late have taken so much of the node's time."""
         decode = Decode(0.01, 0.01, 0.01 / (1 - share), 0.0, 0.0, share, 0.05, 0.05, 1e-4, 20, True)
-        return itl.there(decode, work_s=0.05) - itl.there(decode)
+        return itl.present_cost(decode, work_s=0.05) - itl.present_cost(decode)
 
     assert harm(0.8) > harm(0.0) / 5
 
@@ -157,8 +157,8 @@ def test_who_seems_lost_by_the_prompts_of_late_may_yet_be_spared(
 def test_a_step_is_slow_beside_a_prompt_only_if_it_is_not_without() -> None:
     itl = PercentileItl(0.012, 95.0, model()[0])
     decode = Decode(0.011, 0.011, 0.011, 0.0, 0.0, 0.0, 0.05, 0.05, 1e-4, 20, True)
-    assert itl.coming(decode, 0.0, 1e-6) == pytest.approx(0.0, abs=1e-3)
-    assert itl.coming(decode, 0.0, 0.05) > 0.1
+    assert itl.arriving_cost(decode, 0.0, 1e-6) == pytest.approx(0.0, abs=1e-3)
+    assert itl.arriving_cost(decode, 0.0, 0.05) > 0.1
 
 
 def test_prompts_in_chunks_that_fit_harm_no_text() -> None:
@@ -166,9 +166,9 @@ def test_prompts_in_chunks_that_fit_harm_no_text() -> None:
     costs.roles = RolePlan(0.012, 0.05, 0.0108, 0.75)
     itl = PercentileItl(0.012, 95.0, costs)
     decode = Decode(0.01, 0.008, 0.01, 0.0, 0.0, 0.2, 0.05, 0.05, 1e-4, 20, True)
-    late = itl.there(decode, work_s=0.05)
+    late = itl.present_cost(decode, work_s=0.05)
     costs.roles.fits = True
-    assert itl.there(decode, work_s=0.05) == itl.there(decode) < late / 4
+    assert itl.present_cost(decode, work_s=0.05) == itl.present_cost(decode) < late / 4
 
 
 def test_prompts_that_wait_share_the_next_step() -> None:

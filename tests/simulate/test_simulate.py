@@ -348,7 +348,7 @@ def test_runs_of_steps_are_what_single_steps_would_be(
 ) -> None:
     trace = [replace(r, output_tokens=4 * r.output_tokens) for r in CHAT(2, 4.0, 3.0)]
     at_once = serve(trace, nodes, "least-loaded")
-    monkeypatch.setattr(engine, "MOST_STEPS", 1)
+    monkeypatch.setattr(engine, "MAX_STEPS", 1)
     one_by_one = serve(trace, nodes, "least-loaded")
     for run, steps in zip(at_once.outcomes, one_by_one.outcomes, strict=True):
         assert run.ttft_s == pytest.approx(steps.ttft_s, abs=1e-9)
