@@ -1,7 +1,7 @@
 """``POST /v1/messages`` and ``/v1/messages/count_tokens``: Anthropic's Messages API.
 
-A request becomes a chat, which is served as any other; what the model writes is told in Anthropic's
-content blocks and events. Source: Anthropic's API reference, version 2023-06-01.
+A request becomes a chat, which is served like any other; the answer has Anthropic's content blocks
+and events. Source: Anthropic's API reference, version 2023-06-01.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class MessagesFormatter(ContentBlockFormatter):
         )
 
     def _stop(self, new: Event) -> dict[str, Any]:
-        """Why the text has ended."""
+        """Stop reason, in Anthropic's format."""
         delta = new.delta
         if isinstance(delta.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": delta.stop_reason}
@@ -138,7 +138,7 @@ class MessagesFormatter(ContentBlockFormatter):
         return {"stop_reason": reason, "stop_sequence": None}
 
     def _usage(self) -> MessagesUsage:
-        """Tokens as Anthropic counts them: those from a cache are none of the input."""
+        """Usage as Anthropic counts it: input tokens do not include cached ones."""
         usage = self.counter.usage()
         cached = usage.prompt_tokens_details.cached_tokens
         return MessagesUsage(
@@ -149,7 +149,7 @@ class MessagesFormatter(ContentBlockFormatter):
 
 
 def content(block: ContentBlock) -> Content:
-    """A block as Anthropic has it."""
+    """A content block in Anthropic's format."""
     if block.kind == "content":
         return TextBlock(block.text)
     if block.kind == "reasoning":
@@ -160,8 +160,8 @@ def content(block: ContentBlock) -> Content:
 # --- the request as a chat ---
 
 BILLING = "x-anthropic-billing-header:"
-"""Of a line that Claude Code puts before its system prompt: it is for Anthropic's servers, and may
-change from one request to the next, after which no prefix would be found again."""
+"""Start of a line that Claude Code puts before its system prompt. The line is for Anthropic's
+servers and may change with each request, which would make every prefix hit miss."""
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 COPIED = (
     "stream", "max_tokens", "temperature", "top_p", "top_k", "priority", "cache_salt", "timeout",
