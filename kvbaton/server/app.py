@@ -325,7 +325,7 @@ async def allow_origin(request: web.Request, response: web.StreamResponse) -> No
 
 @contract(answer=openai.ModelList)
 async def models(request: web.Request) -> web.Response:
-    """``GET /v1/models``."""
+    """List the names of the model."""
     frontend = request.app[FRONTEND]
     names = (frontend.config.model_name, *frontend.config.aliases)
     cards = [_card(frontend, name) for name in names]
@@ -334,7 +334,7 @@ async def models(request: web.Request) -> web.Response:
 
 @contract(answer=openai.ModelCard)
 async def model(request: web.Request) -> web.Response:
-    """``GET /v1/models/{model}``."""
+    """Describe the model."""
     frontend = request.app[FRONTEND]
     name = request.match_info["model"]
     check_model(frontend, name)
@@ -352,7 +352,7 @@ def _card(frontend: Frontend, name: str) -> openai.ModelCard:
 
 
 async def version(request: web.Request) -> web.Response:
-    """``GET /version``."""
+    """Version of kvbaton."""
     return json_response({"version": __version__})
 
 
