@@ -319,7 +319,7 @@ def _url_flags(path: str, whose: str) -> FillParser:
 
     def fill(parser: argparse.ArgumentParser) -> None:
         config = resolve_name(path)
-        text = f"of {whose} ({config.url})"
+        text = f"URL of {whose} ({config.url})"
         parser.add_argument("url", nargs="?", default=config.url, metavar="URL", help=text)
         add_flags(parser, config)
 

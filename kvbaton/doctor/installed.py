@@ -77,7 +77,7 @@ def _wanted(specs: Sequence[str]) -> list[tuple[Kind, str]]:
 
 
 def _look(kind: Kind, spec: str) -> Installed:
-    """Import a connector, and build it if no option is missing; stores do no I/O in constructors."""
+    """Import a connector, and build it if no option is missing; stores are built without I/O."""
     target, given = split_spec(spec, kind)
     where = list_connectors(kind).get(target, target)
     found = Installed(kind=kind.noun, name=spec, where=where)
