@@ -1,4 +1,4 @@
-"""The commands. What a command needs is imported when it runs, or when its flags are asked for.
+"""The commands. A command's modules are imported when it runs, or when its flags are needed.
 
 Flags are made from the fields of settings (`kvbaton.config`).
 """
@@ -45,18 +45,19 @@ RunCommand = Callable[[argparse.Namespace], int]
 
 SIMULATION = "kvbaton.simulate.main:SimulateConfig"
 LIKENESS = 0.73
-"""The least of a flag that may be meant: below it what is proposed is of another meaning."""
+"""Least similarity (0 to 1) of a flag that is proposed for an unknown one: less is another flag."""
 FILES = {"out": "write the result as JSON", "plot": "draw the result as PNG"}
-"""What tools write, by option."""
+"""By option: help text for the file that a tool writes."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status.
+    """Run a command and return the exit status.
 
-    It is 2 for a wrong setting, 1 for an engine that does not come up, or a connector that fails.
+    The status is 2 for a wrong setting, and 1 for an engine that does not start or a connector that
+    fails.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):  # answers may have what its encoding lacks
-        with suppress(OSError):  # it began as a file, and its descriptor is a pipe's now
+    if isinstance(sys.stdout, io.TextIOWrapper):  # its encoding may lack characters of answers
+        with suppress(OSError):  # it was opened as a file, and its descriptor is now a pipe
             sys.stdout.reconfigure(errors="replace")
     try:
         args = make_parser().parse_args(argv)
@@ -67,9 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except OSError as error:
         if _takes_output():
-            raise  # of something else
+            raise  # the error is not of standard output
         print(f"kvbaton: error: standard output: {error}", file=sys.stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left to write is nobody's
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # discard what is still buffered
         return 1
     except (ConfigError, EngineDeadError, StoreError, TransportError) as error:
         from kvbaton.connectors.registry import as_written
@@ -81,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _takes_output() -> bool:
-    """Whether standard output, if there is any, takes a line."""
+    """Whether a line can be written to standard output, or there is none."""
     try:
         print(flush=True)
     except OSError:
@@ -90,12 +91,12 @@ def _takes_output() -> bool:
 
 
 class Parser(argparse.ArgumentParser):
-    """Gets its flags when it is used, and reports a wrong one as any other wrong setting."""
+    """A parser that adds its flags when it is used, and reports wrong flags like wrong settings."""
 
     fill: FillParser | None = None
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse; see `argparse`."""
+        """Add the flags and the options of ``--config``, then parse."""
         fill, self.fill = self.fill, None
         if fill is not None:
             fill(self)
@@ -114,7 +115,7 @@ class Parser(argparse.ArgumentParser):
         return found, rest
 
     def error(self, message: str) -> NoReturn:
-        """Exit with status 2."""
+        """Print the error and exit with status 2."""
         flag, _, rest = message.removeprefix("argument ").partition(": ")
         text = f"{flag}: {rest}" if message.startswith("argument ") else message
         if self._subparsers is not None and "are required: " in text:
@@ -124,7 +125,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+    """Make the parser of all commands."""
     parser = Parser(
         prog="kvbaton",
         allow_abbrev=False,
@@ -145,27 +146,27 @@ def make_parser() -> argparse.ArgumentParser:
                 log_level="warning",
             ),
             run_up,
-            "Start a whole cluster on this machine, or on those of a Ray cluster.",
+            "Start a router and its nodes on this machine, or on those of a Ray cluster.",
         ),
-        ("serve", _serve_flags, run_node, "Start a node: source, target, or alone."),
+        ("serve", _serve_flags, run_node, "Start a node that prefills and decodes."),
         (
             "prefill",
             _node_flags(8100, "max_blocks_per_peer", role="prefill"),
             run_node,
-            "Start a node that computes prompts for others.",
+            "Start a node that prefills for others.",
         ),
         (
             "decode",
             _node_flags(8200, "max_transfers", role="decode"),
             run_node,
-            "Start a node that generates from what others computed.",
+            "Start a node that generates from what others prefilled.",
         ),
         ("encode", _encode_flags, run_node, "Start a node that encodes images for others."),
         (
             "router",
             _flags_of("kvbaton.router.config:RouterConfig", order=("nodes", None), port=8000),
             run_router,
-            "Start the endpoint in front of all nodes.",
+            "Start a router, the endpoint in front of all nodes.",
         ),
         (
             "chat",
@@ -177,23 +178,23 @@ def make_parser() -> argparse.ArgumentParser:
             "drain",
             _url_flags("kvbaton.cluster.drain:DrainConfig", "a node or router"),
             _runs("kvbaton.cluster.drain:run", "kvbaton.cluster.drain:DrainConfig"),
-            "Have a node or router finish what it does, and take nothing new.",
+            "Let a node or router finish its requests, and accept no new ones.",
         ),
         (
             "simulate",
             _flags_of(SIMULATION, "out", "plot"),
             _runs("kvbaton.simulate.main:run", SIMULATION, "out", "plot"),
-            "Serve a trace on a virtual clock: which layout and policy pay.",
+            "Serve a trace on a virtual clock, to compare layouts and policies.",
         ),
         (
             "advise",
             _flags_of(SIMULATION, "out", skip={"policies", "min_handover_tokens"}, nodes="4"),
             _runs("kvbaton.simulate.main:run_advise", SIMULATION, "out"),
-            "Say which layout of so many nodes serves a trace best, in virtual time.",
+            "Find the layout of a number of nodes that serves a trace best, in virtual time.",
         ),
         ("bench", _bench_flags, None, "Measure transports and endpoints."),
         ("connectors", _connector_flags, None, "List, check and measure transports and stores."),
-        ("doctor", _doctor_flags, run_doctor, "Try transports and stores on this machine."),
+        ("doctor", _doctor_flags, run_doctor, "Test transports and stores on this machine."),
         ("version", None, run_version, "Print the version."),
     ):
         sub = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
@@ -210,7 +211,7 @@ def _serve_flags(parser: argparse.ArgumentParser) -> None:
         "--role",
         choices=("any", "prefill", "decode"),
         default="any",
-        help="what it does for others: both sides of hand-overs, or one (any)",
+        help="prefill for others, decode what others prefilled, or both (any)",
     )
     _node_flags(8100)(parser)
 
@@ -246,18 +247,18 @@ def _node_flags(port: int, *skip: str, role: str | None = None) -> FillParser:
 
 
 def _flags_of(path: str, *files: str, takes_model: bool = False, **settings: Any) -> FillParser:
-    """Adds the flags of a configuration, which is imported then.
+    """Return a function that adds the flags of a configuration, which it imports.
 
     Args:
-        path: of the configuration.
-        files: of `FILES`, that the command writes.
-        takes_model: also without a flag, as vLLM has it; see `find_model`.
-        settings: see `add_flags`.
+        path: Dotted path of the configuration class.
+        files: Keys of `FILES`: the files that the command writes.
+        takes_model: Whether the model may be given without a flag, as in vLLM; see `find_model`.
+        settings: Arguments of `add_flags`.
     """
 
     def fill(parser: argparse.ArgumentParser) -> None:
         if takes_model:
-            help_text = "in place of --model"
+            help_text = "the model, instead of --model"
             parser.add_argument("model_tag", nargs="?", metavar="MODEL", help=help_text)
         add_flags(parser, resolve_name(path), **settings)
         for name in files:
@@ -267,7 +268,13 @@ def _flags_of(path: str, *files: str, takes_model: bool = False, **settings: Any
 
 
 def _runs(path: str, config: str, *more: str) -> RunCommand:
-    """Calls what is at a path with a configuration, made of its flags, and with further ones."""
+    """Return a command that calls a function with a configuration and further arguments.
+
+    Args:
+        path: Dotted path of the function; it returns the exit status.
+        config: Dotted path of the configuration class, which is made from flags.
+        more: Names of the further arguments to pass.
+    """
 
     def run(args: argparse.Namespace) -> int:
         given = (getattr(args, name) for name in more)
@@ -302,7 +309,7 @@ def run_up(args: argparse.Namespace) -> int:
 
     model = args.model_tag or args.model
     find_model(args)
-    if args.ray is not None:  # other machines read it where it is here, a GGUF file themselves
+    if args.ray is not None:  # other machines need the path itself, and read a GGUF file themselves
         args.model = os.path.abspath(model)
     return run(from_args(ClusterConfig, args))
 
@@ -312,7 +319,7 @@ def _url_flags(path: str, whose: str) -> FillParser:
 
     def fill(parser: argparse.ArgumentParser) -> None:
         config = resolve_name(path)
-        text = f"of {whose} ({config.url})"
+        text = f"URL of {whose} ({config.url})"
         parser.add_argument("url", nargs="?", default=config.url, metavar="URL", help=text)
         add_flags(parser, config)
 
@@ -320,32 +327,32 @@ def _url_flags(path: str, whose: str) -> FillParser:
 
 
 def node_config(args: argparse.Namespace) -> NodeConfig:
-    """A node's settings.
+    """Make a node's settings from its flags.
 
     Raises:
-        ConfigError: values that do not fit together, or a model that is not there.
+        ConfigError: Values that do not fit together, or a model that is not there.
     """
     from kvbaton.server.config import NodeConfig
 
     find_model(args)
     if args.node_id is None:
-        # With a fixed port, a restart takes the place of the life before it.
+        # With a fixed port a restarted node gets the same id, and so replaces its earlier life.
         args.node_id = f"{args.role}-{socket.gethostname()}-{args.port or os.getpid()}"
     return from_args(NodeConfig, args, role=args.role)
 
 
 def find_model(args: argparse.Namespace) -> None:
-    """Put a model's folder in place of what the command line names, which clients know it by.
+    """Set ``args.model`` to the model's folder, and the served name to the model as given.
 
     Raises:
-        ConfigError: it is no model, or there is none.
+        ConfigError: No model is given, or it is not one.
     """
     from kvbaton.engine.config import check_model_folder
 
-    args.model = vars(args).pop("model_tag", None) or args.model  # a file may name another
+    args.model = vars(args).pop("model_tag", None) or args.model  # a --config file may name another
     names = args.served_model_name
     if args.model is None and len(names) > 1 and os.path.exists(names[-1]):
-        args.model = names.pop()  # a flag that takes several words took it
+        args.model = names.pop()  # --served-model-name NAME MODEL: the flag took both words
     if args.model is None:
         raise ConfigError("--model", "is missing: the folder of the model, or a GGUF file")
     args.served_model_name = names or [args.model]
@@ -363,7 +370,7 @@ def _bench_flags(parser: argparse.ArgumentParser) -> None:
     benches = parser.add_subparsers(title="benchmarks", required=True, metavar="WHAT")
     for name, load, text in (
         ("transfer", "TransferLoad", "move blocks between two processes"),
-        ("serve", "ServeLoad", "load on any OpenAI endpoint"),
+        ("serve", "ServeLoad", "send requests to any OpenAI endpoint"),
     ):
         bench, config = benches.add_parser(name, help=text), f"kvbaton.bench.{name}:{load}"
         bench.set_defaults(run=_runs(f"kvbaton.bench.{name}:run", config, "out"))
@@ -372,8 +379,8 @@ def _bench_flags(parser: argparse.ArgumentParser) -> None:
 
 def _doctor_flags(parser: argparse.ArgumentParser) -> None:
     for flag, text in (
-        ("--transport", "only this one; may be given more than once (memory, tcp, nixl)"),
-        ("--store", "this one, too; may be given more than once"),
+        ("--transport", "test only this transport; may be given again (memory, tcp, nixl)"),
+        ("--store", "also test this store; may be given again"),
     ):
         parser.add_argument(flag, action="append", default=[], metavar="NAME[:JSON]", help=text)
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -381,24 +388,25 @@ def _doctor_flags(parser: argparse.ArgumentParser) -> None:
 
 def _connector_flags(parser: argparse.ArgumentParser) -> None:
     jobs = parser.add_subparsers(title="what to do", required=True, metavar="WHAT")
-    listing = jobs.add_parser("list", help="which are installed, and what they can do")
+    listing = jobs.add_parser("list", help="installed connectors and their capabilities")
     listing.set_defaults(run=run_connectors_list)
     listing.add_argument("specs", nargs="*", metavar="SPEC", help="only these, with their options")
     listing.add_argument("--json", action="store_true", help="print JSON")
     listing.add_argument("--markdown", action="store_true", help="print their options as Markdown")
-    check = jobs.add_parser("check", help="run the conformance kit over one")
+    check = jobs.add_parser("check", help="run the conformance kit on a connector")
     check.set_defaults(run=run_connectors_check)
     _add_spec(check)
     check.add_argument(
-        "--level", type=human_int, default=5, choices=range(6), metavar="0-5", help="highest (5)"
-    )
+        "--level", type=human_int, default=5, choices=range(6), metavar="0-5",
+        help="highest level of cases (5)",
+    )  # fmt: skip
     check.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
-    certify = jobs.add_parser("certify", help="run all of the kit, measure, write certificates")
+    certify = jobs.add_parser("certify", help="run the whole kit, measure, write certificates")
     certify.set_defaults(run=run_connectors_certify)
     _add_spec(certify)
     for of_kit in (check, certify):
         of_kit.add_argument(
-            "--depth", type=human_int, default=1, metavar="N", help="times as long (1)"
+            "--depth", type=human_int, default=1, metavar="N", help="run N times as long (1)"
         )
         of_kit.add_argument("--seed", type=human_int, default=0, metavar="N")
         of_kit.add_argument(
@@ -418,11 +426,11 @@ def _connector_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     check.add_argument("--quick", action="store_true", help="leave out cases that take long")
     check.add_argument("-x", action="store_true", help="stop at the first failure")
-    namespaces = jobs.add_parser("namespaces", help="what a store holds, by namespace")
-    namespaces.add_argument("spec", metavar="SPEC", help="as of --store")
-    namespaces.add_argument("--clear", metavar="NAME", help="forget what is in this one")
+    namespaces = jobs.add_parser("namespaces", help="list what a store holds, by namespace")
+    namespaces.add_argument("spec", metavar="SPEC", help="the store, as for --store")
+    namespaces.add_argument("--clear", metavar="NAME", help="delete what is in this namespace")
     namespaces.set_defaults(run=run_connectors_namespaces)
-    bench = jobs.add_parser("bench", help="measure one beside the machine's own figures")
+    bench = jobs.add_parser("bench", help="measure a connector, and what the machine itself can do")
     _add_spec(bench)
     bench.set_defaults(run=run_connectors_bench)
     _flags_of("kvbaton.bench.store:StoreLoad", "out", "plot")(bench)
@@ -434,7 +442,7 @@ def _add_spec(parser: argparse.ArgumentParser) -> None:
         metavar="SPEC",
         help="NAME[:JSON] or package.module:Class[:JSON]; {tmp} in it becomes an empty folder",
     )
-    parser.add_argument("--kind", choices=("store", "transport"), help="if a name is that of both")
+    parser.add_argument("--kind", choices=("store", "transport"), help="if both have this name")
 
 
 def run_doctor(args: argparse.Namespace) -> int:
@@ -466,10 +474,10 @@ def run_connectors_check(args: argparse.Namespace) -> int:
 
 
 def _subject(args: argparse.Namespace) -> Subject:
-    """What the kit is to check.
+    """The connector that the kit is to check.
 
     Raises:
-        ConfigError: see `make_subject`.
+        ConfigError: See `make_subject`.
     """
     from kvbaton.testing.check import make_subject
 
@@ -484,7 +492,7 @@ def run_connectors_certify(args: argparse.Namespace) -> int:
     from kvbaton.testing.check import end
 
     subject = _subject(args)
-    with writing("--out"):  # told before what takes minutes
+    with writing("--out"):  # an error here comes before the minutes that the kit takes
         args.out.mkdir(parents=True, exist_ok=True)
     certificate, status = certify(subject, speed)
     with writing("--out"):

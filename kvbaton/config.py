@@ -1,11 +1,11 @@
-"""Settings as dataclasses whose fields are flags: parsers are made from them, and they from flags.
+"""Settings are dataclasses; argument parsers are made from their fields, and they from arguments.
 
-A field that `flag` made is on the command line, as are the flags of a field that is a dataclass.
-The help shows those of a class under its ``GROUP``.
+A field made by `flag` is a flag of the command line; a field that is itself a dataclass adds its
+flags. The help shows the flags of a class under its ``GROUP``.
 
-``--config FILE`` has options of a command in YAML, as vLLM reads them: a key is an option without
-its dashes in front, with dashes or underscores between its words, and under any of its names. What
-the command line says wins.
+``--config FILE`` reads options of a command from YAML, as vLLM does. A key is any name of an option
+without the dashes in front; its words are joined by dashes or underscores. Options on the command
+line win.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ VLLM_NAMES = {
     "--quantization": ("-q",),
     "--workers": ("--api-server-count", "-asc"),
 }
-"""By flag: names that vLLM has beside or instead of ours."""
+"""By flag: further names, which vLLM has."""
 _NODES = "start more nodes, as kvbaton up --any 2 does"
 _RANKS = "there is --tensor-parallel-size, and more nodes"
 _ON = "leave it out: that is on"
@@ -67,7 +67,7 @@ INSTEAD = {
     "--max-running-requests": "there is --max-num-seqs",
     "--chunked-prefill-size": "there is --max-num-batched-tokens",
 }
-"""What to do in place of flags of vLLM and SGLang that are not there."""
+"""By flag of vLLM or SGLang that kvbaton does not have: what to do instead."""
 UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -75,7 +75,7 @@ UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30,
 
 
 def human_int(text: str) -> int:
-    """A number, perhaps with a unit: 4k is 4000, 4K is 4096."""
+    """Parse a whole number with an optional unit: 4k is 4000, 4K is 4096."""
     match = re.fullmatch(r"(-?\d+(?:\.\d+)?)([kmgKMGT]?)", text)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no number (like 4096, 4k or 2G)")
@@ -88,9 +88,9 @@ def human_int(text: str) -> int:
 
 
 def number(text: str) -> float:
-    """A number, perhaps infinite.
+    """Parse a number, which may be infinite.
 
-    Nothing is less or more than NaN, so that no check would find it.
+    NaN is refused: it compares false with everything, so no later check would find it.
     """
     with suppress(ValueError):
         if (value := float(text)) == value:
@@ -99,7 +99,7 @@ def number(text: str) -> float:
 
 
 def utf8(text: str) -> str:
-    """A text that can be sent."""
+    """Parse a text that can be encoded as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -108,7 +108,7 @@ def utf8(text: str) -> str:
 
 
 def human_bytes(number: float) -> str:
-    """A number of bytes with a decimal unit, for people."""
+    """Format a number of bytes with a decimal unit."""
     for unit in ("bytes", "kB", "MB", "GB", "TB"):
         if number < 1000 or unit == "TB":
             break
@@ -117,7 +117,7 @@ def human_bytes(number: float) -> str:
 
 
 def count(text: str) -> int:
-    """How many nodes, or images."""
+    """Parse a whole number of 0 or more."""
     value = human_int(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{value} is negative")
@@ -125,7 +125,7 @@ def count(text: str) -> int:
 
 
 def port_number(text: str) -> int:
-    """A TCP port."""
+    """Parse a TCP port."""
     value = human_int(text)
     if not 0 <= value <= 65535:
         raise argparse.ArgumentTypeError(f"{value} is no port (0 to 65535)")
@@ -133,7 +133,7 @@ def port_number(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """A time to wait."""
+    """Parse a finite number of seconds, 0 or more."""
     value = number(text)
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is no time to wait, in seconds")
@@ -141,7 +141,7 @@ def seconds(text: str) -> float:
 
 
 def host_name(text: str) -> str:
-    """A host to listen on, in lower case; an IPv6 address may have the brackets of a URL."""
+    """Parse a host, in lower case; an IPv6 address may have the brackets of a URL."""
     text = utf8(text).lower()
     return text[1:-1] if text.startswith("[") and text.endswith("]") else text
 
@@ -164,37 +164,37 @@ def flag(
     secret: bool = False,
     **more: Any,
 ) -> Any:
-    """A field of a dataclass that is a flag.
+    """Make a dataclass field that is also a flag.
 
     Args:
-        default: of both; without one the flag is required.
-        text: for the help; the default is put behind it, unless it ends with a parenthesis.
-        name: of the flag, if not the field's.
-        variable: of the environment, with the flag's default.
-        secret: not shown by ``repr``.
-        more: for ``add_argument``; `group` is the title under which the help shows it.
+        default: Default of field and flag; without one the flag is required.
+        text: Help text; the default is appended, unless the text ends with a parenthesis.
+        name: Name of the flag, if it is not made from the field's.
+        variable: Environment variable that gives the flag's default.
+        secret: Whether ``repr`` hides the field.
+        more: Arguments of ``add_argument``; `group` is the title under which the help shows it.
     """
     told = {"text": text, "name": name, "variable": variable, "more": more}
     return field(default=default, repr=not secret, metadata={"flag": told})
 
 
 def secret_flag(text: str, variable: str, default: Any = None, **more: Any) -> Any:
-    """A `flag` that the environment may give, and that ``repr`` does not show."""
+    """Make a `flag` that an environment variable may give, and that ``repr`` hides."""
     return flag(default, f"{text} (${variable})", variable=variable, secret=True, **more)
 
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag and its place.
+    """A flag of the command line.
 
     Attributes:
-        name: as written on the command line.
-        default: of the field; `MISSING` if it has none.
-        kind: type of the field.
-        group: title in the help; None is no group.
-        text: for the help.
-        variable: of the environment, or empty.
-        more: for ``add_argument``.
+        name: Name, as written on the command line.
+        default: Default of the field; `MISSING` if it has none.
+        kind: Type of the field.
+        group: Title of its group in the help; None for no group.
+        text: Help text.
+        variable: Environment variable with its default; empty for none.
+        more: Arguments of ``add_argument``.
     """
 
     name: str
@@ -207,14 +207,14 @@ class Flag:
 
     @property
     def dest(self) -> str:
-        """Its attribute in what a parser returns."""
+        """Name of its attribute in the namespace that a parser returns."""
         return self.name[2:].replace("-", "_")
 
     def add(self, parser: argparse._ActionsContainer, default: Any) -> None:
-        """Put it into a parser."""
+        """Add it to a parser."""
         words = os.environ.get(self.variable) if self.variable else None
         if words:
-            # Blanks are not a list without keys: who reads them is to refuse them.
+            # Blanks alone are kept, not taken as an empty list: the setting's check refuses them.
             default = (words.split() or [words]) if isinstance(default, list) else words
         required = default is MISSING
         text: str | None = self.text
@@ -237,14 +237,14 @@ class Flag:
         )
 
     def words(self, value: Any) -> list[str]:
-        """The command line that sets it."""
+        """Arguments that set it to a value."""
         if isinstance(value, bool):
             return [self.name if value else f"--no-{self.name[2:]}"]
         return [self.name, *value] if isinstance(value, tuple) else [f"{self.name}={value}"]
 
 
 def _argument(kind: Any, more: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``add_argument`` is to know of a type."""
+    """Arguments of ``add_argument`` for a field's type."""
     if "action" in more and more["action"] != "append":
         return dict(more)
     if kind is bool:
@@ -263,9 +263,9 @@ def _argument(kind: Any, more: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flags_of(config: type) -> Iterator[tuple[Field[Any], Flag]]:
-    """Flags of a dataclass, those of dataclasses in it behind them.
+    """Yield the flags of a dataclass, including those of fields that are dataclasses.
 
-    A class with ``EVERY_FIELD`` has one per field, with the field's documentation as its text.
+    In a class with ``EVERY_FIELD`` each field is a flag, and its documentation the help text.
     """
     hints = typing.get_type_hints(config, include_extras=True)
     texts = attribute_docs(config) if getattr(config, "EVERY_FIELD", False) else {}
@@ -287,7 +287,7 @@ def flags_of(config: type) -> Iterator[tuple[Field[Any], Flag]]:
 
 
 def _group(config: type, item: Field[Any]) -> str | None:
-    """Where the help shows a field of this class, or of one that it inherits from."""
+    """``GROUP`` of the class that defines a field: this one, or one that it inherits from."""
     owners = (c for c in config.__mro__ if item.name in vars(c).get("__annotations__", ()))
     return getattr(next(owners), "GROUP", None)
 
@@ -303,11 +303,11 @@ def add_flags(
     """Add the flags of a dataclass.
 
     Args:
-        parser: gets them.
-        config: the class.
-        order: of groups; those that are not named come last.
-        skip: names of fields that get none.
-        defaults: other than the fields' own.
+        parser: Parser to add them to.
+        config: The dataclass.
+        order: Order of groups in the help; groups that are not named come last.
+        skip: Names of fields that get no flag.
+        defaults: Defaults by field that replace the fields' own.
     """
     flags = [(item, its) for item, its in flags_of(config) if item.name not in skip]
     place = {group: number for number, group in enumerate(order)}
@@ -320,10 +320,10 @@ def add_flags(
 
 
 def from_args(config: type[T], args: argparse.Namespace, **given: Any) -> T:
-    """Make a dataclass of parsed flags; a flag that the command does not have keeps its default.
+    """Make a dataclass from parsed flags; fields whose flag the command lacks keep their default.
 
     Raises:
-        ConfigError: values that do not fit together.
+        ConfigError: Values that do not fit together.
     """
     assert dataclasses.is_dataclass(config)
     names = {item: its.dest for item, its in flags_of(config)}
@@ -342,11 +342,11 @@ def from_args(config: type[T], args: argparse.Namespace, **given: Any) -> T:
 
 
 def words_of(config: Any, only: Collection[str] | None = None) -> list[str]:
-    """The command line that gives a dataclass its values; defaults are left out.
+    """Arguments that give a dataclass its values; defaults are left out.
 
     Args:
-        config: an instance; dataclasses in it are left out.
-        only: names of fields; None takes all.
+        config: An instance; fields that are dataclasses are left out.
+        only: Names of fields to include; None includes all.
     """
     words: list[str] = []
     own = dataclasses.fields(config)
@@ -358,29 +358,29 @@ def words_of(config: Any, only: Collection[str] | None = None) -> list[str]:
 
 
 def attribute_docs(config: type) -> dict[str, str]:
-    """The texts under ``Attributes:`` in a class's docstring, by name, without markup."""
+    """Texts under ``Attributes:`` in a class's docstring, by field name, without markup."""
     section = (inspect.getdoc(config) or "").partition("Attributes:")[2]
     found = re.findall(r"^    (\w+): (.*(?:\n     +.*)*)", section, re.MULTILINE)
     return {name: re.sub(r"\s+", " ", text.replace("`", "")) for name, text in found}
 
 
 def flag_of(name: str) -> str:
-    """How a field is written on the command line."""
+    """Name of a field's flag."""
     return "--" + name.replace("_", "-")
 
 
 def check_positive(name: str, value: float | None) -> None:
-    """Raise `ConfigError` for a flag's number that is not above 0."""
+    """Raise `ConfigError` if the value of a flag is 0 or less; None is allowed."""
     if value is not None and value <= 0:
         raise ConfigError(name, f"{value} is not positive")
 
 
 MOST_WORKERS = 256
-"""Of one port: each is a process of some 100 MB, and serves with one core."""
+"""Most worker processes behind a port: each takes some 100 MB and up to one core."""
 
 
 def check_workers(workers: int) -> None:
-    """Raise `ConfigError` for processes behind a port that can't be, or would end the machine."""
+    """Raise `ConfigError` for fewer than 1 or more than `MOST_WORKERS` processes behind a port."""
     if not 0 < workers <= MOST_WORKERS:
         raise ConfigError("--workers", f"{workers} is not between 1 and {MOST_WORKERS}")
 
@@ -389,26 +389,28 @@ CONFIG = "--config"
 
 
 def add_config_flag(parser: argparse.ArgumentParser) -> None:
-    """Let a command read a file."""
-    text = "YAML with options of this command; those of the command line win"
+    """Add ``--config`` to a command."""
+    text = "YAML file with options of this command; those on the command line win"
     parser.add_argument(CONFIG, metavar="FILE", help=text)
 
 
 def instead_of(name: str) -> str:
-    """What stands here for a flag of vLLM or SGLang, as the end of a sentence; empty for others."""
+    """Text of `INSTEAD` for a flag, as the end of an error message; empty if there is none."""
     found = INSTEAD.get(name)
     return f"; {found}" if found else ""
 
 
 def with_config(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
-    """A command line with what its ``--config`` says behind: no list there ends in a word of ours.
+    """Append the options of the ``--config`` file to a command line.
+
+    They come last, so that a list on the command line does not take one of them as its value.
 
     Args:
-        parser: of the command, with all of its options.
-        words: of the command line.
+        parser: Parser of the command, with all of its options.
+        words: Arguments of the command line.
 
     Raises:
-        ConfigError: the file can't be read, or a key of it is no option, or has no fitting value.
+        ConfigError: The file can't be read, or a key is not an option or has an unfit value.
     """
     path = _path_in(words)
     if path is None:
@@ -438,7 +440,7 @@ def with_config(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[s
 
 
 def _path_in(words: Sequence[str]) -> str | None:
-    """What the command line itself says of ``--config``."""
+    """The value of ``--config`` on the command line; None without one."""
     only = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     only.add_argument(CONFIG)
     try:
@@ -452,7 +454,7 @@ def _read(path: str) -> dict[Any, Any]:
     import yaml
 
     class UniqueKeys(yaml.SafeLoader):  # type: ignore[misc]  # it is not typed
-        """Refuses what YAML forbids and its loader does not mind: the last value would count."""
+        """Refuses repeated keys, which YAML forbids; its loader would take the last value."""
 
         def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
             node = super().compose_mapping_node(anchor)
@@ -479,7 +481,7 @@ def _read(path: str) -> dict[Any, Any]:
 
 
 def _words(action: argparse.Action, value: Any, where: str) -> list[str]:
-    """The command line that says the same."""
+    """Arguments that set an option to a value of the file."""
     name = action.option_strings[0]
     if isinstance(value, bool) and (action.nargs == 0 or action.nargs == "?"):
         negative = [f"--no-{name[2:]}"] if f"--no-{name[2:]}" in action.option_strings else []
@@ -496,7 +498,7 @@ def _words(action: argparse.Action, value: Any, where: str) -> list[str]:
 
 
 def _text(value: Any, where: str) -> str:
-    """A value as the command line has it; what has parts is JSON there."""
+    """A value as an argument; lists and mappings as JSON."""
     if isinstance(value, (dict, list)):
         return json.dumps(value)
     if value is None or isinstance(value, bool):

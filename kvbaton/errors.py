@@ -7,11 +7,11 @@
     │   └── ModelError           a model folder, or a file of it
     ├── RequestError           a client's request is wrong or can't be served
     ├── EngineDeadError        the engine process is gone
-    ├── StoreError             a store could not do what it was asked
+    ├── StoreError             an operation of a store failed
     └── TransferError          a hand-over ended without its bytes
         ├── LocalProtocolError   our own side broke the protocol (a bug)
-        ├── RemoteProtocolError  the peer sent what it may not send
-        ├── LayoutMismatchError  two sides can't describe the same bytes
+        ├── RemoteProtocolError  the peer broke the protocol
+        ├── LayoutMismatchError  two layouts can't describe the same bytes
         └── TransportError       moving bytes failed
 """
 
@@ -21,9 +21,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 INTERRUPTED = 130
-"""The exit status after Ctrl-C."""
+"""Exit status after Ctrl-C."""
 SHUTTING_DOWN = "shutting_down"
-"""The code of what is cut off since a node or router was told to stop: others can serve it."""
+"""Error code of requests that end because a node or router stops; another one can serve them."""
 
 
 class KvbatonError(Exception):
@@ -34,8 +34,8 @@ class ConfigError(KvbatonError, ValueError):
     """A setting is wrong.
 
     Attributes:
-        field: the flag or file that is wrong, as the user wrote it (``--block-size``).
-        reason: what is wrong with it.
+        field: The flag or file that is wrong, as the user wrote it (``--block-size``).
+        reason: What is wrong with it.
     """
 
     def __init__(self, field: str, reason: str) -> None:
@@ -51,13 +51,13 @@ class ModelError(ConfigError):
 
 
 def import_failure(error: BaseException) -> str:
-    """What an import raised, with its type where its words do not tell it."""
+    """Text of an exception from an import, with its type if the text does not tell it."""
     known = isinstance(error, ImportError | AttributeError)
     return str(error) if known else error_text(error)
 
 
 def error_text(error: BaseException) -> str:
-    """Kind and text of what a plug-in raised, whose text may be no better than its calls."""
+    """Type and text of an exception from a plug-in; to make that text may itself raise."""
     try:
         return f"{type(error).__name__}: {error}"
     except BaseException as worse:
@@ -66,7 +66,7 @@ def error_text(error: BaseException) -> str:
 
 @contextmanager
 def writing(flag: str) -> Iterator[None]:
-    """What can't be written to the file of a flag is a `ConfigError`."""
+    """Turn an `OSError` from writing the file of a flag into a `ConfigError`."""
     try:
         yield
     except OSError as error:
@@ -74,7 +74,7 @@ def writing(flag: str) -> Iterator[None]:
 
 
 def stand_in(data: bytes) -> str:
-    """What lies where a file should, by its first bytes, to end a message with; mostly nothing."""
+    """End of an error message that says what lies in place of a file; empty if unknown."""
     if data.startswith(b"version "):
         return ": it is a pointer of Git LFS; `git lfs pull` fetches the file itself"
     if data.lstrip().startswith(b"<"):
@@ -86,11 +86,11 @@ class RequestError(KvbatonError):
     """A request can't be served as sent.
 
     Attributes:
-        message: what is wrong and what would be right.
-        param: the offending field of the request body, if one is to blame.
-        status: the HTTP status to answer with.
-        code: a short machine-readable name (``context_length_exceeded``).
-        retry_after_s: when it may be worth another try, for 429 and 503; None is soon.
+        message: What is wrong and what would be right.
+        param: The offending field of the request body, if there is one.
+        status: The HTTP status to answer with.
+        code: A short machine-readable name (``context_length_exceeded``).
+        retry_after_s: Seconds after which a retry may succeed, for 429 and 503; None is soon.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class EngineDeadError(KvbatonError):
 
 
 class StoreError(KvbatonError):
-    """A store could not do what it was asked (full, unreachable, torn object)."""
+    """An operation of a store failed (full, unreachable, torn object)."""
 
 
 class TransferError(KvbatonError):
@@ -123,7 +123,7 @@ class TransferError(KvbatonError):
 
 
 class LocalProtocolError(TransferError):
-    """Our own side broke the hand-over protocol: always a bug of ours."""
+    """Our own side broke the hand-over protocol: always a bug in kvbaton."""
 
 
 class RemoteProtocolError(TransferError):

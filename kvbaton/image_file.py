@@ -1,7 +1,7 @@
-"""Image files from outside: which are read, and how large; and the settings of image processors.
+"""Which image files are accepted, up to which size, and the settings of image processors.
 
-The endpoint looks whether a file can be decoded and how many rows it will have, a node with an
-encoder decodes and resizes it: by one rule.
+The endpoint checks whether a file can be decoded and computes its number of rows; a node with an
+encoder decodes and resizes it. Both use the rules of this file.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from PIL.ImageFile import ImageFile
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
-"""What is decoded: formats whose decoders start no other program."""
+"""Formats that are decoded: those whose decoders start no other program."""
 MAX_PIXELS = 1 << 26
-"""Larger images are refused unread; 192 MiB of RGB."""
+"""Maximum number of pixels (192 MiB of RGB); larger images are refused unread."""
 MAX_ASPECT = 200
 GEMMA3_PROCESSOR = "Gemma3ImageProcessor"
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
@@ -33,19 +33,19 @@ ARCHITECTURES = (
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
 )
-"""Models whose images are taken; of others text is served."""
+"""Models that images are accepted for; others are served as text models."""
 
 
 @dataclass(frozen=True)
 class Resizing:
-    """How large an image is made, as by ``smart_resize`` of Qwen2-VL in ``transformers``.
+    """Size to which an image is scaled, as by ``smart_resize`` of Qwen2-VL in ``transformers``.
 
     Attributes:
-        patch_size: pixels of a patch's side.
-        merge_size: patches of the side of the square that becomes one row.
-        least: pixels of the result, if its sides allow that.
-        most: likewise.
-        square: the result is a square of `most` pixels in any case, as Gemma 3's.
+        patch_size: Side of a patch, in pixels.
+        merge_size: Side of the square of patches that becomes one row, in patches.
+        least: Minimum number of pixels of the result, if its sides allow that.
+        most: Maximum number of pixels of the result, if its sides allow that.
+        square: Whether every result is a square of `most` pixels (Gemma 3).
     """
 
     patch_size: int
@@ -56,10 +56,10 @@ class Resizing:
 
     @classmethod
     def of(cls, settings: dict[str, Any]) -> Resizing:
-        """Read settings as `processor_settings` gives them.
+        """Read settings as `processor_settings` returns them.
 
         Raises:
-            ConfigError: they are of a processor whose rule is not known.
+            ConfigError: They belong to an unsupported image processor.
         """
         kind = str(settings.get("image_processor_type", ""))
         size = settings.get("size") or {}
@@ -77,14 +77,18 @@ class Resizing:
 
     @property
     def most_rows(self) -> int:
-        """Rows of the largest image."""
+        """Number of rows of the largest image."""
         return max(1, int(self.most) // (self.patch_size * self.merge_size) ** 2)
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
-        """Patches in height and in width of an upright image.
+        """Number of patches of an upright image, as (rows, columns).
+
+        Args:
+            width: Width in pixels.
+            height: Height in pixels.
 
         Raises:
-            RequestError: it is empty, or too narrow for the model.
+            RequestError: The image is empty, or too narrow for the model.
         """
         if min(width, height) < 1:
             raise RequestError(f"the image has {width} x {height} pixels; it needs at least one")
@@ -109,10 +113,10 @@ class Resizing:
 
 @contextmanager
 def opened(data: bytes) -> Iterator[ImageFile]:
-    """An image whose pixels have not been read yet.
+    """Open an image without reading its pixels.
 
     Raises:
-        RequestError: it is no image, or too large; or it can't be decoded, where the caller did so.
+        RequestError: The data is not an image, or it is too large, or the caller can't decode it.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -126,28 +130,27 @@ def opened(data: bytes) -> Iterator[ImageFile]:
             yield image
     except RequestError:
         raise
-    except Exception as error:  # decoders meet hostile bytes with exceptions of every kind
+    except Exception as error:  # decoders raise exceptions of every type for hostile bytes
         kinds = ", ".join(FORMATS)
-        # Pillow's text of this one is where in our memory the bytes lie.
+        # Pillow's text of this error has the address of the bytes in our memory.
         what = "it is none of these" if isinstance(error, UnidentifiedImageError) else str(error)
         raise RequestError(f"can't decode the image (one of {kinds}): {what}") from error
 
 
 def has_processor(folder: Path) -> bool:
-    """Whether a Hugging Face folder says how images are prepared."""
+    """Whether a Hugging Face folder has settings of an image processor."""
     return any((folder / name).exists() for name in PROCESSOR_FILES)
 
 
 def processor_settings(folder: Path) -> dict[str, Any]:
     """Settings of the image processor of a Hugging Face folder.
 
-    They lie in ``preprocessor_config.json``; folders that a whole processor of transformers 5 was
-    saved to have them in ``processor_config.json``. To those of Gemma 3 come what its processor's
-    class has where they are silent, and the sizes of patches and of what becomes one row, which
-    only ``config.json`` tells.
+    They are in ``preprocessor_config.json``, or in ``processor_config.json`` if a whole processor
+    of transformers 5 was saved to the folder. For Gemma 3 this adds the defaults of its processor's
+    class, and ``patch_size`` and ``merge_size``, which follow from ``config.json``.
 
     Raises:
-        ConfigError: they are missing or broken, or ask for what is not supported.
+        ConfigError: They are missing, broken or unsupported.
     """
     path, joint = (folder / name for name in PROCESSOR_FILES)
     try:
@@ -196,15 +199,15 @@ def _gemma3_settings(settings: dict[str, Any], model: _Gemma3Sizes) -> dict[str,
 
 
 def pooled_side(image_size: int, patch_size: int, tokens: int) -> int:
-    """Side of the square of patches that becomes one row of Gemma 3's.
+    """Side of the square of patches that becomes one row in Gemma 3, in patches.
 
     Args:
-        image_size: pixels of an image's side.
-        patch_size: of a patch's.
-        tokens: rows of an image.
+        image_size: Side of an image, in pixels.
+        patch_size: Side of a patch, in pixels.
+        tokens: Number of rows of an image.
 
     Raises:
-        ConfigError: patches and squares don't fill the image.
+        ConfigError: Patches and squares don't fill the image.
     """
     side = math.isqrt(max(tokens, 0))
     patches = image_size // patch_size if patch_size > 0 else 0

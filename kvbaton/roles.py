@@ -1,11 +1,11 @@
-"""What a node is for others, as connectors: ``kvbaton serve``, ``prefill``, ``decode``, ``encode``.
+"""The connectors of each role: ``kvbaton serve``, ``prefill``, ``decode``, ``encode``.
 
-``any`` is source and target of hand-overs; ``prefill`` is a source only, ``decode`` a target only.
-An encoder node has items for prompts, and encoder outputs in its blocks: so it is a source, and
-all that crosses does so by the same rules.
+Role ``any`` is source and target of hand-overs, ``prefill`` only a source, ``decode`` only a
+target. An encoder node is a source whose prompts are items and whose blocks hold encoder outputs:
+it hands these over by the same protocol.
 
-Two processes import this file, and a start-up is mostly imports; so each takes what it alone needs
-when it runs: the HTTP process in `main`, the core in the factory.
+Two processes import this file, and imports take most of a start-up. So each process imports its
+own part when it runs: the HTTP process in `main`, the core in the factory.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class HandoverFactory:
     """Makes the connectors of a role inside the engine core's process.
 
     Attributes:
-        handover: settings.
-        role: of the node.
+        handover: Settings of hand-overs.
+        role: Role of the node.
     """
 
     handover: HandoverConfig
@@ -47,22 +47,22 @@ class HandoverFactory:
 
     @property
     def sends_blocks(self) -> bool:
-        """Whether it is a source, so that digests are kept of what is computed."""
+        """Whether the node is a source, which keeps digests of the blocks that it computes."""
         return self.role != "decode"
 
     @property
     def items(self) -> HandoverFactory:
-        """The same for encoder outputs, which are only received; nobody dials who receives."""
+        """The factory for encoder outputs: a target only, to whose control port nobody connects."""
         return replace(self, handover=replace(self.handover, control_port=0), role="decode")
 
     def __call__(self, surroundings: ConnectorContext) -> MakeConnectors:
-        """Open transports, one for each rank and side, and the control channel.
+        """Open the control channel, and a transport for each rank and side.
 
-        A fence cuts off who writes to us, and must not end what we write; nor may a connection made
-        to write to a peer lift a fence against it. So each side has transports of its own.
+        Each side has its own transports. A fence cuts off peers that write to this node. It must
+        not end this node's own writes, and connecting to a peer in order to write must not lift it.
 
         Raises:
-            ConfigError: the transport is unknown, or can't start, or the port is taken.
+            ConfigError: The transport is unknown or can't start, or the port is taken.
         """
         from kvbaton.connectors.channel import ControlChannel
         from kvbaton.connectors.registry import load_transport
@@ -93,7 +93,7 @@ class HandoverFactory:
         executor: Executor,
         scheduler: Scheduler,
     ) -> list[KVConnector]:
-        """Start the transfer thread, which both sides share."""
+        """Make the connectors, and start the transfer thread that both sides share."""
         from kvbaton.connectors.transfer.thread import TransferThread
         from kvbaton.decode.target_connector import PrefixConnector, TargetConnector
         from kvbaton.prefill.source_connector import SourceConnector
@@ -152,10 +152,10 @@ class HandoverFactory:
     def _register(
         self, transports: list[Transport], executor: Executor, surroundings: ConnectorContext
     ) -> Identity:
-        """Register each rank's memory, in order; what this side says of itself.
+        """Register the memory of each rank, in order, and return this side's identity.
 
         Raises:
-            TransportError: memory can't be registered.
+            TransportError: Memory can't be registered.
         """
         from kvbaton.connectors.protocol.events import Identity
         from kvbaton.messages.control import RankCard
@@ -172,7 +172,7 @@ class HandoverFactory:
 
 
 def main(config: NodeConfig) -> int:
-    """Run a node until it is told to stop; returns the exit status."""
+    """Run a node until it is told to stop, and return the exit status."""
     from kvbaton.server.node import run_node
 
     return run_node(config, (HandoverFactory(config.handover, config.role),))

@@ -1,4 +1,4 @@
-"""What ends processes: signals, and the death of a parent."""
+"""How processes end: by signals, and when their parent dies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 
 PR_SET_PDEATHSIG = 1
 STOP_SIGNALS = [signal.SIGINT, signal.SIGTERM]
-"""They end a process in good order, and so does its terminal's end, unless it runs by `nohup`."""
+"""Signals that end a process in good order; SIGHUP too, unless `nohup` started the process."""
 if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
     STOP_SIGNALS.append(signal.SIGHUP)
 
@@ -18,7 +18,7 @@ def die_with_parent(parent: int) -> None:
     """Ask Linux to kill this process when its parent dies (prctl(2), PR_SET_PDEATHSIG).
 
     Args:
-        parent: its process id. If it has died already, this process ends now.
+        parent: Process id of the parent. If it has died already, this process ends now.
     """
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -26,13 +26,13 @@ def die_with_parent(parent: int) -> None:
 
 
 def begin_child(*ignored: signal.Signals, parent: int | None = None) -> None:
-    """What a child does first: die with its parent, but not sooner.
+    """Let this child process die with its parent, and ignore the signals of a terminal.
 
-    The signals of a terminal come to children, too; they end when their parent tells them to.
+    A terminal sends its signals to children, too; a child ends when its parent tells it to.
 
     Args:
-        ignored: signals that do not end it either.
-        parent: its process id; a child that multiprocessing made knows it.
+        ignored: Further signals to ignore.
+        parent: Process id of the parent; None in a child that multiprocessing made.
     """
     if parent is None:
         maker = multiprocessing.parent_process()

@@ -1,4 +1,4 @@
-"""Types that several rooms share: names of blocks, nodes and attempts; bounds of messages."""
+"""Types that several packages share: names of blocks, nodes and attempts; bounds of messages."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from msgspec import Meta, Struct
 
 MAX_MESSAGE_BYTES = 64 << 20
-"""A longer message is dropped unread and counted."""
+"""Maximum size of a message; longer ones are dropped unread and counted."""
 
 ENCODER_BLOCK_ROWS = 32
-"""Rows of one block of encoder output; an item's last block is filled up with zeros."""
+"""Rows of a block of encoder output; the last block of an item is padded with zeros."""
 
 PINNED_SHARE_PER_PEER = 4
-"""A source pins a quarter of its pool for the block keys of one peer, and refuses what is more."""
+"""A source pins at most one part in this many of its pool for block keys of one peer."""
 
 Count = Annotated[int, Meta(ge=0, le=1 << 62)]
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     TokenIds = array[int]
 else:
     TokenIds = array  # 3.11's takes no parameter
-"""Token ids of a prompt, ``array("I", ids)``: copied, hashed and sent as memory. A list or a tuple
-of 100,000 takes milliseconds of each process that it passes."""
+"""Token ids of a prompt, ``array("I", ids)``, which are copied, hashed and sent as memory. A list
+or tuple of 100,000 would take milliseconds in each process."""
 
 Id128 = Annotated[bytes, Meta(min_length=16, max_length=16)]
 
@@ -48,20 +48,20 @@ Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 
 
 def clip_text(text: str) -> str:
-    """A text of any length as a `Text`: what is too long loses its middle."""
+    """Shorten a text to a `Text`; one that is too long loses its middle."""
     if len(text) <= MAX_TEXT:
         return text
     return f"{text[: MAX_TEXT - 515]} ... {text[-510:]}"
 
 
 def first_attended(position: Any, window: int, chunked: bool) -> Any:
-    """First token that one at a position attends to.
+    """Position of the first token that a token attends to.
 
     Args:
-        position: an int, or an array or a tensor of them.
-        window: tokens of a sliding window, the token's own included; 0 for all before it.
-        chunked: it is of a chunk instead: tokens attend to those of their own chunk, which begin at
-            multiples of `window`.
+        position: Position of the token: an int, or an array or tensor of them.
+        window: Number of tokens in a sliding window, the token itself included; 0 for no window.
+        chunked: Whether `window` is the size of a chunk instead: tokens attend within their own
+            chunk, and chunks begin at multiples of `window`.
     """
     if not window:
         return position * 0
@@ -71,21 +71,21 @@ def first_attended(position: Any, window: int, chunked: bool) -> Any:
 
 
 class NodeId(Struct, frozen=True):
-    """A peer: a node and one life of it. A restarted node has another generation."""
+    """A peer: one life of a node. A restarted node has another generation."""
 
     node: Name
     generation: Id128
 
 
 class BlockSpan(Struct, frozen=True):
-    """Consecutive logical blocks of one group and the physical blocks behind them."""
+    """Consecutive logical blocks of one group, from `first` on, and their physical blocks."""
 
     first: Count
     blocks: tuple[Count, ...]
 
 
 class TopLogprob(Struct, frozen=True, array_like=True):
-    """One candidate of a position."""
+    """One candidate token at a position."""
 
     token: TokenId
     logprob: float
@@ -101,7 +101,7 @@ class TokenLogprobs(Struct, frozen=True, array_like=True):
 
 
 class ChoiceStart(Struct, frozen=True):
-    """What P sampled for one choice: token 0 and what belongs to it."""
+    """What P sampled for one choice: token 0, its log probabilities, and why the choice ended."""
 
     token: TokenId
     logprobs: TokenLogprobs | None = None
@@ -110,16 +110,16 @@ class ChoiceStart(Struct, frozen=True):
 
 
 class PromptLimits(Struct, frozen=True):
-    """How long prompts may be on a node, by the blocks that its idle KV cache has for them.
+    """The longest prompts of a node, by the blocks that its idle KV cache has for them.
 
     Attributes:
-        computed: tokens of the longest prompt that it computes.
-        received: of the longest one with a single choice that it takes from another node; what is
-            longer it computes, though the other one did.
-        choices: most that a prompt which it takes may have.
-        choice_tokens: it must be so many tokens shorter for each choice beyond the first.
-        lent: tokens of the longest prefix that it sends to one other node at a time; None of one
-            that does not say.
+        computed: Tokens of the longest prompt that the node computes.
+        received: Tokens of the longest prompt with a single choice that it receives from another
+            node; it computes a longer one itself, although the other node has computed it.
+        choices: Maximum number of choices of a prompt that it receives.
+        choice_tokens: Tokens by which `received` is less for each choice beyond the first.
+        lent: Tokens of the longest prefix that it sends to one other node at a time; None if the
+            node does not say.
     """
 
     computed: Count
@@ -129,7 +129,7 @@ class PromptLimits(Struct, frozen=True):
     lent: Count | None = None
 
     def receives(self, num_tokens: int, choices: int = 1) -> bool:
-        """Whether a prompt is taken from another node."""
+        """Whether the node can receive a prompt of this length from another node."""
         longest = self.received - (choices - 1) * self.choice_tokens
         return choices <= self.choices and num_tokens <= longest
 
@@ -147,20 +147,20 @@ class Attempt(NamedTuple):
 
 @dataclass(frozen=True)
 class TransferTimers:
-    """Every timer of the protocol, in seconds. `docs/protocol.md` says who owns which.
+    """Every timer of the protocol, in seconds. `docs/protocol.md` says which side owns which.
 
     Attributes:
-        resend: until whatever is repeated is said or tried again.
-        progress_deadline: D gives up when nothing was heard of a transfer, or of the node that it
-            waits for, for this long.
-        total: D gives up after this long in any case, unless the request brought another value;
-            P remembers a prompt that nobody has reserved this long after it was computed.
-        lease: either side does without a sign of life of the other for this long. P holds blocks
-            until then, waits so long for the request of a `Reserve`, and keeps a session twice as
+        resend: Interval at which messages and fences are repeated.
+        progress_deadline: D gives up after this time without news of a transfer, or of the node
+            that it waits for.
+        total: D gives up after this time in any case, unless the request brought another value. P
+            remembers a prompt without a `Reserve` for this time after it was computed.
+        lease: Time that either side goes on without a sign of life of the other. P holds blocks
+            until then, waits as long for the request of a `Reserve`, and keeps a session twice as
             long; D ends its sessions, and tries to fence the peer if it left blocks in quarantine.
-        quarantine_limit: a node with a quarter of its blocks in quarantine for longer is unhealthy;
-            D asks nothing of a peer for this long after several mismatches.
-        tombstone: ended attempts are remembered this long, to answer late messages right.
+        quarantine_limit: A node with a quarter of its blocks in quarantine for longer is unhealthy;
+            D asks nothing of a peer for this time after several mismatches.
+        tombstone: Time for which ended attempts are remembered, to answer late messages right.
     """
 
     resend: float = 0.5

@@ -1,1 +1,1 @@
-"""Measuring: how fast bytes move between processes, and how fast an endpoint answers."""
+"""Benchmarks of transports, stores and endpoints."""

@@ -1,4 +1,4 @@
-"""What every benchmark reports: a table for people, JSON for programs, and the machine."""
+"""Reports of benchmarks: a table for people, JSON for programs, and the machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 def rows_of(
     items: Sequence[T], measure: Callable[[T], list[dict[str, Any]]]
 ) -> tuple[list[dict[str, Any]], int]:
-    """What is measured of each item until Ctrl-C; of how many items there is nothing."""
+    """Measure items until Ctrl-C; return the rows, and the number of items not measured."""
     rows, left = list[dict[str, Any]](), len(items)
     with suppress(KeyboardInterrupt):
         for item in items:
@@ -32,25 +32,25 @@ def rows_of(
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """By linear interpolation; NaN of nothing."""
+    """Percentile (0 to 100) by linear interpolation; NaN without values."""
     return float(np.percentile(values, percent)) if values else float("nan")
 
 
 def median(values: Sequence[float]) -> float:
-    """NaN of nothing."""
+    """Median; NaN without values."""
     return percentile(values, 50)
 
 
 def prediction_error(pairs: Iterable[tuple[float | None, float | None]]) -> float:
-    """Of what was predicted and then observed the median error, as a share of the latter."""
+    """Median error of (predicted, observed) pairs, as a share of the observed value."""
     return median([abs(told - seen) / seen for told, seen in pairs if told is not None and seen])
 
 
 def new_figure(path: Path, height: float) -> Any:
-    """An empty drawing, for a file.
+    """Make an empty figure for a file.
 
     Raises:
-        ConfigError: it is a folder, or matplotlib is not here, or does not know the file's format.
+        ConfigError: The path is a folder, matplotlib is missing, or it does not know the format.
     """
     try:
         from matplotlib.figure import Figure
@@ -66,7 +66,7 @@ def new_figure(path: Path, height: float) -> Any:
 
 
 def machine() -> dict[str, Any]:
-    """CPU, cores that we may use, and how busy they were: without it no number means anything."""
+    """CPU, cores that this process may use, and their load: results mean nothing without them."""
     name = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return {
         "cpu": name[1] if name else platform.machine(),
@@ -78,7 +78,7 @@ def machine() -> dict[str, Any]:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows of equal keys, in columns."""
+    """Format rows of equal keys as a table."""
     if not rows:
         return "(nothing)"
     names = list(rows[0])
@@ -106,14 +106,14 @@ def publish(
     """Print the tables; write settings, machine and rows to `out`, if given.
 
     Args:
-        name: of the benchmark.
-        settings: of the benchmark.
-        rows: of the main table.
-        out: a file for JSON, which has null for what is not known, and "inf" for what has no end.
-        more: rows of further tables, by name.
+        name: Name of the benchmark.
+        settings: Settings of the benchmark.
+        rows: Rows of the main table.
+        out: File for JSON, in which NaN is null and infinity is "inf".
+        more: Rows of further tables, by name.
 
     Raises:
-        ConfigError: the file can't be written; the tables were printed.
+        ConfigError: The file can't be written; the tables were printed.
     """
     print(table(rows), flush=True)
     for title, others in more.items():
@@ -127,7 +127,7 @@ def publish(
 
 
 def _plain(value: Any) -> Any:
-    """A report without numbers that JSON does not have."""
+    """A report without the numbers that JSON does not have."""
     if isinstance(value, Mapping):
         return {name: _plain(part) for name, part in value.items()}
     if isinstance(value, list | tuple):

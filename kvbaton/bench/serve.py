@@ -1,8 +1,8 @@
-"""``kvbaton bench serve``: load on any OpenAI endpoint, and what its clients saw.
+"""``kvbaton bench serve``: puts load on any OpenAI endpoint, and measures latency and throughput.
 
-Closed loop: `concurrency` clients ask again as soon as they have their answer. Open loop (`rate`):
-requests come by themselves, as a Poisson process, however slow the answers are; only this shows
-what a queue does.
+Closed loop: `concurrency` clients send a request as soon as they have their last answer. Open loop
+(`rate`): requests arrive as a Poisson process, however slow the answers are; only this shows the
+effect of a queue.
 """
 
 from __future__ import annotations
@@ -29,44 +29,51 @@ from kvbaton.server.network import TrustConfig, bearer
 from kvbaton.server.sse import DONE, read_events
 
 FIRST_TOKEN_ID = 3
-"""Ids below are special in most vocabularies."""
+"""Lowest token id in prompts; ids below are special in most vocabularies."""
 MAX_TOKENS = 1 << 28
-"""Of all prompts, which are made before the first is sent."""
+"""Maximum number of tokens of all prompts, which are made before the first is sent."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeLoad:
-    """What to ask of an endpoint.
+    """Load on an endpoint.
 
     Attributes:
-        url: of the endpoint, with or without ``/v1``.
-        model: as it names the model; None asks it.
-        api_key: presented to it.
-        requests: how many in all.
-        input_len: tokens of each prompt; all prompts differ.
-        output_len: tokens of each answer.
-        concurrency: clients of a closed loop, None is 8; most requests at a time of an open one,
-            whose others wait here and are not measured meanwhile, None is any number.
-        rate: requests per second of an open loop; None is a closed one.
-        vocab_size: prompts are made of token ids below it.
-        seed: of prompts and arrivals.
-        timeout_s: for one request.
-        trust: whose certificates are believed.
+        url: URL of the endpoint, with or without ``/v1``.
+        model: Name of the model at the endpoint; None asks the endpoint.
+        api_key: API key for the endpoint.
+        requests: Number of requests.
+        input_len: Tokens of each prompt; all prompts differ.
+        output_len: Tokens of each answer.
+        concurrency: Number of clients of a closed loop; None is 8. In an open loop, maximum number
+            of concurrent requests; further ones wait here, and this wait is not measured; None is
+            unlimited.
+        rate: Requests per second of an open loop; None is a closed one.
+        vocab_size: Prompts consist of token ids below it.
+        seed: Seed of prompts and arrivals.
+        timeout_s: Maximum seconds of a request.
+        trust: Which certificates are trusted.
 
     Raises:
-        ConfigError: a number that makes no sense, or a URL that is none.
+        ConfigError: A number or the URL is wrong.
     """
 
-    url: str = flag(MISSING, "of the endpoint, without /v1", metavar=None)
-    model: str | None = flag(None, "as the endpoint names it (asks it)", metavar="NAME")
-    api_key: str | None = flag(None, metavar="KEY", secret=True)
-    requests: int = flag(64, "in all", metavar="N")
-    input_len: int = flag(256, "tokens", metavar="N")
-    output_len: int = flag(32, "tokens", metavar="N")
-    concurrency: int | None = flag(None, "at a time (8; with --rate as they come)", metavar="N")
-    rate: float | None = flag(None, "requests per second, open loop (closed loop)", metavar="R")
-    vocab_size: int = flag(256, "of prompts", metavar="N")
-    seed: int = flag(0, metavar="N")
+    url: str = flag(MISSING, "URL of the endpoint", metavar=None)
+    model: str | None = flag(
+        None, "name of the model at the endpoint (asks the endpoint)", metavar="NAME"
+    )
+    api_key: str | None = flag(None, "API key for the endpoint", metavar="KEY", secret=True)
+    requests: int = flag(64, "number of requests", metavar="N")
+    input_len: int = flag(256, "tokens of each prompt", metavar="N")
+    output_len: int = flag(32, "tokens of each answer", metavar="N")
+    concurrency: int | None = flag(
+        None, "most concurrent requests (8; with --rate unlimited)", metavar="N"
+    )
+    rate: float | None = flag(
+        None, "requests per second of an open loop (closed loop)", metavar="R"
+    )
+    vocab_size: int = flag(256, "prompts consist of token ids below it", metavar="N")
+    seed: int = flag(0, "seed of prompts and arrivals", metavar="N")
     timeout_s: float = 600.0
     trust: TrustConfig = field(default_factory=TrustConfig)
 
@@ -83,12 +90,12 @@ class ServeLoad:
 
     @property
     def base_url(self) -> str:
-        """Of the endpoint, without ``/v1``."""
+        """URL of the endpoint, without ``/v1``."""
         return self.url.rstrip("/").removesuffix("/v1")
 
 
 def run(load: ServeLoad, out: Path | None = None) -> int:
-    """Measure, print, write; the exit status: 1 if a request failed, 130 if it was interrupted."""
+    """Measure, print and write; return the exit status: 1 if a request failed, 130 on Ctrl-C."""
     shots, seconds = asyncio.run(measure(load))
     row = summary(shots, seconds)
     settings = {name: value for name, value in asdict(load).items() if name != "api_key"}
@@ -102,9 +109,9 @@ def run(load: ServeLoad, out: Path | None = None) -> int:
 
 
 async def measure(load: ServeLoad) -> tuple[list[Shot], float]:
-    """All requests, in the order of their ends, and the seconds from the first to the last end.
+    """Run all requests; return them in the order of their ends, and the seconds that they took.
 
-    Cancelled, as by Ctrl-C, it returns those that had ended.
+    If cancelled, as by Ctrl-C, it returns the requests that have ended.
     """
     connector = aiohttp.TCPConnector(limit=0, ssl=load.trust.client(load.base_url))
     timeout = aiohttp.ClientTimeout(total=load.timeout_s)
@@ -125,7 +132,7 @@ async def measure(load: ServeLoad) -> tuple[list[Shot], float]:
 
 
 def make_prompts(load: ServeLoad) -> list[list[int]]:
-    """As many random prompts as requests."""
+    """Make a random prompt for each request."""
     chance = random.Random(load.seed)
     ids = range(min(FIRST_TOKEN_ID, load.vocab_size - 1), load.vocab_size)
     return [chance.choices(ids, k=load.input_len) for _ in range(load.requests)]
@@ -177,14 +184,14 @@ def summary(shots: Sequence[Shot], seconds: float) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Shot:
-    """What a client saw; times are seconds on the monotonic clock.
+    """A request as its client saw it; times are seconds on the monotonic clock.
 
     Attributes:
-        began: when the request was sent.
-        times: when each token came. An endpoint that does not know ``return_token_ids`` is taken
-            to send one token per chunk of text.
-        token_ids: if the endpoint told them.
-        error: why it failed, or None.
+        began: When the request was sent.
+        times: When each token arrived. An endpoint that does not know ``return_token_ids`` is
+            assumed to send one token per chunk of text.
+        token_ids: Generated tokens, if the endpoint sent them.
+        error: Why the request failed; None if it did not.
     """
 
     began: float
@@ -210,15 +217,15 @@ async def shoot(
     max_tokens: int,
     **more: Any,
 ) -> Shot:
-    """Ask ``URL/v1/completions`` for `max_tokens` greedy tokens.
+    """Request `max_tokens` greedy tokens of ``URL/v1/completions``.
 
     Args:
-        session: carries the API key.
-        url: of the endpoint, without ``/v1``.
-        model: as the endpoint names it.
-        prompt: token ids.
-        max_tokens: all of them are wanted: the end of a text is ignored.
-        more: further fields of the request.
+        session: Session with the API key.
+        url: URL of the endpoint, without ``/v1``.
+        model: Name of the model at the endpoint.
+        prompt: Token ids.
+        max_tokens: Number of tokens to generate; end-of-text tokens are ignored.
+        more: Further fields of the request.
     """
     body = {
         "model": model,
@@ -234,9 +241,9 @@ async def shoot(
 
 
 async def stream(session: aiohttp.ClientSession, url: str, body: Mapping[str, Any]) -> Shot:
-    """Ask for any streamed answer; the body should say ``return_token_ids``.
+    """Request a streamed answer; the body should set ``return_token_ids``.
 
-    The clock starts when the body is written: 1 ms of one with a photo would be the client's own.
+    The clock starts when the body is encoded, which takes 1 ms for a body with a photo.
     """
     written, headers = msgspec.json.encode(body), {"Content-Type": "application/json"}
     began, times, ids = time.monotonic(), list[float](), list[int]()
@@ -255,7 +262,7 @@ async def stream(session: aiohttp.ClientSession, url: str, body: Mapping[str, An
 
 
 def tokens_of(chunk: Mapping[str, Any]) -> list[int] | None:
-    """Token ids of a chunk: empty if it does not tell which, None if it holds no token."""
+    """Token ids of a chunk: empty if it does not have them, None if it has no token."""
     if "error" in chunk:
         raise aiohttp.ClientPayloadError(str(chunk["error"]))
     choices = chunk.get("choices") or [{}]
@@ -266,10 +273,10 @@ def tokens_of(chunk: Mapping[str, Any]) -> list[int] | None:
 
 
 async def served_model(session: aiohttp.ClientSession, url: str) -> str:
-    """The first model that an endpoint names.
+    """The first model that an endpoint lists.
 
     Raises:
-        ConfigError: it names none.
+        ConfigError: It lists none, can't be reached, or refuses the API key.
     """
     try:
         async with session.get(f"{url}/v1/models") as response:

@@ -1,14 +1,13 @@
-"""``kvbaton connectors bench SPEC``: how fast a store takes and gives objects.
+"""``kvbaton connectors bench SPEC``: measures how fast a store saves and loads objects.
 
-For each size and concurrency, fresh objects are stored, loaded and deleted; every call has one
-object, and as many calls as the concurrency says are under way until all are done. What was loaded
-is compared with what was stored, outside of the time that is taken. Loads are *warm*: the objects
-were just stored. With the folder where the store keeps its files known they are also measured
-*cold*: the files' pages are dropped from the page cache before. What can't be known here is whether
-a disk, a controller or another host still has them.
+For each size and concurrency, fresh objects are stored, loaded and deleted. Each call has one
+object, and `concurrency` calls run at a time until all are done. Loaded objects are compared with
+the stored ones, outside the measured time. Loads are *warm*: the objects were just stored. If the
+folder of the store's files is known, loads are also measured *cold*: the files' pages are dropped
+from the page cache first. A disk, a controller or another host may still have them cached.
 
-Beside it stand the machine's own figures with pieces of the same sizes, one at a time: a copy in
-memory, and a file that is written and read from one end to the other.
+The machine's own figures for pieces of the same sizes are measured, too, one at a time: a copy in
+memory, and sequential writes and reads of a file.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from kvbaton.errors import INTERRUPTED, ConfigError, StoreError, writing
 from kvbaton.testing.check import Subject
 
 MARKERS = {"copy": "s", "disk write": "v", "disk read": "x", "disk read cold": "*"}
-"""Of the machine's own figures."""
+"""Markers of the machine's own figures in plots."""
 CALL_S = 60.0
 LOOKUP_KEYS = (1, 100, 1000)
 LOOKUPS = 100
@@ -48,30 +47,32 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, kw_only=True)
 class StoreLoad:
-    """What to move.
+    """Load on a store.
 
     Attributes:
-        spec: of the store; ``{tmp}`` in it becomes an empty folder.
-        object_bytes: sizes of objects.
-        concurrency: calls at a time.
-        num_bytes: of all objects of one size.
-        folder: where the store keeps its files, if it does; the disk's figures are measured there.
+        spec: Spec of the store; ``{tmp}`` in it becomes an empty folder.
+        object_bytes: Sizes of objects.
+        concurrency: Numbers of concurrent calls.
+        num_bytes: Bytes of all objects of one size.
+        folder: Folder of the store's files, if it has one; the disk is measured there.
 
     Raises:
-        ConfigError: an object is larger than all of them, or `folder` is none.
+        ConfigError: An object is larger than `num_bytes`, or `folder` is not a folder.
     """
 
     spec: str
     object_bytes: tuple[int, ...] = flag(
         (64 << 10, 512 << 10, 2 << 20),
-        "sizes of a store's objects or of the blocks of a transport's writes",
+        "sizes of a store's objects, or of the blocks of a transport's writes (64K 512K 2M)",
         nargs="+",
         metavar="N",
     )
-    concurrency: tuple[int, ...] = flag((1, 4, 16), "(1 4 16)", nargs="+", metavar="N")
-    num_bytes: int = flag(64 << 20, "of each size (64M)", name="--bytes", metavar="N")
+    concurrency: tuple[int, ...] = flag(
+        (1, 4, 16), "numbers of concurrent calls (1 4 16)", nargs="+", metavar="N"
+    )
+    num_bytes: int = flag(64 << 20, "bytes of each size (64M)", name="--bytes", metavar="N")
     folder: str | None = flag(
-        None, "where the store keeps its files: measures its disk, and cold loads", metavar="DIR"
+        None, "folder of the store's files: measures its disk, and cold loads", metavar="DIR"
     )
 
     def __post_init__(self) -> None:
@@ -86,7 +87,7 @@ class StoreLoad:
 
 @dataclass(frozen=True)
 class Timing:
-    """Calls that were made: seconds in all, seconds of each as they ended, and their answers."""
+    """Calls: seconds of all, seconds of each in the order of their ends, and their answers."""
 
     seconds: float
     each: Sequence[float]
@@ -94,8 +95,8 @@ class Timing:
 
 
 def run(load: StoreLoad, out: Path | None = None, plot: Path | None = None) -> int:
-    """Measure, print, write, draw; the exit status: 130 if it was interrupted."""
-    figure = None if plot is None else new_figure(plot, 5)  # says at once if it can't
+    """Measure, print, write and draw; return the exit status: 130 on Ctrl-C."""
+    figure = None if plot is None else new_figure(plot, 5)  # raises before the measurement
     with ExitStack() as ending:
         tmp = ending.enter_context(tempfile.TemporaryDirectory(prefix="kvbaton-bench-"))
         folder = load.folder or (tmp if "{tmp}" in load.spec else None)
@@ -120,10 +121,10 @@ def run(load: StoreLoad, out: Path | None = None, plot: Path | None = None) -> i
 
 
 def measure_lookups(store: Store) -> list[dict[str, Any]]:
-    """Microseconds of lookups; one key in ten is there, and no more than ten.
+    """Measure lookups, in microseconds; one key in ten is present, and at most ten keys.
 
     Raises:
-        StoreError: a call failed.
+        StoreError: A call failed.
     """
     rows, most = [], store.capabilities.max_keys
     for count in dict.fromkeys(min(keys, most) for keys in LOOKUP_KEYS):
@@ -143,10 +144,10 @@ def measure_lookups(store: Store) -> list[dict[str, Any]]:
 
 
 def measure(store: Store, load: StoreLoad, size: int) -> list[dict[str, Any]]:
-    """All rows of one size.
+    """Measure all rows of one size.
 
     Raises:
-        StoreError: a call failed, or what was loaded is not what was stored.
+        StoreError: A call failed, or loaded bytes differ from the stored ones.
     """
     count = load.num_bytes // size
     source = transfer.random_bytes(count * size, size).reshape(count, size)
@@ -200,10 +201,10 @@ def _answer(future: Future[Any]) -> None:
 
 
 def make_calls(call: Callable[[int], Future[list[bool]]], count: int, at_once: int) -> Timing:
-    """Make numbered calls of one object each, so many at a time.
+    """Make `count` numbered calls of one object each, `at_once` at a time.
 
     Raises:
-        StoreError: one failed or took a minute.
+        StoreError: A call failed, or took longer than `CALL_S`.
     """
     ended: queue.SimpleQueue[tuple[int, float, Future[list[bool]]]] = queue.SimpleQueue()
     waiting = iter(range(count))
@@ -231,7 +232,7 @@ def make_calls(call: Callable[[int], Future[list[bool]]], count: int, at_once: i
 
 
 def _row(what: str, size: int, calls: int, took: Timing) -> dict[str, Any]:
-    """Objects that were refused or missed count in no speed."""
+    """Make a row; objects that were refused or missed do not count for the speed."""
     milliseconds = [1000 * seconds for seconds in took.each]
     return {
         "object KiB": size / 1024,
@@ -279,7 +280,7 @@ def _disk_rows(load: StoreLoad, source: Bytes, target: Bytes) -> list[dict[str, 
 
 
 def drop_pages(folder: Path) -> None:
-    """Write the files under a folder to the disk and forget their pages in memory."""
+    """Write the files under a folder to the disk, and drop their pages from the page cache."""
     for path in folder.rglob("*"):
         if path.is_file():
             descriptor = os.open(path, os.O_RDONLY)
@@ -298,11 +299,11 @@ SPEED_COLUMNS = ("object KiB", "what", "at once", "GiB/s", "p50 ms", "of copy")
 
 
 def speed(subject: Subject) -> list[dict[str, Any]]:
-    """How fast a connector is beside plain copies; nothing of one that reaches no other process.
+    """Measure a connector beside plain copies; empty for a transport within one process.
 
     Raises:
-        StoreError: a call failed, or what was loaded is not what was stored.
-        TransportError: the same of a write.
+        StoreError: A call failed, or loaded bytes differ from the stored ones.
+        TransportError: A write failed, or landed bytes differ from the sent ones.
     """
     if subject.kind == "transport":
         with subject.rig() as pair:
@@ -329,7 +330,7 @@ def speed(subject: Subject) -> list[dict[str, Any]]:
 
 
 def draw(figure: Any, title: str, rows: Sequence[Mapping[str, Any]], out: Path) -> None:
-    """Speed and latency over the size of objects, a line per kind and concurrency, as PNG."""
+    """Draw speed and latency over object size, one line per kind and concurrency, as PNG."""
     figure.suptitle(title)
     speed, latency = figure.subplots(1, 2)
     lines = list(dict.fromkeys((row["what"], row["at once"]) for row in rows))

@@ -1,9 +1,10 @@
-"""``kvbaton bench transfer``: blocks from this process into another one, and what bounds that.
+"""``kvbaton bench transfer``: measures writes of blocks into another process, beside their bounds.
 
-Every block size is measured in rounds; a round does one write by every method, so that all of them
-see the same noise. Methods: a plain memory copy within this process; bare NIXL (`BareNixl`); and
-our transports, with digests off and on. With digests a write counts until the far side has summed
-what landed; the source's own sums are told apart, since an engine's step makes them on its way.
+Each block size is measured in rounds; a round does one write by every method, so that all methods
+see the same noise. Methods are a plain memory copy within this process; bare NIXL (`BareNixl`); and
+kvbaton's transports, with digests off and on. With digests a write ends when the remote side has
+computed the sums of the landed blocks. The source's sums are a row of their own, because in an
+engine the step that computes the blocks makes them.
 """
 
 from __future__ import annotations
@@ -36,31 +37,36 @@ WRITE_TIMEOUT_S = 60.0
 BARE, BARE_SPEC = "bare-nixl", "kvbaton.bench.transfer:BareNixl"
 TOKENS, FEATURES = 16, 64
 LAYER_BYTES = 2 * TOKENS * FEATURES * 4
-"""K and V of one layer and head in float32: a block is a multiple of it."""
+"""Bytes of K and V of one layer and head in float32; block sizes are multiples of it."""
 
 Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransferLoad:
-    """What to move.
+    """Writes to measure.
 
     Attributes:
-        transports: specs of ours.
-        block_bytes: sizes of blocks, each a multiple of 8 KiB.
-        num_bytes: of one write.
-        repeats: rounds; the median counts.
+        transports: Specs of transports.
+        block_bytes: Sizes of blocks, each a multiple of 8 KiB.
+        num_bytes: Bytes of one write.
+        repeats: Number of rounds; the median counts.
 
     Raises:
-        ConfigError: sizes that do not fit together, or nothing to measure.
+        ConfigError: Sizes that do not fit together, or nothing to measure.
     """
 
-    transports: tuple[str, ...] = flag(("nixl", "tcp"), nargs="+", metavar="NAME")
-    block_bytes: tuple[int, ...] = flag(
-        (16 << 10, 64 << 10, 256 << 10, 1 << 20), nargs="+", metavar="N"
+    transports: tuple[str, ...] = flag(
+        ("nixl", "tcp"), "transports (nixl tcp)", nargs="+", metavar="NAME"
     )
-    num_bytes: int = flag(64 << 20, "of one write (64M)", name="--bytes", metavar="N")
-    repeats: int = flag(7, metavar="N")
+    block_bytes: tuple[int, ...] = flag(
+        (16 << 10, 64 << 10, 256 << 10, 1 << 20),
+        "sizes of blocks, multiples of 8K (16K 64K 256K 1M)",
+        nargs="+",
+        metavar="N",
+    )
+    num_bytes: int = flag(64 << 20, "bytes of one write (64M)", name="--bytes", metavar="N")
+    repeats: int = flag(7, "rounds, of which the median counts", metavar="N")
 
     def __post_init__(self) -> None:
         check_positive("--bytes", self.num_bytes)
@@ -73,7 +79,7 @@ class TransferLoad:
 
 
 def run(load: TransferLoad, out: Path | None = None) -> int:
-    """Measure, print, write; the exit status: 130 if it was interrupted."""
+    """Measure, print and write; return the exit status: 130 on Ctrl-C."""
     rows, left = rows_of(load.block_bytes, partial(measure, load))
     publish("transfer", asdict(load), rows, out)
     if left:
@@ -83,13 +89,13 @@ def run(load: TransferLoad, out: Path | None = None) -> int:
 
 
 def random_bytes(num_bytes: int, seed: int) -> Bytes:
-    """Bytes to move.
+    """Make random bytes to move.
 
     Returns:
         [num_bytes] uint8.
 
     Raises:
-        ConfigError: naming ``--bytes``: memory does not hold them.
+        ConfigError: They do not fit into memory; it names ``--bytes``.
     """
     try:
         return np.random.default_rng(seed).integers(0, 256, num_bytes, np.uint8)
@@ -98,19 +104,19 @@ def random_bytes(num_bytes: int, seed: int) -> Bytes:
 
 
 def measure(load: TransferLoad, size: int) -> list[dict[str, Any]]:
-    """All methods on blocks of one size.
+    """Measure all methods on blocks of one size.
 
     Raises:
-        TransportError: a write failed, or what landed is not what was sent.
+        TransportError: A write failed, or landed bytes differ from the sent ones.
     """
     try:
         rounds = _rounds(load, size)
-    except (CaseFailure, KitBroke) as failure:  # of the remote process: no errors of ours by type
+    except (CaseFailure, KitBroke) as failure:  # errors of the remote process
         raise TransportError(str(failure)) from failure
     rows = []
     for name in rounds[0]:
         seconds = median([taken[name] for taken in rounds])
-        # Relative to bare NIXL is that of pairs within one round.
+        # The ratio to bare NIXL is the median of the ratios within rounds.
         relative = median([taken[BARE] / taken[name] for taken in rounds if BARE in taken])
         rows.append(
             {
@@ -125,7 +131,7 @@ def measure(load: TransferLoad, size: int) -> list[dict[str, Any]]:
 
 
 def _rounds(load: TransferLoad, size: int) -> list[dict[str, float]]:
-    """Seconds of each method, by its name, in each round."""
+    """Seconds by name of the method, in each round."""
     source = random_bytes(load.num_bytes, 1)
     with ExitStack() as closing:
         found = ways(load, size, source, closing)
@@ -144,7 +150,7 @@ def _rounds(load: TransferLoad, size: int) -> list[dict[str, float]]:
 def ways(
     load: TransferLoad, size: int, source: Bytes, closing: ExitStack
 ) -> dict[str, Callable[[], object]]:
-    """Every method by name: each moves all blocks, and waits until they are there."""
+    """All methods by name; each moves all blocks and waits until they have landed."""
     targets = target_blocks(load.num_bytes // size)
     order, copied = np.arange(len(targets)), np.ones_like(source)
     expected = total_sum(source, size, order)
@@ -194,16 +200,16 @@ def ways(
     return found
 
 
-# --- digests of what is moved, by the same kernel as an engine's ---
+# --- digests of the moved blocks, by the engine's kernel ---
 
 
 def target_blocks(count: int) -> npt.NDArray[np.int64]:
-    """Where each block goes: scattered, as block tables are after a while."""
+    """Target of each block, in random order, as in the block tables of a busy engine."""
     return np.random.default_rng(0).permutation(count).astype(np.int64)
 
 
 def total_sum(memory: Bytes, block_bytes: int, order: npt.NDArray[np.int64]) -> int:
-    """Wrapping sum of the digest sums of all blocks, in this order one sequence."""
+    """Wrapping sum of the digest sums of all blocks, which form one sequence in this order."""
     import torch
 
     from kvbaton.kernels.digest import block_sums
@@ -215,14 +221,14 @@ def total_sum(memory: Bytes, block_bytes: int, order: npt.NDArray[np.int64]) -> 
 
 
 def region_sum(memory: Bytes, block_bytes: int) -> int:
-    """Of the blocks that landed in a region, in the order of their source."""
+    """`total_sum` of the blocks that landed in a region, in the order of the source."""
     return total_sum(memory, block_bytes, target_blocks(len(memory) // block_bytes))
 
 
 class BareNixl:
-    """One agent with one registered array.
+    """A NIXL agent with one registered array.
 
-    It has as much of a `Transport` as a `remote_worker` needs to be written to.
+    It has the methods of `Transport` that a `remote_worker` needs to be a target.
     """
 
     def __init__(self, name: str, *, host: str = "127.0.0.1") -> None:
@@ -232,24 +238,24 @@ class BareNixl:
         self.name, self.address = name, 0
 
     def register(self, memory: Memory) -> None:
-        """The array, in host memory."""
+        """Register the array, in host memory."""
         self.address = memory.address
         self.agent.register_memory([(memory.address, memory.num_bytes, 0, "")], "DRAM")
 
     def card(self) -> bytes:
-        """What `prepare` of the other side needs."""
+        """Card for `prepare` of the other side."""
         return msgspec.msgpack.encode([self.name, self.agent.get_agent_metadata(), self.address])
 
     def notices(self) -> list[Notice]:
-        """Those that came; drives progress."""
+        """Notices that arrived; also drives progress."""
         found = self.agent.get_new_notifs().values()
         return [Notice(payload) for payloads in found for payload in payloads]
 
     def shutdown(self) -> None:
-        """Nothing: the process ends."""
+        """Do nothing: the process ends."""
 
     def prepare(self, card: bytes, size: int, targets: npt.NDArray[np.int64]) -> Any:
-        """A write of all blocks of `size` bytes, block i to the far side's ``targets[i]``."""
+        """Prepare a write of all blocks of `size` bytes, block i to the remote ``targets[i]``."""
         name, metadata, address = msgspec.msgpack.decode(card)
         self.agent.add_remote_agent(metadata)
         order = np.arange(len(targets))
@@ -265,7 +271,7 @@ class BareNixl:
         """Do a prepared write and wait for it.
 
         Raises:
-            TransportError: NIXL reports an error, or it does not end.
+            TransportError: NIXL reports an error, or the write does not end in time.
         """
         give_up = time.monotonic() + WRITE_TIMEOUT_S
         state = self.agent.transfer(prepared, QUIET)

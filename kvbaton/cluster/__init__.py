@@ -1,1 +1,1 @@
-"""``kvbaton up``: a router and nodes as child processes of one command."""
+"""``kvbaton up``, a router and nodes started by one command; ``kvbaton chat`` and ``drain``."""

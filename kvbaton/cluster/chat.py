@@ -1,7 +1,7 @@
-"""A client in the terminal: streams answers, and tells who gave them and what crossed for it.
+"""A client in the terminal: streams answers, and shows which nodes served them and the KV sent.
 
-``kvbaton chat`` holds a conversation with any endpoint; `ask` asks the one prompt of ``kvbaton up``
-and gives an account of how it was served.
+``kvbaton chat`` holds a conversation with any endpoint; `ask` answers the prompt of ``kvbaton up``
+and prints how it was served.
 """
 
 from __future__ import annotations
@@ -39,23 +39,24 @@ RECEIVED_TOKENS = re.compile(
 )
 PARTS = {"source": "prefill", "target": "decode", "encoder": "encode"}
 PUBLISH_S = 2.0
-"""Nodes publish what they count a few times a second."""
+"""Seconds to wait for nodes' metrics, which they publish a few times a second."""
 FIRST_LOOK, LOOK = aiohttp.ClientTimeout(total=30.0), aiohttp.ClientTimeout(total=5.0)
-"""For an endpoint to say what it serves, which it may have to start for; and for all else."""
+"""Timeouts: of the first request for the model's name, for which an endpoint may have to start; and
+of all others."""
 FAILURES = (aiohttp.ClientError, OSError, TimeoutError, ValueError, *OTHER_TYPES)
-"""What goes wrong with an answer; the text is for the user."""
+"""Exceptions of a failed answer; their text is for the user."""
 
 
 @dataclass
 class Answer:
-    """What came, and when.
+    """An answer and its times.
 
     Attributes:
-        text: of the first choice, without its reasoning.
-        usage: as the endpoint counts it.
-        nodes: by what each did, if the endpoint was asked for timings.
-        first_s: seconds to the first text or reasoning; None if there was neither.
-        seconds: to the end.
+        text: Text of the first choice, without its reasoning.
+        usage: Usage, as the endpoint counts it.
+        nodes: Node ids by their part, if the endpoint was asked for timings.
+        first_s: Seconds to the first text or reasoning; None if there was neither.
+        seconds: Seconds to the end.
     """
 
     text: str = ""
@@ -66,19 +67,19 @@ class Answer:
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that were found in a cache."""
+        """Number of prompt tokens that were found in a cache."""
         details = self.usage.get("prompt_tokens_details") or {}
         return int(details.get("cached_tokens") or 0)
 
     @property
     def served_by(self) -> str:
-        """Who did what."""
+        """Nodes and their parts, for people."""
         parts = ((part.partition("-")[0], node) for part, node in self.nodes.items())
         return ", ".join(f"{node} ({PARTS.get(part, part)})" for part, node in parts)
 
     @property
     def tokens_per_s(self) -> float:
-        """Of what followed the first text."""
+        """Tokens per second after the first text."""
         rest = self.seconds - (self.first_s or 0.0)
         return (self.usage.get("completion_tokens", 1) - 1) / rest if rest > 0 else 0.0
 
@@ -86,13 +87,13 @@ class Answer:
 async def stream_answer(
     session: aiohttp.ClientSession, url: str, body: Mapping[str, Any], show: Callable[[str], None]
 ) -> Answer:
-    """Ask for a completion, or a chat if the body has messages; shows what comes as it comes.
+    """Request a completion, or a chat if the body has messages, and show its text as it arrives.
 
-    An empty line stands between reasoning and the answer.
+    Reasoning and answer are separated by an empty line.
 
     Raises:
-        ValueError: the endpoint refuses, or fails before the end.
-        aiohttp.ClientError: it can't be reached.
+        ValueError: The endpoint refuses the request, or fails before the end.
+        aiohttp.ClientError: The endpoint can't be reached.
     """
     began, answer, reasons = time.monotonic(), Answer(), False
     path = "chat/completions" if "messages" in body else "completions"
@@ -100,7 +101,7 @@ async def stream_answer(
     async with session.post(f"{url}/v1/{path}", json={**body, **more}) as response:
         if response.status != 200:
             why = f"the endpoint answers {response.status} {response.reason}"
-            with suppress(*UNREADABLE):  # a proxy's is a web page
+            with suppress(*UNREADABLE):  # a proxy may answer with a web page
                 why = msgspec.json.decode(await response.read(), type=ErrorBody).error.message
             raise ValueError(why)
         async for data in read_events(response.content):
@@ -129,11 +130,11 @@ async def stream_answer(
 
 
 class Crossed(NamedTuple):
-    """What nodes have handed over.
+    """Totals of hand-overs.
 
     Attributes:
-        sent_bytes: of prefill nodes.
-        received_tokens: prompt tokens that decode nodes did not compute.
+        sent_bytes: Bytes that nodes have sent.
+        received_tokens: Number of prompt tokens that nodes have received.
     """
 
     sent_bytes: float
@@ -141,12 +142,12 @@ class Crossed(NamedTuple):
 
 
 class Watcher:
-    """Reads what the nodes of a router count, as far as they can be reached.
+    """Reads metrics of a router's nodes, as far as they can be reached.
 
     Args:
-        session: opens their endpoints.
-        url: of the router.
-        member_headers: open the router's list of nodes.
+        session: HTTP session.
+        url: URL of the router.
+        member_headers: Headers that give access to the router's list of nodes.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class Watcher:
         self._session, self._url, self._headers = session, url, member_headers
 
     async def now(self) -> Crossed:
-        """All counters now."""
+        """Current totals."""
         texts = await asyncio.gather(
             *(self._text(f"{node.url}/metrics") for node in await self.nodes())
         )
@@ -166,7 +167,7 @@ class Watcher:
         return Crossed(sent, received)
 
     async def since(self, before: Crossed, answer: Answer) -> Crossed:
-        """What was added; gives the nodes time to publish what crossed for an answer."""
+        """Increase since `before`; waits until the nodes have published that of the answer."""
         give_up = time.monotonic() + PUBLISH_S
         while True:
             now = await self.now()
@@ -178,14 +179,14 @@ class Watcher:
             await asyncio.sleep(0.1)
 
     async def nodes(self) -> list[NodeView]:
-        """The nodes that the router tells us of; none if it does not, or is no router."""
+        """The router's nodes; empty if it does not list them, or the URL is not of a router."""
         text = await self._text(f"{self._url}/nodes", self._headers)
         with suppress(*UNREADABLE):
             return msgspec.json.decode(text, type=NodesView).nodes
         return []
 
     async def timelines(self) -> list[dict[str, Any]]:
-        """When chunks were computed and writes landed."""
+        """Events of transfers, such as chunks computed and writes landed."""
         states = [await self._text(f"{node.url}/state") for node in await self.nodes()]
         return [
             mark
@@ -197,7 +198,7 @@ class Watcher:
         ]
 
     async def _text(self, url: str, headers: Mapping[str, str] | None = None) -> str:
-        """A page; empty if it can't be had, since what it says is only for show."""
+        """Text of a page; empty if it can't be read, because it is only shown."""
         try:
             async with self._session.get(url, headers=headers, timeout=LOOK) as response:
                 return await response.text() if response.status == 200 else ""
@@ -208,13 +209,13 @@ class Watcher:
 async def ask(
     url: str, config: ClusterConfig, headers: Mapping[str, str], member_headers: Mapping[str, str]
 ) -> int:
-    """Print the answer to one prompt or chat as it comes, then a summary; returns the exit status.
+    """Print the answer to one prompt or chat as it arrives, then a summary; return the exit status.
 
     Args:
-        url: of the router.
-        config: with the prompt.
-        headers: that open its endpoint.
-        member_headers: that open its list of nodes.
+        url: URL of the router.
+        config: Settings with the prompt.
+        headers: Headers that give access to the endpoint.
+        member_headers: Headers that give access to the list of nodes.
     """
     body: dict[str, Any] = {"model": config.model_name, "max_tokens": config.max_tokens}
     body |= {"temperature": 0, "return_timings": True}
@@ -238,7 +239,7 @@ async def ask(
             print(f"\nkvbaton: the prompt was not answered: {error}", file=sys.stderr)
             return 1
         crossed, marks = await watcher.since(before, answer), await watcher.timelines()
-    # How many writes had landed on D before P's last chunk was computed (one machine's clock).
+    # Count writes that landed on D before P's last chunk was computed (on one machine's clock).
     computed = [mark["time"] for mark in marks if mark["what"] == "computed"]
     landed = [mark["time"] for mark in marks if mark["what"] == "landed"]
     early = sum(time < max(computed, default=0.0) for time in landed)
@@ -264,28 +265,31 @@ MAX_HISTORY = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class ChatConfig:
-    """Whom to talk to, and how.
+    """Settings of ``kvbaton chat``.
 
     Attributes:
-        url: of the endpoint, with or without ``/v1``.
-        model: as it names the model; None asks it.
-        api_key: presented to it.
-        cluster_key: opens the router's list of nodes, which tells what crossed.
-        system: what the model is told first.
-        max_tokens: of an answer; None for as many as fit.
-        temperature: of sampling; None takes the model's.
-        trust: whose certificates are believed.
+        url: URL of the endpoint, with or without ``/v1``.
+        model: Name of the model at the endpoint; None asks the endpoint.
+        api_key: API key for the endpoint.
+        cluster_key: Gives access to the router's list of nodes, which is needed to show the KV
+            handed over.
+        system: System message.
+        max_tokens: Maximum number of tokens of an answer; None for as many as fit.
+        temperature: Sampling temperature; None takes the model's.
+        trust: Which certificates are trusted.
     """
 
     url: str = "http://127.0.0.1:8000"
-    model: str | None = flag(None, "as the endpoint names it (asks it)", metavar="NAME")
-    api_key: str | None = secret_flag("presented to it", "KVBATON_API_KEY", metavar="KEY")
-    cluster_key: str | None = secret_flag(
-        "lets it tell what crossed between nodes", "KVBATON_CLUSTER_KEY", metavar="SECRET"
+    model: str | None = flag(
+        None, "name of the model at the endpoint (asks the endpoint)", metavar="NAME"
     )
-    system: str | None = flag(None, "what the model is told first", metavar="TEXT")
-    max_tokens: int | None = flag(None, "of an answer (as many as fit)", metavar="N")
-    temperature: float | None = flag(None, "of sampling (the model's own)", metavar="T")
+    api_key: str | None = secret_flag("API key for the endpoint", "KVBATON_API_KEY", metavar="KEY")
+    cluster_key: str | None = secret_flag(
+        "needed to show the KV handed over between nodes", "KVBATON_CLUSTER_KEY", metavar="SECRET"
+    )
+    system: str | None = flag(None, "system message", metavar="TEXT")
+    max_tokens: int | None = flag(None, "most tokens of an answer (as many as fit)", metavar="N")
+    temperature: float | None = flag(None, "sampling temperature (the model's own)", metavar="T")
     trust: TrustConfig = field(default_factory=TrustConfig)
 
     def __post_init__(self) -> None:
@@ -293,14 +297,14 @@ class ChatConfig:
 
     @property
     def base_url(self) -> str:
-        """Without ``/v1``."""
+        """URL without ``/v1``."""
         return self.url.rstrip("/").removesuffix("/v1")
 
 
 def run(config: ChatConfig, console: Console | None = None) -> int:
-    """Talk until the user leaves; returns the exit status: 1 if nobody answers at the address."""
+    """Talk until the user leaves; return the exit status, 1 if the endpoint does not answer."""
     console = console or Console(highlight=False)
-    if sys.stdin is None:  # it was closed
+    if sys.stdin is None:  # standard input was closed
         sys.stdin = open(os.devnull, encoding="utf-8")
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
@@ -322,7 +326,7 @@ def run(config: ChatConfig, console: Console | None = None) -> int:
 
 
 class Chat:
-    """A conversation; what is said so far goes with every message."""
+    """A conversation; the whole history goes with every message."""
 
     def __init__(
         self,
@@ -341,9 +345,9 @@ class Chat:
 
     @classmethod
     async def open(cls, config: ChatConfig, console: Console) -> Chat | None:
-        """Find out what the endpoint serves, and say so; None if it does not answer."""
+        """Ask for the endpoint's model and show it; None if the endpoint does not answer."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
-        keys = (config.api_key or "").split()  # a router's variable may hold several
+        keys = (config.api_key or "").split()  # the environment variable may have several keys
         session = aiohttp.ClientSession(
             headers=bearer(next(iter(keys), None)),
             timeout=timeout,
@@ -372,7 +376,7 @@ class Chat:
         return chat
 
     async def close(self) -> None:
-        """Give the connections back."""
+        """Close the connections."""
         await self._session.close()
 
     def _beginning(self) -> list[dict[str, str]]:
@@ -380,7 +384,7 @@ class Chat:
         return [] if system is None else [{"role": "system", "content": system}]
 
     async def take(self, line: str) -> None:
-        """Obey a command, or ask the model and show what it says."""
+        """Run a command, or send a message and show the answer."""
         if line in ("/reset", "/help"):
             if line == "/reset":
                 self._messages = self._beginning()
@@ -416,7 +420,7 @@ class Chat:
 
 
 def figures(answer: Answer, crossed: Crossed) -> str:
-    """What an answer took, in one line."""
+    """Figures of an answer, in one line."""
     usage = answer.usage
     told = [f"first token {1000 * (answer.first_s or answer.seconds):.0f} ms"]
     told.append(f"{answer.tokens_per_s:.1f} tokens/s")
@@ -433,7 +437,7 @@ def figures(answer: Answer, crossed: Crossed) -> str:
 
 def _read(console: Console) -> str | None:
     """The next line; None at the end of the input."""
-    # Between \001 and \002, so that readline knows that it takes no place.
+    # Colour codes are between \001 and \002, so that readline counts no columns for them.
     shown = f"\001\x1b[1;36m\002{PROMPT}\001\x1b[0m\002" if console.is_terminal else ""
     while True:
         try:
@@ -445,7 +449,7 @@ def _read(console: Console) -> str | None:
 
 
 class _History:
-    """Lines of former conversations, for the arrow keys; kept where the user keeps caches."""
+    """Lines of former conversations, for the arrow keys; kept in the user's cache folder."""
 
     def __init__(self) -> None:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -455,7 +459,7 @@ class _History:
         if sys.stdin.isatty():
             import readline
 
-            with suppress(OSError):  # there is none yet
+            with suppress(OSError):  # there is no history yet
                 readline.read_history_file(self._path)
 
     def __exit__(self, *exception: object) -> None:
@@ -463,7 +467,7 @@ class _History:
             import readline
 
             readline.set_history_length(MAX_HISTORY)
-            with suppress(OSError):  # a conversation need not be remembered
+            with suppress(OSError):  # the history is not essential
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._path.touch(mode=0o600)
                 readline.write_history_file(self._path)

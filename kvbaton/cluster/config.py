@@ -1,4 +1,4 @@
-"""Settings of a cluster that one command starts, and what its processes are started with."""
+"""Settings of ``kvbaton up``, and the command lines of the processes that it starts."""
 
 from __future__ import annotations
 
@@ -20,41 +20,43 @@ NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig(ModelEndpointConfig):
-    """All that ``kvbaton up`` needs to know.
+    """All settings of ``kvbaton up``.
 
-    Only the router listens at `host`; nodes listen on loopback, or where Ray knows their machines.
+    Only the router listens on `host`; nodes listen on loopback, or on the address that Ray knows
+    of their machine.
 
     Attributes:
-        num_any: nodes that prefill and generate; 2 if no others that do are wanted.
-        num_prefill: nodes that prefill only.
-        num_decode: nodes that generate only.
-        num_encode: encoder nodes.
-        ray: address of the Ray cluster whose machines take the nodes, as `ray.init` knows it; None
+        num_any: Number of nodes that prefill and decode. None is 2 if `num_prefill` and
+            `num_decode` are 0, else 0.
+        num_prefill: Number of nodes that only prefill.
+        num_decode: Number of nodes that only decode.
+        num_encode: Number of encoder nodes.
+        ray: Address of the Ray cluster on whose machines the nodes run, as for `ray.init`; None
             starts them on this machine.
-        routing: which work is given to other nodes.
-        start_timeout_s: until all nodes must be ready.
-        prompt: to be answered once all is ready; None serves until told to stop.
-        chat: the same of a chat, by the model's template.
-        max_tokens: of that answer.
+        routing: How the router chooses nodes.
+        start_timeout_s: Seconds within which all nodes must be ready.
+        prompt: Prompt to answer once all is ready, before an exit; None serves until told to stop.
+        chat: Message of a user to answer likewise, through the model's chat template.
+        max_tokens: Maximum number of tokens of that answer.
 
     Raises:
-        ConfigError: there would be no node.
+        ConfigError: There would be no node, or both `prompt` and `chat` are given.
     """
 
     GROUP: ClassVar[str | None] = "cluster"
 
     num_any: Count | None = flag(
         None,
-        "nodes that prefill and generate (2, unless others are wanted)",
+        "number of nodes that prefill and decode (2, without --prefill and --decode)",
         name="--any",
         metavar="N",
     )
-    num_prefill: Count = flag(0, "nodes that prefill only", name="--prefill", metavar="N")
-    num_decode: Count = flag(0, "nodes that generate only", name="--decode", metavar="N")
-    num_encode: Count = flag(0, "encoder nodes", name="--encode", metavar="N")
+    num_prefill: Count = flag(0, "number of prefill nodes", name="--prefill", metavar="N")
+    num_decode: Count = flag(0, "number of decode nodes", name="--decode", metavar="N")
+    num_encode: Count = flag(0, "number of encoder nodes", name="--encode", metavar="N")
     ray: str | None = flag(
         None,
-        "place the nodes on the machines of a Ray cluster (auto: $RAY_ADDRESS, or the one that "
+        "start the nodes on the machines of a Ray cluster (auto: $RAY_ADDRESS, or the one that "
         "runs here; local: a new one on this machine)",
         nargs="?",
         const="auto",
@@ -64,12 +66,12 @@ class ClusterConfig(ModelEndpointConfig):
         None, "answer this one prompt when all is ready, and exit", metavar="TEXT"
     )
     chat: str | None = flag(
-        None, "answer this one message of a chat when all is ready, and exit", metavar="TEXT"
+        None, "answer this one chat message when all is ready, and exit", metavar="TEXT"
     )
-    max_tokens: int = flag(64, "of that answer", metavar="N")
+    max_tokens: int = flag(64, "most tokens of the answer to --prompt or --chat", metavar="N")
     start_timeout_s: Seconds = flag(
         600.0,
-        "give up when not all is ready after so many seconds (600)",
+        "give up if not all nodes are ready after this many seconds (600)",
         name="--start-timeout",
         metavar="S",
     )
@@ -85,14 +87,14 @@ class ClusterConfig(ModelEndpointConfig):
 
     @property
     def any_nodes(self) -> int:
-        """Nodes that prefill and generate."""
+        """Number of nodes that prefill and decode."""
         if self.num_any is None:
             return 0 if self.num_prefill + self.num_decode else 2
         return self.num_any
 
     @property
     def stop_timeout_s(self) -> float:
-        """For each process to stop after it was asked to."""
+        """Seconds that each process may take to stop after it was asked to."""
         return self.shutdown_timeout_s + 5.0
 
     @property
@@ -108,7 +110,7 @@ class ClusterConfig(ModelEndpointConfig):
 
     @property
     def num_pairs(self) -> tuple[int, int]:
-        """Pairs that can hand over when all are ready: prompts, and encoder outputs."""
+        """Pairs of nodes that can hand over once all are ready: (prompts, encoder outputs)."""
         both = self.any_nodes
         sources, targets = both + self.num_prefill, both + self.num_decode
         return sources * targets - both, self.num_encode * (sources + targets - both)
@@ -160,11 +162,11 @@ class ClusterConfig(ModelEndpointConfig):
         ]
 
     def node_env(self, name: str) -> dict[str, str]:
-        """For a node's environment, where options of its store find its name (``{env:...}``)."""
+        """Environment of a node: the secrets, and its name for store options (``{env:...}``)."""
         return {**self.secrets(), "KVBATON_NODE_ID": name}
 
     def secrets(self) -> dict[str, str]:
-        """For every process's environment: a command line can be read by anyone."""
+        """Environment of every process: command lines can be read by other users."""
         return {
             "KVBATON_API_KEY": " ".join(self.api_keys),
             "KVBATON_OPERATOR_KEY": " ".join(self.operator_keys),
@@ -175,13 +177,13 @@ class ClusterConfig(ModelEndpointConfig):
 def shares(
     engine: EngineConfig, num_nodes: int, gpus: Sequence[str], cores: int
 ) -> list[tuple[list[str], dict[str, str]]]:
-    """Divide the machine among the nodes, as far as the user did not do so.
+    """Divide GPUs or cores among the nodes, where the user's flags leave that open.
 
     Args:
-        engine: settings of every node.
-        num_nodes: how many.
-        gpus: as ``CUDA_VISIBLE_DEVICES`` names them.
-        cores: that we may use.
+        engine: Settings of every node.
+        num_nodes: Number of nodes.
+        gpus: GPUs to use, named as in ``CUDA_VISIBLE_DEVICES``.
+        cores: Number of cores to use.
 
     Returns:
         For each node, flags and environment variables to add.
@@ -203,7 +205,7 @@ def shares(
 
 
 def visible_gpus() -> list[str]:
-    """GPUs of this machine that we may use, found without loading CUDA."""
+    """GPUs of this machine that this process may use, found without loading CUDA."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         return [gpu.strip() for gpu in named.split(",") if gpu.strip()]

@@ -1,4 +1,4 @@
-"""What `kvbaton up` shows while a cluster serves: a live table in a terminal, lines elsewhere."""
+"""The display of `kvbaton up` while it serves: a live table in a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvbaton.config import human_bytes
 from kvbaton.messages.nodes import NodesView, RouterTraffic
 
 LINE_S = 5.0
-"""Between lines that sum up the traffic, where there is some."""
+"""Seconds between lines that sum up the traffic, if there is any."""
 BARS = " ▁▂▃▄▅▆▇█"
 HISTORY = 40
 COLOURS = {"ready": "green", "unhealthy": "red", "gone": "red"}
@@ -26,9 +26,9 @@ NUMBERS = ("Running", "Waiting", "Tokens/s", "KV sent", "KV used")
 
 
 class ClusterDisplay:
-    """A context in which `show` says how a cluster does.
+    """A context manager in which `show` displays the state of a cluster.
 
-    While it lasts, what is printed and logged appears above the table.
+    Within it, printed and logged text appears above the table.
     """
 
     def __init__(self) -> None:
@@ -60,12 +60,12 @@ class ClusterDisplay:
             self._log_to_stderr()
 
     def _log_to_stderr(self) -> None:
-        """As it is now: with a table it is another."""
+        """Let log handlers write to the current standard error, which the table replaces."""
         for handler in self._handlers:
             handler.setStream(sys.stderr)
 
     def show(self, view: NodesView) -> None:
-        """This is how it does now."""
+        """Display the current state."""
         self._rates.append(view.traffic.tokens_per_s)
         if self._live is not None:
             self._live.update(self._table(view), refresh=True)

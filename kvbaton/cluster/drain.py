@@ -1,4 +1,4 @@
-"""``kvbaton drain``: has a node or router take nothing new, and waits until it has finished."""
+"""``kvbaton drain``: tells a node or router to accept no new requests, and waits for the rest."""
 
 from __future__ import annotations
 
@@ -23,37 +23,38 @@ from kvbaton.server.network import TrustConfig, bearer, operator_token
 POLL_S = 0.2
 ANSWER_S = 5.0
 UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH)
-"""They say nothing of who is there."""
+"""Connection errors that do not tell whether a process listens there."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrainConfig:
-    """Whom to drain, and how long to wait for it.
+    """Settings of ``kvbaton drain``.
 
     Attributes:
-        url: of the node or router.
-        timeout_s: it may take this long to finish.
-        settle_s: wait so long at least: until whoever sends it requests has noticed.
-        cluster_key: lets us in where we do not ask from the same machine.
-        operator_key: the same, where there is no cluster key; of several the first.
-        trust: whose certificates are believed.
+        url: URL of the node or router.
+        timeout_s: Maximum seconds to wait until no request is left.
+        settle_s: Minimum seconds to wait, so that load balancers notice that it is drained.
+        cluster_key: Key of the cluster, needed from another machine.
+        operator_key: Key of an operator, needed instead if there is no cluster key; of several the
+            first is used.
+        trust: Which certificates are trusted.
     """
 
     url: str = "http://127.0.0.1:8000"
     timeout_s: Seconds = flag(
-        60.0, "give up when it still works after so many seconds", name="--timeout", metavar="S"
+        60.0, "give up if requests are left after this many seconds", name="--timeout", metavar="S"
     )
     settle_s: Seconds = flag(
         0.0,
-        "wait so many seconds at least, in which load balancers notice",
+        "wait at least this many seconds, so that load balancers notice",
         name="--settle",
         metavar="S",
     )
     cluster_key: str | None = secret_flag(
-        "lets us in from another machine", "KVBATON_CLUSTER_KEY", metavar="SECRET"
+        "needed from another machine", "KVBATON_CLUSTER_KEY", metavar="SECRET"
     )
     operator_key: str | None = secret_flag(
-        "the same, without a cluster key", "KVBATON_OPERATOR_KEY", metavar="KEY"
+        "needed from another machine, without a cluster key", "KVBATON_OPERATOR_KEY", metavar="KEY"
     )
     trust: TrustConfig = field(default_factory=TrustConfig)
 
@@ -62,11 +63,11 @@ class DrainConfig:
 
 
 def run(config: DrainConfig) -> int:
-    """Drain; the exit status: 0 once nothing runs there, 1 if that takes too long.
+    """Drain; return the exit status, 0 once no request is left, 1 if that takes too long.
 
     Raises:
-        ConfigError: the address is a wrong one, its certificate not trusted, we are not let in, or
-            it is neither node nor router.
+        ConfigError: The URL is wrong, its certificate is not trusted, access is denied, or it is
+            neither a node nor a router.
     """
     idle = asyncio.run(_drain(config))
     if not idle:
@@ -75,7 +76,7 @@ def run(config: DrainConfig) -> int:
 
 
 async def _drain(config: DrainConfig) -> bool:
-    own = (config.operator_key or "").split()  # a router's variable may hold several
+    own = (config.operator_key or "").split()  # the environment variable may have several keys
     key = operator_token(config.cluster_key) or next(iter(own), None)
     url, headers = f"{config.url.rstrip('/')}/drain", bearer(key)
     began, answered, told = time.monotonic(), False, ""
@@ -89,10 +90,10 @@ async def _drain(config: DrainConfig) -> bool:
                     idle = msgspec.json.decode(answer, type=DrainProgress).idle
                 elif status in (401, 403, 404, 405):
                     why = f"it answers {status}"
-                    with suppress(*UNREADABLE):  # of something else than kvbaton
+                    with suppress(*UNREADABLE):  # it is not kvbaton's answer
                         why = msgspec.json.decode(answer, type=ErrorBody).error.message
                     raise ConfigError("URL", f"{config.url} does not let itself be drained: {why}")
-                else:  # one that starts has had no request yet
+                else:  # a node that is starting has no requests yet
                     idle = msgspec.json.decode(answer, type=ErrorBody).error.code == "starting"
             except aiohttp.ClientConnectorError as failure:
                 wrong = aiohttp.ClientSSLError | aiohttp.ClientConnectorDNSError
@@ -100,9 +101,9 @@ async def _drain(config: DrainConfig) -> bool:
                     hint = "--ssl-ca-certs says whom to trust"
                     why = f"{failure}; {hint}" if "CERTIFICATE" in str(failure) else str(failure)
                     raise ConfigError("URL", f"{config.url} can't be asked: {why}") from failure
-                if not answered:  # it may have ended before, or the port be a wrong one
+                if not answered:  # it may have ended before, or the port is wrong
                     print(f"kvbaton: nobody listens at {config.url}", file=sys.stderr)
-                return True  # nobody is there any more
+                return True  # the process has ended
             except (aiohttp.ClientError, TimeoutError, OSError, *UNREADABLE) as failure:
                 if told != repr(failure):
                     told = repr(failure)

@@ -1,4 +1,4 @@
-"""Starts a cluster, shows how it comes up, serves, and leaves nothing behind."""
+"""Starts a cluster, shows its start, keeps it running, and stops all of its processes."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from kvbaton.signals import STOP_SIGNALS
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
-"""While it starts."""
+"""Seconds between looks at the nodes while the cluster starts."""
 WATCH_S = 1.0
-"""While it serves."""
+"""Seconds between looks at the nodes while the cluster serves."""
 PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
-"""Until a node that ended is started again: at first, and when it keeps ending."""
+"""Seconds until a node that ended is started again: at first, and at most if it keeps ending."""
 LASTING_S = 60.0
-"""A node that ran for so long has not failed at once."""
+"""Seconds after which a node that ends counts as having run well: the pause is `PAUSE_S` again."""
 
 
 def run(config: ClusterConfig) -> int:
-    """Run a cluster until told to stop; returns the exit status.
+    """Run a cluster until told to stop; return the exit status.
 
     Raises:
-        ConfigError: the router's address is taken, or the machines can't be had.
+        ConfigError: The router's address is taken, or the Ray cluster can't be used.
     """
     logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s %(message)s")
     if config.ray is None:
@@ -54,7 +54,7 @@ class Cluster:
     """A router, which is a child of this process, and its nodes.
 
     Args:
-        placement: where nodes run.
+        placement: Starts the nodes.
     """
 
     def __init__(self, placement: Placement) -> None:
@@ -66,16 +66,16 @@ class Cluster:
         self._node_url = ""
         self._shown: dict[str, str] = {}
         self._starting: dict[str, float] = {}
-        # Generations: of each node the newest that the router knows, and the last that has ended.
+        # By node: the newest generation that the router knows, and the last one that has ended.
         self._lives: dict[str, str] = {}
         self._ended: dict[str, str | None] = {}
         self._stop = asyncio.Event()
 
     async def run(self) -> int:
-        """Startup, serve, shutdown; returns the exit status."""
+        """Start, serve and shut down; return the exit status."""
 
         def on_signal(number: int) -> None:
-            if self._stop.is_set() and number == signal.SIGINT:  # Ctrl-C again: no more patience
+            if self._stop.is_set() and number == signal.SIGINT:  # a second Ctrl-C: kill at once
                 for child in self._children():
                     child.kill()
             self._stop.set()
@@ -127,12 +127,12 @@ class Cluster:
         """Start all processes.
 
         Raises:
-            ConfigError: the router's address is taken.
-            StartError: there is no room for the nodes.
+            ConfigError: The router's address is taken.
+            StartError: There is no room for the nodes.
         """
         config = self.config
         with bind(config.host, config.port) as listener:
-            # Where the router listens on every address, it is reached by loopback.
+            # If the router listens on every address, this process reaches it by loopback.
             url = url_of(listener, config.tls.scheme)
             self.url = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
             there = f"//{self.placement.address}:"
@@ -151,10 +151,10 @@ class Cluster:
         return await self.placement.start(index, self._node_url)
 
     async def until_ready(self) -> None:
-        """Wait until every node is ready and every pair may hand over.
+        """Wait until every node is ready and every pair can hand over.
 
         Raises:
-            StartError: a process ended, or it takes too long.
+            StartError: A process ended, or it takes too long.
         """
         give_up = time.monotonic() + self.config.start_timeout_s
         while True:
@@ -176,7 +176,7 @@ class Cluster:
 
     async def _nodes(self) -> NodesView | None:
         """The router's answer to ``GET /nodes``; None while it does not answer."""
-        # Takes half a second, in which the processes that were started before do the same.
+        # The import takes half a second; the processes started before import it meanwhile, too.
         import aiohttp
 
         timeout = aiohttp.ClientTimeout(total=5.0)
@@ -195,7 +195,7 @@ class Cluster:
         return bearer(registration_token(self.config.cluster_key))
 
     def _show_changes(self, view: NodesView) -> None:
-        """Say what the router knows, but nothing of lives that have ended: it may be late."""
+        """Show changed states, except of generations that have ended: the router may be late."""
         for node in view.nodes:
             self._lives[node.node_id] = node.generation
             if node.generation != self._ended.get(node.node_id):
@@ -216,10 +216,10 @@ class Cluster:
     # --- serve ---
 
     async def serve(self) -> None:
-        """Until the router ends. Show what happens, and start nodes that end again.
+        """Serve until the router ends: show the cluster, and restart nodes that end.
 
         Raises:
-            StartError: it ended.
+            StartError: The router ended.
         """
         assert self.router is not None
         tasks = [asyncio.create_task(self._keep(index)) for index in range(len(self.nodes))]
@@ -228,7 +228,7 @@ class Cluster:
             await asyncio.wait([self.router.exited, *tasks], return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
                 if task.done():
-                    task.result()  # they end by an exception only
+                    task.result()  # tasks only end by an exception
             raise StartError(self.router.obituary)
         finally:
             for task in tasks:
@@ -236,7 +236,7 @@ class Cluster:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _keep(self, index: int) -> None:
-        """Start a node whenever it has ended, after a pause that grows while it does not last."""
+        """Restart a node whenever it ends, after a pause that grows while it keeps ending early."""
         pause = PAUSE_S
         while True:
             node, began = self.nodes[index], time.monotonic()
@@ -254,7 +254,7 @@ class Cluster:
                 print(told, file=sys.stderr, flush=True)
 
     async def _watch(self) -> None:
-        """Show the cluster, for ever."""
+        """Show the cluster until cancelled."""
         from kvbaton.cluster.display import ClusterDisplay
 
         with ClusterDisplay() as display:
@@ -271,7 +271,7 @@ class Cluster:
         return [*self.nodes, *([self.router] if self.router is not None else [])]
 
     async def shutdown(self) -> None:
-        """Stop the nodes, then the router; kill what does not stop in time."""
+        """Stop the nodes, then the router; kill processes that do not stop in time."""
         grace = self.config.stop_timeout_s
         await asyncio.gather(*(child.stop(grace) for child in self.nodes))
         if self.router is not None:

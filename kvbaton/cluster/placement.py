@@ -1,4 +1,4 @@
-"""Where a cluster's nodes run, and the one place that needs nothing: this machine."""
+"""Where a cluster's nodes run: the interface `Placement`, and the one for this machine."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ MAX_LINE = 1 << 16
 
 
 class StartError(Exception):
-    """The cluster did not come up, or fell apart; the text is for the user."""
+    """The cluster did not start, or its router ended; the text is for the user."""
 
 
 class NodeProcess(ABC):
     """A process of the cluster, wherever it runs.
 
     Args:
-        name: as shown to people.
+        name: Name, as shown to people.
 
     Attributes:
-        name: as given.
-        tail: the last lines that it wrote.
-        exited: done when it has ended; the result tells how, in words.
+        name: Name, as shown to people.
+        tail: Last lines of its output.
+        exited: Done when the process has ended; the result says how, for people.
     """
 
     exited: asyncio.Task[str]
@@ -49,36 +49,36 @@ class NodeProcess(ABC):
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
 
     async def heard(self, line: str) -> None:
-        """It has written a line."""
+        """Take a line of its output: keep it, and print it."""
         self.tail.append(line)
-        with suppress(OSError):  # nobody reads ours any more; its own must be read all the same
+        with suppress(OSError):  # our output may be closed; the child's must be read all the same
             print(f"[{self.name}] {line}", file=sys.stderr, flush=True)
 
     @property
     def obituary(self) -> str:
-        """How it ended, and its last lines."""
+        """How the process ended, and its last lines."""
         lines = "\n".join(f"    {line}" for line in list(self.tail)[-SHOWN_LINES:])
         how = f"{self.name} {self.exited.result()}"
         return how + (f"; its last lines:\n{lines}" if lines else "")
 
     @abstractmethod
     async def stop(self, grace_s: float) -> None:
-        """Ask it to stop, and end it if it does not within `grace_s` seconds."""
+        """Ask the process to stop, and kill it if it does not within `grace_s` seconds."""
 
     @abstractmethod
     def kill(self) -> None:
-        """End it and all that it started, at once."""
+        """Kill the process and all that it started."""
 
 
 class Placement(ABC):
-    """Where nodes run, and what of a machine each of them gets.
+    """Starts nodes on machines, and gives each node its GPUs or cores.
 
     Args:
-        config: of the cluster; a placement may complete it.
+        config: Settings of the cluster; a placement may complete them.
 
     Attributes:
-        config: as completed.
-        address: of this machine, as nodes reach it when the router listens on all addresses.
+        config: Completed settings.
+        address: Address of this machine for nodes, used if the router listens on all addresses.
     """
 
     address: str
@@ -91,7 +91,7 @@ class Placement(ABC):
         """Wait until there is room for all nodes.
 
         Raises:
-            StartError: there will be none.
+            StartError: There is no room in time.
         """
 
     @abstractmethod
@@ -99,23 +99,23 @@ class Placement(ABC):
         """Start a node, the first time or again.
 
         Args:
-            index: which one of `ClusterConfig.node_names`.
-            router_url: where it registers.
+            index: Index of the node in `ClusterConfig.node_names`.
+            router_url: URL at which it registers.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Give the room back; all nodes have ended."""
+        """Release the machines, after all nodes have ended."""
 
 
 class LocalPlacement(Placement):
-    """Nodes are children of this process, and share its machine."""
+    """Runs nodes as children of this process, on its machine."""
 
     def __init__(self, config: ClusterConfig) -> None:
         if config.cluster_key is None and not (
             is_loopback(config.host) or is_wildcard(config.host)
         ):
-            # The router is not reached by loopback, by which it else knows who is on this machine.
+            # Nodes reach the router not by loopback, so the key must show that they may register.
             config = replace(config, cluster_key=secrets.token_hex(32))
         super().__init__(config)
         self.address = "[::1]" if config.host == "::" else "127.0.0.1"
@@ -124,7 +124,7 @@ class LocalPlacement(Placement):
 
     @override
     async def open(self) -> None:
-        """There is always room."""
+        """Do nothing: there is always room."""
 
     @override
     async def start(self, index: int, router_url: str) -> NodeProcess:
@@ -135,14 +135,14 @@ class LocalPlacement(Placement):
 
     @override
     def close(self) -> None:
-        """Nothing was taken."""
+        """Do nothing: nothing is held."""
 
 
 class Child(NodeProcess):
-    """A process on this machine. Make one with `start`.
+    """A child process on this machine. Make one with `start`.
 
-    It leads a process group of its own, so that Ctrl-C reaches only us and `kill` reaches all that
-    it started; and Linux kills it when we die, however that happens.
+    It leads a process group of its own, so that Ctrl-C reaches only this process, and `kill`
+    reaches everything that the child started. Linux kills it when this process dies.
     """
 
     def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
@@ -159,7 +159,7 @@ class Child(NodeProcess):
         env: Mapping[str, str],
         pass_fds: Sequence[int] = (),
     ) -> Self:
-        """Run ``kvbaton`` with these words."""
+        """Run ``kvbaton`` with these arguments."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -184,11 +184,11 @@ class Child(NodeProcess):
     @override
     async def stop(self, grace_s: float) -> None:
         if not self.exited.done():
-            with suppress(ProcessLookupError):  # it has just ended by itself
+            with suppress(ProcessLookupError):  # it has just ended
                 self._process.terminate()
         await asyncio.wait([self.exited], timeout=grace_s)
         if not self.exited.done():
-            self.kill()  # first: it may take long until the line is taken in
+            self.kill()  # before `heard`, which may block
             await self.heard(f"did not stop in {grace_s:g} s; killed it")
         await self.exited
 
@@ -208,8 +208,8 @@ class Child(NodeProcess):
 
         reader = asyncio.create_task(pass_on())
         status = await self._process.wait()
-        # Its last words are read before anybody is told; a grandchild may hold the pipe open.
+        # Read its last lines before `exited` is done; a grandchild may keep the pipe open.
         await asyncio.wait([reader], timeout=1.0)
         reader.cancel()
-        self.kill()  # what it left behind
+        self.kill()  # processes that it left behind
         return f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"

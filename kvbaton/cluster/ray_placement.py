@@ -1,11 +1,11 @@
-"""Nodes on the machines of a Ray cluster: each is an actor that runs ``kvbaton`` as a child.
+"""Runs nodes on the machines of a Ray cluster: each is an actor that runs ``kvbaton`` as a child.
 
-An actor has no KV cache, no CUDA and no transport of its own: a node that crashes takes nothing
-down but itself, and begins its next life in a fresh process. If this process ends, however that
-happens, Ray ends the actors, and Linux their children.
+An actor has no KV cache, no CUDA and no transport itself: a node that crashes affects nothing else,
+and restarts in a fresh process. If this process ends in any way, Ray ends the actors, and Linux
+their children.
 
-The router stays with us: its socket is the address that the user asked for, it needs no GPU, and
-under ``ray job submit`` we are on a machine of the cluster, too.
+The router runs on this machine: its socket is at the address that the user asked for, it needs no
+GPU, and under ``ray job submit`` this machine is part of the cluster, too.
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ from kvbaton.errors import ConfigError
 from kvbaton.signals import die_with_parent
 
 LINES_AHEAD = 1000
-"""Lines that an actor keeps for us; then the node waits, as on any full pipe."""
+"""Maximum number of unread lines in an actor; beyond them its node blocks, as on a full pipe."""
 WAIT_S = 1.0
 PATIENCE_S = 5.0
-"""Until we tell what is waited for; how much longer than told the end of a node may take."""
+"""Seconds until a message says what is waited for, and seconds beyond its grace that the end of a
+node may take."""
 
 
 class RayPlacement(Placement):
-    """Nodes on a Ray cluster, each with its GPUs on one machine, spread over the machines.
+    """Runs nodes on a Ray cluster, each with its GPUs on one machine, spread over the machines.
 
     Args:
-        config: of the cluster; without a cluster key it gets one.
+        config: Settings of the cluster; a missing cluster key is generated.
 
     Raises:
-        ConfigError: there is no such Ray cluster, or its machines could not reach the router.
+        ConfigError: There is no such Ray cluster, or its machines can't reach the router.
     """
 
     def __init__(self, config: ClusterConfig) -> None:
@@ -66,21 +67,21 @@ class RayPlacement(Placement):
         self._group: Any = None
 
     def _bundle(self, role: str) -> dict[str, float]:
-        """What of a machine a node gets; Ray counts whole GPUs, and cores that nobody checks."""
+        """Resources of a node; Ray assigns whole GPUs, and counts cores without enforcing them."""
         engine = self.config.engine
         ranks = 1 if role == "encode" else engine.tensor_parallel_size
         if self._gpus:
             return {"CPU": 1, "GPU": ranks}
         if engine.num_threads is not None:
             return {"CPU": engine.num_threads * ranks}
-        # As on one machine: nodes share cores where there are fewer than they have threads.
+        # As on one machine, nodes share cores if there are fewer cores than threads.
         threads = len(self.config.node_names) * engine.tensor_parallel_size
         cores = max(1.0, self._ray.cluster_resources().get("CPU", 1.0))
         return {"CPU": ranks / math.ceil(threads / cores)}
 
     @override
     async def open(self) -> None:
-        """Reserve a bundle of resources per node; Ray moves those of a machine that it loses."""
+        """Reserve resources for each node; Ray moves those of a lost machine."""
         bundles = [self._bundle(role) for role, _ in self.config.node_names]
         self._group = self._ray.util.placement_group(bundles, strategy="SPREAD")
         began, told = time.monotonic(), False
@@ -123,7 +124,7 @@ class RayPlacement(Placement):
             .remote()
         )
         words = config.node_words(role, name, router_url, flags)
-        # An argument, since the environment of an actor is shown to whoever looks at the cluster.
+        # Passed as an argument: Ray shows the environment of actors to everybody.
         return RayNode(self._ray, actor, name, words, config.node_env(name))
 
     @override
@@ -136,10 +137,10 @@ def _resources(amounts: Mapping[str, float]) -> str:
 
 
 def _connect(address: str) -> Any:
-    """Join a Ray cluster; returns the package.
+    """Join a Ray cluster and return the package `ray`.
 
     Raises:
-        ConfigError: naming ``--ray``.
+        ConfigError: There is no such cluster, or the package is missing; it names ``--ray``.
     """
     named = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
     if named.startswith("ray://"):
@@ -152,7 +153,7 @@ def _connect(address: str) -> Any:
         raise ConfigError("--ray", message) from error
     host, _, port = named.rpartition(":")
     try:
-        if port.isdigit():  # where nobody is, Ray would try for minutes
+        if port.isdigit():  # if nothing listens there, Ray itself would try for minutes
             socket.create_connection((host.strip("[]"), int(port)), timeout=PATIENCE_S).close()
         ray.init(address=address, log_to_driver=False, logging_level="warning")
     except (OSError, OverflowError, RuntimeError, ValueError) as error:
@@ -161,16 +162,16 @@ def _connect(address: str) -> Any:
 
 
 class NodeActor:
-    """An actor: runs one node on its machine, and hands on what it writes."""
+    """An actor that runs one node on its machine and forwards the node's output."""
 
     def __init__(self) -> None:
         self._child: ForwardingChild | None = None
-        # Ray ends an actor that process 1 takes over when its raylet dies, but where there is a
-        # service manager or a container that is often another process.
+        # When a raylet dies, Ray ends those of its actors that process 1 adopts; but with a service
+        # manager or in a container often another process adopts them.
         die_with_parent(os.getppid())
 
     async def start(self, name: str, words: Sequence[str], env: Mapping[str, str]) -> str:
-        """Run ``kvbaton`` with these words, at this machine's address, which is returned."""
+        """Run ``kvbaton`` with these arguments, on this machine's address, which is returned."""
         import ray
 
         address: str = ray.util.get_node_ip_address()
@@ -180,18 +181,18 @@ class NodeActor:
         return address
 
     async def read(self) -> tuple[list[str], str | None]:
-        """What it has written since; waits for that. With its last lines, how it ended."""
+        """Wait for new lines and return them; with the last lines, also how the node ended."""
         assert self._child is not None
         return await self._child.read()
 
     async def stop(self, grace_s: float) -> None:
-        """Let it come to an end."""
+        """Stop the node."""
         assert self._child is not None
         await self._child.stop(grace_s)
 
 
 class ForwardingChild(Child):
-    """A child whose lines are read elsewhere."""
+    """A child whose output is read by another process."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
         self._lines: asyncio.Queue[str] = asyncio.Queue(LINES_AHEAD)
@@ -202,7 +203,7 @@ class ForwardingChild(Child):
         await self._lines.put(line)
 
     async def read(self) -> tuple[list[str], str | None]:
-        """What it has written since, and how it ended; waits for the one or the other."""
+        """Wait for new lines or the end; return the lines, and how the child ended or None."""
         line = asyncio.create_task(self._lines.get())
         await asyncio.wait([line, self.exited], return_when=asyncio.FIRST_COMPLETED)
         lines = [line.result()] if line.done() else []
@@ -213,14 +214,14 @@ class ForwardingChild(Child):
 
 
 class RayNode(NodeProcess):
-    """A node behind its actor.
+    """A node that an actor runs.
 
     Args:
-        ray: the package.
-        actor: a handle of a `NodeActor`; Ray may still look for room for it.
-        name: of the node.
-        words: command line.
-        env: beyond that of its machine.
+        ray: The package `ray`.
+        actor: Handle of a `NodeActor`, which Ray may not have placed yet.
+        name: Name of the node.
+        words: Arguments of ``kvbaton``.
+        env: Environment variables to add to those of its machine.
     """
 
     def __init__(

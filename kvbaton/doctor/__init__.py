@@ -1,1 +1,1 @@
-"""``kvbaton doctor``: tries each transport on this machine and tells what is slow, and why."""
+"""``kvbaton doctor``: tests each transport on this machine and reports what is slow, and why."""

@@ -1,4 +1,4 @@
-"""Which connectors are installed here, whether they can be used, and what a store holds."""
+"""Lists installed connectors, whether they can be used, and the namespaces of a store."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from kvbaton.connectors.store import InDirectory, Namespaced
 from kvbaton.errors import ConfigError, KvbatonError
 
 NOT_OPTIONS = {"store": ("name", "clock"), "transport": ("name", "host", "clock", "hub")}
-"""Of constructors, by kind: what is given by us, or no JSON."""
+"""By kind: parameters of constructors that kvbaton gives, or that JSON can't express."""
 
 
 class Installed(Struct, kw_only=True):
-    """One connector.
+    """An installed connector.
 
     Attributes:
         kind: ``store`` or ``transport``.
-        name: as specs name it, with the options of the spec that was asked for.
+        name: Name in specs, with the options of the spec that was asked for.
         where: ``package.module:Class``.
-        options: of its constructor, those that must be given with a ``*``.
-        capabilities: as it declares them; None if it was not built.
-        problem: why it was not built; None if it was.
+        options: Options of its constructor; required ones have a ``*``.
+        capabilities: Declared capabilities; None if it was not built.
+        problem: Why it was not built; None if it was.
     """
 
     kind: str
@@ -54,7 +54,7 @@ class Installed(Struct, kw_only=True):
 
 
 def run(specs: Sequence[str] = (), *, as_json: bool = False, as_markdown: bool = False) -> int:
-    """Print all connectors, or those named; 1 if one can be neither a store nor a transport."""
+    """Print all connectors, or the named ones; return 1 if a named one can't be built, else 0."""
     if as_markdown:
         print("\n\n".join(_markdown(kind, spec) for kind, spec in _wanted(specs)))
         return 0
@@ -72,12 +72,12 @@ def _wanted(specs: Sequence[str]) -> list[tuple[Kind, str]]:
     pairs = [(kind, spec) for spec in specs for kind in (STORES, TRANSPORTS)]
     fitting = [pair for pair in pairs if (pair[0], split_spec(pair[1], pair[0])[0]) in known]
     named = {spec for _, spec in fitting}
-    # A dotted path, or no connector: what is wrong with it is told by the attempt to build it.
+    # A dotted path, or not a connector: the attempt to build it gives the error.
     return fitting + [(STORES, spec) for spec in specs if spec not in named]
 
 
 def _look(kind: Kind, spec: str) -> Installed:
-    """Import it and, if its options allow, build it; a store's constructor does no I/O."""
+    """Import a connector, and build it if no option is missing; stores are built without I/O."""
     target, given = split_spec(spec, kind)
     where = list_connectors(kind).get(target, target)
     found = Installed(kind=kind.noun, name=spec, where=where)
@@ -102,7 +102,7 @@ def _look(kind: Kind, spec: str) -> Installed:
 
 
 def _parameters(kind: Kind, factory: Any) -> list[inspect.Parameter]:
-    """Of a constructor, without those that are not the user's; none of one that does not tell."""
+    """Parameters of a constructor that are options; empty if it has no signature."""
     try:
         every = inspect.signature(factory).parameters.values()
     except ValueError:  # written in C
@@ -112,7 +112,7 @@ def _parameters(kind: Kind, factory: Any) -> list[inspect.Parameter]:
 
 
 def _markdown(kind: Kind, spec: str) -> str:
-    """A connector with its options, from the texts of its class."""
+    """A connector and its options in Markdown, from the docstrings of its class."""
     head = f"### {kind.noun} `{spec}`"
     try:
         factory = class_of(kind, spec)
@@ -150,15 +150,15 @@ def _table(found: Sequence[Installed]) -> str:
 # --- what a store holds ---
 
 CLEAR_S = 600.0
-"""A store may have to look at every object."""
+"""Maximum seconds of a call on namespaces, for which a store may have to read every object."""
 
 
 def run_namespaces(spec: str, clear: str | None = None) -> int:
-    """List a store's namespaces, and forget one if it is named; the exit status.
+    """List a store's namespaces, after clearing one if it is named; return the exit status.
 
     Raises:
-        ConfigError: the store does not tell namespaces apart, or its folder holds none.
-        StoreError: it can't be opened, or fails.
+        ConfigError: The store does not support namespaces, or its folder is missing.
+        StoreError: The store can't be opened, or fails.
     """
     store = load_store(spec)
     if not store.capabilities.namespaces:

@@ -1,8 +1,8 @@
-"""``kvbaton doctor``: tries transports and stores, and tells what the machine itself says.
+"""``kvbaton doctor``: tests transports and stores, and reports on the machine.
 
 A transport moves bytes between two processes, a store keeps objects. Each is loaded, used, verified
-and timed step by step, by the workers and the loops that the conformance kit and the benchmarks
-use, too; the first step that fails is told.
+and timed step by step, with the workers and loops of the conformance kit and the benchmarks; the
+report names the first step that fails.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from kvbaton.testing.transport_rig import Buffer, fresh_name, timed_write
 
 TRANSPORTS = ("memory", "tcp", "nixl")
 SLOW = 0.2
-"""A transport below this share of a plain copy is told of."""
+"""Share of the speed of a plain copy below which a transport gets a warning."""
 
 
 class DoctorReport(Struct, kw_only=True):
-    """All that ``kvbaton doctor --json`` prints.
+    """The output of ``kvbaton doctor --json``.
 
     Attributes:
-        healthy: whether every trial went well.
-        copy_gib_per_s: of a plain copy in memory.
-        trials: one per transport and kind of memory.
-        stores: one per store that was asked for.
-        surroundings: the machine.
+        healthy: Whether every trial passed.
+        copy_gib_per_s: Speed of a plain copy in memory, in GiB/s.
+        trials: One per transport and kind of memory.
+        stores: One per store that was asked for.
+        surroundings: The machine.
     """
 
     healthy: bool
@@ -61,12 +61,12 @@ class DoctorReport(Struct, kw_only=True):
 def run(
     transports: Sequence[str] = (), stores: Sequence[str] = (), *, as_json: bool = False
 ) -> int:
-    """Examine this machine; returns the exit status: 0 if every trial went well, else 1.
+    """Examine this machine; return the exit status, 0 if every trial passed, else 1.
 
     Args:
-        transports: specs to try; empty takes `TRANSPORTS`.
-        stores: specs to try.
-        as_json: print JSON instead of text.
+        transports: Specs of transports to test; empty takes `TRANSPORTS`.
+        stores: Specs of stores to test.
+        as_json: Print JSON instead of text.
     """
     report = examine(transports or TRANSPORTS, stores)
     text = msgspec.json.format(msgspec.json.encode(report)).decode() if as_json else render(report)
@@ -75,10 +75,10 @@ def run(
 
 
 def examine(transports: Sequence[str], stores: Sequence[str] = ()) -> DoctorReport:
-    """Try stores, and transports on every kind of memory that this machine has and they take."""
+    """Test stores, and transports on each kind of memory that the machine has."""
     surroundings, rate = look(), copy_rate()
     devices: list[Device] = ["cpu", "cuda"] if surroundings.gpus else ["cpu"]
-    # Memory works on host memory; whoever names another transport wants it all.
+    # The transport `memory` works on host memory only; others are tested on all kinds.
     trials = [
         try_transport(spec, device)
         for spec in transports
@@ -98,7 +98,7 @@ def examine(transports: Sequence[str], stores: Sequence[str] = ()) -> DoctorRepo
 
 
 def slow_path(trial: TransportTrial, rate: float) -> str:
-    """How a trial that went well shows that bytes take a longer way than they should."""
+    """Warning if a passed trial shows that bytes take a slow path; else empty."""
     if trial.ok and trial.host_staged:
         how = "through the host, a slow path: use nixl where GPUs reach each other"
         return f"{trial.transport} moves GPU memory at {trial.gib_per_s:.1f} GiB/s {how}"
@@ -151,11 +151,11 @@ class SystemInfo(Struct, kw_only=True):
     """The machine.
 
     Attributes:
-        versions: of packages and libraries; ``missing`` where there is none.
-        gpus: models of the GPUs.
-        rdma: names of the RDMA devices.
-        ucx_settings: environment variables that steer UCX.
-        warnings: what falls back to a slow path, and why.
+        versions: Versions of packages and libraries; ``missing`` if there is none.
+        gpus: Models of the GPUs.
+        rdma: Names of the RDMA devices.
+        ucx_settings: Environment variables of UCX.
+        warnings: What falls back to a slow path, and why.
     """
 
     versions: dict[str, str]
@@ -166,11 +166,11 @@ class SystemInfo(Struct, kw_only=True):
 
 
 def look(root: Path = Path("/"), env: Mapping[str, str] = os.environ) -> SystemInfo:
-    """Look around.
+    """Examine the machine.
 
     Args:
-        root: of the file system that is looked at.
-        env: environment.
+        root: Root of the file system to read.
+        env: Environment variables.
     """
     gpus = []
     for gpu in sorted(_list(root / "proc/driver/nvidia/gpus")):
@@ -188,7 +188,7 @@ def look(root: Path = Path("/"), env: Mapping[str, str] = os.environ) -> SystemI
 
 
 def versions() -> dict[str, str]:
-    """Of ourselves and of what moves bytes for us."""
+    """Versions of kvbaton, Python, and packages that kvbaton depends on."""
     found = {"kvbaton": kvbaton.__version__, "python": platform.python_version()}
     for package in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -198,7 +198,7 @@ def versions() -> dict[str, str]:
 
 
 def _ucx_of(package: str) -> str:
-    """Version of the UCX that a package of NIXL brings with it; empty if it has none."""
+    """Version of the UCX in a package of NIXL; empty if it has none."""
     told = ""
     for file in importlib.metadata.files(package) or []:
         if re.fullmatch(r"libucp[-.].*", file.name):
@@ -245,14 +245,14 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(errors="replace")
     except OSError:
-        return ""  # not on this kernel, or not for us: nothing to tell
+        return ""  # this kernel does not have it, or it is not readable
 
 
 # --- trials ---
 
 NUM_BYTES = 64 << 20
 RUN_BYTES = 64 << 10
-"""Of one block in the test pattern; every second block goes to another place."""
+"""Bytes of a run in the test pattern; each run is swapped with its neighbour."""
 SMALL_BYTES = 4 << 10
 REPEATS = 5
 OBJECT_BYTES = 1 << 20
@@ -263,11 +263,11 @@ T = TypeVar("T")
 
 
 class ConnectorTrial(Struct, kw_only=True):
-    """How far a connector came.
+    """Result of testing a connector.
 
     Attributes:
-        failed_at: the step that failed; None if all went well.
-        error: why.
+        failed_at: The step that failed; None if all passed.
+        error: Why it failed.
     """
 
     failed_at: str | None = None
@@ -275,11 +275,11 @@ class ConnectorTrial(Struct, kw_only=True):
 
     @property
     def ok(self) -> bool:
-        """Whether every step went well."""
+        """Whether every step passed."""
         return self.failed_at is None
 
     def take(self, names: Sequence[str], steps: Generator[None]) -> None:
-        """Take named steps up to the first that fails; never raises for what a connector does."""
+        """Run named steps up to the first that fails; exceptions of the connector are recorded."""
         try:
             with closing(steps):
                 for name in names:
@@ -287,7 +287,7 @@ class ConnectorTrial(Struct, kw_only=True):
                     next(steps)
                 self.failed_at = "close"
             self.failed_at = None
-        # Of the remote process: no errors of ours by type.
+        # Errors of the remote process; their text names the type.
         except (CaseFailure, KitBroke) as failure:
             self.error = as_written(str(failure))
         except (Exception, SystemExit) as error:
@@ -298,14 +298,14 @@ class ConnectorTrial(Struct, kw_only=True):
 
 
 class TransportTrial(ConnectorTrial, kw_only=True):
-    """How a transport did.
+    """Result of testing a transport.
 
     Attributes:
-        transport: its name.
-        device: of the memory at both ends.
-        gib_per_s: of 64 KiB runs, the best of a few writes of 64 MiB.
-        small_us: of one write of 4 KiB until it is known to have landed, in microseconds.
-        host_staged: whether these bytes passed through memory of the host on their way.
+        transport: Name of the transport.
+        device: Kind of the memory at both ends.
+        gib_per_s: Speed in GiB/s of 64 KiB runs, the best of a few writes of 64 MiB.
+        small_us: Microseconds of a 4 KiB write until it is known to have landed.
+        host_staged: Whether the bytes passed through host memory on their way.
     """
 
     transport: str
@@ -316,7 +316,7 @@ class TransportTrial(ConnectorTrial, kw_only=True):
 
 
 def try_transport(spec: str, device: Device) -> TransportTrial:
-    """Move bytes of a device into another process."""
+    """Test a transport: move bytes of a device into another process."""
     trial = TransportTrial(transport=spec.partition(":{")[0], device=device)
     names = ("load", "register", "connect", "move", "verify", "time")
     trial.take(names, _transport_steps(spec, device, trial))
@@ -324,7 +324,7 @@ def try_transport(spec: str, device: Device) -> TransportTrial:
 
 
 def _transport_steps(spec: str, device: Device, trial: TransportTrial) -> Generator[None]:
-    """Does a step, then yields."""
+    """Yield after each step."""
     with ExitStack() as ending:
         near = load_transport(spec, name=fresh_name())
         ending.callback(near.shutdown)
@@ -333,7 +333,7 @@ def _transport_steps(spec: str, device: Device, trial: TransportTrial) -> Genera
         near.register(ours.memory)
         trial.host_staged = device in near.capabilities.host_staged
         yield
-        poll: Callable[[], object] | None = None  # of a far side within this process
+        poll: Callable[[], object] | None = None  # drives a target within this process
         if near.capabilities.processes:
             remote = start_worker("transport", spec, NUM_BYTES, device, patience=STEP_S)
             ending.enter_context(remote)
@@ -372,7 +372,7 @@ def _transport_steps(spec: str, device: Device, trial: TransportTrial) -> Genera
 
 
 def copy_rate() -> float:
-    """GiB/s of a plain copy in memory, to compare with."""
+    """Speed of a plain copy in memory, in GiB/s."""
     source, target = np.ones(NUM_BYTES, np.uint8), np.zeros(NUM_BYTES, np.uint8)
     each = []
     for _ in range(REPEATS):
@@ -386,14 +386,14 @@ def copy_rate() -> float:
 
 
 class StoreTrial(ConnectorTrial, kw_only=True):
-    """How a store did.
+    """Result of testing a store.
 
     Attributes:
-        store: its name.
-        store_gib_per_s: of 32 objects of 1 MiB in one call.
-        load_gib_per_s: of the same, just stored.
-        lookup_us: of one lookup of the 32 keys, in microseconds.
-        warnings: what the store, or one of its tiers, works without.
+        store: Name of the store.
+        store_gib_per_s: Speed in GiB/s of storing 32 objects of 1 MiB in one call.
+        load_gib_per_s: Speed in GiB/s of loading these objects, just stored.
+        lookup_us: Microseconds of one lookup of the 32 keys.
+        warnings: Outages of the store or of its tiers.
     """
 
     store: str
@@ -404,14 +404,14 @@ class StoreTrial(ConnectorTrial, kw_only=True):
 
 
 def try_store(spec: str) -> StoreTrial:
-    """Fill a store, read back what it keeps, and empty it."""
+    """Test a store: store objects, load and verify them, and delete them."""
     trial = StoreTrial(store=spec.partition(":{")[0])
     trial.take(("load", "open", "store", "lookup", "verify", "delete"), _store_steps(spec, trial))
     return trial
 
 
 def _store_steps(spec: str, trial: StoreTrial) -> Generator[None]:
-    """Does a step, then yields."""
+    """Yield after each step."""
     store = load_store(spec)
     yield
     store.open()
@@ -449,7 +449,7 @@ def _store_steps(spec: str, trial: StoreTrial) -> Generator[None]:
 
 
 def _answer(call: Callable[[], Future[T]]) -> tuple[T, float]:
-    """What a store answers, and after how many seconds."""
+    """Answer of a store, and the seconds that it took."""
     began = time.perf_counter()
     try:
         return call().result(STEP_S), time.perf_counter() - began

@@ -1,1 +1,1 @@
-"""The Python API: an engine inside your own program, without HTTP and without hand-overs."""
+"""The Python API: an engine for your own program, without HTTP and without hand-overs."""

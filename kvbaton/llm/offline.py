@@ -30,22 +30,23 @@ T = TypeVar("T")
 Params = TextSamplingParams | Sequence[TextSamplingParams] | None
 
 SAVES_S = 5.0
-"""For what a store is still to keep, when nothing else runs: the next engine finds it there."""
+"""Seconds at the end for saves to a store, so that the next engine finds the blocks there."""
 STOP_S = 20.0
 
 
 class LLM:
-    """An engine in a child process, asked from ordinary code.
+    """An engine in a child process, for synchronous code.
 
-    Nobody waits for single tokens: `max_num_mixed_tokens` is `max_num_batched_tokens` if not given.
+    No client waits for single tokens, so `max_num_mixed_tokens` defaults to
+    `max_num_batched_tokens`.
 
     Args:
-        model: a Hugging Face folder.
-        settings: see `AsyncLLM.start`.
+        model: A Hugging Face folder, or a GGUF file.
+        settings: See `AsyncLLM.start`.
 
     Raises:
-        ConfigError: a setting or the model folder is wrong.
-        EngineDeadError: the engine died.
+        ConfigError: A setting or the model folder is wrong.
+        EngineDeadError: The engine died.
     """
 
     def __init__(self, model: str | Path, **settings: Any) -> None:
@@ -53,7 +54,7 @@ class LLM:
         thread = threading.Thread(target=self._loop.run_forever, name="llm", daemon=True)
         thread.start()
         self._started: list[AsyncLLM] = []  # one, or none yet
-        # Also runs when the object is forgotten, and when the interpreter ends.
+        # Also runs when the object is garbage, and when the interpreter ends.
         ending = self._process, self._loop, thread, self._started
         self.close = weakref.finalize(self, _stop, *ending)
         try:
@@ -74,19 +75,21 @@ class LLM:
         """Continue prompts, all at the same time.
 
         Args:
-            prompts: a text, token ids, vLLM's ``{"prompt": ...}`` or ``{"prompt_token_ids": ...}``,
-                or a list of such.
-            sampling_params: for all, or one per prompt; None takes the model's recommendations.
-            use_tqdm: show a progress bar on standard error.
-            options: `priority`, `cache_salt` and `timeout` of each; see `AsyncLLM.generate`.
+            prompts: A text, token ids, vLLM's ``{"prompt": ...}`` or ``{"prompt_token_ids": ...}``,
+                or a list of these.
+            sampling_params: For all prompts, or one per prompt; None takes the model's defaults.
+            use_tqdm: Show a progress bar on standard error.
+            options: `priority`, `cache_salt` and `timeout` of each prompt; see `AsyncLLM.generate`.
 
         Returns:
             One answer per prompt, in order.
 
         Raises:
-            RequestError: something is wrong with any of them; none is run then.
-            EngineDeadError: the engine is gone.
-            TypeError: what should be `SamplingParams` is something else.
+            RequestError: A prompt or its parameters are wrong (then none is run), or a request
+                fails.
+            EngineDeadError: The engine is gone.
+            TypeError: `sampling_params` has something other than `SamplingParams`.
+            ValueError: There are not as many `sampling_params` as prompts.
         """
         if not isinstance(prompts, Sequence | Rendered | dict):
             told = "prompts must be a text, token ids, or a list of such"
@@ -111,8 +114,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer a conversation, or a list of conversations.
 
-        See `generate`; `options` may also be those of `AsyncLLM.render` (`tools` ...). Calls of
-        tools are in the text, as the model writes them.
+        See `generate`; `options` may also be those of `AsyncLLM.render` (`tools` ...). Tool calls
+        are part of the text, as the model writes them.
         """
         shown = template_options(options)
         single = not isinstance(messages, Sequence) or (
@@ -123,7 +126,7 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, **options)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes; whether that could be done."""
+        """Clear the prefix cache; return whether that was possible."""
         return self._wait(self._own.reset_prefix_cache())
 
     @property
@@ -149,7 +152,7 @@ class LLM:
         return [task.result() for task in tasks]
 
     async def _answer(self, prepared: Prepared, bar: tqdm[Any]) -> RequestOutput:
-        """All of one prompt's deltas as one answer."""
+        """Run a prompt and join its deltas into one answer."""
         choices: dict[int, CompletionOutput] = {}
         scores, cached = None, 0
         async for delta in self._own.run(prepared):
@@ -178,7 +181,7 @@ class LLM:
         try:
             return future.result()
         except BaseException:
-            future.cancel()  # an interrupted caller wants nothing more
+            future.cancel()  # an interrupted caller does not need the result
             raise
 
     def __enter__(self) -> Self:
@@ -204,9 +207,9 @@ def _stop(
 
 
 async def _end_start() -> None:
-    """Let a start that was interrupted end its engine."""
+    """Cancel an interrupted start, and wait until it has ended its engine."""
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    if not any(task.cancelling() for task in tasks):  # else it is ending its engine
+    if not any(task.cancelling() for task in tasks):  # else it is already ending its engine
         for task in tasks:
             task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,6 +1,6 @@
 """`AsyncLLM`: an engine in a child process, for programs that run an event loop.
 
-What it takes and gives has the names and shapes of vLLM's.
+Parameters and outputs have vLLM's names and shapes.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ from kvbaton.types import NodeId
 
 
 class TextSamplingParams(SamplingParams, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The engine's parameters (`SamplingParams`), and how tokens become text.
+    """Sampling parameters of the engine (`SamplingParams`), and of how tokens become text.
 
     Attributes:
-        max_tokens: most tokens to generate; None for as many as the model's length leaves.
-        stop: strings that end the text.
-        include_stop_str_in_output: keep the stop string, or stop token, in the text.
-        skip_special_tokens: leave special tokens out of the text.
-        structured_outputs: what the text must be.
-        bad_words: texts that are not generated, with and without a space before them.
-        truncate_prompt_tokens: keep so many of the prompt's tokens, the last ones; -1 keeps as many
-            as leave room for `max_tokens`.
+        max_tokens: Maximum number of tokens to generate; None for as many as fit the context.
+        stop: Strings that end the text.
+        include_stop_str_in_output: Keep the stop string, or stop token, in the text.
+        skip_special_tokens: Leave special tokens out of the text.
+        structured_outputs: Constraint on the text.
+        bad_words: Texts that are not generated, with and without a space before them.
+        truncate_prompt_tokens: Number of tokens at the prompt's end to keep; -1 keeps as many as
+            leave room for `max_tokens`.
     """
 
-    max_tokens: int | None = 16  # type: ignore[assignment]  # the engine is told a number
+    max_tokens: int | None = 16  # type: ignore[assignment]  # the engine always gets a number
     stop: str | Sequence[str] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
@@ -71,14 +71,14 @@ class TextSamplingParams(SamplingParams, frozen=True, kw_only=True, forbid_unkno
     truncate_prompt_tokens: int | None = None
 
     def for_engine(self, room: int, tokenizer: Tokenizer) -> SamplingParams:
-        """The part that the engine is told.
+        """Make the engine's parameters.
 
         Args:
-            room: tokens that fit behind the prompt.
-            tokenizer: for `bad_words`.
+            room: Number of tokens that fit after the prompt.
+            tokenizer: Tokenizer, for `bad_words`.
 
         Raises:
-            ValueError: a field has a wrong type; the message names it.
+            ValueError: A field has a wrong type; the message names it.
             RequestError: `structured_outputs` or `bad_words` are wrong.
         """
         fields = {name: getattr(self, name) for name in SamplingParams.__struct_fields__}
@@ -91,7 +91,7 @@ class TextSamplingParams(SamplingParams, frozen=True, kw_only=True, forbid_unkno
         return msgspec.convert(fields, SamplingParams)
 
     def for_text(self) -> TextOptions:
-        """The part that makes text of tokens.
+        """Make the options of detokenization.
 
         Raises:
             RequestError: `stop` is wrong.
@@ -106,15 +106,15 @@ class TextSamplingParams(SamplingParams, frozen=True, kw_only=True, forbid_unkno
 
 @dataclass
 class CompletionOutput:
-    """One choice, or what is new of it.
+    """One choice, or the new part of it.
 
     Attributes:
-        index: of the choice.
-        text: generated.
-        token_ids: generated, the stop token included.
-        logprobs: one per token, if asked for.
-        finish_reason: ``stop`` or ``length``; None while it goes on.
-        stop_reason: the stop string or stop token id that ended it, if one did.
+        index: Index of the choice.
+        text: Generated text.
+        token_ids: Generated tokens, the stop token included.
+        logprobs: One per token, if asked for.
+        finish_reason: ``stop`` or ``length``; None while the choice goes on.
+        stop_reason: The stop string or stop token id that ended it, if one did.
     """
 
     index: int
@@ -125,7 +125,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
 
     def append(self, delta: CompletionOutput) -> None:
-        """Add what is new of this choice."""
+        """Add a new part of this choice."""
         self.text += delta.text
         self.token_ids += delta.token_ids
         if delta.logprobs is not None:
@@ -135,15 +135,15 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """Answer to one prompt, or what is new of it.
+    """Answer to one prompt, or the new part of it.
 
     Attributes:
-        request_id: of the request.
-        prompt: its text; None if it came as tokens.
-        prompt_token_ids: its tokens.
-        outputs: the choices; of a delta, the one that has news.
-        prompt_logprobs: one per prompt token, if asked for.
-        num_cached_tokens: prompt tokens taken from the prefix cache.
+        request_id: Id of the request.
+        prompt: Text of the prompt; None if it was given as tokens.
+        prompt_token_ids: Tokens of the prompt.
+        outputs: The choices; in a delta, the one that has a new part.
+        prompt_logprobs: One per prompt token, if asked for.
+        num_cached_tokens: Number of prompt tokens from the prefix cache.
     """
 
     request_id: str
@@ -164,12 +164,12 @@ class RequestOutput:
 Message = dict[str, Any]
 
 DEADLINE_S = 7 * 86400.0
-"""Of a request without a `timeout`: a long list of prompts may take its time."""
+"""Deadline in seconds of a request without a `timeout`: a long list of prompts may take long."""
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as a prompt: its tokens, and the images among them."""
+    """A conversation rendered as a prompt: its tokens and images."""
 
     token_ids: list[int]
     items: tuple[Item, ...] = ()
@@ -180,26 +180,26 @@ Prompt = str | Sequence[int] | Rendered | dict[str, Any]
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request that was checked and can be run."""
+    """A checked request, ready to run."""
 
     prompt: str | None
     asked: PromptRequest
 
 
 RENDERED = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
-"""Options of a chat that its template is told."""
+"""Options of a chat for its template."""
 
 
 def template_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Those of `AsyncLLM.render`, taken out of `options`."""
+    """Remove the options of `AsyncLLM.render` from `options`, and return them."""
     return {name: options.pop(name) for name in RENDERED if name in options}
 
 
 def _prompt_of(said: dict[str, Any]) -> str | Sequence[int]:
-    """What vLLM's ``TextPrompt`` or ``TokensPrompt`` says; token ids win over their text.
+    """Prompt of vLLM's ``TextPrompt`` or ``TokensPrompt``; token ids win over the text.
 
     Raises:
-        RequestError: it has neither, or something else.
+        RequestError: It has neither, or another key.
     """
     if other := sorted(said.keys() - {"prompt", "prompt_token_ids"}):
         raise RequestError("prompts may have prompt or prompt_token_ids only", param=other[0])
@@ -213,10 +213,10 @@ def _prompt_of(said: dict[str, Any]) -> str | Sequence[int]:
 
 
 def _fields(form: type[EngineConfig | MediaConfig], settings: dict[str, Any]) -> dict[str, Any]:
-    """Those keyword arguments that a dataclass of settings has, taken out of `settings`.
+    """Remove the fields of a dataclass of settings from `settings`, and return their values.
 
     Raises:
-        ConfigError: a value is of another type.
+        ConfigError: A value has the wrong type.
     """
     types, values = get_type_hints(form), dict[str, Any]()
     for name in settings.keys() & form.__dataclass_fields__.keys():
@@ -263,16 +263,15 @@ class AsyncLLM:
         """Load a model and wait until it can generate.
 
         Args:
-            model: a Hugging Face folder, or a GGUF file.
-            chat_template: file with another chat template than the model's.
-            generation_config: whether the model recommends sampling defaults.
-            log_level: of the engine's process.
-            settings: other fields of `EngineConfig`, those in JSON also as dicts, and of
-                `MediaConfig`.
+            model: A Hugging Face folder, or a GGUF file.
+            chat_template: File with a chat template that replaces the model's.
+            generation_config: Whether the model's recommended sampling parameters are defaults.
+            log_level: Log level of the engine's process.
+            settings: Other fields of `EngineConfig` (JSON ones also as dicts) and of `MediaConfig`.
 
         Raises:
-            ConfigError: a setting or the model folder is wrong.
-            EngineDeadError: the engine died.
+            ConfigError: A setting or the model folder is wrong.
+            EngineDeadError: The engine died.
         """
         _setting("generation_config", generation_config, GenerationConfigMode)
         if str(log_level).upper() not in logging.getLevelNamesMapping():
@@ -300,11 +299,11 @@ class AsyncLLM:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's."""
+        """Tokenizer of the model."""
         return self._frontend.tokenizer
 
     def default_params(self) -> TextSamplingParams:
-        """What a request without parameters gets: the model's recommendations."""
+        """Parameters of a request without any: the model's defaults."""
         return TextSamplingParams(**self._frontend.config.sampling_defaults)
 
     async def generate(
@@ -313,18 +312,18 @@ class AsyncLLM:
         """Continue a prompt.
 
         Args:
-            prompt: a text, token ids, what `render` has made, or vLLM's ``{"prompt": ...}`` or
+            prompt: A text, token ids, a result of `render`, or vLLM's ``{"prompt": ...}`` or
                 ``{"prompt_token_ids": ...}``.
-            sampling_params: None takes the model's recommendations.
+            sampling_params: Sampling parameters; None takes the model's defaults.
             options: `request_id`, `priority`, `cache_salt`, `timeout` (seconds).
 
         Yields:
-            What is new, of one choice at a time.
+            New text and tokens, of one choice at a time.
 
         Raises:
-            RequestError: something in it is wrong, or it took longer than its timeout.
-            EngineDeadError: the engine is gone.
-            TypeError: `sampling_params` are something else, or there is no such option.
+            RequestError: The request is wrong, or took longer than its timeout.
+            EngineDeadError: The engine is gone.
+            TypeError: `sampling_params` is not a `SamplingParams`, or there is no such option.
         """
         prepared = await self.prepare(prompt, sampling_params, **options)
         async with aclosing(self.run(prepared)) as deltas:
@@ -352,10 +351,10 @@ class AsyncLLM:
         continue_final_message: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> Rendered:
-        """A conversation as a prompt, by the model's chat template; all as in OpenAI's API.
+        """Render a conversation by the model's chat template; arguments are as in OpenAI's API.
 
         Raises:
-            RequestError: the model has no template, or something does not fit it.
+            RequestError: The model has no template, or the conversation does not fit it.
         """
         listed = isinstance(messages, Sequence) and not isinstance(messages, str)
         if not listed or not all(isinstance(message, dict) for message in messages):
@@ -407,7 +406,7 @@ class AsyncLLM:
             try:
                 if isinstance(prompt, bytes) or bool in set(map(type, prompt)):
                     raise TypeError
-                ids = [index(token) for token in prompt]  # NumPy's, too
+                ids = [index(token) for token in prompt]  # also NumPy integers
             except TypeError:
                 problem = "a prompt must be a text, or token ids"
                 raise RequestError(problem, param="prompt") from None
@@ -434,7 +433,7 @@ class AsyncLLM:
         return Prepared(text, PromptRequest(index=0, request=request, options=given.for_text()))
 
     async def run(self, prepared: Prepared) -> AsyncGenerator[RequestOutput]:
-        """Deltas of a request that `prepare` has checked."""
+        """Run a request that `prepare` has checked, and yield its deltas."""
         ids = list(prepared.asked.request.token_ids)
         async with aclosing(run_prompts(self._frontend, [prepared.asked])) as events:
             async for event in events:
@@ -460,11 +459,11 @@ class AsyncLLM:
                 )
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes; whether that could be done."""
+        """Clear the prefix cache; return whether that was possible."""
         return bool(await self._client.command("reset_prefix_cache"))
 
     async def shutdown(self, grace_s: float = 0.0) -> None:
-        """End the engine; running requests have `grace_s` seconds. Idempotent."""
+        """End the engine; running requests get `grace_s` seconds. Idempotent."""
         await self._client.shutdown(grace_s)
 
     async def __aenter__(self) -> Self:

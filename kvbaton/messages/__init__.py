@@ -8,6 +8,6 @@ from __future__ import annotations
 import msgspec
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes that are no message: also text that is not UTF-8, or too deep."""
+"""Exceptions of msgspec for bytes that can't be decoded, including bad UTF-8 and deep nesting."""
 OTHER_TYPES = (AttributeError, LookupError, TypeError)
-"""What is raised where JSON that can be read holds something else than is looked for."""
+"""Exceptions of code that reads decoded JSON of another shape than it expects."""

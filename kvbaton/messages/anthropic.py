@@ -1,8 +1,8 @@
-"""Anthropic's Messages API as types: requests, content blocks, answers, errors.
+"""Types of Anthropic's Messages API: requests, content blocks, answers, errors.
 
 Names and shapes are those of Anthropic's API reference; fields marked *extension* are those of
-chats (`messages.openai`). Unknown fields of a request are ignored, as there: ``cache_control`` is
-one, since prefixes are cached anyway.
+chats (`messages.openai`). Unknown fields of a request are ignored, as for chats; ``cache_control``
+is one of them, because prefixes are always cached.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from msgspec import UNSET, Struct, UnsetType
 
 
 class TextBlock(Struct, tag_field="type", tag="text"):
-    """Text."""
+    """A text."""
 
     text: str
 
 
 class Base64Source(Struct, tag_field="type", tag="base64"):
-    """An image itself."""
+    """An image, base64-encoded."""
 
     media_type: str
     data: str
 
 
 class UrlSource(Struct, tag_field="type", tag="url"):
-    """Where an image is."""
+    """The URL of an image."""
 
     url: str
 
@@ -40,10 +40,10 @@ class ImageBlock(Struct, tag_field="type", tag="image"):
 
 
 class ThinkingBlock(Struct, tag_field="type", tag="thinking"):
-    """What came before the answer.
+    """Reasoning before the answer.
 
     Attributes:
-        signature: for Anthropic's own servers; ours is empty, and none is asked for.
+        signature: For Anthropic's own servers; kvbaton's is empty, and none is required.
     """
 
     thinking: str
@@ -51,16 +51,16 @@ class ThinkingBlock(Struct, tag_field="type", tag="thinking"):
 
 
 class RedactedThinkingBlock(Struct, tag_field="type", tag="redacted_thinking"):
-    """The same, which only Anthropic can read; left out."""
+    """Encrypted reasoning that only Anthropic can read; it is left out of the prompt."""
 
 
 class ToolUseBlock(Struct, tag_field="type", tag="tool_use"):
-    """A call of a tool.
+    """A tool call.
 
     Attributes:
-        id: which its result repeats.
-        input: the arguments; of a call that was cut off, or whose arguments are no object, what the
-            model wrote as ``INVALID_JSON``, as Anthropic has such told.
+        id: Id of the call, which its result repeats.
+        input: The arguments. If they are not a JSON object, for example of a call that was cut off,
+            the field ``INVALID_JSON`` has the model's text, as Anthropic recommends.
     """
 
     id: str
@@ -69,10 +69,11 @@ class ToolUseBlock(Struct, tag_field="type", tag="tool_use"):
 
 
 class ToolResultBlock(Struct, tag_field="type", tag="tool_result"):
-    """What a call came to.
+    """The result of a tool call.
 
     Attributes:
-        content: a text, or blocks of text and images.
+        tool_use_id: Id of the call.
+        content: A text, or blocks of text and images.
     """
 
     tool_use_id: str
@@ -80,31 +81,31 @@ class ToolResultBlock(Struct, tag_field="type", tag="tool_result"):
 
 
 Content = TextBlock | ThinkingBlock | ToolUseBlock
-"""Of an answer."""
+"""Content block of an answer."""
 
 # --- requests ---
 
 
 class UserMessage(Struct, tag_field="role", tag="user"):
-    """What the user says, and what calls came to."""
+    """A message of the user, with results of tool calls."""
 
     content: str | list[TextBlock | ImageBlock | ToolResultBlock]
 
 
 class AssistantMessage(Struct, tag_field="role", tag="assistant"):
-    """What the model has said; the last message may be the beginning of its answer."""
+    """A message of the model; the last one may be the beginning of its answer."""
 
     content: str | list[TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock]
 
 
 class SystemMessage(Struct, tag_field="role", tag="system"):
-    """An instruction amid the conversation, which models get with what the user says."""
+    """An instruction; after the first message, models get it as part of the user's message."""
 
     content: str | list[TextBlock]
 
 
 class CustomTool(Struct):
-    """A tool that the client runs; those that Anthropic defines or runs are refused."""
+    """A tool that the client runs; tools that Anthropic defines or runs are refused."""
 
     name: str
     input_schema: dict[str, Any]
@@ -113,7 +114,7 @@ class CustomTool(Struct):
 
 
 class ToolChoice(Struct):
-    """Whether tools are called, and which."""
+    """Whether the model calls tools, and which."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -121,20 +122,20 @@ class ToolChoice(Struct):
 
 
 class ThinkingConfig(Struct):
-    """Whether the model is to think, where its template asks; budgets are ignored."""
+    """Whether the model reasons, if its chat template has such a switch; budgets are ignored."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
 
 
 class OutputConfig(Struct):
-    """``output_config``: the effort for the template, and a ``json_schema`` for the answer."""
+    """Field ``output_config``: effort for the chat template, ``json_schema`` for the answer."""
 
     effort: str | None = None
     format: dict[str, Any] | None = None
 
 
 class RequestMetadata(Struct):
-    """``metadata``."""
+    """Field ``metadata``."""
 
     user_id: str | None = None
 
@@ -143,7 +144,7 @@ class CountTokensRequest(Struct, kw_only=True):
     """Body of ``POST /v1/messages/count_tokens``.
 
     Attributes:
-        chat_template_kwargs: extension.
+        chat_template_kwargs: Extension.
     """
 
     model: str
@@ -160,7 +161,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     """Body of ``POST /v1/messages``.
 
     Attributes:
-        priority: extension, as all below it.
+        priority: Extension, as all fields below it.
     """
 
     max_tokens: int
@@ -181,7 +182,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
 
 class MessagesUsage(Struct, kw_only=True):
-    """Tokens counted; those of the prompt are `input_tokens` and `cache_read_input_tokens`."""
+    """Numbers of tokens; the prompt has `input_tokens` plus `cache_read_input_tokens`."""
 
     input_tokens: int
     output_tokens: int
@@ -190,11 +191,11 @@ class MessagesUsage(Struct, kw_only=True):
 
 
 class MessagesResponse(Struct, kw_only=True):
-    """Answer of ``/v1/messages``; in ``message_start`` still without content.
+    """Answer of ``/v1/messages``; in the event ``message_start`` it has no content yet.
 
     Attributes:
-        stop_sequence: which one ended the text.
-        kv_transfer_params: extension.
+        stop_sequence: The stop sequence that ended the text; null without one.
+        kv_transfer_params: Extension.
     """
 
     id: str
@@ -215,7 +216,7 @@ class CountTokensResponse(Struct):
 
 
 class MessagesErrorInfo(Struct, kw_only=True):
-    """What went wrong."""
+    """Description of an error."""
 
     type: str
     message: str

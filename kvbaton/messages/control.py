@@ -1,7 +1,7 @@
-"""The control channel's messages, engine core to engine core: the hand-over protocol.
+"""Messages of the hand-over protocol, sent between engine cores over the control channel.
 
-Rules in `docs/protocol.md`. They travel as MessagePack. A field added at the end with a default
-keeps neighbouring releases able to talk; anything else raises `PROTOCOL_VERSION`.
+`docs/protocol.md` has the rules. Messages are MessagePack. Adding a field at the end with
+a default keeps neighbouring releases compatible; any other change must raise `PROTOCOL_VERSION`.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from kvbaton.types import (
 PROTOCOL_VERSION = MIN_PROTOCOL_VERSION = 4
 
 MAX_KEYS = 1 << 16
-"""Blocks that one `Reserve` may name by key."""
+"""Maximum number of blocks that a `Reserve` may name by key."""
 
 MAX_SESSIONS_ASKED = 256
 
 
 class RankCard(Struct, frozen=True):
-    """What one rank shows a peer.
+    """Description of one rank for a peer.
 
     Attributes:
-        rank: tensor-parallel rank.
-        card: the transport's card (`Transport.card`).
-        layouts: encoded `list[KVLayout]`, one per group, in order of group.
+        rank: Tensor-parallel rank.
+        card: Card of the transport (`Transport.card`).
+        layouts: Encoded `list[KVLayout]`, one per group, in order of group.
     """
 
     rank: Count
@@ -49,11 +49,14 @@ class RankCard(Struct, frozen=True):
 
 
 class DigestRun(Struct, frozen=True):
-    """Digests that P claims for one (source rank, target rank, group) of a write.
+    """Digests of P for one (source rank, target rank, group) of a write.
 
     Attributes:
-        first_unit: number of the first unit; a unit is lcm(block sizes) tokens.
-        values: one 64-bit value per unit, as unsigned little-endian bytes, 8 each.
+        source_rank: Rank of P.
+        target_rank: Rank of D.
+        group: Number of the KV group.
+        first_unit: Number of the first unit; a unit is lcm(block sizes) tokens.
+        values: One 64-bit value per unit, as unsigned little-endian bytes, 8 each.
     """
 
     source_rank: Count
@@ -64,11 +67,13 @@ class DigestRun(Struct, frozen=True):
 
 
 class Message(Struct, frozen=True, tag_field="type", kw_only=True):
-    """What every control message carries: its session and its number there.
+    """Fields of every control message.
 
     Attributes:
-        receiver: of D's, the generation that the session is up with. Another one that lives at the
-            same address now must not take it for its own.
+        session: Id of the session.
+        seq: Number of the message; see `docs/protocol.md`, "Numbers".
+        receiver: In D's messages, the generation of P that the session is with. Another generation
+            at the same address must not take the message as its own.
     """
 
     session: Id128
@@ -80,9 +85,14 @@ class Hello(Message, frozen=True, tag="hello", kw_only=True):
     """D opens a session with P, or keeps it alive. Answered by `Welcome` or `Refused`.
 
     Attributes:
-        min_version: oldest protocol version that D speaks.
-        max_version: newest.
-        over: D's earlier sessions that have blocks in quarantine: can a write still land there?
+        sender: Name and generation of D.
+        min_version: Oldest protocol version that D speaks.
+        max_version: Newest protocol version that D speaks.
+        identity: Digest of the identity record.
+        identity_record: Model and settings that both sides must share, for error messages.
+        transport: Name of the transport.
+        ranks: Descriptions of D's ranks.
+        over: Earlier sessions of D that have blocks in quarantine; D asks for `SessionDrained`.
     """
 
     sender: NodeId
@@ -111,15 +121,15 @@ class TransferMessage(Message, frozen=True, kw_only=True):
 
 
 class Reserve(TransferMessage, frozen=True, tag="reserve", kw_only=True):
-    """D names the blocks that P shall write; frozen once sent.
+    """D names the blocks that P is to write; it never changes once sent.
 
     Attributes:
-        prompt_key: chained key over all prompt tokens, partial tail included.
-        num_tokens: prompt length.
-        spans: per group, the target blocks wanted.
-        remaining_ms: how long D will wait in all.
-        keys: of the blocks from the first token wanted to `num_tokens`, 32 bytes each: P sends
-            those that it holds, at once. The last is `prompt_key`. Empty for a prompt to come.
+        prompt_key: Chained key over all prompt tokens, partial tail included.
+        num_tokens: Length of the prompt, in tokens.
+        spans: Per group, the target blocks wanted.
+        remaining_ms: Milliseconds that D will wait in all.
+        keys: Keys of the blocks from the first token wanted to `num_tokens`, 32 bytes each: P sends
+            the blocks that it holds, at once. The last is `prompt_key`. Empty for a prompt to come.
     """
 
     prompt_key: Key
@@ -130,11 +140,11 @@ class Reserve(TransferMessage, frozen=True, tag="reserve", kw_only=True):
 
 
 class Accepted(TransferMessage, frozen=True, tag="accepted", kw_only=True):
-    """P took a `Reserve`."""
+    """P accepted a `Reserve`."""
 
 
 class Refused(Message, frozen=True, tag="refused", kw_only=True):
-    """A message can't be honoured; names why. Without `transfer_id` it refuses the session.
+    """P refuses a message and says why. Without `transfer_id` it refuses the session.
 
     Codes: ``unknown_session``, ``version``, ``identity``, ``transport``, ``layout``, ``prompt``,
     ``conflict``, ``consumed``, ``too_many``, ``expired``, ``malformed``.
@@ -148,11 +158,11 @@ class Refused(Message, frozen=True, tag="refused", kw_only=True):
 
 
 class Progress(TransferMessage, frozen=True, tag="progress", kw_only=True):
-    """P is alive and this is how far it is; D's deadline starts anew.
+    """P is alive and reports its progress; D's deadline starts anew.
 
     Attributes:
-        state: of the attempt on P, for people.
-        tokens_pushed: posted so far.
+        state: State of the attempt on P, for people.
+        tokens_pushed: Number of tokens posted so far.
     """
 
     state: Name
@@ -163,11 +173,11 @@ class Complete(TransferMessage, frozen=True, tag="complete", kw_only=True):
     """P is done: all writes are posted and the first tokens are known.
 
     Attributes:
-        num_tokens: prompt positions with valid KV; of block keys perhaps fewer than were named, as
-            P no longer has the others.
-        num_writes: writes are numbered 0 to num_writes - 1.
-        choices: token 0 of each choice; none of block keys.
-        cached_tokens: prompt tokens that P did not have to compute.
+        num_tokens: Number of prompt positions with valid KV; for block keys perhaps fewer than D
+            named, if P no longer has the others.
+        num_writes: Number of writes; they are numbered from 0.
+        choices: Token 0 of each choice; empty for block keys.
+        cached_tokens: Number of prompt tokens that P did not have to compute.
     """
 
     num_tokens: Count
@@ -177,10 +187,11 @@ class Complete(TransferMessage, frozen=True, tag="complete", kw_only=True):
 
 
 class Ack(TransferMessage, frozen=True, tag="ack", kw_only=True):
-    """D has verified (``ok``), or found bytes that do not match (``mismatch``); P may free.
+    """D has verified all bytes (``ok``) or found a mismatch (``mismatch``); P may free its blocks.
 
     Attributes:
-        bad: for ``mismatch``, token ranges (start, end) that failed.
+        verdict: ``ok`` or ``mismatch``.
+        bad: For ``mismatch``, token ranges (start, end) that failed.
     """
 
     verdict: Name
@@ -188,15 +199,15 @@ class Ack(TransferMessage, frozen=True, tag="ack", kw_only=True):
 
 
 class NotNeeded(TransferMessage, frozen=True, tag="not_needed", kw_only=True):
-    """D has the whole prompt, or its request ended before it asked for it; P may stop."""
+    """D has the whole prompt cached, or its request ended before it sent `Reserve`; P may stop."""
 
 
 class Failed(TransferMessage, frozen=True, tag="failed", kw_only=True):
-    """P gave up and has stopped posting; what was posted may still land until `Drained`.
+    """P gave up and has stopped posting; posted writes may still land until `Drained`.
 
     Attributes:
-        reason: for people.
-        engine: P has not computed it, or no longer has it: the way to D is not to blame.
+        reason: Why, for people.
+        engine: P did not compute the blocks, or no longer has them: the wire is not to blame.
     """
 
     reason: Text
@@ -204,7 +215,7 @@ class Failed(TransferMessage, frozen=True, tag="failed", kw_only=True):
 
 
 class Cancel(TransferMessage, frozen=True, tag="cancel", kw_only=True):
-    """D no longer wants it. Always answered `Drained`, known or not; repeated until then."""
+    """D cancels the attempt. Always answered by `Drained`, known or not; repeated until then."""
 
 
 class Drained(TransferMessage, frozen=True, tag="drained", kw_only=True):
@@ -212,7 +223,7 @@ class Drained(TransferMessage, frozen=True, tag="drained", kw_only=True):
 
 
 class SessionDrained(Message, frozen=True, tag="session_drained", kw_only=True):
-    """No write of these earlier sessions can land any more; the answer to `Hello.over`."""
+    """No write of these sessions can land any more; the answer to `Hello.over`."""
 
     over: Annotated[tuple[Id128, ...], Meta(max_length=MAX_SESSIONS_ASKED)]
 
@@ -229,13 +240,13 @@ decode_control: Callable[[bytes], Control] = msgspec.msgpack.Decoder(Control).de
 """Decode a control message.
 
 Raises:
-    msgspec.ValidationError: it is not one; the text says where.
-    DecodeError, UnicodeDecodeError, RecursionError: it is no MessagePack at all (`UNREADABLE`).
+    msgspec.ValidationError: It is not a control message; the text says where.
+    DecodeError, UnicodeDecodeError, RecursionError: It is not MessagePack (`UNREADABLE`).
 """
 
 
 class _Greeting(Struct, frozen=True, tag_field="type", tag="hello"):
-    """What the `Hello` of each version has."""
+    """The fields that a `Hello` of any version has."""
 
     session: Id128
     min_version: Count = 0
@@ -246,14 +257,13 @@ _greeting = msgspec.msgpack.Decoder(_Greeting)
 
 
 def refuse_unreadable(data: bytes, error: Exception) -> Refused | None:
-    """What to answer to a `Hello` that can't be decoded; None if it is not even that.
+    """Make the answer to a `Hello` that can't be decoded; None if it is not a `Hello`.
 
-    A later release may have given it another shape, and its sender must learn why it gets no
-    `Welcome`.
+    A later release may have changed its fields, and its sender must learn why it gets no `Welcome`.
 
     Args:
-        data: what has come.
-        error: what `decode_control` raised.
+        data: The message received.
+        error: Exception of `decode_control`.
     """
     try:
         hello = _greeting.decode(data)
@@ -264,7 +274,7 @@ def refuse_unreadable(data: bytes, error: Exception) -> Refused | None:
 
 
 def version_problem(hello: Hello | _Greeting) -> tuple[str, str] | None:
-    """Code and text to refuse a `Hello` with, if its sender speaks no version that we do."""
+    """Code and text of the refusal of a `Hello` without a common version; None if there is one."""
     low, high = hello.min_version, hello.max_version
     if low <= PROTOCOL_VERSION and MIN_PROTOCOL_VERSION <= high:
         return None

@@ -1,8 +1,8 @@
-"""What crosses between an engine core and its frontends, as MessagePack: `ToCore`, `FromCore`.
+"""Messages between an engine core and its frontends, as MessagePack: `ToCore`, `FromCore`.
 
-A frontend says `Connect` first and is answered with `Ready` or `Disconnected`. A field added at the
-end with a default keeps neighbouring releases able to talk; anything else raises `ENGINE_VERSION`.
-What can't be decoded is dropped and counted, except that a request is answered with `Rejected`.
+A frontend sends `Connect` first and gets `Ready` or `Disconnected`. Adding a field at the end with
+a default keeps neighbouring releases compatible; any other change must raise `ENGINE_VERSION`.
+Messages that can't be decoded are dropped and counted; a request among them gets `Rejected`.
 """
 
 from __future__ import annotations
@@ -37,42 +37,41 @@ from kvbaton.types import (
 ENGINE_VERSION = MIN_ENGINE_VERSION = 3
 
 BLOCK_HASH_BYTES = 8
-"""A block is told by the last bytes of its key; see `connectors.keys`."""
+"""Bytes at the end of a block's key that identify the block to frontends; see `connectors.keys`."""
 MAX_GRAMMAR = 1 << 18
-"""Most characters of a grammar."""
+"""Maximum number of characters of a grammar."""
 
 
 class SamplingParams(
     Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, dict=True
 ):
-    """How to choose tokens. Names and defaults as vLLM's; checked by `server.validation`.
+    """Sampling parameters, with vLLM's names and defaults; checked by `server.validation`.
 
-    Defaults are not sent: a core that does not know a field refuses those requests that need it,
-    and serves the others.
+    Defaults are not sent: a core that does not know a field refuses only the requests that set it.
 
     Attributes:
-        temperature: 0 is greedy.
-        top_p: nucleus mass, in (0, 1].
-        top_k: candidates kept; 0 keeps all.
-        min_p: least probability relative to the best.
-        presence_penalty: subtracted once per token already generated.
-        frequency_penalty: subtracted per occurrence among the generated tokens.
-        repetition_penalty: divides or multiplies logits of tokens seen before; 1 is off.
-        logit_bias: added to logits, by token id.
-        seed: of the noise; the endpoint mints one if the client gave none, so that it is never
-            None in an engine.
-        n: choices.
-        max_tokens: most tokens to generate.
-        min_tokens: tokens before any stop may take effect.
-        stop_token_ids: end the text, beside the model's own end tokens.
-        ignore_eos: the model's own end tokens do not end the text.
-        logprobs: candidates reported per token; None for none at all.
-        prompt_logprobs: the same for prompt tokens.
-        grammar: that the generated text must follow, as llguidance takes it: Lark, or its JSON.
-            Empty for none. It decides where the text ends.
-        allowed_token_ids: nothing else is generated; None allows all.
-        bad_words_token_ids: sequences that are not generated: where the text ends in all of one but
-            its last token, that one comes only if nothing else may.
+        temperature: Temperature; 0 is greedy.
+        top_p: Nucleus mass, in (0, 1].
+        top_k: Number of candidates kept; 0 keeps all.
+        min_p: Least probability relative to the best candidate.
+        presence_penalty: Subtracted from the logit of each token that was generated before.
+        frequency_penalty: Subtracted per occurrence among the generated tokens.
+        repetition_penalty: Divides or multiplies logits of tokens seen before; 1 is off.
+        logit_bias: Added to logits, by token id.
+        seed: Seed of the sampling noise. The endpoint chooses one if the client gave none, so it is
+            never None in an engine.
+        n: Number of choices.
+        max_tokens: Maximum number of tokens to generate.
+        min_tokens: Number of tokens before any stop may take effect.
+        stop_token_ids: Token ids that end the text, beside the model's own end tokens.
+        ignore_eos: Whether the model's own end tokens do not end the text.
+        logprobs: Number of candidates reported per token; None for no log probabilities.
+        prompt_logprobs: Number of candidates reported per prompt token; None for none.
+        grammar: Grammar of the generated text, in llguidance's Lark or JSON format; empty for none.
+            It decides where the text ends.
+        allowed_token_ids: Only these tokens are generated; None allows all.
+        bad_words_token_ids: Token sequences that are not generated. If the text ends in all of one
+            except its last token, that token is generated only if no other is allowed.
     """
 
     temperature: float = 1.0
@@ -97,14 +96,14 @@ class SamplingParams(
 
 
 class TransferSpec(Struct, frozen=True, kw_only=True):
-    """A request's part in a hand-over.
+    """A request's role in a hand-over.
 
     Attributes:
         role: ``source`` (this node prefills for another) or ``target`` (this node receives).
-        transfer_id: as minted by the router, or by P.
-        attempt: as minted by the router; 0 without one.
-        peer: for a target, P's control address ``tcp://host:port``.
-        peer_node: for a target, P's node id as the router knows it; None if not known.
+        transfer_id: Id of the transfer, chosen by the router or by P.
+        attempt: Number of the attempt, chosen by the router; 0 without one.
+        peer: For a target, P's control address ``tcp://host:port``.
+        peer_node: For a target, P's node id as the router knows it; None if not known.
     """
 
     role: str
@@ -115,7 +114,7 @@ class TransferSpec(Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> Attempt:
-        """What the hand-over calls it."""
+        """Transfer id and attempt, which name the attempt in the protocol."""
         return Attempt(self.transfer_id, self.attempt)
 
 
@@ -123,8 +122,8 @@ class PrefixAt(Struct, frozen=True, kw_only=True):
     """A node that has the first tokens of a prompt cached, and can send their blocks.
 
     Attributes:
-        peer: its control address ``tcp://host:port``.
-        num_tokens: that it is thought to hold.
+        peer: Control address of the node, ``tcp://host:port``.
+        num_tokens: Number of tokens that the node is thought to hold.
     """
 
     peer: Name
@@ -132,20 +131,20 @@ class PrefixAt(Struct, frozen=True, kw_only=True):
 
 
 class Item(Struct, frozen=True, kw_only=True):
-    """A multimodal item of a prompt: tokens [start, start + length) stand for it.
+    """A multimodal item of a prompt; tokens [start, start + length) are its placeholders.
 
-    Its encoder output has one row per such token. Where it is handed over, it is an artifact like a
-    prompt's KV: a transfer of its own, of one KV group, over as many positions as its rows fill
-    whole blocks of the encoder cache.
+    Its encoder output has one row per placeholder. It is handed over like the KV of a prompt: by a
+    transfer of its own, of one KV group, whose number of positions is `padded_rows`.
 
     Attributes:
-        start: position of its first placeholder in the prompt.
-        length: placeholders, at least 1.
-        digest: of its content and the processor's settings; equal ones have equal outputs.
-        grid: patches in time, height and width, before they are merged.
-        data: the image as the client gave it (PNG, JPEG, ...); empty where the receiver need not
+        start: Position of its first placeholder in the prompt.
+        length: Number of placeholders, at least 1.
+        digest: Digest of its content and the processor's settings; items of equal digests have
+            equal outputs.
+        grid: Number of patches in time, height and width, before they are merged.
+        data: The image as the client gave it (PNG, JPEG, ...); empty if the receiver need not
             encode it.
-        transfer: its hand-over from an encoder node, if there is one.
+        transfer: Its hand-over from an encoder node, if there is one.
     """
 
     start: Count
@@ -157,16 +156,16 @@ class Item(Struct, frozen=True, kw_only=True):
 
     @property
     def padded_rows(self) -> int:
-        """Rows of the whole blocks of the encoder cache that its output fills."""
+        """Number of rows of its output, rounded up to whole blocks of the encoder cache."""
         return -(-self.length // ENCODER_BLOCK_ROWS) * ENCODER_BLOCK_ROWS
 
 
 class Connect(Struct, frozen=True, tag="connect", kw_only=True):
-    """A frontend introduces itself; before that nothing that it says is heeded.
+    """A frontend introduces itself; the core ignores its other messages until then.
 
     Attributes:
-        min_version: oldest version of these messages that it speaks.
-        version: newest one.
+        min_version: Oldest version of these messages that the frontend speaks.
+        version: Newest version of these messages that the frontend speaks.
     """
 
     min_version: Count = MIN_ENGINE_VERSION
@@ -174,29 +173,29 @@ class Connect(Struct, frozen=True, tag="connect", kw_only=True):
 
 
 class AddRequest(Struct, frozen=True, tag="add", kw_only=True):
-    """Generate from tokens.
+    """Generate from a prompt.
 
     Attributes:
-        request_id: unique among the live requests of the frontend.
-        token_ids: the prompt; crosses as 4 bytes a token, little-endian.
-        resume_ids: tokens already generated for this request elsewhere; the engine continues after
+        request_id: Id, unique among the live requests of the frontend.
+        token_ids: The prompt; sent as 4 bytes per token, little-endian.
+        resume_ids: Tokens already generated for this request elsewhere; the engine continues after
             them as if it had generated them itself.
-        params: sampling.
-        priority: lower runs first, as in vLLM; equal ones of a tenant first come, first served.
-        cache_salt: requests with different salts never share cache.
-        deadline_s: seconds from receipt after which the request is ended.
-        transfer: its part in a hand-over, if any.
-        items: multimodal items, by start; they do not overlap.
-        tenant: whose it is; among equal priorities tenants get equal shares.
-        prefix: who has the first tokens cached, if they are to be fetched; what does not come is
+        params: Sampling parameters.
+        priority: Lower runs first, as in vLLM; equal ones of a tenant first come, first served.
+        cache_salt: Requests with different salts never share cached blocks.
+        deadline_s: Seconds from receipt after which the request is ended.
+        transfer: Its role in a hand-over, if any.
+        items: Multimodal items, ordered by start; they do not overlap.
+        tenant: Tenant of the request; among equal priorities tenants get equal shares.
+        prefix: Node from which to fetch the first tokens, if any; tokens that do not come are
             computed.
-        timed: tell when what happened (`Output.marks`).
-        traceparent: W3C Trace Context of the span that the request is part of, if it is traced.
-        ttft_s: seconds from receipt within which its first token is to come; what can't, or makes
-            more others late, goes after them. 0 for no objective.
-        itl_s: seconds within which each further token is to come: prompts beside it are computed in
-            chunks that are short enough for that. 0 for no objective.
-        prefill_s: seconds that computing the prompt is expected to take; 0 if nobody knows.
+        timed: Whether to send `Output.marks`.
+        traceparent: W3C Trace Context of the span that the request is part of; empty if not traced.
+        ttft_s: Objective of its first token, in seconds from receipt; 0 for none. A request that
+            can't meet it, or would make more others late, is served after them.
+        itl_s: Objective of each further token, in seconds; 0 for none. Prompts beside the request
+            are computed in chunks that are short enough for it.
+        prefill_s: Seconds that computing the prompt is expected to take; 0 if not known.
     """
 
     request_id: Name
@@ -218,7 +217,7 @@ class AddRequest(Struct, frozen=True, tag="add", kw_only=True):
 
 
 class AbortRequest(Struct, frozen=True, tag="abort", kw_only=True):
-    """Stop a request; unknown ids are ignored. Answered by an `Output` with ``abort``."""
+    """End a request; unknown ids are ignored. Answered by an `Output` with ``abort``."""
 
     request_id: Name
 
@@ -230,13 +229,13 @@ class Ping(Struct, frozen=True, tag="ping", kw_only=True):
 
 
 class Command(Struct, frozen=True, tag="command", kw_only=True):
-    """Ask the core something, as only a node's own frontends may. Answered by a `Reply`.
+    """Command to the core, which only a node's own frontends may send. Answered by a `Reply`.
 
     Attributes:
-        command_id: the reply has the same.
+        command_id: Id, which the reply repeats.
         name: ``state`` (the debugging dump), ``steps``, ``metrics``, ``reset_prefix_cache``,
             ``reset_store``, ``drain``, ``members``, ``start_profile``, ``stop_profile``.
-        argument: for ``members``, a list of control addresses that may be dialled.
+        argument: For ``members``, the list of control addresses to which connections are allowed.
     """
 
     command_id: Count
@@ -245,16 +244,16 @@ class Command(Struct, frozen=True, tag="command", kw_only=True):
 
 
 class Shutdown(Struct, frozen=True, tag="shutdown", kw_only=True):
-    """Drain for at most `grace_s` seconds and exit; only a node's own frontends may say so."""
+    """Drain for at most `grace_s` seconds and exit; only a node's own frontends may send it."""
 
     grace_s: float = 5.0
 
 
 class WatchBlocks(Struct, frozen=True, tag="watch_blocks", kw_only=True):
-    """Tell this frontend what the prefix caches hold, from a snapshot on.
+    """Subscribe to the contents of the prefix caches, beginning with a snapshot.
 
-    Answered by `CachedBlocks`, for as long as the frontend is connected. To ask again is to get a
-    new snapshot.
+    Answered by `CachedBlocks` as long as the frontend is connected. Sending it again gives a new
+    snapshot.
     """
 
 
@@ -263,11 +262,11 @@ ToCore = Connect | AddRequest | AbortRequest | Ping | Command | Shutdown | Watch
 
 @dataclass(frozen=True)
 class Undecodable:
-    """A message to a core that can't be read; its receiving end makes it, nobody sends it.
+    """A message to a core that can't be decoded; the receiver makes this, it is never sent.
 
     Attributes:
-        error: why.
-        request_id: of the `AddRequest` that it was, if that much could be read.
+        error: Why it can't be decoded.
+        request_id: Request id of an `AddRequest` of which that much could be decoded; else None.
     """
 
     error: str
@@ -285,7 +284,7 @@ _to_core: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore, dec_
 
 
 class _AddOfAnyKind(Struct, frozen=True, tag="add"):
-    """What an `AddRequest` of any version has."""
+    """The fields that an `AddRequest` of any version has."""
 
     request_id: Name
 
@@ -294,7 +293,7 @@ _any_add = msgspec.msgpack.Decoder(_AddOfAnyKind)
 
 
 def decode_to_core(data: bytes) -> ToCore | Undecodable:
-    """Read a message of a frontend. Whatever it holds, this raises nothing."""
+    """Decode a message of a frontend. Never raises."""
     try:
         return _to_core.decode(data)
     except UNREADABLE as error:
@@ -306,21 +305,21 @@ def decode_to_core(data: bytes) -> ToCore | Undecodable:
 
 
 class Mark(Struct, frozen=True, array_like=True, gc=False):
-    """When something happened to a request, for those that are `AddRequest.timed`.
+    """Time of an event of a request that is `AddRequest.timed`.
 
-    An engine marks ``received``; ``scheduled``, when the first step was planned that computes it;
-    ``first_token`` and ``second_token`` when it had them; ``preempted``. A target of a hand-over
-    also marks ``loading`` (it has reserved blocks), ``accepted`` (its peer has agreed),
-    ``first_landed``, ``landed`` (the last write), ``verified``, or ``load_failed``; ``loading`` is
-    marked of loads from stores, too. A router adds ``asked`` and ``failed`` of its node requests.
+    An engine marks ``received``; ``scheduled``, when the first step that computes the request was
+    planned; ``first_token`` and ``second_token`` when it had them; ``preempted``. A target of a
+    hand-over also marks ``loading`` (it has reserved blocks), ``accepted`` (its peer has agreed),
+    ``first_landed``, ``landed`` (the last write), ``verified``, or ``load_failed``; loads from
+    stores mark ``loading``, too. A router adds ``asked`` and ``failed`` for its node requests.
 
     Attributes:
-        name: what.
-        at: seconds on the monotonic clock of the machine that marks; `EngineClient` turns what an
-            engine tells into its own.
-        node: node id, as a router adds it.
-        part: what the node does for the request, likewise.
-        attempt: of the request, likewise.
+        name: Name of the event.
+        at: Seconds on the monotonic clock of the machine where it happened; `EngineClient` converts
+            an engine's times to its own clock.
+        node: Node id, set by a router.
+        part: Part of the node in serving the request, set by a router.
+        attempt: Number of the attempt, set by a router.
     """
 
     name: Name
@@ -336,29 +335,28 @@ ERROR_STATUSES = {
     "no_token": 500,
     "internal_error": 500,
 }
-"""HTTP statuses of errors that trying again does not change, by code; those of a request that is to
-blame itself (400) would come of every node."""
+"""HTTP statuses, by error code, of errors that a retry on the same node does not change. With 400
+the request itself is to blame, so every node would fail."""
 
 
 class Output(Struct, frozen=True, tag="output", kw_only=True, gc=False, omit_defaults=True):
     """New tokens of one choice of a request.
 
     Attributes:
-        request_id: whose.
-        choice: index of the choice.
-        index: position among the generated tokens of the first of `token_ids`.
-        token_ids: new tokens; may be empty on the last output.
-        logprobs: one per new token, if asked for.
-        prompt_logprobs: on the first output, if asked for: one per prompt token, the first None.
+        request_id: Id of the request.
+        choice: Index of the choice.
+        index: Position of the first of `token_ids` among the generated tokens.
+        token_ids: New tokens; may be empty on the last output.
+        logprobs: One per new token, if asked for.
+        prompt_logprobs: On the first output, if asked for: one per prompt token, the first None.
         finish_reason: ``stop``, ``length``, ``abort`` or ``error`` on the last output of a choice.
-        stop_reason: the token id that stopped it, if one did and it is no end-of-text token.
-        error: what went wrong, for ``error``.
-        cached_tokens: prompt tokens that this node took from its own cache.
-        transferred_tokens: prompt tokens received from another node.
-        kv_transfer_params: on the last output of a source, what to paste into the target's request.
-        marks: of a timed request, what happened since the output before.
-        error_code: for ``error``, what it is called where the same node would fail again, one of
-            `ERROR_STATUSES`.
+        stop_reason: The token id that stopped the choice, unless it is an end-of-text token.
+        error: Text of the error, for ``error``.
+        cached_tokens: Number of prompt tokens from this node's own cache.
+        transferred_tokens: Number of prompt tokens received from another node.
+        kv_transfer_params: On the last output of a source, the parameters of the target's request.
+        marks: For a timed request, the events since the output before.
+        error_code: For ``error``, a key of `ERROR_STATUSES` if the same node would fail again.
     """
 
     request_id: Name
@@ -378,13 +376,13 @@ class Output(Struct, frozen=True, tag="output", kw_only=True, gc=False, omit_def
 
 
 class Outputs(Struct, frozen=True, tag="outputs", kw_only=True, gc=False):
-    """What one step produced for one frontend."""
+    """The outputs of one step for one frontend."""
 
     outputs: tuple[Output, ...]
 
 
 class Rejected(Struct, frozen=True, tag="rejected", kw_only=True):
-    """A request that the core can't take; the fields are those of `RequestError`."""
+    """The core refuses a request; the fields are those of `RequestError`."""
 
     request_id: Name
     message: Text
@@ -394,7 +392,7 @@ class Rejected(Struct, frozen=True, tag="rejected", kw_only=True):
 
     @classmethod
     def of(cls, request_id: str, error: RequestError) -> Rejected:
-        """The message that says so."""
+        """Make the message from an error."""
         return cls(
             request_id=request_id,
             message=clip_text(error.message),
@@ -416,18 +414,18 @@ class Ready(Struct, frozen=True, tag="ready", kw_only=True):
     """The core is up, and `Connect` accepted.
 
     Attributes:
-        node: this life of the node.
-        control_address: where peers reach its control channel; None for a node without a transport.
-        num_blocks: usable blocks of the pool.
-        block_size: tokens per block.
-        max_model_len: longest prompt plus output.
-        eos_token_ids: the model's own end tokens.
-        identity: digest of the identity record; nodes with different ones never pair.
-        encoder_identity: the same of encoder outputs that the node makes or can receive; empty if
-            it has nothing to do with any.
-        engine_address: where remote frontends connect, ``tcp://host:port`` or ``ipc:///...``; empty
-            if there is no such place.
-        prompt_limits: of its prompts; None of an engine for items.
+        node: Name and generation of the node.
+        control_address: Address of its control channel for peers; None without a transport.
+        num_blocks: Number of usable blocks in the pool.
+        block_size: Tokens per block.
+        max_model_len: Maximum length of prompt plus output, in tokens.
+        eos_token_ids: The model's own end tokens.
+        identity: Digest of the identity record; nodes with different ones never pair.
+        encoder_identity: Digest of the identity record of encoder outputs that the node makes or
+            can receive; empty if it does neither.
+        engine_address: Address for remote frontends, ``tcp://host:port`` or ``ipc:///...``; empty
+            without one.
+        prompt_limits: Longest prompts; None for an engine of items.
     """
 
     node: NodeId
@@ -445,17 +443,17 @@ class Ready(Struct, frozen=True, tag="ready", kw_only=True):
 
 
 class Disconnected(Struct, frozen=True, tag="disconnected", kw_only=True):
-    """The core is done with this frontend, and has ended its requests.
+    """The core has dropped this frontend and ended its requests.
 
     Attributes:
-        reason: no common version, or it did not read what it was sent.
+        reason: Why: no common version, or the frontend did not read its messages.
     """
 
     reason: Text
 
 
 class Pong(Struct, frozen=True, tag="pong", kw_only=True):
-    """The core lives. Sent for every `Ping`, and now and then unasked with number 0."""
+    """The core is alive. Sent for every `Ping`, and at intervals unasked with number 0."""
 
     number: Count = 0
 
@@ -464,9 +462,9 @@ class HistogramCounts(Struct, frozen=True, kw_only=True):
     """One Prometheus histogram.
 
     Attributes:
-        bounds: upper bounds of its buckets, rising.
-        counts: observations per bucket, not summed up; one more than bounds.
-        total: sum of all observations.
+        bounds: Upper bounds of its buckets, rising.
+        counts: Observations per bucket, not cumulative; one more than bounds.
+        total: Sum of all observations.
     """
 
     bounds: tuple[float, ...]
@@ -475,12 +473,12 @@ class HistogramCounts(Struct, frozen=True, kw_only=True):
 
 
 class Metrics(Struct, frozen=True, tag="metrics", kw_only=True):
-    """What the core counts; sent to a node's own frontends every few seconds and when they ask.
+    """Metrics of the core; sent to a node's own frontends every few seconds and when they ask.
 
     Attributes:
-        counters: monotonic totals, by Prometheus name with labels, ``name{label="x"}``.
-        gauges: values now.
-        histograms: by Prometheus name.
+        counters: Monotonic totals, by Prometheus name with labels, ``name{label="x"}``.
+        gauges: Current values, by Prometheus name with labels.
+        histograms: Histograms, by Prometheus name with labels.
     """
 
     counters: dict[str, float]
@@ -489,16 +487,16 @@ class Metrics(Struct, frozen=True, tag="metrics", kw_only=True):
 
 
 NO_METRICS = Metrics(counters={}, gauges={})
-"""Before a core has sent any."""
+"""Value before a core has sent any."""
 
 
 class BlockChange(Struct, frozen=True, array_like=True, gc=False):
     """Blocks that entered or left a prefix cache.
 
     Attributes:
-        group: KV group.
-        stored: they entered it.
-        hashes: the last `BLOCK_HASH_BYTES` of the key of each.
+        group: Number of the KV group.
+        stored: Whether the blocks entered the cache.
+        hashes: The last `BLOCK_HASH_BYTES` of each block's key, concatenated.
     """
 
     group: Count
@@ -507,12 +505,12 @@ class BlockChange(Struct, frozen=True, array_like=True, gc=False):
 
 
 class CachedGroup(NamedTuple):
-    """How a KV group's blocks are cached.
+    """Properties of a KV group that its caching depends on.
 
     Attributes:
-        block_size: tokens of a block.
-        window: of its window or chunk; 0 for none.
-        chunked: see `types.first_attended`.
+        block_size: Tokens per block.
+        window: Tokens of its window or chunk; 0 for none.
+        chunked: Whether `window` is a chunk; see `types.first_attended`.
     """
 
     block_size: Count
@@ -521,14 +519,14 @@ class CachedGroup(NamedTuple):
 
 
 class CachedBlocks(Struct, frozen=True, tag="cached_blocks", kw_only=True, gc=False):
-    """What happened to the prefix caches, to those who watch (`WatchBlocks`).
+    """Changes of the prefix caches, for frontends that sent `WatchBlocks`.
 
     Attributes:
-        number: rises by 1 with each message; 0 begins a snapshot and replaces all that was told.
-            One that has no successor's number means that the watcher must ask again.
-        groups: with number 0: per KV group the tokens of a block, and of its window (0 for none).
-        changes: in order.
-        chunked: numbers of the groups whose windows are chunks.
+        number: Rises by 1 with each message; 0 begins a snapshot, which replaces all earlier
+            messages. A frontend that misses a number must send `WatchBlocks` again.
+        groups: With number 0: per KV group the tokens of a block, and of its window (0 for none).
+        changes: Changes, in order.
+        chunked: Numbers of the groups whose windows are chunks.
     """
 
     number: Count
@@ -540,13 +538,13 @@ class CachedBlocks(Struct, frozen=True, tag="cached_blocks", kw_only=True, gc=Fa
     def beginning(
         cls, groups: Sequence[CachedGroup], changes: tuple[BlockChange, ...] = ()
     ) -> CachedBlocks:
-        """The first message of a snapshot."""
+        """Make the first message of a snapshot."""
         chunked = tuple(number for number, group in enumerate(groups) if group.chunked)
         sizes = tuple((group.block_size, group.window) for group in groups)
         return cls(number=0, groups=sizes, changes=changes, chunked=chunked)
 
     def cached_groups(self) -> tuple[CachedGroup, ...]:
-        """What `groups` and `chunked` say."""
+        """`groups` and `chunked`, joined per KV group."""
         return tuple(
             CachedGroup(*sizes, number in self.chunked) for number, sizes in enumerate(self.groups)
         )
@@ -556,8 +554,8 @@ class Dead(Struct, frozen=True, tag="dead", kw_only=True):
     """The core is about to exit because of an error.
 
     Attributes:
-        error: what happened.
-        field: for a `ConfigError`, the setting that is wrong.
+        error: Text of the error.
+        field: For a `ConfigError`, the setting that is wrong.
     """
 
     error: Text

@@ -1,4 +1,4 @@
-"""What nodes are asked over HTTP, as JSON: tokens in, tokens out; and their registration."""
+"""JSON bodies of nodes' HTTP endpoints (tokens in, tokens out), of registration and of `/nodes`."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ STEP_COSTS = (
     "decode_sequence_s",
     "decode_context_s",
 )
-"""Entries of `NodeInfo.load`: seconds that an engine's step takes for itself, per token of prompts,
-per such token and 1,000 tokens that it attends to, per decoding sequence, and per 1,000 tokens of
-its context."""
+"""Terms of a step's time in `NodeInfo.load`, in seconds: per step; per prompt token; per prompt
+token and 1,000 tokens of its context; per decoding sequence; per 1,000 tokens of the context of
+decoding sequences."""
 WIRE_COSTS = ("fetch_s", "handover_s", "token_s")
-"""Entries of `NodeInfo.wires`: seconds that a prefix which is asked for needs for itself, that a
-hand-over does after its prompt is computed, and per token that is then on its way."""
+"""Terms of a wire's time in `NodeInfo.wires`, in seconds: per prefix that is fetched; per
+hand-over, after its prompt is computed; per token on the wire."""
 
 
 class GenerateRequest(Struct, frozen=True, kw_only=True):
-    """Body of ``POST /inference/v1/generate``; field names as vLLM's where it has them.
+    """Body of ``POST /inference/v1/generate``, with vLLM's field names where vLLM has them.
 
     Answered by a stream (SSE) of `GenerateChunk`, ended by ``[DONE]``, or a `GenerateResponse`.
 
     Attributes:
-        token_ids: the prompt.
-        sampling_params: as vLLM's.
-        resume_token_ids: tokens already generated elsewhere; numbering and budgets go on from them.
+        token_ids: The prompt.
+        sampling_params: Sampling parameters, with vLLM's names.
+        resume_token_ids: Tokens already generated elsewhere; numbering and budgets go on from them.
         kv_transfer_params: vLLM's field names (see `docs/protocol.md`); checked by the node.
-        items: multimodal items of the prompt; bytes are base64, as always in JSON.
+        items: Multimodal items of the prompt; bytes are base64, as always in JSON.
     """
 
     token_ids: tuple[TokenId, ...]
@@ -51,7 +51,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
 
 
 class GenerateChunk(Output, frozen=True, tag="output", kw_only=True, omit_defaults=False):
-    """An `Output` as a stream of JSON tells it, with every field."""
+    """An `Output` in a JSON stream, with every field."""
 
 
 class GenerateChoice(Struct, frozen=True, kw_only=True):
@@ -75,38 +75,38 @@ class GenerateResponse(Struct, frozen=True, kw_only=True):
 
 
 class NodeInfo(Struct, frozen=True, kw_only=True):
-    """How a node introduces itself to the router (``POST /nodes``), again as a heartbeat.
+    """A node's description of itself for the router (``POST /nodes``), repeated as a heartbeat.
 
     Attributes:
-        node_id: the node's name, stable over its life.
-        generation: hex; a restart changes it.
+        node_id: Name of the node, the same after a restart.
+        generation: Hex; a restart changes it.
         role: ``any``, ``prefill``, ``decode`` or ``encode``.
-        url: base URL of its HTTP endpoint.
-        control_address: of its control channel.
-        model: the served model's name.
-        aliases: other names of it.
-        identity: hex of the identity digest; nodes of one model with different ones never pair.
+        url: Base URL of its HTTP endpoint.
+        control_address: Address of its control channel.
+        model: Name of the served model.
+        aliases: Other names of the model.
+        identity: Hex of the identity digest; nodes of one model with different ones never pair.
         state: ``loading`` until it can serve, ``ready``, or ``draining`` when it shuts down.
-        model_path: folder of the model on the node; a router on the same disk finds the tokenizer.
-        encoder_identity: hex of the identity digest of encoder outputs that the node makes or can
-            receive; empty if it has to do with none.
-        encodes: the node can encode items itself.
-        load: what it measured of late: ``encoder_row_s``, seconds to read and encode a row of an
-            item; ``prompt_token_s``, seconds per token of a step; `STEP_COSTS`, as far as it has
-            seen such steps; ``step_tokens``, most tokens of one step, and ``mixed_tokens``, of one
-            with sequences that decode; what it has to do: ``waiting_tokens`` of prompts,
-            ``free_blocks`` for it, sequences that are ``running``, ``waiting``, or ``loading`` KV;
-            and what it has done since it started: ``generated_tokens``, ``sent_bytes`` handed over.
-        vocab_size: of the model; token ids are below it. 0 of a node that does not say.
-        engine_address: where routers connect to its engine as frontends: ``tcp://host:port``, keyed
-            by the cluster key, or ``ipc:///...`` on one machine without one; empty until ready.
-        num_blocks: of its KV cache; 0 of a node that does not say.
-        wires: how long KV of late took to come here, by the control address of who sent it:
-            `WIRE_COSTS`, as far as they were seen.
-        wire_failures: hand-overs and prefixes in a row that did not come here, if any, by the
-            control address of who was to send them.
-        prompt_limits: how long prompts may be there; None of a node that does not say.
-        stores: bytes of blocks since it started, by the store's name: ``load``, found right, and
+        model_path: Folder of the model on the node; a router on the same disk finds the tokenizer.
+        encoder_identity: Hex of the identity digest of encoder outputs that the node makes or can
+            receive; empty if it does neither.
+        encodes: Whether the node can encode items itself.
+        load: Recent measurements: ``encoder_row_s``, seconds to read and encode a row of an item;
+            ``prompt_token_s``, seconds per token of a step; `STEP_COSTS`, as far as the node has
+            run such steps. Limits: ``step_tokens``, most tokens of a step, and ``mixed_tokens``, of
+            a step with decoding sequences. Work: ``waiting_tokens`` of prompts, ``free_blocks``,
+            sequences ``running``, ``waiting``, or ``loading`` KV. Totals since its start:
+            ``generated_tokens``, ``sent_bytes`` handed over.
+        vocab_size: Number of token ids; 0 if the node does not say.
+        engine_address: Address of its engine for routers: ``tcp://host:port``, secured by the
+            cluster key, or without one ``ipc:///...`` on the same machine; empty until ready.
+        num_blocks: Number of blocks of its KV cache; 0 if the node does not say.
+        wires: Fitted time of KV to arrive here, by control address of the sender: `WIRE_COSTS`, as
+            far as they were measured.
+        wire_failures: Number of consecutive hand-overs and prefixes that failed to arrive here, if
+            any, by control address of the sender.
+        prompt_limits: Longest prompts of the node; None if the node does not say.
+        stores: Bytes of blocks since its start, by name of the store: ``load`` (verified) and
             ``save``.
     """
 
@@ -140,14 +140,14 @@ class DrainProgress(Struct, frozen=True, kw_only=True):
     """Answer of ``POST /drain``, of nodes and routers.
 
     Attributes:
-        idle: nothing runs there any more, so that it may be ended.
+        idle: No request is left, so the process may be ended.
     """
 
     idle: bool
 
 
 class Members(Struct, frozen=True, kw_only=True):
-    """The router's answer: who else belongs to the cluster, and when to call again."""
+    """The router's answer to a registration: the other members, and the interval of heartbeats."""
 
     control_addresses: tuple[Name, ...]
     heartbeat_s: Annotated[float, Meta(gt=0, le=3600)]
@@ -157,22 +157,22 @@ class NodeView(Struct, frozen=True, kw_only=True):
     """One node in the answer of the router's ``GET /nodes``.
 
     Attributes:
-        state: what the router takes it for.
-        reason: why, for people.
-        paused: it gets no new requests.
-        used_for: ``prefill``, ``decode``, or both: what the router has used it for of late.
-        requests: that it generates for, of those that came through this router.
-        prompt_tokens: that it is prefilling for them.
-        item_rows: that it is encoding for them.
-        running: sequences in its steps, whoever asked for them; None of a node that does not say,
-            as with all that follows.
-        waiting: those that wait for room, or for KV.
-        tokens_per_s: that it generated of late.
-        sent_bytes: of KV and encoder outputs that it has handed over since it started.
-        kv_usage: share of its KV cache that requests hold.
-        max_prompt_len: tokens of the longest prompt that it computes.
-        max_received_len: of the longest one that it takes from another node; 0 if it takes none.
-        stores: see `NodeInfo`.
+        state: State of the node for the router.
+        reason: Why it has this state, for people.
+        paused: Whether it gets no new requests.
+        used_for: ``prefill``, ``decode``, or both: what the router has used it for recently.
+        requests: Number of this router's requests for which it generates.
+        prompt_tokens: Number of prompt tokens that it is computing for this router.
+        item_rows: Number of rows of items that it is encoding for this router.
+        running: Number of sequences in its steps, from all frontends; null if the node does not
+            say, as for all fields below it.
+        waiting: Number of sequences that wait for room, or for KV.
+        tokens_per_s: Tokens per second that it generated recently.
+        sent_bytes: Bytes of KV and encoder outputs that it has handed over since its start.
+        kv_usage: Share of its KV cache that requests hold.
+        max_prompt_len: Tokens of the longest prompt that it computes.
+        max_received_len: Tokens of the longest prompt that it can receive; 0 if it receives none.
+        stores: See `NodeInfo`.
     """
 
     node_id: str
@@ -199,18 +199,18 @@ class NodeView(Struct, frozen=True, kw_only=True):
 
 
 class RouterTraffic(Struct, frozen=True, kw_only=True):
-    """What goes through a router; rates are of its last seconds.
+    """Traffic through a router; rates are of the last seconds, totals since its start.
 
     Attributes:
-        running: requests of clients that have a token.
-        waiting: those that have none yet.
-        finished: requests answered to the end since the router started.
-        failed: requests that failed.
-        requests_per_s: answered to the end.
-        tokens: relayed to clients.
-        tokens_per_s: likewise.
-        sent_bytes: handed over by nodes of this cluster, also those that have left.
-        sent_bytes_per_s: likewise.
+        running: Number of requests that have their first token.
+        waiting: Number of requests that have no token yet.
+        finished: Number of requests answered to the end.
+        failed: Number of requests that failed.
+        requests_per_s: Requests answered to the end per second.
+        tokens: Number of tokens relayed to clients.
+        tokens_per_s: Tokens relayed to clients per second.
+        sent_bytes: Bytes handed over by nodes of this cluster, including those that have left.
+        sent_bytes_per_s: Bytes handed over by nodes per second.
     """
 
     running: int = 0
@@ -225,14 +225,14 @@ class RouterTraffic(Struct, frozen=True, kw_only=True):
 
 
 class FailingPairView(Struct, frozen=True, kw_only=True):
-    """Two nodes between which nothing gets through, in the answer of ``GET /nodes``.
+    """Two nodes between which transfers fail, in the answer of ``GET /nodes``.
 
     Attributes:
-        source: node id of who sends.
-        target: of who tells that nothing comes.
-        failures: hand-overs and prefixes in a row that did not.
-        trials: that were made possible since.
-        trial_in_s: until the next one.
+        source: Node id of the sender.
+        target: Node id of the receiver, which reports the failures.
+        failures: Number of consecutive hand-overs and prefixes that failed.
+        trials: Number of trials allowed since.
+        trial_in_s: Seconds until the next trial.
     """
 
     source: str
@@ -246,11 +246,11 @@ class NodesView(Struct, frozen=True, kw_only=True):
     """Answer of the router's ``GET /nodes``.
 
     Attributes:
-        nodes: all of them.
-        pairs: (prefill node id, decode node id) that can hand over now.
-        encoder_pairs: (encoder node id, other node id), too.
-        failing_pairs: that get no requests but trials.
-        traffic: what goes through the router.
+        nodes: All nodes.
+        pairs: Pairs (prefill node id, decode node id) that can hand over now.
+        encoder_pairs: Pairs (encoder node id, other node id) that can hand over now.
+        failing_pairs: Pairs that get only trials.
+        traffic: Traffic through the router.
     """
 
     nodes: list[NodeView]

@@ -1,9 +1,9 @@
-"""The OpenAI HTTP API as types: requests, responses, chunks, errors. No behaviour beyond shape.
+"""Types of the OpenAI HTTP API: requests, responses, chunks, errors.
 
-Field names and shapes are those of OpenAI's API reference; fields marked *extension* carry vLLM's
-names. Unknown fields of a request are ignored, since clients send extras; fields that we know and
-do not support are refused in `server.validation`. Every field that a client may send as ``null`` is
-optional here; its default is filled in where the request is converted.
+Field names and shapes are those of OpenAI's API reference; fields marked *extension* have vLLM's
+names. Unknown fields of a request are ignored, because clients send extra ones; known fields that
+are not supported are refused in `server.validation`. Every field that a client may send as ``null``
+is optional here; its default is filled in when the request is converted.
 """
 
 from __future__ import annotations
@@ -18,42 +18,41 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 Messages = Annotated[
     list[dict[str, Any]],
     Meta(
-        description="as OpenAI's; content is a text, or a list of parts of type text and, for "
-        "models that take images, image_url"
+        description="as in OpenAI's API; content is a text, or a list of parts of type text and, "
+        "for models that take images, image_url"
     ),
 ]
 
 
 Refused = Annotated[Any, Meta(description="known and not supported: refused by name")]
-"""Of a field that is kept so that it can be refused, rather than ignored."""
+"""Type of an unsupported field, which is declared so that it is refused and not ignored."""
 
 
 class StreamOptions(Struct, kw_only=True):
-    """``stream_options`` of a request."""
+    """Field ``stream_options`` of a request."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class SamplingFields(Struct, kw_only=True):
-    """What both generating endpoints accept.
+    """Fields of completions and chats.
 
     Attributes:
-        top_k: extension, as all below it; 0 or -1 keeps all.
-        stop_token_ids: token ids that end the text.
-        allowed_token_ids: nothing else is generated.
-        bad_words: texts that are not generated, as tokens of each with and without a space before
-            it.
-        truncate_prompt_tokens: keep so many of the prompt's tokens, the last ones; -1 keeps as many
-            as leave room for `max_tokens`.
-        skip_special_tokens: leave special tokens out of the text (default true).
-        include_stop_str_in_output: keep the stop string, or stop token, in the text.
-        return_token_ids: answer with prompt and output token ids too.
-        return_tokens_as_token_ids: name tokens of log probabilities by id: ``token_id:5``.
-        return_timings: answer with where the time went (ours); takes one prompt.
-        timeout: seconds after which the request is ended (ours).
-        response_format: text, ``json_object`` or ``json_schema``, as OpenAI's.
-        structured_outputs: see `text.structured.StructuredOutputs`.
+        top_k: Extension, as all fields below it. Number of candidates; 0 or -1 keeps all.
+        stop_token_ids: Token ids that end the text.
+        allowed_token_ids: Only these token ids are generated.
+        bad_words: Texts that are not generated, each tokenized with and without a space before it.
+        truncate_prompt_tokens: Number of tokens at the prompt's end to keep; -1 keeps as many as
+            leave room for `max_tokens`.
+        skip_special_tokens: Leave special tokens out of the text (default true).
+        include_stop_str_in_output: Keep the stop string, or stop token, in the text.
+        return_token_ids: Answer with prompt and output token ids, too.
+        return_tokens_as_token_ids: Name tokens of log probabilities by id: ``token_id:5``.
+        return_timings: Answer with timings (kvbaton's own); takes one prompt.
+        timeout: Seconds after which the request is ended (kvbaton's own).
+        response_format: Text, ``json_object`` or ``json_schema``, as in OpenAI's API.
+        structured_outputs: See `text.structured.StructuredOutputs`.
     """
 
     model: str | None = None
@@ -120,7 +119,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     """Body of ``POST /v1/chat/completions``.
 
     Attributes:
-        reasoning_effort: for the model's chat template (gpt-oss: low, medium or high).
+        reasoning_effort: Variable of the model's chat template (gpt-oss: low, medium or high).
     """
 
     messages: Messages
@@ -170,13 +169,13 @@ class DetokenizeRequest(Struct, kw_only=True):
 
 
 class PromptTokensDetails(Struct):
-    """Part of `TokenUsage`: how many prompt tokens came from a cache."""
+    """Part of `TokenUsage`: number of prompt tokens that came from a cache."""
 
     cached_tokens: int
 
 
 class TokenUsage(Struct):
-    """Tokens counted."""
+    """Numbers of tokens of a request."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -188,13 +187,13 @@ class RequestTimings(Struct, kw_only=True):
     """Where the time of a request went, in milliseconds from its arrival.
 
     Attributes:
-        total_ms: until now.
-        first_token_ms: until the first token was written; null if there is none.
-        second_token_ms: the same of the second one.
-        first_token: by stage what the first token waited for; adds up to `first_token_ms`.
-        second_token: the same of the second one.
-        reserve_ms: what reserving blocks at the node that decodes took, beside the rest.
-        nodes: node ids by what they did: ``source`` and ``target`` of a hand-over, ``alone``,
+        total_ms: Time until now.
+        first_token_ms: Time until the first token was written; null if there is none.
+        second_token_ms: Time until the second token was written; null if there is none.
+        first_token: Time by stage on the way to the first token; adds up to `first_token_ms`.
+        second_token: Time by stage on the way to the second token; adds up to `second_token_ms`.
+        reserve_ms: Time to reserve blocks at the node that decodes, parallel to other stages.
+        nodes: Node ids by their part: ``source`` and ``target`` of a hand-over, ``alone``,
             ``encoder``.
     """
 
@@ -208,7 +207,7 @@ class RequestTimings(Struct, kw_only=True):
 
 
 class CompletionLogprobs(Struct):
-    """Log probabilities in the shape of ``/v1/completions``; four parallel lists."""
+    """Log probabilities in the format of ``/v1/completions``: four parallel lists."""
 
     text_offset: list[int]
     token_logprobs: list[float | None]
@@ -217,11 +216,11 @@ class CompletionLogprobs(Struct):
 
 
 class AnswerFields(Struct, kw_only=True):
-    """What all answers and chunks have.
+    """Fields of all answers and chunks.
 
     Attributes:
-        kv_transfer_params: extension.
-        timings: extension (ours).
+        kv_transfer_params: Extension.
+        timings: Extension (kvbaton's own).
     """
 
     id: str
@@ -233,7 +232,7 @@ class AnswerFields(Struct, kw_only=True):
 
 
 class ChoiceFields(Struct, kw_only=True):
-    """What all choices have, whole or in a chunk."""
+    """Fields of all choices, whole or in a chunk."""
 
     index: int
     finish_reason: str | None = None
@@ -251,14 +250,14 @@ class CompletionChoice(ChoiceFields, kw_only=True):
 
 
 class Completion(AnswerFields, kw_only=True):
-    """Answer of ``/v1/completions``, whole or a chunk (both have this shape)."""
+    """Answer of ``/v1/completions``, or a chunk of it, which has the same shape."""
 
     choices: list[CompletionChoice]
     object: str = "text_completion"
 
 
 class TopLogprobEntry(Struct):
-    """One candidate token in the shape of ``/v1/chat/completions``."""
+    """One candidate token in the format of ``/v1/chat/completions``."""
 
     token: str
     logprob: float
@@ -266,7 +265,7 @@ class TopLogprobEntry(Struct):
 
 
 class LogprobEntry(Struct):
-    """The chosen token and its rivals in the shape of ``/v1/chat/completions``."""
+    """The chosen token and the best candidates in the format of ``/v1/chat/completions``."""
 
     token: str
     logprob: float
@@ -281,18 +280,19 @@ class ChatLogprobs(Struct):
 
 
 class FunctionCall(Struct, kw_only=True):
-    """A function and its arguments, which are JSON if the model wrote any."""
+    """A function and its arguments, which are JSON if the model wrote JSON."""
 
     name: str | UnsetType = UNSET
     arguments: str = ""
 
 
 class ToolCall(Struct, kw_only=True):
-    """A call that the assistant makes; in a chunk, what is new of it.
+    """A tool call of the assistant; in a chunk, the new part of it.
 
     Attributes:
-        index: of the call in the message; of chunks only.
-        id: to be named by its result; of a call's first chunk, as are its type and its name.
+        index: Index of the call in the message; only in chunks.
+        id: Id that the call's result must name; only in the call's first chunk, as are its type and
+            function name.
     """
 
     function: FunctionCall
@@ -302,12 +302,12 @@ class ToolCall(Struct, kw_only=True):
 
 
 class ChatMessage(Struct, kw_only=True):
-    """The assistant's message; in a chunk, what is new of it.
+    """The assistant's message; in a chunk, the new part of it.
 
     Attributes:
-        content: null where there are calls only.
-        reasoning_content: what came before the answer (extension).
-        reasoning: the same, as vLLM has called it since 0.11 (extension).
+        content: Text of the answer; null if there are only tool calls.
+        reasoning_content: Reasoning before the answer (extension).
+        reasoning: Equal to `reasoning_content`; vLLM's name since 0.11 (extension).
     """
 
     role: str | UnsetType = UNSET
@@ -334,7 +334,7 @@ class ChatCompletion(AnswerFields, kw_only=True):
 
 
 class ChatChunkChoice(ChoiceFields, kw_only=True):
-    """What is new of one choice of a streamed chat completion."""
+    """New part of one choice of a streamed chat completion."""
 
     delta: ChatMessage
     logprobs: ChatLogprobs | None = None
@@ -352,7 +352,7 @@ class ModelCard(Struct, kw_only=True):
     """One model of ``GET /v1/models``.
 
     Attributes:
-        type: for Anthropic's SDK, as are `display_name` and `created_at`.
+        type: For Anthropic's SDK, as are `display_name` and `created_at`.
     """
 
     id: str
@@ -369,7 +369,7 @@ class ModelList(Struct, kw_only=True):
     """Answer of ``GET /v1/models``.
 
     Attributes:
-        has_more: for Anthropic's SDK, to which this is a page, as are both ids.
+        has_more: For Anthropic's SDK, which reads pages; so are `first_id` and `last_id`.
     """
 
     data: list[ModelCard]
@@ -395,7 +395,7 @@ class DetokenizeResponse(Struct, kw_only=True):
 
 
 class ErrorInfo(Struct, kw_only=True):
-    """What went wrong."""
+    """Description of an error."""
 
     message: str
     type: str

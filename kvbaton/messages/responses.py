@@ -1,7 +1,7 @@
-"""OpenAI's Responses API as types: requests, items, answers.
+"""Types of OpenAI's Responses API: requests, items, answers.
 
 Names and shapes are those of OpenAI's API reference; fields marked *extension* are those of chats
-(`messages.openai`). Unknown fields of a request are ignored, as there.
+(`messages.openai`). Unknown fields of a request are ignored, as for chats.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class ResponsePart(Struct, kw_only=True, omit_defaults=True):
     """A part of an item.
 
     Attributes:
-        image_url: of an image; an address, or a ``data:`` URL.
-        refusal: what a model has said instead of an answer.
-        annotations: none of ours.
+        image_url: URL of an image, which may be a ``data:`` URL.
+        refusal: Text of a model that refused to answer.
+        annotations: Always empty in kvbaton's answers.
     """
 
     type: Literal[
@@ -36,15 +36,15 @@ class ResponsePart(Struct, kw_only=True, omit_defaults=True):
 
 
 class ResponseItem(Struct, kw_only=True, omit_defaults=True):
-    """A message, what the model thinks, a call of its, or what one came to.
+    """A message, reasoning, a function call, or the result of a call.
 
     Attributes:
-        type: without one it is a message.
-        content: of a message or of reasoning.
-        call_id: which call and result have in common.
-        namespace: which the called function is in.
-        arguments: of a call, in JSON.
-        output: what a call came to.
+        type: Type of the item; without one it is a message.
+        content: Content of a message or of reasoning.
+        call_id: Id that a call and its result have in common.
+        namespace: Namespace of the called function.
+        arguments: Arguments of a call, in JSON.
+        output: Result of a call.
     """
 
     type: Kind | None = None
@@ -73,7 +73,7 @@ class FunctionTool(Struct, tag_field="type", tag="function"):
 
 
 class NamespaceTool(Struct, tag_field="type", tag="namespace"):
-    """Tools with a name in common."""
+    """Tools with a common namespace."""
 
     name: str
     tools: list[FunctionTool]
@@ -81,7 +81,7 @@ class NamespaceTool(Struct, tag_field="type", tag="namespace"):
 
 
 class FunctionChoice(Struct, kw_only=True, omit_defaults=True):
-    """The function that is to be called."""
+    """Requires a call of this function."""
 
     type: Literal["function"]
     name: str
@@ -89,14 +89,14 @@ class FunctionChoice(Struct, kw_only=True, omit_defaults=True):
 
 
 class TextConfig(Struct, kw_only=True):
-    """``text``: text, ``json_object`` or ``json_schema``; verbosity is ignored."""
+    """Field ``text``: text, ``json_object`` or ``json_schema``; verbosity is ignored."""
 
     format: dict[str, Any] | None = None
     verbosity: str | None = None
 
 
 class ReasoningConfig(Struct, kw_only=True):
-    """``reasoning``: the effort is for the template, a summary is not made."""
+    """Field ``reasoning``: the effort is for the chat template; no summary is made."""
 
     effort: str | None = None
     summary: str | None = None
@@ -120,11 +120,11 @@ class ResponseFields(Struct, kw_only=True):
 class ResponsesRequest(ResponseFields, kw_only=True):
     """Body of ``POST /v1/responses``.
 
-    Among the fields that are ignored are ``store``, since nothing is stored, and ``truncation``:
-    what does not fit the model is refused.
+    Ignored fields include ``store``, because nothing is stored, and ``truncation``: a prompt that
+    does not fit the model is refused.
 
     Attributes:
-        top_k: extension, as all between it and `previous_response_id`.
+        top_k: Extension, as all fields between it and `previous_response_id`.
     """
 
     input: str | list[ResponseItem]
@@ -157,7 +157,7 @@ class ResponsesRequest(ResponseFields, kw_only=True):
 
 
 class ResponseUsage(Struct, kw_only=True):
-    """Tokens counted: ``cached_tokens`` of the input, ``reasoning_tokens`` of the output."""
+    """Numbers of tokens; details are ``cached_tokens`` of input, ``reasoning_tokens`` of output."""
 
     input_tokens: int
     input_tokens_details: dict[str, int]
@@ -167,10 +167,10 @@ class ResponseUsage(Struct, kw_only=True):
 
 
 class ResponseObject(ResponseFields, kw_only=True):
-    """Answer of ``POST /v1/responses``; in most events of a stream still without output.
+    """Answer of ``POST /v1/responses``; in the first events of a stream it has no output yet.
 
     Attributes:
-        kv_transfer_params: extension.
+        kv_transfer_params: Extension.
     """
 
     id: str

@@ -1,4 +1,4 @@
-"""From the outputs of a client's prompts to its answer, whole or streamed."""
+"""Turns the outputs of a client's prompts into its answer, whole or streamed."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ _encoder = msgspec.json.Encoder()
 
 
 class Event(Struct, frozen=True, kw_only=True):
-    """What is new of one choice of one prompt.
+    """New text and tokens of one choice of one prompt.
 
     Attributes:
-        prompt: index of the prompt.
-        choice: index in the answer: prompt times n plus choice.
-        delta: new text and tokens.
-        first: whether it is the choice's first event.
-        last: whether nothing more will come of the prompt.
-        output: what the source said; its tokens may be more than those of `delta`.
+        prompt: Index of the prompt.
+        choice: Index in the answer: prompt index times n, plus the choice of the prompt.
+        delta: New text and tokens.
+        first: Whether this is the choice's first event.
+        last: Whether this is the prompt's last event.
+        output: Output of the source; it may have more tokens than `delta`.
     """
 
     prompt: int
@@ -63,17 +63,17 @@ def run_prompts(
     take: Callable[[Event], None] = lambda new: None,
     is_free: Callable[[], bool] = lambda: False,
 ) -> AsyncGenerator[Event]:
-    """Events of all prompts as they come; closing it cancels what still runs.
+    """Run prompts and yield their events; closing the generator cancels the prompts.
 
     Args:
-        frontend: whose source is asked.
-        prompts: to run.
-        take: while the generator is waited for, gets events in the callback in which their tokens
-            came; those are not yielded.
-        is_free: whether `take` may be called.
+        frontend: The endpoint, whose source makes the tokens.
+        prompts: Prompts to run.
+        take: While the generator is awaited, it gets an event within the callback that received the
+            tokens; these events are not yielded.
+        is_free: Whether `take` may be called now.
 
     Raises:
-        RequestError, EngineDeadError: from the source, for any of the prompts.
+        RequestError, EngineDeadError: From the source, for any of the prompts.
     """
     if len(prompts) == 1:
         return _run(frontend, prompts[0], take, is_free)
@@ -93,7 +93,7 @@ async def _run(
     def event_of(output: Output) -> Event | None:
         if output.marks and timeline is not None:
             timeline.add(output.marks)
-            if not output.request_id:  # it tells nothing else
+            if not output.request_id:  # it carries only marks
                 return None
         times.output(output)
         if output.finish_reason is not None:
@@ -119,7 +119,7 @@ async def _run(
 
     def sink(output: Output) -> bool:
         if not is_free() or (output.finish_reason is not None and len(open_choices) == 1):
-            return False  # the last one is better told with the end, for which the reader wakes
+            return False  # the reader wakes for the end anyway: it writes both at once
         if (new := event_of(output)) is not None:
             take(new)
             if not open_choices:
@@ -142,7 +142,11 @@ async def _run(
 
 
 def raise_if_failed(output: Output, expired: bool) -> None:
-    """An output that says ``abort`` or ``error`` ends the whole request.
+    """Raise if an output has the finish reason ``abort`` or ``error``: it ends the whole request.
+
+    Args:
+        output: The output.
+        expired: Whether the request's deadline has passed.
 
     Raises:
         RequestError: 504 after the deadline; 400 if the request is to blame; 500 if it would fail
@@ -161,7 +165,7 @@ def raise_if_failed(output: Output, expired: bool) -> None:
 
 
 async def merge(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[T]:
-    """Items of several generators as they come; one that fails ends them all."""
+    """Yield the items of several generators as they come; an exception of one ends all."""
     waiting = {asyncio.ensure_future(anext(stream)): stream for stream in streams}
     try:
         while waiting:
@@ -181,7 +185,7 @@ async def merge(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[T]:
 
 
 def fold(events: Sequence[Event]) -> list[Event]:
-    """The events of each choice as one, in order of choice."""
+    """Merge the events of each choice into one; the result is in order of choice."""
     by_choice: dict[int, list[Event]] = {}
     for new in events:
         by_choice.setdefault(new.choice, []).append(new)
@@ -205,23 +209,23 @@ def fold(events: Sequence[Event]) -> list[Event]:
 
 @dataclass(eq=False)
 class ResponseFormatter(ABC):
-    """Formats the answer to one client's request; each endpoint has its own.
+    """Formats the answer to one client's request; each endpoint has its own subclass.
 
     Attributes:
-        frontend: for the tokenizer and the model's name.
-        body: the request.
-        request_id: of the answer.
-        prompts: token ids of each.
-        head: fields that every answer begins with.
-        counter: of tokens, for the usage that the answer tells.
-        timings: where the time went until now, if the client wants to know.
-        error: why a stream has ended early; empty if it has not.
+        frontend: The endpoint, for the tokenizer and the model's name.
+        body: The request.
+        request_id: Id in the answer.
+        prompts: Token ids of each prompt.
+        head: Fields that every answer and chunk begins with.
+        counter: Counts tokens for the answer's usage.
+        timings: Returns the request's timings until now; None if the client does not want them.
+        error: Why the stream ended early; empty if it did not.
     """
 
     OPERATION: ClassVar[str]
-    """How OpenTelemetry's conventions name what is done."""
+    """Name of the operation by OpenTelemetry's conventions."""
     DONE: ClassVar[bytes] = DONE_EVENT
-    """What a stream ends with if all is well."""
+    """End of a stream without an error."""
 
     frontend: Frontend
     body: openai.SamplingFields
@@ -238,28 +242,28 @@ class ResponseFormatter(ABC):
 
     @abstractmethod
     def event(self, new: Event) -> bytes:
-        """What a stream tells of an event: whole server-sent events, one at least."""
+        """Format an event for a stream, as one or more whole server-sent events."""
 
     def closing(self) -> bytes:
-        """What a stream ends with after the last event of a prompt."""
+        """Server-sent events after the last event of the prompts."""
         return b""
 
     def failed(self, request: web.Request, error: RequestError) -> bytes:
-        """What a stream ends with if it fails."""
+        """End of a stream that fails."""
         return error_event(request, error)
 
     @abstractmethod
     def whole(self, events: Sequence[Event]) -> Struct:
-        """All choices at once, of the events as they came; `counter` has counted them."""
+        """The whole answer, from all events in order; `counter` has counted them."""
 
 
 @dataclass(eq=False)
 class ChunkFormatter(ResponseFormatter, Generic[Body]):
-    """Streams chunks, as OpenAI's API has them."""
+    """Formats streams as chunks of OpenAI's API."""
 
     body: Body
     EMPTY_TEXT: ClassVar[bytes]
-    """How a chunk's field for new text is encoded when there is none."""
+    """Encoded field for new text of a chunk without text."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -280,11 +284,11 @@ class ChunkFormatter(ResponseFormatter, Generic[Body]):
         usage: openai.TokenUsage | UnsetType = UNSET,
         timings: openai.RequestTimings | UnsetType = UNSET,
     ) -> Struct:
-        """What a stream tells of an event, or of none: usage and times come last, by themselves."""
+        """Make the chunk of an event; without an event, the last chunk with usage and timings."""
 
     @override
     def event(self, new: Event) -> bytes:
-        """A chunk as a server-sent event; where only the text is new, only that is encoded."""
+        """Format a chunk as a server-sent event; if only the text is new, encode only the text."""
         delta, usage = new.delta, None
         if self._tells_usage:
             self.counter.add(new)
@@ -299,7 +303,7 @@ class ChunkFormatter(ResponseFormatter, Generic[Body]):
         return frame[0] + _encoder.encode(delta.text) + frame[1]
 
     def times(self) -> openai.RequestTimings | UnsetType:
-        """The field ``timings`` of the answer now."""
+        """Current value of the answer's field ``timings``."""
         return UNSET if self.timings is None else self.timings()
 
     @override
@@ -311,12 +315,12 @@ class ChunkFormatter(ResponseFormatter, Generic[Body]):
 
 
 class UsageCounter(Struct):
-    """Tokens of one client's request, as its events go by.
+    """Counts the tokens of one client's request.
 
     Attributes:
-        prompt_tokens: of all prompts.
-        cached: of each prompt, tokens that came from a cache.
-        completion_tokens: counted until now.
+        prompt_tokens: Number of tokens of all prompts.
+        cached: For each prompt, number of tokens that came from a cache.
+        completion_tokens: Number of generated tokens until now.
     """
 
     prompt_tokens: int
@@ -324,12 +328,12 @@ class UsageCounter(Struct):
     completion_tokens: int = 0
 
     def add(self, new: Event) -> None:
-        """Count one event."""
+        """Count the tokens of an event."""
         self.completion_tokens += len(new.delta.token_ids)
         self.cached[new.prompt] = max(self.cached[new.prompt], new.output.cached_tokens)
 
     def usage(self) -> openai.TokenUsage:
-        """All counted until now; a prompt with several choices counts once."""
+        """Usage until now; a prompt with several choices counts once."""
         return openai.TokenUsage(
             prompt_tokens=self.prompt_tokens,
             completion_tokens=self.completion_tokens,
@@ -346,12 +350,12 @@ async def respond(
 ) -> web.StreamResponse:
     """Run the prompts and answer.
 
-    A stream has one chunk per event, also where a token adds no text, as vLLM's: who measures by
-    the chunks counts every token. The last one leaves with the end, in one write.
+    A stream has one chunk per event, even if a token adds no text, as in vLLM: load generators
+    count chunks as tokens. The last chunk and the end of the stream are one write.
 
     Raises:
-        RequestError, EngineDeadError: nothing was sent yet and it can't be served.
-        TimeoutError: nothing was sent yet and the deadline is long over.
+        RequestError, EngineDeadError: The request can't be served, and nothing was sent yet.
+        TimeoutError: The deadline is long over, and nothing was sent yet.
     """
     wanted = bool(formatter.body.return_timings)
     if wanted and len(prompts) > 1:
@@ -438,7 +442,7 @@ async def _stream(
 
 
 def _wrote(prompts: Sequence[PromptRequest], new: Event) -> None:
-    """Tell the prompt's timeline what was written."""
+    """Note in the prompt's timeline that an event was written."""
     timeline = prompts[new.prompt].timeline
     if timeline is not None:
         first = new.prompt * prompts[0].request.params.n

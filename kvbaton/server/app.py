@@ -1,4 +1,4 @@
-"""The application: routes and middlewares over any source of tokens; and how to serve it."""
+"""The HTTP application (routes and middlewares over any source of tokens), and how to serve it."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ from kvbaton.version import __version__
 logger = logging.getLogger(__name__)
 
 YOUNG_OBJECTS = 20_000
-"""The garbage collector looks for cycles after so many more objects were made than freed."""
+"""Threshold of the garbage collector: objects allocated less freed before it looks for cycles."""
 BACKLOG = 1024
 ANSWER_S = 300.0
-"""In which a client must have taken an answer that is sent as a whole."""
+"""Seconds within which a client must have read an answer that is sent as a whole."""
 FINISH_PERIOD_S = 0.02
-"""So often it is looked whether requests have ended that a process waits for."""
+"""Interval in seconds at which a stopping process checks whether its requests have ended."""
 ENDING_S = 1.0
-"""For requests that were told to end."""
+"""Seconds for requests to end after they were told to."""
 TOLD_TWICE = 130
-"""Exit status of a process that did not wait for its requests."""
+"""Exit status of a process that was stopped twice and did not wait for its requests."""
 PREFLIGHT = "Access-Control-Request-Method"
 PREFLIGHT_KEPT_S = 600
 
@@ -67,13 +67,14 @@ PREFLIGHT_KEPT_S = 600
 def make_app(
     frontend: Frontend, extra_routes: Sequence[web.RouteDef] = (), *, text: bool = True
 ) -> web.Application:
-    """The endpoint.
+    """Make the application of an endpoint.
 
     Args:
-        frontend: what it serves.
-        extra_routes: of the owner (``/health``, ``/metrics``, ...); they get the same request ids,
-            error bodies, limits and counters, and an API key where `auth.PROTECTED` says so.
-        text: whether it has the routes for texts and tokens.
+        frontend: What the handlers share.
+        extra_routes: Routes of the owner (``/health``, ``/metrics``, ...). They get the same
+            request ids, error bodies, limits and counters, and need an API key if their path is in
+            `auth.PROTECTED`.
+        text: Whether to add the routes for texts and tokens.
     """
     app = web.Application(
         client_max_size=frontend.config.max_body_bytes, middlewares=[endpoint_middleware]
@@ -107,7 +108,7 @@ def make_app(
 
 
 class ServerLog(logging.LoggerAdapter[logging.Logger]):
-    """What aiohttp logs. Bytes that are no HTTP, as a scanner sends them, are no failure."""
+    """aiohttp's log, where bytes that are not HTTP (as scanners send) are not an exception."""
 
     @override
     def exception(self, msg: object, *args: object, **kwargs: Any) -> None:
@@ -119,13 +120,13 @@ class ServerLog(logging.LoggerAdapter[logging.Logger]):
 
 
 def _reason(error: HttpProcessingError) -> str:
-    if isinstance(error, LineTooLong):  # its message has the line, which may be a secret's
+    if isinstance(error, LineTooLong):  # its message has the line, which may hold a secret
         return f"a line of the request's head has more than {error.args[1]} bytes"
     return f"this is no HTTP/1.1: {' '.join(error.message.split())[:200]}"
 
 
 class _Connection(RequestHandler):
-    """Tells of what is no HTTP in the form of all errors, and has a deadline for answers."""
+    """A connection that answers malformed HTTP with our error format, and has a send deadline."""
 
     __slots__ = ()
 
@@ -147,7 +148,7 @@ class _Connection(RequestHandler):
     async def finish_response(
         self, request: Any, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Send an answer; leave a client that does not take it."""
+        """Send an answer; abort the connection if the client does not read it in `ANSWER_S`."""
         late = asyncio.get_running_loop().call_later(ANSWER_S, self._leave)
         try:
             return await super().finish_response(request, resp, start_time)
@@ -163,7 +164,7 @@ class _Server(web.Server):
     @override
     def __call__(self) -> RequestHandler:
         made = super().__call__()
-        made.__class__ = _Connection  # aiohttp lets nobody say what it is to make
+        made.__class__ = _Connection  # aiohttp has no way to name the class to make
         return made
 
 
@@ -178,10 +179,10 @@ class _Runner(web.AppRunner):
 async def serve_on(
     listener: socket.socket, app: web.Application, config: EndpointConfig
 ) -> web.AppRunner:
-    """Serve an application on a listening socket, which becomes the runner's.
+    """Serve an application on a listening socket, which the runner then owns.
 
-    A handler is cancelled when its client goes away; the runner's ``cleanup`` waits for open
-    requests for as long as `config` says, then tells clients why theirs end.
+    A handler is cancelled when its client disconnects. The runner's ``cleanup`` waits for open
+    requests up to `config.shutdown_timeout_s`, then ends the rest with an error.
     """
 
     async def finish(app: web.Application) -> None:
@@ -196,27 +197,27 @@ async def serve_on(
     runner = _Runner(
         app,
         handler_cancellation=True,
-        # aiohttp waits for so long twice: before it cancels a handler, and after.
+        # aiohttp waits for this time twice: before it cancels a handler, and after.
         shutdown_timeout=ENDING_S,
         keepalive_timeout=config.timeout_keep_alive_s,
         access_log=None,
-        auto_decompress=False,  # `read_body` does
+        auto_decompress=False,  # `read_body` decompresses
         logger=ServerLog(logger),
     )
     await runner.setup()
     tls = config.tls.server()
-    # asyncio accepts as many at once as its backlog says. One leaves the rest to other workers; and
-    # where there are no files left, asyncio tries again as often, each time for each of them.
+    # asyncio accepts up to `backlog` connections at once. With 1 the rest is left to other workers;
+    # and if file descriptors run out, asyncio schedules one retry and not one per connection.
     await web.SockSite(runner, listener, ssl_context=tls, backlog=1).start()
     listener.listen(BACKLOG)
     return runner
 
 
 def freeze_startup() -> None:
-    """Keep the garbage collector from looking again and again at what was made until now.
+    """Tune memory management once start-up is over.
 
-    Requests leave it nothing to find, so it need not look at each dozen of them either. What they
-    free is needed by the next ones.
+    Objects made until now are excluded from garbage collection, and collections become rare because
+    requests leave no cycles. Freed memory is kept for the next requests.
     """
     gc.collect()
     gc.freeze()
@@ -225,9 +226,10 @@ def freeze_startup() -> None:
 
 
 def stop_requested() -> asyncio.Event:
-    """Set by one of `STOP_SIGNALS`; a Ctrl-C after that ends the process at once.
+    """Return an event that `STOP_SIGNALS` set; a Ctrl-C after that ends the process at once.
 
-    A second SIGTERM does not: systemd and Slurm tell a whole group, and so does its leader then.
+    A second SIGTERM does not: systemd and Slurm send it to a whole process group, and the leader of
+    the group then sends it again.
     """
     stop = asyncio.Event()
 
@@ -243,10 +245,10 @@ def stop_requested() -> asyncio.Event:
 
 
 def end_when_told_again() -> None:
-    """As `stop_requested` after the first signal, without the loop, which is about to close.
+    """Handle signals as after the first of `stop_requested`, without the loop, which closes soon.
 
-    The loop's own handlers would write to its pipe, which it closes before it removes them: a
-    traceback, and no more.
+    A closing loop closes its pipe before it removes its signal handlers, which write to that pipe:
+    a signal in between would cause a traceback and have no effect.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -259,9 +261,9 @@ def end_when_told_again() -> None:
 
 @web.middleware
 async def endpoint_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Around every handler: request id, API key, failures as JSON, counters.
+    """Wraps every handler: request id, API key, failures as JSON, counters.
 
-    One for all, since each is one more frame that every token passes.
+    It is one middleware, because each one adds a frame that every token passes.
     """
     request[ARRIVED] = time.monotonic()
     request[REQUEST_ID] = request_id_of(request)
@@ -285,21 +287,21 @@ async def endpoint_middleware(request: web.Request, handler: Handler) -> web.Str
     return response
 
 
-# --- web pages of other origins that ask from a browser (CORS, as the Fetch standard has it) ---
+# --- requests from web pages of other origins (CORS, as the Fetch standard specifies it) ---
 
 
 @web.middleware
 async def answer_preflight(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """A browser asks whether it may ask; it presents no key then."""
+    """Answer a browser's preflight request, which carries no API key."""
     if request.method == "OPTIONS" and PREFLIGHT in request.headers:
         return web.Response(status=204)
     return await handler(request)
 
 
 async def allow_origin(request: web.Request, response: web.StreamResponse) -> None:
-    """Signal ``on_response_prepare``: say that the page may read the answer.
+    """Signal ``on_response_prepare``: add headers that let an allowed origin read the answer.
 
-    That is where clients ask for text: what is for operators is not for pages.
+    Only on `PROTECTED` paths, where clients ask for text: operators' paths are not for web pages.
     """
     origin, allowed = request.headers.get("Origin"), request.app[FRONTEND].config.allowed_origins
     if not request.path.startswith(PROTECTED):
@@ -323,7 +325,7 @@ async def allow_origin(request: web.Request, response: web.StreamResponse) -> No
 
 @contract(answer=openai.ModelList)
 async def models(request: web.Request) -> web.Response:
-    """``GET /v1/models``."""
+    """List the names of the model."""
     frontend = request.app[FRONTEND]
     names = (frontend.config.model_name, *frontend.config.aliases)
     cards = [_card(frontend, name) for name in names]
@@ -332,7 +334,7 @@ async def models(request: web.Request) -> web.Response:
 
 @contract(answer=openai.ModelCard)
 async def model(request: web.Request) -> web.Response:
-    """``GET /v1/models/{model}``."""
+    """Describe the model."""
     frontend = request.app[FRONTEND]
     name = request.match_info["model"]
     check_model(frontend, name)
@@ -350,7 +352,7 @@ def _card(frontend: Frontend, name: str) -> openai.ModelCard:
 
 
 async def version(request: web.Request) -> web.Response:
-    """``GET /version``."""
+    """Version of kvbaton."""
     return json_response({"version": __version__})
 
 
@@ -370,7 +372,7 @@ async def tokenize(request: web.Request) -> web.Response:
         special = body.add_special_tokens is not False
         ids = await encode(frontend, body.prompt, add_special_tokens=special)
     texts = None
-    if body.return_token_strs:  # of a long text it takes seconds
+    if body.return_token_strs:  # takes seconds for a long text
         texts = await asyncio.to_thread(lambda: list(map(frontend.tokenizer.token_text, ids)))
     return json_response(
         openai.TokenizeResponse(
@@ -389,6 +391,6 @@ async def detokenize(request: web.Request) -> web.Response:
     body = await read_body(request, openai.DetokenizeRequest)
     check_model(frontend, body.model)
     check_ids("tokens", body.tokens, frontend.facts().vocab_size, most=INT32)
-    decode = frontend.tokenizer.decode  # of a million ids it takes 0.1 s and more
+    decode = frontend.tokenizer.decode  # takes 0.1 s and more for a million ids
     text = await asyncio.to_thread(decode, body.tokens, skip_special_tokens=False)
     return json_response(openai.DetokenizeResponse(prompt=text))

@@ -1,4 +1,4 @@
-"""API keys."""
+"""API keys, and which requests come from operators."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kvbaton.server.network import carries_token
 
 PROTECTED = ("/v1/", "/inference/", "/tokenize", "/detokenize")
 PROXIED = ("Forwarded", "X-Forwarded-For", "X-Real-IP", "Via")
-"""Headers by which a proxy says that it asks for somebody else."""
+"""Headers by which a proxy says that it forwards another client's request."""
 _PORT = re.compile(r":\d*$")
 
 PEER = web.RequestKey("peer", str)
-"""Address of whoever asked, where that is not the request's own remote end."""
+"""Address of the client, if it is not the remote end of this request's connection."""
 
 
 def has_key(request: web.Request, api_keys: Sequence[str]) -> bool:
@@ -38,7 +38,7 @@ def has_password(request: web.Request, api_keys: Sequence[str]) -> bool:
 
 
 def _sent_key(request: web.Request) -> str:
-    """A bearer token, or what clients of Anthropic's API send instead; empty without either."""
+    """The bearer token, or the header ``X-Api-Key`` of Anthropic's API; empty without either."""
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else request.headers.get("X-Api-Key", "")
 
@@ -50,7 +50,7 @@ def _is_key(text: str, api_keys: Sequence[str]) -> bool:
 
 
 def tenant(request: web.Request) -> str:
-    """A name for the sender's key that does not tell it; empty where no key is asked for."""
+    """A name for the sender's key that does not reveal it; empty if no keys are set."""
     if not request.app[FRONTEND].config.api_keys:
         return ""
     sent = _sent_key(request).encode(errors="surrogateescape")
@@ -58,11 +58,12 @@ def tenant(request: web.Request) -> str:
 
 
 def from_loopback(request: web.Request) -> bool:
-    """Whether the peer is this machine, and asks for itself.
+    """Whether the client is on this machine and asks for itself.
 
-    Any site can have browsers ask here, and read the answer if its name leads here (DNS rebinding).
-    They say by `Host` what name that is, and what site it is wherever they change anything. A proxy
-    says that it is one; who is behind it may be anybody.
+    Any web site can make a browser send requests here, and read the answers if the site's name
+    resolves to this machine (DNS rebinding). The header `Host` shows that name, and `Origin` shows
+    the site in requests that change anything. A proxy adds `PROXIED` headers; its client may be
+    anybody.
     """
     if request.method not in ("GET", "HEAD"):
         if "Origin" in request.headers:
@@ -77,16 +78,16 @@ def from_loopback(request: web.Request) -> bool:
 
 
 def operator_keys(request: web.Request) -> Sequence[str]:
-    """What opens the operators' part, where tenants have keys of their own."""
+    """Keys that give operators' rights."""
     config = request.app[FRONTEND].config
     return config.operator_keys or config.api_keys
 
 
 def require_operator(request: web.Request) -> None:
-    """Let in loopback peers, holders of an operator's key, and the router of this node's cluster.
+    """Allow loopback clients, holders of an operator's key, and the router of this node's cluster.
 
     Raises:
-        RequestError: 403.
+        RequestError: 403, for any other request.
     """
     config = request.app[FRONTEND].config
     token, sent = config.operator_token, request.headers.get("Authorization")
@@ -100,10 +101,10 @@ def require_operator(request: web.Request) -> None:
 
 
 def check_key(request: web.Request) -> None:
-    """Refuse protected paths without a key, where keys are set.
+    """Check the API key of a request to a protected path, if keys are set.
 
     Raises:
-        RequestError: 401.
+        RequestError: 401, without a valid key.
     """
     keys = request.app[FRONTEND].config.api_keys
     if keys and request.path.startswith(PROTECTED) and not has_key(request, keys):

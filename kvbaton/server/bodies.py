@@ -1,4 +1,4 @@
-"""Bodies as JSON: requests, answers, failures in OpenAI's shape or Anthropic's; request ids."""
+"""JSON bodies of requests and answers, errors in OpenAI's or Anthropic's format, request ids."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ REQUEST_ID_HEADER = "X-Request-Id"
 MAX_REQUEST_ID = 128
 REQUEST_ID = web.RequestKey("request_id", str)
 QUICK_BODY = 1 << 15
-"""Bytes; nothing that is made of such a body takes more than a few ms."""
+"""Bytes of a body up to which any processing of it takes a few ms at most."""
 _QUICK = web.RequestKey("quick", bool)
 LONG_BODY = 1 << 20
-"""Bytes, up to which a body is not counted."""
+"""Bytes of a body up to which it does not count towards ``max_bodies_bytes``."""
 RETRY_AFTER_S = 1.0
 WINDOW_BITS = {"gzip": 31, "deflate": 15}
-"""For `zlib`, by Content-Encoding."""
+"""``wbits`` of `zlib`, by Content-Encoding."""
 TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -53,15 +53,15 @@ T = TypeVar("T")
 
 
 def clean(request_id: str | None) -> str | None:
-    """An id that is safe in logs, headers and names; None if nothing is left of it."""
+    """Remove unsafe characters from a request id (for logs and headers); None if none is left."""
     return _UNWANTED.sub("", request_id or "")[:MAX_REQUEST_ID] or None
 
 
 def flag_of(request: web.Request, name: str) -> bool:
-    """A parameter of the query, false if it is left out.
+    """Value of a boolean query parameter; False if it is left out.
 
     Raises:
-        RequestError: it is neither ``true`` nor ``false``.
+        RequestError: It is neither ``true`` nor ``false``.
     """
     value = request.query.get(name, "false")
     if value not in ("true", "false"):
@@ -70,36 +70,36 @@ def flag_of(request: web.Request, name: str) -> bool:
 
 
 def request_id_of(request: web.Request) -> str:
-    """The id that a request brings, or a new one."""
+    """The request id from the header, or a new one."""
     named = request.headers.get(REQUEST_ID_HEADER)
     return (clean(named) if named else None) or f"{random.getrandbits(128):032x}"
 
 
 def speaks_anthropic(request: web.Request) -> bool:
-    """Whether whoever asks expects errors and streams as Anthropic's API has them."""
+    """Whether the client expects errors and streams in the format of Anthropic's API."""
     return request.path.startswith("/v1/messages")
 
 
 async def echo_request_id(request: web.Request, response: web.StreamResponse) -> None:
-    """Signal ``on_response_prepare``: also works for streams."""
-    # What aiohttp refuses by itself (an unknown Expect) has not passed our middleware.
+    """Signal ``on_response_prepare``, which streams send, too: add the request id as a header."""
+    # Requests that aiohttp itself refuses (an unknown Expect) have not passed our middleware.
     response.headers[REQUEST_ID_HEADER] = request.get(REQUEST_ID) or request_id_of(request)
     if speaks_anthropic(request):
         response.headers["Request-Id"] = response.headers[REQUEST_ID_HEADER]
 
 
 async def close_connection(request: web.Request, response: web.StreamResponse) -> None:
-    """Signal ``on_response_prepare``: this is the connection's last answer.
+    """Signal ``on_response_prepare``: close the connection after this answer.
 
-    An application that another one replaces needs it: a connection whose handshake ends after those
-    of the first one were closed would stay with it.
+    An application that is replaced by another one needs this: connections whose TLS handshake ends
+    after its open connections were closed would otherwise stay with it.
     """
     response.headers["Connection"] = "close"
     response.force_close()
 
 
 def malformed(error: Exception) -> RequestError:
-    """What msgspec says about a body, as a `RequestError` that names the field."""
+    """Turn msgspec's error about a body into a `RequestError` that names the field."""
     text = str(error)
     location = _LOCATION.search(text)
     where = location.group(1) if location else ""
@@ -114,14 +114,14 @@ def malformed(error: Exception) -> RequestError:
 
 
 def describe(error: BaseException) -> RequestError:
-    """Any failure as what to tell the client; 500 only for what we did not foresee."""
+    """Turn any exception into the error for the client; 500 only for unforeseen ones."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, EngineDeadError):
         return RequestError(f"the engine is down: {error}", status=503, code="engine_dead")
     if isinstance(error, TimeoutError):
         return RequestError("the request took longer than its timeout", status=504, code="timeout")
-    if isinstance(error, RecursionError):  # it could just be read, but not be written again
+    if isinstance(error, RecursionError):  # it could be decoded, but not be encoded again
         return RequestError("the request is nested too deep")
     if isinstance(error, web.HTTPException):
         text = f"{error.reason}: {error.text}" if error.status == 413 else error.reason
@@ -138,7 +138,7 @@ def error_body(request: web.Request, error: RequestError) -> bytes:
         failed = "api_error" if anthropic else "server_error"
         kind = "invalid_request_error" if error.status < 500 else failed
     message, param = error.message, error.param
-    if param and param not in message:  # most clients show the message alone
+    if param and param not in message:  # most clients show only the message
         field = param.rpartition(".")[2]
         message = f"{param}: {message.removeprefix(f'{field}: ')}"
     if anthropic:
@@ -151,11 +151,11 @@ def error_body(request: web.Request, error: RequestError) -> bytes:
 
 
 def error_response(request: web.Request, error: RequestError) -> web.Response:
-    """The answer for a failure before anything was sent."""
+    """The answer for a request that fails before anything was sent."""
     headers = {}
     if error.status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
         headers["Retry-After"] = str(math.ceil(error.retry_after_s or RETRY_AFTER_S))
-    if error.code in ERROR_STATUSES:  # OpenAI's and Anthropic's SDKs would try a 500 again
+    if error.code in ERROR_STATUSES:  # OpenAI's and Anthropic's SDKs would retry a 500
         headers["X-Should-Retry"] = "false"
     if error.status == HTTPStatus.UNAUTHORIZED:
         by_password = error.code == "password_required"
@@ -169,7 +169,7 @@ def error_response(request: web.Request, error: RequestError) -> web.Response:
 
 
 def failure_response(request: web.Request, error: Exception) -> web.Response:
-    """The answer for what a handler raised."""
+    """The answer for an exception of a handler."""
     failure = describe(error)
     if isinstance(error, web.HTTPNotFound | web.HTTPMethodNotAllowed):
         asked = f"{request.method} {request.rel_url.raw_path[:100]}".encode("ascii", "replace")
@@ -185,11 +185,11 @@ def failure_response(request: web.Request, error: Exception) -> web.Response:
 
 
 async def read_body(request: web.Request, kind: type[T]) -> T:
-    """The request's JSON body as a struct.
+    """Read the request's JSON body into a struct.
 
     Raises:
-        RequestError: it is no JSON, has a field of a wrong type (named), or does not arrive.
-        web.HTTPRequestEntityTooLarge: it is longer than the limit, perhaps unpacked.
+        RequestError: It is not JSON, has a field of a wrong type (named), or does not arrive.
+        web.HTTPRequestEntityTooLarge: It exceeds the limit, perhaps only once decompressed.
     """
     data, config = await read_bytes(request), request.app[FRONTEND].config
     if encoding := request.headers.get("Content-Encoding"):
@@ -204,20 +204,20 @@ async def read_body(request: web.Request, kind: type[T]) -> T:
 async def made_of_body(
     request: web.Request | None, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
 ) -> T:
-    """What a function makes of a body; of a long one in a thread, so that others go on."""
+    """Call a function on a body; for a long body in a thread, so that other requests go on."""
     if request is None or request[_QUICK]:
         return work(*args, **kwargs)
     return await asyncio.to_thread(work, *args, **kwargs)
 
 
 def unpacked(data: bytes, encoding: str, limit: int) -> bytes:
-    """A body as it was before it was compressed.
+    """Decompress a body.
 
-    aiohttp would do so as it comes, however long it gets, and also for who has no key.
+    aiohttp would decompress it as it arrives, without a limit and before the API key is checked.
 
     Raises:
-        RequestError: it is not compressed so, or that is not known.
-        web.HTTPRequestEntityTooLarge: it is longer than the limit.
+        RequestError: The encoding is unknown, or the body is not encoded that way.
+        web.HTTPRequestEntityTooLarge: The result is longer than `limit` bytes.
     """
     if encoding.lower() == "identity":
         return data
@@ -233,17 +233,17 @@ def unpacked(data: bytes, encoding: str, limit: int) -> bytes:
         raise web.HTTPRequestEntityTooLarge(limit, len(found))
     if not packer.eof:
         raise RequestError("the body is not encoded as its headers say: its end is missing")
-    if packer.unused_data:  # perhaps more of it: to read many small pieces would take very long
+    if packer.unused_data:  # perhaps further pieces: many small ones would take very long
         raise RequestError("the body must be compressed in one piece: something follows its end")
     return found
 
 
 @asynccontextmanager
 async def _room_for_body(request: web.Request) -> AsyncIterator[None]:
-    """Wait until the rest of a long body may come: so many bytes of all, half of one tenant's.
+    """Wait until a long body fits into ``max_bodies_bytes``, of which a tenant may have half.
 
     Raises:
-        RequestError: 429, others take too long.
+        RequestError: 429, if other bodies take too long.
     """
     frontend = request.app[FRONTEND]
     held, config, who = frontend.long_bodies, frontend.config, tenant(request)
@@ -267,7 +267,7 @@ async def _room_for_body(request: web.Request) -> AsyncIterator[None]:
 
 
 async def _read_beyond(request: web.Request, end: int, body: bytearray) -> bool:
-    """Take in what comes of a body until it is longer than this; whether it is."""
+    """Read a body until its end, or until it is longer than `end` bytes; return whether it is."""
     while len(body) <= end:
         if not (chunk := await request.content.readany()):
             return False
@@ -276,18 +276,18 @@ async def _read_beyond(request: web.Request, end: int, body: bytearray) -> bool:
 
 
 async def read_bytes(request: web.Request) -> bytes:
-    """The request's body as it was sent.
+    """Read the request's body as it was sent.
 
     Raises:
-        RequestError: it does not arrive in time, or is not encoded as its headers say.
-        web.HTTPRequestEntityTooLarge: it is longer than the limit.
+        RequestError: It does not arrive in time, or is not encoded as its headers say.
+        web.HTTPRequestEntityTooLarge: It is longer than the limit.
     """
     config = request.app[FRONTEND].config
     limit, timeout = config.max_body_bytes, config.body_timeout_s
     if (request.content_length or 0) > limit:  # not worth waiting for
         raise web.HTTPRequestEntityTooLarge(limit, request.content_length or 0)
     try:
-        if request.content.is_eof():  # it mostly came with the head: there is nothing to wait for
+        if request.content.is_eof():  # mostly the body came with the head: nothing to wait for
             data = request.content.read_nowait()
             if len(data) > limit:
                 raise web.HTTPRequestEntityTooLarge(limit, len(data))
@@ -295,7 +295,7 @@ async def read_bytes(request: web.Request) -> bytes:
         body = bytearray()
         async with asyncio.timeout(timeout):
             is_long = await _read_beyond(request, LONG_BODY, body)
-        if is_long:  # what has not come takes no room: it may come a byte a second
+        if is_long:  # a body only counts from here on, as its sender may be very slow
             async with _room_for_body(request), asyncio.timeout(timeout):
                 if await _read_beyond(request, limit, body):
                     raise web.HTTPRequestEntityTooLarge(limit, len(body))
@@ -303,14 +303,14 @@ async def read_bytes(request: web.Request) -> bytes:
     except TimeoutError:
         raise RequestError(f"the body did not arrive within {timeout} s", status=408) from None
     except web.RequestPayloadError as error:
-        request.content.feed_eof()  # else aiohttp reads on to throw it away, and fails by it
-        request.protocol.close()  # once it is answered: who knows where the next request begins
+        request.content.feed_eof()  # else aiohttp reads on to discard the rest, and fails at it
+        request.protocol.close()  # after the answer: where the next request begins is unknown
         reason = " ".join(str(error).split()).removeprefix("400, message: ")
         raise RequestError(f"the body is not encoded as its headers say: {reason}") from error
 
 
 def json_response(value: object, status: int = 200) -> web.Response:
-    """Anything that msgspec encodes, as an answer."""
+    """A JSON answer of any value that msgspec encodes."""
     return web.Response(
         status=status, body=msgspec.json.encode(value), content_type="application/json"
     )

@@ -47,11 +47,11 @@ from kvbaton.text.structured import (
 )
 
 REASONING_EFFORTS = ("low", "medium", "high")
-"""Of models that write OpenAI's harmony format; templates of others take what they know."""
+"""Efforts of models with OpenAI's harmony format; for other models the chat template decides."""
 
 
 class OutputReader(NamedTuple):
-    """Reads a model's text: makes a parser for a choice, and names for its calls."""
+    """How to read a model's text: makes a parser per choice, and an id per tool call."""
 
     parser: Callable[[], OutputParser]
     call_id: Callable[[], str]
@@ -76,10 +76,13 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 async def chat_prompt(
     request: web.Request, frontend: Frontend, body: openai.ChatRequest, request_id: str
 ) -> tuple[PromptRequest, OutputReader | None]:
-    """What the source is asked for a conversation, and what reads the model's text, if anything.
+    """Turn a chat into a request to the source, and a reader of the model's text.
+
+    Returns:
+        The request, and the reader; None if the text needs no parsing.
 
     Raises:
-        RequestError: naming the field that is wrong.
+        RequestError: A field is wrong; the error names it.
     """
     check_common(frontend, body)
     check_chat(frontend, body)
@@ -103,7 +106,7 @@ async def chat_prompt(
     asked = prompt_request(
         frontend, body, request_id, prompt, params, name="messages", tenant=who, items=items
     )
-    if form is None or body.skip_special_tokens is False:  # the client wants it as it is written
+    if form is None or body.skip_special_tokens is False:  # the client wants the raw text
         return asked, None
     if not (form.reasons or form.always_read or functions is not None):
         return asked, None
@@ -112,7 +115,7 @@ async def chat_prompt(
 
 
 def callable_functions(frontend: Frontend, body: openai.ChatRequest) -> Functions | None:
-    """The functions whose calls are told apart; None if none are."""
+    """The functions whose calls are parsed, as parameters by name; None if none are."""
     form, tools = frontend.output_format, body.tools
     if form is None or not form.calls or not tools or body.tool_choice == "none":
         return None
@@ -134,21 +137,21 @@ def callable_functions(frontend: Frontend, body: openai.ChatRequest) -> Function
 async def chat_grammar(
     frontend: Frontend, body: openai.ChatRequest, prompt: Sequence[int], functions: Functions | None
 ) -> str:
-    """The grammar of all that the model writes; empty for any.
+    """The grammar of everything that the model writes; empty if the text is unconstrained.
 
     Args:
-        frontend: for the model's format.
-        body: what is asked.
-        prompt: which may have begun reasoning.
-        functions: that may be called.
+        frontend: The endpoint, for the model's output format.
+        body: The request.
+        prompt: Token ids of the prompt, which may have begun the reasoning.
+        functions: Functions that may be called.
 
     Raises:
-        RequestError: naming the field that is wrong.
+        RequestError: A field is wrong; the error names it.
     """
     asks = wanted(body.response_format, body.structured_outputs)
     field, piece = asks or ("tools", None)
     form, forces = frontend.output_format, body.tool_choice not in (None, "none", "auto")
-    begins = not body.continue_final_message  # the message, so that reasoning may come first
+    begins = not body.continue_final_message  # a new message may begin with reasoning
     one = body.parallel_tool_calls is False or (forces and body.tool_choice != "required")
 
     async def checked(calls: Functions | None) -> str:
@@ -172,7 +175,7 @@ async def chat_grammar(
         return ""
     answer = await checked(None)
     if functions is not None and begins and field != "structured_outputs":
-        with suppress(RequestError):  # of names and schemas that no grammar can follow
+        with suppress(RequestError):  # for names and schemas that no grammar can express
             wanted_calls = forced_functions(functions, "required")
             for calls in (wanted_calls, loosened(wanted_calls)):
                 with suppress(RequestError):
@@ -181,7 +184,10 @@ async def chat_grammar(
 
 
 def with_marks(asked: PromptRequest, form: OutputFormat, *, calls: bool) -> PromptRequest:
-    """A prompt whose text a `ParsedFormatter` reads, and which ends where the model hands over."""
+    """Set the marks and stop tokens of a prompt whose text a parser reads.
+
+    The text then ends where the model ends its turn.
+    """
     params = asked.request.params
     if form.stops and not params.ignore_eos:
         stops = tuple(dict.fromkeys((*params.stop_token_ids, *form.stops)))
@@ -195,10 +201,10 @@ def with_marks(asked: PromptRequest, form: OutputFormat, *, calls: bool) -> Prom
 
 
 def check_chat(frontend: Frontend, body: openai.ChatRequest) -> None:
-    """Refuse what only conversations can ask for, and can't have here.
+    """Check the fields that only chats have.
 
     Raises:
-        RequestError: naming the field.
+        RequestError: A field has an unsupported value; the error names it.
     """
     if body.tools and body.tool_choice != "none":
         form = frontend.output_format
@@ -238,16 +244,16 @@ async def encode_chat(
     *,
     whole: bool = True,
 ) -> tuple[list[int], tuple[Item, ...]]:
-    """Token ids of a conversation, and its images; its special tokens come from the template.
+    """Token ids of a conversation, and its images; special tokens come from the template.
 
     Args:
-        frontend: for tokenizer and template.
-        body: with the messages.
-        request: that brought it.
-        whole: see `validation.encode`.
+        frontend: The endpoint, for tokenizer and template.
+        body: The request with the messages.
+        request: The HTTP request that brought it.
+        whole: See `validation.encode`.
 
     Raises:
-        RequestError: the model has no template, the messages do not fit it, or an image is wrong.
+        RequestError: The model has no template, the messages do not fit it, or an image is wrong.
     """
     vision, special = frontend.tokenizer.vision, bool(body.add_special_tokens)
     text, images = await made_of_body(request, _rendered, frontend, body)
@@ -260,7 +266,7 @@ async def encode_chat(
 def _rendered(
     frontend: Frontend, body: openai.ChatRequest | openai.TokenizeRequest
 ) -> tuple[str, list[ImageUrl]]:
-    """The text of a conversation, and its images."""
+    """Text of a conversation, and its images."""
     template = frontend.tokenizer.chat_template
     if template is None:
         raise RequestError(
@@ -305,7 +311,7 @@ class ChatFormatter(ChunkFormatter[openai.ChatRequest]):
         usage: openai.TokenUsage | UnsetType = UNSET,
         timings: openai.RequestTimings | UnsetType = UNSET,
     ) -> openai.ChatChunk:
-        """See `ChunkFormatter`."""
+        """Make a chunk; see `ChunkFormatter`."""
         if new is None:
             return openai.ChatChunk(**self.head, choices=[], usage=usage, timings=timings)
         delta, first = new.delta, new.first
@@ -326,15 +332,15 @@ class ChatFormatter(ChunkFormatter[openai.ChatRequest]):
         )
 
     def message(self, new: Event) -> openai.ChatMessage:
-        """What an event adds to the assistant's message."""
+        """Part of the assistant's message that an event adds."""
         return openai.ChatMessage(role="assistant" if new.first else UNSET, content=new.delta.text)
 
     def finish_reason(self, new: Event) -> str | None:
-        """Why the choice is over, as of an event that `message` was told of."""
+        """Finish reason of an event, after `message` was called for it; None while it goes on."""
         return new.delta.finish_reason
 
     def whole(self, events: Sequence[Event]) -> openai.ChatCompletion:
-        """See `ResponseFormatter`."""
+        """Make the whole answer; see `ResponseFormatter`."""
         prompt, events = self.prompts[0], fold(events)
         outputs = [new.output for new in events]
         scores = (o.prompt_logprobs for o in outputs if o.prompt_logprobs is not None)
@@ -375,13 +381,13 @@ class ChatFormatter(ChunkFormatter[openai.ChatRequest]):
 
 @dataclass(eq=False)
 class ParsedFormatter(ChatFormatter):
-    """The same for a model that marks what it writes: reasoning, calls and content apart."""
+    """Formats events of a model with an output format: reasoning, calls and content apart."""
 
     reader: OutputReader
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._is_plain = False  # what is new may be in any field of a chunk
+        self._is_plain = False  # new text may be in any field of a chunk
         self._parsers = defaultdict[int, OutputParser](self.reader.parser)
 
     @override
@@ -415,7 +421,7 @@ class ParsedFormatter(ChatFormatter):
 
     @override
     def finish_reason(self, new: Event) -> str | None:
-        # As OpenAI and vLLM have it: who was told which function to call has just stopped.
+        # As in OpenAI's API and vLLM: with a named function in `tool_choice` the reason is "stop".
         named = isinstance(self.body.tool_choice, dict)
         ended = new.delta.finish_reason == "stop" and not named
         called = ended and self._parsers[new.choice].num_calls

@@ -79,7 +79,7 @@ async def encode_prompts(frontend: Frontend, body: openai.CompletionRequest) -> 
     """Token ids of each prompt.
 
     Raises:
-        RequestError: they are none, or too many.
+        RequestError: There are no prompts, or too many.
     """
     config = frontend.config
     prompts = split_prompts(body.prompt, config.max_prompts)
@@ -117,11 +117,11 @@ class CompletionFormatter(ChunkFormatter[openai.CompletionRequest]):
         usage: openai.TokenUsage | UnsetType = UNSET,
         timings: openai.RequestTimings | UnsetType = UNSET,
     ) -> openai.Completion:
-        """See `ChunkFormatter`."""
+        """Make a chunk; see `ChunkFormatter`."""
         return self._answer([] if new is None else [new], usage, timings)
 
     def whole(self, events: Sequence[Event]) -> openai.Completion:
-        """See `ResponseFormatter`."""
+        """Make the whole answer; see `ResponseFormatter`."""
         return self._answer(fold(events), self.counter.usage(), self.times())
 
     def _answer(
@@ -131,7 +131,7 @@ class CompletionFormatter(ChunkFormatter[openai.CompletionRequest]):
         timings: openai.RequestTimings | UnsetType,
     ) -> openai.Completion:
         transfers = (new.output.kv_transfer_params for new in events)
-        for new in events:  # they come once per prompt, and every choice shows them
+        for new in events:  # prompt_logprobs come once per prompt, and every choice shows them
             if new.output.prompt_logprobs is not None:
                 self._scores[new.prompt] = new.output.prompt_logprobs
         return openai.Completion(
@@ -165,7 +165,7 @@ class CompletionFormatter(ChunkFormatter[openai.CompletionRequest]):
     def _logprobs(
         self, new: Event, scores: Sequence[TokenLogprobs | None] | None
     ) -> openai.CompletionLogprobs:
-        """Of new tokens, behind those of an echoed prompt."""
+        """Log probabilities of new tokens, after those of an echoed prompt."""
         ids = list(new.delta.token_ids)
         entries: list[TokenLogprobs | None] = list(new.delta.logprobs or ())
         if self.body.echo and new.first and scores is not None:

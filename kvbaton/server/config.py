@@ -1,4 +1,4 @@
-"""Settings of endpoints and nodes, whose fields are flags; imports nothing heavy."""
+"""Settings of endpoints and nodes; their fields are flags. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -28,40 +28,40 @@ from kvbaton.text.output_parser import ReasoningParserName, ToolCallParserName
 from kvbaton.types import MAX_NAME
 
 GenerationConfigMode = Literal["auto", "none"]
-"""``auto`` takes the model's recommendations as defaults, ``none`` the API's own defaults."""
+"""Defaults of sampling parameters: ``auto`` takes the model's, ``none`` those of the API."""
 
 MEDIA_HOST = re.compile(r"\*|[\w-]+(\.[\w-]+)*\.?|(?=.*:.*:)[0-9a-fA-F:.]+", re.ASCII)
-"""Names are compared as they are dialled, in ASCII."""
+"""A host name (ASCII, as it is resolved), an IPv6 address, or ``*``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MediaConfig:
-    """What images clients may bring.
+    """Which images clients may send.
 
     Attributes:
-        allowed_media_domains: hosts that images may be fetched from; a name also stands for those
-            below it, and ``*`` for all. None are visited by default.
-        allow_private_media: also visit addresses in private networks, and this machine.
-        max_images: of one request.
-        max_image_bytes: of all images of one request.
-        image_timeout_s: in which each must have been fetched.
+        allowed_media_domains: Hosts that images may be fetched from; a name includes its
+            subdomains, and ``*`` is every host. Empty: no image is fetched.
+        allow_private_media: Also fetch from private networks and this machine.
+        max_images: Maximum number of images in a request.
+        max_image_bytes: Maximum bytes of all images of a request.
+        image_timeout_s: Seconds within which each image must be fetched.
 
     Raises:
-        ConfigError: what should be a host is none, and would let nothing in.
+        ConfigError: An allowed host is not a host name, so it would match nothing.
     """
 
     GROUP: ClassVar[str | None] = "endpoint"
 
     allowed_media_domains: tuple[str, ...] = flag(
         (),
-        "hosts that images are fetched from, those below them too; * for all (none)",
+        "hosts that images may be fetched from, and their subdomains; * for all (none)",
         nargs="+",
         metavar="HOST",
     )
     allow_private_media: bool = flag(
-        False, "fetch images from private networks and this machine, too", action="store_true"
+        False, "also fetch images from private networks and this machine", action="store_true"
     )
-    max_images: Count = flag(64, "of one request", name="--limit-images", metavar="N")
+    max_images: Count = flag(64, "most images in a request", name="--limit-images", metavar="N")
     max_image_bytes: int = 16 << 20
     image_timeout_s: float = 10.0
 
@@ -74,37 +74,38 @@ class MediaConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointConfig:
-    """Where an endpoint listens, whom it serves, and as what.
+    """Where an endpoint listens, which clients it serves, and under which model name.
 
     Attributes:
-        host: address to listen on.
-        port: 0 takes a free one.
-        served_model_name: as clients may name the model, of which answers and nodes say the first;
-            without any its folder as given, or at the router the nodes' own names.
-        chat_template: file with another chat template than the model's.
-        tool_call_parser: which calls are told apart in chats; see `text.output_parser`.
-        reasoning_parser: the same for reasoning.
-        generation_config: whether the model recommends sampling defaults; see
+        host: Address to listen on.
+        port: TCP port; 0 takes a free one.
+        served_model_name: Names that clients may use for the model; answers and nodes use the
+            first. Empty: the model's folder as given, or at the router the names that nodes have.
+        chat_template: File with a chat template that replaces the model's.
+        tool_call_parser: Parser of tool calls in chats; see `text.output_parser`.
+        reasoning_parser: Parser of reasoning in chats.
+        generation_config: Whether the model's recommended sampling parameters are defaults; see
             `frontend.sampling_defaults`.
-        media: what images clients may bring.
-        tls: certificates.
-        api_keys: any of them opens the endpoint; none leaves it open.
-        operator_keys: open what is for operators, and then no API key does: tenants have those.
-        min_priority: lowest that requests may name; None is 0 where there are several keys, since
-            lower ones go before those of other tenants, and any number elsewhere.
-        cluster_key: secret shared by all nodes and the router; None restricts the cluster to this
+        media: Which images clients may send.
+        tls: Certificates.
+        api_keys: Keys of clients, any of which is accepted; empty leaves the endpoint open.
+        operator_keys: Keys of operators. If there are any, API keys do not give operators' rights:
+            tenants have those.
+        min_priority: Lowest priority that requests may have. None is 0 if there are several API
+            keys, because lower numbers go before requests of other tenants, else any number.
+        cluster_key: Secret shared by all nodes and the router; None restricts the cluster to this
             machine.
-        allowed_origins: of web pages that may ask from a browser; * for any.
-        timeout_keep_alive_s: a connection is closed that has brought no whole head of a request
-            for so long: because it is idle, or because somebody sends it by drops.
-        shutdown_timeout_s: how long requests and hand-overs may go on after SIGTERM.
-        otlp_traces_endpoint: where traces of requests go, by OTLP over HTTP; None takes what the
-            environment says (``OTEL_EXPORTER_OTLP_TRACES_ENDPOINT``), and makes none if it says
-            nothing.
-        log_level: of the log on standard error.
+        allowed_origins: Origins of web pages that may send requests from a browser; * for any.
+        timeout_keep_alive_s: Seconds after which a connection is closed that has not sent the
+            whole head of a request: it is idle, or the head comes byte by byte.
+        shutdown_timeout_s: Seconds that requests and hand-overs may go on after SIGTERM.
+        otlp_traces_endpoint: URL to which traces of requests are sent, by OTLP over HTTP; None
+            takes ``OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`` of the environment, without which there
+            are no traces.
+        log_level: Level of the log on standard error.
 
     Raises:
-        ConfigError: a key is empty, which everybody would know.
+        ConfigError: A key is empty, so that everybody would know it.
     """
 
     GROUP: ClassVar[str | None] = "endpoint"
@@ -112,25 +113,25 @@ class EndpointConfig:
     host: Host = flag("127.0.0.1", "address to listen on", metavar=None)
     port: Port = flag(0, "0 takes a free one", metavar=None)
     served_model_name: tuple[str, ...] = flag(
-        (), "as clients may name the model; answers say the first", nargs="+", metavar="NAME"
+        (), "names that clients may use; answers use the first", nargs="+", metavar="NAME"
     )
     chat_template: str | None = flag(
         None, "jinja template to use instead of the model's", metavar="FILE"
     )
     tool_call_parser: ToolCallParserName = flag(
-        "auto", "how the model writes calls of tools; auto looks at its chat template"
+        "auto", "how the model writes tool calls; auto looks at its chat template"
     )
-    reasoning_parser: ReasoningParserName = flag("auto", "the same for its reasoning")
+    reasoning_parser: ReasoningParserName = flag("auto", "how the model writes its reasoning")
     generation_config: GenerationConfigMode = flag(
         "auto", "whether the model's generation_config.json gives sampling defaults"
     )
     media: MediaConfig = field(default_factory=MediaConfig)
     tls: TlsConfig = field(default_factory=TlsConfig)
     api_keys: tuple[str, ...] = secret_flag(
-        "asked of clients", "KVBATON_API_KEY", (), name="--api-key", nargs="+", metavar="KEY"
+        "clients need one", "KVBATON_API_KEY", (), name="--api-key", nargs="+", metavar="KEY"
     )
     operator_keys: tuple[str, ...] = secret_flag(
-        "asked of operators, in place of --api-key",
+        "operators need one, instead of an --api-key",
         "KVBATON_OPERATOR_KEY",
         (),
         name="--operator-key",
@@ -139,22 +140,22 @@ class EndpointConfig:
     )
     min_priority: int | None = flag(
         None,
-        "lowest priority that requests may name; lower goes first (0 with several keys, else any)",
+        "lowest priority that requests may have; lower goes first (0 with several keys, else any)",
         metavar="N",
     )
     cluster_key: str | None = secret_flag(
-        "shared by all nodes and the router", "KVBATON_CLUSTER_KEY", metavar="SECRET"
+        "secret of all nodes and the router", "KVBATON_CLUSTER_KEY", metavar="SECRET"
     )
     allowed_origins: tuple[str, ...] = flag(
         (),
-        "web pages from there may ask from a browser, as https://chat.example; * for all (none)",
+        "origins of web pages that may send requests, as https://chat.example; * for all (none)",
         nargs="+",
         metavar="ORIGIN",
     )
     timeout_keep_alive_s: Seconds = flag(
         120.0,
-        "seconds that a connection may be without a whole head of a request; longer than proxies "
-        "in front keep theirs open",
+        "seconds until a connection without a whole request head is closed; set it longer than "
+        "proxies in front keep theirs open",
         name="--timeout-keep-alive",
         metavar="S",
     )
@@ -166,7 +167,7 @@ class EndpointConfig:
     )
     otlp_traces_endpoint: str | None = flag(
         None,
-        "send a trace of each request there, by OTLP over HTTP; needs kvbaton[otel] "
+        "where traces of requests are sent, by OTLP over HTTP; needs kvbaton[otel] "
         "($OTEL_EXPORTER_OTLP_TRACES_ENDPOINT)",
         metavar="URL",
     )
@@ -192,7 +193,7 @@ class EndpointConfig:
 
 
 def check_secret(name: str, value: str | None) -> None:
-    """Raise `ConfigError` for a secret that is empty, as of a variable that was not set."""
+    """Raise `ConfigError` for a secret that is empty (from an unset variable) or not UTF-8."""
     if value is not None and not value.strip():
         raise ConfigError(name, "is empty; give a secret, or leave it out")
     try:
@@ -204,7 +205,7 @@ def check_secret(name: str, value: str | None) -> None:
 def check_api_key(name: str, value: str | None) -> None:
     """Raise `ConfigError` for what `check_secret` refuses, and for several words.
 
-    Variables of the environment have a key in each word; so each would open what the key does.
+    In environment variables each word is a key, so each word alone would be accepted.
     """
     check_secret(name, value)
     if value is not None and value.split() != [value]:
@@ -212,7 +213,7 @@ def check_api_key(name: str, value: str | None) -> None:
 
 
 def check_url(name: str, url: str) -> None:
-    """Raise `ConfigError` for what can't be asked over HTTP."""
+    """Raise `ConfigError` for a URL that is not of HTTP."""
     try:
         parts = urlsplit(url)
         ok = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -224,14 +225,14 @@ def check_url(name: str, url: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelEndpointConfig(EndpointConfig):
-    """An endpoint over engines of its own, one or several.
+    """An endpoint that has one or several engines of its own.
 
     Attributes:
-        engine: settings of each engine.
-        transport: ``NAME[:JSON]``.
+        engine: Settings of each engine.
+        transport: Transport of hand-overs, ``NAME[:JSON]``.
 
     Raises:
-        ConfigError: there is no such transport.
+        ConfigError: There is no such transport.
     """
 
     engine: EngineConfig
@@ -245,7 +246,7 @@ class ModelEndpointConfig(EndpointConfig):
 
     @property
     def model_name(self) -> str:
-        """As clients name the model."""
+        """Name of the model in answers."""
         return next(iter(self.served_model_name), self.engine.model)
 
 
@@ -255,25 +256,25 @@ NodeRole = Literal["any", "prefill", "decode", "encode"]
 
 @dataclass(frozen=True, kw_only=True)
 class NodeConfig(ModelEndpointConfig):
-    """All that a node needs to know.
+    """All settings of a node.
 
     Attributes:
-        role: what it does for others.
-        node_id: its name, stable over its lives.
-        routers: base URLs of the routers to register with, a host name for all that it resolves to;
-            none for a node that stands alone or is named by the router's flags.
-        peers: control addresses ``tcp://host:port`` that may be dialled beside those the router
-            vouches for.
-        control_port: of the control channel; 0 takes a free one.
-        workers: processes that answer HTTP on the port.
-        engine_port: where the engine listens for routers, if there is a cluster key; 0 takes a free
-            one.
-        max_transfers: hand-overs that a source has alive at once.
-        max_blocks_per_peer: blocks that a target has reserved or in quarantine for one source; None
-            for no limit.
+        role: What the node does for others.
+        node_id: Name of the node, the same after a restart.
+        routers: Base URLs of the routers to register with; a host name stands for every address
+            that it resolves to. Empty for a node that is alone or named by the router's flags.
+        peers: Control addresses ``tcp://host:port`` that the node may connect to, beside those that
+            the router vouches for.
+        control_port: Port of the control channel; 0 takes a free one.
+        workers: Number of processes that answer HTTP on the port.
+        engine_port: Port on which the engine listens for routers, if there is a cluster key; 0
+            takes a free one.
+        max_transfers: Maximum number of live hand-overs of a source.
+        max_blocks_per_peer: Maximum number of blocks that a target has reserved or in quarantine
+            for one source; None for no limit.
 
     Raises:
-        ConfigError: values that do not fit together.
+        ConfigError: Values that do not fit together.
     """
 
     GROUP: ClassVar[str | None] = "node"
@@ -281,34 +282,33 @@ class NodeConfig(ModelEndpointConfig):
     role: NodeRole
     routers: tuple[str, ...] = flag(
         (),
-        "register with this router, or with all that its host name resolves to; may be given more "
-        "than once",
+        "register with this router, or with all that its host name resolves to; may be given again",
         name="--router",
         action="append",
         metavar="URL",
     )
     peers: tuple[str, ...] = flag(
         (),
-        "control address that may be dialled; may be given more than once",
+        "control address that the node may connect to; may be given again",
         name="--peer",
         action="append",
         metavar="tcp://HOST:PORT",
     )
-    control_port: Port = flag(0, metavar="PORT")
+    control_port: Port = flag(0, "port for other nodes' control messages", metavar="PORT")
     engine_port: Port = flag(
         0,
-        "where routers connect to the engine, if there is a cluster key (0: a free one)",
+        "port for routers' connections to the engine, if there is a cluster key (0: a free one)",
         metavar="PORT",
     )
     workers: int = flag(1, "processes that answer HTTP on the port", metavar="N")
     node_id: str = flag("", "stable name of this node", metavar="NAME")
     max_transfers: int = flag(
         HandoverConfig.max_transfers,
-        "hand-overs alive at once; those beyond are put off",
+        "most live hand-overs; further ones are put off",
         metavar="N",
     )
     max_blocks_per_peer: int | None = flag(
-        None, "blocks reserved or in quarantine for one source (no limit)", metavar="N"
+        None, "most blocks reserved or in quarantine for one source (no limit)", metavar="N"
     )
 
     def __post_init__(self) -> None:
@@ -336,6 +336,6 @@ class NodeConfig(ModelEndpointConfig):
 
     @cached_property
     def handover(self) -> HandoverConfig:
-        """What hand-overs need of it."""
+        """The settings of hand-overs among these."""
         mine = {item.name for item in fields(HandoverConfig)} & {item.name for item in fields(self)}
         return HandoverConfig(**{name: getattr(self, name) for name in mine})

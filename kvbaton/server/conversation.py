@@ -1,4 +1,4 @@
-"""What APIs beside chats have in common: a conversation to ask, content blocks as the answer."""
+"""Shared by the Messages and Responses APIs: a request as a chat, an answer as content blocks."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from kvbaton.text.output_parser import Kind, MessagePart
 # --- the request as a chat ---
 
 EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
-"""Those that most chat templates do not know."""
+"""By effort that most chat templates do not know: the nearest one that they know."""
 
 
 class Conversation:
-    """A chat's messages, gathered from those of another API.
+    """Messages of a chat, gathered from a request of another API.
 
-    What one says in a row is one message, but for results of calls: many chat templates want user
-    and assistant to take turns.
+    Consecutive parts of one role become one message, except results of calls, because many chat
+    templates require user and assistant to alternate.
 
     Attributes:
-        fields: what the client calls the fields of the messages that may be wrong.
+        fields: By field of the chat's messages, the name of the client's field, for errors.
     """
 
     def __init__(self) -> None:
@@ -43,16 +43,16 @@ class Conversation:
 
     @property
     def last_role(self) -> str | None:
-        """Whose the last message is; None if there is none."""
+        """Role of the last message; None if there is none."""
         return self._messages[-1]["role"] if self._messages else None
 
     def say(self, role: str, parts: Iterable[tuple[dict[str, Any], str]] = (), **more: str) -> None:
-        """Add parts of a message, each with what the client calls it.
+        """Add parts to a message.
 
         Args:
-            role: who says it.
-            parts: of a chat's message.
-            more: fields of the message.
+            role: Role of the message.
+            parts: Parts of a chat's message, each with the name of the client's field.
+            more: Further fields of the message.
         """
         content = self._turn(role, **more)["content"]
         for part, where in parts:
@@ -61,22 +61,22 @@ class Conversation:
             content.append(part)
 
     def think(self, thought: str) -> None:
-        """Add what the assistant has thought."""
+        """Add reasoning of the assistant."""
         self._turn("assistant").setdefault("reasoning_content", []).append(thought)
 
     def call(self, call_id: str, name: str, arguments: str) -> None:
-        """Add a call that the assistant has made."""
+        """Add a tool call of the assistant."""
         function = {"name": name, "arguments": arguments}
         call = {"id": call_id, "type": "function", "function": function}
         self._turn("assistant").setdefault("tool_calls", []).append(call)
 
     def messages(self) -> list[dict[str, Any]]:
-        """All, as chats have them."""
+        """All messages, in the format of chats."""
         for message in self._messages:
             if "reasoning_content" in message:
                 message["reasoning_content"] = "\n".join(message["reasoning_content"])
             if "tool_calls" in message and not message["content"]:
-                message["content"] = None  # what templates take for no text at all
+                message["content"] = None  # chat templates take this as no text
         return self._messages
 
     def _turn(self, role: str, **more: str) -> dict[str, Any]:
@@ -86,20 +86,21 @@ class Conversation:
 
 
 def function(name: str, description: str | None, parameters: Any) -> dict[str, Any]:
-    """A tool as a chat's."""
+    """A function tool, in the format of chats."""
     described = {} if description is None else {"description": description}
     return {"type": "function", "function": {"name": name, **described, "parameters": parameters}}
 
 
 def thinks(wanted: bool) -> dict[str, Any]:
-    """What tells chat templates whether to begin with reasoning: Qwen's and DeepSeek's."""
+    """Variables by which Qwen's and DeepSeek's chat templates turn reasoning on or off."""
     return dict.fromkeys(("enable_thinking", "thinking"), wanted)
 
 
 def arguments(text: str) -> dict[str, Any]:
-    """Of a call; what is no object, as of a call that was cut off, as ``INVALID_JSON``.
+    """Arguments of a call; text that is not a JSON object becomes the field ``INVALID_JSON``.
 
-    Halves of characters, which JSON may escape and no answer may hold, are question marks.
+    Such text comes from a call that was cut off. Lone surrogates, which JSON may escape but no
+    answer may contain, become question marks.
     """
     try:
         found = json.loads(text) if text else {}
@@ -111,7 +112,7 @@ def arguments(text: str) -> dict[str, Any]:
 
 @contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors that name a field of the chat name the client's instead."""
+    """Let errors that name a field of the chat name the client's field instead."""
     try:
         yield
     except RequestError as error:
@@ -126,15 +127,15 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
 
 
 class ContentBlock(Struct):
-    """What a model thinks, says or calls without a break; the last one of an answer may grow.
+    """A piece of the answer: reasoning, text or a call. The last block of an answer may grow.
 
     Attributes:
-        index: in the answer.
-        kind: what it is.
-        function: that is called.
-        call_id: which its result repeats.
-        status: whether it may grow, or was cut off.
-        pieces: of the text, or of the call's arguments.
+        index: Position in the answer.
+        kind: Kind of the content.
+        function: Name of the function that is called.
+        call_id: Id of the call, which its result repeats.
+        status: Whether the block may grow, is complete or was cut off.
+        pieces: Pieces of the text, or of the call's arguments.
     """
 
     index: int
@@ -146,7 +147,7 @@ class ContentBlock(Struct):
 
     @property
     def text(self) -> str:
-        """All of it until now."""
+        """Whole text until now."""
         return "".join(self.pieces)
 
 
@@ -157,17 +158,17 @@ async def respond_in_blocks(
     prefix: str,
     formatter: Callable[..., ContentBlockFormatter],
 ) -> web.StreamResponse:
-    """Answer a chat that stands for a request of another API.
+    """Answer a chat that was made from a request of another API.
 
     Args:
-        request: to answer.
-        body: the chat.
-        fields: what the client calls those of the chat.
-        prefix: of the answer's id.
-        formatter: makes one, see `ContentBlockFormatter`.
+        request: HTTP request to answer.
+        body: The chat.
+        fields: By field of the chat, the name of the client's field.
+        prefix: Prefix of the answer's id.
+        formatter: Makes a `ContentBlockFormatter`.
 
     Raises:
-        RequestError, EngineDeadError, TimeoutError: see `respond`.
+        RequestError, EngineDeadError, TimeoutError: See `respond`.
     """
     frontend, request_id = request.app[FRONTEND], f"{prefix}_{request[REQUEST_ID]}"
     with renamed(fields):
@@ -182,16 +183,17 @@ class ContentBlockFormatter(ResponseFormatter):
     """Formats the events of a chat's only choice as content blocks.
 
     Attributes:
-        reader: tells reasoning and calls apart; None if all is text.
-        blocks: that have begun.
-        reasoning_tokens: about as many were reasoning: of tokens that came at once, by characters.
+        reader: Parses reasoning and calls; None if all is text.
+        blocks: Blocks that have begun.
+        reasoning_tokens: Estimated number of reasoning tokens; tokens of one event are divided by
+            characters.
     """
 
     body: openai.ChatRequest
     OPERATION = "chat"
     DONE = b""
     SILENCE: ClassVar[bytes] = b":\n\n"
-    """What a token that adds no text is in a stream, which has an event a token as chats do."""
+    """Event for a token that adds no text: a stream has one event per token, as in chats."""
 
     reader: OutputReader | None
     blocks: list[ContentBlock] = field(default_factory=list, init=False)
@@ -203,27 +205,27 @@ class ContentBlockFormatter(ResponseFormatter):
 
     @abstractmethod
     def begin(self) -> Iterable[bytes]:
-        """What a stream tells first."""
+        """Server-sent events at the start of a stream."""
 
     @abstractmethod
     def open(self, block: ContentBlock) -> Iterable[bytes]:
-        """That a block begins."""
+        """Server-sent events for the start of a block."""
 
     @abstractmethod
     def grow(self, block: ContentBlock, text: str) -> bytes:
-        """What is new of it."""
+        """Server-sent event for new text of a block."""
 
     @abstractmethod
     def close(self, block: ContentBlock) -> Iterable[bytes]:
-        """That it has ended."""
+        """Server-sent events for the end of a block."""
 
     @abstractmethod
     def end(self, new: Event) -> Iterable[bytes]:
-        """That and why the answer ends."""
+        """Server-sent events for the end of the answer and its reason."""
 
     @abstractmethod
     def answer(self, new: Event) -> Struct:
-        """All at once, as of one event with all that was told."""
+        """The whole answer, from one event that has everything."""
 
     @property
     def called(self) -> bool:
@@ -258,7 +260,7 @@ class ContentBlockFormatter(ResponseFormatter):
             yield from self.end(new)
 
     def _added(self, new: Event) -> Iterator[tuple[ContentBlock, str]]:
-        """What an event adds to which blocks."""
+        """Yield the text that an event adds, with its block."""
         for part in self._parts(new):
             last = self.blocks[-1] if self.blocks else None
             if last is None or part.kind != last.kind or part.function is not None:
@@ -280,6 +282,6 @@ class ContentBlockFormatter(ResponseFormatter):
         told = sum(len(part.text) for part in parts)
         thought = sum(len(part.text) for part in parts if part.kind == "reasoning")
         if not told and self._parser.kind == "reasoning":
-            told = thought = 1  # what is not yet told
+            told = thought = 1  # the parser holds text back: count its tokens as reasoning
         self.reasoning_tokens += round(len(new.delta.token_ids) * thought / max(1, told))
         return [part for part in parts if parallel or part.kind != "call" or not part.number]

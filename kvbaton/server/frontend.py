@@ -1,4 +1,4 @@
-"""What handlers of an endpoint share: the source of tokens, the tokenizer, settings and limits."""
+"""Shared by all handlers of an endpoint: the source of tokens, the tokenizer, settings, limits."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from kvbaton.text.tokenizer import Tokenizer
 
 
 class ModelFacts(Struct, frozen=True, kw_only=True):
-    """What bounds a request.
+    """Properties of the model that bound a request.
 
     Attributes:
-        max_model_len: longest prompt plus output, in tokens.
-        vocab_size: token ids are below it.
+        max_model_len: Maximum length of prompt plus output, in tokens.
+        vocab_size: Number of token ids; all ids are below it.
     """
 
     max_model_len: int
@@ -44,30 +44,30 @@ class FrontendConfig:
     """Settings of the endpoint; command-line defaults are read from here.
 
     Attributes:
-        model_name: as clients name it, and answers.
-        aliases: other names that clients may use.
-        api_keys: any of them opens the endpoint as ``Authorization: Bearer KEY``; none leaves it
+        model_name: Name of the model in requests and answers.
+        aliases: Other names that clients may use.
+        api_keys: Keys of clients, sent as ``Authorization: Bearer KEY``; empty leaves the endpoint
             open.
-        operator_keys: open what only operators may ask; none leaves that to `api_keys`.
-        min_priority: lowest that requests may name.
-        allowed_origins: see `EndpointConfig`.
-        operator_token: as such a key; empty for none.
-        timeout_s: after which a request is ended, if it names no `timeout`.
-        max_timeout_s: longest `timeout` that a request may name.
-        deadline_grace_s: the source ends a request at its timeout; if it does not, the endpoint
-            does so this much later.
-        max_body_bytes: a longer body is a 413.
-        max_bodies_bytes: of all long bodies that are on their way at a time; others wait.
-        body_timeout_s: in which the first MiB of a body must have come, and then the rest of it.
-        max_prompts: of one request.
-        max_n: choices per prompt.
-        max_choices: prompts times n.
-        max_logprobs: candidates per token.
-        tool_call_parser: see `EndpointConfig`.
-        reasoning_parser: see there.
-        sampling_defaults: of the model, for fields that a request leaves out.
-        media: what images clients may bring.
-        traces: where traces go, if there are to be any.
+        operator_keys: Keys of operators; empty gives `api_keys` their rights.
+        min_priority: Lowest priority that requests may have.
+        allowed_origins: See `EndpointConfig`.
+        operator_token: A further token with operators' rights; empty for none.
+        timeout_s: Seconds after which a request without `timeout` is ended.
+        max_timeout_s: Maximum `timeout` of a request, in seconds.
+        deadline_grace_s: The source ends a request at its timeout; if it does not, the endpoint
+            does so this many seconds later.
+        max_body_bytes: Maximum length of a body; a longer one is a 413.
+        max_bodies_bytes: Maximum length of all long bodies being read; further ones wait.
+        body_timeout_s: Seconds for the first MiB of a body to arrive, and again for the rest.
+        max_prompts: Maximum number of prompts in a request.
+        max_n: Maximum number of choices per prompt.
+        max_choices: Maximum of prompts times n.
+        max_logprobs: Maximum number of candidates per token.
+        tool_call_parser: See `EndpointConfig`.
+        reasoning_parser: See `EndpointConfig`.
+        sampling_defaults: The model's defaults for fields that a request leaves out.
+        media: Which images clients may send.
+        traces: Where traces go; None for no traces.
     """
 
     model_name: str
@@ -95,12 +95,12 @@ class FrontendConfig:
 
     @cached_property
     def ranges(self) -> Mapping[str, Range]:
-        """What `SamplingParams` may hold here, by field."""
+        """Ranges of the fields of `SamplingParams`, by field."""
         scored = Range(0, self.max_logprobs)
         return {**RANGES, "n": Range(1, self.max_n), "logprobs": scored, "prompt_logprobs": scored}
 
     def check_priority(self, priority: int) -> None:
-        """Raise `RequestError` for one that requests may not name here."""
+        """Raise `RequestError` for a priority below `min_priority`."""
         check_range("priority", priority, Range(self.min_priority, INT32))
 
     @classmethod
@@ -114,18 +114,18 @@ class FrontendConfig:
         role: str = "router",
         node: str = "",
     ) -> FrontendConfig:
-        """What the flags say of an endpoint that serves the model in a folder under a name.
+        """Settings of an endpoint, from its flags and the model's folder.
 
         Args:
-            config: the flags.
-            folder: of the model.
-            name: of the model, for clients.
-            operator_token: see the attribute.
-            role: of a node, for its traces.
-            node: its id.
+            config: The flags.
+            folder: Folder of the model.
+            name: Name of the model for clients.
+            operator_token: See the attribute.
+            role: Role of the node or router, for its traces.
+            node: Id of the node, for its traces.
 
         Raises:
-            ConfigError: the model's recommendations can't be read, or traces can't be made.
+            ConfigError: The model's recommendations can't be read, or traces can't be made.
         """
         shared = {item.name for item in fields(cls)} & {item.name for item in fields(config)}
         given = {name: getattr(config, name) for name in shared}
@@ -145,9 +145,9 @@ class FrontendConfig:
 
 
 class Recommended(Struct, omit_defaults=True):
-    """The fields of ``generation_config.json`` that become defaults; bounds are those of a request.
+    """Fields of ``generation_config.json`` that become defaults, with the bounds of requests.
 
-    Its end-of-text ids are read by the engine (`engine.model_config`).
+    The engine reads the end-of-text ids of that file (`engine.model_config`).
     """
 
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
@@ -160,17 +160,18 @@ class Recommended(Struct, omit_defaults=True):
 
 
 def sampling_defaults(folder: str | Path, mode: GenerationConfigMode = "auto") -> dict[str, Any]:
-    """Defaults of a request by their name in the API (`max_tokens` for ``max_new_tokens``).
+    """Sampling defaults of a model, by field of the API (`max_tokens` for ``max_new_tokens``).
 
     Args:
-        folder: of the model; without the file there are none.
-        mode: see `GenerationConfigMode`.
+        folder: Folder of the model.
+        mode: See `GenerationConfigMode`.
 
     Returns:
-        Empty if the file says ``"do_sample": false``: what it says of sampling is then not meant.
+        The defaults. Empty without ``generation_config.json``, or if that file has ``"do_sample":
+        false``, in which case its sampling parameters are not meant.
 
     Raises:
-        ConfigError: the file can't be read, or recommends a value that no request may have.
+        ConfigError: The file can't be read, or recommends a value that no request may have.
     """
     path = Path(folder, "generation_config.json")
     if mode == "none" or not path.is_file():
@@ -192,10 +193,10 @@ TransferParser = Callable[[dict[str, Any] | None], tuple[TransferSpec | None, Pr
 
 
 def refuse_transfer(params: dict[str, Any] | None) -> tuple[None, None]:
-    """For an endpoint that pairs nodes itself.
+    """Parser of ``kv_transfer_params`` for an endpoint that pairs nodes itself: it refuses them.
 
     Raises:
-        RequestError: the client brought ``kv_transfer_params``.
+        RequestError: The client sent ``kv_transfer_params``.
     """
     if params:
         raise RequestError(
@@ -207,20 +208,20 @@ def refuse_transfer(params: dict[str, Any] | None) -> tuple[None, None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Frontend:
-    """What the handlers share.
+    """Objects that all handlers share.
 
     Attributes:
-        source: makes the tokens.
-        tokenizer: the model's.
-        config: settings.
-        facts: bounds of a request now; may raise `RequestError` (503) or `EngineDeadError` while
-            nothing can be served.
-        transfer: turns ``kv_transfer_params`` into a part in a hand-over, and a prefix to fetch.
-        transfer_type: shape of ``kv_transfer_params`` for the description; None if it is refused.
-        metrics: what is counted.
-        long_bodies: bytes that are on their way, by tenant.
-        body_ended: set when one of those has come.
-        created: start of this process, for answers that name it.
+        source: Makes the tokens.
+        tokenizer: Tokenizer of the model.
+        config: Settings.
+        facts: Returns the model's bounds for requests; raises `RequestError` (503) or
+            `EngineDeadError` while nothing can be served.
+        transfer: Parses ``kv_transfer_params`` into a role in a hand-over and a prefix to fetch.
+        transfer_type: Type of ``kv_transfer_params`` for the API description; None if refused.
+        metrics: Metrics of the endpoint.
+        long_bodies: Bytes of long bodies that are being read, by tenant.
+        body_ended: Set when one of these bodies has been read.
+        created: Start time of this process in seconds since 1970, for answers that have it.
     """
 
     source: TokenSource
@@ -235,19 +236,19 @@ class Frontend:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        _ = self.output_format  # what is wrong with it is told at the start
+        _ = self.output_format  # so that an error in it is raised at the start
 
     @cached_property
     def tracing(self) -> Tracing | None:
-        """Makes traces of requests; None if there are to be none."""
+        """Makes traces of requests; None for no traces."""
         return None if self.config.traces is None else Tracing(self.config.traces)
 
     @cached_property
     def output_format(self) -> OutputFormat | None:
-        """How the model marks reasoning and calls; None if they are not told apart.
+        """How the model marks reasoning and calls; None if they are not parsed.
 
         Raises:
-            ConfigError: the configured parsers do not suit the model.
+            ConfigError: The configured parsers do not suit the model.
         """
         config = self.config
         return find_output_format(self.tokenizer, config.tool_call_parser, config.reasoning_parser)

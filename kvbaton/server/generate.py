@@ -46,12 +46,12 @@ async def respond(
     """Answer a `GenerateRequest`.
 
     Args:
-        request: with the body.
-        add_request: makes of it, with a request id, what the engine is asked.
-        role: of this node, for traces; None takes that of the request's part in a hand-over.
+        request: HTTP request with the body.
+        add_request: Makes the engine's request from the body and a request id.
+        role: Role of this node, for traces; None takes the request's role in its hand-over.
 
     Raises:
-        RequestError: it is wrong, or did not complete.
+        RequestError: The request is wrong, or did not complete.
     """
     frontend = request.app[FRONTEND]
     body = await read_body(request, GenerateRequest)
@@ -77,10 +77,10 @@ async def respond(
 
 
 def add_request(frontend: Frontend, body: GenerateRequest, request_id: str) -> AddRequest:
-    """What the engine is asked.
+    """Make the engine's request from a `GenerateRequest`.
 
     Raises:
-        RequestError: a field is out of range.
+        RequestError: A field is out of range.
     """
     facts, resume, given = frontend.facts(), body.resume_token_ids, body.sampling_params
     params = checked(given, frontend.config, facts.vocab_size, prefix="sampling_params.")
@@ -106,10 +106,10 @@ def add_request(frontend: Frontend, body: GenerateRequest, request_id: str) -> A
 def engine_request(
     frontend: Frontend, body: GenerateRequest, request_id: str, params: SamplingParams
 ) -> AddRequest:
-    """A `GenerateRequest` as the engine gets it, from its beginning.
+    """Make the engine's request from a `GenerateRequest`, without `resume_token_ids`.
 
     Raises:
-        RequestError: its priority, its deadline or its `kv_transfer_params` are wrong.
+        RequestError: The priority, the deadline or `kv_transfer_params` are wrong.
     """
     if body.priority:
         frontend.config.check_priority(body.priority)
@@ -130,7 +130,7 @@ def engine_request(
 async def shown_outputs(
     frontend: Frontend, add: AddRequest, request_id: str, timeline: RequestTimeline | None
 ) -> AsyncGenerator[GenerateChunk]:
-    """The source's outputs, see `_shown`."""
+    """Yield the source's outputs as the client gets them; see `_shown`."""
     if timeline is not None:
         timeline.submit()
     with closing(RequestTimes(frontend.metrics.latencies)) as times:
@@ -144,7 +144,7 @@ async def shown_outputs(
 
 
 def _shown(output: Output, request_id: str) -> GenerateChunk:
-    """An output as it may be shown: the client's id, numbers that JSON can say."""
+    """An output for the client: with the client's request id, and numbers that JSON can express."""
     fields = asdict(output) | {"request_id": request_id}
     del fields["marks"]
     for name in ("logprobs", "prompt_logprobs"):
@@ -159,8 +159,8 @@ async def whole_response(
     """All outputs of a request as one answer.
 
     Raises:
-        RequestError: it did not complete.
-        TimeoutError: it takes longer than `limit_s` seconds.
+        RequestError: The request did not complete.
+        TimeoutError: It took longer than `limit_s` seconds.
     """
     outputs: list[Output] = []
     start = time.monotonic()

@@ -1,8 +1,8 @@
-"""Images that clients name: inline, or at addresses that this process may visit.
+"""Loads the images of requests: inline ones, and those at URLs that this process may fetch.
 
-What a client names is visited only where the operator allows it, never inside private networks
-unless that is allowed too, for a limited time and up to a limited size. The addresses that a name
-resolves to are checked when they are dialled, so a name can't change its mind in between.
+A URL is fetched only from hosts that the operator allows, never from private networks unless that
+is allowed too, within a time limit and a size limit. The addresses to which a name resolves are
+checked as part of connecting, so the name can't resolve to another address in between.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ MAX_REDIRECTS = 3
 CHUNK = 1 << 16
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
 SHOWN = 100
-"""Characters of an address that errors show."""
+"""Maximum number of characters of a URL in an error."""
 _decoders = ThreadPoolExecutor(DECODERS, thread_name_prefix="image")
-"""Threads of their own: images that wait to be decoded hold up nothing else."""
+"""Threads for decoding only, so that waiting images do not block other work."""
 
 
 async def load_images(
     images: Sequence[ImageUrl], vision: VisionText, config: MediaConfig
 ) -> list[Item]:
-    """Get and check images; their items all start at 0.
+    """Load and check images; the returned items all start at 0.
 
     Raises:
-        RequestError: naming the image that is wrong, may not be fetched, or does not come.
+        RequestError: An image is wrong, may not be fetched, or does not arrive; the error names it.
     """
     if len(images) > config.max_images:
         raise RequestError(
@@ -61,11 +61,11 @@ async def load_images(
             item = await asyncio.get_running_loop().run_in_executor(_decoders, vision.item, data)
         except RequestError as error:
             raise RequestError(error.message, param=image.where, code="invalid_image") from error
-        if _is_inline(image.url):  # what is at an address may be another image by now
+        if _is_inline(image.url):  # a URL may have another image next time
             vision.recent.put(image.url, item)
         return item
 
-    if len(images) < 2:  # tasks would take as long as all that is done for a known one
+    if len(images) < 2:  # a task costs as much as a remembered image
         return [await load(image) for image in images]
     tasks = [asyncio.ensure_future(load(image)) for image in images]
     try:
@@ -78,12 +78,12 @@ async def load_images(
 
 @dataclass
 class _Room:
-    """Bytes that the images of a request may still take."""
+    """Bytes that are left for the images of a request."""
 
     left: int
 
     def take(self, count: int) -> None:
-        """Raises `RequestError` when they are used up."""
+        """Use up bytes; raise `RequestError` if there are not enough left."""
         self.left -= count
         if self.left < 0:
             raise RequestError("the images of this request are too large; see max_image_bytes")
@@ -119,12 +119,12 @@ def _inline(url: str, room: _Room) -> bytes:
         if any(parameter.strip().lower() == "base64" for parameter in parameters):
             try:
                 data = binascii.a2b_base64(body, strict_mode=True)
-            except ValueError:  # in lines, as many encoders write it, or quoted
+            except ValueError:  # broken into lines, as many encoders do, or percent-encoded
                 written = unquote_to_bytes(body).translate(None, b"\r\n")
                 data = base64.b64decode(written, validate=True)
         else:
             data = unquote_to_bytes(body)
-    except ValueError as error:  # a program's text may also be no Unicode
+    except ValueError as error:  # the text may also not be valid Unicode
         raise RequestError(f"a data: url must hold base64: {error}") from error
     room.take(len(data))
     return data
@@ -138,11 +138,11 @@ def _is_image(content_type: str) -> bool:
 
 
 async def _fetch(url: URL, config: MediaConfig, room: _Room) -> bytes:
-    """Get an image, following redirects to other places that are allowed."""
+    """Fetch an image, following redirects to allowed hosts."""
     connector = aiohttp.TCPConnector(resolver=_Resolver(config.allow_private_media))
     async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
         for _ in range(1 + MAX_REDIRECTS):
-            host = (url.raw_host or "").rstrip(".")  # as it is dialled: other spellings are undone
+            host = (url.raw_host or "").rstrip(".")  # normalised, as for the connection
             if url.scheme not in ("http", "https") or not host:
                 raise RequestError(f"{str(url)[:SHOWN]} is no http: or https: address")
             if not any(_covers(domain, host) for domain in config.allowed_media_domains):
@@ -150,7 +150,7 @@ async def _fetch(url: URL, config: MediaConfig, room: _Room) -> bytes:
                     f"images may not be fetched from {host[:SHOWN]}; --allowed-media-domains names "
                     "the hosts that they may be fetched from, and data: urls are always taken"
                 )
-            if not config.allow_private_media and _is_private(host):  # names are judged later
+            if not config.allow_private_media and _is_private(host):  # names: see `_Resolver`
                 raise RequestError(f"{host[:SHOWN]} is not a public address")
             async with session.get(
                 url, allow_redirects=False, headers={"Accept-Encoding": "identity"}
@@ -167,12 +167,12 @@ def _covers(domain: str, host: str) -> bool:
 
 
 def _is_private(host: str) -> bool:
-    """Whether a host is an address outside of the public internet; names are judged later."""
+    """Whether a host is an IP address outside the public internet; False for names."""
     address: ipaddress.IPv4Address | ipaddress.IPv6Address
     try:
         if ":" in host:
             address = ipaddress.IPv6Address(host.partition("%")[0])
-        else:  # in the old short forms (127.1), too
+        else:  # also accepts the old short forms (127.1)
             address = ipaddress.IPv4Address(socket.inet_aton(host))
     except (OSError, ValueError):
         return False
@@ -188,7 +188,7 @@ def _is_private(host: str) -> bool:
 
 
 class _Resolver(AbstractResolver):
-    """Names to addresses, without those that may not be dialled."""
+    """Resolves names to addresses, leaving out those to which connections are not allowed."""
 
     def __init__(self, allow_private: bool) -> None:
         self._allow_private = allow_private
@@ -197,7 +197,7 @@ class _Resolver(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
     ) -> list[ResolveResult]:
-        """Raises `OSError` if none is left."""
+        """Resolve a name; raise `OSError` if no address is allowed."""
         found = await self._system.resolve(host, port, family)
         allowed = [a for a in found if self._allow_private or not _is_private(a["host"])]
         if not allowed:
@@ -205,7 +205,7 @@ class _Resolver(AbstractResolver):
         return allowed
 
     async def close(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: there is no state."""
 
 
 async def _read(response: aiohttp.ClientResponse, room: _Room) -> bytes:

@@ -1,7 +1,7 @@
 """``POST /v1/messages`` and ``/v1/messages/count_tokens``: Anthropic's Messages API.
 
-A request becomes a chat, which is served as any other; what the model writes is told in Anthropic's
-content blocks and events. Source: Anthropic's API reference, version 2023-06-01.
+A request becomes a chat, which is served like any other; the answer has Anthropic's content blocks
+and events. Source: Anthropic's API reference, version 2023-06-01.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class MessagesFormatter(ContentBlockFormatter):
         )
 
     def _stop(self, new: Event) -> dict[str, Any]:
-        """Why the text has ended."""
+        """Stop reason, in Anthropic's format."""
         delta = new.delta
         if isinstance(delta.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": delta.stop_reason}
@@ -138,7 +138,7 @@ class MessagesFormatter(ContentBlockFormatter):
         return {"stop_reason": reason, "stop_sequence": None}
 
     def _usage(self) -> MessagesUsage:
-        """Tokens as Anthropic counts them: those from a cache are none of the input."""
+        """Usage as Anthropic counts it: input tokens do not include cached ones."""
         usage = self.counter.usage()
         cached = usage.prompt_tokens_details.cached_tokens
         return MessagesUsage(
@@ -149,7 +149,7 @@ class MessagesFormatter(ContentBlockFormatter):
 
 
 def content(block: ContentBlock) -> Content:
-    """A block as Anthropic has it."""
+    """A content block in Anthropic's format."""
     if block.kind == "content":
         return TextBlock(block.text)
     if block.kind == "reasoning":
@@ -160,8 +160,8 @@ def content(block: ContentBlock) -> Content:
 # --- the request as a chat ---
 
 BILLING = "x-anthropic-billing-header:"
-"""Of a line that Claude Code puts before its system prompt: it is for Anthropic's servers, and may
-change from one request to the next, after which no prefix would be found again."""
+"""Start of a line that Claude Code puts before its system prompt. The line is for Anthropic's
+servers and may change with each request, which would make every prefix hit miss."""
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 COPIED = (
     "stream", "max_tokens", "temperature", "top_p", "top_k", "priority", "cache_salt", "timeout",
@@ -175,21 +175,24 @@ FIELDS = {
     "response_format.type": "output_config.format.type",
     "response_format.json_schema.schema": "output_config.format.schema",
 }
-"""What clients call the fields of a chat."""
+"""By field of a chat: the client's name of it."""
 
 B = TypeVar("B")
 
 
 def chat_request(body: CountTokensRequest) -> tuple[openai.ChatRequest, dict[str, str]]:
-    """A request as a chat, and what the client calls its fields.
+    """Turn a request into a chat.
+
+    Returns:
+        The chat, and by field of the chat the client's name of it.
 
     Raises:
-        RequestError: naming the field that is wrong.
+        RequestError: A field is wrong; the error names it.
     """
     if not body.messages:
         raise RequestError("must hold at least one message", param="messages")
     said = conversation(body)
-    goes_on = said.last_role == "assistant"  # with the text that the client has begun
+    goes_on = said.last_role == "assistant"  # the answer continues the text that the client began
     tools = [function(tool.name, tool.description, tool.input_schema) for tool in body.tools or ()]
     chat = openai.ChatRequest(
         model=body.model,
@@ -215,11 +218,10 @@ def chat_request(body: CountTokensRequest) -> tuple[openai.ChatRequest, dict[str
 
 
 def conversation(body: CountTokensRequest) -> Conversation:
-    """Messages as a chat's.
+    """Turn messages into those of a chat.
 
-    Results of tools become messages of their own, before what the user says beside them. An
-    instruction amid the conversation goes to what the user says: many chat templates refuse a
-    later message of the system, or leave it out.
+    Tool results become messages of their own, before the user's text beside them. A system message
+    after the first becomes the user's, because many chat templates refuse or drop it.
     """
     said = Conversation()
     system = [block for block in blocks(body.system) if not block.text.startswith(BILLING)]
@@ -244,12 +246,12 @@ def conversation(body: CountTokensRequest) -> Conversation:
 
 
 def blocks(content: str | Sequence[B] | None) -> Sequence[B | TextBlock]:
-    """Content, which may be a text alone, as blocks."""
+    """Content as a list of blocks; a plain text is one block."""
     return [TextBlock(content)] if isinstance(content, str) else content or []
 
 
 def part(block: TextBlock | ImageBlock) -> dict[str, Any]:
-    """A block as a part of a chat's message."""
+    """Turn a block into a part of a chat's message."""
     if isinstance(block, TextBlock):
         return {"type": "text", "text": block.text}
     source = block.source
@@ -259,7 +261,7 @@ def part(block: TextBlock | ImageBlock) -> dict[str, Any]:
 
 
 def answer(said: Conversation, held: Sequence[Struct], where: str) -> None:
-    """Add what the assistant has said, thought and called."""
+    """Add the assistant's text, reasoning and tool calls."""
     said.say("assistant")
     for i, block in enumerate(held):
         if isinstance(block, TextBlock) and block.text:
@@ -271,10 +273,10 @@ def answer(said: Conversation, held: Sequence[Struct], where: str) -> None:
 
 
 def tool_choice(given: ToolChoice) -> str | dict[str, Any]:
-    """A choice of tools as a chat's.
+    """Turn a tool choice into that of a chat.
 
     Raises:
-        RequestError: it names no tool.
+        RequestError: It has type ``tool`` and names no tool.
     """
     if given.type != "tool":
         return CHOICES[given.type]

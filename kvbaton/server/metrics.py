@@ -1,4 +1,4 @@
-"""What endpoints count, what the engine core counts, and how it is shown."""
+"""Metrics of endpoints and of the engine core, and their exposition for Prometheus."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from kvbaton.server.metric_texts import text_of
 
 
 class SecondsHistogram(LatencyHistogram, Collector):
-    """A Prometheus histogram that costs little per observation: every token is one or two.
+    """A Prometheus histogram that costs little per observation: each token makes one or two.
 
     Args:
-        name: without the unit.
-        text: for people.
-        bounds: upper bounds of the buckets, rising.
-        registry: where it is shown.
+        name: Name without the unit.
+        text: Help text.
+        bounds: Upper bounds of the buckets, rising.
+        registry: Registry to add it to.
     """
 
     unit = "seconds"
@@ -48,22 +48,22 @@ class SecondsHistogram(LatencyHistogram, Collector):
 
 
 class RatioHistogram(SecondsHistogram):
-    """The same of shares, without a unit."""
+    """A `SecondsHistogram` of ratios, without a unit."""
 
     unit = "ratio"
 
 
 class LabelledCounter(Collector):
-    """A Prometheus counter that costs little to raise: every request raises several.
+    """A Prometheus counter that costs little to increment: each request increments several.
 
     Args:
-        name: without ``_total``.
-        text: for people.
-        labels: their names.
-        registry: where it is shown.
+        name: Name without ``_total``.
+        text: Help text.
+        labels: Names of the labels.
+        registry: Registry to add it to.
 
     Attributes:
-        counts: by the labels' values.
+        counts: Counts by values of the labels.
     """
 
     def __init__(
@@ -82,16 +82,17 @@ class LabelledCounter(Collector):
 
 
 class HttpMetrics:
-    """Counters of one endpoint, in a registry of their own.
+    """Metrics of one endpoint, in a registry of their own.
 
     Args:
-        latencies: time prompts here; a node leaves that to its engine, which sees those of all its
-            frontends.
+        latencies: Whether to expose latencies of requests. A node leaves this to its engine, which
+            sees the requests of all its frontends.
 
     Attributes:
-        registry: where the owner may register collectors beside ours.
-        in_flight: requests being served.
-        latencies: of prompts.
+        registry: The registry; the owner may add collectors.
+        requests: Requests answered, by method, path and status.
+        in_flight: Number of requests being served.
+        latencies: Histograms of request latencies.
     """
 
     def __init__(self, *, latencies: bool = True) -> None:
@@ -125,17 +126,17 @@ _ESCAPE = re.compile(r"\\(.)")
 
 
 class CoreCollector(Collector):
-    """Shows the latest `messages.engine.Metrics` in a registry.
+    """Exposes the latest `messages.engine.Metrics` in a registry.
 
     Args:
-        latest: gives them.
+        latest: Returns the latest metrics.
     """
 
     def __init__(self, latest: Callable[[], Metrics]) -> None:
         self._latest = latest
 
     def collect(self) -> Iterable[Metric]:
-        """All metrics now."""
+        """Return all metrics."""
         metrics = self._latest()
         counters = families(metrics.counters, "counter")
         histograms = dict[str, HistogramMetricFamily]()
@@ -149,7 +150,7 @@ class CoreCollector(Collector):
 
 
 def families(values: Mapping[str, float], kind: str) -> list[Metric]:
-    """Values by name with labels (``name{label="x"}``) as one `Metric` per name."""
+    """Turn values by name with labels (``name{label="x"}``) into one `Metric` per name."""
     found: dict[str, Metric] = {}
     for key, value in values.items():
         name, labels = split_name(key)
@@ -162,16 +163,16 @@ def families(values: Mapping[str, float], kind: str) -> list[Metric]:
 
 
 def buckets_of(found: HistogramCounts) -> list[tuple[str, float]]:
-    """Counts by bucket as Prometheus shows them, summed up."""
+    """Buckets in Prometheus' form: cumulative counts by upper bound."""
     bounds = [*map(floatToGoString, found.bounds), "+Inf"]
     return list(zip(bounds, map(float, itertools.accumulate(found.counts)), strict=True))
 
 
 def split_name(key: str) -> tuple[str, dict[str, str]]:
-    """``name{a="x"}`` as its name and labels.
+    """Split ``name{a="x"}`` into name and labels.
 
     Raises:
-        ValueError: it is no Prometheus name.
+        ValueError: It is not a Prometheus name.
     """
     match = _NAME.fullmatch(key)
     if match is None:
@@ -184,33 +185,33 @@ def split_name(key: str) -> tuple[str, dict[str, str]]:
 
 
 class MergedMetrics:
-    """Adds up what workers count, also those that have ended."""
+    """Adds up the metrics of workers, including those that have ended."""
 
     def __init__(self) -> None:
         self._latest: dict[int, str] = {}
         self._retired = ""
 
     def update(self, worker: int, text: str) -> None:
-        """A worker counts this by now."""
+        """Store the latest metrics of a worker."""
         self._latest[worker] = text
 
     def retire(self, worker: int) -> None:
-        """A worker has ended. What it counted stays in the sums, its gauges do not."""
+        """Note that a worker has ended: its counters stay in the sums, its gauges do not."""
         text = self._latest.pop(worker, None)
         if text is not None:
             self._retired = merged([self._retired, text], gauges=False)
 
     def text(self, own: str) -> str:
-        """All of it, and `own`."""
+        """The sum of all workers' metrics and `own`, in Prometheus' text format."""
         return merged([own, merged([self._retired], gauges=False), *self._latest.values()])
 
 
 def merged(texts: Iterable[str], *, gauges: bool = True) -> str:
-    """Sum samples of equal name and labels; of times of creation (``_created``) take the earliest.
+    """Sum samples of equal name and labels; creation times (``_created``) become the earliest.
 
     Args:
-        texts: in Prometheus' text format 0.0.4, as `prometheus_client` writes it.
-        gauges: whether gauges are kept.
+        texts: Metrics in Prometheus' text format 0.0.4, as `prometheus_client` writes it.
+        gauges: Whether to keep gauges.
     """
     families: dict[str, Metric] = {}
     samples: dict[str, dict[tuple[object, ...], Sample]] = {}
@@ -234,7 +235,7 @@ def merged(texts: Iterable[str], *, gauges: bool = True) -> str:
 
 
 class _Families(Collector):
-    """Shows what was made elsewhere."""
+    """Exposes metrics that were made elsewhere."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = families

@@ -1,6 +1,7 @@
-"""Listening sockets, TLS, tokens of the cluster key: what launchers need; imports nothing heavy.
+"""Listening sockets, TLS, and tokens made from the cluster key; imports nothing heavy.
 
-Workers of one endpoint share a socket, so it outlives the servers on it: give those a `dup()`.
+Workers of an endpoint share a listening socket, which outlives the servers on it: give each server
+a `dup()`.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ MAX_OPEN_FILES = 65_536
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening TCP socket; port 0 takes a free one.
+    """Open a listening TCP socket; port 0 takes a free one.
 
     Raises:
-        ConfigError: naming ``--host`` or ``--port``.
+        ConfigError: The address can't be used; it names ``--host`` or ``--port``.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
@@ -45,10 +46,10 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def allow_connections() -> None:
-    """Let this process and its children have as many connections as it may: each is an open file.
+    """Raise the limit of open files, hence of connections, for this process and its children.
 
-    A shell's soft limit is often 1,024. No more than 65,536 are asked for, since some libraries
-    walk over all that could be open.
+    A shell's soft limit is often 1,024. The limit is raised to at most 65,536, because some
+    libraries loop over all possible file descriptors.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
@@ -68,7 +69,7 @@ def registration_token(cluster_key: str | None) -> str:
 
 
 def operator_token(cluster_key: str | None) -> str:
-    """The one with which a router asks a node for what only operators may ask, likewise."""
+    """The bearer token of a router's operator requests to nodes; empty without a key."""
     return _token(cluster_key, b"operator")
 
 
@@ -82,31 +83,31 @@ def _token(cluster_key: str | None, purpose: bytes) -> str:
 
 
 def bearer(token: str | None) -> dict[str, str]:
-    """Headers that present a key or a token, if there is one."""
+    """The ``Authorization`` header with a key or token; empty without one."""
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 def carries_token(authorization: str | None, token: str) -> bool:
-    """Whether an ``Authorization`` header carries this token; takes the same time for any other."""
+    """Whether an ``Authorization`` header carries this token, compared in constant time."""
     given = (authorization or "").encode(errors="replace")
     return hmac.compare_digest(given, f"Bearer {token}".encode())
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrustConfig:
-    """Whose certificates are believed.
+    """Which certificates of servers are trusted.
 
     Attributes:
-        ssl_ca_certs: file of certificate authorities, beside those that the system trusts.
+        ssl_ca_certs: File of certificate authorities, beside those that the system trusts.
 
     Raises:
-        ConfigError: the file can't be read.
+        ConfigError: The file can't be read.
     """
 
     GROUP: ClassVar[str | None] = "TLS"
 
     ssl_ca_certs: str | None = flag(
-        None, "authorities that are trusted at https URLs, beside the system's", metavar="FILE"
+        None, "certificate authorities to trust, beside the system's", metavar="FILE"
     )
 
     def __post_init__(self) -> None:
@@ -114,29 +115,30 @@ class TrustConfig:
             _client(self.ssl_ca_certs, verified=True)
 
     def client(self, url: str) -> ssl.SSLContext:
-        """With which a URL is asked.
+        """TLS context for requests to a URL.
 
-        On this machine certificates are not checked, which are mostly made for another name: there
-        kvbaton trusts who listens, with TLS or without.
+        Certificates are not checked for servers on this machine, because most are made for another
+        name: kvbaton trusts the processes that listen here, with TLS or without.
         """
         return _client(self.ssl_ca_certs, verified=not is_loopback(urlsplit(url).hostname))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TlsConfig(TrustConfig):
-    """And what an endpoint shows; both files are PEM, and read once.
+    """Trusted certificates, and the endpoint's own; the files are PEM, and read once.
 
     Attributes:
-        ssl_certfile: certificate, with those between it and the authority; None serves plain HTTP.
-        ssl_keyfile: its private key, without a password; None finds it in the other file.
+        ssl_certfile: Certificate of the endpoint, with intermediate ones; None serves plain HTTP.
+        ssl_keyfile: Private key of the certificate, without a password; None looks for it in
+            `ssl_certfile`.
 
     Raises:
-        ConfigError: a file can't be read, or they do not fit together.
+        ConfigError: A file can't be read, or the files do not fit together.
     """
 
-    ssl_certfile: str | None = flag(None, "serve https, with this certificate", metavar="FILE")
+    ssl_certfile: str | None = flag(None, "serve https with this certificate", metavar="FILE")
     ssl_keyfile: str | None = flag(
-        None, "its private key, if it is not in the same file", metavar="FILE"
+        None, "private key of --ssl-certfile, if it is not in that file", metavar="FILE"
     )
 
     def __post_init__(self) -> None:
@@ -146,16 +148,16 @@ class TlsConfig(TrustConfig):
         self.server()
 
     def server(self) -> ssl.SSLContext | None:
-        """With which an endpoint answers; None answers plain HTTP."""
+        """TLS context of the endpoint; None serves plain HTTP."""
         return None if self.ssl_certfile is None else _server(self.ssl_certfile, self.ssl_keyfile)
 
     @property
     def scheme(self) -> str:
-        """Of the endpoint's URL."""
+        """Scheme of the endpoint's URL."""
         return "http" if self.ssl_certfile is None else "https"
 
 
-# Contexts can't be pickled, and settings go to workers: so they are kept here.
+# Settings are pickled for workers, and contexts can't be: so contexts are cached here.
 
 
 @cache

@@ -43,7 +43,7 @@ RATES = {
     ),
     "prompt_token_s": (("kvbaton_step_seconds_total",), "kvbaton_step_tokens_total"),
 }
-"""By name: counters of seconds, and what was done in that time."""
+"""By name in `NodeInfo.load`: counters of seconds, and the counter of work done in that time."""
 GAUGES = {
     "kvbaton_prompt_tokens_waiting": "waiting_tokens",
     "kvbaton_step_token_budget": "step_tokens",
@@ -54,7 +54,7 @@ GAUGES = {
     "kvbaton_sequences_loading": "loading",
     **{f'kvbaton_step_cost_seconds{{term="{term}"}}': term for term in STEP_COSTS},
 }
-"""What the router is told as it is, and its name there."""
+"""By gauge that is reported unchanged: its name in `NodeInfo.load`."""
 WIRE_GAUGE = "kvbaton_wire_cost_seconds{"
 WIRE_FAILURES = "kvbaton_wire_failures{"
 STORE_BYTES = "kvbaton_store_bytes_total{"
@@ -62,20 +62,20 @@ TOTALS = {
     "kvbaton_generation_tokens_total": "generated_tokens",
     "kvbaton_transfer_sent_bytes_total": "sent_bytes",
 }
-"""Counters that it is told as they are, likewise."""
+"""By counter that is reported unchanged: its name in `NodeInfo.load`."""
 NEWEST = 0.5
-"""Share of the newest report in what is told."""
+"""Weight of the newest report in a reported rate."""
 
 
 def run_node(config: NodeConfig, connectors: Sequence[ConnectorFactory]) -> int:
-    """Run a node until SIGINT or SIGTERM; returns the exit status, 1 if its engine died.
+    """Run a node until SIGINT or SIGTERM; return the exit status, 1 if its engine died.
 
     Args:
-        config: settings.
-        connectors: make its connectors.
+        config: Settings of the node.
+        connectors: Factories of its connectors.
 
     Raises:
-        ConfigError: a setting is wrong.
+        ConfigError: A setting is wrong.
     """
     logging.basicConfig(level=config.log_level.upper(), format=LOG_FORMAT)
     allow_connections()
@@ -83,7 +83,7 @@ def run_node(config: NodeConfig, connectors: Sequence[ConnectorFactory]) -> int:
 
 
 class Node:
-    """One node. The four verbs of its life, in order: start, serve, drain, stop."""
+    """One node; its methods `start`, `serve` and `stop` are called in this order."""
 
     def __init__(self, config: NodeConfig, connectors: Sequence[ConnectorFactory]) -> None:
         self.config = config
@@ -102,7 +102,7 @@ class Node:
         self._registration: asyncio.Task[None] | None = None
 
     async def run(self) -> int:
-        """All of it; returns the exit status."""
+        """Start, serve and stop; return the exit status."""
         self._stop = stop_requested()
         try:
             await self.start()
@@ -114,7 +114,7 @@ class Node:
     # --- start ---
 
     async def start(self) -> None:
-        """Listen, register, bring the engine up, then answer for real."""
+        """Listen (answering 503), register, start the engine, then serve."""
         config, key = self.config, self.config.cluster_key
         make_app = app_for_role(config)
         edge_config = FrontendConfig.of(
@@ -156,7 +156,7 @@ class Node:
 
         @contract(answer=DrainProgress)
         async def drain(request: web.Request) -> web.Response:
-            """``POST /drain``: no new requests, for good; whether those it has are done."""
+            """Refuse new requests for good, and tell whether running ones are done."""
             require_operator(request)
             return json_response(DrainProgress(idle=await self.drain()))
 
@@ -166,7 +166,7 @@ class Node:
             await self._listen(app)
         else:
             await self._start_workers(app, edge_config)
-        await self.client.command("metrics")  # who is ready says how fast it is
+        await self.client.command("metrics")  # the first status as ready has the step costs
         self.state = "ready"
         await self._on_members(self._members)
         if self._registrar is not None:
@@ -174,7 +174,7 @@ class Node:
         logger.info("%s serves at %s", self.id.node, self.url)
 
     async def _first_of(self, *tasks: asyncio.Task[object]) -> None:
-        """Wait for any of these, or for the registration to fail."""
+        """Wait for any of the tasks, or for the registration to fail."""
         watched = [*tasks, *([self._registration] if self._registration else [])]
         await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
         if self._registration is not None and self._registration.done():
@@ -186,7 +186,8 @@ class Node:
             self.port = self._listener.getsockname()[1]
         if self._runner is not None:
             await self._runner.cleanup()
-        # Whoever calls between the two is answered by the second: the socket stays open.
+        # Clients that connect in between are answered by the new application: the socket stays
+        # open.
         self._runner = await serve_on(self._listener.dup(), app, self.config)
 
     async def _start_workers(self, control: web.Application, edge: FrontendConfig) -> None:
@@ -222,7 +223,7 @@ class Node:
         return f"{self.config.tls.scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     def info(self) -> NodeInfo:
-        """What the node says of itself now."""
+        """The node's current description, for routers."""
         ready = self.client.ready if self.client is not None else None
         metrics = self.client.metrics if self.client is not None else NO_METRICS
         return NodeInfo(
@@ -260,7 +261,7 @@ class Node:
     # --- serve, drain, stop ---
 
     async def serve(self) -> int:
-        """Serve until told to stop; then let what runs finish."""
+        """Serve until told to stop, or until the engine dies; return the exit status."""
         if self.client is None:
             return 0
         freeze_startup()
@@ -276,7 +277,7 @@ class Node:
         return 0
 
     async def drain(self) -> bool:
-        """Take no new requests, and have all routers know; whether nothing is left to do."""
+        """Accept no new requests and tell all routers; return whether no request is left."""
         assert self.client is not None, "only a node that serves is asked"
         news, self.state = self.state != "draining", "draining"
         if news:
@@ -286,13 +287,13 @@ class Node:
         return await self.client.drain()
 
     async def stop(self) -> None:
-        """Leave the cluster, finish what runs, end the engine, stop listening."""
+        """Finish running requests, end the engine, leave the cluster, stop listening."""
         self.state = "draining"
         if self._registration is not None:
             self._registration.cancel()
             await asyncio.wait([self._registration])
         if self._registrar is not None:
-            await self._registrar.announce()  # nothing new comes, and what runs moves elsewhere
+            await self._registrar.announce()  # routers send no requests, and move running ones
         if self._supervisor is not None:
             self._supervisor.stop_replacing()
         if self.client is not None:
@@ -308,7 +309,7 @@ class Node:
 
 
 async def node_worker(link: WorkerLink, payload: tuple[NodeConfig, FrontendConfig, str]) -> None:
-    """One of several processes that answer for a node: a local frontend of its engine."""
+    """Serve as one of a node's workers: a local frontend of its engine."""
     config, edge, address = payload
     make_app = app_for_role(config)
     client = await EngineClient.connect(address, local=True)
@@ -323,19 +324,19 @@ async def node_worker(link: WorkerLink, payload: tuple[NodeConfig, FrontendConfi
 
 
 def wires_of(metrics: Metrics) -> dict[str, dict[str, float]]:
-    """`NodeInfo.wires` as an engine reports it."""
+    """`NodeInfo.wires`, from an engine's metrics."""
     return _by_labels(metrics.gauges, WIRE_GAUGE, "peer", "term")
 
 
 def stores_of(metrics: Metrics) -> dict[str, dict[str, float]]:
-    """`NodeInfo.stores`, likewise."""
+    """`NodeInfo.stores`, from an engine's metrics."""
     return _by_labels(metrics.counters, STORE_BYTES, "store", "direction")
 
 
 def _by_labels(
     values: Mapping[str, float], start: str, outer: str, inner: str
 ) -> dict[str, dict[str, float]]:
-    """Values whose names begin so, by two of their labels."""
+    """Values whose names begin with `start`, by the values of two of their labels."""
     found: dict[str, dict[str, float]] = {}
     for key, value in values.items():
         if key.startswith(start):
@@ -345,7 +346,7 @@ def _by_labels(
 
 
 def wire_failures_of(metrics: Metrics) -> dict[str, int]:
-    """`NodeInfo.wire_failures`, likewise."""
+    """`NodeInfo.wire_failures`, from an engine's metrics."""
     return {
         split_name(key)[1]["peer"]: int(count)
         for key, count in metrics.gauges.items()
@@ -354,14 +355,14 @@ def wire_failures_of(metrics: Metrics) -> dict[str, int]:
 
 
 class LoadMeter:
-    """What a node tells the router of its work (`NodeInfo.load`): rates, gauges, totals."""
+    """Makes `NodeInfo.load` from an engine's metrics: rates, gauges, totals."""
 
     def __init__(self) -> None:
         self._rates: dict[str, float] = {}
         self._before: dict[str, tuple[float, float]] = {}
 
     def measure(self, metrics: Metrics) -> dict[str, float]:
-        """Take a report in; returns what is known by now."""
+        """Take the latest metrics and return `NodeInfo.load`."""
         counters, gauges = metrics.counters, metrics.gauges
         for name, (timers, work) in RATES.items():
             total = sum(counters.get(timer, 0.0) for timer in timers), counters.get(work, 0.0)

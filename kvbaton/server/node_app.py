@@ -1,4 +1,4 @@
-"""What nodes answer over HTTP: the endpoint over their engine, and what is only a node's."""
+"""The HTTP application of nodes: the endpoint over their engine, and routes of nodes only."""
 
 from __future__ import annotations
 
@@ -37,11 +37,13 @@ MakeApp = Callable[[EngineClient, FrontendConfig, Handler | None], web.Applicati
 
 
 def app_for_role(config: NodeConfig) -> MakeApp:
-    """What a node answers, by its role; what it needs of the model is read before the engine is up.
+    """Return a function that makes a node's application, for the node's role.
+
+    Tokenizer and processor are read now, before the engine is up.
 
     Raises:
-        ConfigError: the tokenizer or chat template can't be read, or an encoder node's model takes
-            no images.
+        ConfigError: The tokenizer or chat template can't be read, or the model of an encoder node
+            takes no images.
     """
     if config.role == "encode":  # it needs no tokenizer
         vision = VisionText.load(config.engine.model)
@@ -57,16 +59,16 @@ def app_for_role(config: NodeConfig) -> MakeApp:
 
 CLIENT = web.AppKey("client", EngineClient)
 EXPOSITION: web.AppKey[Callable[[], Awaitable[bytes]]] = web.AppKey("exposition")
-"""What ``/metrics`` shows, in Prometheus' text format."""
+"""Makes the text of ``/metrics``, in Prometheus' format."""
 
 ALARMS = ("kvbaton_unhealthy", "kvbaton_ledger_imbalance")
 """Gauges that make a node unhealthy while they are not 0."""
 
 SEQUENCES = tuple(f"kvbaton_sequences_{state}" for state in ("running", "waiting", "loading"))
-"""Gauges of what an engine has to do."""
+"""Gauges that add up to the number of sequences in an engine."""
 
 METRICS_PATIENCE_S = 1.0
-"""A scrape waits this long for the engine, which answers between two steps."""
+"""Seconds that a scrape waits for the engine, which answers between two steps."""
 
 
 def make_node_app(
@@ -77,14 +79,14 @@ def make_node_app(
     *,
     role: NodeRole = "any",
 ) -> web.Application:
-    """Everything that a node answers.
+    """Make the application of a node.
 
     Args:
-        client: its engine, already up.
-        tokenizer: the model's.
-        config: settings of the endpoint.
-        forward: in a worker of a node, what passes requests on to the one that knows all of it.
-        role: of the node.
+        client: Client of the node's engine, already up.
+        tokenizer: Tokenizer of the model.
+        config: Settings of the endpoint.
+        forward: In a worker, the handler that passes requests on to the supervisor.
+        role: Role of the node.
     """
     routes = [web.post("/inference/v1/generate", generate)]
     return _engine_app(client, tokenizer, config, forward, transfer_parser(role), routes)
@@ -100,7 +102,7 @@ def _engine_app(
     *,
     text: bool = True,
 ) -> web.Application:
-    """What nodes of all roles answer, and these routes."""
+    """Make an application with the routes of all roles, and further ones."""
 
     def facts() -> ModelFacts:
         if client.dead is not None:
@@ -130,9 +132,9 @@ def _engine_app(
 
 
 def transfer_parser(role: NodeRole) -> TransferParser:
-    """`parse_transfer`; of a node that is to do one half only it logs the first who asks for both.
+    """`parse_transfer`; on prefill and decode nodes it logs the first request without parameters.
 
-    Such a request is served alone, as vLLM's nodes do.
+    Such a request is served by this node alone, as vLLM's nodes do.
     """
     if role == "any":
         return parse_transfer
@@ -153,7 +155,7 @@ def transfer_parser(role: NodeRole) -> TransferParser:
 
 
 def node_routes(forward: Handler | None = None) -> list[web.RouteDef]:
-    """What nodes of every role answer, for those who run them."""
+    """Routes of nodes of every role, for operation and monitoring."""
     return [
         web.get("/health", forward or health),
         web.get("/live", forward or live),
@@ -171,7 +173,7 @@ def node_routes(forward: Handler | None = None) -> list[web.RouteDef]:
 
 
 def make_starting_app() -> web.Application:
-    """What a node answers until its engine is up: 503, with the reason, but it lives."""
+    """Make the application of a node until its engine is up: 503, but 200 for ``/live``."""
 
     async def starting(request: web.Request) -> web.Response:
         error = RequestError("the engine is starting", status=503, code="starting")
@@ -188,14 +190,14 @@ def make_starting_app() -> web.Application:
 
 
 async def health(request: web.Request) -> web.Response:
-    """``GET /health``: 200 if it may get requests, or 503 with the reason."""
+    """Tell whether requests may be sent: 200, or 503 with the reason."""
     if request.app[CLIENT].draining:
         raise RequestError("the node is being drained", status=503, code="draining")
     return await live(request)
 
 
 async def live(request: web.Request) -> web.Response:
-    """``GET /live``: 200, or 503 with a reason that only a restart takes away."""
+    """Tell whether the process works: 200, or 503 with a reason that only a restart removes."""
     client = request.app[CLIENT]
     if client.dead is not None:
         reason = f"the engine is down: {client.dead}"
@@ -209,13 +211,13 @@ async def live(request: web.Request) -> web.Response:
 
 @contract(content_type="text/plain")
 async def metrics(request: web.Request) -> web.Response:
-    """``GET /metrics``: as of now, or the latest report of an engine that does not answer."""
+    """Metrics for Prometheus: as of now, or the latest of an engine that does not answer."""
     await _refresh(request.app[CLIENT])
     return exposition(await request.app[EXPOSITION]())
 
 
 async def load(request: web.Request) -> web.Response:
-    """``GET /load``, as vLLM calls it: sequences that the engine has, whoever asked for them."""
+    """Number of sequences in the engine, from all frontends, by vLLM's name."""
     client = request.app[CLIENT]
     await _refresh(client)
     running = sum(client.metrics.gauges.get(name, 0) for name in SEQUENCES)
@@ -223,15 +225,15 @@ async def load(request: web.Request) -> web.Response:
 
 
 async def _refresh(client: EngineClient) -> None:
-    """Have `metrics` as of now, if the engine answers in time."""
-    # What keeps the engine from answering is told by `/health`, and must not hide the numbers.
+    """Update the client's `metrics`, if the engine answers in time."""
+    # `/health` reports an engine that does not answer; its latest numbers are still shown.
     with suppress(TimeoutError, EngineDeadError):
         async with asyncio.timeout(METRICS_PATIENCE_S):
             await client.command("metrics")
 
 
 async def state(request: web.Request) -> web.Response:
-    """``GET /state``: the debugging dump, for operators."""
+    """Internal state of the engine, for debugging; for operators."""
     require_operator(request)
     dump: Any = await request.app[CLIENT].command("state")
     body = msgspec.json.format(msgspec.json.encode(dump), indent=1)
@@ -239,15 +241,15 @@ async def state(request: web.Request) -> web.Response:
 
 
 async def steps(request: web.Request) -> web.Response:
-    """``GET /debug/steps``: where the time of the latest steps went, for operators."""
+    """Where the time of the latest steps went; for operators."""
     require_operator(request)
     return json_response(await request.app[CLIENT].command("steps"))
 
 
 async def reset_prefix_cache(request: web.Request) -> web.Response:
-    """``POST /reset_prefix_cache``: forget cached prefixes, for operators.
+    """Clear the prefix cache; for operators.
 
-    With ``?reset_external=true``, as vLLM calls it, also what the model's nodes keep in the store.
+    With ``?reset_external=true`` (vLLM's name) also clear this model's objects in the store.
     """
     require_operator(request)
     client, external = request.app[CLIENT], flag_of(request, "reset_external")
@@ -262,12 +264,12 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
 
 
 async def start_profile(request: web.Request) -> web.Response:
-    """``POST /start_profile``: profile the engine's process until `stop_profile`, for operators."""
+    """Profile the engine's process until `stop_profile`; for operators."""
     return await _profile(request, "start_profile")
 
 
 async def stop_profile(request: web.Request) -> web.Response:
-    """``POST /stop_profile``: write the profile into ``--profile-dir``, for operators."""
+    """Stop profiling and write the profile into ``--profile-dir``; for operators."""
     return await _profile(request, "stop_profile")
 
 
@@ -280,11 +282,11 @@ async def _profile(request: web.Request, command: str) -> web.Response:
     return json_response({"profile": path})
 
 
-# --- encoder nodes: items in, and nothing out but a sign that they are encoded ---
+# --- encoder nodes: an item in, and only a sign out that it is encoded ---
 
 VISION = web.AppKey("vision", VisionText)
 ENCODE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, seed=0)
-"""How a "prompt" of rows is sampled: there is nothing to sample."""
+"""Sampling parameters of a "prompt" of rows, for which nothing is sampled."""
 
 
 def make_encoder_app(
@@ -294,13 +296,13 @@ def make_encoder_app(
     *,
     vision: VisionText,
 ) -> web.Application:
-    """Everything that an encoder node answers.
+    """Make the application of an encoder node.
 
     Args:
-        client: its engine, already up.
-        edge: settings of the endpoint.
-        forward: see `make_node_app`.
-        vision: checks what items say of themselves.
+        client: Client of the node's engine, already up.
+        edge: Settings of the endpoint.
+        forward: See `make_node_app`.
+        vision: Checks the fields of items.
     """
     routes = [web.post("/inference/v1/generate", encode), web.route("*", "/v1/{path:.*}", no_text)]
     nothing = Tokenizer.of_nothing()
@@ -310,7 +312,7 @@ def make_encoder_app(
 
 
 async def no_text(request: web.Request) -> web.Response:
-    """The OpenAI endpoints: not here."""
+    """Answer that an encoder node does not serve this endpoint."""
     raise RequestError(
         "this is an encoder node: it encodes images for nodes that serve prompts, one per POST "
         "/inference/v1/generate; send prompts to the router, or to a prefill or decode node",
@@ -321,9 +323,10 @@ async def no_text(request: web.Request) -> web.Response:
 
 @contract(body=GenerateRequest, answer=GenerateResponse, streams=True)
 async def encode(request: web.Request) -> web.StreamResponse:
-    """``POST /inference/v1/generate``: one item, as a prompt of as many zeros as it has rows.
+    """Encode one item, sent as a prompt of as many zeros as the item has (padded) rows.
 
-    The answer says that it is encoded; the rows are handed over as `kv_transfer_params` say.
+    The answer says that the item is encoded; `kv_transfer_params` say where its rows are handed
+    over to.
     """
     return await respond(request, partial(item_request, request.app[VISION]), "encoder")
 
@@ -331,10 +334,10 @@ async def encode(request: web.Request) -> web.StreamResponse:
 def item_request(
     vision: VisionText, frontend: Frontend, body: GenerateRequest, request_id: str
 ) -> AddRequest:
-    """What the engine is asked.
+    """Make the engine's request for an item.
 
     Raises:
-        RequestError: it is no single item, or does not fit.
+        RequestError: The body does not have exactly one item, or the item is wrong or too large.
     """
     if len(body.items) != 1 or body.resume_token_ids:
         raise RequestError(

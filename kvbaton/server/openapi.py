@@ -1,6 +1,6 @@
-"""``GET /openapi.json``: the endpoint described by its own routes and types.
+"""``GET /openapi.json``: a description of the endpoint, made from its routes and types.
 
-Source: OpenAPI 3.1; its schemas are JSON Schema 2020-12, which msgspec makes of our structs.
+Source: OpenAPI 3.1; its schemas are JSON Schema 2020-12, which msgspec makes from our structs.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _VARIABLE = re.compile(r"{(\w+)(?::[^}]*)?}")
 
 @dataclass(frozen=True, kw_only=True)
 class contract:
-    """Notes what a handler takes and answers, beyond JSON objects of any shape.
+    """Decorator that notes the types of a handler's bodies; without it they are any JSON object.
 
     Attributes:
-        body: of a request.
-        answer: of status 200.
-        streams: whether it may answer with server-sent events of JSON instead.
-        content_type: of an answer that is no JSON.
-        error: of any other status.
+        body: Type of the request's body.
+        answer: Type of the answer with status 200.
+        streams: Whether the answer may be server-sent events of JSON instead.
+        content_type: Content type of the answer.
+        error: Type of the answer with any other status.
     """
 
     body: type[Struct] | None = None
@@ -46,7 +46,7 @@ class contract:
     error: type[Struct] = ErrorBody
 
     def __call__(self, handler: H) -> H:
-        """Note it, for the description."""
+        """Note the types of a handler for the description, and return the handler."""
         _contracts[handler] = self
         return handler
 
@@ -55,12 +55,12 @@ _contracts: dict[Callable[..., Any], contract] = {}
 
 
 async def openapi(request: web.Request) -> web.Response:
-    """This description."""
+    """OpenAPI description of this server."""
     return json_response(describe(request.app))
 
 
 def describe(app: web.Application) -> dict[str, Any]:
-    """An application's routes as an OpenAPI document."""
+    """Make the OpenAPI document of an application's routes."""
     frontend = app[FRONTEND]
     routes = [route for route in app.router.routes() if route.method != "HEAD"]
     named = [_contracts.get(inspect.unwrap(route.handler), contract()) for route in routes]
@@ -71,7 +71,7 @@ def describe(app: web.Application) -> dict[str, Any]:
     ordered = sorted(types, key=lambda kind: kind.__name__)
     _, schemas = msgspec.json.schema_components(ordered, ref_template=REF)
     if transfer is not None:
-        for schema in schemas.values():  # the shared types leave open what this field holds
+        for schema in schemas.values():  # the shared types leave the type of this field open
             if "kv_transfer_params" in schema.get("properties", {}):
                 choice = [_ref(transfer), {"type": "null"}]
                 schema["properties"]["kv_transfer_params"] = {"anyOf": choice}
@@ -101,7 +101,7 @@ def _path(route: AbstractRoute) -> str:
 def _operation(route: AbstractRoute, found: contract) -> dict[str, Any]:
     content = {found.content_type: {"schema": _ref(found.answer)}}
     if found.streams:
-        content["text/event-stream"] = {}  # readers of a schema apply it to each event, or to all
+        content["text/event-stream"] = {}  # a schema is ambiguous: of each event, or of the stream
     error = {"application/json": {"schema": _ref(found.error)}}
     operation: dict[str, Any] = {
         "summary": (route.handler.__doc__ or "").partition("\n")[0],

@@ -1,4 +1,4 @@
-"""A node's side of membership: registers with all routers and repeats it as a heartbeat."""
+"""A node's side of membership: it registers with all routers, and repeats this as a heartbeat."""
 
 from __future__ import annotations
 
@@ -27,44 +27,45 @@ logger = logging.getLogger(__name__)
 OnMembers = Callable[[tuple[str, ...]], Awaitable[None]]
 
 REFUSALS = (400, 401, 403, 404, 405, 409, 410, 422)
-"""Answers that repeating the question does not change.
+"""HTTP statuses that refuse a registration for good.
 
-Once it was registered a node has work to do: then it goes on and asks again, whoever answers in the
-router's place, until the router says that it was removed.
+A node that was registered has requests to serve. It then goes on and tries again after any status,
+which another server in the router's place may have sent, until the router says that the node was
+removed.
 """
 REFUSED_PAUSE_S = 10.0
-"""A router that refuses us is asked again so often, while another one has us."""
+"""Seconds until a router that refuses this node is asked again, while another has accepted it."""
 FIRST_BACKOFF_S = 0.1
-"""Doubled with each failure in a row: about the longest pause until the next attempt,"""
+"""Half of the longest pause after a first failure, in seconds; each further failure doubles it."""
 MAX_BACKOFF_S = 2.0
-"""up to so long."""
+"""Limit of the longest pause after a failure, in seconds."""
 FIRST_DEADLINE_S = 60.0
-"""One router must be reached for the first time within this time; after that the node serves on and
+"""Seconds within which a router must be reached for the first time; later the node serves on and
 keeps trying."""
 HEARTBEAT_TIMEOUT_S = 2.0
 LOOKUP_PERIOD_S = 5.0
-"""A router's host name is looked up again so often."""
+"""Interval in seconds at which routers' host names are resolved again."""
 LOOKUP_TIMEOUT_S = 5.0
 
 Target = tuple[str, str | None]
-"""A router: its base URL, and which of its host's addresses it is; None leaves that to the
+"""A router: its base URL, and one of the addresses of its host; None leaves the address to the
 connection."""
 
 
 def _reason(error: BaseException) -> str:
-    """Why a router could not be told, for a log; a timeout has no text of its own."""
+    """Text of an error for the log; a timeout has no text of its own."""
     return str(error) or "no answer in time"
 
 
 async def targets_of(url: str) -> list[Target]:
     """The routers behind a URL: one for each address of its host name.
 
-    A name with addresses of both families stands for those of IPv4, since the same routers have
-    the others, too.
+    If a name has addresses of both families, those of IPv4 are taken, because the same routers have
+    the IPv6 ones.
 
     Raises:
-        OSError: the name has no address.
-        TimeoutError: nobody said which.
+        OSError: The name has no address.
+        TimeoutError: The name was not resolved in time.
     """
     parts = URL(url)
     host = parts.host or ""
@@ -85,17 +86,17 @@ async def targets_of(url: str) -> list[Target]:
 class NodeRegistrar:
     """Keeps one node registered with every router.
 
-    A host name stands for all of its addresses, which are looked up again and again, as replicas of
-    a router come and go. A router whose address is no longer among them is called until it does not
-    answer: it may still have requests of ours.
+    A host name stands for all of its addresses and is resolved periodically, because replicas of a
+    router come and go. A router whose address has disappeared still gets heartbeats until it no
+    longer answers: it may still have requests on this node.
 
     Args:
-        router_urls: base URLs of the routers.
-        info: what the node says of itself, asked anew for every heartbeat.
-        on_members: called with the control addresses of all other members that any router names,
+        router_urls: Base URLs of the routers.
+        info: Returns the node's description; called for every heartbeat.
+        on_members: Called with the control addresses of all other members that any router names,
             first at registration and then whenever they have changed.
-        cluster_key: of this cluster, if it has one.
-        trust: whose certificates are believed.
+        cluster_key: Key of the cluster; None without one.
+        trust: Which certificates are trusted.
     """
 
     def __init__(
@@ -118,18 +119,18 @@ class NodeRegistrar:
         self._news = asyncio.Event()
 
     def nudge(self) -> None:
-        """Say now, not at the next heartbeat, that something has changed."""
+        """Send a heartbeat now, because something has changed."""
         for registration in self._registrations.values():
             registration.news.set()
 
     async def announce(self) -> None:
-        """The same, and wait until all routers that can be reached have heard it."""
+        """Send a heartbeat now, and wait until all reachable routers have received it."""
         await self._tell_all(_Registration.announce)
 
     async def leave(self) -> None:
-        """Tell all routers that this node goes away; what it is serving there goes on.
+        """Tell all routers that this node leaves; its running requests go on.
 
-        A router that can't be told notices by itself.
+        A router that can't be reached will notice by itself.
         """
         await self._tell_all(_Registration.leave)
 
@@ -142,11 +143,11 @@ class NodeRegistrar:
                 logger.info("could not tell the router at %s: %s", registration.where, reason)
 
     async def run(self) -> None:
-        """Register, then repeat until cancelled.
+        """Register, and repeat this until cancelled.
 
         Raises:
-            ConfigError: no ``--router`` can be reached at first, all of them refuse this node then,
-                or one has removed it and no other has it.
+            ConfigError: At first no ``--router`` can be reached, or all refuse this node; or later
+                one has removed the node and no other has it.
         """
         give_up, look_up_at = time.monotonic() + FIRST_DEADLINE_S, 0.0
         try:
@@ -168,7 +169,7 @@ class NodeRegistrar:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _look_up(self) -> None:
-        """Follow which routers there are."""
+        """Resolve the host names, and begin a registration with each new router."""
         found = await asyncio.gather(*map(targets_of, self._urls), return_exceptions=True)
         for url, targets in zip(self._urls, found, strict=True):
             if isinstance(targets, BaseException):
@@ -185,7 +186,7 @@ class NodeRegistrar:
                     self._registrations[target] = _Registration(self, target, self._news.set)
 
     async def _take_news(self, is_late: bool) -> None:
-        """Act on what registrations have found out."""
+        """Act on changes of the registrations."""
         for target, registration in list(self._registrations.items()):
             if registration.task.done():
                 del self._registrations[target]
@@ -203,7 +204,7 @@ class NodeRegistrar:
                 try:
                     await self._on_members(addresses)
                     self._known = addresses
-                except (OSError, TimeoutError) as error:  # with the next heartbeat again
+                except (OSError, TimeoutError) as error:  # the next heartbeat tries again
                     logger.warning("can't pass on who is a member, trying on: %r", error)
         elif self._known is None and is_late:
             errors += [_reason(one.error) for one in current if one.error is not None]
@@ -213,21 +214,22 @@ class NodeRegistrar:
 
 
 class _Registration:
-    """With one router.
+    """Registration with one router.
 
     Args:
-        registrar: whose it is.
-        target: the router.
-        on_news: called when an attribute has changed.
+        registrar: The registrar.
+        target: The router.
+        on_news: Called when an attribute has changed.
 
     Attributes:
-        listed: its host name still stands for it.
-        members: control addresses of the others, as it told last; None while it has told nothing.
-        refusal: why it does not let us in, if that is what it said last.
-        removed: it had us, and has removed us for good.
-        error: why it could not be asked, if that is so.
-        news: set to have it told at once.
-        task: what repeats it; ends once the router is neither listed nor answers.
+        where: URL and address, for logs.
+        listed: Whether the router's host name still resolves to its address.
+        members: Control addresses of the other members, from the last answer; None before one.
+        refusal: Why the router refuses this node, if its last answer did; else None.
+        removed: Whether the router had this node and has removed it for good.
+        error: Why the last attempt failed, if it did; else None.
+        news: Set it to send a heartbeat at once.
+        task: Sends the heartbeats; ends when the router is not listed and does not answer.
     """
 
     def __init__(
@@ -236,7 +238,7 @@ class _Registration:
         url, address = target
         self._url = URL(f"{url}/nodes")
         self.where = str(self._url) if address is None else f"{self._url} ({address})"
-        # Where there are several, one is dialled; its certificate is of the name all the same.
+        # With several addresses the connection goes to one; its certificate has the host name.
         self._dialled = self._url if address is None else self._url.with_host(address)
         self._registrar = registrar
         self._on_news = on_news
@@ -278,13 +280,13 @@ class _Registration:
                         await self.news.wait()
 
     async def announce(self) -> None:
-        """Tell the router what there is to tell, now."""
+        """Send a heartbeat now, if the router has accepted this node."""
         if self.members is not None:
             async with self._session() as session:
                 await self._register(session)
 
     async def leave(self) -> None:
-        """Tell the router that the node goes away."""
+        """Tell the router that the node leaves."""
         info = self._registrar.info()
         url = (self._dialled / info.node_id).with_query(generation=info.generation)
         async with (
@@ -302,11 +304,11 @@ class _Registration:
         )
 
     async def _register(self, session: aiohttp.ClientSession) -> None:
-        """Set `members` or `refusal`.
+        """Register, and set `members` or `refusal`.
 
         Raises:
-            ClientError, OSError, TimeoutError, `UNREADABLE`: the router gave no answer, or no
-                final one.
+            ClientError, OSError, TimeoutError, `UNREADABLE`: The router did not answer, or its
+                answer is not final.
         """
         async with session.post(
             self._dialled,

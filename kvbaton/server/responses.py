@@ -1,7 +1,7 @@
 """``POST /v1/responses``: OpenAI's Responses API.
 
-A request becomes a chat, which is served as any other; what the model writes is told in items and
-typed events. Nothing is stored. Source: OpenAI's API reference, and what its SDK and Codex send.
+A request becomes a chat, which is served like any other; the answer has items and typed events.
+Nothing is stored. Source: OpenAI's API reference, and what its SDK and Codex send.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ KINDS = {
     "reasoning": ("rs", "response.reasoning_text", "text"),
     "call": ("fc", "response.function_call_arguments", "arguments"),
 }
-"""What ids of items begin with; the common name of a block's events; the field of all its text."""
+"""By kind of block: prefix of item ids, common name of its events, field with its whole text."""
 
 
 @contract(body=ResponsesRequest, answer=ResponseObject, streams=True)
@@ -70,7 +70,7 @@ async def not_stored(request: web.Request) -> web.StreamResponse:
 
 
 def repeated(asked: ResponsesRequest) -> dict[str, msgspec.Raw]:
-    """What an answer repeats of its request, encoded once."""
+    """Fields of a request that the answer repeats, encoded once."""
     told = {name: getattr(asked, name) for name in ResponseFields.__struct_fields__}
     told["parallel_tool_calls"] = asked.parallel_tool_calls is not False
     told |= {"tool_choice": asked.tool_choice or "auto", "tools": asked.tools or []}
@@ -82,7 +82,7 @@ class ResponsesFormatter(ContentBlockFormatter):
     """Formats events for ``/v1/responses``.
 
     Attributes:
-        asked: the request.
+        asked: The request.
     """
 
     asked: ResponsesRequest
@@ -174,7 +174,7 @@ class ResponsesFormatter(ContentBlockFormatter):
         return f"{KINDS[block.kind][0]}_{self.head['id'].removeprefix('resp_')}_{block.index}"
 
     def _event(self, kind: str, block: ContentBlock | None = None, **fields: Any) -> bytes:
-        """An event, perhaps about what is in a block."""
+        """A server-sent event, with the position of a block if it is about one."""
         where = {}
         if block is not None:
             where = {"item_id": self._item_id(block), "output_index": block.index}
@@ -186,7 +186,7 @@ class ResponsesFormatter(ContentBlockFormatter):
 
 
 def part(block: ContentBlock) -> ResponsePart:
-    """What a block holds, as the part of an item."""
+    """The content of a block as a part of an item."""
     if block.kind == "reasoning":
         return ResponsePart(type="reasoning_text", text=block.text)
     return ResponsePart(type="output_text", text=block.text, annotations=[], logprobs=[])
@@ -201,7 +201,7 @@ NEEDED = {
     "function_call_output": ("call_id", "output"),
 }
 ALIKE = {*ResponsesRequest.__struct_fields__} & {*openai.ChatRequest.__struct_fields__}
-"""Fields that chats have, too."""
+"""Fields that chats have, too, with the same meaning."""
 FIELDS = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -210,15 +210,18 @@ FIELDS = {
     "response_format.type": "text.format.type",
     "response_format.json_schema.schema": "text.format.schema",
 }
-"""What clients call the fields of a chat."""
+"""By field of a chat: the client's name of it."""
 UNSUPPORTED = refused(ResponsesRequest)
 
 
 def response_chat(body: ResponsesRequest) -> tuple[openai.ChatRequest, dict[str, str]]:
-    """A request as a chat, and what the client calls its fields.
+    """Turn a request into a chat.
+
+    Returns:
+        The chat, and by field of the chat the client's name of it.
 
     Raises:
-        RequestError: naming the field that is wrong.
+        RequestError: A field is wrong; the error names it.
     """
     check_refused(body, UNSUPPORTED)
     if LOGPROBS in (body.include or ()) or body.top_logprobs:
@@ -250,7 +253,7 @@ def response_chat(body: ResponsesRequest) -> tuple[openai.ChatRequest, dict[str,
 
 
 def functions(body: ResponsesRequest) -> Iterator[tuple[FunctionTool, str | None, str]]:
-    """Each function that a request has, the namespace it is in, and the field where it stands."""
+    """Yield each function of a request, its namespace, and the name of the field that has it."""
     for i, tool in enumerate(body.tools or ()):
         if isinstance(tool, FunctionTool):
             yield tool, None, f"tools[{i}]"
@@ -260,18 +263,18 @@ def functions(body: ResponsesRequest) -> Iterator[tuple[FunctionTool, str | None
 
 
 def called(name: str, namespace: str | None) -> str:
-    """What the model calls a function."""
+    """Name of a function for the model."""
     return name if namespace is None else f"{namespace}__{name}"
 
 
 def conversation(body: ResponsesRequest) -> Conversation:
-    """The items of a request as a chat's messages.
+    """Turn the items of a request into messages of a chat.
 
-    An instruction amid the conversation goes to what the user says: many chat templates refuse a
-    later message of the system, or leave it out.
+    A system message after the first becomes the user's, because many chat templates refuse or drop
+    it.
 
     Raises:
-        RequestError: an item lacks what it needs.
+        RequestError: An item lacks a field that its type needs.
     """
     said = Conversation()
     if body.instructions is not None:
@@ -290,13 +293,13 @@ def conversation(body: ResponsesRequest) -> Conversation:
 
 
 def add_item(said: Conversation, item: ResponseItem, where: str) -> None:
-    """Add what an item tells, which has what it needs."""
+    """Add an item that has all the fields that its type needs."""
     call_id, written = item.call_id or "", item.arguments or ""
     if item.type == "function_call_output":
         said.say("tool", parts(item.output, f"{where}.output"), tool_call_id=call_id)
     elif item.type == "function_call":
         found = arguments(written)
-        if found.get("INVALID_JSON") == written:  # as of a call that was cut off
+        if found.get("INVALID_JSON") == written:  # for example of a call that was cut off
             written = json.dumps(found, ensure_ascii=False)
         said.call(call_id, called(item.name or "", item.namespace), written)
     elif item.type == "reasoning":
@@ -313,10 +316,10 @@ def add_item(said: Conversation, item: ResponseItem, where: str) -> None:
 def parts(
     content: str | Sequence[ResponsePart] | None, where: str
 ) -> list[tuple[dict[str, Any], str]]:
-    """Content as parts of a chat's message, each with the field where it stands.
+    """Turn content into parts of a chat's message, each with the name of the client's field.
 
     Raises:
-        RequestError: one lacks what it holds.
+        RequestError: A part lacks its content.
     """
     if isinstance(content, str):
         return [({"type": "text", "text": content}, where)]

@@ -23,9 +23,9 @@ logger = logging.getLogger(__name__)
 _encoder = msgspec.json.Encoder()
 
 MAX_BEHIND_S = 30.0
-"""A reader of `send_events` that takes nothing for so long is left."""
+"""Seconds after which `send_events` gives up on a client that reads nothing."""
 LAST_WORDS_S = 2.0
-"""For a client that is behind to make room for why its stream ends."""
+"""Seconds in which a client that is behind must make room for the error that ends its stream."""
 DONE = b"[DONE]"
 DATA = b"data:"
 DONE_EVENT = b"data: [DONE]\n\n"
@@ -38,22 +38,23 @@ HEADERS = {
 
 
 class _EventResponse(web.StreamResponse):
-    """Its head leaves with the first event, in one write."""
+    """A response whose head is sent with the first event, in one write."""
 
-    _send_headers_immediately = False  # as of `web.Response`
+    _send_headers_immediately = False  # as in `web.Response`
 
 
 class EventStream:
-    """An answer of server-sent events, begun with the first of them.
+    """An answer of server-sent events, which begins with the first event.
 
     Args:
-        request: to answer.
+        request: Request to answer.
 
     Attributes:
-        held: events that leave with the next ones, or with the end.
-        done: what it ends with if all is well.
-        failed: makes an event of why it has not.
-        error: why it has ended early; empty if it has not.
+        response: The answer.
+        held: Events to be sent with the end.
+        done: End of a stream without an error.
+        failed: Makes the events that end a stream with an error.
+        error: Why the stream ended early; empty if it did not.
     """
 
     __slots__ = ("_chunks", "_request", "done", "error", "failed", "held", "response")
@@ -68,21 +69,21 @@ class EventStream:
         self._chunks: asyncio.Transport | None = None
 
     def is_free(self) -> bool:
-        """Whether the answer has begun, and its reader keeps up: `write` may be called."""
+        """Whether the answer has begun and its client keeps up, so that `write` may be called."""
         chunks = self._chunks
         return chunks is not None and not chunks.get_write_buffer_size() and not chunks.is_closing()
 
     def write(self, events: bytes) -> None:
         """Send whole events at once, in one write.
 
-        Every token is one. So they go to the socket itself, which takes half the time of aiohttp's
-        writer: that one has the first, and those for which there is no room.
+        Each token is an event, so events go directly to the transport, which takes half the time of
+        aiohttp's writer. That writer sends the first event, and those that have to wait for room.
         """
         assert self._chunks is not None, "is_free() was asked"
         self._chunks.write(b"%x\r\n%b\r\n" % (len(events), events))
 
     async def send(self, events: bytes) -> None:
-        """Send whole events, in one write; waits for a reader that is far behind."""
+        """Send whole events in one write; wait for a client that is far behind."""
         if self.is_free():
             self.write(events)
             return
@@ -94,23 +95,23 @@ class EventStream:
 
 
 def error_event(request: web.Request, error: RequestError) -> bytes:
-    """What ends a stream early, as OpenAI's API has it."""
+    """The event that ends a stream early, in the format of OpenAI's API."""
     return b"data: %b\n\n" % error_body(request, error)
 
 
 @asynccontextmanager
 async def event_stream(request: web.Request, limit_s: float) -> AsyncIterator[EventStream]:
-    """Answer with events.
+    """Answer with server-sent events.
 
-    The answer begins with the first event, so that a request which fails before has its proper
-    status. After that the stream ends with an event that tells of the failure.
+    The answer begins with the first event, so a request that fails before gets the status of its
+    error. After that a failure ends the stream with an error event.
 
     Args:
-        request: to answer.
-        limit_s: seconds for all of it.
+        request: Request to answer.
+        limit_s: Maximum seconds of the whole answer.
 
     Raises:
-        Exception: what the body raised, or `TimeoutError`, before anything was sent.
+        Exception: Exception of the body, or `TimeoutError`, before anything was sent.
     """
     stream = EventStream(request)
     response = stream.response
@@ -131,15 +132,15 @@ async def event_stream(request: web.Request, limit_s: float) -> AsyncIterator[Ev
 async def send_events(
     request: web.Request, events: AsyncIterator[bytes], headers: Mapping[str, str] = HEADERS
 ) -> web.StreamResponse:
-    """Answer with whole events, until there are no more or the reader is gone or stuck.
+    """Answer with whole events, until there are no more or the client is gone or stuck.
 
-    While it is behind, nothing is asked of `events`: there is one of them in memory, and what the
-    socket holds.
+    While the client is behind, `events` is not advanced: one event is in memory, beside what the
+    socket buffers.
 
     Args:
-        request: to answer.
-        events: to send.
-        headers: of the answer.
+        request: Request to answer.
+        events: Events to send.
+        headers: Headers of the answer.
     """
     response = web.StreamResponse(headers=headers)
     try:
@@ -150,7 +151,7 @@ async def send_events(
         await response.write_eof()
     except ConnectionResetError:
         logger.debug("a reader of %s went away", request.path)
-    except (TimeoutError, aiohttp.ClientError) as error:  # of the reader, or of where they are from
+    except (TimeoutError, aiohttp.ClientError) as error:  # of the client, or of the events' source
         logger.info("events of %s broken off: %r", request.path, error)
         if request.transport is not None:
             request.transport.abort()
@@ -158,17 +159,17 @@ async def send_events(
 
 
 def event(message: Struct) -> bytes:
-    """A message as an event."""
+    """Encode a message as an event."""
     return b"data: %b\n\n" % _encoder.encode(message)
 
 
 def named_event(kind: str, **fields: Any) -> bytes:
-    """Fields and the type that they are of, as an event of that name."""
+    """Encode fields as a named event, with its name also as the field ``type``."""
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encoder.encode({"type": kind, **fields}))
 
 
 async def _end_badly(request: web.Request, stream: EventStream, error: Exception) -> None:
-    """Say why, if the client is still there and takes it in time; else hang up."""
+    """Send the error if the client is still there and reads it in time; else abort."""
     name, transport = request[REQUEST_ID], request.transport
     loop = asyncio.get_running_loop()
     deadline = loop.time() + LAST_WORDS_S
@@ -182,22 +183,22 @@ async def _end_badly(request: web.Request, stream: EventStream, error: Exception
     else:
         failure = describe(error)
         logger.info("request %s: ended by %s", name, failure.message)
-        with contextlib.suppress(ConnectionResetError):  # it may go away at this very moment
+        with contextlib.suppress(ConnectionResetError):  # the client may go away meanwhile
             await stream.response.write(stream.held + stream.failed(request, failure))
             await stream.response.write_eof()
 
 
 def _is_stuck(transport: asyncio.WriteTransport) -> bool:
-    """Whether one more write would have to wait for the reader, perhaps for ever."""
+    """Whether one more write would have to wait for the client, perhaps for ever."""
     low, _ = transport.get_write_buffer_limits()
     return transport.get_write_buffer_size() > low
 
 
 async def read_events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """The data of each server-sent event, which JSON has on one line; others may end lines by CRLF.
+    """Yield the data of each server-sent event; it is JSON on one line, which may end in CRLF.
 
     Raises:
-        msgspec.DecodeError: a line is longer than any of ours can be.
+        msgspec.DecodeError: A line is longer than `MAX_MESSAGE_BYTES`.
     """
     buffer, scanned = bytearray(), 0
     async for chunk in content.iter_any():

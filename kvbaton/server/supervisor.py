@@ -1,10 +1,10 @@
 """Worker processes that answer HTTP on one port, and their supervisor.
 
-The supervisor owns the listening socket and all that there is one of: a router's membership, a
-node's engine. Workers accept on that socket and serve clients. They pass on what only the
-supervisor can answer (`WorkerLink.forward`), are told what it knows (`Supervisor.publish`), and
-tell it what they learn (`WorkerLink.report`). Counters of all workers are added up, also of those
-that ended. A worker that ends is replaced.
+The supervisor owns the listening socket and everything that exists once: a router's membership, a
+node's engine. Workers accept connections on that socket and serve clients. They pass on requests
+that only the supervisor can answer (`WorkerLink.forward`), get its published state
+(`Supervisor.publish`), and send it reports (`WorkerLink.report`). Counters of all workers are added
+up, including those that ended. A worker that ends is replaced.
 """
 
 from __future__ import annotations
@@ -47,49 +47,49 @@ RESTART_PAUSE_S = 0.5
 STOP_MARGIN_S = 5.0
 CONNECT_TIMEOUT_S = 60.0
 FORWARD_TIMEOUT_S = 660.0
-"""A supervisor waits 600 s for the end of a profile."""
+"""Seconds for the supervisor's answer: it waits 600 s itself for a profile to end."""
 _HOP_BY_HOP = frozenset(("connection", "keep-alive", "transfer-encoding", "content-length", "te"))
 _PEER = "X-Kvbaton-Peer"
 _LENGTH = struct.Struct("<I")
 
 WorkerMain = Callable[["WorkerLink", Any], Awaitable[None]]
-"""What runs in a worker, a function of a module: gets its link and the payload, and serves."""
+"""Main function of a worker, defined in a module: gets the link and the payload, and serves."""
 
-# --- what a supervisor and its workers tell each other, as MessagePack ---
+# --- messages between a supervisor and its workers, as MessagePack ---
 
 
 class PublishedState(msgspec.Struct, frozen=True, tag="state"):
-    """What the supervisor knows and workers need; each replaces the one before.
+    """State that the supervisor publishes to workers; each message replaces the one before.
 
     Attributes:
-        data: as the owner of the workers encodes it.
+        data: The state, as the owner of the workers encodes it.
     """
 
     data: bytes
 
 
 class AskMetrics(msgspec.Struct, frozen=True, tag="ask_metrics"):
-    """Answered by `WorkerMetrics` with the same number."""
+    """Asks a worker for `WorkerMetrics` with the same number."""
 
     number: Count
 
 
 class WorkerStarted(msgspec.Struct, frozen=True, tag="started"):
-    """The worker serves."""
+    """Says that the worker serves."""
 
 
 class WorkerMetrics(msgspec.Struct, frozen=True, tag="metrics"):
-    """What a worker counts, in Prometheus' text format."""
+    """Metrics of a worker, in Prometheus' text format."""
 
     number: Count
     text: str
 
 
 class WorkerReport(msgspec.Struct, frozen=True, tag="report"):
-    """What a worker has learned and its supervisor should know.
+    """Report of a worker to its supervisor.
 
     Attributes:
-        data: as the owner of the workers encodes it.
+        data: The report, as the owner of the workers encodes it.
     """
 
     data: bytes
@@ -104,19 +104,20 @@ _from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(From
 
 
 class Supervisor:
-    """Starts workers, feeds them, replaces those that end, stops them.
+    """Starts workers, publishes state to them, replaces those that end, and stops them.
 
     Args:
-        main: what runs in each worker.
-        payload: for `main`; crosses into the workers by pickle.
-        listener: bound, listening; each worker accepts on it. It stays the caller's.
-        control: answers what workers pass on. Its socket is in a folder of mode 0700.
-        count: workers.
-        log_level: of the workers' log on standard error.
+        main: Main function of each worker.
+        payload: Argument of `main`; it is pickled for the workers.
+        listener: Listening socket, on which each worker accepts. The caller keeps owning it.
+        control: Application that answers requests passed on by workers. Its socket is in a folder
+            of mode 0700.
+        count: Number of workers.
+        log_level: Level of the workers' log on standard error.
 
     Attributes:
-        on_report: called with (worker, data) for each `WorkerLink.report`.
-        state: the newest that was published, as workers are told it; empty before.
+        on_report: Called with (worker, data) for each `WorkerLink.report`.
+        state: Latest published state, encoded for workers; empty before the first.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class Supervisor:
         """Start all workers and wait until they serve.
 
         Raises:
-            ConfigError: one of them can't, as its log says, or does not do so in time.
+            ConfigError: A worker can't serve (its log says why), or does not do so in time.
         """
         await self._runner.setup()
         await web.UnixSite(self._runner, self._control_path).start()
@@ -164,7 +165,7 @@ class Supervisor:
             raise ConfigError("--workers", problem) from error
 
     async def _keep(self, index: int, first: asyncio.Future[None]) -> None:
-        """Have a worker run, again and again."""
+        """Keep a worker running: start it, and another one whenever it ends."""
         while not self._stopping:
             try:
                 worker = await _Worker.start(self, index)
@@ -195,13 +196,13 @@ class Supervisor:
             await asyncio.sleep(RESTART_PAUSE_S)
 
     def publish(self, data: bytes) -> None:
-        """Tell all workers, also those that come later, what the supervisor knows now."""
+        """Publish a new state to all workers, including those that start later."""
         self.state = _encoder.encode(PublishedState(data))
         for worker in self._workers.values():
             worker.published.set()
 
     async def metrics(self, own: bytes = b"") -> bytes:
-        """What all workers count, added up with `own`; all in Prometheus' text format."""
+        """Metrics of all workers, added up with `own`; all in Prometheus' text format."""
         workers = tuple(self._workers.items())
         texts = await asyncio.gather(*(worker.metrics() for _, worker in workers))
         for (index, worker), text in zip(workers, texts, strict=True):
@@ -210,11 +211,11 @@ class Supervisor:
         return self._metrics.text(own.decode()).encode()
 
     def stop_replacing(self) -> None:
-        """Workers that end from now on are not replaced: what they need goes away."""
+        """Replace no more workers that end, because what they need is about to go away."""
         self._stopping = True
 
     async def stop(self, grace_s: float) -> None:
-        """Tell workers to end; their open requests have `grace_s` seconds."""
+        """Tell workers to end; their open requests get `grace_s` seconds."""
         self.stop_replacing()
         workers = tuple(self._workers.values())
         for worker in workers:
@@ -228,7 +229,7 @@ class Supervisor:
         self._folder.close()
 
     def spawn(self, index: int, link: socket.socket) -> multiprocessing.process.BaseProcess:
-        """A worker's process, started."""
+        """Start the process of a worker."""
         process = multiprocessing.get_context("spawn").Process(
             target=worker_main,
             args=(
@@ -248,16 +249,20 @@ class Supervisor:
 
 @web.middleware
 async def _restore_peer(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Only workers reach this socket, and they say who asked them."""
+    """Take the client's address from the worker that passed the request on.
+
+    Only workers can reach this socket.
+    """
     request[PEER] = request.headers.get(_PEER, "")
     return await handler(request)
 
 
 class _Worker:
-    """A worker as its supervisor sees it.
+    """The supervisor's side of a worker.
 
     Attributes:
-        published: set when there is a state that it is yet to be told.
+        process: Process of the worker.
+        published: Set when there is a state that the worker has not been sent.
     """
 
     def __init__(
@@ -275,7 +280,7 @@ class _Worker:
 
     @classmethod
     async def start(cls, supervisor: Supervisor, index: int) -> _Worker:
-        """Start its process."""
+        """Start the worker's process."""
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -287,12 +292,12 @@ class _Worker:
         return cls(supervisor, index, process, channel)
 
     async def listen(self, started: asyncio.Future[None]) -> None:
-        """Take in what it says, until it ends."""
+        """Handle the worker's messages until it ends."""
         try:
             while (data := await self._channel.receive()) is not None:
                 try:
                     self._take(_from_worker.decode(data), started)
-                except Exception:  # the workers go on
+                except Exception:  # one bad message must not end the worker
                     logger.exception("what a worker said can't be taken in")
         finally:
             self._channel.close()
@@ -310,7 +315,7 @@ class _Worker:
                 self._supervisor.on_report(self._index, report)
 
     async def feed(self) -> None:
-        """Tell it the newest state, as fast as it reads; ends when it is gone."""
+        """Send the latest state, as fast as the worker reads; return when the worker is gone."""
         with suppress(ConnectionError):
             while await self.published.wait():
                 await self._channel.drain()
@@ -318,7 +323,7 @@ class _Worker:
                 self._channel.send(self._supervisor.state)
 
     async def metrics(self) -> str | None:
-        """What it counts; None if it does not say in time."""
+        """Metrics of the worker; None if it does not answer in time."""
         number = next(self._numbers)
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._asked[number] = answer
@@ -333,7 +338,7 @@ class _Worker:
             del self._asked[number]
 
     async def join(self, timeout_s: float = STOP_MARGIN_S) -> int | None:
-        """Wait for its end, and kill it if that does not come; its exit status."""
+        """Wait for the process to end, kill it after `timeout_s`, and return its exit status."""
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(None, self.process.join, timeout_s)
         if self.process.is_alive():
@@ -351,11 +356,11 @@ class _Channel:
 
     @classmethod
     async def open(cls, sock: socket.socket) -> _Channel:
-        """Over a connected socket, which becomes the channel's."""
+        """Open a channel over a connected socket, which the channel then owns."""
         return cls(*await asyncio.open_connection(sock=sock))
 
     def send(self, data: bytes) -> None:
-        """Queue a message; nothing happens if the other end is gone."""
+        """Queue a message; it is dropped if the other end is gone."""
         if not self._writer.is_closing():
             self._writer.write(_LENGTH.pack(len(data)) + data)
 
@@ -363,7 +368,7 @@ class _Channel:
         """Wait until the other end has read enough of what was sent.
 
         Raises:
-            ConnectionError: it is gone.
+            ConnectionError: The other end is gone.
         """
         await self._writer.drain()
 
@@ -408,10 +413,10 @@ def worker_main(
 
 
 class WorkerLink:
-    """A worker's end: its socket, its supervisor.
+    """A worker's side: the listening socket and the connection to its supervisor.
 
     Attributes:
-        on_state: called with what the supervisor publishes. Set it before `serve`.
+        on_state: Called with each state that the supervisor publishes. Set it before `serve`.
     """
 
     def __init__(
@@ -428,9 +433,9 @@ class WorkerLink:
         """Serve clients until told to stop, or until the supervisor is gone.
 
         Args:
-            app: what clients are answered.
-            registry: what is counted.
-            config: of the endpoint.
+            app: Application that answers clients.
+            registry: Metrics of the worker.
+            config: Settings of the endpoint.
         """
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._stop.set)
@@ -441,7 +446,7 @@ class WorkerLink:
             freeze_startup()
             self._send(WorkerStarted())
             await self._stop.wait()
-            # Told twice is told once, and the second time may come when the loop is closed.
+            # Ignore a second SIGTERM, which may come when the loop is closed.
             loop.remove_signal_handler(signal.SIGTERM)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         finally:
@@ -451,7 +456,7 @@ class WorkerLink:
             self._channel.close()
 
     def stop(self) -> None:
-        """End `serve`; a supervisor that did not ask for it starts another worker."""
+        """End `serve`; the supervisor starts another worker unless it is stopping."""
         self._stop.set()
 
     async def _listen(self, registry: CollectorRegistry) -> None:
@@ -462,22 +467,22 @@ class WorkerLink:
                         self.on_state(state)
                     case AskMetrics(number):
                         self._send(WorkerMetrics(number, generate_latest(registry).decode()))
-            except Exception:  # the next one may be better
+            except Exception:  # one bad message must not end the worker
                 logger.exception("what the supervisor said can't be taken in")
         self._stop.set()
 
     def report(self, data: bytes) -> None:
-        """Tell the supervisor; see `Supervisor.on_report`."""
+        """Send a report to the supervisor; see `Supervisor.on_report`."""
         self._send(WorkerReport(data))
 
     def _send(self, message: FromWorker) -> None:
         self._channel.send(_encoder.encode(message))
 
     async def forward(self, request: web.Request) -> web.StreamResponse:
-        """Answer as the supervisor does, events as they come. A handler.
+        """Handle a request by passing it on to the supervisor; events are relayed as they come.
 
         Raises:
-            RequestError: 503, the supervisor does not answer; or as `read_bytes`.
+            RequestError: 503 if the supervisor does not answer; or as `read_bytes`.
         """
         body = await read_bytes(request)
         headers = {**_end_to_end(request.headers), _PEER: request.remote or ""}
@@ -509,7 +514,7 @@ class WorkerLink:
             ) from error
 
     async def _end_streams(self, app: web.Application) -> None:
-        """They would go on for as long as open requests may."""
+        """End event streams, which would otherwise use up the time for open requests."""
         for task in self._streams:
             task.cancel()
 

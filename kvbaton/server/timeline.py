@@ -1,12 +1,13 @@
-"""Where the time of one prompt went: what its nodes and its endpoint have marked, as stages.
+"""Where the time of one prompt went, as stages made from the marks of its nodes and endpoint.
 
 The stages on the *critical path* to a token follow each other without gap or overlap, from the
-arrival of the client's request to when the token was written; so they add up to what it took. That
-to the first token leads through the node that prefills, that to the second one of a hand-over on
-through the wire, the check of the digests and the first step of the node that decodes. All times
-are seconds on this machine's monotonic clock (`EngineClient` sees to it); as those of other
-machines are known within the way of a message only, each border is moved to where its neighbours
-allow it.
+arrival of the client's request until the token was written; so they add up to the whole time. The
+path to the first token leads through the node that prefills. The path to the second token of a
+hand-over goes on through the wire, the check of the digests and the first step of the decode node.
+
+All times are seconds on this machine's monotonic clock (`EngineClient` converts them). Times of
+other machines are only known within the latency of a message, so each border is clamped between
+its neighbours.
 """
 
 from __future__ import annotations
@@ -28,26 +29,26 @@ ARRIVAL = (
     ("wire", "load_failed"),
     ("recompute", "first_token"),
 )
-"""How a prompt's KV comes to the node that decodes."""
+"""Stages of a prompt's KV on its way to the decode node, as (stage, mark that ends it)."""
 BESIDE = {
     "source": (("queue", "scheduled"), ("prefill", "first_token")),
     "alone": (("queue", "scheduled"), ("prefill", "first_token")),
     "encoder": (("queue", "scheduled"), ("encode", "first_token")),
     "target": (("queue", "loading"), ("reserve", "accepted")),
 }
-"""What nodes do, whether or not a token waits for it, by part."""
+"""By part of a node: stages that are shown even if no token waits for them."""
 
 
 @dataclass
 class NodePart:
-    """What a node does for the prompt.
+    """The part of a node in serving the prompt.
 
     Attributes:
-        node: its id; empty for the node that is asked itself.
+        node: Id of the node; empty for the node that the client asked itself.
         part: ``source``, ``target``, ``alone``, ``successor`` of a target or ``encoder``
-            (``encoder-1``, of its second item).
-        attempt: of the router.
-        marks: when what happened there first.
+            (``encoder-1`` for the second item).
+        attempt: Number of the router's attempt.
+        marks: By name of a mark, when it first happened.
     """
 
     node: str
@@ -58,11 +59,14 @@ class NodePart:
 
 @dataclass(frozen=True)
 class Stage:
-    """A stretch of time with a name.
+    """A named stretch of time.
 
     Attributes:
-        part: of the node where it passed; None for the endpoint that was asked.
-        paths: tokens to whose critical path it belongs.
+        name: Name of the stage.
+        start: Start in seconds.
+        end: End in seconds.
+        part: Node where it took place; None for the endpoint that the client asked.
+        paths: Tokens on whose critical path it is.
     """
 
     name: str
@@ -73,19 +77,19 @@ class Stage:
 
 
 class RequestTimeline:
-    """One prompt's times.
+    """Times of one prompt, in seconds on the monotonic clock.
 
     Args:
-        arrived: when the head of the client's request had come.
-        role: the part of a node that is asked itself: ``source``, ``target``, ``encoder`` or
-            ``alone``. A router's marks name parts.
+        arrived: When the head of the client's request arrived.
+        role: Part of a node that the client asked itself: ``source``, ``target``, ``encoder`` or
+            ``alone``. On a router marks name the parts.
 
     Attributes:
-        submitted: when the prompt's tokens were handed on; before that it was parsed and tokenized.
-        written: when the first and the second token had been written.
-        num_written: tokens of all choices.
-        ended: when the answer was complete, or failed.
-        parts: what nodes did, in the order in which they were asked.
+        submitted: When the parsed and tokenized prompt was given to the source.
+        written: When the first and the second token were written.
+        num_written: Number of tokens written, of all choices.
+        ended: When the answer was complete, or failed.
+        parts: Parts of nodes, in the order in which the nodes were asked.
     """
 
     def __init__(self, arrived: float, role: str = "") -> None:
@@ -98,11 +102,11 @@ class RequestTimeline:
         self._parts: dict[tuple[str, str, int], NodePart] = {}
 
     def submit(self) -> None:
-        """The prompt's tokens are handed on now."""
+        """Note that the prompt is given to the source now."""
         self.submitted = time.monotonic()
 
     def add(self, marks: Iterable[Mark]) -> None:
-        """Take in what happened; of marks of equal names the first counts."""
+        """Add marks; of marks with equal names the first counts."""
         for mark in marks:
             key = mark.node, mark.part or self._role, mark.attempt
             part = self._parts.get(key)
@@ -111,7 +115,7 @@ class RequestTimeline:
             part.marks.setdefault(mark.name, mark.at)
 
     def wrote(self, num_tokens: int, choice: int = 0) -> None:
-        """So many more tokens of a choice have been written now."""
+        """Note that tokens of a choice were written now."""
         self.num_written += num_tokens
         if choice or len(self.written) == 2 or not num_tokens:
             return
@@ -122,13 +126,13 @@ class RequestTimeline:
 
     @property
     def parts(self) -> list[NodePart]:
-        """What nodes did."""
+        """Parts of nodes."""
         return list(self._parts.values())
 
     # --- stages ---
 
     def path(self, token: Token) -> list[Stage]:
-        """Stages to a token, without gap or overlap; none if it was not written."""
+        """Stages on the critical path to a token; empty if the token was not written."""
         end = self.written.get(token)
         if end is None or self.submitted is None:
             return []
@@ -140,12 +144,12 @@ class RequestTimeline:
         return [*stages, Stage("respond", at, end)]
 
     def _borders(self, token: Token, end: float) -> Iterator[tuple[str, float, NodePart | None]]:
-        """(stage, when it ended, where) in the order of time, as far as it is known."""
+        """Yield (stage, end, node) in order of time, as far as marks are known."""
         assert self.submitted is not None
         yield "tokenize", self.submitted, None
         begun = [part for part in self.parts if part.marks.get("asked", 0.0) <= end]
         attempt = max((part.attempt for part in begun), default=0)
-        # A request that moved has two targets; who comes later has nothing to do with these tokens.
+        # A request that moved has two targets; the later one has no part in these tokens.
         last = {part.part: part for part in reversed(begun) if part.attempt == attempt}
         source, target = last.get("source"), last.get("target", last.get("alone"))
         prefills = source if source is not None and "first_token" in source.marks else target
@@ -156,7 +160,7 @@ class RequestTimeline:
             yield "retry" if attempt else "route", asked, None
         if prefills.part != "target" or "loading" not in prefills.marks:
             yield from _known(prefills, ("queue", "scheduled"), ("prefill", "first_token"))
-        else:  # asked by itself for what another node prefills
+        else:  # the client asked the target, for a prompt that another node prefills
             yield from _known(prefills, ("queue", "loading"), ("reserve", "accepted"), *ARRIVAL)
         if token == "second_token" and target is not None:
             if prefills is not target:
@@ -164,7 +168,7 @@ class RequestTimeline:
             yield from _known(target, ("first_decode", "second_token"))
 
     def stages(self) -> list[Stage]:
-        """All of them: those of the critical paths, and beside them what else each node did."""
+        """All stages: those of the critical paths, and other stages of each node."""
         ends = self.ended or time.monotonic()
         found: list[Stage] = []
         on_path: dict[tuple[str, str, int], Stage] = {}
@@ -189,7 +193,7 @@ class RequestTimeline:
         return found
 
     def timings(self) -> RequestTimings:
-        """What a client is told that asks for it, in milliseconds."""
+        """Timings for a client that asks for them, in milliseconds."""
         reserve = [stage for stage in self.stages() if stage.name == "reserve"]
         return RequestTimings(
             total_ms=_ms((self.ended or time.monotonic()) - self.arrived),
@@ -210,7 +214,7 @@ class RequestTimeline:
 
 
 def _known(part: NodePart, *borders: tuple[str, str]) -> Iterator[tuple[str, float, NodePart]]:
-    """Of (stage, the mark that ends it) those whose mark is there."""
+    """Yield (stage, end, node) for those of (stage, mark that ends it) whose mark is there."""
     failed = "load_failed" in part.marks
     for name, mark in borders:
         if mark in part.marks and (failed or name != "recompute"):

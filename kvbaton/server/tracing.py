@@ -1,9 +1,9 @@
-"""One trace per request, by OpenTelemetry: spans are made of a request's timelines at its end.
+"""One OpenTelemetry trace per request; its spans are made from the request's timelines at its end.
 
-The process that the client has asked makes all of them, also those of the nodes that it asked in
-turn, from what they mark (`messages.engine.Mark`): no engine and no transfer thread knows of
-OpenTelemetry. Marks are on the monotonic clock of this machine by then; one look at the wall clock
-per request turns them into dates, so that a clock that is set meanwhile moves no border.
+The process that the client asked makes all spans, including those of the nodes that it asked in
+turn, from their marks (`messages.engine.Mark`): engines and transfer threads do not know
+OpenTelemetry. Marks are on this machine's monotonic clock by then. The wall clock is read once per
+request to turn them into dates, so that setting the clock meanwhile moves no border.
 
 The packages are the extra ``otel``. Without an endpoint nothing of this file runs.
 """
@@ -37,22 +37,22 @@ ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_
 MISSING = "traces need opentelemetry: pip install 'kvbaton[otel]'"
 TRACES_PATH = "/v1/traces"
 CLOSE_S = 3.0
-"""A collector that does not answer may hold up the end of the process for so long."""
+"""Seconds that a collector which does not answer may delay the end of the process."""
 CLIENT_CLOSED_REQUEST = 499
 EVENTS = ("received", "preempted", "first_landed", "load_failed", "failed")
 """Marks that a node's span shows as events."""
 ARRIVED = web.RequestKey("arrived", float)
-"""When the head of a request had come, on the monotonic clock."""
+"""When the head of a request arrived, in seconds on the monotonic clock."""
 
 
 @dataclass(frozen=True)
 class TracingConfig:
-    """Where traces go, and who sends them.
+    """Where traces go, and which process sends them.
 
     Attributes:
-        endpoint: OTLP over HTTP, the whole address; empty for what the environment says.
-        role: of this process: ``router``, or a node's.
-        instance: name of the node; empty for a router.
+        endpoint: Whole URL of OTLP over HTTP; empty for the environment's.
+        role: Role of this process: ``router``, or that of a node.
+        instance: Name of the node; empty for a router.
     """
 
     endpoint: str
@@ -61,14 +61,14 @@ class TracingConfig:
 
     @classmethod
     def of(cls, endpoint: str | None, role: str, instance: str) -> TracingConfig | None:
-        """What flag and environment say; None if there are to be no traces.
+        """Settings from the flag and the environment; None for no traces.
 
         Raises:
-            ConfigError: the flag's address is none, or the packages are missing.
+            ConfigError: The flag is not a URL, or the packages are missing.
         """
         try:
             there = importlib.util.find_spec("opentelemetry.exporter.otlp") is not None
-        except ModuleNotFoundError:  # nothing of it is there, or its API by itself
+        except ModuleNotFoundError:  # no package of it is there, or only the API
             there = False
         if endpoint is not None:
             check_url(FLAG, endpoint)
@@ -81,7 +81,7 @@ class TracingConfig:
         disabled = os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
         if not named or disabled or os.environ.get("OTEL_TRACES_EXPORTER", "otlp") == "none":
             return None
-        if not there:  # the variable may be there for everything on the machine
+        if not there:  # the variable may be set for all programs on the machine
             logger.warning("%s is set, but %s", named[0], MISSING)
             return None
         return cls("", role, instance)
@@ -90,10 +90,10 @@ class TracingConfig:
 class Tracing:
     """Makes and exports the spans of this process's requests.
 
-    What can't be exported is dropped, by a thread of its own that nobody waits for.
+    A separate thread exports spans, and drops those that can't be exported; requests don't wait.
 
     Args:
-        config: where they go.
+        config: Where traces go.
     """
 
     def __init__(self, config: TracingConfig) -> None:
@@ -106,7 +106,7 @@ class Tracing:
         self._tracers: dict[tuple[str, str], Any] = {}
         self._service = os.environ.get("OTEL_SERVICE_NAME", "")
         own = self._service or f"kvbaton-{config.role}"
-        # The environment's sampler decides about requests; a request's spans all follow it.
+        # The environment's sampler decides about the request; all its other spans follow.
         self._own = self._tracer(own, config.instance, sampler=None)
 
     def _tracer(self, service: str, instance: str, sampler: Any) -> Any:
@@ -123,7 +123,7 @@ class Tracing:
         return provider.get_tracer("kvbaton", __version__)
 
     def tracer_of(self, part: NodePart | None) -> Any:
-        """The one that speaks for a node, or for this process."""
+        """The tracer of a node, or of this process for None."""
         if part is None or not part.node:
             return self._own
         key = part.node, part.part.partition("-")[0]
@@ -136,9 +136,10 @@ class Tracing:
         return self._tracers[key]
 
     def start(self, request: web.Request) -> RequestSpan | None:
-        """The span of a request, part of its client's trace if it brings one.
+        """Start the span of a request, in the client's trace if the request has one.
 
-        None if it is not to be traced: its ``traceparent`` says so, or the sampler.
+        Returns:
+            The span; None if the ``traceparent`` or the sampler says not to trace the request.
         """
         try:
             from opentelemetry.trace import SpanKind
@@ -162,7 +163,7 @@ class Tracing:
             return None
 
     async def close(self, app: web.Application) -> None:
-        """Export what is left, as far as that is possible soon."""
+        """Export the remaining spans, within `CLOSE_S` seconds."""
         closing = threading.Thread(target=self._processor.shutdown, daemon=True)
         closing.start()
         await asyncio.to_thread(closing.join, CLOSE_S)
@@ -171,10 +172,10 @@ class Tracing:
 
 
 class RequestSpan:
-    """The span around one request, under way.
+    """The open span of a request.
 
     Attributes:
-        traceparent: W3C Trace Context, for whom we ask in turn.
+        traceparent: W3C Trace Context, for requests that this process sends in turn.
     """
 
     def __init__(self, tracing: Tracing, span: Any, ahead_ns: int) -> None:
@@ -192,13 +193,13 @@ class RequestSpan:
         status: int,
         error: str,
     ) -> None:
-        """Make the spans of all that happened. Never fails.
+        """Make all spans of the request and end its own. Never raises.
 
         Args:
-            timelines: of its prompts.
-            attributes: of the request.
-            status: of its answer.
-            error: what went wrong; empty if nothing did.
+            timelines: Timelines of its prompts.
+            attributes: Attributes of the spans.
+            status: HTTP status of the answer.
+            error: Why the request failed; empty if it did not.
         """
         try:
             for timeline in timelines:
@@ -216,19 +217,19 @@ class RequestSpan:
         span.set_status(Status(StatusCode.ERROR, error))
 
     def _show(self, timeline: RequestTimeline, attributes: Mapping[str, Any]) -> None:
-        """Spans of one prompt: its nodes' and, below them, its stages'."""
+        """Make the spans of one prompt: those of nodes and, below them, of stages."""
         from opentelemetry.trace import SpanKind, set_span_in_context
 
         root = set_span_in_context(self._span)
         stages, below = timeline.stages(), {}
         ended = timeline.ended or time.monotonic()
         for part in timeline.parts:
-            if not part.node:  # this process's own: its stages belong to the root
+            if not part.node:  # this process: its stages belong to the root span
                 continue
             mine = [stage for stage in stages if stage.part is part]
             times = [*part.marks.values(), *(at for s in mine for at in (s.start, s.end))]
             start = part.marks.get("asked", min(times))
-            # A node that generates is at work until the end; others have done their part.
+            # The span of a node that generates lasts until the end, others until their last mark.
             generates = part.part in ("target", "alone", "successor") and "failed" not in part.marks
             span = self._tracing.tracer_of(part).start_span(
                 "llm_request",
@@ -261,13 +262,13 @@ class RequestSpan:
 
 
 class TimedRequest:
-    """A request whose prompts are timed, for a trace or because its client wants to know.
+    """A request whose prompts are timed, for a trace or because its client wants the timings.
 
     Attributes:
-        asks: what the source is to be asked, one per prompt.
-        timelines: of the prompts.
-        status: of the answer.
-        error: what went wrong; empty if nothing did.
+        asks: Requests to the source, one per prompt.
+        timelines: Timelines of the prompts.
+        status: HTTP status of the answer.
+        error: Why the request failed; empty if it did not.
     """
 
     def __init__(
@@ -296,15 +297,15 @@ class TimedRequest:
         role: str | None = None,
         attributes: Mapping[str, Any],
     ) -> Self | None:
-        """Time a request; None if nobody wants to know.
+        """Begin to time a request; None if it is neither traced nor `wanted`.
 
         Args:
-            tracing: of this process.
-            request: of the client.
-            asks: what the source is to be asked.
-            wanted: the client asks for its times.
-            role: see `RequestTimeline`; None takes the part that the request itself has.
-            attributes: of the request, for its span.
+            tracing: Traces of this process; None for none.
+            request: The client's HTTP request.
+            asks: Requests to the source.
+            wanted: Whether the client asks for its timings.
+            role: See `RequestTimeline`; None takes the role that the request itself has.
+            attributes: Attributes of the request's span.
         """
         span = None if tracing is None else tracing.start(request)
         if span is None and not wanted:
@@ -358,7 +359,7 @@ class TimedRequest:
 
 
 def _status(error: BaseException) -> int:
-    """Of the answer that tells of an error."""
+    """HTTP status of the answer for an exception."""
     match error:
         case RequestError():
             return error.status

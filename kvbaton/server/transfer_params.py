@@ -1,8 +1,8 @@
-"""``kv_transfer_params``: vLLM's field names to a `TransferSpec`, and a source's answer back.
+"""``kv_transfer_params`` (vLLM's field names): parsed into a `TransferSpec`, and a source's answer.
 
-A proxy written for vLLM asks the source with ``do_remote_decode``, and pastes the source's answer
-unchanged into the target's request, where it says ``do_remote_prefill``. `remote_request_id`
-carries our transfer id. Whether the peer may be dialled is decided by the core, by membership.
+A proxy written for vLLM asks the source with ``do_remote_decode``. It copies the source's answer,
+which has ``do_remote_prefill``, unchanged into the target's request. `remote_request_id` carries
+our transfer id. The core decides by membership whether it may connect to the peer.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ BlockId = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
 class RemotePrefix(Struct, kw_only=True):
-    """Where the first tokens of a prompt are cached; this node is to fetch them.
+    """A node that has the first tokens of the prompt cached; this node is to fetch them.
 
     Attributes:
-        remote_host: of that node's control channel.
-        remote_port: of that node's control channel.
-        num_tokens: that it is thought to hold; of those, whole blocks are asked for.
+        remote_host: Host of that node's control channel.
+        remote_port: Port of that node's control channel.
+        num_tokens: Number of tokens that it is thought to hold; whole blocks of them are fetched.
     """
 
     remote_host: Annotated[str, Meta(max_length=253)]
@@ -39,20 +39,21 @@ class RemotePrefix(Struct, kw_only=True):
 
 
 class KvTransferParams(Struct, kw_only=True):
-    """The fields that we read; others are ignored.
+    """The fields that are read; others are ignored.
 
     Attributes:
-        do_remote_decode: this node is the source.
-        do_remote_prefill: this node is the target.
-        transfer_id: 32 hex digits, as minted by a router.
-        attempt: as minted by a router.
-        remote_engine_id: the source's node id.
-        remote_host: of the source's control channel.
-        remote_port: of the source's control channel.
-        remote_request_id: the transfer id as the source answered it.
-        remote_block_ids: type-checked, else ignored: a target reserves its own blocks.
-        tp_size: type-checked, else ignored: ranks are exchanged between the nodes.
-        remote_prefix: ours; it goes with any part in a hand-over but the target's, and with none.
+        do_remote_decode: This node is the source.
+        do_remote_prefill: This node is the target.
+        transfer_id: 32 hex digits, chosen by a router.
+        attempt: Number of the attempt, chosen by a router.
+        remote_engine_id: Node id of the source.
+        remote_host: Host of the source's control channel.
+        remote_port: Port of the source's control channel.
+        remote_request_id: The transfer id, as the source answered it.
+        remote_block_ids: Only its type is checked: a target reserves its own blocks.
+        tp_size: Only its type is checked: the nodes exchange their ranks.
+        remote_num_tokens: Number of prompt tokens with valid KV, as the source answered it.
+        remote_prefix: A prefix to fetch (kvbaton's extension); for a source, or without a role.
     """
 
     do_remote_decode: bool | None = None
@@ -70,12 +71,13 @@ class KvTransferParams(Struct, kw_only=True):
 
 
 def parse_transfer(params: dict[str, Any] | None) -> tuple[TransferSpec | None, PrefixAt | None]:
-    """A request's part in a hand-over, and who has the first tokens of its prompt.
+    """Parse ``kv_transfer_params``.
 
-    Each is None if there is none.
+    Returns:
+        The request's role in a hand-over, and the prefix to fetch; each None if there is none.
 
     Raises:
-        RequestError: a field is missing or wrong (400, naming it), or both roles are asked for.
+        RequestError: A field is missing or wrong (400, naming it), or both roles are asked for.
     """
     if not params:
         return None, None
@@ -116,10 +118,10 @@ def _address(host: str, port: int, field: str) -> str:
 
 
 def check_item_transfer(transfer: TransferSpec | None, where: str) -> None:
-    """Check an item's part in a hand-over, which comes as it is.
+    """Check an item's role in a hand-over, which a client sends as a `TransferSpec`.
 
     Raises:
-        RequestError: naming `where`; it says no address of a source.
+        RequestError: It is not a target with the address of a source; the error names `where`.
     """
     if transfer is None:
         return
@@ -147,15 +149,15 @@ def source_params(
     tp_size: int,
     num_tokens: int,
 ) -> dict[str, Any]:
-    """A source's answer, ready to be pasted into the target's request.
+    """A source's answer, ready to be copied into the target's request.
 
     Args:
         transfer_id: 16 bytes.
-        attempt: of the transfer.
-        node_id: of this node.
-        control_address: ``tcp://host:port`` as peers reach it.
-        tp_size: ranks of this node.
-        num_tokens: prompt tokens with valid KV.
+        attempt: Number of the attempt.
+        node_id: Id of this node.
+        control_address: Address of this node for peers, ``tcp://host:port``.
+        tp_size: Number of ranks of this node.
+        num_tokens: Number of prompt tokens with valid KV.
     """
     host, _, port = control_address.removeprefix("tcp://").rpartition(":")
     return {

@@ -1,4 +1,4 @@
-"""From a request's fields to what the source of tokens is asked: defaults, ranges, refusals."""
+"""Turns a request's fields into a request to the source of tokens: defaults, ranges, refusals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvbaton.types import TokenIds
 
 SEED_MASK = 2**63 - 1
 LONG_TOKEN = 16
-"""Characters of a token that is longer than most."""
+"""Characters per token, more than nearly all tokens have."""
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
 MAX_SALT = 4096
@@ -51,11 +51,11 @@ class PromptRequest(Struct, frozen=True, kw_only=True):
     """One prompt of a client's request.
 
     Attributes:
-        index: of the prompt in the request.
-        request: what the source is asked.
-        options: how its tokens become text.
-        echo_only: only the prompt is wanted; the token that the source must make is dropped.
-        timeline: told what happens to it, if the request is timed.
+        index: Index of the prompt in the request.
+        request: Request to the source.
+        options: How its tokens become text.
+        echo_only: Only the prompt is wanted; the token that the source must generate is dropped.
+        timeline: Records the prompt's times, if the request is timed; else None.
     """
 
     index: int
@@ -69,10 +69,10 @@ class PromptRequest(Struct, frozen=True, kw_only=True):
 
 
 def check_common(frontend: Frontend, body: SamplingFields) -> None:
-    """Refuse what no prompt could make right, rather than ignore it.
+    """Check the fields that are wrong for any prompt.
 
     Raises:
-        RequestError: another model, something unsupported, or options that exclude each other.
+        RequestError: Another model, an unsupported field, or fields that exclude each other.
     """
     check_model(frontend, body.model)
     check_refused(body, UNSUPPORTED)
@@ -85,10 +85,10 @@ def check_common(frontend: Frontend, body: SamplingFields) -> None:
 
 
 def check_refused(body: Struct, names: Sequence[str]) -> None:
-    """Refuse fields that are not supported, unless they ask for nothing.
+    """Check that unsupported fields ask for nothing.
 
     Raises:
-        RequestError: naming the field.
+        RequestError: An unsupported field has a value; the error names it.
     """
     for name in names:
         value = getattr(body, name, None)
@@ -100,7 +100,7 @@ def check_refused(body: Struct, names: Sequence[str]) -> None:
 
 
 def check_model(frontend: Frontend, model: str | None) -> None:
-    """Raise `RequestError` (404) for any model but the one that is served."""
+    """Raise `RequestError` (404) for any model except the served one."""
     served, aliases = frontend.config.model_name, frontend.config.aliases
     if model is not None and model != served and model not in aliases:
         raise RequestError(
@@ -112,14 +112,14 @@ def check_model(frontend: Frontend, model: str | None) -> None:
 
 
 def public_id(request: web.Request, body: SamplingFields) -> str:
-    """The header's id, else the body's, else the one that was made."""
+    """Request id from the header, else from the body, else the generated one."""
     if body.request_id is not None and REQUEST_ID_HEADER not in request.headers:
         request[REQUEST_ID] = clean(body.request_id) or request[REQUEST_ID]
     return request[REQUEST_ID]
 
 
 def unique(request_id: str) -> str:
-    """Clients may repeat an id; a source may not see one twice."""
+    """Make a request id unique: clients may repeat one, a source must not get one twice."""
     return f"{request_id}-{random.getrandbits(32):08x}"
 
 
@@ -127,7 +127,7 @@ def deadline(frontend: Frontend, timeout: float | None, name: str = "timeout") -
     """Seconds that a request may take.
 
     Raises:
-        RequestError: the client asked for none or for too many.
+        RequestError: The client's timeout is 0 or less, or too long.
     """
     if timeout is None:
         return frontend.config.timeout_s
@@ -139,10 +139,10 @@ def deadline(frontend: Frontend, timeout: float | None, name: str = "timeout") -
 
 
 def split_prompts(prompt: str | Sequence[str | int | list[int]], most: int) -> list[Prompt]:
-    """The field `prompt` as a list of prompts: a text, texts, token ids, or lists of token ids.
+    """Split the field `prompt`, which is a text, texts, token ids, or lists of token ids.
 
     Raises:
-        RequestError: it is empty, too long, or a mixture that means nothing.
+        RequestError: It is empty, too long, or a meaningless mixture.
     """
     if isinstance(prompt, str):
         return [prompt]
@@ -168,18 +168,19 @@ async def encode(
     name: str = "prompt",
     whole: bool = True,
 ) -> list[int]:
-    """Token ids of a text; of a long one in a thread, so that other streams go on.
+    """Tokenize a text; a long one in a thread, so that other streams go on.
 
     Args:
-        frontend: for tokenizer and context.
-        text: the prompt.
-        add_special_tokens: the model's own start and end.
-        name: of the field that it came in.
-        whole: however long it is, which may take seconds; else of a text far longer than the
-            model's context only the beginning is looked at.
+        frontend: The endpoint, for tokenizer and context length.
+        text: The prompt.
+        add_special_tokens: Whether to add the model's own start and end tokens.
+        name: Name of the field that has the text.
+        whole: Whether to tokenize a text of any length, which may take seconds. Otherwise a text
+            far longer than the model's context is judged by its beginning first.
 
     Raises:
-        RequestError: its beginning alone is twice as long as the context; or it is no Unicode.
+        RequestError: The beginning alone is twice as long as the context, or the text is not valid
+            Unicode.
     """
     tokenizer = frontend.tokenizer
     try:
@@ -204,10 +205,10 @@ async def encode(
 
 
 def bad_words_token_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """The field `bad_words` as tokens, of each as it begins a text and as it follows a space.
+    """Tokenize the field `bad_words`: each word at the start of a text, and after a space.
 
     Raises:
-        RequestError: too many, too long, or nothing but white space.
+        RequestError: Too many words, or a word is too long or only white space.
     """
     if isinstance(words, str) or len(words) > MAX_BAD_WORDS:
         raise RequestError(
@@ -232,10 +233,10 @@ def truncated(
     max_tokens: int | None,
     items: Sequence[Item] = (),
 ) -> list[int]:
-    """The last tokens of a prompt, as the field `truncate_prompt_tokens` says.
+    """Keep the last tokens of a prompt, as the field `truncate_prompt_tokens` says.
 
     Raises:
-        RequestError: it is neither -1 nor a length that the model may have, or there are images.
+        RequestError: The field is neither -1 nor a length within the context, or there are images.
     """
     if keep is None:
         return ids
@@ -245,17 +246,17 @@ def truncated(
     if keep == -1:
         new = max_tokens or frontend.config.sampling_defaults.get("max_tokens", 1)
         return ids[-max(1, most - new) :]
-    if not isinstance(keep, int) or not 1 <= keep <= most:  # a program's may be anything
+    if not isinstance(keep, int) or not 1 <= keep <= most:  # from Python it may have any type
         name, allowed = "truncate_prompt_tokens", f"-1, for as many as fit, or in [1, {most}]"
         raise RequestError(f"{name} must be {allowed}", param=name)
     return ids[-keep:]
 
 
 def check_prompt(facts: ModelFacts, ids: Sequence[int], max_tokens: int, name: str) -> TokenIds:
-    """A prompt as the engine takes it, checked against the model.
+    """Check a prompt against the model, and return it in the engine's type.
 
     Raises:
-        RequestError: it is empty, holds unknown ids, or is too long together with `max_tokens`.
+        RequestError: It is empty, has unknown ids, or is too long together with `max_tokens`.
     """
     if not ids:
         raise RequestError(f"{name} has no tokens", param=name)
@@ -280,19 +281,20 @@ def sampling_params(
     prompt_logprobs: int | None,
     grammar: str,
 ) -> SamplingParams:
-    """How to sample for a prompt: fields that were given, over the model's defaults.
+    """Sampling parameters for a prompt: the fields of the request, else the model's defaults.
 
     Args:
-        frontend: asked by the client.
-        body: the request.
-        num_tokens: of the prompt.
-        max_tokens: to generate; None takes what the model recommends, or as many as fit.
-        logprobs: candidates per token; None for none at all.
-        prompt_logprobs: the same for prompt tokens.
-        grammar: that the text must follow; empty for none.
+        frontend: The endpoint.
+        body: The request.
+        num_tokens: Number of tokens of the prompt.
+        max_tokens: Maximum number of tokens to generate; None takes the model's default, or as many
+            as fit.
+        logprobs: Number of candidates per generated token; None for no log probabilities.
+        prompt_logprobs: Number of candidates per prompt token; None for no log probabilities.
+        grammar: Grammar that the text must follow; empty for none.
 
     Raises:
-        RequestError: a field is out of range.
+        RequestError: A field is out of range.
     """
     facts, defaults = frontend.facts(), frontend.config.sampling_defaults
     if max_tokens is None:
@@ -327,22 +329,22 @@ def prompt_request(
     items: tuple[Item, ...] = (),
     echo_only: bool = False,
 ) -> PromptRequest:
-    """What the source is asked for one prompt.
+    """Make the request to the source for one prompt.
 
     Args:
-        frontend: asked by the client.
-        body: the request.
-        request_id: of the answer.
-        token_ids: the prompt.
-        params: as of `sampling_params`.
-        name: of the field that it came in.
-        tenant: who asks.
-        index: of the prompt in the request.
-        items: its images.
-        echo_only: see `PromptRequest`.
+        frontend: The endpoint.
+        body: The request.
+        request_id: Id in the answer.
+        token_ids: The prompt.
+        params: Result of `sampling_params`.
+        name: Name of the field that has the prompt.
+        tenant: Tenant of the request.
+        index: Index of the prompt in the request.
+        items: Images of the prompt.
+        echo_only: See `PromptRequest`.
 
     Raises:
-        RequestError: a field is out of range, or the prompt does not fit the model.
+        RequestError: A field is out of range, or the prompt does not fit the model.
     """
     prompt = check_prompt(frontend.facts(), token_ids, params.max_tokens, name)
     if body.priority:
@@ -377,16 +379,16 @@ def prompt_request(
 def checked(
     params: SamplingParams, config: FrontendConfig, vocab_size: int, *, prefix: str = ""
 ) -> SamplingParams:
-    """Check every value; turns a `top_k` of -1 into 0 and mints a missing seed (63 bits).
+    """Check every value, turn a `top_k` of -1 into 0, and choose a missing seed (63 bits).
 
     Args:
-        params: as sent.
-        config: its limits.
-        vocab_size: token ids are below it.
-        prefix: of the field names in messages (``sampling_params.``).
+        params: Parameters as sent.
+        config: Settings with the limits.
+        vocab_size: Number of token ids.
+        prefix: Prefix of field names in errors (``sampling_params.``).
 
     Raises:
-        RequestError: naming the field and its range.
+        RequestError: A value is out of range; the error names the field and its range.
     """
     seed = random.getrandbits(63) if params.seed is None else params.seed & SEED_MASK
     params = replace(params, seed=seed, top_k=0 if params.top_k == -1 else params.top_k)
@@ -398,7 +400,7 @@ def check_stops(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     """The `stop` field as a tuple.
 
     Raises:
-        RequestError: too many, too long, or empty; or no texts, of a program of ours.
+        RequestError: Too many strings, or one is too long or empty; or, from Python, not a text.
     """
     stops = (stop,) if isinstance(stop, str) else () if stop is None else stop
     if not isinstance(stops, list | tuple) or not all(isinstance(text, str) for text in stops):

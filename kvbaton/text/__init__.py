@@ -1,1 +1,1 @@
-"""Text at the edge: tokenizing, templates, detokenizing, stop strings."""
+"""Text of clients: tokenizing, chat templates, detokenizing, stop strings, output parsers."""

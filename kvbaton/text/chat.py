@@ -31,23 +31,23 @@ RESERVED = frozenset(
 
 Message = dict[str, Any]
 HERE = "CONTINUEFINALMESSAGEHERE"
-"""Stands behind the final message while it is rendered, where the prompt is to end."""
+"""Marker after the final message while it is rendered: the prompt is cut there."""
 
 
 @dataclass(frozen=True)
 class ImageUrl:
-    """An image as a client names it, and the field where that stands."""
+    """The URL of an image in a request, and the name of the field that has it."""
 
     url: str
     where: str
 
 
 class Arguments(dict[str, Any]):
-    """Arguments of a past call, an object for templates and a text where they join texts.
+    """Arguments of a past call: a dict for templates, but its JSON text where they join texts.
 
     Args:
-        values: the object.
-        text: its JSON as it was written.
+        values: The arguments.
+        text: Their JSON as it was written.
     """
 
     def __init__(self, values: dict[str, Any], text: str) -> None:
@@ -66,7 +66,7 @@ class Arguments(dict[str, Any]):
 
 
 class NoContent(str):
-    """Of a message that has calls only: None where a template asks, and nothing where it writes."""
+    """Content of a message that has only calls: ``none`` in a template's tests, rendered empty."""
 
     __slots__ = ()
 
@@ -77,7 +77,7 @@ class GenerationTag(Extension):
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        """Parse up to ``{% endgeneration %}`` and keep the body as a scope of its own."""
+        """Parse up to ``{% endgeneration %}``; the body becomes a scope of its own."""
         lineno = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_render"), [], [], body).set_lineno(lineno)
@@ -90,14 +90,14 @@ class ChatTemplate:
     """A compiled chat template.
 
     Args:
-        source: jinja2 text.
-        special_tokens: variables such as ``bos_token``.
+        source: Template text for jinja2.
+        special_tokens: Values of variables such as ``bos_token``.
 
     Attributes:
-        source: the same.
+        source: Template text.
 
     Raises:
-        ConfigError: it does not compile.
+        ConfigError: It does not compile.
     """
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
@@ -117,18 +117,18 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: dict[str, Any] | None = None,
     ) -> str:
-        """The prompt for a conversation; its special tokens are part of the text.
+        """Render the prompt of a conversation; special tokens are part of the text.
 
         Args:
-            messages: normalized.
-            tools: for the template.
-            add_generation_prompt: let it end with what begins an answer.
-            continue_final_message: let it end with the text of the last message, which the answer
-                goes on with; blanks at the end of it go where the template takes them away.
-            variables: more, for the template.
+            messages: Messages, normalized.
+            tools: Tools for the template.
+            add_generation_prompt: Whether the prompt ends with the beginning of an answer.
+            continue_final_message: Whether the prompt ends with the text of the last message, which
+                the answer continues; trailing blanks are removed if the template removes them.
+            variables: Further variables of the template.
 
         Raises:
-            RequestError: a variable is reserved, or the template does not take these messages.
+            RequestError: A variable is reserved, or the template does not take these messages.
         """
         variables = variables or {}
         if taken := sorted(RESERVED & variables.keys()):
@@ -145,7 +145,7 @@ class ChatTemplate:
         }
         try:
             text = self._template.render(context)
-        except Exception as error:  # a template may fail in any way on what a client sends
+        except Exception as error:  # a template may raise anything for a client's messages
             raise RequestError(
                 f"the model's chat template does not take these messages: {error}", param="messages"
             ) from error
@@ -161,7 +161,7 @@ class ChatTemplate:
 
 
 def _marked(message: Message) -> Message:
-    """The message with `HERE` behind its text, and a blank by which to see whether any are cut."""
+    """Append `HERE` and a blank to a message's text; the blank shows whether trailing ones stay."""
     content = message.get("content")
     if isinstance(content, str):
         if not isinstance(content, NoContent):
@@ -177,17 +177,17 @@ def _marked(message: Message) -> Message:
 def normalize_messages(
     messages: Sequence[Message], images: list[ImageUrl] | None = None
 ) -> list[Message]:
-    """Check a conversation and bring it to the form that templates expect.
+    """Check a conversation and bring it into the form that templates expect.
 
     Text parts are joined by newlines, unless there is an image among them; arguments of past tool
     calls are parsed from their JSON.
 
     Args:
-        messages: of the client.
-        images: takes those that the messages have, in order; None if the model can't see.
+        messages: Messages of the client.
+        images: The messages' images are appended to it, in order; None if the model takes none.
 
     Raises:
-        RequestError: naming the message and the field that is wrong.
+        RequestError: A message is wrong; the error names the message and the field.
     """
     if not messages:
         raise RequestError("messages must hold at least one message", param="messages")
@@ -215,12 +215,12 @@ def _normalize(message: Message, where: str, images: list[ImageUrl] | None) -> M
         if content is None:
             result["content"] = NoContent()
         return result
-    result.pop("tool_calls", None)  # templates ask whether there are any by the name alone
+    result.pop("tool_calls", None)  # templates only test whether this key is there
     if content is None:
         is_answer = role == "assistant" and "content" in message  # its reasoning may be left out
         if reasoning is None and calls is None and not is_answer:
             raise RequestError("content is missing", param=f"{where}.content")
-        # Without calls it was cut off before there was any.
+        # An empty list of calls: the message was cut off before there was any text.
         result["content"] = "" if calls is None else NoContent()
     return result
 
@@ -228,7 +228,7 @@ def _normalize(message: Message, where: str, images: list[ImageUrl] | None) -> M
 def _content(
     content: Any, where: str, images: list[ImageUrl] | None
 ) -> str | list[dict[str, str]] | None:
-    """A text, or parts that templates know if there are images."""
+    """Content as a text, or as a list of parts for templates if there are images."""
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -296,7 +296,7 @@ def _environment() -> jinja2.Environment:
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        # Jinja's own filter escapes for HTML, which a prompt must not be.
+        # Jinja's own filter escapes for HTML, which would be wrong in a prompt.
         text = json.dumps(
             value,
             ensure_ascii=ensure_ascii,
@@ -304,7 +304,7 @@ def _environment() -> jinja2.Environment:
             separators=separators,
             sort_keys=sort_keys,
         )
-        # Half of a character, which a model's call may have, stays the escape that it was.
+        # A lone surrogate, which a model's call may have, becomes its escape again.
         return text.encode(errors="backslashreplace").decode()
 
     environment.filters["tojson"] = tojson

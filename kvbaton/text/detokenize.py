@@ -1,7 +1,7 @@
-"""From the tokens of one choice to the text that a client sees, as far as it can't change any more.
+"""Turns the tokens of one choice into text for clients, emitted once it can no longer change.
 
-Not by `tokenizers.decoders.DecodeStream`: it can't give what is left at the end, keeps broken bytes
-for ever, and raises where a token changes the text before it.
+This does not use `tokenizers.decoders.DecodeStream`, which can't flush the text left at the end,
+holds invalid bytes back for ever, and raises if a token changes the text before it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class TextOptions(Struct, frozen=True, kw_only=True):
     """How tokens become text.
 
     Attributes:
-        stop: strings that end the text.
-        include_stop: keep the stop string, or the stop token's text.
-        skip_special_tokens: leave special tokens out.
-        min_tokens: no stop string counts in the text of the first this many tokens.
-        marks: what stands for which tokens, for an `output_parser.OutputParser`.
-        message_mark: see `output_parser.OutputFormat`.
+        stop: Strings that end the text.
+        include_stop: Keep the stop string, or the stop token's text.
+        skip_special_tokens: Leave special tokens out.
+        min_tokens: Number of first tokens in whose text stop strings do not count.
+        marks: Marks by token id, for an `output_parser.OutputParser`.
+        message_mark: See `output_parser.OutputFormat`.
     """
 
     stop: tuple[str, ...] = ()
@@ -41,14 +41,14 @@ class TextOptions(Struct, frozen=True, kw_only=True):
 
 
 class TextDelta(Struct, frozen=True, kw_only=True):
-    """What is new of one choice.
+    """New text and tokens of one choice.
 
     Attributes:
-        text: to show; may be empty while text is held back.
-        token_ids: the new tokens, the stop token included.
-        logprobs: one per new token, if asked for.
-        finish_reason: on the last delta.
-        stop_reason: the stop string or stop token id.
+        text: New text; may be empty while text is held back.
+        token_ids: New tokens, the stop token included.
+        logprobs: One per new token, if asked for.
+        finish_reason: On the last delta, why the choice ended.
+        stop_reason: The stop string or stop token id.
     """
 
     text: str = ""
@@ -61,12 +61,12 @@ class TextDelta(Struct, frozen=True, kw_only=True):
 class ChoiceText:
     """Detokenizes one choice and ends it at a stop string.
 
-    Once a delta with a `finish_reason` has come, the choice is over and takes no more output.
+    After a delta with a `finish_reason` the choice is over and takes no more output.
 
     Args:
-        tokenizer: the model's.
-        prompt: its tokens, as context for the first token's text.
-        options: how to make text.
+        tokenizer: Tokenizer of the model.
+        prompt: Tokens of the prompt, as context for the first token's text.
+        options: How tokens become text.
     """
 
     __slots__ = ("_detokenizer", "_in_message", "_num_tokens", "_options", "_stops")
@@ -88,7 +88,7 @@ class ChoiceText:
     def push(self, output: Output) -> TextDelta:
         """Take the next output of this choice."""
         tokens, finish, reason = output.token_ids, output.finish_reason, output.stop_reason
-        # A last token that only ended the text is not to be read.
+        # A last token that only ended the text is not part of it.
         hidden = finish == "stop" and not self._options.include_stop
         visible = tokens[:-1] if hidden else tokens
         count = len(tokens)
@@ -121,7 +121,7 @@ class ChoiceText:
         finish: str | None,
         shown: list[str],
     ) -> tuple[int, str] | None:
-        """Read tokens up to a stop string: how many that took, and which it is."""
+        """Read tokens up to a stop string; return how many it took, and the string."""
         for position, token in enumerate(tokens):
             self._num_tokens += 1
             new = self._detokenizer.push(token) if position < visible else ""
@@ -143,12 +143,12 @@ class ChoiceText:
 class StopStrings:
     """Watches the text of one choice for strings that end it.
 
-    Text is held back exactly while it could still be the beginning of a stop string. The match that
-    *ends* first wins (the longest of those), so the result does not depend on how the text is cut.
+    Text is held back only while it may be the beginning of a stop string. The match that *ends*
+    first wins (of several the longest), so the result does not depend on how the text is cut.
 
     Args:
-        stops: non-empty strings.
-        include: keep the stop string in the text.
+        stops: Non-empty strings.
+        include: Keep the stop string in the text.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
@@ -160,8 +160,8 @@ class StopStrings:
         """Feed new text.
 
         Args:
-            text: what the detokenizer gave.
-            active: False while `min_tokens` is not reached: what passes then is never part of a
+            text: New text from the detokenizer.
+            active: False while `min_tokens` is not reached; text of that time is never part of a
                 match.
 
         Returns:
@@ -177,7 +177,7 @@ class StopStrings:
             return self._held[: end if self._include else start], stop
         held = len(self._held)
         cut = held
-        for stop in self._stops:  # the longest end of the held text that begins a stop string
+        for stop in self._stops:  # find the longest suffix of held text that begins a stop string
             longest = min(held, len(stop) - 1)
             ends = (n for n in range(longest, 0, -1) if stop.startswith(self._held[-n:]))
             cut = min(cut, held - next(ends, 0))
@@ -185,7 +185,7 @@ class StopStrings:
         return shown, None
 
     def flush(self) -> str:
-        """What is held back, at the end of the text."""
+        """Text that is held back, for the end of the choice."""
         held, self._held = self._held, ""
         return held
 
@@ -194,11 +194,11 @@ class StopStrings:
 
 REPLACEMENT = "\ufffd"
 MAX_INCOMPLETE = 3
-"""Most U+FFFD that an incomplete character shows as: a byte each of a four-byte character."""
+"""Maximum number of U+FFFD for an incomplete character: one per byte but the last of four."""
 SLIDE_AT = 16
-"""Tokens in the window from which it is cut at the last clean boundary."""
+"""Number of tokens from which the window is cut at the last clean boundary."""
 MAX_WINDOW = 64
-"""A window that has not become clean by then holds garbage, and is emitted as it is."""
+"""Number of tokens at which a window without a clean boundary is emitted as it is (garbage)."""
 PRIMING_TOKENS = 8
 NO_MARKS: Mapping[int, str] = MappingProxyType({})
 
@@ -216,13 +216,13 @@ class Detokenizer(ABC):
         skip_special_tokens: bool = True,
         marks: Mapping[int, str] = NO_MARKS,
     ) -> Detokenizer:
-        """The one that suits a tokenizer.
+        """Make the detokenizer that suits a tokenizer.
 
         Args:
-            tokenizer: the model's.
-            prompt: tokens before the first; their text is not emitted.
-            skip_special_tokens: leave special tokens out of the text.
-            marks: what certain tokens stand for instead of their text.
+            tokenizer: Tokenizer of the model.
+            prompt: Tokens before the first one; their text is not emitted.
+            skip_special_tokens: Leave special tokens out of the text.
+            marks: By token id, a mark that replaces the token's text.
         """
         kind = ByteDetokenizer if tokenizer.decodes_bytes else WindowDetokenizer
         if marks:
@@ -237,16 +237,13 @@ class Detokenizer(ABC):
 
     @abstractmethod
     def flush(self) -> str:
-        """What is left at the end: incomplete characters as U+FFFD."""
+        """Text that is left at the end; incomplete characters become U+FFFD."""
 
 
 class ByteDetokenizer(Detokenizer):
-    """For byte-level tokenizers, whose text is the bytes of all tokens as UTF-8.
+    """Detokenizer for byte-level tokenizers, whose text is the bytes of all tokens as UTF-8.
 
-    It takes a fifth of the time of `WindowDetokenizer`.
-
-    Args:
-        tokenizer: see `Detokenizer.of`, as for the others.
+    It takes a fifth of the time of `WindowDetokenizer`. `Detokenizer.of` explains the arguments.
     """
 
     __slots__ = ("_bytes", "_rest")
@@ -271,12 +268,12 @@ class ByteDetokenizer(Detokenizer):
 
 
 class WindowDetokenizer(Detokenizer):
-    """For all tokenizers.
+    """Detokenizer for all tokenizers.
 
-    A window of the latest tokens is decoded as a whole, since a token's text may depend on the one
-    before it (leading spaces, bytes of one character). Text is emitted once it no longer ends in
-    U+FFFD, and the window then moves on: the prefix-and-read-offset technique of Hugging Face's
-    text-generation-inference, with a bound on the window.
+    A window of the latest tokens is decoded as a whole, because a token's text may depend on the
+    token before it (leading spaces, bytes of one character). Text is emitted once it no longer ends
+    in U+FFFD, and then the window moves on: the prefix-and-read-offset technique of Hugging Face's
+    text-generation-inference, with a bounded window.
     """
 
     def __init__(
@@ -312,11 +309,11 @@ class WindowDetokenizer(Detokenizer):
 
 
 class MarkedDetokenizer(Detokenizer):
-    """Text in which certain tokens stand for something else; characters end before them.
+    """Detokenizer that replaces certain tokens by marks; characters never span a mark.
 
     Args:
-        make: what makes text of the tokens between them.
-        marks: by token.
+        make: Makes the detokenizer of the tokens between marks.
+        marks: Marks by token id.
     """
 
     def __init__(self, make: Callable[[], Detokenizer], marks: Mapping[int, str]) -> None:
@@ -338,7 +335,7 @@ class MarkedDetokenizer(Detokenizer):
 
 
 def _stable(text: str) -> int:
-    """Length of `text` without what may be an incomplete character at its end."""
+    """Length of `text` without a possibly incomplete character at its end."""
     end = len(text)
     while end > max(0, len(text) - MAX_INCOMPLETE) and text[end - 1] == REPLACEMENT:
         end -= 1

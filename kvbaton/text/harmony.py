@@ -1,13 +1,14 @@
-"""What gpt-oss writes: messages on channels, between special tokens (OpenAI's "harmony" format).
+"""Output format of gpt-oss: messages on channels, between special tokens (OpenAI's "harmony").
 
     <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>
     <|start|>assistant to=functions.f<|channel|>commentary <|constrain|>json<|message|>{...}<|call|>
 
-A header says whose message it is (the template has begun the first one), on which channel, and to
-whom: the recipient may stand before the channel or after it. The channel ``analysis`` is reasoning,
-``final`` the answer; ``commentary`` to a function is a call of it, to nobody a preamble for the
-user. Source: "OpenAI harmony response format", OpenAI cookbook, 2025. OpenAI's own library fetches
-its vocabulary from the internet and takes token ids only; here the markers alone are told apart.
+A header names the message's author (the template has begun the first message), its channel and its
+recipient, which may stand before or after the channel. Messages on the channel ``analysis`` are
+reasoning, on ``final`` the answer. On ``commentary`` a message to a function is a call of it, and
+one without a recipient is a preamble for the user. Source: "OpenAI harmony response format", OpenAI
+cookbook, 2025. OpenAI's own library is not used, because it downloads its vocabulary and takes only
+token ids; this module needs only the markers.
 
 """
 
@@ -34,22 +35,22 @@ MARKERS = {
     "<|call|>": CALL,
     "<|return|>": RETURN,
 }
-"""What stands in texts for each special token."""
+"""By special token: the mark that replaces it in texts."""
 
 MARKED = re.compile(f"([{START}-{RETURN}])")
-"""Any marker."""
+"""Matches any mark."""
 _RECIPIENT = re.compile(rf"\bto=([^\s{START}-{RETURN}]+)")
 _CHANNEL = re.compile(rf"{CHANNEL}\s*([^\s{START}-{RETURN}]+)")
 _FUNCTIONS = "functions."
 
 
 class HarmonyFormat(OutputFormat):
-    """Of a model whose vocabulary has `MARKERS`.
+    """Format of a model whose vocabulary has `MARKERS`.
 
     Args:
-        tokenizer: the model's.
-        calls: whether calls are told apart.
-        reasons: whether reasoning is.
+        tokenizer: Tokenizer of the model.
+        calls: Whether calls are parsed.
+        reasons: Whether reasoning is parsed.
     """
 
     message_mark = MESSAGE
@@ -87,7 +88,7 @@ class HarmonyFormat(OutputFormat):
 
     @override
     def calls_rule(self, functions: Functions, grammar: OutputGrammar, *, one: bool) -> str:
-        return " | ".join(  # the model hands over after one
+        return " | ".join(  # the model ends its turn after one call
             self._header(f"commentary to={_FUNCTIONS}{name} ", f'{self._tag(CONSTRAIN)} "json"')
             + f" {grammar.arguments(schema)}"
             for name, schema in functions.items()
@@ -101,10 +102,10 @@ class HarmonyFormat(OutputFormat):
 
     @override
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Reasoning is called ``thinking`` in the template.
+        """Bring a conversation into the form of the template, where reasoning is ``thinking``.
 
-        A message with a call has no content: what the user was told before goes on the same
-        channel. It has one call, and its result follows it.
+        A message with a call has no content: text for the user before the call becomes
+        ``thinking``, too. Such a message has one call, and the call's result follows it.
         """
         found = split_calls(messages)
         for message in found:
@@ -118,7 +119,7 @@ class HarmonyFormat(OutputFormat):
 
     @override
     def tools(self, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Each function has a description."""
+        """Give each function a description, which the template needs."""
         found = []
         for tool in tools:
             function = tool.get("function")
@@ -129,16 +130,15 @@ class HarmonyFormat(OutputFormat):
 
 
 class HarmonyParser(OutputParser):
-    """Reads the text of one choice, however it is cut.
+    """Parses the text of one choice, however it is cut.
 
-    Messages of one kind follow each other after a newline. What a model writes without any header
-    is content.
+    Messages of one kind are joined by newlines. Text without any header is content.
 
     Args:
-        prompt: the end of the prompt, from the last start of a message on: the choice goes on
-            with that message.
-        calls: whether functions may be called; else a message to one is content.
-        reasons: whether reasoning is told apart; else it is content.
+        prompt: End of the prompt, from the last start of a message on; the choice continues that
+            message.
+        calls: Whether functions may be called; else a message to a function is content.
+        reasons: Whether reasoning is parsed; else it is content.
     """
 
     def __init__(self, prompt: str, *, calls: bool, reasons: bool = True) -> None:
@@ -151,7 +151,7 @@ class HarmonyParser(OutputParser):
         self._bare: str | None = None
         self.push(prompt)
         self._seen.clear()
-        self._bare = ""  # all text, until there is a marker
+        self._bare = ""  # all text until the first mark
 
     @override
     def push(self, text: str, *, last: bool = False) -> list[MessagePart]:
@@ -163,7 +163,7 @@ class HarmonyParser(OutputParser):
         return parts
 
     def _read(self, piece: str) -> MessagePart | None:
-        """Take a marker, or text between two."""
+        """Read a mark, or text between two marks."""
         if piece == START or (piece == CHANNEL and self._state != "header"):
             self._state, self._header = "header", piece.replace(START, "")
         elif piece in (END, CALL, RETURN):
@@ -179,7 +179,7 @@ class HarmonyParser(OutputParser):
         return None
 
     def _begin(self) -> MessagePart | None:
-        """The header is whole, its message begins."""
+        """Begin the message of a complete header."""
         self._state = "message"
         found = _RECIPIENT.search(self._header)
         name = found[1] if found else ""
@@ -191,7 +191,7 @@ class HarmonyParser(OutputParser):
             function = name.removeprefix(_FUNCTIONS)
             return MessagePart("call", "", self.num_calls - 1, function)
         channel = _CHANNEL.search(self._header)
-        # A tool of the model's own (browser, python) is part of how it reasons.
+        # A call of the model's own tools (browser, python) is part of its reasoning.
         reasons = (channel and channel[1] == "analysis") or (name and not to_function)
         self.kind = "reasoning" if reasons and self._reasons else "content"
         if self.kind in self._seen:

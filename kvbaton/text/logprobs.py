@@ -1,4 +1,4 @@
-"""Log probabilities in the shapes of the two OpenAI endpoints, and of vLLM."""
+"""Log probabilities in the formats of the two OpenAI endpoints, and of vLLM."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kvbaton.types import TokenLogprobs
 Entry = TypeVar("Entry", TokenLogprobs, TokenLogprobs | None)
 
 FLOOR = -9999.0
-"""Stands for minus infinity, which JSON can't say."""
+"""Replaces minus infinity, which JSON can't express."""
 
 
 def token_name(tokenizer: Tokenizer, token: int, *, as_ids: bool) -> str:
-    """A token's text or, as vLLM names it by its id, ``token_id:5``: texts may be equal."""
+    """A token's text, or its id as ``token_id:5`` (vLLM's form), since texts may be equal."""
     return f"token_id:{token}" if as_ids else tokenizer.token_text(token)
 
 
@@ -32,14 +32,14 @@ def completion_logprobs(
     offset: int = 0,
     as_ids: bool = False,
 ) -> CompletionLogprobs:
-    """Shape of ``/v1/completions``.
+    """Log probabilities in the format of ``/v1/completions``.
 
     Args:
-        tokenizer: the model's.
+        tokenizer: Tokenizer of the model.
         token_ids: n tokens.
         logprobs: n entries; None for a token without one (the first of a prompt).
-        offset: characters of the tokens before these.
-        as_ids: see `token_name`.
+        offset: Number of characters of the tokens before these.
+        as_ids: See `token_name`.
     """
     tokens = [token_name(tokenizer, token, as_ids=as_ids) for token in token_ids]
     lengths = (len(tokenizer.token_text(token)) for token in token_ids)
@@ -48,7 +48,7 @@ def completion_logprobs(
         if entry is None:
             tops.append(None)
             continue
-        # The chosen token is always among them, so there may be one more than asked for.
+        # The chosen token is always included, so there may be one more than asked for.
         found = {token: _finite(entry.logprob)}
         for top in entry.top:
             name = token_name(tokenizer, top.token, as_ids=as_ids)
@@ -69,7 +69,14 @@ def chat_logprobs(
     *,
     as_ids: bool = False,
 ) -> ChatLogprobs:
-    """Shape of ``/v1/chat/completions``: n tokens and their n entries; `as_ids`: `token_name`."""
+    """Log probabilities in the format of ``/v1/chat/completions``.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        token_ids: n tokens.
+        logprobs: n entries.
+        as_ids: See `token_name`.
+    """
 
     def named(token: int, logprob: float) -> tuple[str, float, list[int]]:
         name, data = token_name(tokenizer, token, as_ids=as_ids), tokenizer.token_bytes(token)
@@ -87,9 +94,9 @@ class Logprob:
     """One candidate at one position.
 
     Attributes:
-        logprob: natural logarithm of its probability.
-        rank: 1 is the likeliest.
-        decoded_token: its text.
+        logprob: Natural logarithm of its probability.
+        rank: Rank of the candidate; 1 is the likeliest.
+        decoded_token: Text of the token.
     """
 
     logprob: float
@@ -98,13 +105,13 @@ class Logprob:
 
 
 Logprobs = list[dict[int, Logprob] | None]
-"""Per token, its candidates by id, the chosen one among them; None for the first of a prompt."""
+"""Per token, its candidates by id, including the chosen one; None for the first of a prompt."""
 
 
 def named_logprobs(
     tokenizer: Tokenizer, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]
 ) -> Logprobs:
-    """Log probabilities of n tokens by candidate, from n entries."""
+    """Log probabilities of n tokens by candidate, made from n entries."""
     found: Logprobs = []
     for token, entry in zip(token_ids, entries, strict=True):
         if entry is None:
@@ -121,12 +128,12 @@ def named_logprobs(
 def prompt_logprobs(
     tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
 ) -> Logprobs:
-    """The same as JSON has it, in the shape of vLLM."""
+    """`named_logprobs` with finite numbers, for JSON in vLLM's format."""
     return named_logprobs(tokenizer, token_ids, [floored(entry) for entry in logprobs])
 
 
 def floored(entry: Entry) -> Entry:
-    """An entry that JSON can carry, where minus infinity would become null."""
+    """An entry with finite numbers, for JSON, where minus infinity would become null."""
     if entry is None:
         return None
     top = tuple(replace(candidate, logprob=_finite(candidate.logprob)) for candidate in entry.top)

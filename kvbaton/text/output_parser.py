@@ -1,8 +1,8 @@
-"""What reads a model's output for clients: reasoning, calls of functions and content apart.
+"""Interfaces for parsing a model's output into reasoning, function calls and content.
 
-Each family of models marks them in its own way. Markers that are tokens of the vocabulary stand as
-noncharacters of Unicode in the text of a choice (`OutputFormat.marks`), so that what only looks
-like one is text; they are seen here although `skip_special_tokens` hides them from clients.
+Each family of models marks these in its own way. Markers that are tokens of the vocabulary become
+noncharacters of Unicode in the text of a choice (`OutputFormat.marks`). So text that only looks
+like a marker stays text, and parsers see markers that `skip_special_tokens` hides from clients.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ ToolCallParserName = Literal[
 ReasoningParserName = Literal[
     "auto", "none", "deepseek_r1", "deepseek_v3", "mistral", "openai_gptoss", "qwen3"
 ]
-"""Both as vLLM has them; ``auto`` takes what the model's folder says."""
+"""Names of parsers, as in vLLM; ``auto`` decides by the model's folder."""
 
 
 class MessagePart(Struct, frozen=True):
-    """A piece of what the assistant says.
+    """A piece of the assistant's message.
 
     Attributes:
-        kind: what it is for the client.
-        text: new; of a call, of its arguments: empty where one begins.
-        number: of the call, from 0.
-        function: whose call begins; None within one, and of other kinds.
+        kind: Kind of the piece.
+        text: New text; of a call, new text of its arguments, empty where the call begins.
+        number: Number of the call, from 0.
+        function: Name of the function where a call begins; else None.
     """
 
     kind: Kind
@@ -45,11 +45,11 @@ class MessagePart(Struct, frozen=True):
 
 
 class OutputParser(ABC):
-    """Reads the text of one choice; the parts of a kind, joined, do not depend on how it is cut.
+    """Parses the text of one choice; the joined parts of a kind do not depend on how it is cut.
 
     Attributes:
-        kind: of the text that comes now; a call may stand in any.
-        num_calls: that have begun.
+        kind: Kind of the current text; calls may be within content or reasoning.
+        num_calls: Number of calls that have begun.
     """
 
     kind: Kind
@@ -57,24 +57,24 @@ class OutputParser(ABC):
 
     @abstractmethod
     def push(self, text: str, *, last: bool = False) -> list[MessagePart]:
-        """What new text adds.
+        """Parse new text and return the parts that it adds.
 
         Args:
-            text: of the choice, with marks.
-            last: nothing follows.
+            text: New text of the choice, with marks.
+            last: Whether no more text follows.
         """
 
 
 class OutputFormat(ABC):
-    """How one model marks what it writes.
+    """How a model marks reasoning, calls and content.
 
     Attributes:
-        reasons: its reasoning is told apart.
-        calls: so are its calls.
-        always_read: also of requests that neither is told apart for.
-        stops: tokens with which it hands over, beside those that end any text of the model's.
-        message_mark: stop strings count only after this mark and before the next other one; empty
-            if they count everywhere.
+        reasons: Whether reasoning is parsed.
+        calls: Whether calls are parsed.
+        always_read: Whether text must be parsed even if a request needs neither.
+        stops: Tokens with which the model ends its turn, beside the model's own end tokens.
+        message_mark: Stop strings count only between this mark and the next other one; empty if
+            they count everywhere.
     """
 
     reasons: bool
@@ -85,55 +85,55 @@ class OutputFormat(ABC):
 
     @abstractmethod
     def marks(self, *, calls: bool) -> Mapping[int, str]:
-        """What stands in texts for which tokens, if functions may be called or not."""
+        """Marks by token id, for requests whose functions may (`calls`) or may not be called."""
 
     @abstractmethod
     def parser(self, prompt: Sequence[int], functions: Functions | None) -> OutputParser:
-        """For one choice.
+        """Make the parser of one choice.
 
         Args:
-            prompt: which may have begun what the choice goes on with.
-            functions: None if none may be called.
+            prompt: Token ids of the prompt, which may have begun the text.
+            functions: Functions that may be called; None if none may.
         """
 
     @abstractmethod
     def reasoning_rule(self, prompt: Sequence[int], grammar: OutputGrammar) -> str:
-        """What it may write before its answer or its calls, in a grammar; empty for nothing.
+        """Grammar rule of the text before the answer or calls; empty for no text.
 
         Args:
-            prompt: which may have begun the reasoning, or ended it.
-            grammar: takes further rules.
+            prompt: Token ids of the prompt, which may have begun the reasoning, or ended it.
+            grammar: Grammar to which further rules are added.
         """
 
     def answer_rule(self, answer: str) -> str:
-        """How an answer stands in what it writes."""
+        """Grammar rule of an answer, with the model's marks around the rule of its content."""
         return answer
 
     @abstractmethod
     def calls_rule(self, functions: Functions, grammar: OutputGrammar, *, one: bool) -> str:
-        """How it writes calls, in a grammar.
+        """Grammar rule of calls.
 
         Args:
-            functions: that may be called, by names of letters, digits, ``_``, ``.`` and ``-``.
-            grammar: takes the rules of their arguments.
-            one: there is to be one call.
+            functions: Functions that may be called; names of letters, digits, ``_.-``.
+            grammar: Grammar to which rules of arguments are added.
+            one: Whether there must be exactly one call.
         """
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """A conversation as the model's chat template wants it."""
+        """Bring a conversation into the form that the model's chat template needs."""
         return [dict(message) for message in messages]
 
     def tools(self, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Tools as the model's chat template wants them."""
+        """Bring tools into the form that the model's chat template needs."""
         return [dict(tool) for tool in tools]
 
     def call_id(self) -> str:
-        """A name for a new call, which its result repeats."""
+        """Make an id for a new call, which its result repeats."""
         return f"call_{uuid.uuid4().hex[:24]}"
 
 
 def split_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A conversation in which each message has one call at most, and its result follows it."""
+    """Split messages so that each has at most one call, which its result follows."""
     found: list[dict[str, Any]] = []
     rest = deque(messages)
     while rest:
@@ -149,7 +149,7 @@ def split_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             found.append({**message, "tool_calls": [call]})
             said = ("content", "reasoning_content", "reasoning")
             message = {k: message[k] for k in message if k not in said}
-            name = call.get("id") if isinstance(call, Mapping) else ...  # which nothing equals
+            name = call.get("id") if isinstance(call, Mapping) else ...  # equals no id
             mine = [result for result in results if result.get("tool_call_id") == name]
             found += mine
             results = [result for result in results if result not in mine]

@@ -1,4 +1,4 @@
-"""How families of models write reasoning and calls, and which of them a model is of.
+"""How families of models write reasoning and calls, and how a model's family is found.
 
 Formats: the chat templates published with Hermes 2 Pro and Qwen2.5, Qwen3-Coder, Llama 3.1,
 Mistral (tokenizers v3 to v13), DeepSeek-V3, -R1 and -V3.1.
@@ -21,7 +21,7 @@ REASONING_TAGS = {
     "deepseek_v3": ("<think>", "</think>"),
     "mistral": ("[THINK]", "[/THINK]"),
 }
-"""What reasoning stands between, by the names that vLLM gives the parsers."""
+"""Tags around reasoning, by vLLM's names of the parsers."""
 
 _NAME = r"(?P<name>[\w.\-]{1,256}+)"
 _HEAD = (
@@ -101,7 +101,8 @@ CALL_SYNTAXES = {
         one_each=True,
     ),
 }
-"""By the names that vLLM gives their parsers; a model is of the first that its template fits."""
+"""Syntaxes of calls, by vLLM's names of the parsers; ``auto`` takes the first that fits the model's
+chat template."""
 
 
 def find_output_format(
@@ -109,15 +110,15 @@ def find_output_format(
     tool_call_parser: ToolCallParserName = "auto",
     reasoning_parser: ReasoningParserName = "auto",
 ) -> OutputFormat | None:
-    """How a model marks reasoning and calls; None if neither is to be told apart.
+    """Find how a model marks reasoning and calls; None if neither is to be parsed.
 
     Args:
-        tokenizer: the model's, with its chat template.
-        tool_call_parser: for how it writes calls.
-        reasoning_parser: for how it writes reasoning.
+        tokenizer: Tokenizer of the model, with its chat template.
+        tool_call_parser: Parser of calls.
+        reasoning_parser: Parser of reasoning.
 
     Raises:
-        ConfigError: a parser of harmony for another model, or another parser for such a model.
+        ConfigError: A harmony parser for another model, or another parser for a harmony model.
     """
     harmony = tokenizer.added_tokens.keys() >= MARKERS.keys()
     for field, name, its in (

@@ -1,12 +1,12 @@
-"""From what a request asks of its text to a grammar, as `llguidance` takes it.
+"""Turns a request's constraints on its text into a grammar for `llguidance`.
 
-Such a grammar is JSON: a list of grammars, of which the first says how a text begins, goes on and
-ends (Lark), and refers to the others by name: ``@body`` is what the client wants to have.
+Such a grammar is JSON with a list of grammars. The first one (Lark) describes the whole text and
+refers to the others by name: ``@body`` is the part that the client constrains.
 
-What the client wants stands where the model writes it (`OutputGrammar`): its answer behind its
-reasoning, which is left free, or the arguments of calls of functions in the form that the family
-writes them in, so that the parser of that form reads them back. Whatever reads tokens by the
-grammar (drafts, the node that decodes, one that goes on) need not know where reasoning ends.
+The client's part is placed where the model writes it (`OutputGrammar`): the answer after the
+reasoning, which is unconstrained, or the arguments of calls in the syntax of the model's family, so
+that the family's parser can read them. Code that follows tokens by the grammar (drafts, the decode
+node, a successor) need not know where reasoning ends.
 """
 
 from __future__ import annotations
@@ -25,29 +25,28 @@ from kvbaton.errors import RequestError
 from kvbaton.messages.engine import MAX_GRAMMAR
 
 CHECK_S = 10.0
-"""A grammar that takes longer to check is refused."""
+"""Maximum seconds to check a grammar; one that takes longer is refused."""
 WHITESPACE = r"[ \t\n\r]{0,16}"
-"""Between the tokens of JSON, unless a request says otherwise; without an end, some models never
-find one."""
+"""Default white space between tokens of JSON; it is bounded because some models never stop."""
 
 BODY = "@body"
-"""The rule for what the client wants to have."""
+"""Rule of the part that the client constrains."""
 
 Piece = dict[str, Any]
-"""A grammar without a name: ``json_schema`` or ``lark_grammar``."""
+"""A grammar without a name, under the key ``json_schema`` or ``lark_grammar``."""
 
 
 class StructuredOutputs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the text must be; one of the first five. Names as vLLM's.
+    """Constraint on the text: exactly one of the first five fields. Names as in vLLM.
 
     Attributes:
-        json: a JSON schema, or one as text.
-        json_object: any JSON object.
-        regex: a regular expression that the whole text matches; no look-around.
-        choice: one of these texts.
-        grammar: Lark as llguidance has it, or GBNF.
-        disable_any_whitespace: of JSON, none between its tokens.
-        whitespace_pattern: a regular expression for it.
+        json: A JSON schema, as an object or as text.
+        json_object: Any JSON object.
+        regex: A regular expression that the whole text matches; no look-around.
+        choice: One of these texts.
+        grammar: A grammar in llguidance's Lark, or in GBNF.
+        disable_any_whitespace: Allow no white space between tokens of JSON.
+        whitespace_pattern: Regular expression of white space between tokens of JSON.
     """
 
     json: str | dict[str, Any] | None = None
@@ -59,13 +58,13 @@ class StructuredOutputs(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     whitespace_pattern: str | None = None
 
     def piece(self, field: str = "structured_outputs") -> Piece:
-        """As a grammar.
+        """Make the grammar.
 
         Args:
-            field: what messages call this.
+            field: Name of this constraint in errors.
 
         Raises:
-            RequestError: none or several are given, or it is none.
+            RequestError: None or several of the fields are given, or the field's value is wrong.
         """
         kinds = ("json", "json_object", "regex", "choice", "grammar")
         given = [name for name in kinds if getattr(self, name) not in (None, False)]
@@ -84,7 +83,7 @@ class StructuredOutputs(Struct, frozen=True, kw_only=True, forbid_unknown_fields
             if not self.choice or "" in self.choice:
                 raise RequestError("needs texts that are not empty", param=f"{field}.choice")
             texts = " | ".join(quoted(text) for text in self.choice)
-            # One terminal: of a rule's alternatives the parser takes 2,000 at most.
+            # One terminal, because the parser takes at most 2,000 alternatives of a rule.
             return {"lark_grammar": f"start: CHOICE\nCHOICE: {texts}"}
         if self.grammar is not None:
             return {"lark_grammar": _lark(self.grammar, f"{field}.grammar")}
@@ -105,10 +104,10 @@ class StructuredOutputs(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def wanted(response_format: Any, structured_outputs: Any) -> tuple[str, Piece] | None:
-    """What the fields of a request say, and the field's name; None for any text.
+    """The constraint of a request as (name of the field, grammar); None without one.
 
     Raises:
-        RequestError: naming the field that is wrong.
+        RequestError: A field is wrong; the error names it.
     """
     found = None
     if response_format is not None:
@@ -146,23 +145,24 @@ def _of_response_format(given: Any) -> tuple[str, Piece] | None:
 
 
 def joined(rules: str, pieces: Mapping[str, Piece]) -> str:
-    """A whole grammar.
+    """Make a whole grammar.
 
     Args:
         rules: Lark with a rule ``start``.
-        pieces: what they refer to, by name.
+        pieces: By name, the grammars that the rules refer to.
     """
     named = [{"name": name, **piece} for name, piece in pieces.items()]
-    # Where only one text can follow, llguidance would force its tokens: a special one for its name.
+    # Where only one text can follow, llguidance would force its tokens, also a special token where
+    # the text spells its name.
     first = {"lark_grammar": f'%llguidance {{"no_forcing": true}}\n{rules}'}
     return json.dumps({"grammars": [first, *named]}, ensure_ascii=False)
 
 
 async def checked_grammar(grammar: str, field: str) -> str:
-    """A grammar that was compiled once, in a thread, without a vocabulary.
+    """Check a grammar by compiling it in a thread, without a vocabulary, and return it.
 
     Raises:
-        RequestError: it is wrong, too large, or too hard.
+        RequestError: It is wrong, too large, or takes too long to compile.
     """
     if len(grammar) > MAX_GRAMMAR:
         problem = f"makes a grammar of more than {MAX_GRAMMAR} characters"
@@ -179,16 +179,16 @@ async def checked_grammar(grammar: str, field: str) -> str:
 
 @lru_cache(maxsize=64)
 def _error(grammar: str) -> str:
-    """What is wrong with a grammar; empty if nothing is."""
+    """Error of a grammar; empty if it is right."""
     import llguidance
 
     limits = llguidance.LLParserLimits(verbose_errors=False)
     is_wrong, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, limits=limits)
     if is_wrong:
         return "; ".join(messages)
-    # One that only leads to itself is no mistake by its form: no first byte fits it.
+    # A rule that only leads to itself is valid, but no first byte matches it.
     matcher = llguidance.LLMatcher(_bytes_alone(), grammar, log_level=0, limits=limits)
-    if not matcher.is_error():  # as with special tokens, which only the model's vocabulary has
+    if not matcher.is_error():  # as for special tokens, which this vocabulary lacks
         matcher.compute_bitmask()
         if error := matcher.get_error():
             return "no text fits it" if error.startswith("NoExtensionBias") else error
@@ -208,26 +208,26 @@ def _lark(text: str, field: str) -> str:
 
     try:
         found: str = any_to_lark(text)
-    except Exception as error:  # whatever a parser of other people's text may raise
+    except Exception as error:  # the parser may raise anything for a client's text
         raise RequestError(f"can't be read: {error}", param=field) from error
     return found
 
 
 MAX_CALLS = 16
-"""Calls of one answer that has to call: some models never stop."""
+"""Maximum number of calls in an answer that has to call, because some models never stop."""
 TEXT = "TEXT"
-"""The rule for any text without tags that are tokens."""
+"""Rule of any text without tags that are tokens."""
 SPACE = "SPACE"
-"""The rule for white space between parts, or none."""
+"""Rule of optional white space between parts."""
 _TERMINALS = f"{TEXT}: /(.|\\n)*/\n{SPACE}: /[ \\t\\n]{{0,4}}/\n"
 _NAME = re.compile(r"[\w.\-]{1,256}")
 
 Functions = Mapping[str, Mapping[str, Any]]
-"""The JSON schema of the parameters of each function that may be called, by its name."""
+"""Functions that may be called: the JSON schema of the parameters, by name."""
 
 
 class ParametersSchema(Struct):
-    """What is read of the JSON schema of a function's parameters; `llguidance` reads the rest."""
+    """The parts of a parameters' JSON schema that are read here; `llguidance` reads the rest."""
 
     type: Literal["object"] = "object"
     properties: dict[str, Any] = {}
@@ -235,39 +235,39 @@ class ParametersSchema(Struct):
 
 
 class OutputGrammar:
-    """Such a grammar in the making: rules, and the grammars that they refer to."""
+    """Builds a grammar: rules, and the grammars that they refer to."""
 
     def __init__(self) -> None:
         self._rules: list[str] = []
         self._pieces: dict[str, Piece] = {}
 
     def part(self, piece: Piece) -> str:
-        """A grammar as a part of a rule."""
+        """Add a grammar, and return the reference to it for use in a rule."""
         name = f"part{len(self._pieces)}"
         self._pieces[name] = piece
         return f"@{name}"
 
     def until(self, end: str) -> str:
-        """Any text up to the first `end`, and that."""
+        """Add a rule of any text up to and including the first `end`, and return its name."""
         name = f"until{len(self._rules)}"
         self._rules.append(f"{name}[suffix={quoted(end)}]: {TEXT}\n")
         return name
 
     def arguments(self, schema: Mapping[str, Any]) -> str:
-        """JSON that a function takes."""
+        """Add the grammar of JSON arguments, and return the reference to it."""
         return self.part(StructuredOutputs(json=dict(schema)).piece())
 
     def whole(self, start: str) -> str:
-        """As an engine takes it, from the rule for all of the text."""
+        """The whole grammar, for the engine, with the rule of the whole text."""
         return joined(f"start: {start}\n{_TERMINALS}{''.join(self._rules)}", self._pieces)
 
 
 def moved(schema: Any, place: str) -> Any:
-    """A JSON schema that stands at a place in another one, where its references lead then.
+    """Adapt the references in a JSON schema that is placed within another schema.
 
     Args:
-        schema: or a part of it.
-        place: a JSON pointer.
+        schema: The schema, or a part of it.
+        place: JSON pointer to its place in the other schema.
     """
     if isinstance(schema, list):
         return [moved(part, place) for part in schema]
@@ -280,12 +280,12 @@ def moved(schema: Any, place: str) -> Any:
 
 
 def quoted(text: str) -> str:
-    """Just this text, as a part of a rule."""
+    """A literal text, for use in a rule."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def repeated(call: str, between: str) -> str:
-    """A call, or several with something between them."""
+    """Rule of one or several calls, with a separator between them."""
     return (
         f"{call} ({between} {call}){{0,{MAX_CALLS - 1}}}"
         if between
@@ -294,14 +294,14 @@ def repeated(call: str, between: str) -> str:
 
 
 def forced_functions(functions: Functions, choice: Any) -> Functions:
-    """What an answer may call that has to call.
+    """The functions that may be called in an answer that has to call.
 
     Args:
-        functions: of the request's ``tools``.
-        choice: its ``tool_choice``, which forces calls.
+        functions: Functions of the request's ``tools``.
+        choice: The request's ``tool_choice``, which forces calls.
 
     Raises:
-        RequestError: naming the field that is wrong.
+        RequestError: A field is wrong; the error names it.
     """
     if choice != "required":
         named = choice.get("function") if isinstance(choice, Mapping) else None
@@ -329,7 +329,7 @@ def forced_functions(functions: Functions, choice: Any) -> Functions:
 
 
 def loosened(functions: Functions) -> Functions:
-    """Functions whose parameters, as of `forced_functions`, are of their types, and else any."""
+    """Reduce the schemas of `forced_functions` to the names and types of parameters."""
     return {
         name: {
             "type": "object",

@@ -1,11 +1,12 @@
-"""Reasoning and calls between tags, as most families write them.
+"""Output format of most families: reasoning and calls between tags.
 
     <think>...</think>Content. <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>
 
-A call has begun once its head is whole: its function, up to the brace that opens the arguments.
-From there on all is arguments, as it is written, to the brace that closes them; before, what does
-not fit is content. So nothing is lost, and nothing told is taken back. JSON whose keys come in
-another order is read once it is whole. Space beside tags belongs to them.
+A call begins once its head is complete: the function's name, up to the brace that opens the
+arguments. From there on all text is arguments, unchanged, up to the brace that closes them. Text
+that does not match a head is content. So no text is lost, and no emitted part is taken back. JSON
+whose keys come in another order is parsed once it is complete. White space beside a tag belongs to
+the tag.
 """
 
 from __future__ import annotations
@@ -38,22 +39,23 @@ _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
 class CallSyntax(Struct, frozen=True):
-    """How a family writes calls, in regular expressions in which ``«tag»`` is a tag.
+    """How a family writes calls, as regular expressions in which ``«tag»`` is a tag.
 
     Attributes:
-        tags: all of them.
-        begin: of a call, before its head.
-        heads: of its styles: ``name`` is the function, and its arguments begin behind it. What
-            follows the arguments of each: ``more`` if that is another head.
-        in_template: what chat templates of the family contain.
-        call: as the template writes one, of ``$name`` and ``$arguments``.
-        around: what it writes before all calls, between two and behind them.
-        ignored: tags around several calls.
-        json: where the head does not fit, a call may be JSON with the same members all the same.
-        xml: each argument has tags of its own.
-        bare: JSON at the start of the content is a call, if it names a function.
-        one_each: the template takes one call in each message.
-        short_ids: calls are named by nine letters and digits.
+        tags: All tags.
+        begin: Start of a call, before its head.
+        heads: Per style of call, a pattern of the head, with the function as the group ``name``
+            and the arguments after it, and a pattern of the text after the arguments, with the
+            group ``more`` if another head follows.
+        in_template: Texts that chat templates of the family contain.
+        call: A call as the template writes it, with ``$name`` and ``$arguments``.
+        around: Texts of the template before all calls, between two calls and after all calls.
+        ignored: Tags around several calls.
+        json: Whether a call that does not match a head may be JSON with the same members.
+        xml: Whether each argument has tags of its own.
+        bare: Whether JSON at the start of the content is a call if it names a function.
+        one_each: Whether the template takes only one call per message.
+        short_ids: Whether call ids are nine letters and digits.
     """
 
     tags: tuple[str, ...]
@@ -74,12 +76,12 @@ NO_CALLS = CallSyntax(tags=(), begin="", heads=(), in_template=(), call="", json
 
 
 class TaggedFormat(OutputFormat):
-    """Of a model that writes tags.
+    """Format of a model that writes tags.
 
     Args:
-        tokenizer: the model's. A tag that is none of its tokens is looked for in the text.
-        syntax: of calls; None if they are not told apart.
-        reasoning: the tags around reasoning; empty if it is not.
+        tokenizer: Tokenizer of the model. Tags that are not tokens are searched for in the text.
+        syntax: Syntax of calls; None if calls are not parsed.
+        reasoning: Tags around reasoning; empty if reasoning is not parsed.
     """
 
     def __init__(
@@ -111,13 +113,13 @@ class TaggedFormat(OutputFormat):
             self.value_end = self.compile(r"\n?</parameter>")
 
     def compile(self, pattern: str) -> Any:
-        """A pattern in which each ``«tag»`` is what stands for it in texts."""
+        """Compile a pattern; each ``«tag»`` becomes its mark, or the tag's text without one."""
         return regex.compile(
             regex.sub("«(.*?)»", lambda m: regex.escape(self._marks.get(m[1], m[1])), pattern)
         )
 
     def _any(self, patterns: Sequence[str]) -> Any:
-        """Any of them; None if there are none, and all is text."""
+        """A pattern that matches any of several; None if there are none."""
         return self.compile("|".join(patterns)) if patterns else None
 
     @override
@@ -132,7 +134,7 @@ class TaggedFormat(OutputFormat):
         return TaggedParser(self, functions, reasons=begun, reasoned=closed)
 
     def _reasoned(self, prompt: Sequence[int]) -> tuple[bool, bool]:
-        """Whether a prompt begins reasoning at its end, or ends it there."""
+        """Whether the end of a prompt begins reasoning, and whether it ends reasoning."""
         tail = self._tokenizer.decode(list(prompt[-16:]), skip_special_tokens=False).rstrip()
         begin, end = self._reasoning or ("", "")
         return bool(begin) and tail.endswith(begin), bool(end) and tail.endswith(end)
@@ -151,11 +153,11 @@ class TaggedFormat(OutputFormat):
     def calls_rule(self, functions: Functions, grammar: OutputGrammar, *, one: bool) -> str:
         syntax = self.syntax
         template, (before, between, behind) = syntax.call, syntax.around
-        if "[ARGS]" in self._marks:  # of later tokenizers
+        if "[ARGS]" in self._marks:  # Mistral's later tokenizers
             template, before, between, behind = "«[TOOL_CALLS]»$name«[ARGS]»$arguments", "", "", ""
         calls = []
         for name, schema in functions.items():
-            if syntax.bare:  # so that an answer in JSON can be in its place
+            if syntax.bare:  # one JSON grammar, which can be an alternative to a JSON answer
                 parameters = moved(schema, "/properties/parameters")
                 members = {"name": {"const": name}, "parameters": parameters}
                 more = {"required": [*members], "additionalProperties": False}
@@ -169,7 +171,7 @@ class TaggedFormat(OutputFormat):
         return f"{self._all(before)} {written} {self._all(behind)}"
 
     def _all(self, template: str) -> str:
-        """Text with ``«tags»`` as a part of a rule."""
+        """Turn text with ``«tags»`` into a part of a rule."""
         pieces = filter(None, re.split("(«.*?»)", template))
         return " ".join(
             self._written(piece[1:-1]) if piece[0] == "«" else quoted(piece) for piece in pieces
@@ -181,7 +183,7 @@ class TaggedFormat(OutputFormat):
 
     @staticmethod
     def _tagged_arguments(grammar: OutputGrammar, schema: Mapping[str, Any]) -> str:
-        """Each in tags of its own, in the order of the schema; texts as they are."""
+        """Rule of arguments in tags of their own, in the schema's order; strings are unquoted."""
         rules, required, place = [], schema.get("required", ()), "/$defs/all"
         whole = {"$defs": {"all": moved(schema, place)}}
         for key, kind in schema.get("properties", {}).items():
@@ -226,20 +228,20 @@ class TaggedFormat(OutputFormat):
 
 
 class TaggedParser(OutputParser):
-    """Reads the text of one choice.
+    """Parses the text of one choice.
 
     Args:
-        form: of the model.
-        functions: see `OutputFormat.parser`.
-        reasons: the prompt has begun the reasoning.
-        reasoned: it has ended it.
+        form: Format of the model.
+        functions: See `OutputFormat.parser`.
+        reasons: Whether the prompt has begun the reasoning.
+        reasoned: Whether the prompt has ended the reasoning.
     """
 
     def __init__(
         self, form: TaggedFormat, functions: Functions | None, *, reasons: bool, reasoned: bool
     ) -> None:
         self._form, self._functions = form, functions
-        self._held = ""  # what is not yet understood
+        self._held = ""  # text that is not parsed yet
         self._last = False
         self._parts: list[MessagePart] = []
         self._read = self._read_text
@@ -247,11 +249,11 @@ class TaggedParser(OutputParser):
         self._first = not reasons and not reasoned  # reasoning may follow
         self._empty = True  # there is no content yet
         self._after_tag = reasons
-        self._begin = ""  # what began a call, to be said if it is none
+        self._begin = ""  # text that began a call; it becomes content if there is no call
         self._is_bare = False
         self._tail: Any = None
         self._object = JsonObject()
-        self._call = ""  # one that is read when it is whole
+        self._call = ""  # text of a call that is parsed once it is complete
         self._properties: Mapping[str, Any] = {}
         self._separator, self._value, self._is_string = "", "", False
 
@@ -261,15 +263,15 @@ class TaggedParser(OutputParser):
         self._held += text
         self._last, self._parts = last, []
         if waits_at_blank and not last and not text.strip():
-            return []  # of any number of blanks only the end tells what they stand before
+            return []  # only the text after blanks tells whether they belong to a tag
         while self._read():
             pass
         return self._parts
 
-    # Each reads what it understands of `_held`, and tells whether there may be more to read.
+    # Each of these parses a part of `_held`, and returns whether more may be parsed.
 
     def _read_text(self) -> bool:
-        """Content or reasoning, up to a tag."""
+        """Parse content or reasoning, up to a tag."""
         held, form = self._held, self._form
         if self.kind == "reasoning":
             pattern = form.reasoning
@@ -282,14 +284,14 @@ class TaggedParser(OutputParser):
         if pattern and held.isspace() and not self._last:
             return False
         found = None  # most pieces have no mark
-        # What is no mark may be a tag, too, or begin a call.
+        # A tag may also be plain text, and bare JSON may begin a call.
         otherwise = not form.marks_all or (form.syntax.bare and self._empty)
         if pattern and (otherwise or _MARK.search(held)):
             found = pattern.search(held, partial=not self._last)
         if found is None or found.partial:
             end = len(held) if found is None else found.start()
             if pattern and not self._last:
-                end = len(held[:end].rstrip())  # if a tag follows, it is its
+                end = len(held[:end].rstrip())  # trailing blanks belong to a tag that may follow
             self._say(held[:end])
             self._held = held[end:]
             return False
@@ -316,7 +318,7 @@ class TaggedParser(OutputParser):
             self._parts.append(MessagePart(self.kind, text.translate(self._form.tags)))
 
     def _read_head(self) -> bool:
-        """Of a call, up to its arguments."""
+        """Parse the head of a call, up to its arguments."""
         waits = False
         if self._held.isspace() and not self._last:
             return False
@@ -342,7 +344,7 @@ class TaggedParser(OutputParser):
         return not self._is_bare or name in (self._functions or ())
 
     def _refuse(self) -> bool:
-        """It is no call, but content."""
+        """Take the beginning of a call as content, because it is not a call."""
         self._say(self._begin)
         self._empty = self._first = False
         self._read = self._read_text
@@ -371,7 +373,7 @@ class TaggedParser(OutputParser):
         return end is not None
 
     def _read_whole(self) -> bool:
-        """A call that is told of once all of it is there."""
+        """Parse a call that is emitted once it is complete."""
         end = self._object.end(self._held)
         self._call += self._held[:end]
         self._held = "" if end is None else self._held[end:]
@@ -391,7 +393,7 @@ class TaggedParser(OutputParser):
         return True
 
     def _read_tail(self) -> bool:
-        """What follows the arguments."""
+        """Parse the text after the arguments."""
         found = self._tail.match(self._held, partial=True)
         if found is not None and found.partial:
             if self._last:
@@ -405,7 +407,7 @@ class TaggedParser(OutputParser):
         return True
 
     def _read_parameter(self) -> bool:
-        """The tag before an argument, or the one behind all."""
+        """Parse the tag before an argument, or the one after the last argument."""
         found = self._form.parameter.match(self._held, partial=True)
         if found is not None and found.partial:
             if self._last:
@@ -425,7 +427,7 @@ class TaggedParser(OutputParser):
         return True
 
     def _read_value(self) -> bool:
-        """An argument; of texts, as far as they have come."""
+        """Parse an argument; a string is emitted as it arrives, other values once complete."""
         found = self._form.value_end.search(self._held, partial=not self._last)
         ends = found is not None and not found.partial
         text = self._held[: None if found is None else found.start()]
@@ -443,7 +445,7 @@ class TaggedParser(OutputParser):
 
 
 class WholeCall(Struct):
-    """A call in JSON; some models put its arguments into a text."""
+    """A call in JSON; some models write its arguments as a JSON string."""
 
     name: str
     arguments: dict[str, Any] | str | None = None
@@ -451,7 +453,7 @@ class WholeCall(Struct):
 
 
 class JsonObject:
-    """Finds the end of a JSON object in a text that comes in pieces."""
+    """Finds the end of a JSON object in text that arrives in pieces."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -459,9 +461,9 @@ class JsonObject:
         self._skip = 0  # characters of the next piece that are escaped
 
     def end(self, text: str) -> int | None:
-        """Where it ends in the next piece; None if it goes on.
+        """Position in the next piece at which the object ends; None if it goes on.
 
-        That is behind its last brace, or before a mark that is in no string of it.
+        The object ends after its last brace, or before a mark outside its strings.
         """
         for found in _STRUCTURE.finditer(text):
             at, character = found.start(), found[0]
@@ -488,7 +490,7 @@ def _json(value: Any) -> str:
 
 
 def _as_json(text: str) -> str:
-    """A value that is no text for sure: JSON as it is written, else a text all the same."""
+    """A value that may be other than a string: unchanged if it is JSON, else as a JSON string."""
     text = text.strip()
     try:
         msgspec.json.decode(text)

@@ -1,4 +1,4 @@
-"""Tokenizing from a Hugging Face folder with `tokenizers`, or `fastokens` if it does the same."""
+"""Tokenizer of a Hugging Face folder, by `tokenizers`, or by `fastokens` if its ids are equal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvbaton.text.vision import VisionText
 
 logger = logging.getLogger(__name__)
 
-# A text is encoded alone; to hand it to a pool of one thread per core costs more than to encode it.
+# Each text is encoded by itself; handing it to a thread pool costs more than encoding it.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 SPECIAL_NAMES = (
@@ -33,25 +33,26 @@ PROBE = (
     "العربية हिन्दी ภาษาไทย "
     "👩‍🚀🏳️‍🌈🎉\x00\x7f\ufffd\U0010fffd   end \n"
 )
-"""Two libraries that encode this alike, around every added token, are taken to do so always."""
+"""Test text: libraries that encode it alike, around every added token, are taken as equal."""
 
 
 class Tokenizer:
-    """Text to token ids and back, equal to what `transformers` makes of the same folder.
+    """Turns text into token ids and back, as `transformers` does for the same folder.
 
     Args:
-        backend: the loaded ``tokenizer.json``; truncation and padding in it are switched off.
-        special_tokens: by name (``bos_token``), as the chat template sees them.
-        chat_template: None if the model has none.
-        vision: places images in prompts; None if the model takes none.
+        backend: The loaded ``tokenizer.json``; its truncation and padding are switched off.
+        special_tokens: Special tokens by name (``bos_token``), for the chat template.
+        chat_template: Chat template; None if the model has none.
+        vision: Places images in prompts; None if the model takes none.
 
     Attributes:
-        quick_characters: no text of so many takes more than a few hundred us, or 8 ms if none of
-            its words was seen before.
-        decodes_bytes: a text is the bytes of its tokens, joined, as UTF-8.
-        all_bytes: of each token, if so.
-        text_bytes: the same with nothing for special tokens.
-        added_tokens: ids by text, special or not.
+        quick_characters: Length of a text up to which encoding takes at most a few hundred us, or
+            8 ms if none of its words was seen before.
+        vocab_size: Number of token ids, 1 above the largest.
+        decodes_bytes: Whether a text is the joined bytes of its tokens, as UTF-8.
+        all_bytes: Bytes of each token, if `decodes_bytes`.
+        text_bytes: `all_bytes`, with no bytes for special tokens.
+        added_tokens: Ids of added tokens, special or not, by text.
     """
 
     def __init__(
@@ -84,16 +85,16 @@ class Tokenizer:
     def load(cls, folder: str | Path, chat_template: str | Path | None = None) -> Tokenizer:
         """Read ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``.
 
-        Args:
-            folder: of the model; only the first of these files must exist.
-            chat_template: a file with another chat template than the model's.
+        The post-processor decides which tokens start and end a text; ``add_bos_token`` in the
+        configuration is ignored, as in `transformers` 5.
 
-        What starts and ends a text is what its post-processor says;
-        ``add_bos_token`` in the configuration is left aside, as `transformers` 5 does.
+        Args:
+            folder: Folder of the model; only the first of these files must exist.
+            chat_template: File with a chat template that replaces the model's.
 
         Raises:
-            ConfigError: a file is missing or broken, or the tokenizer is another model's; the
-                message names it.
+            ConfigError: A file is missing or broken, or the tokenizer is of another model; the
+                error names the file.
         """
         folder = Path(folder)
         config = _read_config(folder / "tokenizer_config.json")
@@ -132,7 +133,7 @@ class Tokenizer:
         """Warn of tokens that the model in the file's folder does not have.
 
         Raises:
-            ConfigError: every text begins or ends with one.
+            ConfigError: Every text begins or ends with such a token.
         """
         model = _read_config(path.parent / "config.json")
         text = model.get("text_config")
@@ -151,14 +152,14 @@ class Tokenizer:
 
     @classmethod
     def of_nothing(cls) -> Tokenizer:
-        """Where no texts are served."""
+        """Make an empty tokenizer, for nodes that serve no texts."""
         return cls(tokenizers.Tokenizer(WordLevel({}, unk_token="")))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; with the model's own start and end tokens unless told not to."""
+        """Token ids of a text, by default with the model's own start and end tokens."""
         if self._fast is not None:
             found = self._fast.encode(text, add_special_tokens=add_special_tokens)
-        else:  # the same ids as of `encode`, in three quarters of the time: no offsets are made
+        else:  # the same ids as `encode` in three quarters of the time, as no offsets are made
             (found,) = self._backend.encode_batch_fast(
                 [text], add_special_tokens=add_special_tokens
             )
@@ -175,7 +176,7 @@ class Tokenizer:
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for, also where they are only a part of a character."""
+        """Bytes of a token, which may be only a part of a character."""
         token = self._backend.id_to_token(token_id)
         if token is None or token_id in self._added:
             return (token or "").encode()
@@ -189,11 +190,11 @@ class Tokenizer:
 
 
 class TokenBytes(dict[int, bytes]):
-    """The bytes of each token of a byte-level tokenizer, made when first asked for.
+    """Bytes of each token of a byte-level tokenizer, computed at first use.
 
     Args:
-        backend: the tokenizer.
-        hidden: tokens that stand for nothing, as unknown ones do.
+        backend: The tokenizer.
+        hidden: Tokens that have no bytes; unknown tokens have none, too.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, hidden: Set[int]) -> None:
@@ -204,17 +205,17 @@ class TokenBytes(dict[int, bytes]):
         token = self._backend.id_to_token(token_id) or ""
         try:
             found = bytes(_BYTE_OF_CHAR[character] for character in token)
-        except KeyError:  # an added token with other characters is taken as it is
+        except KeyError:  # an added token with other characters stands for itself
             found = token.encode()
         self[token_id] = found
         return found
 
 
 def _fast_encoder(backend: tokenizers.Tokenizer) -> Any:
-    """The same tokenizer as `fastokens` has it: a thirtieth of the time a text, a second to load.
+    """Load the tokenizer in `fastokens`: a thirtieth of the time per text, a second to load.
 
-    None if that library is not installed, can't have it (it has most of what BPE models use, and no
-    others), or makes other tokens of `PROBE`; and if there is no vocabulary, so nothing to encode.
+    None if that library is not installed, does not support the tokenizer (it supports most BPE
+    models and no others), or encodes `PROBE` differently; and if the vocabulary is empty.
     """
     if not backend.get_vocab_size():
         return None
@@ -233,10 +234,10 @@ def _fast_encoder(backend: tokenizers.Tokenizer) -> Any:
 
 
 def read_template(path: str | Path) -> str:
-    """A chat template of a file by itself.
+    """Read a chat template from its own file.
 
     Raises:
-        ConfigError: it can't be read; named by its path.
+        ConfigError: The file can't be read; the error names its path.
     """
     try:
         return Path(path).read_text(encoding="utf-8")
@@ -282,4 +283,4 @@ _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _BYTE_OF_CHAR = {chr(byte): byte for byte in _PRINTABLE} | {
     chr(0x100 + i): byte for i, byte in enumerate(b for b in range(256) if b not in _PRINTABLE)
 }
-"""Inverse of GPT-2's alphabet: printable bytes stand for themselves, others for U+0100+."""
+"""Inverse of GPT-2's alphabet: printable bytes map to themselves, others to U+0100 and above."""

@@ -1,8 +1,8 @@
-"""Images in prompts, without decoding more than it takes to know that they can be decoded.
+"""Images in prompts: images are only decoded to check that they can be.
 
-An image stands in a prompt as so many placeholders as its encoder output has rows. How many follows
-from its size alone, by the rule of the model's image processor (`image_file.Resizing`), so prompts
-and their keys need no encoder.
+In a prompt an image has as many placeholders as its encoder output has rows. Their number follows
+from the image's size alone, by the rule of the model's image processor (`image_file.Resizing`), so
+prompts and their keys need no encoder.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from kvbaton.messages import UNREADABLE
 from kvbaton.messages.engine import Item
 
 KNOWN_IMAGES = 4096
-"""Images whose bytes were found good are remembered by digest, so many."""
+"""Number of images whose digests are remembered because their bytes could be decoded."""
 RECENT_BYTES = 64 << 20
-"""Of inline images that are kept with the texts that they came as, both together."""
+"""Maximum bytes of remembered inline images and their URLs together."""
 DECODERS = 2
-"""Images that are decoded at a time, each in at most `image_file.MAX_PIXELS` pixels of memory."""
+"""Images decoded at a time, each with at most `image_file.MAX_PIXELS` pixels of memory."""
 ORIENTATION, SIDEWAYS = 0x0112, (5, 6, 7, 8)
 
 Grid = tuple[int, int, int]
@@ -47,11 +47,11 @@ class _Config(msgspec.Struct):
 
 
 class Recent(Generic[K, V]):
-    """What was asked for last, as much as there is room for. Any thread may ask.
+    """A thread-safe cache that evicts the least recently used entries.
 
     Args:
-        room: for all, in whatever `weigh` tells.
-        weigh: what a key and its value take; by default they are counted.
+        room: Maximum weight of all entries.
+        weigh: Weight of a key and its value; by default 1.
     """
 
     def __init__(self, room: int, weigh: Callable[[K, V], int] = lambda key, value: 1) -> None:
@@ -60,14 +60,14 @@ class Recent(Generic[K, V]):
         self._lock = threading.Lock()
 
     def get(self, key: K) -> V | None:
-        """What was put with this very key, unless it had to go."""
+        """Value of a key; None if it is not there or was evicted."""
         with self._lock:
             if (value := self._found.get(key)) is not None:
                 self._found.move_to_end(key)
             return value
 
     def put(self, key: K, value: V) -> None:
-        """Keep something, and let go what was not asked for longest."""
+        """Add an entry, and evict the least recently used ones beyond `room`."""
         with self._lock:
             if key not in self._found:
                 self._found[key] = value
@@ -77,7 +77,7 @@ class Recent(Generic[K, V]):
 
 
 def item_bytes(text: str, item: Item) -> int:
-    """Of an inline image, and of the text that it came as: 4 bytes of it for 3 of the image."""
+    """Bytes of an inline image and of its URL, which takes 4 bytes per 3 of the image."""
     return getsizeof(text) + len(item.data)
 
 
@@ -85,18 +85,19 @@ class VisionText:
     """Places images in prompts of one model.
 
     Args:
-        image_token_id: the placeholder.
-        settings: of the model's image processor, see `image_file.processor_settings`.
-        frame: what the chat template has for an image, and what stands for that before a prompt is
-            tokenized; None if the template has the placeholder itself.
+        image_token_id: Token id of the placeholder.
+        settings: Settings of the model's image processor, see `image_file.processor_settings`.
+        frame: Text of an image in the chat template, and the text that replaces it before the
+            prompt is tokenized; None if the template has the placeholder itself.
 
     Attributes:
-        recent: the last inline images, by the whole text that they came as. Conversations bring
-            their images with every turn, and many users bring the same; to find the same text takes
-            a tenth of what it takes to decode it and to hash what it holds.
+        merge_size: Side of the square of patches that becomes one row, in patches.
+        recent: The latest inline images, by their whole URL. Conversations repeat their images in
+            every turn, and many users send the same ones; a lookup takes a tenth of the time of
+            decoding the URL and hashing the image.
 
     Raises:
-        ConfigError: the processor is none whose rule is known.
+        ConfigError: The image processor is not supported.
     """
 
     def __init__(
@@ -116,15 +117,15 @@ class VisionText:
     def load(
         cls, folder: str | Path, token_text: Callable[[int], str | None] | None = None
     ) -> VisionText | None:
-        """Of a Hugging Face folder; None if its model takes no images.
+        """Load a Hugging Face folder; None if its model takes no images.
 
         Args:
-            folder: of the model.
-            token_text: texts of special tokens; None for who places no images in texts.
+            folder: Folder of the model.
+            token_text: Returns the text of a special token; None if no images are placed in texts.
 
         Raises:
-            ConfigError: it takes some, and its image processor's settings can't be used, or its
-                tokenizer lacks a token.
+            ConfigError: The model takes images, but the settings of its image processor can't be
+                used, or its tokenizer lacks a token.
         """
         path, config = Path(folder) / "config.json", _Config()
         try:
@@ -144,7 +145,7 @@ class VisionText:
         token = 262_144 if token is None else token
         frame = None
         if token_text is not None:
-            # As the model's processor frames an image before it tokenizes.
+            # The model's processor frames an image like this before it tokenizes.
             ids = {
                 "boi_token_index": config.boi_token_index,
                 "image_token_index": token,
@@ -157,25 +158,25 @@ class VisionText:
     # --- one image ---
 
     def digest(self, data: bytes) -> bytes:
-        """32 bytes that tell an image's encoder outputs apart: its content and the settings."""
+        """32-byte digest of an image's content and the processor's settings."""
         digest = hashlib.blake2b(self._settings, digest_size=32, person=b"kvbaton-image")
         digest.update(data)
         return digest.digest()
 
     def measure(self, width: int, height: int) -> tuple[Grid, int]:
-        """Patches in time, height and width of an upright image, and placeholders for it.
+        """Patches of an upright image in time, height and width, and its number of placeholders.
 
         Raises:
-            RequestError: it is empty, or too narrow for the model.
+            RequestError: It is empty, or too narrow for the model.
         """
         rows, columns = self._resizing.grid(width, height)
         return (1, rows, columns), rows * columns // self.merge_size**2
 
     def item(self, data: bytes) -> Item:
-        """An image as an item at position 0. Decodes it unless that was done before; may block.
+        """Turn an image into an item at position 0. May block to decode it, unless it is known.
 
         Raises:
-            RequestError: it can't be decoded to its end, is too large, or the model can't take it.
+            RequestError: It can't be decoded to its end, is too large, or the model can't take it.
         """
         digest = self.digest(data)
         size = self._known.get(digest)
@@ -189,23 +190,23 @@ class VisionText:
     # --- prompts ---
 
     def prepare(self, text: str) -> str:
-        """A conversation as a chat template has written it, with a placeholder for each image."""
+        """Give a rendered conversation one placeholder for each image."""
         return text if self._frame is None else text.replace(*self._frame)
 
     def expand(
         self, token_ids: Sequence[int], images: Sequence[Item]
     ) -> tuple[list[int], tuple[Item, ...]]:
-        """Make each placeholder of a prompt as many as its image has rows.
+        """Repeat each placeholder of a prompt as often as its image has rows.
 
         Args:
-            token_ids: with one placeholder per image.
-            images: in the order of the placeholders.
+            token_ids: Prompt with one placeholder per image.
+            images: Images in the order of the placeholders.
 
         Returns:
             The prompt, and its items.
 
         Raises:
-            RequestError: there are more placeholders than images, or fewer.
+            RequestError: The numbers of placeholders and images differ.
         """
         found = sum(token == self.image_token_id for token in token_ids)
         if found != len(images):
@@ -228,10 +229,10 @@ class VisionText:
         return ids, tuple(items)
 
     def check(self, token_ids: Sequence[int], items: Sequence[Item]) -> None:
-        """Check items that came with token ids, so that no wrong output is ever kept under a key.
+        """Check items of a tokenized prompt, so that no wrong output is ever cached under a key.
 
         Raises:
-            RequestError: naming the item that is wrong, and why.
+            RequestError: An item is wrong; the error names it and says why.
         """
         end = 0
         for number, item in enumerate(items):
@@ -250,7 +251,7 @@ class VisionText:
                 raise RequestError(error, param=f"items[{number}]")
 
     def mismatch(self, item: Item) -> str | None:
-        """What an item says of itself that is not so; None if all fits."""
+        """Error text for a field of an item that is wrong; None if all are right."""
         frames, rows, columns = item.grid
         merge = self.merge_size
         if self._resizing.square and (rows, columns) != self._resizing.grid(1, 1):
@@ -275,7 +276,7 @@ def _decode(data: bytes) -> tuple[int, int]:
     """Upright width and height of an image that can be decoded to its end."""
     with image_file.opened(data) as image:
         width, height = image.size
-        image.draft(image.mode, (1, 1))  # a JPEG is read whole, but into little memory
+        image.draft(image.mode, (1, 1))  # a JPEG is read to its end, but into little memory
         image.load()
         sideways = image.getexif().get(ORIENTATION) in SIDEWAYS
     return (height, width) if sideways else (width, height)
