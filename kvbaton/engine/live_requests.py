@@ -490,7 +490,7 @@ class LiveRequests:
             "kvbaton_prompt_tokens_waiting": float(lacking),
             "kvbaton_step_token_budget": float(self.config.max_num_batched_tokens),
             "kvbaton_mixed_step_token_budget": float(self.config.max_num_mixed_tokens),
-            "kvbaton_chunk_limit_tokens": float(self.chunk_limit.tokens),
+            "kvbaton_chunk_limit_tokens": float(self.chunk_limit.current),
             "kvbaton_blocks_available": float(self.blocks.pool.num_free),
         }
         for g, owners in enumerate(self.blocks.owners()):

@@ -308,8 +308,7 @@ class ItemOutputs:
             raise RequestError("this model takes text only", param="items")
 
     def request(self, sequence: Sequence, start: int) -> None:
-        """Request the items from `start` on; only the next one if the sequence lost one to others.
-        """
+        """Request the items from `start` on; only the next one if there was no room for all."""
 
     def ready_until(self, sequence: Sequence, start: int) -> int:
         """Start of the first item not ready from `start` on; beyond all tokens if all are."""

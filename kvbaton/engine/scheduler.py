@@ -177,7 +177,7 @@ class Scheduler(LoadingRequests):
         most, objective_s = self.config.max_num_batched_tokens, math.inf
         for scheduled in draft.scheduled:
             objective_s = min(objective_s, scheduled.sequence.request.spec.itl_s or math.inf)
-        limit = self.chunk_limit.beside(most - draft.budget, objective_s)
+        limit = self.chunk_limit.for_step(most - draft.budget, objective_s)
         bound = objective_s < math.inf
         token_s = objective_s / limit if bound else self.chunk_limit.token_s
         ends = self.clock()
