@@ -60,7 +60,7 @@ CONTEXT = 2048
 LONGER = 1.5
 """Expected ratio of that last trial's time to the time without context, before it is run."""
 SLOWER = 1.1
-"""A prompt's tokens are known to cost time once its step takes this multiple of the quickest one. The
+"""A prompt's tokens are known to cost time if its step takes this multiple of the quickest one. The
 first few are computed while weights are read; by these alone, prompts would seem free."""
 GREEDY = SamplingParams(temperature=0.0)
 
