@@ -1,6 +1,6 @@
 """The core's side of the sockets to its frontends: ZMQ, MessagePack, one thread.
 
-A node's own HTTP processes connect to a Unix socket in a folder of mode 0700, and may send anything.
+A node's own HTTP processes connect to a Unix socket in a folder of mode 0700 and may send anything.
 Remote frontends (routers) may add, abort and ping. They connect over TCP, encrypted and
 authenticated by the cluster key (`connectors/curve.py`); without a key, to a second Unix socket.
 
