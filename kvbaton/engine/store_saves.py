@@ -3,8 +3,8 @@
 Blocks to save are held *outgoing*, a few batches at a time. A store that is too slow loses saves;
 it never delays a step.
 
-If several nodes share a store, the node that computed a block saves it. Before a save, nodes look up
-whether the block is there, or claim it if the store supports claims. Blocks that the target of a
+If several nodes share a store, the node that computed a block saves it. Before a save, nodes look
+up whether the block is there, or claim it if the store supports claims. Blocks that the target of a
 hand-over received are saved by their source; the target saves them only if they are still missing
 when the request ends.
 """
@@ -37,7 +37,7 @@ SAVES_IN_FLIGHT = 2
 QUEUE_SHARE = 4
 """Blocks waiting to be saved are at most the pool divided by this."""
 SCARCE_SHARE = 16
-"""Saves that have not begun are given up when fewer blocks than the pool divided by this are free."""
+"""Saves not begun are given up when fewer blocks than the pool divided by this are free."""
 KNOWN_KEYS = 1 << 17
 """Maximum number of objects remembered to be in the store."""
 SAVE_S = 30.0

@@ -563,7 +563,7 @@ class StoreWorker:
 
 
 def _borrow(lend: Callable[[], StagedBlocks | None]) -> Job[StagedBlocks]:
-        """Wait until staging memory is free."""
+    """Wait until staging memory is free."""
     lent: list[StagedBlocks | None] = [None]
 
     def is_lent() -> bool:

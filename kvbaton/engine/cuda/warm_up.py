@@ -286,6 +286,7 @@ def _capture_and_plan(runner: CudaRunner, config: EngineConfig) -> None:
             capture(runner.graphs, runner.graphs.sizes)
 
         # If the collector freed an earlier runner's graph meanwhile, a capture would fail.
+
     gc.collect()
     gc.disable()
     try:
