@@ -18,16 +18,16 @@ LEAST = 64
 AIM = 0.9
 """Share of the ITL objective that a step aims at, since step times vary."""
 SHRINK, GROW = 0.5, 2.0
-"""Bounds for the change of the limit after one step: something else may have slowed the step, and
-the cost of few tokens says little of that of many."""
+"""Bounds for the change of the limit after one step: something else may have slowed it, and few
+tokens are cheap."""
 CAREFUL = 1 / 16
-"""Share of a proposed increase that is taken once a chunk was too long. Padding and attention make
-further tokens dearer than those before, so after full increases every other chunk would be late."""
+"""Share of an increase that is made once a chunk was too long. Padding and attention make further
+tokens dearer than those before, so after full increases every other chunk would be late."""
 FADE = 0.125
 """Weight of a new step in the running means."""
 PADDED = 32, 128
-"""Smallest and largest number of tokens to a multiple of which GPUs pad a step with chunks. A limit
-that ignored this would compute padding for nothing, and steps would exceed the objective."""
+"""Smallest and largest number of tokens to a multiple of which GPUs pad a step with chunks: other
+limits would compute padding, and exceed the objective."""
 GRAIN = 128
 """Without an objective, each further 128 decoding sequences allow a step 128 tokens more."""
 FAR_PREFIX = 16384
@@ -35,8 +35,7 @@ FAR_PREFIX = 16384
 for that many keys is the faster the more queries there are."""
 
 IN_TIME = 0.75
-"""Share of the TTFT objective: a prompt whose first token would take longer than this in small
-chunks is computed in large ones."""
+"""Share of the TTFT objective: a prompt that would take longer in small chunks gets large ones."""
 
 
 def chunk_tokens(objective_s: float, step_s: float, token_s: float, most: int, mixed: int) -> int:
@@ -91,8 +90,8 @@ class ChunkLimit:
     def current(self) -> int:
         """Current limit in prompt tokens, for the objective last given to `for_step`; not rounded.
 
-        It is `most` if steps without prompts miss the objective already: then few long steps are
-        better than many that are a little longer than allowed.
+        The whole step if steps without prompts miss the objective already: few long steps are then
+        better than many slightly longer ones.
         """
         if self._objective_s == math.inf:
             return self._mixed

@@ -285,8 +285,7 @@ def _capture_and_plan(runner: CudaRunner, config: EngineConfig) -> None:
         if runner.graphs is not None:
             capture(runner.graphs, runner.graphs.sizes)
 
-        # If the collector freed an earlier runner's graph meanwhile, a capture would fail.
-
+    # If the collector freed an earlier runner's graph meanwhile, a capture would fail.
     gc.collect()
     gc.disable()
     try:
