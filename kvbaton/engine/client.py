@@ -135,8 +135,8 @@ class EngineClient(TokenSource):
         Args:
             address: ``tcp://host:port`` or ``ipc:///...``, as in `Ready.engine_address`.
             cluster_key: Key of the cluster; encrypts the connection.
-            local: Whether the core runs on this node. Its socket closes when the core dies, so no
-                heartbeats are needed, and a core that only stalls is not given up.
+            local: Whether the core belongs to this node. Its socket closes when the core dies, so
+                no heartbeats are needed, and a core that only stalls is not given up.
             timeout_s: Seconds within which the core must answer.
 
         Raises:

@@ -113,7 +113,7 @@ class EngineConfig:
         max_num_batched_tokens: maximum number of tokens in one step.
         max_num_mixed_tokens: maximum number of tokens in one step that also decodes (plus 128 for
             each 128 decoding sequences), so that prompts do not stall decoding for long; None takes
-            512, for a mixture of experts times its number of experts per active expert.
+            512, for a mixture of experts multiplied by experts / active experts.
         enable_prefix_caching: reuse the KV blocks of equal prefixes.
         enforce_eager: do not use CUDA graphs.
         tensor_parallel_size: number of ranks of this node, each with a GPU or a CPU thread.

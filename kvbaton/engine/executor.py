@@ -234,7 +234,7 @@ class Executor:
         self.group.call(lambda rank: self.workers[rank].attach_encoder(pool))
 
     def expect(self, request: AddRequest) -> None:
-        """Start the work that needs no step, for a new request whose items are not all cached."""
+        """Start the work without steps of a new request with items that is not fully cached."""
         for worker in self.workers:
             worker.expect(request)
 

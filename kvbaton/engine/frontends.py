@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_MS = 400
 HEARTBEAT_TIMEOUT_MS = 1000
-"""Milliseconds after which ZMQ takes a silent remote frontend for dead. ZMQ's I/O threads send and
+"""Milliseconds after which ZMQ takes a silent remote peer for dead. ZMQ's I/O threads send and
 answer heartbeats, so a busy Python program is not taken for dead, until its unread messages fill
 its queue (`RCVHWM`) and ZMQ reads no more."""
 PROBE_S = 0.4

@@ -47,7 +47,7 @@ from kvbaton.messages.engine import Output
 
 
 @dataclass
-class StepDraft:
+class PlanBuilder:
     """A plan that is being made.
 
     Attributes:
@@ -118,17 +118,17 @@ class Scheduler(LoadingRequests):
         config = self.config
         while True:
             moves = self._moves
-            draft = StepDraft(
+            plan = PlanBuilder(
                 self._launched + 1, config.max_num_batched_tokens, config.max_num_seqs
             )
-            self._fill(draft)
-            if draft.scheduled:
-                return self._seal(draft)
+            self._fill(plan)
+            if plan.scheduled:
+                return self._seal(plan)
             if self._moves == moves:
                 return None
 
-    def _fill(self, draft: StepDraft) -> None:
-        """Fill the draft in one pass over the running sequences, then over the queue."""
+    def _fill(self, plan: PlanBuilder) -> None:
+        """Fill a plan in one pass over the running sequences, then over the queue."""
         preemptions, running = self.totals.preemptions, []
         for sequence in tuple(self.running):
             end = len(sequence.tokens) + sequence.pending
@@ -144,30 +144,30 @@ class Scheduler(LoadingRequests):
                 continue
             running.append((end - sequence.num_scheduled, sequence))
         for decoding in (True, False):
-            beside = draft.scheduled and (self.waiting or len(draft.scheduled) < len(running))
+            beside = plan.scheduled and (self.waiting or len(plan.scheduled) < len(running))
             if beside and not decoding:
-                draft.budget = min(draft.budget, self._chunk(draft))
+                plan.budget = min(plan.budget, self._chunk(plan))
             for remaining, sequence in running:
                 if not remaining or (remaining == 1) != decoding:
                     continue
-                count = self._fit(sequence, sequence.num_scheduled, remaining, draft.budget)
-                if sequence.state is not SequenceState.RUNNING or count < 1 or draft.room < 1:
+                count = self._fit(sequence, sequence.num_scheduled, remaining, plan.budget)
+                if sequence.state is not SequenceState.RUNNING or count < 1 or plan.room < 1:
                     continue
                 end = sequence.num_scheduled + count
                 drafts = decoding and self._longest_draft
-                proposed = self._propose(draft, sequence) if drafts else ()
-                if self._secure(draft, sequence, end + len(proposed)):
-                    self._compute(draft, sequence, count, proposed)
+                proposed = self._propose(plan, sequence) if drafts else ()
+                if self._secure(plan, sequence, end + len(proposed)):
+                    self._compute(plan, sequence, count, proposed)
         if self.totals.preemptions == preemptions:
             self.late.rank(self.waiting, self.running, self.clock())
-            while self.waiting and self._admit(draft, self.waiting[0]):
+            while self.waiting and self._admit(plan, self.waiting[0]):
                 pass
-            if draft.full:  # loads take no tokens; if it starts late, the source prefills twice
+            if plan.full:  # loads take no tokens; if it starts late, the source prefills twice
                 for sequence in tuple(self.waiting):
-                    if sequence.request.is_target and not self._admit(draft, sequence):
+                    if sequence.request.is_target and not self._admit(plan, sequence):
                         break
 
-    def _chunk(self, draft: StepDraft) -> int:
+    def _chunk(self, plan: PlanBuilder) -> int:
         """Maximum number of prompt tokens in a step with decoding sequences.
 
         This is the whole budget if, in small chunks, a first token would come when most of its TTFT
@@ -175,9 +175,9 @@ class Scheduler(LoadingRequests):
         `FAR_PREFIX`.
         """
         most, objective_s = self.config.max_num_batched_tokens, math.inf
-        for scheduled in draft.scheduled:
+        for scheduled in plan.scheduled:
             objective_s = min(objective_s, scheduled.sequence.request.spec.itl_s or math.inf)
-        limit = self.chunk_limit.for_step(most - draft.budget, objective_s)
+        limit = self.chunk_limit.for_step(most - plan.budget, objective_s)
         bound = objective_s < math.inf
         token_s = objective_s / limit if bound else self.chunk_limit.token_s
         ends = self.clock()
@@ -203,20 +203,20 @@ class Scheduler(LoadingRequests):
                     return max(0, item.start - start)
         return count
 
-    def _propose(self, draft: StepDraft, sequence: Sequence) -> tuple[int, ...]:
+    def _propose(self, plan: PlanBuilder, sequence: Sequence) -> tuple[int, ...]:
         """Draft tokens after a decoding sequence's last token, as far as there is room for them.
 
         A draft takes no tokens or blocks away from other sequences.
         """
         if sequence.unforked:
             return ()
-        known, others = len(sequence.tokens), len(self.running) - len(draft.scheduled) - 1
+        known, others = len(sequence.tokens), len(self.running) - len(plan.scheduled) - 1
         if not sequence.num_generated or sequence.num_scheduled + 1 < known:
             return ()
         most = min(
             self._longest_draft,
             sequence.request.limit - known - 1,
-            draft.budget - 1 - others - self.config.whole_items,
+            plan.budget - 1 - others - self.config.whole_items,
         )
         if most < 1:
             return ()
@@ -235,7 +235,7 @@ class Scheduler(LoadingRequests):
         copy_at = start if sequence.shares_tail else None
         return self.blocks.need(sequence.tables, end, start=start, copy_at=copy_at)
 
-    def _secure(self, draft: StepDraft, sequence: Sequence, end: int) -> bool:
+    def _secure(self, plan: PlanBuilder, sequence: Sequence, end: int) -> bool:
         """Give a sequence the blocks that it needs up to `end`, preempting others if necessary."""
         if not sequence.shares_tail and self.blocks.covers(sequence.tables, end):
             return True
@@ -246,7 +246,7 @@ class Scheduler(LoadingRequests):
         need = self._need(sequence, end)
         while not self.blocks.fits(need):
             victims = [one for one in self.running if not one.request.source]
-            if self.blocks.fits_soon(need) or not victims or draft.holds(last := victims[-1]):
+            if self.blocks.fits_soon(need) or not victims or plan.holds(last := victims[-1]):
                 return False
             if victims == [sequence] and not self.is_crowded_out(sequence):
                 return False  # It runs alone: wait for blocks that transfers or steps still hold.
@@ -255,11 +255,11 @@ class Scheduler(LoadingRequests):
             self.preempt(last)
             if last is sequence:
                 return False
-        self._extend(draft, sequence, end)
+        self._extend(plan, sequence, end)
         return True
 
     def _extend(
-        self, draft: StepDraft, sequence: Sequence, num_tokens: int, end: int | None = None
+        self, plan: PlanBuilder, sequence: Sequence, num_tokens: int, end: int | None = None
     ) -> None:
         """Allocate the blocks that a sequence lacks (`KVCacheManager.extend`); they must fit.
 
@@ -271,12 +271,12 @@ class Scheduler(LoadingRequests):
                 i, table = sequence.num_scheduled // group.block_size, sequence.tables[g]
                 if i < len(table) and group.kind is not GroupKind.STATE:
                     source, (table[i],) = table[i], self.blocks.pool.allocate(1, g)
-                    draft.copies.append(BlockCopy(g, source, table[i]))
+                    plan.copies.append(BlockCopy(g, source, table[i]))
         start = sequence.num_scheduled
         self.blocks.extend(sequence.tables, num_tokens, start=start, end=end)
 
     def _compute(
-        self, draft: StepDraft, sequence: Sequence, count: int, proposed: tuple[int, ...] = ()
+        self, plan: PlanBuilder, sequence: Sequence, count: int, proposed: tuple[int, ...] = ()
     ) -> None:
         """Add the next `count` tokens of a sequence, and its draft, to the plan."""
         request = sequence.request
@@ -288,9 +288,9 @@ class Scheduler(LoadingRequests):
             for choice in range(len(request.sequences), request.params.n):
                 targets += (Sequence(request, choice, sequence.tokens[:], len(sequence.tables)),)
         if targets and request.params.grammar:
-            draft.governed.append((sequence, proposed))
+            plan.governed.append((sequence, proposed))
         if not sequence.handle:
-            self._introduce(draft, sequence)
+            self._introduce(plan, sequence)
         handle = sequence.handle
         unsent = []
         for g, table in enumerate(sequence.tables):
@@ -299,20 +299,20 @@ class Scheduler(LoadingRequests):
         rows = self.items.rows(sequence, start, end) if request.items else ()
         num_draft = len(proposed)
         count += num_draft
-        draft.steps.append(
+        plan.steps.append(
             SequenceStep(handle, start, count, tuple(unsent), len(targets), rows, proposed)
         )
-        draft.scheduled.append(ScheduledSequence(sequence, handle, start, end, targets, num_draft))
-        draft.budget -= count
-        draft.room -= 1
+        plan.scheduled.append(ScheduledSequence(sequence, handle, start, end, targets, num_draft))
+        plan.budget -= count
+        plan.room -= 1
         sequence.num_scheduled = start + count
 
-    def _introduce(self, draft: StepDraft, sequence: Sequence) -> None:
+    def _introduce(self, plan: PlanBuilder, sequence: Sequence) -> None:
         """Announce a sequence to the runner: as a fork of another one, or with all its tokens."""
         parent, sequence.parent = sequence.parent, None
         sequence.handle = next(self._handles)
         if parent is not None:
-            draft.forks.append(Fork(parent.handle, sequence.handle, sequence.choice))
+            plan.forks.append(Fork(parent.handle, sequence.handle, sequence.choice))
             return
         assert not sequence.pending, "the runner can't be told of tokens that nobody knows yet"
         request = sequence.request
@@ -324,44 +324,44 @@ class Scheduler(LoadingRequests):
             request.params,
             request.spec.items,
         )
-        draft.new.append(new)
+        plan.new.append(new)
 
-    def _seal(self, draft: StepDraft) -> StepPlan:
-        """Turn the draft into a plan in flight, its decoding sequences first."""
+    def _seal(self, plan: PlanBuilder) -> StepPlan:
+        """Finish a plan, with decoding sequences first, and note it as in flight."""
         for sequence in self.running:
             if sequence.parent is not None:
-                self._introduce(draft, sequence)  # Fork before the parent's next token.
-        self._launched = draft.number
-        self.blocks.pool.launched = draft.number
+                self._introduce(plan, sequence)  # Fork before the parent's next token.
+        self._launched = plan.number
+        self.blocks.pool.launched = plan.number
         forked, self.forked_states = self.forked_states, []
-        draft.copies += forked
-        if draft.copies:
-            held = [copy.source for copy in draft.copies] + [copy.target for copy in forked]
+        plan.copies += forked
+        if plan.copies:
+            held = [copy.source for copy in plan.copies] + [copy.target for copy in forked]
             self.blocks.pool.deref(held)
         ended, self._ended = tuple(self._ended), []
-        self.in_flight.append(InFlightStep(draft.number, tuple(draft.scheduled)))
-        for scheduled in draft.scheduled:
+        self.in_flight.append(InFlightStep(plan.number, tuple(plan.scheduled)))
+        for scheduled in plan.scheduled:
             for target in scheduled.targets:
                 target.pending += 1
             for child in scheduled.targets[1:]:
                 self.fork(scheduled.sequence, child)
-        masks = self.grammars.masks(draft.governed) if draft.governed else {}
-        steps = draft.steps
+        masks = self.grammars.masks(plan.governed) if plan.governed else {}
+        steps = plan.steps
         if len(steps) > 1:
             steps.sort(key=lambda step: not step.decodes)
         return StepPlan(
-            draft.number,
+            plan.number,
             ended,
-            tuple(draft.copies),
-            tuple(draft.forks),
-            tuple(draft.new),
+            tuple(plan.copies),
+            tuple(plan.forks),
+            tuple(plan.new),
             tuple(steps),
             masks,
         )
 
     # --- admission ---
 
-    def _admit(self, draft: StepDraft, sequence: Sequence) -> bool:
+    def _admit(self, plan: PlanBuilder, sequence: Sequence) -> bool:
         """Admit the first sequence of the queue; False if it has to wait, and all behind it.
 
         If the step is full, only loads are decided; the next step decides about the rest.
@@ -387,7 +387,7 @@ class Scheduler(LoadingRequests):
         outcome = self.load_beyond(sequence, match)
         if outcome != "compute":
             return outcome == "done"
-        if draft.full:
+        if plan.full:
             return True
         missing = len(request.prompt) - match.num_tokens
         if self.config.debug_forbid_prompt_compute and missing > 1:
@@ -405,22 +405,22 @@ class Scheduler(LoadingRequests):
             return True
         whole = self.config.whole_prompts
         enough = max(1, total - fitting.num_tokens) if whole else 1
-        if draft.room < 1 or (enough > draft.budget and (draft.scheduled or not whole)):
-            draft.full = True
+        if plan.room < 1 or (enough > plan.budget and (plan.scheduled or not whole)):
+            plan.full = True
             return False  # A whole prompt longer than the budget gets a step of its own.
         start = min(fitting.num_tokens, total - 1)
         end = min(total, self.items.ready_until(sequence, start)) if request.items else total
-        count = end - start if whole else self._fit(sequence, start, end - start, draft.budget)
+        count = end - start if whole else self._fit(sequence, start, end - start, plan.budget)
         if count < 1:
-            draft.full = True
+            plan.full = True
             return False
         self.adopt(sequence, fitting)
         if fitting.num_tokens == total:
             sequence.num_computed = sequence.num_scheduled = total - 1
             sequence.shares_tail = True
         self.run(sequence)
-        self._extend(draft, sequence, total, sequence.num_scheduled + count)
-        self._compute(draft, sequence, count)
+        self._extend(plan, sequence, total, sequence.num_scheduled + count)
+        self._compute(plan, sequence, count)
         return True
 
     def _can_follow(self, sequence: Sequence) -> bool:

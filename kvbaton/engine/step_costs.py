@@ -58,7 +58,7 @@ SEQUENCES = (1, 4, 16, 64)
 CONTEXT = 2048
 """Tokens of context of each sequence in the last decode trial."""
 LONGER = 1.5
-"""Expected ratio of that last trial's time to the time without context, before it is run."""
+"""Expected ratio of a trial's time with context to its time without, before it is run."""
 SLOWER = 1.1
 """A prompt's tokens are known to cost time if its step takes this multiple of the quickest one. The
 first few are computed while weights are read; by these alone, prompts would seem free."""
