@@ -72,10 +72,8 @@ class ChunkLimit:
 
     Args:
         most: Maximum number of tokens in a step.
-        mixed: Maximum number of tokens in a step with few decoding sequences and no objective;
-            prompts get what these sequences leave of it.
-        least: Number of tokens that must fit into one step (an item that is never split), if more
-            than `LEAST`.
+        mixed: Maximum number of tokens, decoding ones included, in a step without an objective.
+        least: Tokens that must fit into one step (an unsplit item), if more than `LEAST`.
     """
 
     def __init__(self, most: int, mixed: int | None = None, least: int = 0) -> None:

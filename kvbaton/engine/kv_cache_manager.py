@@ -93,7 +93,7 @@ class GroupSpec:
         return min(blocks, -(-(seen - 1) // self.block_size) + 1)
 
     def first_whole(self, position: int) -> int:
-        """First logical block whose tokens a token at `position` attends to without exception."""
+        """First logical block all of whose tokens a token at `position` attends to."""
         if self.kind is GroupKind.STATE:
             return self.first_needed(position)
         return -(-self.kind.first_attended(position, self.window) // self.block_size)
@@ -124,7 +124,7 @@ class KVCacheManager:
         groups: One spec per group.
         caching: Whether full blocks are kept for reuse.
         pool: Blocks of all groups.
-        alignment: Tokens; a prefix of a multiple of it ends at a block boundary in every group.
+        alignment: Tokens; prefixes of a multiple of it end at block boundaries in all groups.
         has_states: Whether any group is one of states.
     """
 

@@ -7,8 +7,8 @@ verified, it is added to the prefix cache, and the request returns to the queue 
 Other requests that want the same blocks wait for that load. After the load's deadline the request
 goes on without it, but the blocks stay incoming until the store is done with them.
 
-The target of a hand-over does not look its prompt up, which its source brings, unless the hand-over
-fails.
+If the store is shared, the target of a hand-over does not look its prompt up, since its source
+does, unless the hand-over fails.
 
 This module and `store_saves.py`, which decides what is saved, do no I/O; `store_worker.py` carries
 their orders out.

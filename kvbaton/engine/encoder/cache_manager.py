@@ -228,8 +228,8 @@ class EncoderCacheManager(ItemOutputs, KVConnector):
         pending = self._pending.get(need.key)
         if pending is not None and need in pending.needs:
             pending.needs.remove(need)
-            # Let a step in flight finish, so that the output is cached: who asks again, as a
-            # router's next attempt does, must find it.
+            # Let a step in flight finish, so that the output is cached: another request for it,
+            # like a router's next attempt, must find it.
             computing = {
                 scheduled.sequence.request.request_id
                 for step in self.core.scheduler.in_flight

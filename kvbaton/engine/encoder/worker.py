@@ -331,7 +331,8 @@ def pool_blocks(config: EngineConfig, model: ModelConfig, device: torch.device) 
     """Number of blocks of the pool, null block included.
 
     By default, an encoder node has room for `ITEMS` of the largest items, and a node with a
-    language model for the items of the longest prompt; at most half of the free GPU memory.
+    language model for the items of the longest prompt; at most half of the free GPU memory, or
+    `DEFAULT_CPU_BYTES` on a CPU.
 
     Raises:
         ConfigError: There is no room for a block.
