@@ -167,7 +167,7 @@ class EngineCore:
                 try:
                     self.fail_message(message, f"internal error: {type(error).__name__}: {error}")
                 except Exception:
-                    logger.exception("what it has begun could not be ended")
+                    logger.exception("the request of the failed message could not be ended")
             self.times.lap("receive")
         self.times.lap("wait")
 

@@ -231,11 +231,11 @@ class EngineProcess(EngineClient):
             self._loop.remove_reader(self._reports.fileno())
             return
         if isinstance(report, Dead):
-            self._come_to_nothing(report.error, report.field)
+            self._died(report.error, report.field)
         elif not self._first_report.done():
             self._first_report.set_result(report)
 
-    def _come_to_nothing(self, reason: str, field: str | None = None) -> None:
+    def _died(self, reason: str, field: str | None = None) -> None:
         if not self._first_report.done():
             error = ConfigError(field, reason) if field else EngineDeadError(reason)
             self._first_report.set_exception(error)
@@ -249,7 +249,7 @@ class EngineProcess(EngineClient):
         self._process.join()
         self._exited.set()
         code = self._process.exitcode
-        self._come_to_nothing(
+        self._died(
             "the engine was shut down"
             if self._closing
             else f"the engine core exited with code {code}"
