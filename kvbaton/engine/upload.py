@@ -144,6 +144,6 @@ def _ring(device: torch.device) -> PinnedRing | None:
         try:
             rings[name] = PinnedRing(stream)
         except RuntimeError as error:
-            logger.warning("inputs of steps are copied, and may wait for copies of a store: %s", error)
+            logger.warning("inputs of steps are copied, and may wait for a store: %s", error)
             rings[name] = None
     return rings[name]
