@@ -190,7 +190,7 @@ class DecodeBucket:
         out[self._rows] = found.flatten(1, 2)
 
     def _rows_unseen(self, tables: Tensor) -> Tensor:
-        """Rows read by `KVCache.read` that may contain anything: in first and last blocks.
+        """Rows read by `TokenView.read` that may contain anything: in first and last blocks.
 
         After these come null blocks, which are zero. So the rows are few, and zeroing them costs
         little compared to the read.
