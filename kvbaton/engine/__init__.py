@@ -1,1 +1,1 @@
-"""The core that both roles share."""
+"""The engine that nodes of all roles share."""

@@ -1,14 +1,14 @@
 """Attention of a ragged batch over the paged cache, in plain torch, for any device.
 
-Sequences that decode are gathered from their pages and padded into a few buckets of similar length.
-Prompts go one by one: straight from their fresh K and V if nothing of them is cached, else from
-their pages, a tile of queries at a time. All index tensors and masks are made once per step.
+K and V of decoding sequences are gathered from their pages and padded, in a few buckets of similar
+length. Prompts are computed one by one: directly from their new K and V if nothing is cached, else
+from their pages, a tile of queries at a time. All index tensors and masks are made once per step.
 
-Layers that share a block table (a KV group) share its tensors. Behind a group's window nothing is
-read: blocks there may be another sequence's by now.
+Layers that share a block table (a KV group) share these tensors. Nothing behind a group's window is
+read, since blocks there may belong to another sequence by now.
 
-A pool's unwritten slots may hold anything, NaN too, and 0 times NaN is NaN; so K and V past a
-sequence's end or behind its window are cut off or set to zero, never only masked.
+Unwritten slots of a pool may contain anything, even NaN, and 0 times NaN is NaN. So K and V past a
+sequence's end or behind its window are cut off or set to zero, not just masked.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from kvbaton.engine.state_blocks import StateBatch
 from kvbaton.types import first_attended
 
 BUCKET_ELEMENTS = 1 << 26
-"""Most elements of K that one bucket of decoding sequences gathers."""
+"""Maximum number of elements of K that one bucket of decoding sequences gathers."""
 
 TILE_ELEMENTS = 1 << 22
-"""Most elements of a mask of one tile of a prompt's queries."""
+"""Maximum number of elements of the mask for one tile of a prompt's queries."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class PagedBatch:
     Attributes:
         slots: [groups of K and V, tokens] int64: block * block_size + offset, sequence after
             sequence.
-        query_lens: [sequences] int64, tokens of each.
-        context_lens: [sequences] int64, tokens of each with those of this step.
+        query_lens: [sequences] int64, number of tokens of each in this step.
+        context_lens: [sequences] int64, number of tokens up to the end of this step.
         block_tables: [sequences, groups, blocks] int64, padded with 0.
-        last_keys: [tokens] int64, the last position that each token sees, its own or a later one of
-            this step; None: its own, of all.
+        last_keys: [tokens] int64, last position that each token attends to, its own or a later one
+            of this step; None if it is the own one for all tokens.
     """
 
     slots: Tensor
@@ -79,7 +79,7 @@ class PagedAttention:
         return self._attend(layer, Heads(query, key, heads.value, heads.scale, heads.sinks))
 
     def attend_latent(self, layer: int, heads: LatentHeads, rotary: Rotary) -> Tensor:
-        """See `AttentionContext.attend_latent`; computed among latents, which all heads share."""
+        """See `AttentionContext.attend_latent`; computed on latents, which all heads share."""
         query, latent, key_rope, projection = heads
         mla = projection.mla
         turned, key_rope = query[..., mla.nope_dim :], key_rope[:, None]
@@ -93,7 +93,7 @@ class PagedAttention:
         return projection.values(sums, query.new_empty(*query.shape[:2], mla.value_dim))
 
     def _attend(self, layer: int, heads: Heads) -> Tensor:
-        """`attend` of heads that are turned."""
+        """`attend` for heads that are rotated."""
         query, key, value, scale, *_ = heads
         group, place = self._cache.places[layer]
         of_key, of_value = self._cache.scales(layer)
@@ -124,21 +124,21 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
 
 
 def pairs_apart(x: Tensor) -> Tensor:
-    """Features 2i and 2i + 1 become i and i + half, as `rotate` pairs them."""
+    """Move features 2i and 2i + 1 to i and i + half, as `rotate` pairs them."""
     return torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)
 
 
 def attention_with_sinks(
     query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, scale: float | None, sinks: Tensor
 ) -> Tensor:
-    """Attention whose softmax, in float32, counts a sink: a logit without a value.
+    """Attention whose softmax, in float32, includes a sink: a logit without a value.
 
     Args:
         query: [..., heads, queries, head_dim].
         key: [..., heads, keys, head_dim].
-        value: as `key`.
-        hidden: what a query does not see, broadcast to [..., heads, queries, keys].
-        scale: of the logits; None for ``head_dim ** -0.5``.
+        value: Like `key`.
+        hidden: True for keys that a query must not see, broadcast to [..., heads, queries, keys].
+        scale: Scale of the logits; None for ``head_dim ** -0.5``.
         sinks: float32, broadcast to [..., heads, queries, 1].
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -149,14 +149,14 @@ def attention_with_sinks(
 
 
 class DecodeBucket:
-    """Sequences of similar length with one token each.
+    """Decoding sequences of similar length, with one token each.
 
     Args:
-        cache: the group's view of the pool.
+        cache: The group's view of the pool.
         rows: [sequences] int64, their rows in the batch.
         context_lens: [sequences] int64.
         tables: [sequences, blocks] int64.
-        firsts: [sequences] int64, the first token in its blocks that each sees.
+        firsts: [sequences] int64, first token, counted from `tables`, that each attends to.
     """
 
     def __init__(
@@ -171,13 +171,13 @@ class DecodeBucket:
         self._mask = mask.masked_fill_(self._hidden, -torch.inf)[:, None, None]
 
     def attend(self, place: int, heads: Heads, out: Tensor) -> None:
-        """Fill the rows of `out`; the bucket's K and V are in the cache already."""
+        """Fill the bucket's rows of `out`; its K and V are in the cache already."""
         query, scale, sinks = heads.query, heads.scale, heads.sinks
         keys, values = self._cache.read(place, self._pages)
         if len(self._unseen):
             for x in (keys, values):
                 x.view(-1, x.shape[-1]).index_fill_(0, self._unseen, 0)
-        # The query heads of one KV head share it, as if they were consecutive queries.
+        # Query heads of one KV head are treated as consecutive queries.
         grouped = query[self._rows].view(len(keys), keys.shape[1], -1, query.shape[-1])
         if sinks is None:
             found = scaled_dot_product_attention(
@@ -190,10 +190,10 @@ class DecodeBucket:
         out[self._rows] = found.flatten(1, 2)
 
     def _rows_unseen(self, tables: Tensor) -> Tensor:
-        """Rows of what `KVCache.read` gives that may hold anything: in first and last blocks.
+        """Rows read by `TokenView.read` that may contain anything: in first and last blocks.
 
-        Past them comes the null block, which is zero; so they are few, and setting only them to
-        zero costs nothing beside the reading.
+        After these come null blocks, which are zero. So the rows are few, and zeroing them costs
+        little compared to the read.
         """
         size, heads = self._cache.block_size, self._cache.shape[0]
         inside = torch.arange(tables.shape[1] * size, device=tables.device) < (
@@ -209,14 +209,15 @@ class Prompt:
     """Several tokens of one sequence.
 
     Attributes:
-        cache: the group's view of the pool.
-        rows: its rows in the batch.
-        count: its tokens.
-        context_len: its tokens with those already in the cache.
+        cache: The group's view of the pool.
+        rows: Rows of the tokens in the batch.
+        count: Number of tokens.
+        context_len: Number of tokens up to the last one, from `begin` on.
         table: [1, blocks] int64.
-        group: whose.
-        begin: tokens before those of `table` and `context_len`.
-        last_keys: [count] int64, the last of the tokens after `begin` that each sees; None: itself.
+        group: KV group.
+        begin: Number of tokens before `table`.
+        last_keys: [count] int64, last position after `begin` that each token attends to; None for
+            its own.
     """
 
     cache: TokenView
@@ -229,7 +230,7 @@ class Prompt:
     last_keys: Tensor | None
 
     def attend(self, place: int, heads: Heads, out: Tensor) -> None:
-        """Fill its rows of `out`."""
+        """Fill the prompt's rows of `out`."""
         whole = self.context_len == self.count
         if heads.key is not None and heads.value is not None and whole:
             key, value = (x[self.rows].transpose(0, 1)[None] for x in (heads.key, heads.value))
@@ -245,7 +246,7 @@ class Prompt:
                 query, key, value, is_causal=True, scale=scale, enable_gqa=True
             )
         else:
-            masks = 1 if sinks is None else len(sinks)  # with sinks, logits of all heads are made
+            masks = 1 if sinks is None else len(sinks)  # with sinks, there are logits per head
             tile = max(1, TILE_ELEMENTS // (self.context_len * masks))
             tiles = zip(range(0, self.count, tile), torch.split(query, tile, dim=2), strict=True)
             outs = [self._tile(some, key, value, scale, sinks, start) for start, some in tiles]
@@ -261,7 +262,7 @@ class Prompt:
         sinks: Tensor | None,
         start: int,
     ) -> Tensor:
-        """Attention of the queries from `start` on, over the keys that one of them sees."""
+        """Attention of the queries from `start` on, over all keys that any of them sees."""
         first = self.context_len - self.count + start
         end = first + query.shape[2]
         at = last = torch.arange(first, end, device=query.device)[:, None]
@@ -286,10 +287,10 @@ class Prompt:
 def _parts(
     cache: TokenView, batch: PagedBatch, g: int, group: KVGroup
 ) -> Iterator[DecodeBucket | Prompt]:
-    """What one group attends to in a step.
+    """The buckets and prompts of one group in a step.
 
-    Sequences with one token are put together by the power of two of their blocks. Of all, the
-    blocks behind the group's window are left out: positions are counted from `begins`.
+    Sequences with one token are grouped by the power of two of their number of blocks. Blocks
+    behind the group's window are left out, so positions are counted from `begins`.
     """
     counts, lens, tables = batch.query_lens, batch.context_lens, batch.block_tables[:, g]
     begins, size = np.zeros_like(lens), cache.block_size

@@ -1,13 +1,13 @@
-"""What ``config.json`` says about attention that is not Llama's. Needs no torch.
+"""What ``config.json`` says about attention that differs from Llama's. Needs no torch.
 
-- Layers without a rotation of heads (NoPE): Kazemnejad et al., "The Impact of Positional Encoding
-  on Length Generalization", arXiv 2305.19466; their temperature: Nakanishi, "Scalable-Softmax",
-  arXiv 2501.19399.
+- Layers without rotation of heads (NoPE): Kazemnejad et al., "The Impact of Positional Encoding on
+  Length Generalization", arXiv 2305.19466; their temperature: Nakanishi, "Scalable-Softmax", arXiv
+  2501.19399.
 - Multi-head latent attention: DeepSeek-AI, "DeepSeek-V2", arXiv 2405.04434, section 2.1.
 - Layers with linear attention, a gated delta rule.
-- Layers of Gemma 4, of which some read the keys and values of others.
+- Layers of Gemma 4, some of which read the keys and values of others.
 
-Each part is read by the fields that it has, with their defaults.
+Each part is read through a struct of its fields, with their defaults.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ FieldsT = TypeVar("FieldsT")
 
 
 def convert_fields(content: Mapping[str, Any], form: type[FieldsT], architecture: str) -> FieldsT:
-    """Those that a `msgspec.Struct` names.
+    """Read the fields of a `msgspec.Struct`.
 
     Args:
-        content: of ``config.json``.
-        form: the struct.
-        architecture: which the file names.
+        content: Content of ``config.json``.
+        form: The struct.
+        architecture: Architecture that the file names.
 
     Raises:
-        ConfigError: a field is missing or of the wrong type.
+        ConfigError: A field is missing or of the wrong type.
     """
     try:
         return msgspec.convert(content, form)
@@ -47,7 +47,7 @@ def convert_fields(content: Mapping[str, Any], form: type[FieldsT], architecture
 
 
 def check_sizes(sizes: Iterable[tuple[str, int, int]]) -> None:
-    """Raise `ConfigError` unless each field's value is within 1 and its bound."""
+    """Raise `ConfigError` unless each field's value lies between 1 and its bound."""
     for name, value, most in sizes:
         if not 1 <= value <= most:
             raise ModelError(f"config.json: {name} {value} is not within 1 and {most}")
@@ -57,17 +57,17 @@ NOPE_ARCHITECTURES = ("Llama4ForCausalLM",)
 
 
 class NopeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The layers of a model whose heads are not turned.
+    """The layers of a model whose heads are not rotated.
 
     Attributes:
-        num_hidden_layers: of both kinds.
-        turned: of each layer, whether its heads are.
-        interval: layers from one that is not turned to the next, where `turned` was not said.
-        normed: heads that are turned have a norm without a scale after it.
-        tuned: whether `attn_scale` counts.
-        attn_scale: queries of a position p that are not turned are multiplied by
+        num_hidden_layers: Number of all layers.
+        turned: Per layer, whether its heads are rotated.
+        interval: Distance between layers without rotation, where `turned` is not given.
+        normed: Whether rotated heads have a norm without scale afterwards.
+        tuned: Whether `attn_scale` is used.
+        attn_scale: Queries at position p that are not rotated are multiplied by
             ``1 + attn_scale * log(1 + floor((p + 1) / floor_scale))``; 0 for none.
-        floor_scale: see there.
+        floor_scale: See `attn_scale`.
     """
 
     num_hidden_layers: int
@@ -80,19 +80,19 @@ class NopeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def layers(self) -> tuple[bool, ...]:
-        """Of each layer, whether it is one."""
+        """Per layer, whether its heads are not rotated."""
         return tuple(not turns for turns in self.turned or ())
 
 
 def read_nope(content: Mapping[str, Any], architecture: str) -> NopeConfig | None:
-    """The layers of a model that are not turned; None for an architecture without.
+    """The layers of a model without rotation; None for an architecture without such layers.
 
     Args:
-        content: of ``config.json``.
-        architecture: which it names.
+        content: Content of ``config.json``.
+        architecture: Architecture that it names.
 
     Raises:
-        ConfigError: a field is of the wrong type or out of range.
+        ConfigError: A field is of the wrong type or out of range.
     """
     if architecture not in NOPE_ARCHITECTURES:
         return None
@@ -109,17 +109,17 @@ MLA_ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
 
 @dataclass(frozen=True, kw_only=True)
 class MlaConfig:
-    """Attention whose keys and values are projections of one latent row a token.
+    """Attention whose keys and values are projections of one latent row per token.
 
     Attributes:
-        q_rank: features of the latent that queries are projected from; 0 for none.
-        kv_rank: of the latent of keys and values.
-        nope_dim: features of a head's queries and keys that are not turned.
-        rope_dim: those that are, of keys one for all heads.
-        value_dim: features of a head's values.
-        interleaved: features 2i and 2i + 1 turn together, as projected; else i and
+        q_rank: Features of the latent that queries are projected from; 0 for none.
+        kv_rank: Features of the latent of keys and values.
+        nope_dim: Features of a head's queries and keys that are not rotated.
+        rope_dim: Features that are rotated; all heads share those of keys.
+        value_dim: Features of a head's values.
+        interleaved: Whether rotation pairs features 2i and 2i + 1, as projected, instead of i and
             i + rope_dim / 2.
-        scale: of the logits, YaRN's part included.
+        scale: Scale of the logits, YaRN's part included.
     """
 
     q_rank: int
@@ -137,12 +137,12 @@ class MlaConfig:
 
     @property
     def row_dim(self) -> int:
-        """Features that are kept of a token: its latent, and what is turned of its keys."""
+        """Features stored per token: its latent, and the rotated features of its keys."""
         return self.kv_rank + self.rope_dim
 
 
 class _RawMla(msgspec.Struct):
-    """The fields of ``config.json`` that we read, under their own names."""
+    """The fields of ``config.json`` that are read, under their own names."""
 
     kv_lora_rank: Size = 512
     q_lora_rank: Count | None = 1536
@@ -160,11 +160,11 @@ def read_mla(content: Mapping[str, Any], architecture: str) -> MlaConfig | None:
     """The latent attention of a model; None for an architecture without.
 
     Args:
-        content: of ``config.json``.
-        architecture: which it names.
+        content: Content of ``config.json``.
+        architecture: Architecture that it names.
 
     Raises:
-        ConfigError: a field is of the wrong type or out of range, or not supported.
+        ConfigError: A field is of the wrong type, out of range or unsupported.
     """
     if architecture not in MLA_ARCHITECTURES:
         return None
@@ -173,7 +173,7 @@ def read_mla(content: Mapping[str, Any], architecture: str) -> MlaConfig | None:
         if getattr(raw, name):
             raise ModelError(f"{name} of {architecture} is unsupported")
     head_dim = raw.qk_nope_head_dim + raw.qk_rope_head_dim
-    # Attention kernels take one width for keys and values.
+    # Attention kernels have one width for keys and values.
     check_sizes([("v_head_dim", raw.v_head_dim, head_dim)])
     if raw.qk_rope_head_dim % 2:
         raise ModelError(f"qk_rope_head_dim {raw.qk_rope_head_dim} must be even")
@@ -198,17 +198,17 @@ LINEAR_ATTENTION_ARCHITECTURES = ("Qwen3NextForCausalLM",)
 
 
 class LinearAttentionConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The layers of a model that have a gated delta rule in the place of attention.
+    """The layers of a model with a gated delta rule in place of attention.
 
     Attributes:
-        num_hidden_layers: of both kinds.
-        kinds: of each layer, ``linear_attention`` or ``full_attention``.
-        interval: layers from one with attention to the next, where `kinds` were not said.
-        num_key_heads: heads of queries and keys.
-        num_value_heads: a multiple; each key head serves as many that follow one another.
-        key_head_dim: features of a query or key head.
-        value_head_dim: features of a value head.
-        conv_kernel: tokens that the convolution before sees, the token itself included.
+        num_hidden_layers: Number of all layers.
+        kinds: Per layer, ``linear_attention`` or ``full_attention``.
+        interval: Distance between layers with attention, where `kinds` is not given.
+        num_key_heads: Number of heads of queries and keys.
+        num_value_heads: A multiple of that; each key head serves consecutive value heads.
+        key_head_dim: Features of a query or key head.
+        value_head_dim: Features of a value head.
+        conv_kernel: Tokens that the preceding convolution covers, the token itself included.
     """
 
     num_hidden_layers: int
@@ -222,23 +222,23 @@ class LinearAttentionConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def layers(self) -> tuple[bool, ...]:
-        """Of each layer, whether it is one."""
+        """Per layer, whether it has linear attention."""
         return tuple(kind == "linear_attention" for kind in self.kinds or ())
 
     @property
     def values_per_key(self) -> int:
-        """Value heads of a key head."""
+        """Number of value heads per key head."""
         return self.num_value_heads // self.num_key_heads
 
     @property
     def channels(self) -> int:
-        """Of the convolution, for one key head: its query, its key, and its values."""
+        """Channels of the convolution per key head: its query, its key, and its values."""
         return 2 * self.key_head_dim + self.values_per_key * self.value_head_dim
 
     @property
     def state(self) -> LayerKV:
-        """A layer's state: per key head the rows of the convolution, then keys x values."""
-        # What the convolution has yet to see again; its last row is padded.
+        """A layer's state: per key head, rows of the convolution, then keys x values."""
+        # Inputs that the convolution needs again; the last row is padded.
         conv_rows = -(-self.channels * (self.conv_kernel - 1) // self.value_head_dim)
         rows = conv_rows + self.values_per_key * self.key_head_dim
         return LayerKV(heads=self.num_key_heads, head_dim=self.value_head_dim, state_rows=rows)
@@ -250,11 +250,11 @@ def read_linear_attention(
     """The linear attention of a model; None for an architecture without.
 
     Args:
-        content: of ``config.json``.
-        architecture: which it names.
+        content: Content of ``config.json``.
+        architecture: Architecture that it names.
 
     Raises:
-        ConfigError: a field is of the wrong type or out of range.
+        ConfigError: A field is of the wrong type or out of range.
     """
     if architecture not in LINEAR_ATTENTION_ARCHITECTURES:
         return None
@@ -285,15 +285,16 @@ class Gemma4Config:
     """How layers of Gemma 4 differ from each other, and from Gemma 3's.
 
     Attributes:
-        kv_layers: of each layer, which one's K and V it reads: itself, or the last one of its kind
-            before the first layer that has none of its own.
-        head_dim: of layers without a window.
-        num_kv_heads: likewise.
-        keys_are_values: likewise: they have one projection for both, before their norms.
-        wide_mlp: MLPs of layers without K and V are twice as wide.
-        per_layer_size: features of each token's own input to each layer; 0 for none.
-        per_layer_vocab_size: tokens that have one.
-        softcap: bound of the logits; 0 for none.
+        kv_layers: Per layer, the layer whose K and V it reads: itself, or the last one of its kind
+            before the first layer without K and V.
+        head_dim: Features per head in layers without a window.
+        num_kv_heads: Number of KV heads in layers without a window.
+        keys_are_values: Whether layers without a window have one projection for keys and values,
+            which differ by their norms.
+        wide_mlp: Whether MLPs of layers without K and V are twice as wide.
+        per_layer_size: Features of each token's own input to each layer; 0 for none.
+        per_layer_vocab_size: Number of tokens that have such an input.
+        softcap: Bound of the logits; 0 for none.
     """
 
     kv_layers: tuple[int, ...]
@@ -307,7 +308,7 @@ class Gemma4Config:
 
 
 class _RawGemma4(msgspec.Struct):
-    """The fields of ``config.json`` that we read, under their own names, with their defaults."""
+    """The fields of ``config.json`` that are read, under their own names, with their defaults."""
 
     vocab_size: int
     num_hidden_layers: int
@@ -327,14 +328,14 @@ class _RawGemma4(msgspec.Struct):
 
 
 def read_gemma4(content: Mapping[str, Any], architecture: str) -> Gemma4Config | None:
-    """What is Gemma 4's own; None for another architecture.
+    """Settings specific to Gemma 4; None for another architecture.
 
     Args:
-        content: of ``config.json``.
-        architecture: which it names.
+        content: Content of ``config.json``.
+        architecture: Architecture that it names.
 
     Raises:
-        ConfigError: a field is of the wrong type or out of range, or asks for what is unsupported.
+        ConfigError: A field is of the wrong type, out of range or unsupported.
     """
     if architecture not in GEMMA4_ARCHITECTURES:
         return None
@@ -359,7 +360,7 @@ def read_gemma4(content: Mapping[str, Any], architecture: str) -> Gemma4Config |
     head_dim, heads = raw.global_head_dim, None
     if raw.attention_k_eq_v:
         heads = raw.num_global_key_value_heads
-    # As transformers saves it: what each layer has that differs.
+    # As transformers saves it: the settings in which layers differ.
     overrides = raw.per_layer_config or {}
     named = [overrides[str(i)] for i in range(count) if str(i) in overrides]
     if named:

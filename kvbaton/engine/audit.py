@@ -1,4 +1,4 @@
-"""The ledger: recomputes from scratch who owns every block, and counts what does not agree."""
+"""The ledger: recomputes from scratch who owns every block, and counts discrepancies."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from kvbaton.types import Spans
 def audit(
     scheduler: LiveRequests, *, incoming: Iterable[Spans] = (), outgoing: Iterable[Spans] = ()
 ) -> dict[str, int]:
-    """Compare the pool with what requests and hand-overs say they hold.
+    """Compare the pool's counters with the blocks that requests and hand-overs hold.
 
     Args:
-        scheduler: whose block tables say what requests hold, and whose `pinned` what others do.
-        incoming: spans of every load that may still be written.
-        outgoing: spans of every hold that a transfer has.
+        scheduler: Its requests' block tables, and its `pinned`, are what requests and others hold.
+        incoming: Spans of every load that may still be written.
+        outgoing: Spans of every hold of a transfer.
 
     Returns:
-        discrepancies by kind, all zero when the ledger balances: ``references``, ``incoming`` and
-        ``outgoing`` count blocks whose counter is not what the holders sum up to; ``groups`` counts
-        blocks in a table of another group than they were handed out for; ``lists`` counts blocks
-        that are not on exactly the one list where an unowned block belongs; ``keys`` counts blocks
-        and keys of the prefix cache that do not point at each other.
+        Discrepancies by kind, all zero if the ledger balances. ``references``, ``incoming`` and
+        ``outgoing`` count blocks whose counter differs from the sum over the holders; ``groups``
+        counts blocks in a table of another group than they were allocated for; ``lists`` counts
+        blocks that are not on exactly the list where an unowned block belongs; ``keys`` counts
+        blocks and keys of the prefix cache that do not refer to each other.
     """
     kinds = ("references", "incoming", "outgoing", "groups", "lists", "keys")
     found = dict.fromkeys(kinds, 0)
@@ -59,8 +59,8 @@ def audit(
     for kind, (held, counter) in marks.items():
         found[kind] += int(np.count_nonzero(held != np.frombuffer(counter, np.int64)))
         owned |= held > 0
-    owned[NULL_BLOCK] = True  # on no list either
-    # A pool has 50,000 blocks, and the core stands still meanwhile: no loop over them is Python's.
+    owned[NULL_BLOCK] = True  # it is on no list
+    # Vectorised with NumPy, since a pool has 50,000 blocks and the core waits for this.
     names = list(chain.from_iterable(pool.by_key))
     cached = list(chain.from_iterable(by_key.values() for by_key in pool.by_key))
     keyed = _times(pool, cached) > 0
@@ -86,5 +86,5 @@ def _blocks(holds: Iterable[Spans]) -> Iterator[int]:
 
 
 def _times(pool: BlockPool, blocks: Iterable[int]) -> npt.NDArray[np.int64]:
-    """How often each block of a pool occurs, int64 [num_blocks]."""
+    """Number of occurrences of each block of a pool, int64 [num_blocks]."""
     return np.bincount(np.fromiter(blocks, np.int64), minlength=pool.num_blocks)

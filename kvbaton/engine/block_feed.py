@@ -1,9 +1,9 @@
-"""What the prefix cache holds, for frontends that want to know: routers choose nodes by it.
+"""Contents of the prefix cache for frontends: routers choose nodes by them.
 
-Unlike KV events (`kv_events.py`), which are for indexers of other projects and carry tokens, this
-goes over the frontends' own authenticated socket and is nothing but hashes: who asks gets a
-snapshot, then what changes. One that reads too slowly is left out until it has caught up, and then
-gets a new snapshot; so does one that asks again because it misses a number.
+Unlike KV events (`kv_events.py`), which are for other projects' indexers and contain tokens, this
+feed uses the frontends' own authenticated socket and contains only hashes. A frontend that watches
+gets a snapshot, then the changes. One that reads too slowly gets nothing until it has caught up,
+and then a new snapshot; so does one that asks again because it misses a number.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from kvbaton.engine.request import Sequence
 from kvbaton.messages.engine import BLOCK_HASH_BYTES, BlockChange, CachedGroup
 
 SNAPSHOT_BLOCKS = 1 << 15
-"""Per message of a snapshot."""
+"""Number of blocks per message of a snapshot."""
 
 
 class BlockFeed(KVConnector):
-    """Collects what enters and leaves the prefix caches while anybody watches.
+    """Collects changes of the prefix caches while any frontend watches.
 
     Args:
-        blocks: the pools.
-        frontends: who may watch.
+        blocks: The KV cache manager.
+        frontends: Server of the frontends that may watch.
     """
 
     name = "block_feed"
@@ -52,7 +52,7 @@ class BlockFeed(KVConnector):
             self._note(g, True, b"".join(_hash(key) for key in chain[first:end] if key in by_key))
 
     def _forgotten(self, g: int, key: bytes) -> None:
-        """A block left a prefix cache."""
+        """Note that a block left a prefix cache."""
         if self._frontends.block_watchers:
             self._note(g, False, _hash(key))
 
@@ -70,7 +70,7 @@ class BlockFeed(KVConnector):
             self._frontends.tell_watchers(told, self)
 
     def snapshot(self) -> Iterator[tuple[BlockChange, ...]]:
-        """All blocks that are cached now, in messages of a bounded size."""
+        """Yield all blocks that are cached now, in messages of bounded size."""
         for g, by_key in enumerate(self._blocks.pool.by_key):
             keys = iter(by_key)
             while hashes := b"".join(map(_hash, islice(keys, SNAPSHOT_BLOCKS))):

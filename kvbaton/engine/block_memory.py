@@ -1,4 +1,4 @@
-"""The memory of one pool of blocks, and the digest sums kept beside it."""
+"""The memory of a pool of blocks, and the digest sums kept with it."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from kvbaton.errors import ConfigError
 from kvbaton.kernels.digest import block_sums
 
 PAGE = 4096
-"""The pool starts at a page border, so that any transport can register it."""
+"""Alignment of the pool in bytes, as required by transports that register memory."""
 
 Shape = tuple[int, int, int, int, int]
-"""Of a block: heads, layers, kv, tokens, features."""
+"""Shape of a block: heads, layers, kv, tokens, features."""
 
 
 class BlockView:
-    """The blocks of a pool as groups of one shape see them, and their digest sums.
+    """The blocks of a pool in one shape, as its groups see them, and their digest sums.
 
-    The *sum* of (block, layer, kv, head) is the wrapping sum of `token_sums` over the tokens that
-    its first `BlockMemory.counted` slots hold.
+    The *sum* of (block, layer, kv, head) is the wrapping sum of `token_sums` over the tokens in its
+    first `BlockMemory.counted` slots.
 
     Args:
-        blocks: [blocks, bytes] uint8; a block holds `shape`, and may be larger.
-        shape: of a block.
-        dtype: name of its dtype.
-        name: of the plane.
-        kind: what a block means.
-        head_start: global id of the first head.
-        head_total: heads of the whole model.
-        track_sums: keep digest sums.
+        blocks: [blocks, bytes] uint8; a block has room for `shape`, and may be larger.
+        shape: Shape of a block.
+        dtype: Name of the dtype.
+        name: Name of the plane.
+        kind: Kind of attention or state.
+        head_start: Global index of the first head.
+        head_total: Number of heads of the whole model.
+        track_sums: Whether to keep digest sums.
 
     Attributes:
         data: [blocks, head, layer, kv, token, feature].
-        sums: [blocks, layers, kv, heads] int64; or None.
-        layout: of blocks with all these layers.
+        sums: [blocks, layers, kv, heads] int64, or None.
+        layout: Layout of blocks with all these layers.
     """
 
     def __init__(
@@ -88,29 +88,29 @@ class BlockView:
 
 
 class BlockMemory:
-    """Blocks of one rank, which groups see as they like.
+    """Blocks of one rank, which each group sees in its own shape.
 
     Block 0 is the null block: all zeros, never written; it pads block tables.
 
     Args:
-        num_blocks: the null block included.
-        block_bytes: of each.
-        block_size: tokens that a block holds.
-        device: where it lies.
-        flag: that said how many blocks there are.
-        blocks: those of another pool, which are ours, too: [blocks, bytes] uint8.
+        num_blocks: Number of blocks, null block included.
+        block_bytes: Size of a block in bytes.
+        block_size: Tokens per block.
+        device: Device of the memory.
+        flag: Flag that set the number of blocks, for errors.
+        blocks: Existing memory to use, such as another pool's: [blocks, bytes] uint8.
 
     Attributes:
         blocks: [blocks, bytes] uint8.
-        views: per KV group, what its blocks hold.
-        data: what they hold for the first group and those of its shape.
-        sums: the sums of the first group's blocks; None if none are kept.
-        layouts: per KV group, of its view.
-        group_data: per KV group, the data of its view that is its layers', the first ones.
-        counted: per block, its first slots that its sums count.
+        views: Per KV group, its view of the blocks.
+        data: Data of the first group's view.
+        sums: Sums of the first group's view; None if none are kept.
+        layouts: Per KV group, layout of its blocks.
+        group_data: Per KV group, data of its layers: the first ones in its view.
+        counted: Per block, number of leading slots that its sums cover.
 
     Raises:
-        ConfigError: a block's bytes can't be aligned, or so many can't be had.
+        ConfigError: The bytes of a block are not aligned, or the memory can't be allocated.
     """
 
     views: list[BlockView]
@@ -145,11 +145,11 @@ class BlockMemory:
         self.memory = Memory(self.blocks.data_ptr(), num_bytes, where, device.index or 0, blocks)
 
     def num_layers(self, group: int) -> int:
-        """Layers of a group: the first ones of its blocks."""
+        """Number of layers of a group, which are the first ones in its view."""
         return len(self.layouts[group].planes[0].layers)
 
     def group_sums(self, group: int) -> Tensor:
-        """The sums that are kept of it: [blocks, layers, kv, heads] int64."""
+        """Kept sums of a group: [blocks, layers, kv, heads] int64."""
         sums = self.views[group].sums
         assert sums is not None, "this executor was started without digest sums"
         return sums[:, : self.num_layers(group)]
@@ -168,7 +168,7 @@ class BlockMemory:
         """Fill blocks with NaN."""
         assert 0 not in blocks, "the null block is never written"
         ids = torch.tensor(blocks, dtype=torch.int64, device=self.blocks.device)
-        self.blocks[ids] = 0xFF  # a NaN of every dtype
+        self.blocks[ids] = 0xFF  # a NaN in every dtype
         if self.blocks.is_cuda:
             torch.cuda.synchronize(self.blocks.device)
 
@@ -178,7 +178,7 @@ class BlockMemory:
         return _unsigned(sums[torch.tensor(blocks, dtype=torch.int64, device=sums.device)])
 
     def digest(self, ranges: Sequence[BlockRange], *, keep: bool = False) -> list[Sums]:
-        """Per range sums recomputed from memory, [blocks, layers, kv, heads]; see `keep`."""
+        """Recompute sums from memory: per range [blocks, layers, kv, heads]; `keep` stores them."""
         found = []
         for held in ranges:
             group, blocks, *tokens = held
@@ -190,9 +190,9 @@ class BlockMemory:
         return found
 
     def keep(self, held: BlockRange, ids: Tensor, sums: Tensor) -> None:
-        """Keep recomputed sums with their blocks, whose numbers are `ids`, where any are kept.
+        """Store recomputed sums with their blocks `ids`, if sums are kept at all.
 
-        Not if the first block counts in part only: such a one is never cached, nor sent.
+        Does nothing if the first block is covered only in part: it is never cached nor sent.
         """
         if self.sums is None or held.start > held.first_position:
             return
@@ -202,11 +202,11 @@ class BlockMemory:
 
 
 def _memory(num_blocks: int, block_bytes: int, device: torch.device, flag: str) -> Tensor:
-    """Zeros for these blocks, and a page more."""
+    """Zeroed memory for these blocks, plus a page."""
     num_bytes = num_blocks * block_bytes + PAGE
     if device.type != "cpu":
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-    # Pages are made when they are first touched, 2 MiB at a time.
+    # Pages are allocated at their first access, 2 MiB at a time.
     try:
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:

@@ -1,16 +1,15 @@
-"""The blocks that all KV groups of an engine share: who owns each one, and which may be handed out.
+"""The physical blocks that all KV groups of an engine share: who owns each, and which are free.
 
-Blocks of all groups are equal in bytes (`engine.kv_groups`), so any block may serve any group: what
-one group does not need, the others have. It belongs to the group that it was handed out for until
-it is handed out again.
+Blocks of all groups have the same number of bytes (`engine.kv_groups`), so any free block may serve
+any group. A block belongs to the group that it was last allocated for.
 
 Laws of this file:
 
-1. Block 0 is the null block. It is never handed out, and references to it are not counted.
-2. A block is handed out only if no request refers to it, no remote writer may write it, no
+1. Block 0 is the null block. It is never allocated, and references to it are not counted.
+2. A block is allocated only if no request refers to it, no remote writer may write it, no
    transfer may read it, and the last step that may touch it is over (its *fence* has passed).
-3. A block with a key is immutable. When nobody owns it, it stays as cache, and the one that was
-   used longest ago goes first when blocks run out.
+3. A block with a key is immutable. Without owner it stays in the prefix cache; when free blocks run
+   out, the least recently used cached block is evicted first.
 """
 
 from __future__ import annotations
@@ -23,21 +22,21 @@ NULL_BLOCK = 0
 
 
 class BlockPool:
-    """Counts and lists of blocks.
+    """Reference counts and free lists of physical blocks.
 
     Attributes:
-        num_blocks: blocks in memory, the null block included.
-        group: per block, the group that it was handed out for last.
-        refs: per block, references from block tables of requests.
-        incoming: per block, hand-overs that may still write it.
-        outgoing: per block, transfers that may still read it.
-        fences: per block, number of the last step that may touch it.
-        keys: per block, its key in the prefix cache, or None.
-        keyed: per block, 1 if it has one.
-        by_key: per group, the block of each key.
-        launched: number of the last step planned, which may touch blocks given back from now on.
-        updated: number of the last step that is over.
-        on_forget: called with each group and key that leaves the prefix cache.
+        num_blocks: Blocks in memory, null block included.
+        group: Per block, the group that it was last allocated for.
+        refs: Per block, number of references from block tables of requests.
+        incoming: Per block, number of hand-overs that may still write it.
+        outgoing: Per block, number of transfers that may still read it.
+        fences: Per block, number of the last step that may touch it.
+        keys: Per block, its key in the prefix cache, or None.
+        keyed: Per block, 1 if it has a key, else 0.
+        by_key: Per group, block by key.
+        launched: Number of the last step planned, which may touch blocks given back from now on.
+        updated: Number of the last step that is over.
+        on_forget: Callbacks for each (group, key) that leaves the prefix cache.
     """
 
     def __init__(self, num_blocks: int, num_groups: int = 1) -> None:
@@ -62,26 +61,26 @@ class BlockPool:
 
     @property
     def usable(self) -> int:
-        """Blocks that a request could ever get."""
+        """Number of blocks that requests can have in all."""
         return self.num_blocks - 1
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` could hand out now, cached ones included."""
+        """Number of blocks that `allocate` could return now, unowned cached ones included."""
         return len(self._free) + len(self._cached)
 
     @property
     def num_uncached(self) -> int:
-        """Those among them that hold nothing."""
+        """Number of free blocks without cached content."""
         return len(self._free)
 
     @property
     def num_fenced(self) -> int:
-        """Blocks that become free when the steps in flight are over."""
+        """Number of blocks that become free when the steps in flight are over."""
         return len(self._fenced)
 
     def lists(self) -> dict[str, list[int]]:
-        """Blocks without owner, by the list that they are on (for the ledger)."""
+        """Blocks without owner, by the list that contains them (for the ledger)."""
         return {
             "free": list(self._free),
             "cached": list(self._cached),
@@ -89,7 +88,7 @@ class BlockPool:
         }
 
     def match(self, keys: Iterable[bytes], group: int = 0) -> list[int]:
-        """Blocks of the longest prefix of `keys` that a group has cached."""
+        """Cached blocks of a group for the longest prefix of `keys`."""
         blocks, by_key = [], self.by_key[group]
         for key in keys:
             block = by_key.get(key)
@@ -99,15 +98,15 @@ class BlockPool:
         return blocks
 
     def evictable(self, blocks: Iterable[int]) -> int:
-        """How many of `blocks` are unowned cache, so that `num_free` counts them."""
+        """How many of `blocks` are unowned and cached, so that `num_free` counts them."""
         return sum(block in self._cached for block in blocks)
 
     # --- references of requests ---
 
     def allocate(self, count: int, group: int = 0) -> list[int]:
-        """Hand out `count` blocks to a group, each with one reference; uncached ones first.
+        """Allocate `count` blocks for a group, each with one reference; uncached ones first.
 
-        In order of their numbers: what lies together is moved in one piece.
+        They are sorted by number, since contiguous blocks are transferred in one piece.
         """
         assert count <= self.num_free, f"asked for {count} blocks of {self.num_free} free ones"
         blocks = []
@@ -123,8 +122,8 @@ class BlockPool:
         return blocks
 
     def ref(self, blocks: Iterable[int]) -> None:
-        """Refer to blocks once more: cached ones, or ones that another request refers to."""
-        refs = self.refs  # of a long prompt's thousands of blocks, before its first step
+        """Add a reference to blocks that are cached or already referenced."""
+        refs = self.refs  # a local: a long prompt has thousands of blocks
         for block in blocks:
             if refs[block]:
                 refs[block] += 1
@@ -133,7 +132,7 @@ class BlockPool:
                 refs[block] = 1
 
     def deref(self, blocks: Sequence[int]) -> None:
-        """Give references back. A sequence's last block becomes the first to be evicted."""
+        """Drop references. A sequence's last block is evicted before its first."""
         refs, fences, launched = self.refs, self.fences, self.launched
         for block in reversed(blocks):
             if block == NULL_BLOCK:
@@ -147,7 +146,7 @@ class BlockPool:
     # --- holds of transfers ---
 
     def hold_outgoing(self, blocks: Iterable[int]) -> None:
-        """Keep blocks as they are until `release_outgoing`: a transfer may read them."""
+        """Keep blocks unchanged until `release_outgoing`, since a transfer may read them."""
         for block in blocks:
             self._own(block)
             self.outgoing[block] += 1
@@ -160,7 +159,7 @@ class BlockPool:
             self._disown(block)
 
     def hold_incoming(self, blocks: Iterable[int]) -> None:
-        """Mark fresh blocks of a request: a remote writer may write them."""
+        """Mark newly allocated blocks of one request that a remote writer may write."""
         for block in blocks:
             assert self.refs[block] == 1, f"block {block} is not private to one request"
             assert self.keys[block] is None, f"block {block} is in the prefix cache"
@@ -168,7 +167,7 @@ class BlockPool:
             self.incoming[block] += 1
 
     def release_incoming(self, blocks: Iterable[int]) -> None:
-        """Undo one `hold_incoming`: no write can land any more."""
+        """Undo one `hold_incoming`, once no write can land any more."""
         for block in blocks:
             assert self.incoming[block] > 0, f"block {block} awaits no writer"
             self.incoming[block] -= 1
@@ -177,7 +176,7 @@ class BlockPool:
     # --- the prefix cache ---
 
     def commit(self, block: int, key: bytes) -> None:
-        """Put a full, final block into the prefix cache. A key that is there keeps its block."""
+        """Put a full, final block into the prefix cache; a key that exists keeps its block."""
         by_key = self.by_key[self.group[block]]
         if block != NULL_BLOCK and key not in by_key:
             assert self.refs[block] > 0, f"block {block} belongs to no request"
@@ -186,7 +185,7 @@ class BlockPool:
             self.keys[block], self.keyed[block] = key, 1
 
     def evict(self, blocks: Iterable[int]) -> int:
-        """Take blocks out of the prefix cache, owned or not; returns how many were in it."""
+        """Remove blocks from the prefix cache, owned or not; returns how many were in it."""
         dropped = 0
         for block in blocks:
             if self.keys[block] is None:
@@ -199,7 +198,7 @@ class BlockPool:
         return dropped
 
     def reset_cache(self) -> int:
-        """Take all blocks out of the prefix cache; returns how many there were."""
+        """Remove all blocks from the prefix cache; returns how many there were."""
         return self.evict([block for by_key in self.by_key for block in by_key.values()])
 
     def _forget(self, block: int) -> None:
@@ -214,7 +213,7 @@ class BlockPool:
     # --- steps ---
 
     def settle(self, number: int) -> None:
-        """A step is over: blocks that only waited for it become free."""
+        """Note that a step is over: blocks fenced only by it become free."""
         self.updated = number
         for block in [block for block in self._fenced if self.fences[block] <= number]:
             del self._fenced[block]
@@ -223,14 +222,14 @@ class BlockPool:
     # --- from owned to unowned and back ---
 
     def _own(self, block: int) -> None:
-        """About to get an owner: take it off the lists of unowned blocks."""
+        """Take a block that is about to get an owner off the lists of unowned blocks."""
         if not (self.refs[block] or self.incoming[block] or self.outgoing[block]):
             assert self.keys[block] is not None, f"block {block} is free, not cached"
             self._cached.pop(block, None)
             self._fenced.pop(block, None)
 
     def _disown(self, block: int) -> None:
-        """Lost an owner: if it was the last one, put it on the list where it belongs."""
+        """Put a block that has lost its last owner on the list where it belongs."""
         if self.refs[block] or self.incoming[block] or self.outgoing[block]:
             return
         if self.fences[block] > self.updated:

@@ -1,9 +1,9 @@
 """Bytes of blocks where a store can read and write them.
 
-Pools in host memory are read and written as they lie, and so are those on GPUs by a store that
-reaches them. For others blocks pass through pinned memory, on streams of their own. Nothing waits
-for a device there, or makes a step wait: blocks that are fetched are final, blocks that are filled
-belong to nobody else, and the thread that uses this asks events.
+Pools in host memory are read and written in place, and so are pools on GPUs by a store that can
+access them. For other stores, blocks pass through pinned memory, on separate streams. Nothing here
+waits for a device, or makes a step wait: blocks that are fetched are final, blocks that are filled
+belong to nobody else, and the thread that uses this polls events.
 """
 
 from __future__ import annotations
@@ -20,29 +20,30 @@ from kvbaton.connectors.objects import BlockBytes, ObjectForm
 from kvbaton.connectors.store import AnyPieces, Pieces
 
 HOST_BYTES = 256 << 20
-"""Pinned for all batches together, if blocks are not larger."""
+"""Total bytes of pinned memory for all batches, unless single blocks are too large for it."""
 FEWEST_SLOTS = 8
 DEVICE_BATCH_BYTES = 256 << 20
-"""Of a store that reaches a device's blocks: the sums of one batch are made beside the next."""
+"""Bytes per batch for a store that accesses a device's blocks: while one batch is summed, the next
+is loaded."""
 LOADS_TOGETHER = 3
-"""Batches of one load: the store reads one, one is copied, and sums of another are made."""
+"""Number of batches of a load in progress: one read by the store, one copied, one summed."""
 
 
 class StagedBlocks(Protocol):
-    """Some blocks of one group. Whoever has it gives it back with `release`."""
+    """Some blocks of one group, borrowed until `release`."""
 
     @property
     def pieces(self) -> Sequence[AnyPieces]:
-        """Per block its bytes in canonical order (see `connectors.objects`)."""
+        """Per block, its bytes in canonical order (see `connectors.objects`)."""
 
     def ready(self) -> bool:
-        """Whether the bytes are where they were to go.
+        """Whether the last transfer is over.
 
-        That is here after `fetch`, and in the blocks after `write_back`.
+        After `fetch`, the bytes are in `pieces`; after `write_back`, they are in the blocks.
         """
 
     def write_back(self) -> None:
-        """Begin to bring what was filled in to the blocks."""
+        """Start to move the pieces' bytes to the blocks."""
 
     def release(self) -> None:
         """Give the memory back."""
@@ -53,28 +54,28 @@ class BlockStaging(Protocol):
 
     @property
     def max_blocks(self) -> int:
-        """Most blocks of one batch."""
+        """Maximum number of blocks in one batch."""
 
     @property
     def loads_together(self) -> int:
-        """Batches of one load."""
+        """Number of batches of one load in progress."""
 
     @property
     def regions(self) -> AnyPieces:
-        """The memory in which all pieces lie."""
+        """The memory that contains all pieces."""
 
     def fetch(self, group: int, blocks: Sequence[int]) -> StagedBlocks | None:
-        """Begin to bring blocks here, which no step in flight writes; None if all is lent out."""
+        """Start to fetch blocks that no step in flight writes; None if no memory is free."""
 
     def lend(self, group: int, blocks: Sequence[int]) -> StagedBlocks | None:
-        """Memory to be filled for blocks; None if all is lent out."""
+        """Memory to be filled for blocks; None if no memory is free."""
 
 
 OnePiece = TypeVar("OnePiece", memoryview, Memory)
 
 
 class StagedInPlace(Generic[OnePiece]):
-    """`StagedBlocks` as they lie: nothing is copied but for replicas."""
+    """`StagedBlocks` in place: only replicas are copied."""
 
     def __init__(
         self,
@@ -101,8 +102,8 @@ class CpuBlockStaging:
     """`BlockStaging` for pools in host memory.
 
     Args:
-        forms: of objects, one per group.
-        memories: per rank, the memory of its pools.
+        forms: Forms of objects, one per group.
+        memories: Per rank, the memory of its pools.
     """
 
     max_blocks = 1 << 20
@@ -119,7 +120,7 @@ class CpuBlockStaging:
         return [view for rank in self._views for view in rank]
 
     def fetch(self, group: int, blocks: Sequence[int]) -> StagedInPlace[memoryview]:
-        """See `BlockStaging.fetch`; what lies in the cache can't be written by who stores it."""
+        """See `BlockStaging.fetch`; the pieces are read-only, which protects the cache."""
         runs = self._forms[group].runs
         pieces = [[self._piece(self._sources, run, block) for run in runs] for block in blocks]
         return StagedInPlace(pieces)
@@ -142,15 +143,15 @@ class CpuBlockStaging:
 
 
 class DeviceBlockStaging:
-    """`BlockStaging` for pools on devices, and a store that reaches them there.
+    """`BlockStaging` for pools on devices, and a store that accesses them there.
 
     Args:
-        forms: of objects, one per group; without replicas, which a store knows nothing of.
-        memories: per rank, the memory of its pools.
+        forms: Forms of objects, one per group; without replicas, which stores can't write.
+        memories: Per rank, the memory of its pools.
     """
 
     loads_together = 2
-    """The store copies one, and sums of the other are made; three took more of the interpreter."""
+    """The store copies one batch while the other is summed; three slowed the interpreter down."""
 
     def __init__(self, forms: Sequence[ObjectForm], memories: Sequence[Sequence[Memory]]) -> None:
         self._forms, self._memories = forms, memories
@@ -193,7 +194,7 @@ class PinnedStagedBlocks:
         ]
 
     def fetch(self) -> None:
-        """Begin to copy from the devices."""
+        """Start to copy from the devices."""
         self._copy(_places(self._form.runs), to_device=False)
 
     def write_back(self) -> None:
@@ -228,11 +229,11 @@ class PinnedStagedBlocks:
 
 
 class PinnedBlockStaging:
-    """`BlockStaging` for pools on devices.
+    """`BlockStaging` for pools on devices, through pinned memory.
 
     Args:
-        forms: of objects, one per group; their runs are in the only region of each rank.
-        pools: per rank, the blocks of its pool, [blocks, bytes] uint8.
+        forms: Forms of objects, one per group; all runs are in the only region of each rank.
+        pools: Per rank, the blocks of its pool, [blocks, bytes] uint8.
     """
 
     loads_together = LOADS_TOGETHER
@@ -241,7 +242,7 @@ class PinnedBlockStaging:
         self._forms = forms
         self.addresses = [pool.data_ptr() for pool in pools]
         self.copies = CudaCopies()
-        # By direction, so that both ways of the bus are used at the same time.
+        # One stream per direction, so that both directions of the bus are used at once.
         self.streams = [[self.copies.stream(pool.device.index) for pool in pools] for _ in range(2)]
         size = max(form.num_bytes for form in forms)
         slots = max(FEWEST_SLOTS, HOST_BYTES // size)
@@ -270,7 +271,7 @@ class PinnedBlockStaging:
 
 
 def _places(runs: Sequence[BlockBytes]) -> list[tuple[BlockBytes, int]]:
-    """Runs with their places in an object."""
+    """Runs with their offsets in an object."""
     places, at = [], 0
     for run in runs:
         places.append((run, at))

@@ -1,4 +1,4 @@
-"""Puts an engine together from its settings: model, ranks, scheduler, connectors, loop."""
+"""Builds an engine from its settings: model, ranks, scheduler, connectors, core."""
 
 from __future__ import annotations
 
@@ -52,18 +52,18 @@ from kvbaton.types import NodeId, PromptLimits
 log = logging.getLogger(__name__)
 
 BLOCK_GRANULE = 16
-"""Of block sizes that the model decides."""
+"""Granularity of block sizes that the model determines."""
 
 
 @dataclass(frozen=True)
 class ConnectorContext:
-    """What a connector may want to know of the engine beyond executor and scheduler.
+    """What a connector may need of the engine besides executor and scheduler.
 
     Attributes:
-        config: the engine's settings.
-        node: this life of this node.
-        identity: digest of the identity record, 32 bytes.
-        record: the identity record, readable.
+        config: Settings of the engine.
+        node: Identity of this run of the node.
+        identity: Digest of the identity record, 32 bytes.
+        record: The identity record, readable.
     """
 
     config: EngineConfig
@@ -73,27 +73,27 @@ class ConnectorContext:
 
 
 MakeConnectors = Callable[[Executor, Scheduler], Sequence[KVConnector]]
-"""Makes connectors and starts what they need."""
+"""Makes connectors, and starts what they need."""
 
 
 class ConnectorFactory(Protocol):
-    """Makes connectors in the core's process; crosses into it by pickle, from parent to child."""
+    """Makes connectors in the core's process; is pickled from parent to child."""
 
     @property
     def sends_blocks(self) -> bool:
-        """Whether blocks are handed over from this node, so that their digests must be kept."""
+        """Whether this node hands blocks over, so that their digests must be kept."""
 
     @property
     def items(self) -> ConnectorFactory:
-        """Makes the connector of the encoder beside a language model, which receives outputs."""
+        """The factory for an encoder beside a language model, which receives encoder outputs."""
 
     def __call__(self, surroundings: ConnectorContext) -> MakeConnectors:
-        """Open what needs no engine; called in a thread of its own while the model is loaded."""
+        """Do what needs no engine, before the model is loaded."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine that is ready to run, and what its clients want to know of it."""
+    """An engine that is ready to run, and what its clients need to know of it."""
 
     core: EngineCore
     ready: Ready
@@ -106,7 +106,7 @@ class Engine:
         encoder_identity: bytes,
         prompt_limits: PromptLimits | None = None,
     ) -> Engine:
-        """The engine of a core."""
+        """Describe a core as an engine."""
         layout, limits = core.executor.layouts[0][0], core.scheduler.config
         ready = Ready(
             node=context.node,
@@ -127,16 +127,16 @@ class Engine:
 def build_engine(
     config: EngineConfig, node: NodeId, factories: Sequence[ConnectorFactory], mailbox: Mailbox
 ) -> Engine:
-    """Load the model, allocate the pool, start the connectors.
+    """Load the model, allocate the pool, and start the connectors.
 
     Args:
-        config: the engine's settings.
-        node: this life of this node.
-        factories: make the connectors of hand-overs; store and KV events come from `config`.
-        mailbox: where requests come from and outputs go to.
+        config: Settings of the engine.
+        node: Identity of this run of the node.
+        factories: Make the connectors of hand-overs; store and KV events come from `config`.
+        mailbox: Source of messages and destination of outputs.
 
     Raises:
-        ConfigError: a setting or the model folder is wrong.
+        ConfigError: A setting or the model folder is wrong.
     """
     model = load_model_config(
         config.model, config.dtype, config.quantization, config.kv_cache_dtype
@@ -177,7 +177,7 @@ def build_engine(
         executor.attach_encoder(worker.cache)
         scheduler.items = items = EncoderCacheManager(encoder, answers, scheduler)
         connectors.append(items)
-    # Where the next step can be planned while a device is busy, two are in flight.
+    # While a device computes one step, the next can be planned: two are in flight.
     depth = 2 if choose_device(config).type == "cuda" else 1
     core = EngineCore(
         executor, scheduler, mailbox, connectors=connectors, depth=depth, profiler=profiler
@@ -194,14 +194,14 @@ def beside(
     factories: Sequence[ConnectorFactory],
     answers: Answers,
 ) -> EngineCore:
-    """The encoder's core beside a language model, which is the same but for who asks it.
+    """The encoder's core beside a language model, which asks it instead of frontends.
 
     Raises:
-        ConfigError: a setting or the model folder is wrong.
+        ConfigError: A setting or the model folder is wrong.
     """
     alone = replace(config, kv_events_config=None, tensor_parallel_size=1)
     name = NodeId(f"{node.node}-items", node.generation)
-    receivers = [factory.items for factory in factories][:1]  # one receives for all of them
+    receivers = [factory.items for factory in factories][:1]  # one receives for all
     return build_encoder(alone, model, name, receivers, answers).core
 
 
@@ -212,10 +212,10 @@ def build_encoder(
     factories: Sequence[ConnectorFactory],
     mailbox: Mailbox,
 ) -> Engine:
-    """`build_engine` for an encoder alone: its prompts are items, its blocks their outputs.
+    """Do as `build_engine`, for an encoder: its prompts are items, its blocks their outputs.
 
     Raises:
-        ConfigError: a setting or the model folder is wrong.
+        ConfigError: A setting or the model folder is wrong.
     """
     if config.tensor_parallel_size != 1:
         raise ConfigError("--tensor-parallel-size", "an encoder has one rank")
@@ -244,7 +244,7 @@ def build_encoder(
 
 
 def enough_tokens(block_size: int, model: ModelConfig) -> int:
-    """A block size with room for the model's states: the one asked for, or one as vLLM's."""
+    """Block size with room for the model's states: the one asked for, or as much as vLLM takes."""
     least = least_block_size(model.kv_groups(), model.kv_dtype)
     if block_size >= least:
         return block_size
@@ -256,17 +256,17 @@ def enough_tokens(block_size: int, model: ModelConfig) -> int:
 def open_connectors(
     factories: Sequence[ConnectorFactory], surroundings: ConnectorContext
 ) -> list[MakeConnectors]:
-    """What connectors need that can be had before the model, whose loading may take minutes.
+    """Prepare connectors as far as possible before the model is loaded, which may take minutes.
 
     UCX rewrites the first instructions of `mmap`, `cuMemAlloc` and others when the first NIXL agent
     is made. A thread that loads a model calls these all the time, and two starts of some 700 ended
     by a signal while one did; UCX's own test of that (``test_hooks``) crashes now and then, too.
 
     Returns:
-        Makers of connectors, that of the store first.
+        Makers of connectors, the store's first.
 
     Raises:
-        ConfigError: a setting is wrong.
+        ConfigError: A setting is wrong.
     """
     config, makers = surroundings.config, list[MakeConnectors]()
     if config.store is not None:
@@ -282,10 +282,10 @@ def make_connectors(
     makers: Sequence[MakeConnectors],
     surroundings: ConnectorContext,
 ) -> list[KVConnector]:
-    """The store, which is asked first, hand-overs, and KV events, as the settings want them.
+    """Make the connectors that the settings want: the store, which is asked first, and the others.
 
     Raises:
-        ConfigError: a setting is wrong, a store can't be opened, or an address is in use.
+        ConfigError: A setting is wrong, a store can't be opened, or an address is in use.
     """
     config, connectors = surroundings.config, list[KVConnector]()
     for make in makers:
@@ -300,7 +300,7 @@ def make_executor(config: EngineConfig, model: ModelConfig, *, track_sums: bool)
     """The executor for the device that the settings choose.
 
     Raises:
-        ConfigError: a setting, the model folder or the size of the pool is wrong.
+        ConfigError: A setting, the model folder or the size of the pool is wrong.
     """
     if choose_device(config).type == "cuda":
         from kvbaton.engine.cuda.executor import cuda_executor
@@ -310,10 +310,10 @@ def make_executor(config: EngineConfig, model: ModelConfig, *, track_sums: bool)
 
 
 def make_store(config: EngineConfig) -> StoreCalls:
-    """The store that the settings name, which is not open yet.
+    """The store that the settings name, not open yet.
 
     Raises:
-        ConfigError: it is unknown, or can't be built or do what the settings want.
+        ConfigError: It is unknown, or can't be built, or lacks what the settings want.
     """
     assert config.store is not None
     store = StoreCalls(load_store(config.store))
@@ -332,10 +332,10 @@ def open_store(
     executor: Executor,
     scheduler: Scheduler,
 ) -> list[KVConnector]:
-    """A store's connector, once the store is open.
+    """Open a store, and make its connector.
 
     Raises:
-        ConfigError: it can't be opened, or can't keep what this model computes.
+        ConfigError: It can't be opened, or can't store what this model computes.
     """
     groups = range(len(executor.layouts[0]))
     forms = tuple(ObjectForm([rank[group] for rank in executor.layouts]) for group in groups)
@@ -352,10 +352,10 @@ def open_store(
 
 
 def identity_record(config: EngineConfig, model: ModelConfig) -> IdentityRecord:
-    """All that decides what a token's KV is on this engine.
+    """Everything that determines a token's KV on this engine.
 
-    A field is empty where the engine has no such thing: no adapters or draft models yet, and a
-    folder's revision is in the digest of its weights.
+    A field is empty if the engine has no such thing: there are no adapters or draft models yet, and
+    a folder's revision is covered by the digest of its weights.
     """
     scales = load_kv_scales(model, config.load_format)
     kv_scales = hashlib.blake2b(msgspec.json.encode(scales), digest_size=32).hexdigest()
@@ -377,10 +377,10 @@ def identity_record(config: EngineConfig, model: ModelConfig) -> IdentityRecord:
 
 
 def encoder_identity(config: EngineConfig, model: ModelConfig) -> IdentityRecord:
-    """All that decides what an item's encoder output is on this engine, beside the item.
+    """Everything, besides the item, that determines its encoder output on this engine.
 
     Raises:
-        ConfigError: the model has no encoder, or its folder is not whole.
+        ConfigError: The model has no encoder, or its folder is incomplete.
     """
     model.require_vision()
     return msgspec.structs.replace(
@@ -393,7 +393,7 @@ def encoder_identity(config: EngineConfig, model: ModelConfig) -> IdentityRecord
 
 
 def processor_digest(model: ModelConfig) -> str:
-    """Of the image processor's settings, however they are written down."""
+    """Digest of the image processor's settings, independent of their formatting."""
     data = msgspec.json.encode(processor_settings(model.folder), order="deterministic")
     return hashlib.blake2b(data, digest_size=32, person=b"kvbaton-images").hexdigest()
 
@@ -401,10 +401,10 @@ def processor_digest(model: ModelConfig) -> str:
 def make_scheduler(
     config: EngineConfig, model: ModelConfig, layouts: Sequence[KVLayout], identity: bytes
 ) -> Scheduler:
-    """A scheduler over pools with these layouts.
+    """Make a scheduler over pools with these layouts.
 
     Raises:
-        ConfigError: `speculative_config` is wrong, or nothing for this model.
+        ConfigError: `speculative_config` is wrong, or the model does not support it.
     """
     speculative = SpeculativeConfig.parse(config.speculative_config)
     if speculative and any(layout.kind is GroupKind.STATE for layout in layouts):
@@ -415,7 +415,7 @@ def make_scheduler(
     if model.vision is not None and model.vision.bidirectional:
         rows = largest_item(model)
     mixed = MIXED_TOKENS
-    if model.moe is not None:  # all experts are read, and a token goes through few
+    if model.moe is not None:  # a step reads all experts, while a token uses few
         mixed = mixed * model.moe.num_experts // model.moe.top_k
     return Scheduler(
         SchedulerConfig(

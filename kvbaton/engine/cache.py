@@ -1,4 +1,4 @@
-"""One rank's paged KV cache: writing tokens, reading pages, and what that does to the sums."""
+"""One rank's paged KV cache: writing tokens, reading pages, and keeping digest sums up to date."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from kvbaton.kernels.digest import add_sums, block_sums, start_sums, table_sums
 from kvbaton.kernels.rope_write import narrow
 
 LONG_RUN = 4
-"""Tokens in a row from which on reading their blocks whole is cheaper than token by token."""
+"""Length of a run of tokens from which on reading whole blocks is cheaper than single tokens."""
 
 
 class TokenView(BlockView):
-    """Blocks seen as tokens of K and V, or of latent rows, of some heads and layers.
+    """Blocks as tokens of K and V, or of latent rows, of some heads and layers.
 
     Args:
-        blocks: of the pool.
-        groups: all of one shape.
-        block_size: tokens per block.
-        dtype: of K and V as they lie there.
-        compute_dtype: as they are read.
-        shard: the rank's share.
-        track_sums: keep digest sums.
+        blocks: Blocks of the pool.
+        groups: KV groups, all of one shape.
+        block_size: Tokens per block.
+        dtype: dtype in which K and V are stored.
+        compute_dtype: dtype in which they are read.
+        shard: The rank's share.
+        track_sums: Whether to keep digest sums.
 
     Attributes:
-        shape: of a block.
+        shape: Shape of a block.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class TokenView(BlockView):
         )
         self.block_size, self.compute_dtype = block_size, compute_dtype
         self._value_dim = first.value_dim
-        # Torch indexes float8 in part of its functions only.
+        # Torch supports indexing of float8 in some functions only.
         items = blocks if self.data.element_size() == 1 else blocks.view(self.data.dtype)
         self._tokens = items.view(-1, first.head_dim)
         self._pages = items.view(-1, block_size * first.head_dim)
@@ -74,7 +74,7 @@ class TokenView(BlockView):
         self._heads = torch.arange(heads, device=blocks.device) * (layers * first.planes)
 
     def token_rows(self, slots: Tensor) -> Tensor:
-        """Row of K of place 0, in the pool as rows of one token and head: [tokens * heads].
+        """Rows of K at place 0, in the pool as rows of one token and head: [tokens * heads].
 
         Args:
             slots: [tokens] int64: block * block_size + offset.
@@ -84,9 +84,9 @@ class TokenView(BlockView):
         return (pages * size + (slots % size)[:, None]).flatten()
 
     def write(self, place: int, rows: Tensor, key: Tensor, value: Tensor) -> None:
-        """Store a layer's scaled K and V, each [tokens, heads, head_dim], at `token_rows`.
+        """Write a layer's scaled K and V, each [tokens, heads, head_dim], at `token_rows`.
 
-        Of latent rows only `key` is looked at.
+        For latent rows, `value` is ignored.
         """
         planes = self.shape[2]
         for kv, x in enumerate((key, value)[:planes]):
@@ -95,7 +95,7 @@ class TokenView(BlockView):
             self._tokens.index_copy_(0, rows + step, kept.view(self._tokens.dtype))
 
     def page_rows(self, tables: Tensor) -> Tensor:
-        """Row of K of place 0, as rows of one block and head: [sequences, heads, blocks].
+        """Rows of K at place 0, as rows of one block and head: [sequences, heads, blocks].
 
         Args:
             tables: [sequences, blocks] int64, padded with 0.
@@ -103,9 +103,9 @@ class TokenView(BlockView):
         return tables[:, None] * self._pages_per_block + self._heads[:, None]
 
     def read(self, place: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V at `page_rows`, copied: each [sequences, heads, blocks * size, head_dim].
+        """Read copies of K and V at `page_rows`: each [sequences, heads, blocks * size, head_dim].
 
-        V of latent rows is a view of K.
+        For latent rows, V is a view of K.
         """
         flat, shape, planes = rows.flatten(), (*rows.shape[:2], -1, self.shape[-1]), self.shape[2]
         key, *values = (
@@ -118,42 +118,42 @@ class TokenView(BlockView):
         return key, values[0] if values else key[..., : self._value_dim]
 
     def read_rows(self, place: int, rows: Tensor) -> Tensor:
-        """K at `token_rows`, copied: [rows, head_dim]."""
+        """Read copies of K at `token_rows`: [rows, head_dim]."""
         found = self._tokens.index_select(0, rows + place * self.shape[2] * self.block_size)
         return found.view(self.data.dtype).to(self.compute_dtype)
 
 
 class KVCache(BlockMemory):
-    """Blocks of K and V, or of latent rows, each of one KV group at a time, as block tables say.
+    """Blocks of K and V, or of latent rows; each belongs to one KV group at a time.
 
-    The key of a latent row is all of it, its value the first features (`KVGroup.value_dim`).
+    The key of a latent row is the whole row, its value the first features (`KVGroup.value_dim`).
     Groups of one shape share a view of the blocks.
 
-    Writing slot 0 of a block starts its sum anew; writing another slot that is counted takes that
-    and all later ones out first. On a GPU nothing but `kept_sums` and `digest` waits for
-    the device.
+    Writing slot 0 of a block restarts its sum. Writing another slot that is covered first removes
+    that slot and all later ones from the sum. On a GPU, only `kept_sums` and `digest` wait for the
+    device.
 
     Args:
-        groups: see `kv_groups`: those of one shape follow each other, those of states come last.
-        dtype: of K and V as they lie there, float8_e4m3fn too.
-        compute_dtype: of K and V as they are read; None for `dtype`.
-        scales: per layer those of K and V, for FP8, of a latent row equal; 1 where there are none.
-        num_blocks: of the pool, the null block included.
-        block_size: tokens per block.
-        device: where it lies.
-        shard: the rank's share.
-        track_sums: keep digest sums.
-        flag: that said how many blocks there are.
-        blocks: see `BlockMemory`.
+        groups: See `kv_groups`: groups of one shape are consecutive, groups of states come last.
+        dtype: dtype in which K and V are stored, perhaps float8_e4m3fn.
+        compute_dtype: dtype in which K and V are read; None for `dtype`.
+        scales: Per layer, scales of K and V for FP8, equal for a latent row; 1 if left out.
+        num_blocks: Number of blocks of the pool, null block included.
+        block_size: Tokens per block.
+        device: Device of the pool.
+        shard: The rank's share.
+        track_sums: Whether to keep digest sums.
+        flag: Flag that set the number of blocks, for errors.
+        blocks: See `BlockMemory`.
 
     Attributes:
-        groups: those.
-        num_kv_groups: how many of them have K and V.
-        token_views: of each of those.
-        states: the others' states; None if there are none.
-        places: per layer its group, among those of K and V or of states, and its place among the
-            layers of a block.
-        compute_dtype: of K and V as they are read.
+        groups: The KV groups.
+        num_kv_groups: Number of groups with K and V.
+        token_views: View of each of these groups.
+        states: View of the groups of states; None if there are none.
+        places: Per layer, its group (among those with K and V, or those of states), and its place
+            among the layers of a block.
+        compute_dtype: dtype in which K and V are read.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class KVCache(BlockMemory):
         self._scales = scales or {}
 
     def scales(self, layer: int) -> tuple[float, float]:
-        """What K and V of a layer are divided by before they are kept."""
+        """Scales that K and V of a layer are divided by before they are stored."""
         return self._scales.get(layer, (1.0, 1.0))
 
     def kept(self, x: Tensor) -> Tensor:
@@ -217,7 +217,7 @@ class KVCache(BlockMemory):
         return x if x.dtype == self.data.dtype else narrow(x, self.data.dtype).to(x.dtype)
 
     def _parts(self, slots: Tensor) -> Iterator[tuple[TokenView, Tensor, slice]]:
-        """Views, their sums, and which part of `slots`, group after group, is theirs."""
+        """Views with sums, and the part of `slots` (group after group) that belongs to each."""
         each, first = len(slots) // self.num_kv_groups, 0
         for view, alike in groupby(self.token_views):
             past = first + each * len(list(alike))
@@ -233,11 +233,11 @@ class KVCache(BlockMemory):
         offsets: npt.NDArray[np.int64],
         positions: npt.NDArray[np.int64],
     ) -> None:
-        """Before a step writes tokens: account for them, and take out counted ones they replace.
+        """Account for tokens that a step will write, and remove covered ones that they replace.
 
         Args:
             blocks: [tokens], group after group, sequence after sequence.
-            offsets: [tokens], slot in the block.
+            offsets: [tokens], slot within the block.
             positions: [tokens], absolute.
         """
         if self.sums is None:
@@ -259,7 +259,7 @@ class KVCache(BlockMemory):
         np.maximum.at(self.counted, blocks, offsets + 1)
 
     def start_sums(self, slots: Tensor) -> None:
-        """Sums of blocks whose first slot is about to be written begin anew.
+        """Restart the sums of blocks whose first slot is about to be written.
 
         Args:
             slots: [groups of K and V * tokens] int64, group after group.
@@ -268,12 +268,12 @@ class KVCache(BlockMemory):
             start_sums(sums, slots[part], self.block_size)
 
     def add_sums(self, slots: Tensor, positions: Tensor) -> None:
-        """Add the tokens that were just written.
+        """Add tokens that were just written to the sums.
 
         Args:
             slots: [groups of K and V * tokens] int64, group after group: block * block_size +
                 offset; on a GPU -1 for none.
-            positions: likewise int64, absolute.
+            positions: Absolute positions, shaped alike, int64.
         """
         for view, sums, part in self._parts(slots):
             if view.data.is_cuda:
@@ -282,14 +282,14 @@ class KVCache(BlockMemory):
                 self._add_sums(view.data, sums, slots[part], positions[part])
 
     def _add_sums(self, data: Tensor, sums: Tensor, slots: Tensor, positions: Tensor) -> None:
-        # Where tokens begin that do not follow their predecessor in its block or the next one.
+        # Starts of runs: tokens that do not follow their predecessor in its block or the next.
         blocks, offsets = np.divmod(slots.numpy(), self.block_size)
         follows = np.diff(positions.numpy(), prepend=-2) == 1
         follows &= (np.diff(blocks, prepend=-1) == 0) | (offsets == 0)
         borders = np.append(np.flatnonzero(~follows), len(slots))
         lengths = np.diff(borders)
         for start, end in pairwise(borders.tolist()):
-            if end - start >= LONG_RUN:  # of one sequence: whole blocks at a time
+            if end - start >= LONG_RUN:  # one sequence: sum whole blocks
                 held = blocks[start:end]
                 ids = torch.from_numpy(held[np.flatnonzero(np.diff(held, prepend=-1))])
                 position = int(positions[start])
@@ -301,12 +301,12 @@ class KVCache(BlockMemory):
             add_sums(sums, data, slots[apart], positions[apart])
 
     def fetch_kept_sums(self, group: int, blocks: Sequence[int]) -> Tensor:
-        """Sums kept with blocks, on their way into host memory: [blocks, layers, kv, heads]."""
+        """Start to fetch sums kept with blocks to the host: [blocks, layers, kv, heads]."""
         sums = self.group_sums(group).index_select(0, upload_ids(blocks, self.data.device))
         return fetch(sums.contiguous())
 
     def fetch_digest(self, ranges: Sequence[BlockRange], *, keep: bool = False) -> list[Tensor]:
-        """As `digest`, on their way into host memory; those of a view in one launch."""
+        """Start to compute what `digest` does, and fetch it; with one launch per view."""
         found: list[Tensor] = []
         for view, alike in groupby(ranges, lambda held: self.views[held.group]):
             same, size = list(alike), view.layout.block_size
@@ -328,7 +328,7 @@ class KVCache(BlockMemory):
 
 
 def _layout_of(whole: KVLayout, number: int, group: KVGroup) -> KVLayout:
-    """What a group's blocks hold, of the layout of whole ones."""
+    """Layout of a group's blocks, a part of the layout of whole blocks."""
     (plane,) = whole.planes
     shape = (*plane.shape[:LAYER], len(group.layers), *plane.shape[LAYER + 1 :])
     plane = msgspec.structs.replace(plane, shape=shape, layers=group.layers)

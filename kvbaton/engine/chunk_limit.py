@@ -1,10 +1,10 @@
-"""How many tokens of prompts a step takes beside sequences that decode.
+"""How many prompt tokens a step computes beside decoding sequences.
 
-Chunked prefill stalls nobody if chunks are small (Sarathi-Serve, OSDI 2024). They cost little while
-the products of few tokens wait for weights anyway, so a step that decodes has few tokens in all.
-But where it is known how long those who decode may wait, it has as many as there is time for. That
-limit follows what steps take: each one with a chunk tells what its tokens added to a step without,
-and so how many would add what is left.
+Chunked prefill does not stall decoding if chunks are small (Sarathi-Serve, OSDI 2024). Small chunks
+cost little, since the products of few tokens wait for weights anyway, so a step that also decodes
+has few tokens in all. If the decoding sequences have an ITL objective, such a step has as many
+prompt tokens as it leaves time for. That limit is learned from the duration of steps: a step with a
+chunk shows how long its prompt tokens made it, and so how many tokens would fill the time left.
 """
 
 from __future__ import annotations
@@ -14,38 +14,39 @@ import math
 from kvbaton.engine.step_costs import Terms
 
 LEAST = 64
-"""Tokens; fewer add next to nothing less to a step."""
+"""Minimum number of tokens in a chunk: fewer hardly make a step shorter."""
 AIM = 0.9
-"""Of the objective: steps vary."""
+"""Share of the ITL objective that a step aims at, since step times vary."""
 SHRINK, GROW = 0.5, 2.0
-"""By no more after one step: something else may have slowed it, and few tokens are cheap."""
+"""Bounds for the change of the limit after one step: something else may have slowed it, and few
+tokens are cheap."""
 CAREFUL = 1 / 16
-"""Of what is left it grows once a chunk was too long: with padding and attention tokens are dearer
-than those before them, so that every other one would be."""
+"""Share of an increase that is made once a chunk was too long. Padding and attention make further
+tokens dearer than those before, so after full increases every other chunk would be late."""
 FADE = 0.125
-"""Of the mean of steps without prompts: what a new one counts."""
+"""Weight of a new step in the running means."""
 PADDED = 32, 128
-"""A step with chunks has a multiple of as many tokens as a GPU pads it to, at least and at most: it
-would compute the rest in vain, and take longer than it may."""
+"""Smallest and largest number of tokens to a multiple of which GPUs pad a step with chunks: other
+limits would compute padding, and exceed the objective."""
 GRAIN = 128
-"""For so many who decode a step has as many tokens more."""
+"""Without an objective, each further 128 decoding sequences allow a step 128 tokens more."""
 FAR_PREFIX = 16384
-"""Tokens of a prompt, behind which few cost much more each than many: what attends to so many keys
-has a kernel that is the faster the more there are."""
+"""Position in a prompt beyond which large chunks are much cheaper per token: the attention kernel
+for that many keys is the faster the more queries there are."""
 
 IN_TIME = 0.75
-"""Of its objective: a first token that would take longer in small chunks has large ones."""
+"""Share of the TTFT objective: a prompt that would take longer in small chunks gets large ones."""
 
 
 def chunk_tokens(objective_s: float, step_s: float, token_s: float, most: int, mixed: int) -> int:
-    """What a limit comes to, for those who know what steps take but do not see them.
+    """The limit that `ChunkLimit` would come to, for routers, which know costs but see no steps.
 
     Args:
-        objective_s: of who decodes.
-        step_s: without prompts.
-        token_s: of each token of a prompt, beside them.
-        most: tokens of a step.
-        mixed: of one in which sequences decode, too, without an objective.
+        objective_s: ITL objective of the decoding sequences; infinite for none.
+        step_s: Seconds of a step without prompts.
+        token_s: Seconds that each prompt token adds to it.
+        most: Maximum number of tokens in a step.
+        mixed: Maximum number of tokens in a step that also decodes, without an objective.
     """
     if objective_s == math.inf:
         return min(most, mixed)
@@ -56,24 +57,23 @@ def chunk_tokens(objective_s: float, step_s: float, token_s: float, most: int, m
 
 
 def size_step(tokens: int, least: int) -> int:
-    """By how much the next graph of a GPU is larger: a quarter of a power of two, or `least`."""
+    """Difference between the sizes of GPU graphs: a quarter of a power of two, at least `least`."""
     return max(least, 1 << tokens.bit_length() >> 3)
 
 
 def padded_down(tokens: int) -> int:
-    """The largest step that is not padded (`kvbaton.engine.cuda.prompt_graphs.padded_sizes`)."""
+    """The largest number of tokens that needs no padding, see `cuda.prompt_graphs.padded_sizes`."""
     least, most = PADDED
     return tokens - tokens % min(size_step(tokens, least), most)
 
 
 class ChunkLimit:
-    """Learns from steps.
+    """Limit on the prompt tokens of steps that also decode, learned from the duration of steps.
 
     Args:
-        most: tokens of a step.
-        mixed: of one in which sequences decode, too, if these are few: without an objective the
-            limit is what they leave of it.
-        least: tokens that are computed together or not at all, if more than `LEAST`.
+        most: Maximum number of tokens in a step.
+        mixed: Maximum number of tokens, decoding ones included, in a step without an objective.
+        least: Tokens that must fit into one step (an unsplit item), if more than `LEAST`.
     """
 
     def __init__(self, most: int, mixed: int | None = None, least: int = 0) -> None:
@@ -85,11 +85,11 @@ class ChunkLimit:
         self._alone_s = self._chunks_s = self._chunks = 0.0
 
     @property
-    def tokens(self) -> int:
-        """Of prompts in a step like the last one that was asked for.
+    def current(self) -> int:
+        """Current limit in prompt tokens, for the objective last given to `for_step`; not rounded.
 
-        All that fit where steps without prompts miss the objective of who decodes: then few long
-        steps are better than many that are a little longer.
+        The whole step if steps without prompts miss the objective already: few long steps are then
+        better than many slightly longer ones.
         """
         if self._objective_s == math.inf:
             return self._mixed
@@ -97,14 +97,17 @@ class ChunkLimit:
 
     @property
     def token_s(self) -> float:
-        """Of steps with a chunk, over its tokens, of late; 0 before the first."""
+        """Running mean of seconds per prompt token in steps with a chunk; 0 before the first."""
         return self._chunks_s / self._chunks if self._chunks else 0.0
 
-    def beside(self, decodes: int, objective_s: float) -> int:
-        """`tokens` beside so many that decode; one of these is to come within so long."""
+    def for_step(self, decodes: int, objective_s: float) -> int:
+        """Limit in prompt tokens for the next step, rounded so that the step is not padded.
+
+        It has `decodes` decoding sequences, with this smallest ITL objective; infinite for none.
+        """
         if objective_s != self._objective_s:
             self._objective_s, self._careful = objective_s, False
-        tokens = self.tokens
+        tokens = self.current
         if objective_s == math.inf:
             tokens -= decodes % GRAIN
         elif tokens == self._most:
@@ -113,7 +116,7 @@ class ChunkLimit:
         return self._asked
 
     def observe(self, terms: Terms, seconds: float) -> None:
-        """A step took so long; see `terms_of`."""
+        """Learn from a step with these terms (see `terms_of`) that took so many seconds."""
         _, prompts, _, decodes, _ = terms
         if not decodes:
             return
@@ -126,7 +129,7 @@ class ChunkLimit:
             return
         aim_s = AIM * self._objective_s
         if prompts <= self._asked - PADDED[0] and seconds <= aim_s:
-            return  # the end of a prompt: the first tokens of a chunk cost the most
+            return  # the short end of a prompt: the first tokens of a chunk cost the most
         found = prompts * (aim_s - self._alone_s) / max(seconds - self._alone_s, 1e-5)
         found = min(max(found, SHRINK * self._limit), GROW * self._limit)
         self._careful = self._careful or seconds > aim_s

@@ -1,4 +1,4 @@
-"""A frontend of an engine core: asks for tokens over ZMQ, notices the core's death."""
+"""A frontend of an engine core: requests tokens over ZMQ, and notices when the core dies."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from kvbaton.messages import engine as messages
 from kvbaton.types import MAX_MESSAGE_BYTES
 
 DRIFT = 2e-4
-"""Two clocks may run apart by so many seconds a second: twice what a bad quartz does."""
+"""Largest assumed drift of two clocks, in seconds per second: twice that of a bad quartz."""
 
 
 class ClockOffset:
-    """How far another machine's monotonic clock is from ours, by the messages that cross.
+    """Offset of another machine's monotonic clock from ours, estimated from messages.
 
-    A message that left here at `sent` and had come there by `received` (their clock) says that
-    their clock is ahead by at most ``received - sent``; one that they sent at `told` and that was
-    here at `heard` says that it is ahead by at least ``told - heard`` (Cristian, 1989). The bounds
-    of all messages hold at once, so the offset is known within the shortest ways there and back;
-    they widen as time goes by. Wall clocks play no part.
+    A message sent at `sent` (our clock) that had arrived by `received` (their clock) shows that
+    their clock is ahead by at most ``received - sent``. One sent at `told` (theirs) that had
+    arrived by `heard` (ours) shows that it is ahead by at least ``told - heard`` (Cristian, 1989).
+    The bounds of all messages hold at once, so the shortest delays each way limit the error; with
+    time the bounds widen by the drift. Wall clocks are not used.
     """
 
     def __init__(self) -> None:
@@ -42,24 +42,24 @@ class ClockOffset:
         self._at = 0.0
 
     def observe(self, sent: float, received: float, told: float, heard: float) -> None:
-        """Take in a question and an answer; `sent` and `heard` are on our clock, in seconds.
+        """Take in a question and its answer; `sent` and `heard` are on our clock, in seconds.
 
         Args:
-            sent: when the question left, or before.
-            received: when it had come, or later.
-            told: when the answer left, or before.
-            heard: when it had come, or later.
+            sent: When the question was sent, or earlier.
+            received: When the question had arrived, or later.
+            told: When the answer was sent, or earlier.
+            heard: When the answer had arrived, or later.
         """
         slack = DRIFT * (heard - self._at)
         self._at = heard
         low, high = max(self._low - slack, told - heard), min(self._high + slack, received - sent)
-        if low > high:  # one of the clocks stood still, with its machine
+        if low > high:  # one of the clocks stood still, as when its machine is suspended
             low, high = told - heard, received - sent
         self._low, self._high = low, high
 
     @property
     def seconds(self) -> float:
-        """By how much their clock is ahead; 0 if it may be the same one, as on one machine."""
+        """Seconds that their clock is ahead; 0 if it may be the same clock, as on one machine."""
         if self._low <= 0 <= self._high:
             return 0.0
         return (self._low + self._high) / 2
@@ -69,34 +69,34 @@ logger = logging.getLogger(__name__)
 
 COMMAND_TIMEOUT_S = 30.0
 LONG_COMMANDS = {"stop_profile": 600.0, "reset_store": 60.0}
-"""Seconds that others may take."""
+"""Timeouts in seconds of commands that may take longer, by command."""
 _MAX_BATCH = 256
-"""Messages taken in before receivers are to act on them."""
+"""Maximum number of messages handled before receivers are flushed."""
 _SEND_AT = 8
 _HIGH_WATER_MARK = 10_000
 _LINGER_MS = 500
 _POLLIN = int(zmq.POLLIN)
-"""As `zmq` has it, it takes more time than to ask."""
+"""The flag as an integer: converting `zmq`'s enumeration takes longer than the query itself."""
 
 _from_core = msgspec.msgpack.Decoder(messages.FromCore)
 
 
 class EngineClient(TokenSource):
-    """A connection to an engine core. Make one with `connect`.
+    """A connection to an engine core; made by `connect`.
 
-    A connection that is lost stays lost, and its requests are over: connect anew.
+    A lost connection stays lost, and its requests have failed: connect again.
 
     Attributes:
-        ready: what the core said of itself.
-        metrics: the latest ones; a remote frontend is not told any.
-        dead: why nothing can be asked any more, or None.
-        died: set when `dead` is.
-        draining: the core was asked to take no new requests.
+        ready: The core's description of itself.
+        metrics: The latest metrics; remote frontends get none.
+        dead: Why the connection can't be used any more, or None.
+        died: Set when `dead` is.
+        draining: Whether the core was asked to take no new requests.
     """
 
     ready: messages.Ready
     last_words_s: ClassVar[float] = 0.0
-    """Between the loss of the connection and the end of all requests."""
+    """Seconds between the loss of the connection and the failure of all requests."""
 
     def __init__(self) -> None:
         self.metrics = messages.NO_METRICS
@@ -119,7 +119,7 @@ class EngineClient(TokenSource):
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
 
-    # --- life ---
+    # --- connection ---
 
     @classmethod
     async def connect(
@@ -133,16 +133,16 @@ class EngineClient(TokenSource):
         """Connect to a core that serves or is about to.
 
         Args:
-            address: ``tcp://host:port`` or ``ipc:///...``, as `Ready.engine_address` has it.
-            cluster_key: of the cluster; the connection is then encrypted.
-            local: it is a node's own process, whose socket closes when the core dies, so that a
-                core that merely stands still need not be given up.
-            timeout_s: until the core must have answered.
+            address: ``tcp://host:port`` or ``ipc:///...``, as in `Ready.engine_address`.
+            cluster_key: Key of the cluster; encrypts the connection.
+            local: Whether the core belongs to this node. Its socket closes when the core dies, so
+                no heartbeats are needed, and a core that only stalls is not given up.
+            timeout_s: Seconds within which the core must answer.
 
         Raises:
-            EngineDeadError: it did not, or speaks no version of our messages; or this process has
-                no room for a connection.
-            ValueError: the address is none.
+            EngineDeadError: The core did not answer, or speaks no version of our messages; or this
+                process can't open a connection.
+            ValueError: The address is invalid.
         """
         client = cls()
         try:
@@ -158,7 +158,7 @@ class EngineClient(TokenSource):
     async def _open(
         self, address: str, cluster_key: str | None, local: bool, timeout_s: float
     ) -> None:
-        """As `connect`."""
+        """Connect this client; see `connect`."""
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._socket = socket
         socket.set_hwm(_HIGH_WATER_MARK)
@@ -178,9 +178,9 @@ class EngineClient(TokenSource):
         except zmq.ZMQError as error:
             raise ValueError(f"can't connect to {address!r}: {error}") from error
         self._send(messages.Connect())
-        self._read_monitor()  # the descriptor speaks of what comes after a look at the socket
+        self._read_monitor()  # its descriptor only signals events after this look at the socket
         try:
-            # `asyncio.wait_for` of Python 3.11 forgets a cancellation that comes with the answer.
+            # `asyncio.wait_for` of Python 3.11 loses a cancellation that comes with the answer.
             async with asyncio.timeout(timeout_s):
                 self.ready = await self._connected
         except TimeoutError:
@@ -211,7 +211,7 @@ class EngineClient(TokenSource):
         error = EngineDeadError(reason)
         if not self._connected.done():
             self._connected.set_exception(error)
-            self._connected.exception()  # perhaps nobody awaits it any more
+            self._connected.exception()  # mark it as seen: perhaps nobody awaits it
         for receiver in tuple(self._receivers.values()):
             receiver.end(error)
             receiver.flush()
@@ -220,7 +220,7 @@ class EngineClient(TokenSource):
             if not answer.done():
                 answer.set_exception(error)
 
-    # --- ask ---
+    # --- requests and commands ---
 
     @override
     def submit(self, request: messages.AddRequest, receiver: OutputReceiver) -> None:
@@ -246,50 +246,51 @@ class EngineClient(TokenSource):
 
     @property
     def idle(self) -> bool:
-        """Whether no request runs."""
+        """Whether no request is running."""
         return not self._receivers
 
     async def ping(self, timeout_s: float) -> None:
         """Wait until the core has answered between two steps.
 
         Raises:
-            EngineDeadError: the core is gone.
-            TimeoutError: no answer within `timeout_s`.
+            EngineDeadError: The core is gone.
+            TimeoutError: The core did not answer within `timeout_s`.
         """
         number = next(self._numbers)
         await self._ask(number, messages.Ping(number=number), timeout_s)
 
     async def command(self, name: str, argument: Any = None) -> Any:
-        """Ask the core something (`messages.engine.Command`); a remote frontend gets no answer.
+        """Send a command (`messages.engine.Command`); remote frontends get no answer.
 
         Raises:
-            EngineDeadError: the core is gone.
-            TimeoutError: no answer within `COMMAND_TIMEOUT_S`, or as `LONG_COMMANDS` says.
-            ValueError: the core does not know the command, or refuses it.
+            EngineDeadError: The core is gone.
+            TimeoutError: No answer within `COMMAND_TIMEOUT_S`, or the time in `LONG_COMMANDS`.
+            ValueError: The core does not know the command, or refuses it.
         """
         number = next(self._numbers)
         command = messages.Command(command_id=number, name=name, argument=argument)
         return await self._ask(number, command, LONG_COMMANDS.get(name, COMMAND_TIMEOUT_S))
 
     async def drain(self) -> bool:
-        """Let the core take no new requests from now on; whether it has nothing left to do.
+        """Make the core refuse new requests; returns whether it has nothing left to do.
 
         Raises:
-            EngineDeadError: the core is gone.
-            TimeoutError: no answer within `COMMAND_TIMEOUT_S`.
+            EngineDeadError: The core is gone.
+            TimeoutError: No answer within `COMMAND_TIMEOUT_S`.
         """
         self.draining = True
         idle: bool = await self.command("drain")
         return idle
 
     def watch_blocks(self, on_blocks: Callable[[messages.CachedBlocks], None]) -> None:
-        """Be told what the core's prefix caches hold.
+        """Subscribe to changes of the core's prefix caches.
 
         Args:
-            on_blocks: called in the order of the numbers; a gap makes the core begin anew, with 0.
+            on_blocks: Called with messages in the order of their numbers. After a gap the core
+                starts again, with number 0.
 
         Raises:
-            EngineDeadError: the core is gone.
+            EngineDeadError: The core is gone.
         """
         self._check_alive()
         self._on_blocks, self._next_blocks = on_blocks, 0
@@ -309,11 +310,11 @@ class EngineClient(TokenSource):
             raise EngineDeadError(self.dead)
 
     def _send(self, message: messages.ToCore) -> None:
-        """Send at the end of this turn of the loop: all of its messages wake ZMQ once."""
+        """Send at the end of this turn of the event loop, so that its messages wake ZMQ once."""
         if not self._unsent:
             self._loop.call_soon(self._send_all)
         self._unsent.append(messages.encode_to_core(message))
-        if len(self._unsent) >= _SEND_AT:  # requests of a burst are not to wait for each other
+        if len(self._unsent) >= _SEND_AT:  # requests of a burst must not wait for each other
             self._send_all()
 
     def _send_all(self) -> None:
@@ -323,18 +324,18 @@ class EngineClient(TokenSource):
         try:
             for data in unsent:
                 self._socket.send(data, zmq.NOBLOCK)
-        except zmq.Again:  # so many messages wait that nobody reads them
-            # Whoever sends is not to be told before it has its receiver here.
+        except zmq.Again:  # the queue is full, so nobody reads it
+            # Later: the caller of `submit` has not registered its receiver yet.
             self._loop.call_soon(self._fail, "the engine does not read what it is sent")
             return
-        # Sending may have taken the descriptor's signal that something came; see zmq_getsockopt(3).
+        # Sending may clear the descriptor's signal of an arrived message; see zmq_getsockopt(3).
         if int(self._socket.get(zmq.EVENTS)) & _POLLIN:
             self._loop.call_soon(self._read)
 
-    # --- listen ---
+    # --- answers ---
 
     def _read(self) -> None:
-        """Take in what has come; ZMQ's descriptor speaks up again only after all was read."""
+        """Handle arrived messages; ZMQ's descriptor signals again only after all were read."""
         try:
             for _ in range(_MAX_BATCH):
                 if self._socket is None:
@@ -347,7 +348,7 @@ class EngineClient(TokenSource):
             else:
                 self._loop.call_soon(self._read)
             self._put_outputs()
-        except Exception as error:  # some outputs would never come
+        except Exception as error:  # else some outputs would never come
             logger.exception("what the engine core says can't be read")
             self._fail(f"the engine's answers can't be read: {type(error).__name__}: {error}")
         unflushed, self._unflushed = self._unflushed, {}
@@ -359,7 +360,7 @@ class EngineClient(TokenSource):
             for output in message.outputs:
                 self._unread.setdefault((output.request_id, output.choice), []).append(output)
             return
-        self._put_outputs()  # which came before
+        self._put_outputs()  # these came before
         match message:
             case messages.Rejected():
                 refusal = RequestError(
@@ -375,7 +376,7 @@ class EngineClient(TokenSource):
                     if message.number in (0, self._next_blocks):
                         self._next_blocks = message.number + 1
                         self._on_blocks(message)
-                    elif self._next_blocks:  # else it was asked, and has yet to begin anew
+                    elif self._next_blocks:  # else it was asked already, and has yet to start again
                         self.watch_blocks(self._on_blocks)
             case messages.Pong():
                 self._answer(message.number, None, None)
@@ -388,15 +389,15 @@ class EngineClient(TokenSource):
                 self._fail(message.error)
 
     def _put_outputs(self) -> None:
-        """Tell receivers what has come; of several steps at once what one of a choice would say."""
+        """Pass outputs to receivers; outputs of one choice from several steps are merged."""
         unread, self._unread = self._unread, {}
         for (name, _), outputs in unread.items():
-            if len(outputs) > 1:  # a failure takes nothing back
+            if len(outputs) > 1:  # a failure must not swallow the tokens before it
                 count = len(outputs) - (outputs[-1].finish_reason in ("abort", "error"))
                 outputs = [merge_outputs(outputs[:count]), *outputs[count:]]
             for output in outputs:
                 receiver = self._receivers.get(name)
-                if receiver is None:  # it was cancelled, and the core will hear of it
+                if receiver is None:  # the request was cancelled
                     break
                 self._unflushed[receiver] = None
                 receiver.put(self._on_our_clock(output) if output.marks else output)
@@ -406,7 +407,7 @@ class EngineClient(TokenSource):
                         self._end(name, None)
 
     def _on_our_clock(self, output: messages.Output) -> messages.Output:
-        """What an engine tells the times of, by the clock of this machine."""
+        """An output whose marks are converted to this machine's clock."""
         first, last = output.marks[0], output.marks[-1]
         sent = self._asked_at.get(output.request_id)
         if sent is not None and first.name == "received":
@@ -435,14 +436,14 @@ class EngineClient(TokenSource):
     def _read_monitor(self) -> None:
         while self._monitor is not None and self._socket is not None and self._monitor.poll(0):
             recv_monitor_message(self._monitor, zmq.NOBLOCK)
-            self._read()  # its last words may be in the socket
+            self._read()  # the socket may contain the core's last messages
             if self._connected.done():
-                # A core's process tells better why it has died.
+                # Wait a little: the core's process may report better why it died.
                 words = "the connection to the engine was lost"
                 self._loop.call_later(self.last_words_s, self._fail, words)
             elif self.dead is None:
-                # Before the core has answered: ZMQ tries again, and what we said may be lost.
+                # The core has not answered: ZMQ connects again, but our message may be lost.
                 try:
                     self._socket.send(messages.encode_to_core(messages.Connect()), zmq.NOBLOCK)
-                except zmq.Again:  # ZMQ tries no more: the handshake itself failed
+                except zmq.Again:  # ZMQ has given up: the handshake itself failed
                     self._fail("the engine refused the connection; are the cluster keys the same?")

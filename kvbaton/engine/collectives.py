@@ -1,8 +1,8 @@
-"""Which part of a tensor-parallel model a rank holds, and how ranks add and join what they have.
+"""The parts of a tensor-parallel model that ranks hold, and how ranks sum and gather tensors.
 
-On a CPU ranks are threads of one process, whose tensors lie in its memory: each shows its tensor,
-waits until all have, and adds up what it sees in the order of ranks: no sockets, no copies, and the
-same bits everywhere. A rank that does not come, or that failed, ends the wait of the others.
+On a CPU, ranks are threads of one process with shared memory. Each publishes its tensor, waits
+until all have done so, and sums the tensors in the order of ranks: no sockets, no copies, and the
+same bits on every rank. A rank that fails or is too late ends the wait of the others.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ import torch
 from torch import Tensor
 
 PATIENCE_S = 120.0
-"""For the slowest rank to come; they compute the same amount, so it is late by far less."""
+"""Seconds to wait for the slowest rank; since ranks compute the same amount, far less is normal."""
 
 
 class Collectives(Protocol):
-    """What all ranks call at the same time, in the same order; a tensor given in is given away."""
+    """Operations that all ranks call in the same order; they may overwrite their inputs."""
 
     def connect(self) -> None:
-        """Meet the others; before all else."""
+        """Connect to the other ranks, before anything else."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over the ranks, the same bits on each."""
+        """Sum over the ranks, the same bits on each."""
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """[rows, n] of each rank, side by side in the order of ranks: [rows, size * n]."""
+        """Concatenate [rows, n] of each rank in the order of ranks: [rows, size * n]."""
 
     def later(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Start what ends with `all_reduce`, whose sum may run beside what is computed next.
+        """Start a computation that ends with `all_reduce`, whose sum may overlap what follows.
 
         Returns:
-            What waits for the result.
+            A function that waits for the result and returns it.
         """
         result = compute()
         return lambda: result
@@ -46,14 +46,14 @@ class Alone(Collectives):
     """`Collectives` of a single rank."""
 
     def connect(self) -> None:
-        """Nobody is there."""
+        """Do nothing: there are no other ranks."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """As it is."""
+        """Return the tensor."""
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """As it is."""
+        """Return the tensor."""
         return tensor
 
 
@@ -62,10 +62,10 @@ class Shard:
     """This rank's share of a tensor-parallel model.
 
     Attributes:
-        rank: ours.
-        size: ranks in all; 1 holds everything.
-        collectives: joins this rank with the others.
-        expert_parallel: of experts a rank holds a range, instead of a part of each.
+        rank: This rank.
+        size: Number of ranks; 1 for the whole model.
+        collectives: Operations with the other ranks.
+        expert_parallel: Whether a rank holds a range of experts, instead of a part of each.
     """
 
     rank: int = 0
@@ -74,12 +74,12 @@ class Shard:
     expert_parallel: bool = False
 
     def span(self, total: int) -> tuple[int, int]:
-        """First index and number of this rank's part of `total`, which `size` must divide."""
+        """First index and size of this rank's part of `total`, a multiple of `size`."""
         assert total % self.size == 0, f"{total} over {self.size} ranks"
         return self.rank * (total // self.size), total // self.size
 
     def padded_span(self, total: int) -> tuple[int, int]:
-        """As `span` for any `total`: parts are equal, and the last ones may reach past it."""
+        """Do as `span` for any `total`: parts have equal size, and the last may reach past it."""
         number = -(-total // self.size)
         return self.rank * number, number
 
@@ -91,15 +91,15 @@ class Shard:
 
 
 class AbortedError(RuntimeError):
-    """Another rank failed, or did not come in time."""
+    """Another rank failed, or was too late."""
 
 
 class Barrier:
-    """Where ranks wait for each other, and show each other a tensor.
+    """Lets ranks wait for each other and exchange tensors.
 
-    A tensor is shown until the next but one exchange, to which nobody comes before all have seen
-    it: hence two tables. A rank waits at a lock of its own, its gate, which whoever comes last
-    opens; that costs a fraction of what `threading.Barrier` does, and ranks meet twice per layer.
+    A tensor must stay published until all ranks have seen it, which is certain two exchanges later;
+    hence two tables. A rank waits at a lock of its own, its gate, which the last rank to arrive
+    opens. That is much cheaper than `threading.Barrier`, and ranks meet twice per layer.
     """
 
     def __init__(self, size: int, *, patience_s: float = PATIENCE_S) -> None:
@@ -113,10 +113,10 @@ class Barrier:
         self._tables = [[torch.empty(0)] * size for _ in range(2)]
 
     def exchange(self, rank: int, number: int, tensor: Tensor) -> list[Tensor]:
-        """Show a tensor at our `number`-th exchange; the tensors of all ranks.
+        """Publish a tensor in our `number`-th exchange; returns the tensors of all ranks.
 
         Raises:
-            AbortedError: a rank failed, or did not come in time.
+            AbortedError: A rank failed, or was too late.
         """
         table = self._tables[number % 2]
         table[rank] = tensor
@@ -124,10 +124,10 @@ class Barrier:
         return table
 
     def wait(self, rank: int) -> None:
-        """Wait until all ranks have come.
+        """Wait until all ranks have arrived.
 
         Raises:
-            AbortedError: a rank failed, or did not come in time.
+            AbortedError: A rank failed, or was too late.
         """
         with self._counting:
             self._num_here += 1
@@ -141,7 +141,7 @@ class Barrier:
             raise AbortedError(why)
 
     def abort(self) -> None:
-        """Nobody will come any more."""
+        """Make all ranks fail that wait, now or later."""
         with self._counting:
             self._aborted = True
             self._open()
@@ -160,7 +160,7 @@ class HostCollectives(Collectives):
         self._number = 0
 
     def connect(self) -> None:
-        """See `Collectives.connect`; they are."""
+        """See `Collectives.connect`; threads need none."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """See `Collectives.all_reduce`."""

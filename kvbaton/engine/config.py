@@ -1,4 +1,4 @@
-"""The engine's settings, from which command-line defaults are read, and the scheduler's."""
+"""Settings of the engine, which are also its command-line flags, and settings of the scheduler."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ ENCODER_SETTINGS = (
     "store_lookup_timeout", "store_load_timeout", "store_ttl", "encoder_cache_tokens",
     "max_num_encoder_tokens", "profile_dir",
 )  # fmt: skip
-"""Settings that an engine with `encoder_only` heeds."""
+"""Settings that matter to an engine with `encoder_only`."""
 
 KV_EVENTS_FLAG = "--kv-events-config"
 
 MIXED_TOKENS = 512
-"""Of a step in which sequences decode, too. Measured on an H200 with 8B (docs/performance.md): of
-2,048 they cost more each, and stall who decodes for 60 ms instead of 16."""
+"""Maximum number of tokens of a step that also decodes. Measured on an H200 with an 8B model
+(docs/performance.md): with 2,048, tokens cost more each and decoding stalls for 60 ms, not 16."""
 
 LEAST: dict[str, float] = {
     "block_size": 1,
@@ -51,16 +51,16 @@ LEAST: dict[str, float] = {
     "encoder_cache_tokens": 0,
     "max_num_encoder_tokens": 1,
 }
-"""The least value of settings, by field of `EngineConfig`; what a model needs is checked later."""
+"""Smallest valid values by field of `EngineConfig`; limits of the model are checked later."""
 MOST = {"max_num_seqs": 65_536, "tensor_parallel_size": 1024, "num_threads": 1024}
-"""The largest: wrong numbers would take all memory or threads of the machine, not just ours."""
+"""Largest valid values: a typo could otherwise take all memory or threads of the machine."""
 
 
 def parse_json_flag(flag: str, text: str, form: type[T]) -> T:
-    """The settings that a flag's JSON holds.
+    """Decode the JSON value of a flag.
 
     Raises:
-        ConfigError: it is no JSON, or a key or value is wrong.
+        ConfigError: The text is not JSON, or a key or value is wrong.
     """
     try:
         return msgspec.json.decode(text, type=form)
@@ -74,10 +74,10 @@ def parse_json_flag(flag: str, text: str, form: type[T]) -> T:
 
 
 def check_model_folder(model: str) -> None:
-    """Refuse what is no Hugging Face folder.
+    """Check that `model` is a Hugging Face folder.
 
     Raises:
-        ConfigError: naming ``--model``.
+        ConfigError: It is not; names ``--model``.
     """
     if not Path(model, "config.json").is_file():
         problem = f"{model!r} is no model folder: it has no config.json"
@@ -90,56 +90,57 @@ def check_model_folder(model: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """All that an engine core needs to know. Names as vLLM's flags.
+    """Settings of an engine core, named as vLLM's flags.
 
-    What no model could make right is a `ConfigError` at once, before anything is loaded.
+    Values that are wrong for every model raise `ConfigError` at once, before anything is loaded.
 
     Attributes:
         model: a Hugging Face folder, or a GGUF file of Llama or Qwen.
-        dtype: of weights and activations; ``auto`` takes the checkpoint's.
-        quantization: ``fp8`` quantises weights that are stored as floats as they are loaded, a
-            scale a row, for a GPU that multiplies FP8. A quantised checkpoint needs no flag.
-        kv_cache_dtype: ``fp8`` keeps K and V as e4m3, divided by the checkpoint's ``k_scale`` and
-            ``v_scale`` if it has any; ``auto`` in the dtype of activations.
-        load_format: ``dummy`` makes random weights from `seed` and reads no tensor.
-        device: ``cpu`` or ``cuda``; ``auto`` takes CUDA where there is one.
-        seed: of dummy weights.
-        block_size: tokens per KV block; raised where a model has states that need more room.
+        dtype: dtype of weights and activations; ``auto`` takes the checkpoint's.
+        quantization: ``fp8`` quantises floating-point weights while they are loaded, with one scale
+            per row; for GPUs with FP8 matrix products. A quantised checkpoint needs no flag.
+        kv_cache_dtype: ``fp8`` stores K and V as e4m3, divided by the checkpoint's ``k_scale`` and
+            ``v_scale`` if it has them; ``auto`` stores them in the dtype of activations.
+        load_format: ``dummy`` makes random weights from `seed` and reads no tensors.
+        device: ``cpu`` or ``cuda``; ``auto`` takes CUDA if there is a GPU.
+        seed: random seed of dummy weights.
+        block_size: tokens per KV block; raised for models whose states need larger blocks.
         kv_cache_memory_bytes: size of each rank's KV pool; None takes `num_blocks` or a default.
-        num_blocks: blocks of the pool, overriding the bytes; None computes it.
-        gpu_memory_utilization: share of a GPU's memory that the engine may use in all.
-        max_model_len: longest prompt plus output; None takes the checkpoint's.
-        max_num_seqs: most sequences in one step.
-        max_num_batched_tokens: most tokens in one step.
-        max_num_mixed_tokens: most tokens in one step with sequences that decode (128 more for each
-            128 of these), so that prompts do not stall them for long; None takes 512, of a mixture
-            of experts as many times more as it has experts for each that a token goes through.
-        enable_prefix_caching: reuse blocks of equal prefixes.
-        enforce_eager: no CUDA graphs.
-        tensor_parallel_size: ranks of this node, each on a GPU of its own or a thread of the CPU.
-        enable_expert_parallel: ranks hold whole experts instead of a part of each.
-        kv_load_failure_policy: what to do when handed-over or stored bytes do not arrive.
-        num_threads: of torch on the CPU, for each rank; None takes torch's own choice for all.
-        store: where KV is kept for later, ``NAME[:JSON]`` or a dotted path; None keeps none.
-        store_lookup_timeout: seconds that a request waits for what a store says; then it goes on
-            without it.
-        store_load_timeout: seconds that a request waits for what a store loads.
-        store_ttl: seconds that what is saved stays in a store that can let objects expire; None for
-            as long as it likes.
+        num_blocks: number of KV blocks, overrides the size in bytes; None computes it.
+        gpu_memory_utilization: share of a GPU's memory that the engine may use in total.
+        max_model_len: maximum number of tokens of prompt plus output; None takes the checkpoint's.
+        max_num_seqs: maximum number of sequences in one step.
+        max_num_batched_tokens: maximum number of tokens in one step.
+        max_num_mixed_tokens: maximum number of tokens in one step that also decodes (plus 128 for
+            each 128 decoding sequences), so that prompts do not stall decoding for long; None takes
+            512, for a mixture of experts multiplied by experts / active experts.
+        enable_prefix_caching: reuse the KV blocks of equal prefixes.
+        enforce_eager: do not use CUDA graphs.
+        tensor_parallel_size: number of ranks of this node, each with a GPU or a CPU thread.
+        enable_expert_parallel: give each rank whole experts instead of a part of every expert.
+        kv_load_failure_policy: what to do if KV from another node or a store does not arrive:
+            compute it, or end the request with an error.
+        num_threads: torch threads per rank on the CPU; None divides torch's default among ranks.
+        store: store that keeps KV for later, ``NAME[:JSON]`` or a dotted path; None keeps none.
+        store_lookup_timeout: seconds that a request waits for a store's answer before it goes on
+            without.
+        store_load_timeout: seconds that a request waits for a store to load its KV.
+        store_ttl: seconds after which saved objects expire, in stores that can expire them; None
+            leaves it to the store.
         kv_events_config: JSON with vLLM's keys for KV events, like
             ``{"enable_kv_cache_events": true}``; None publishes none.
-        speculative_config: JSON with vLLM's keys for drafts, like ``{"method": "ngram",
-            "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}``; None
-            makes none.
+        speculative_config: JSON with vLLM's keys for speculative decoding, like ``{"method":
+            "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}``;
+            None disables it.
         encoder_cache_tokens: rows of the encoder cache; None takes enough for the longest prompt,
             or on an encoder node for 16 of the largest images.
-        max_num_encoder_tokens: most rows that the encoder computes in one step; an item that has
-            more is encoded alone.
+        max_num_encoder_tokens: maximum number of rows that the encoder computes in one step; an
+            item with more rows is encoded alone.
         language_model_only: do not load the encoder: outputs come from encoder nodes or a store.
-        encoder_only: load nothing but the encoder; prompts are items.
-        profile_dir: where profiles are written that ``/start_profile`` and ``/stop_profile`` make;
-            None makes none.
-        debug_poison: fill reserved blocks with NaN before they are handed out as targets.
+        encoder_only: load only the encoder; prompts are items.
+        profile_dir: folder for the profiles that ``/start_profile`` and ``/stop_profile`` record;
+            None disables profiling.
+        debug_poison: fill blocks reserved for a hand-over with NaN before they are written.
         debug_forbid_prompt_compute: refuse to compute any prompt token but the last, so that a
             test can prove where the KV came from.
     """
@@ -185,14 +186,14 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name, least in LEAST.items():
             value, flag = getattr(self, name), "--" + name.replace("_", "-")
-            if value is not None and not value >= least:  # NaN is not
+            if value is not None and not value >= least:  # also true for NaN
                 raise ConfigError(flag, f"{value} is too small; at least {least:g}")
             if value is not None and value > MOST.get(name, value):
                 raise ConfigError(flag, f"{value} is too large; at most {MOST[name]}")
         if not 0 < self.gpu_memory_utilization <= 1:
             text = f"{self.gpu_memory_utilization} is no share, above 0 and at most 1"
             raise ConfigError("--gpu-memory-utilization", text)
-        if self.store is not None:  # an engine that starts in vain takes long
+        if self.store is not None:  # checked here, since an engine takes long to start
             from kvbaton.connectors.registry import STORES, check_spec
 
             check_spec(STORES, self.store)
@@ -204,17 +205,18 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Settings of KV events; keys as vLLM's.
 
     Attributes:
-        enable_kv_cache_events: publish them.
+        enable_kv_cache_events: Whether to publish events.
         publisher: ``zmq``, or ``null`` for none; None takes ``zmq``.
-        endpoint: of the PUB socket. ``tcp://`` with ``*``, ``::`` or a loopback address, ``ipc://``
-            and ``inproc://`` are bound, others connected to. Port ``*`` takes a free one.
-        replay_endpoint: of the ROUTER socket that repeats batches; None has none.
-        buffer_steps: batches that can be repeated.
-        hwm: messages that wait for a slow subscriber; it misses those beyond.
-        max_queue_size: batches that wait to be published; those beyond are dropped.
-        topic: first frame of each message.
-        int_block_hashes: send the last 8 bytes of a block's key as a number (what vLLM does by
-            default, and some indexers need), not all 32 bytes.
+        endpoint: Address of the PUB socket. ``tcp://`` with ``*``, ``::`` or a loopback address,
+            ``ipc://`` and ``inproc://`` are bound, others connected to. Port ``*`` takes a free
+            one.
+        replay_endpoint: Address of the ROUTER socket that repeats batches; None for none.
+        buffer_steps: Number of batches kept for repetition.
+        hwm: Maximum number of messages queued for a slow subscriber, which misses further ones.
+        max_queue_size: Maximum number of batches that wait to be published; more are dropped.
+        topic: First frame of each message.
+        int_block_hashes: Whether to send the last 8 bytes of a block's key as a number (vLLM's
+            default, which some indexers need) instead of all 32 bytes.
     """
 
     enable_kv_cache_events: bool = False
@@ -229,28 +231,28 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @classmethod
     def parse(cls, text: str | None) -> KVEventsConfig:
-        """Read the flag's JSON; None is all defaults.
+        """Decode the flag's JSON; None gives the defaults.
 
         Raises:
-            ConfigError: it is no JSON, or a key or value is wrong.
+            ConfigError: The text is not JSON, or a key or value is wrong.
         """
         return parse_json_flag(KV_EVENTS_FLAG, text or "{}", cls)
 
     @property
     def enabled(self) -> bool:
-        """Whether there is anything to publish, and a way."""
+        """Whether events are to be published, and by a publisher."""
         return self.enable_kv_cache_events and self.publisher != "null"
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of drafts; keys as vLLM's.
+    """Settings of speculative decoding; keys as vLLM's.
 
     Attributes:
         method: ``ngram``.
-        num_speculative_tokens: most tokens of a draft.
-        prompt_lookup_max: most of the latest tokens that are looked for; None takes
+        num_speculative_tokens: Maximum number of draft tokens per step.
+        prompt_lookup_max: Length of the longest n-gram looked up in the sequence; None takes
             `prompt_lookup_min`, or 5.
-        prompt_lookup_min: fewest; None takes `prompt_lookup_max`.
+        prompt_lookup_min: Length of the shortest; None takes `prompt_lookup_max`.
     """
 
     method: Literal["ngram"]
@@ -260,16 +262,16 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     @property
     def lookup(self) -> tuple[int, int]:
-        """Fewest and most of the latest tokens that are looked for."""
+        """Lengths of the shortest and longest n-gram that are looked up."""
         most = self.prompt_lookup_max or self.prompt_lookup_min or 5
         return self.prompt_lookup_min or most, most
 
     @classmethod
     def parse(cls, text: str | None) -> SpeculativeConfig | None:
-        """Read the flag's JSON; None is no speculation.
+        """Decode the flag's JSON; None disables speculative decoding.
 
         Raises:
-            ConfigError: it is no JSON, or a key or value is wrong.
+            ConfigError: The text is not JSON, or a key or value is wrong.
         """
         if text is None:
             return None
@@ -288,27 +290,28 @@ NO_DRAFTS = SpeculativeConfig(method="ngram", num_speculative_tokens=0)
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """What the scheduler needs to know. Names as in `EngineConfig`.
+    """Settings of the scheduler, named as in `EngineConfig`.
 
     Attributes:
-        groups: one per KV group.
-        max_model_len: longest prompt plus output.
-        vocab_size: the model's; all token ids are below it.
-        max_num_seqs: most sequences that run, or load, at a time.
-        max_num_batched_tokens: most tokens in one step.
-        max_num_mixed_tokens: most in one with sequences that decode.
-        whole_prompts: compute a prompt in one step; one that is longer than a step may be has the
-            step for itself.
-        enable_prefix_caching: reuse blocks of equal prefixes.
-        eos_token_ids: the model's own end tokens.
-        kv_load_failure_policy: what to do when handed-over bytes do not arrive.
-        speculative: drafts; None makes none.
-        max_loading_share: share of a pool that hand-overs may have reserved, quarantine included,
-            so that a crowd of them does not take what running requests grow into. A hand-over that
-            is alone is never refused by it.
-        debug_forbid_prompt_compute: end requests that would compute a prompt token but the last.
-        whole_items: most tokens of an item, if they see all of it, so that those that are computed
-            are so in one step; 0 if they do not.
+        groups: Specs of the KV groups.
+        max_model_len: Maximum number of tokens of prompt plus output.
+        vocab_size: Size of the model's vocabulary; all token ids are below it.
+        max_num_seqs: Maximum number of sequences that run or load at a time.
+        max_num_batched_tokens: Maximum number of tokens in one step.
+        max_num_mixed_tokens: Maximum number of tokens in one step that also decodes.
+        whole_prompts: Whether a prompt is computed in one step; if it is longer than the budget, it
+            gets a step of its own.
+        enable_prefix_caching: Whether blocks of equal prefixes are reused.
+        eos_token_ids: End tokens of the model.
+        kv_load_failure_policy: What to do if KV from another node or a store does not arrive.
+        speculative: Settings of speculative decoding; None disables it.
+        max_loading_share: Largest share of the pool that loads may have reserved, quarantined
+            blocks included, so that many loads do not take the blocks that running requests grow
+            into. A load that is alone is never refused.
+        debug_forbid_prompt_compute: Whether requests end that would compute a prompt token but the
+            last.
+        whole_items: Maximum number of tokens of an item, if all tokens of an item attend to each
+            other and are computed in one step; else 0.
     """
 
     groups: tuple[GroupSpec, ...]

@@ -1,7 +1,7 @@
 """The engine core: one loop that receives, schedules, launches, updates and sends.
 
-It runs in its own process (`engine/process.py`) and is the only one that touches scheduler, pool
-and executor. Connectors are heard between steps (`engine/kv_connector.py`).
+The core runs in its own process (`engine/process.py`). Only its thread touches the scheduler, the
+pool and the executor. It polls connectors between steps (`engine/kv_connector.py`).
 """
 
 from __future__ import annotations
@@ -31,40 +31,41 @@ from kvbaton.types import clip_text
 logger = logging.getLogger(__name__)
 
 AWAIT_SHARE, AWAIT_MARGIN_S = 0.75, 0.0015
-"""Connectors are heard during a step for at most this share of what it is expected to take, and end
-so long, and twice what a launch takes, before its end: then the next one is launched behind it."""
+"""How long connectors are polled while a step runs: for at most this share of the step's expected
+time, and until this many seconds, plus twice the time of a launch, before its expected end, so that
+the next step is launched in time behind it."""
 AWAIT_LOOK_S = 0.002
-"""A step that is over earlier than expected is noticed so late at most."""
+"""Longest wait in seconds during that polling, after which the core looks if the step is over."""
 
 METRICS_PERIOD_S = 2.0
 AUDIT_PERIOD_S = 10.0
-"""While there is work; the ledger's audit takes 40 ms on a pool of 170,000 blocks."""
+"""Seconds between ledger audits while there is work; one of 170,000 blocks takes 40 ms."""
 IDLE_WAIT_S = 0.5
 
 
 class Mailbox(Protocol):
-    """What frontends say to the core, and the core to them."""
+    """Messages between frontends and the core."""
 
     def receive(self, timeout: float, wake_fd: int) -> Iterable[messages.ToCore]:
-        """Messages that have arrived; waits up to `timeout` seconds for one or for `wake_fd`."""
+        """Messages that have arrived; waits up to `timeout` seconds for one, or for `wake_fd`."""
 
     def send(self, message: messages.FromCore) -> None:
-        """Send to whom it concerns."""
+        """Send a message to the frontends that it concerns."""
 
 
 class EngineCore:
     """Runs requests until told to shut down.
 
     Args:
-        executor: the ranks.
-        scheduler: decides what they compute.
-        mailbox: where requests come from and outputs go to.
-        connectors: what brings KV in or takes it out, in the order in which they are asked.
-        depth: steps in flight; 2 overlaps scheduling with a device's work.
-        profiler: makes profiles when it is asked to; None refuses to.
+        executor: The ranks.
+        scheduler: Decides what they compute.
+        mailbox: Source of messages and destination of outputs.
+        connectors: KV connectors, in the order in which they are asked.
+        depth: Maximum number of steps in flight; 2 overlaps scheduling with the device's work.
+        profiler: Records profiles on request; None refuses to.
 
     Attributes:
-        wake_fd: readable when `poll` or `update` has something to do.
+        wake_fd: Readable when `poll` or `update` has something to do.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class EngineCore:
         self.profiler = profiler or TorchProfiler(None, "")
         self._waker = select.epoll()
         self.wake_fd = self._waker.fileno()
-        self._must_wait = not executor.wake_fds  # for a step: it wakes nobody
+        self._must_wait = not executor.wake_fds  # the end of a step makes no descriptor readable
         for fds in (executor.wake_fds, *(connector.wake_fds for connector in connectors)):
             for fd in fds:
                 self._waker.register(fd, select.EPOLLIN)
@@ -101,10 +102,10 @@ class EngineCore:
         self.times = StepTimes()
         self._busy_since = 0.0
         self._unsent: list[messages.Output] = []
-        self._applied = False  # a result since the last plan, so that there may be another one
+        self._applied = False  # whether a result came since the last plan: plan again at once
         self._stop_at = math.inf
         self._metrics_at = self._audit_at = 0.0
-        self._imbalance = 0.0  # as of the last audit
+        self._imbalance = 0.0  # result of the last audit
         self._replies: list[tuple[int, Future[int]]] = []
         self.refused = 0
         self._handlers = {
@@ -116,7 +117,7 @@ class EngineCore:
 
     @property
     def control_address(self) -> str | None:
-        """Where peers reach this node; None if nobody dials it."""
+        """Control address at which peers reach this node; None if no connector has one."""
         addresses = (connector.control_address for connector in self.connectors)
         return next(filter(None, addresses), None)
 
@@ -129,11 +130,11 @@ class EngineCore:
         self.report(force=True)
 
     def turn(self) -> None:
-        """Go round the loop once."""
+        """Run the loop once."""
         self.executor.check()
         self.receive()
         self._hear()
-        self.launch()  # what connectors have brought is computed first, then told
+        self.launch()  # before `send`: compute what connectors have brought, then report it
         self.send(())
         self.times.lap("send")
         self.update()
@@ -143,46 +144,46 @@ class EngineCore:
         self.times.lap("report")
 
     def finished(self) -> bool:
-        """Whether a shutdown was asked for and nothing keeps us."""
+        """Whether a shutdown was asked for, and all work is done or the grace is over."""
         if self._stop_at == math.inf:
             return False
         return self.is_idle() or time.monotonic() >= self._stop_at
 
     def is_idle(self) -> bool:
-        """Whether nothing is left to do, for clients or a connector."""
+        """Whether neither the engine nor a connector has work left."""
         works = self.in_flight or self.scheduler.has_work()
         return not works and not any(self.connectors.call(KVConnector.busy))
 
     def receive(self) -> None:
-        """Take in what frontends sent; wait for it if there is nothing else to do."""
+        """Handle messages of frontends; wait for one if there is nothing else to do."""
         for message in self.mailbox.receive(self.patience(), self.wake_fd):
             self.times.lap("wait")
             self.times.received += 1
             try:
                 self._handlers[type(message)](message)  # type: ignore[operator]
-            except Exception as error:  # whatever it was, it came from outside: the loop goes on
+            except Exception as error:  # a message comes from outside: it must not end the loop
                 self.refused += 1
                 logger.exception("a message of a frontend could not be carried out")
                 try:
                     self.fail_message(message, f"internal error: {type(error).__name__}: {error}")
                 except Exception:
-                    logger.exception("what it has begun could not be ended")
+                    logger.exception("the request of the failed message could not be ended")
             self.times.lap("receive")
         self.times.lap("wait")
 
     def poll(self) -> None:
-        """Hear the connectors, and end what has waited too long."""
+        """Poll the connectors, expire requests, and send the outputs."""
         self._hear()
         self.send(())
 
     def _hear(self) -> None:
-        """As `poll`, but what is to be sent waits for the next `send`."""
+        """Do as `poll`, but leave the outputs to the next `send`."""
         now, failing = time.monotonic(), self.connectors.failing
         heard = self.connectors.all if failing else self.connectors.having[KVConnector.poll]
         for connector in heard:
             if connector in failing:
                 rests = now < failing[connector]
-                for fd in connector.wake_fds:  # what it does not take must not keep us awake
+                for fd in connector.wake_fds:  # while it rests, its events must not wake us
                     self._waker.modify(fd, 0 if rests else select.EPOLLIN)
                 if rests:
                     continue
@@ -209,10 +210,10 @@ class EngineCore:
         self.times.lap("poll")
 
     def launch(self) -> None:
-        """Start the next step, if there is one and room for it."""
+        """Launch the next step or steps, as far as `depth` allows and work is there."""
         self._applied, launched = False, False
         while len(self.in_flight) < self.depth and not self._awaits():
-            if launched:  # that may have taken long: what peers asked for since comes first
+            if launched:  # the launch may have been long: hear peers' requests first
                 self._hear()
             began = time.monotonic()
             plan = self.scheduler.plan()
@@ -225,7 +226,7 @@ class EngineCore:
             if self.in_flight and num_tokens > WHOLE_TOKENS:
                 before = self.scheduler.in_flight[0].scheduled
                 if all(each.end - each.start == 1 for each in before):
-                    self._apply(*self._take())  # else tokens that are there wait for the launch
+                    self._apply(*self._take())  # sampled tokens must not wait for a long launch
                     began = time.monotonic()
             if not self.in_flight:
                 self._busy_since = time.monotonic()
@@ -240,18 +241,18 @@ class EngineCore:
             self.times.lap("poll")
 
     def _expect(self) -> None:
-        """Say until when connectors are heard while the oldest step runs."""
+        """Set the time until which connectors are polled while the oldest step runs."""
         terms, expected = self._terms[0], 0.0
-        # Not where all decode: tokens would come late by what is heard.
+        # Not during steps that only decode: polling would delay their tokens.
         if terms[1] and self._must_wait and any(self.connectors.call(KVConnector.awaits)):
             expected = self.step_costs.predict(terms)
         margin = AWAIT_MARGIN_S + 2 * self._launch_s
         self._await_until = self._busy_since + min(AWAIT_SHARE * expected, expected - margin)
 
     def _awaits(self) -> bool:
-        """Whether connectors are heard before the next step is launched, or the oldest waited for.
+        """Whether to poll connectors further before the next launch or the wait for a step.
 
-        Only where steps wake nobody, since else all is heard at any time.
+        Always False if steps wake the core, since then it hears connectors at any time.
         """
         return bool(
             self._must_wait
@@ -262,18 +263,18 @@ class EngineCore:
         )
 
     def update(self) -> None:
-        """Apply what the oldest step sampled; wait for it unless it wakes us, or we listen."""
+        """Apply the oldest step's result; wait for it unless steps wake us or we still poll."""
         waits = self._must_wait and not self._awaits()
         if self.in_flight and (waits or self.in_flight[0].ready()):
             result, step_s = self._take()
-            # What peers asked for during the step comes first: it may want what the step computed.
+            # First the requests of peers during the step: they may want blocks that it computed.
             self._hear()
             self._apply(result, step_s)
             if self.in_flight:
                 self._expect()
 
     def _take(self) -> tuple[StepResult, float]:
-        """Wait for the oldest step; its result, and the seconds that it took."""
+        """Wait for the oldest step; returns its result and the seconds that it took."""
         result = self.in_flight.popleft().result()
         self.times.lap("wait")
         began, self._busy_since = self._busy_since, time.monotonic()
@@ -285,7 +286,7 @@ class EngineCore:
         return result, step_s
 
     def _apply(self, result: StepResult, step_s: float) -> None:
-        """Apply what the step taken last sampled, and tell it."""
+        """Apply a step's result, and send the outputs."""
         outputs = self.scheduler.update(result)
         self.times.lap("update")
         self.send(outputs)
@@ -294,7 +295,7 @@ class EngineCore:
         self._applied = True
 
     def patience(self) -> float:
-        """Seconds until there is something to do that nothing wakes us for."""
+        """Seconds that the core may sleep if no descriptor wakes it."""
         if self._applied or self.connectors.raised:
             return 0.0
         if self.in_flight and self._must_wait:
@@ -306,14 +307,14 @@ class EngineCore:
         return min(max(wait, 0.0), 0.02 if self._stop_at < math.inf else IDLE_WAIT_S)
 
     def close(self) -> None:
-        """Stop all that moves blocks, then the ranks."""
+        """Close the connectors, then the ranks."""
         self.connectors.call(KVConnector.close)
         self.executor.close()
 
     # --- messages ---
 
     def add(self, request: messages.AddRequest) -> None:
-        """Take a request, or say why not."""
+        """Add a request, or answer why it is rejected."""
         try:
             if self.draining:
                 raise RequestError(
@@ -327,7 +328,7 @@ class EngineCore:
                 self.executor.expect(request)
 
     def fail_message(self, message: messages.ToCore, reason: str) -> None:
-        """End what a message that could not be carried out has begun, and say so."""
+        """End and answer what a failed message has begun."""
         if isinstance(message, messages.Command):
             self.mailbox.send(
                 messages.Reply(command_id=message.command_id, error=clip_text(reason))
@@ -340,11 +341,11 @@ class EngineCore:
                 self.mailbox.send(messages.Rejected.of(message.request_id, error))
 
     def abort(self, message: messages.AbortRequest) -> None:
-        """Stop a request."""
+        """Abort a request."""
         self.send(self.scheduler.abort(message.request_id))
 
     def command(self, command: messages.Command) -> None:
-        """Answer a question."""
+        """Carry out a command and reply."""
         actions: dict[str, Callable[[], Any]] = {
             "state": self.state,
             "steps": self.times.dump,
@@ -362,7 +363,7 @@ class EngineCore:
                 known = sorted(actions)
                 raise RequestError(f"unknown command {command.name!r}; known: {known}")
             result = actions[command.name]()
-        except (TimeoutError, RequestError) as error:  # of a thread that is stuck, or a refusal
+        except (TimeoutError, RequestError) as error:  # a stuck thread, or a refusal
             self.mailbox.send(messages.Reply(command_id=number, error=clip_text(str(error))))
         else:
             if isinstance(result, Future):  # `poll` replies
@@ -371,16 +372,16 @@ class EngineCore:
                 self.mailbox.send(messages.Reply(command_id=number, result=result))
 
     def set_members(self, addresses: Sequence[str]) -> None:
-        """Control addresses that the router vouches for."""
+        """Pass on the control addresses that the router vouches for."""
         self.connectors.call(KVConnector.set_members, addresses)
 
     def reset_prefix_cache(self) -> int:
-        """Forget all cached prefixes and encoder outputs; returns how many blocks held any."""
+        """Clear the prefix cache and encoder cache; returns how many blocks were cached."""
         count = self.scheduler.blocks.pool.reset_cache()
         return count + sum(self.connectors.call(KVConnector.reset_prefix_cache))
 
     def reset_store(self) -> int | Future[int]:
-        """Forget what this engine keeps in its store; how many objects, once it is done."""
+        """Delete the engine's objects in its store; returns how many, or a future of it."""
         asked = self.connectors.call(KVConnector.reset_store)
         return next((future for future in asked if future is not None), 0)
 
@@ -390,14 +391,14 @@ class EngineCore:
         return self.is_idle()
 
     def shut_down(self, message: messages.Shutdown) -> None:
-        """Finish what runs within the grace given, then leave the loop."""
+        """Finish running requests within the grace period, then leave the loop."""
         self.draining = True
         self._stop_at = time.monotonic() + message.grace_s
 
     # --- what goes out ---
 
     def send(self, outputs: Iterable[messages.Output]) -> None:
-        """Send outputs to their clients, after those that connectors had before."""
+        """Send outputs to their clients, after those that connectors produced earlier."""
         outgoing, self._unsent = [*self._unsent, *outputs], []
         if not outgoing:
             return
@@ -410,14 +411,14 @@ class EngineCore:
             self.mailbox.send(messages.Outputs(outputs=tuple(outgoing)))
 
     def report(self, force: bool = False) -> None:
-        """Send the metrics, now and then."""
+        """Send the metrics if they are due, or if `force`."""
         now = time.monotonic()
         if force or now >= self._metrics_at:
             self._metrics_at = now + METRICS_PERIOD_S
             self.mailbox.send(self.metrics())
 
     def metrics(self) -> messages.Metrics:
-        """All counters and gauges now."""
+        """All counters, gauges and histograms now."""
         timed = self.connectors.call(KVConnector.histograms)
         return messages.Metrics(
             counters=self.counters(),
@@ -439,7 +440,7 @@ class EngineCore:
         return _add_up(parts + self.connectors.call(KVConnector.counters))
 
     def gauges(self) -> dict[str, float]:
-        """Values now by Prometheus name."""
+        """Current values by Prometheus name."""
         now = time.monotonic()
         if now >= self._audit_at or self.is_idle():
             self._audit_at, self._imbalance = now + AUDIT_PERIOD_S, float(self.imbalance())
@@ -450,7 +451,7 @@ class EngineCore:
         return _add_up([*parts, {"kvbaton_unhealthy": float(len(self.connectors.failing))}])
 
     def imbalance(self) -> int:
-        """Discrepancies between the pools' marks and who says to hold blocks; always 0."""
+        """Discrepancies between the pools' marks and the holders of blocks; always 0."""
         held = self.connectors.call(KVConnector.held_blocks)
         incoming = [spans for blocks in held for spans in blocks.incoming]
         outgoing = [spans for blocks in held for spans in blocks.outgoing]
@@ -458,7 +459,7 @@ class EngineCore:
         return own + sum(self.connectors.call(KVConnector.imbalance))
 
     def state(self) -> dict[str, Any]:
-        """The debugging dump."""
+        """Contents of the debugging dump."""
         return {
             "steps": self.steps,
             "in_flight": len(self.in_flight),
@@ -469,7 +470,7 @@ class EngineCore:
 
 
 def _add_up(parts: Iterable[dict[str, float]]) -> dict[str, float]:
-    """Values by name, those of equal names added."""
+    """Sum of the values of each name."""
     total: dict[str, float] = {}
     for part in parts:
         for name, value in part.items():

@@ -1,7 +1,7 @@
-"""Costs that add up to seconds, learned from sums: least squares over relative errors.
+"""Costs that add up to seconds, learned from totals: least squares over relative errors.
 
-What is observed is a count for each of some terms, and how long all of it took. Older observations
-count less and less, and costs are never negative.
+An observation is a count for each of several terms, and the seconds that they took in total. Older
+observations count less and less, and costs are never negative.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ import numpy as np
 import numpy.typing as npt
 
 OUTLIER = 5.0
-"""What takes so many times what was expected is taken for that: something else was on."""
+"""Longest observation, as a multiple of the prediction; longer ones are outliers, cut to it."""
 EXTRAPOLATED = 2.0
-"""What is expected means little if a count is so many times the most there has been."""
+"""A prediction is not trusted if a count exceeds this multiple of the largest one seen."""
 LEAST_S = 1e-5
-"""What takes less counts as much as what takes so long."""
+"""Shortest seconds to which errors are relative; shorter observations weigh no more."""
 FORGOTTEN = 1e-200
-"""Of sums that have faded so far nothing is left to tell."""
+"""Sums that have faded to less contain no information."""
 
 
 class CostFit:
-    """Takes observations in, gives costs out.
+    """Learns the cost of each term from observations.
 
     Args:
-        names: of the terms.
-        memory: what an observation still counts when the next one has come.
-        min_count: of observations; before that nothing is said.
+        names: Names of the terms.
+        memory: Factor by which an observation's weight fades with each later one.
+        min_count: Number of observations before which no costs are given.
     """
 
     def __init__(self, names: Sequence[str], memory: float, min_count: int) -> None:
@@ -41,11 +41,11 @@ class CostFit:
         self._seen = 0
 
     def start(self, tried: Sequence[tuple[Sequence[float], float]]) -> None:
-        """Believe what trials took (counts and seconds), before anything is observed.
+        """Start from the results of trials (counts and seconds), before any observation.
 
-        Each counts as one observation, but for ever: of a term that is never seen, or was long ago,
-        they are what is known, and the first few observations are too alike to say what others take
-        that are ten times as large.
+        Each counts as one observation that never fades. They keep terms known that are never seen,
+        or were long ago; and the first few observations are too alike to tell the cost of counts
+        ten times as large.
         """
         if not tried:
             return
@@ -56,13 +56,13 @@ class CostFit:
         self._costs = solve_nonnegative(*self._tried)
 
     def observe(self, counts: Sequence[float], seconds: float) -> None:
-        """Something with these counts, one for each term, took so long."""
+        """Add an observation: a count for each term, and the seconds that they took."""
         self._rows.append((counts, seconds))
         if len(self._rows) >= 256:
             self._fit()
 
     def costs(self) -> dict[str, float]:
-        """Seconds by term; those never counted are left out, and all while few were observed."""
+        """Seconds by term, without terms never counted; empty while observations are few."""
         self._fit()
         if self._seen < self._min_count:
             return {}
@@ -74,12 +74,12 @@ class CostFit:
         }
 
     def predict(self, counts: Sequence[float]) -> float:
-        """Seconds that something with these counts is to take; 0 while few were observed."""
+        """Predicted seconds for these counts; 0 while observations are few."""
         self._fit()
         return float(self._costs @ counts) if self._seen >= self._min_count else 0.0
 
     def _fit(self) -> None:
-        """Take in what has come since, and solve."""
+        """Add the new observations to the sums, and solve for the costs."""
         rows, self._rows = self._rows, []
         if not rows:
             return
@@ -87,10 +87,10 @@ class CostFit:
         seconds = np.array([took for _, took in rows])
         scale = np.full(len(rows), seconds.mean())
         if self._seen >= self._min_count:
-            # Not of the observed seconds: that would draw costs towards the quick ones.
+            # Relative to predictions: relative to observations, errors would favour quick steps.
             scale = np.maximum(terms @ self._costs, LEAST_S)
-            # Taken for outliers, with the weight of quick steps, the first prompts of a node that
-            # has only decoded would make its prompts look cheap for hundreds of steps.
+            # The first prompts of a node that has only decoded are no outliers: cut to one, with
+            # the weight of quick steps, they would make prompts look cheap for hundreds of steps.
             beyond = (terms > EXTRAPOLATED * self._most).any(axis=1)
             scale = np.where(beyond, np.maximum(scale, seconds), scale)
             seconds = np.minimum(seconds, OUTLIER * scale)
@@ -107,7 +107,7 @@ class CostFit:
 def solve_nonnegative(
     products: npt.NDArray[np.float64], targets: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
-    """Solve the normal equations; what comes out negative is set to 0, and the rest solved anew."""
+    """Solve the normal equations, with negative results set to 0 and the others solved again."""
     scale = np.sqrt(np.maximum(products.diagonal(), FORGOTTEN))
     a, b = products / np.outer(scale, scale), targets / scale
     found, active = np.zeros(len(b)), list(range(len(b)))

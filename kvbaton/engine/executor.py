@@ -1,12 +1,11 @@
-"""The ranks of one node as one: workers, what lets them fail together, and what gathers from them.
+"""The ranks of one node as one: their workers, their common failure, and their gathered results.
 
-On a CPU ranks are threads of this process, so collectives are plain additions; on GPUs all but the
+On CPUs, ranks are threads of this process, so collectives are plain additions. On GPUs, all but the
 first are processes (`worker_process`), since threads of one interpreter launch one after the other.
-The memory of all pools belongs to this process in any case, so that one transfer thread moves the
-blocks of all ranks. Every rank runs every step: it samples the same tokens from the same gathered
-logits, so nothing but partial sums and logits ever passes between them. What goes into a worker and
-comes out is plain data (plans, block numbers, sums), and it knows nothing of the others but by
-`Shard.collectives`.
+The memory of all pools belongs to this process in both cases, so one transfer thread moves the
+blocks of all ranks. Every rank runs every step and samples the same tokens from the same gathered
+logits, so ranks exchange only partial sums and logits. A worker's inputs and outputs are plain data
+(plans, block numbers, sums); it knows the other ranks only through `Shard.collectives`.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ from kvbaton.messages.engine import AddRequest
 T = TypeVar("T")
 
 ROOT_CAUSE_S = 5.0
-"""For the rank that failed first to say why, after another one fell over its absence."""
+"""Seconds to wait for the first failing rank's error, once another failed because of it."""
 
 
 class CallerThread(Thread):
-    """Does at once what is submitted, in the thread that submits it."""
+    """An executor that runs a submitted call at once, in the submitting thread."""
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         """See `concurrent.futures.Executor.submit`."""
@@ -59,16 +58,16 @@ class CallerThread(Thread):
 
 
 def rank_threads(size: int) -> list[Thread]:
-    """A thread for each rank."""
+    """One thread per rank."""
     return [ThreadPoolExecutor(1, thread_name_prefix=f"rank{rank}") for rank in range(size)]
 
 
 class Worker(ABC):
-    """One rank. It is made in its thread, where also all is called that enqueues or runs steps.
+    """One rank. It is made in its own thread, which also enqueues or runs its steps.
 
     Attributes:
-        cache: its pool, once started.
-        wake_fd: one of `Executor.wake_fds`; None if its steps are waited for.
+        cache: Its KV pool, once started.
+        wake_fd: Descriptor for `Executor.wake_fds`; None if the core waits for steps.
     """
 
     cache: BlockMemory
@@ -76,31 +75,31 @@ class Worker(ABC):
 
     @abstractmethod
     def fit(self) -> int:
-        """Blocks that its pool could have."""
+        """Number of blocks that its pool could have."""
 
     @abstractmethod
     def start(self, num_blocks: int) -> None:
         """Allocate the pool and warm up."""
 
     def attach_encoder(self, pool: EncoderPool) -> None:  # noqa: B027
-        """See `Executor.attach_encoder`; nothing for who computes the outputs itself."""
+        """See `Executor.attach_encoder`; nothing for workers that compute encoder outputs."""
 
     def expect(self, request: AddRequest) -> None:  # noqa: B027
-        """See `Executor.expect`; nothing where all that a prompt needs is its steps."""
+        """See `Executor.expect`; nothing if prompts need no work but steps."""
 
     def forget(self) -> None:  # noqa: B027
-        """Forget what kept sums count of which blocks; nothing where all blocks are whole."""
+        """Forget which tokens of blocks the kept sums cover; nothing if blocks are always full."""
 
     def check(self) -> None:  # noqa: B027
-        """See `Executor.check`; nothing for a thread of ours."""
+        """See `Executor.check`; nothing for a thread of this process."""
 
     @abstractmethod
     def run(self, plan: StepPlan) -> Pending[StepResult]:
-        """Run a step, or enqueue it."""
+        """Run a step, or enqueue it on the device."""
 
     @abstractmethod
     def sums(self, group: int, blocks: Sequence[int], *, in_flight: bool = False) -> Pending[Sums]:
-        """See `Executor.sums`; with `in_flight` in the rank's thread."""
+        """See `Executor.sums`; with `in_flight`, called in the rank's thread."""
 
     @abstractmethod
     def digest(self, ranges: Sequence[BlockRange], *, keep: bool = False) -> Pending[list[Sums]]:
@@ -112,17 +111,18 @@ class Worker(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give everything back; its thread has ended."""
+        """Release all resources, after the rank's thread has ended."""
 
 
 class WorkerGroup:
-    """The threads of all ranks: when one rank fails, none waits for it.
+    """The threads of all ranks; when one rank fails, none waits for it for ever.
 
     Args:
-        threads: one per rank; what is done together is submitted by one thread only.
-        abort: makes ranks fail that wait for others; idempotent.
-        release: gives back what the ranks share; after they were closed.
-        patience_s: for a step, where `abort` can't know by itself that a rank does not come.
+        threads: One per rank. Only one thread may submit work for all of them.
+        abort: Makes ranks fail that wait for others; idempotent.
+        release: Releases what ranks share, after they were closed.
+        patience_s: Longest wait in seconds for a step, where `abort` can't tell that a rank is
+            missing.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class WorkerGroup:
         self._release = release
 
     def start(self, work: Callable[[int], T]) -> list[Future[T]]:
-        """Let every rank begin the same."""
+        """Start the same work on every rank."""
 
         def guarded(rank: int) -> T:
             try:
@@ -149,15 +149,15 @@ class WorkerGroup:
         return [thread.submit(guarded, rank) for rank, thread in enumerate(self.threads)]
 
     def call(self, work: Callable[[int], T]) -> list[T]:
-        """Let every rank do the same, and wait for all."""
+        """Run the same work on every rank, and wait for all."""
         return self.gather(self.start(work))
 
     def gather(self, futures: Sequence[Future[T]], patience_s: float | None = None) -> list[T]:
         """Results in the order of ranks.
 
         Raises:
-            Exception: what a rank raised, if possible the first to fail.
-            TimeoutError: they took longer than `patience_s`.
+            Exception: A rank's error, of the first rank that failed if that is known.
+            TimeoutError: The ranks took longer than `patience_s`.
         """
         done, waiting = wait(futures, patience_s, FIRST_EXCEPTION)
         if waiting:
@@ -171,7 +171,7 @@ class WorkerGroup:
         return [future.result() for future in futures]
 
     def close(self, workers: Sequence[Worker]) -> None:
-        """End the threads, after the steps in flight; then the workers, and what they share."""
+        """End the threads after the steps in flight, then close workers and what they share."""
         for thread in self.threads:
             thread.shutdown()
         for worker in workers:
@@ -183,16 +183,16 @@ class Executor:
     """All ranks of one node, as one.
 
     Args:
-        group: the ranks' threads.
-        make: makes a rank's worker, in its thread.
+        group: Threads of the ranks.
+        make: Makes the worker of a rank, in the rank's thread.
 
     Attributes:
-        wake_fds: readable while a step is over whose result was not taken; none if steps are waited
-            for. With a descriptor, steps may be long: who launches them asks `ready`, and does not
-            wait.
+        wake_fds: Descriptors that are readable while a step's result can be taken; empty if the
+            core waits for steps. With a descriptor, steps may be long: the core asks `ready` and
+            does not wait.
 
     Raises:
-        ConfigError: a setting, the model folder or the size of the pool is wrong.
+        ConfigError: A setting, the model folder or the size of the pool is wrong.
     """
 
     def __init__(self, group: WorkerGroup, make: Callable[[int], Worker]) -> None:
@@ -209,10 +209,10 @@ class Executor:
 
     @property
     def in_order(self) -> bool:
-        """Whether what a rank is asked for comes after the steps that were launched before.
+        """Whether a rank handles requests after the steps launched before them.
 
-        And no step fails for some of its sequences, as an encoder's may for an image: then what is
-        asked for behind a step is of blocks that it has computed.
+        It also means that no step fails for some of its sequences, as an encoder's step may for an
+        image; so a request behind a step finds all blocks of the step computed.
         """
         return not self.wake_fds
 
@@ -227,19 +227,19 @@ class Executor:
         return [[worker.cache.memory] for worker in self.workers]
 
     def attach_encoder(self, pool: EncoderPool) -> None:
-        """Name the pool that `SequenceStep.items` are about; before any request.
+        """Set the pool that `SequenceStep.items` refers to, before any request.
 
-        What a step reads of it must be there, on the device too, when the step is launched.
+        Rows that a step reads must be in it, on the device too, when the step is launched.
         """
         self.group.call(lambda rank: self.workers[rank].attach_encoder(pool))
 
     def expect(self, request: AddRequest) -> None:
-        """A request with items has come that lacks some blocks: begin what needs no step."""
+        """Start the work without steps of a new request with items that is not fully cached."""
         for worker in self.workers:
             worker.expect(request)
 
     def try_steps(self, limits: SchedulerConfig) -> list[tuple[Terms, float]]:
-        """What steps take by what is in them, see `step_costs`; before any request."""
+        """Run trial steps before any request; see `step_costs.try_steps`."""
 
         def run(plan: StepPlan) -> float:
             began = time.perf_counter()
@@ -252,13 +252,13 @@ class Executor:
         return tried
 
     def check(self) -> None:
-        """Raise `RuntimeError` if a rank has ended by itself."""
+        """Raise `RuntimeError` if a rank has ended unasked."""
         for worker in self.workers:
             worker.check()
 
     def launch(self, plan: StepPlan) -> Pending[StepResult]:
-        """Start a step. At most two are in flight. Its result raises what a rank raised."""
-        _ = plan.columns  # once, before the ranks' threads ask for it
+        """Start a step; at most two are in flight. Its result raises what a rank raised."""
+        _ = plan.columns  # computed once, before the ranks' threads use it
         steps = self.group.start(lambda rank: self.workers[rank].run(plan))
         return Pending(
             lambda: all(f.done() and (f.exception() or f.result().ready()) for f in steps),
@@ -269,7 +269,7 @@ class Executor:
         try:
             parts = self.group.gather(steps, self.group.patience_s)
             try:
-                for part in parts[1:]:  # before ours, for which a driver waits as long as it takes
+                for part in parts[1:]:  # before our own, since a wait for the driver has no limit
                     part.result()
                 result = parts[0].result()
             except BaseException:
@@ -283,19 +283,19 @@ class Executor:
     def sums(
         self, group: int, blocks: Sequence[int], *, in_flight: bool = False
     ) -> Pending[list[Sums]]:
-        """Digest sums kept with these blocks since the steps that wrote them.
+        """Digest sums of blocks, kept since the steps that wrote the blocks.
 
-        Once the sums are there, those steps are over on the device too: so this is the ready event
-        of the blocks.
+        Once the sums are there, those steps are over on the device too, so this also serves as the
+        ready event of the blocks.
 
         Args:
             group: KV group.
-            blocks: of it; of steps whose results have been taken, unless `in_flight`.
-            in_flight: read them when all steps are over that are launched by now; only if steps are
-                `in_order`.
+            blocks: Blocks of the group, written by steps whose results were taken, unless
+                `in_flight`.
+            in_flight: Read the sums after all steps launched so far; only if `in_order`.
 
         Returns:
-            Per rank, what `connectors.digest.Sums` says.
+            Per rank, see `connectors.digest.Sums`.
         """
         if not in_flight:
             return join(self._ask(lambda worker: worker.sums(group, blocks)), list)
@@ -310,29 +310,29 @@ class Executor:
     def digest(
         self, ranges: Sequence[BlockRange], *, keep: bool = False
     ) -> Pending[list[list[Sums]]]:
-        """Digest sums recomputed from the bytes in memory now, per range as `sums`.
+        """Digest sums recomputed from the bytes in memory now: per range, as `sums`.
 
         May be called from another thread than `launch`.
 
         Args:
-            ranges: what to sum.
-            keep: keep the sums with their blocks too, as if a step had written these: of blocks
-                that have arrived, which no step in flight touches. Whoever finds them wrong caches
-                nothing of them.
+            ranges: Ranges of blocks to sum.
+            keep: Also keep the sums with their blocks, as if a step had written these. For arrived
+                blocks that no step in flight touches; if the sums prove wrong, the caller must not
+                cache the blocks.
         """
         of_ranks = self._ask(lambda worker: worker.digest(ranges, keep=keep))
         return join(of_ranks, lambda found: list(map(list, zip(*found, strict=True))))
 
     def _ask(self, call: Callable[[Worker], Pending[T]]) -> list[Pending[T]]:
-        """What all ranks give, the last one asked first: ours is the only one that keeps us."""
+        """Results of all ranks, asked in reverse order, since only the first rank's call blocks."""
         return [call(worker) for worker in reversed(self.workers)][::-1]
 
     def staging(self, forms: Sequence[ObjectForm], reached: Collection[str] = ()) -> BlockStaging:
-        """Bytes of blocks for a store.
+        """Staging of blocks' bytes for a store.
 
         Args:
-            forms: one per group.
-            reached: kinds of devices whose memory the store takes.
+            forms: One per group.
+            reached: Kinds of devices whose memory the store can access.
         """
         pools = [worker.cache.blocks for worker in self.workers]
         if not pools[0].is_cuda:
@@ -342,7 +342,7 @@ class Executor:
         return PinnedBlockStaging(forms, pools)
 
     def poison(self, blocks: Sequence[int]) -> None:
-        """Fill blocks with NaN (debugging); done when it returns."""
+        """Fill blocks with NaN (debugging), and wait until it is done."""
         for worker in self.workers:
             worker.cache.poison(blocks)
 
@@ -351,5 +351,5 @@ class Executor:
         return self.workers[0].counters()
 
     def close(self) -> None:
-        """Give everything back; waits for the steps in flight."""
+        """Wait for the steps in flight, and release all resources."""
         self.group.close(self.workers)

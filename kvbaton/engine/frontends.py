@@ -1,11 +1,11 @@
-"""The core's end of the sockets to its frontends: ZMQ, MessagePack, one thread.
+"""The core's side of the sockets to its frontends: ZMQ, MessagePack, one thread.
 
-A node's own HTTP processes connect to a Unix socket in a folder of mode 0700, and may ask anything.
+A node's own HTTP processes connect to a Unix socket in a folder of mode 0700 and may send anything.
 Remote frontends (routers) may add, abort and ping. They connect over TCP, encrypted and
 authenticated by the cluster key (`connectors/curve.py`); without a key, to a second Unix socket.
 
-Request ids are per frontend. Where two frontends use the same one at once, the core knows the later
-request by another id. A frontend that is gone, or does not read, loses its requests.
+Request ids are per frontend. If two frontends use the same id at once, the core renames the later
+request. A frontend that is gone, or does not read, loses its requests.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_MS = 400
 HEARTBEAT_TIMEOUT_MS = 1000
-"""ZMQ's I/O threads send and answer heartbeats: a busy Python program is not taken for dead, until
-it has left so many messages unread (`RCVHWM`) that ZMQ reads no more of them."""
+"""Milliseconds after which ZMQ takes a silent remote peer for dead. ZMQ's I/O threads send and
+answer heartbeats, so a busy Python program is not taken for dead, until its unread messages fill
+its queue (`RCVHWM`) and ZMQ reads no more."""
 PROBE_S = 0.4
-"""So often each frontend gets a sign of life, which tells when it is gone."""
+"""Seconds between signs of life to each frontend, by which the core notices lost ones."""
 HIGH_WATER_MARK = 128
-"""Messages to one frontend that ZMQ keeps; those beyond wait in its backlog."""
+"""Maximum number of messages that ZMQ queues for a frontend; more wait in the core's backlog."""
 MAX_BACKLOG_BYTES = 32 << 20
-"""A frontend that leaves more unread is dropped."""
+"""Unread bytes beyond which a frontend is dropped."""
 MAX_WATCHER_BACKLOG_BYTES = 4 << 20
-"""A frontend that leaves more unread is told no more of cached blocks until it has read it."""
+"""Unread bytes beyond which a frontend gets no cached blocks until it has read its backlog."""
 _RECEIVE_MARK = 10_000
 _RETRY_S = 0.01
 _FIRST_PART = int(zmq.NOBLOCK | zmq.SNDMORE)
-"""As `send_multipart` has it, an enumeration made for each message, that takes 4 us more."""
+"""The flag as an integer: `send_multipart` makes an enumeration for each message, taking 4 us."""
 _LINGER_MS = 2000
 
 _encoder = msgspec.msgpack.Encoder()
@@ -53,13 +54,14 @@ _encoder = msgspec.msgpack.Encoder()
 
 @dataclass(frozen=True, kw_only=True)
 class EngineEndpoints:
-    """Where a core listens for frontends.
+    """Addresses at which a core listens for frontends.
 
     Attributes:
         local: ``ipc:///...`` for the node's own processes.
-        host: address for remote frontends, if there is a cluster key; None lets none in.
-        port: 0 takes a free one.
-        cluster_key: of the cluster; without one remote frontends get a Unix socket beside `local`.
+        host: Address for remote frontends, if there is a cluster key; None admits none.
+        port: Port for remote frontends; 0 takes a free one.
+        cluster_key: Key of the cluster; without one, remote frontends get a Unix socket beside
+            `local`.
     """
 
     local: str
@@ -70,14 +72,14 @@ class EngineEndpoints:
 
 @dataclass(eq=False)
 class _Peer:
-    """One connected frontend.
+    """A connected frontend.
 
     Attributes:
         kind: ``local`` or ``remote``, for metrics.
-        names: the core's ids of its live requests, by its own.
-        backlog: encoded messages that ZMQ has no room for.
-        lost: it gets nothing any more.
-        next_blocks: number of the next `CachedBlocks` for it, if it watches.
+        names: The core's ids of its live requests, by the frontend's ids.
+        backlog: Encoded messages that ZMQ has no room for.
+        lost: Whether the frontend is lost: nothing more is sent to it.
+        next_blocks: Number of its next `CachedBlocks`, if it watches.
     """
 
     socket: zmq.Socket[bytes]
@@ -93,7 +95,7 @@ class _Peer:
 
 @dataclass(eq=False)
 class _Owned:
-    """A live request: whose it is, what its frontend calls it, how many choices are open, times."""
+    """A live request: its frontend, its id there, its number of open choices, and its times."""
 
     peer: _Peer
     name: str
@@ -102,25 +104,25 @@ class _Owned:
 
 
 class CachedBlockSource(Protocol):
-    """What there is to tell those who watch the prefix caches."""
+    """The prefix caches' contents, for frontends that watch them."""
 
     groups: tuple[messages.CachedGroup, ...]
 
     def snapshot(self) -> Iterator[tuple[messages.BlockChange, ...]]:
-        """All blocks that are cached now."""
+        """All blocks that are cached now, in parts."""
 
 
 class FrontendServer:
-    """The core's `Mailbox`: what all frontends say, and who gets what the core says.
+    """The core's `Mailbox`: receives from all frontends, and sends to those concerned.
 
     Args:
-        endpoints: where to listen.
+        endpoints: Addresses to listen at.
 
     Raises:
         ConfigError: ``--host`` or ``--engine-port`` can't be listened on.
 
     Attributes:
-        block_watchers: frontends that watch the prefix caches.
+        block_watchers: Frontends that watch the prefix caches.
     """
 
     def __init__(self, endpoints: EngineEndpoints) -> None:
@@ -180,13 +182,13 @@ class FrontendServer:
             where = f"{host}:{endpoints.port}"
             raise ConfigError("--engine-port", f"can't listen on {where}: {error}") from error
 
-    # --- what frontends say ---
+    # --- from frontends ---
 
     def receive(self, timeout: float, wake_fd: int) -> Iterator[messages.ToCore]:
-        """Messages that have arrived, each to be carried out before the next is asked for.
+        """Yield messages that have arrived; each must be handled before the next is taken.
 
-        Waits up to `timeout` seconds for one or for `wake_fd`. Of frontends that are gone it yields
-        an `AbortRequest` for each request.
+        Waits up to `timeout` seconds for a message or for `wake_fd`. For each request of a lost
+        frontend, yields an `AbortRequest`.
         """
         if wake_fd != self._wake_fd:
             self._poller.register(wake_fd, zmq.POLLIN)
@@ -209,7 +211,7 @@ class FrontendServer:
                 yield messages.AbortRequest(request_id=request_id)
 
     def _take(self, socket: zmq.Socket[bytes], frames: list[bytes]) -> Iterator[messages.ToCore]:
-        """What the core is to do about a message; nothing if it is answered here."""
+        """Decode a message; yields what the core has to do, nothing if it is answered here."""
         identity, *data = frames
         local = socket is self._local
         peer = self._peers.get((local, identity))
@@ -220,7 +222,7 @@ class FrontendServer:
         if isinstance(message, messages.Undecodable):
             self._count_drop()
             logger.warning("dropped a message of a frontend that can't be read: %s", message.error)
-            if peer is not None and message.request_id is not None:  # who asked is told
+            if peer is not None and message.request_id is not None:  # answer the sender
                 error = RequestError(f"the request can't be read: {message.error}")
                 self._put(peer, messages.Rejected.of(message.request_id, error))
             return
@@ -236,7 +238,7 @@ class FrontendServer:
                 yield from self._add(peer, message)
             case messages.AbortRequest():
                 known = peer.names.get(message.request_id)
-                if known is not None:  # else it has just ended, or is another frontend's
+                if known is not None:  # else it has just ended, or belongs to another frontend
                     yield replace(message, request_id=known)
             case messages.Ping():
                 self._put(peer, messages.Pong(number=message.number))
@@ -256,7 +258,7 @@ class FrontendServer:
         self._counts["kvbaton_frontend_messages_dropped_total"] += 1
 
     def _connect(self, peer: _Peer, message: messages.Connect) -> None:
-        if self._ready is None:  # only a core that serves reads its messages
+        if self._ready is None:  # the core does not serve yet
             return
         low, high = messages.MIN_ENGINE_VERSION, messages.ENGINE_VERSION
         if message.version < low or message.min_version > high:
@@ -283,10 +285,10 @@ class FrontendServer:
         self._counts[f'kvbaton_frontend_requests_total{{frontend="{peer.kind}"}}'] += 1
         yield request if key == name else replace(request, request_id=key)
 
-    # --- what the core says ---
+    # --- to frontends ---
 
     def send(self, message: messages.FromCore) -> None:
-        """Send to whom it concerns. What nobody waits for any more is left out."""
+        """Send a message to the frontends concerned; drops outputs of ended requests."""
         match message:
             case messages.Outputs():
                 by_peer: dict[_Peer, list[messages.Output]] = {}
@@ -325,7 +327,7 @@ class FrontendServer:
     def tell_watchers(
         self, changes: tuple[messages.BlockChange, ...], source: CachedBlockSource
     ) -> None:
-        """Tell those who watch what happened to the prefix caches since the last call."""
+        """Send changes of the prefix caches since the last call to the frontends that watch."""
         for peer in tuple(self.block_watchers):
             if peer.next_blocks == 0:
                 if peer.backlog:
@@ -337,7 +339,7 @@ class FrontendServer:
                 parts = iter([changes] if changes else [])
             for part in parts:
                 if peer.backlog_bytes > MAX_WATCHER_BACKLOG_BYTES:
-                    peer.next_blocks = 0  # when it has read that, it begins anew
+                    peer.next_blocks = 0  # start again with all blocks, once the backlog is read
                     break
                 self._put(peer, messages.CachedBlocks(number=peer.next_blocks, changes=part))
                 peer.next_blocks += 1
@@ -350,7 +352,7 @@ class FrontendServer:
         return owned
 
     def completed(self, metrics: messages.Metrics) -> messages.Metrics:
-        """The core's metrics, and ours."""
+        """The core's metrics with those of this server."""
         refused = 0 if self._gate is None else self._gate.refused
         counters = {name: float(value) for name, value in self._counts.items()}
         counters["kvbaton_frontends_refused_total"] = float(refused)
@@ -389,7 +391,7 @@ class FrontendServer:
             )
 
     def _sent(self, peer: _Peer, data: bytes) -> bool:
-        """Whether a message needs no more thought: ZMQ took it, or its receiver is gone."""
+        """Whether a message is done with: ZMQ has taken it, or its frontend is gone."""
         try:
             peer.socket.send(peer.identity, _FIRST_PART)
             peer.socket.send(data, zmq.NOBLOCK)
@@ -402,7 +404,7 @@ class FrontendServer:
         return True
 
     def _lose(self, peer: _Peer, reason: str) -> None:
-        """Forget a frontend; the next `receive` ends its requests."""
+        """Drop a frontend; the next `receive` aborts its requests."""
         if self._peers.pop((peer.local, peer.identity), None) is not None:
             self._counts[f'kvbaton_frontends_lost_total{{reason="{reason}"}}'] += 1
             self._lost.append(peer)
@@ -411,7 +413,7 @@ class FrontendServer:
         peer.backlog.clear()
 
     def _probe(self) -> None:
-        """Send what has waited for room, and see who is still there."""
+        """Send the backlogs, and check which frontends are still connected."""
         for peer in (*self._peers.values(), *self._dismissed):
             while peer.backlog and self._sent(peer, peer.backlog[0]):
                 if peer.backlog:
@@ -425,14 +427,14 @@ class FrontendServer:
                     self._put(peer, messages.Pong())
 
     def stop(self) -> None:
-        """Tell whose requests the end of this node cuts off."""
+        """Reject all live requests, since the node stops."""
         reason = "the node is stopping; retry elsewhere"
         error = RequestError(reason, status=503, code=SHUTTING_DOWN)
         for key in tuple(self._owned):
             self.send(messages.Rejected.of(key, error))
 
     def close(self) -> None:
-        """Send what is queued, for at most two seconds, and close."""
+        """Send what is queued, for at most two seconds, and close the sockets."""
         for socket in (self._local, self._remote):
             if socket is not None:
                 socket.close()

@@ -1,10 +1,10 @@
-"""GGUF files as models: what llama.cpp reads, served as it is.
+"""GGUF files as models: files made for llama.cpp, served without conversion.
 
-`model_folder` writes what a file says of its model and tokenizer into a small folder in the user's
-cache, once, with a link to the file in place of safetensors; so all else finds a Hugging Face
-folder. `GGUFTensors` gives the weights under Hugging Face's names, dequantised as they are read.
+`model_folder` writes what a file says about its model and tokenizer into a small folder in the
+user's cache, once, with a link to the file in place of safetensors, so that all other code sees a
+Hugging Face folder. `GGUFTensors` reads the weights under Hugging Face's names, dequantised.
 
-The header is read here, since ``gguf.GGUFReader`` takes seconds for a large vocabulary; blocks of
+The header is parsed here, since ``gguf.GGUFReader`` takes seconds for a large vocabulary; blocks of
 quantised weights are decoded by ``gguf.quants``. The format:
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     import tokenizers
 
 WEIGHTS = "model.gguf"
-"""Of a folder that `model_folder` has written: the link to the file."""
+"""Name of the link to the file, in a folder written by `model_folder`."""
 NEEDS_CACHE = "a GGUF file needs a folder that can be written, which XDG_CACHE_HOME may name"
 MAGIC = b"GGUF"
 FORM = 1
-"""Of the folders; goes up when what we write into them changes."""
+"""Version of the folders; incremented when their content changes."""
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -68,7 +68,7 @@ NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 CONTROL, USER_DEFINED = 3, 4
-"""Token types: special, and added without being special."""
+"""Types of tokens: special ones, and added ones that are not special."""
 
 DIGITS_AND_GPT2 = "digits"
 LLAMA3 = (
@@ -79,17 +79,17 @@ QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 SPLITS = {"default": "", "gpt-2": "", "smollm": DIGITS_AND_GPT2, "qwen2": QWEN2} | dict.fromkeys(
     ("llama-bpe", "llama3", "llama-v3"), LLAMA3
 )
-"""How texts are split before merges, by ``tokenizer.ggml.pre``: a pattern; empty is GPT-2's own."""
+"""Patterns that split text before merges, by ``tokenizer.ggml.pre``; empty for GPT-2's own."""
 
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original": 8192}
 
 
 def model_folder(model: str | Path) -> str:
-    """The folder to serve: of a GGUF file the one that describes it, else the path itself.
+    """The folder to serve: for a GGUF file, the one that describes it; else the path itself.
 
     Raises:
-        ConfigError: the file is none of GGUF, is cut off, or holds what can't be served; or the
-            folder has no place.
+        ConfigError: The file is not GGUF, is truncated, or can't be served; or the folder can't be
+            written.
     """
     if not str(model).endswith(".gguf"):
         return str(model)
@@ -99,7 +99,7 @@ def model_folder(model: str | Path) -> str:
         said = f"{FORM} {path} {stat.st_size} {stat.st_mtime_ns}".encode() + file.header
         try:
             cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        except RuntimeError as error:  # of a user without a home
+        except RuntimeError as error:  # the user has no home folder
             raise ModelError(f"{NEEDS_CACHE}: {error}") from error
         folder = cache / "kvbaton" / "gguf" / hashlib.blake2b(said, digest_size=16).hexdigest()
         if not folder.is_dir():
@@ -108,10 +108,10 @@ def model_folder(model: str | Path) -> str:
 
 
 def _write_folder(file: GGUFFile, folder: Path) -> None:
-    """Write it aside and move it there in one step, since several processes may do so at once.
+    """Write a folder under another name and rename it, since several processes may write it.
 
     Raises:
-        ConfigError: the file can't be served, or the folder not be written.
+        ConfigError: The file can't be served, or the folder can't be written.
     """
     config, parts = _config(file), _tokenizer(file)
     try:
@@ -124,7 +124,7 @@ def _write_folder(file: GGUFFile, folder: Path) -> None:
             aside.rename(folder)
         except OSError:
             shutil.rmtree(aside)
-            if not folder.is_dir():  # else another process was first
+            if not folder.is_dir():  # else another process has written it
                 raise
     except OSError as error:
         raise ModelError(f"{NEEDS_CACHE}: {folder}: {error.strerror}") from error
@@ -135,7 +135,7 @@ def _write_folder(file: GGUFFile, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor: its shape (rows first), type by ggml's number, and where its bytes begin."""
+    """A tensor: its shape (rows first), its ggml type, and the offset of its bytes in the file."""
 
     shape: tuple[int, ...]
     kind: int
@@ -143,16 +143,16 @@ class TensorInfo:
 
 
 class GGUFFile:
-    """An open file: what it says of the model, and where its tensors are.
+    """An open file: what it says about the model, and where its tensors are.
 
     Attributes:
-        path: of the file.
-        fields: key to value.
-        tensors: by the file's names.
-        header: all bytes before the tensors' data.
+        path: Path of the file.
+        fields: Values by key.
+        tensors: Tensors by their names in the file.
+        header: All bytes before the tensors' data.
 
     Raises:
-        ConfigError: it is no GGUF file, or cut off.
+        ConfigError: It is not a GGUF file, or is truncated.
     """
 
     def __init__(self, path: Path) -> None:
@@ -173,7 +173,7 @@ class GGUFFile:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._data.close()  # no array may be in use
+        self._data.close()  # fails if an array still uses it
 
     def _read_header(self) -> None:
         if self._take(4) != MAGIC:
@@ -210,7 +210,7 @@ class GGUFFile:
             self.tensors[name] = TensorInfo(shape, kind, data + start)
 
     def _block(self, kind: int) -> tuple[int, int]:
-        """Values and bytes of a block of a type."""
+        """Number of values and of bytes per block of a ggml type."""
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
         try:
@@ -220,10 +220,10 @@ class GGUFFile:
         return int(values), int(size)
 
     def floats(self, name: str) -> npt.NDArray[np.float32]:
-        """A tensor, dequantised.
+        """Read a tensor, dequantised.
 
         Raises:
-            ConfigError: its type can't be decoded.
+            ConfigError: Its type can't be decoded.
         """
         from gguf.constants import GGMLQuantizationType
         from gguf.quants import dequantize
@@ -241,10 +241,10 @@ class GGUFFile:
             raise self.refuse(f"tensors of type {kind.name} can't be decoded") from error
 
     def field(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
-        """What the file says under a key.
+        """The value of a key.
 
         Raises:
-            ConfigError: it is missing and has no default, or is of another type.
+            ConfigError: It is missing and has no default, or is of another type.
         """
         value = self.fields.get(key, default)
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
@@ -255,7 +255,7 @@ class GGUFFile:
         """An error that says why the file can't be served."""
         return ModelError(f"{self.path} can't be served: {what}")
 
-    # --- its header ---
+    # --- the header ---
 
     def _take(self, count: int) -> bytes:
         end = self._at + count
@@ -286,7 +286,7 @@ class GGUFFile:
         return [self._string() for _ in range(count)]
 
 
-# --- its weights ---
+# --- weights ---
 
 
 class GGUFTensors(GGUFFile):
@@ -307,19 +307,19 @@ class GGUFTensors(GGUFFile):
         heads = self.field(f"{architecture}.attention.head_count", int)
         kv_heads = self.field(f"{architecture}.attention.head_count_kv", int, heads)
         self._heads = {"attn_q": heads, "attn_k": kv_heads}
-        # llama.cpp turns pairs of neighbours; Hugging Face the two halves of a head.
+        # llama.cpp rotates pairs of adjacent features, Hugging Face the two halves of a head.
         self._permuted = architecture == "llama"
 
     def keys(self) -> Iterable[str]:
-        """Names of all tensors that have one."""
+        """Hugging Face names of all tensors."""
         return self._names.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a whole tensor."""
+        """Shape of a whole tensor."""
         return self.tensors[self._names[name]].shape
 
     def read(self, name: str, part: Any) -> Any:
-        """A part of a tensor, as Hugging Face has it: float32."""
+        """Read a part of a tensor in Hugging Face's order: float32."""
         import torch
 
         stored = self._names[name]
@@ -331,11 +331,11 @@ class GGUFTensors(GGUFFile):
         return torch.from_numpy(np.require(values[part], requirements=["C", "W"]))
 
 
-# --- what it says ---
+# --- configuration and tokenizer ---
 
 
 def _config(file: GGUFFile) -> dict[str, Any]:
-    """``config.json``."""
+    """Content of ``config.json``."""
     architecture = file.field("general.architecture", str)
     if architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
@@ -385,7 +385,7 @@ def _config(file: GGUFFile) -> dict[str, Any]:
 
 
 def _check_shapes(file: GGUFFile, config: dict[str, Any]) -> None:
-    """Refuse sizes that the tensors do not have, before a model of such sizes is made."""
+    """Refuse sizes that the tensors do not have, before a model of these sizes is made."""
     hidden, middle, dim = (config[k] for k in ("hidden_size", "intermediate_size", "head_dim"))
     wanted = {
         "token_embd.weight": (config["vocab_size"], hidden),
@@ -403,10 +403,10 @@ def _check_shapes(file: GGUFFile, config: dict[str, Any]) -> None:
 
 
 def _rope_scaling(file: GGUFFile) -> dict[str, Any] | None:
-    """Llama 3's, if the file has factors by which it divides frequencies, and they are those.
+    """Llama 3's rope scaling, if the file has factors of frequencies, and they are Llama 3's.
 
     Raises:
-        ConfigError: they are others.
+        ConfigError: The factors are others.
     """
     if "rope_freqs.weight" not in file.tensors:
         return None
@@ -429,7 +429,7 @@ def _rope_scaling(file: GGUFFile) -> dict[str, Any] | None:
 
 
 def _tokenizer(file: GGUFFile) -> dict[str, Any]:
-    """``tokenizer.json`` and ``tokenizer_config.json``."""
+    """Contents of ``tokenizer.json`` and ``tokenizer_config.json``."""
     from tokenizers.processors import TemplateProcessing
 
     tokens = file.field("tokenizer.ggml.tokens", list)
@@ -437,7 +437,7 @@ def _tokenizer(file: GGUFFile) -> dict[str, Any]:
         raise file.refuse("a token is no string")
     model = file.field("tokenizer.ggml.model", str)
     pre = file.field("tokenizer.ggml.pre", str, "default")
-    if model != "gpt2" or pre not in SPLITS:  # unknown, or no byte-level BPE
+    if model != "gpt2" or pre not in SPLITS:  # not byte-level BPE, or an unknown one
         raise file.refuse(f"its tokenizer ({model}, {pre}) is not supported")
     split = SPLITS[pre]
     backend = _backend(file, tokens, split)
@@ -464,7 +464,7 @@ def _tokenizer(file: GGUFFile) -> dict[str, Any]:
 
 
 def _backend(file: GGUFFile, tokens: list[str], split: str) -> tokenizers.Tokenizer:
-    """A byte-level BPE with the file's vocabulary, merges and added tokens."""
+    """A byte-level BPE tokenizer with the file's vocabulary, merges and added tokens."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
 

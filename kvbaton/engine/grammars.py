@@ -1,13 +1,13 @@
 """Structured output: which tokens a request's grammar allows next.
 
-A grammar is what `llguidance` takes: Lark, or its JSON. It is compiled in a thread of its own,
-while the prompt waits beside the queue or its KV is handed over; compiled ones are kept. Each
-sequence has a copy, which reads the sequence's tokens whenever a mask is due: so it makes no
-difference whether they were sampled here, by the node that prefilled, or before a migration.
-A mask is a row of bits, one per token of the vocabulary; end tokens are allowed exactly where the
-text may end.
+A grammar is in a form that `llguidance` takes: Lark, or its JSON. It is compiled in a thread of its
+own while the prompt is parked or its KV is handed over; compiled grammars are cached. Each sequence
+has a copy, a matcher, which reads the sequence's tokens whenever a mask is due. So it does not
+matter whether the tokens were sampled here, by the node that prefilled, or before a migration. A
+mask is a row of bits, one per token of the vocabulary; it allows end tokens exactly where the text
+may end.
 
-The library is imported when the first grammar comes.
+The library is imported with the first grammar.
 """
 
 from __future__ import annotations
@@ -37,18 +37,19 @@ logger = logging.getLogger(__name__)
 Bits = npt.NDArray[np.uint8]
 
 COMPILE_S = 20.0
-"""A grammar that is not compiled by then ends its request."""
+"""Seconds for compiling a grammar, after which its request ends with an error."""
 KEPT = 64
-"""Compiled grammars that are kept for who asks next."""
+"""Maximum number of compiled grammars in the cache."""
 MASK_THREADS = 8
 FAILED = "grammar_failed"
-"""The code of requests whose grammar can't be followed, on whatever node."""
+"""Error code of requests whose grammar can't be followed on any node."""
 
 
 def mask_of(params: SamplingParams, vocab: int) -> Bits:
-    """A mask that allows their `allowed_token_ids`, made once.
+    """A mask that allows the request's `allowed_token_ids`.
 
-    They keep it: a cache by the ids would hash them at each step, 0.6 ms for a whole vocabulary.
+    It is stored in `params`: a cache by the ids would hash them at each step, which takes 0.6 ms
+    for a whole vocabulary.
     """
     kept: dict[str, Bits] = params.__dict__
     name = f"mask of {vocab}"
@@ -60,46 +61,46 @@ def mask_of(params: SamplingParams, vocab: int) -> Bits:
 
 
 class NoGrammars:
-    """Of an engine that follows none. `Grammars` is that of one that does."""
+    """An engine without grammars; `Grammars` is for an engine with them."""
 
     def check(self, grammar: str) -> None:
-        """A request with a grammar comes.
+        """Check the grammar of a new request.
 
         Raises:
-            RequestError: it can't be followed here.
+            RequestError: It can't be followed here.
         """
         raise RequestError("this engine follows no grammars", param="grammar")
 
     def ready(self, sequence: requests.Sequence) -> bool:
-        """Whether masks can be had; if not yet, the sequence is unparked once they can.
+        """Whether masks are available; if not, the sequence is unparked once they are.
 
-        What is wrong with the grammar, or with the tokens so far, is told by `error`.
+        Also True if the grammar or the tokens so far are wrong; then `error` says why.
         """
         return True
 
     def error(self, sequence: requests.Sequence) -> RequestError | None:
-        """Why a sequence can't go on by its grammar; without a code the node is to blame.
+        """Why a sequence can't follow its grammar, or None.
 
-        None if it can.
+        An error without a code is the fault of this node.
         """
         return None
 
     def fits(self, sequence: requests.Sequence, token: int) -> bool:
-        """Whether a token that another node sampled may come next; not, if it can't be told yet."""
+        """Whether a token sampled elsewhere may come next; False while that is unknown."""
         return True
 
     def cut(self, sequence: requests.Sequence, draft: tuple[int, ...]) -> tuple[int, ...]:
-        """As much of a draft as the grammar allows, and no end of the text."""
+        """The part of a draft that the grammar allows, up to the first end token."""
         return draft
 
     def masks(self, wanted: Sequence[tuple[requests.Sequence, tuple[int, ...]]]) -> dict[int, Bits]:
-        """What may come after all known tokens of sequences, and after each token of their drafts.
+        """Masks for the tokens after sequences' known tokens, and after each of their draft tokens.
 
         Args:
-            wanted: sequences that are `ready`, with their drafts.
+            wanted: Sequences that are `ready`, with their drafts.
 
         Returns:
-            By handle, [1 + draft, bytes] uint8: bit i of byte b stands for token 8 b + i.
+            By handle, [1 + draft, bytes] uint8: bit i of byte b is for token 8 b + i.
         """
         return {}
 
@@ -108,10 +109,10 @@ class Grammars(NoGrammars, KVConnector):
     """The grammars of all live requests.
 
     Args:
-        folder: of the model, for ``tokenizer.json``.
-        vocab_size: of the model.
-        eos_token_ids: its own end tokens.
-        unpark: puts a sequence that waits for its grammar back into the queue.
+        folder: Folder of the model, for ``tokenizer.json``.
+        vocab_size: Vocabulary size of the model.
+        eos_token_ids: End tokens of the model.
+        unpark: Puts a sequence that waits for its grammar back into the queue.
     """
 
     name = "grammars"
@@ -127,10 +128,10 @@ class Grammars(NoGrammars, KVConnector):
         self._words = -(-vocab_size // 32)
         self._vocab_size, self._eos = vocab_size, np.array(sorted(eos_token_ids), np.int64)
         self._eos = self._eos[self._eos < vocab_size]
-        self._tokenizer: Any = None  # made by the first compilation
+        self._tokenizer: Any = None  # made with the first compilation
         self._threads: ThreadPoolExecutor | None = None
         self._masks: Any = None
-        self._compile = lru_cache(KEPT)(self._begin)  # who waits for one keeps it
+        self._compile = lru_cache(KEPT)(self._begin)  # waiting sequences keep theirs themselves
         self._waiting: dict[requests.Sequence, tuple[float, Future[Any]]] = {}
         self._matchers: dict[requests.Sequence, tuple[Any, int]] = {}
         self._errors: dict[requests.Sequence, RequestError] = {}
@@ -141,8 +142,8 @@ class Grammars(NoGrammars, KVConnector):
 
     @override
     def poll(self, now: float) -> list[Output]:
-        if self._threads is not None:  # who asked for what is compiled may have gone
-            with suppress(BlockingIOError):  # nothing new, but something may be late
+        if self._threads is not None:  # even if the sequences that wait for it are gone
+            with suppress(BlockingIOError):  # nothing is compiled, but a sequence may be overdue
                 os.eventfd_read(self._wake_fd)
         for sequence in tuple(self._waiting):
             if self._has_begun(sequence):
@@ -166,7 +167,7 @@ class Grammars(NoGrammars, KVConnector):
             self._threads.shutdown(cancel_futures=True)
         os.close(self._wake_fd)
 
-    # --- as the scheduler asks it ---
+    # --- as the scheduler calls it ---
 
     @override
     def check(self, grammar: str) -> None:
@@ -230,7 +231,7 @@ class Grammars(NoGrammars, KVConnector):
         if drafted:
             self._masks.unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
         bits = rows.view(np.uint8)
-        # All end tokens or none, whatever text they stand for.
+        # All end tokens are allowed or none, whatever text they stand for.
         bytes_of, bit_of = self._eos // 8, (1 << self._eos % 8).astype(np.uint8)
         accepts = (bits[:, bytes_of[:1]] & bit_of[:1]) != 0
         for byte, bit in zip(bytes_of, bit_of, strict=True):
@@ -243,13 +244,13 @@ class Grammars(NoGrammars, KVConnector):
                 own &= mask_of(params, 8 * own.shape[1])
             if matcher.is_error() or not own.any(axis=1).all():
                 self._errors[sequence] = _failed(matcher.get_error() or "no allowed token fits it")
-                own[:, bytes_of[0]] |= bit_of[0]  # what is sampled is not used
+                own[:, bytes_of[0]] |= bit_of[0]  # allow any one: the sample is not used
         return found
 
     # --- compilation ---
 
     def _has_begun(self, sequence: requests.Sequence) -> bool:
-        """Whether a sequence has its matcher, or will never have one; else it waits for that."""
+        """Whether a sequence has a matcher or an error; if not, it waits for one."""
         if sequence in self._matchers or sequence in self._errors:
             return True
         grammar = sequence.request.params.grammar
@@ -258,7 +259,7 @@ class Grammars(NoGrammars, KVConnector):
             if (failure := future.exception()) is None:
                 self._matchers[sequence] = future.result().deep_copy(), 0
             else:
-                blamed = isinstance(failure, ValueError)  # else the model's folder, say
+                blamed = isinstance(failure, ValueError)  # else, for instance, the model's folder
                 self._errors[sequence] = _failed(str(failure), FAILED if blamed else None)
         elif time.monotonic() >= since + COMPILE_S:
             self._errors[sequence] = _failed(f"it was not compiled within {COMPILE_S:g} s")
@@ -269,7 +270,7 @@ class Grammars(NoGrammars, KVConnector):
         return True
 
     def _begin(self, grammar: str) -> tuple[float, Future[Any]]:
-        """Now, and what comes of compiling it: a matcher that nobody moves."""
+        """Start to compile a grammar: the time, and the future of a matcher to copy."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         future = self._threads.submit(self._matcher, grammar)

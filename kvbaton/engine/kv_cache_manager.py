@@ -1,19 +1,19 @@
-"""The block tables of all KV groups over one pool: matching, and what sequences still need.
+"""The block tables of all KV groups over one pool: prefix matching, allocation and trimming.
 
 A *table set* is one block table per group: ``tables[g][i]`` is the physical block of logical block
 i of group g, or the null block where the group does not need it.
 
-A group with a sliding window holds the blocks that the next token, and what a step computes with
-it, attend to: others are not allocated, not loaded, and given back while a sequence runs (`trim`).
-vLLM's hybrid KV cache manager does the same. So does one whose tokens attend to their own chunk
-alone: where a chunk ends, all of its blocks are given back.
+A group with a sliding window holds only the blocks that the next token, and the tokens of the step
+that computes it, attend to. Other blocks are not allocated, not loaded, and given back while a
+sequence runs (`trim`), as in vLLM's hybrid KV cache manager. A group with chunked attention, whose
+tokens attend to their own chunk only, gives all blocks of a chunk back where it ends.
 
-In a group of states, block i holds the state after its last token that is computed: it is written
-over until the block is full, and is then a snapshot of the prefix that ends there. The next token
-needs the block of the token before it, as with a window of two. A step is given two blocks at most,
-one for where it ends, one for a snapshot at the last border of blocks that it passes; prefixes are
-reused from snapshots only. That is what vLLM's ``align`` mode keeps, but steps need not end at
-borders for it.
+In a group of states, block i holds the state after the last computed token in its range. The state
+is overwritten until the block is full, and is then a snapshot of the prefix that ends there. The
+next token needs the block of the token before it, as with a window of two. A step is given at most
+two blocks: one for the state at its end, one for a snapshot at the last block boundary that it
+passes. Prefixes are reused from snapshots only. vLLM's ``align`` mode keeps the same, but makes
+steps end at block boundaries.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class GroupSpec:
     """What the scheduler knows of a KV group.
 
     Attributes:
-        block_size: tokens per block; of states, from snapshot to snapshot.
-        num_blocks: blocks of the pool that all groups share, the null block included.
-        kind: what a block means.
-        window: tokens that a token attends to, itself included, or of a chunk; 0 unless `kind` is
-            WINDOW or CHUNK.
+        block_size: Tokens per block; for states, tokens from one snapshot to the next.
+        num_blocks: Blocks of the pool that all groups share, null block included.
+        kind: Kind of attention or state.
+        window: Tokens that a token attends to, itself included, or tokens of an attention chunk; 0
+            unless `kind` is WINDOW or CHUNK.
     """
 
     block_size: int
@@ -52,25 +52,25 @@ class GroupSpec:
 
     @classmethod
     def of(cls, layout: KVLayout, block_size: int) -> GroupSpec:
-        """The group that a layout describes, with tables of blocks of so many tokens."""
+        """The spec of a layout, for tables with `block_size` tokens per block."""
         return cls(block_size, layout.num_blocks, layout.kind, layout.window)
 
     @property
     def span_tokens(self) -> int:
-        """Tokens of a logical block in `Spans`: there, a state is named by its last token."""
+        """Tokens per logical block in `Spans`, where a state is numbered by its last token."""
         return 1 if self.kind is GroupKind.STATE else self.block_size
 
     def span_number(self, block: int) -> int:
-        """Number in spans of a full block of a table."""
+        """Number in `Spans` of a full block of a table."""
         return ((block + 1) * self.block_size - 1) // self.span_tokens
 
     @property
     def keeps_all(self) -> bool:
-        """Whether a token needs the blocks of all before it."""
+        """Whether a token attends to all tokens before it."""
         return self.kind is GroupKind.FULL
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Logical blocks that `num_tokens` tokens take."""
+        """Number of logical blocks for `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def first_needed(self, position: int) -> int:
@@ -78,22 +78,22 @@ class GroupSpec:
         return self.kind.first_attended(position, self.window) // self.block_size
 
     def most_blocks(self, num_tokens: int, step_tokens: int) -> int:
-        """Most blocks that a sequence of `num_tokens` holds while a step computes some of them.
+        """Maximum number of blocks that a sequence holds while a step computes some of it.
 
         Args:
-            num_tokens: in all.
-            step_tokens: most tokens of one step.
+            num_tokens: Length of the sequence.
+            step_tokens: Maximum number of tokens in one step.
         """
         blocks = self.blocks_for(num_tokens)
         if self.kind is GroupKind.FULL:
             return blocks
         if self.kind is GroupKind.STATE:
-            return min(blocks, 3)  # where the step before has ended, a snapshot, where it ends
+            return min(blocks, 3)  # end of the previous step, a snapshot, end of this step
         seen = self.window - 1 + min(step_tokens, num_tokens)
         return min(blocks, -(-(seen - 1) // self.block_size) + 1)
 
     def first_whole(self, position: int) -> int:
-        """First logical block of which a token at `position` attends to each token."""
+        """First logical block all of whose tokens a token at `position` attends to."""
         if self.kind is GroupKind.STATE:
             return self.first_needed(position)
         return -(-self.kind.first_attended(position, self.window) // self.block_size)
@@ -104,8 +104,8 @@ class Match:
     """A cached prefix.
 
     Attributes:
-        num_tokens: its length.
-        tables: its blocks; not referenced yet.
+        num_tokens: Length.
+        tables: Its blocks, not referenced yet.
     """
 
     num_tokens: int
@@ -113,19 +113,19 @@ class Match:
 
 
 class KVCacheManager:
-    """All blocks of an engine.
+    """The blocks of an engine: one pool, and the rules by which KV groups use it.
 
     Args:
-        groups: one spec per group.
-        enable_caching: keep full blocks for reuse.
-        step_tokens: most tokens that a step computes.
+        groups: One spec per group.
+        enable_caching: Whether full blocks are kept for reuse.
+        step_tokens: Maximum number of tokens in one step.
 
     Attributes:
-        groups: one spec per group.
-        caching: whether full blocks are kept for reuse.
-        pool: the blocks of all groups.
-        alignment: tokens; a prefix that ends at a multiple ends no group inside a block.
-        has_states: whether a group's blocks are states.
+        groups: One spec per group.
+        caching: Whether full blocks are kept for reuse.
+        pool: Blocks of all groups.
+        alignment: Tokens; prefixes of a multiple of it end at block boundaries in all groups.
+        has_states: Whether any group is one of states.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class KVCacheManager:
         self.pool = BlockPool(num_blocks, len(groups))
         self.alignment = math.lcm(*(group.block_size for group in groups))
         self._step_tokens = step_tokens
-        self._fitting = 0  # so many tokens, and fewer, are known to fit
+        self._fitting = 0  # sequences of up to so many tokens are known to fit
         self._windows = tuple((g, group) for g, group in enumerate(groups) if not group.keeps_all)
         self.has_states = any(group.kind is GroupKind.STATE for group in groups)
 
@@ -150,14 +150,14 @@ class KVCacheManager:
     def need(
         self, tables: Tables, num_tokens: int, *, start: int = 0, copy_at: int | None = None
     ) -> int:
-        """Blocks that `tables` lack to compute tokens [start, num_tokens), in as many steps.
+        """Number of blocks that `tables` lack to compute tokens [start, num_tokens) in steps.
 
         Args:
-            tables: a table set.
-            num_tokens: how long the sequence shall be.
-            start: the next token.
-            copy_at: position that is about to be written; if its block is there, it is shared and
-                a private copy is needed too.
+            tables: A table set.
+            num_tokens: Length of the sequence afterwards.
+            start: Position of the next token.
+            copy_at: Position about to be written; if its block exists, that block is shared and
+                needs a private copy, which is counted too.
         """
         need = 0
         for group, table in zip(self.groups, tables, strict=True):
@@ -167,28 +167,28 @@ class KVCacheManager:
                 most = group.most_blocks(num_tokens, self._step_tokens)
                 lacking = min(lacking, max(0, most - max(0, len(table) - behind)))
             need += lacking
-            if copy_at is not None and group.kind is not GroupKind.STATE:  # a fork has its states
+            if copy_at is not None and group.kind is not GroupKind.STATE:  # forks own their states
                 need += copy_at // group.block_size < len(table)
         return need
 
     def covers(self, tables: Tables, num_tokens: int) -> bool:
-        """Whether `tables` reach as far as `num_tokens` tokens."""
+        """Whether `tables` have blocks for `num_tokens` tokens."""
         for group, table in zip(self.groups, tables, strict=True):
             if len(table) * group.block_size < num_tokens:
                 return False
         return True
 
     def fits(self, need: int, *, beside: int = 0, hits: Tables | None = None) -> bool:
-        """Whether `need` can be allocated now and leaves `beside`, without evicting `hits`."""
+        """Whether `need` blocks can be allocated without evicting `hits`, and leave `beside`."""
         evictable = sum(map(self.pool.evictable, hits)) if hits else 0
         return need + beside + evictable <= self.pool.num_free
 
     def fits_soon(self, need: int) -> bool:
-        """Whether `need` could be allocated once the steps in flight are over."""
+        """Whether `need` blocks could be allocated once the steps in flight are over."""
         return need <= self.pool.num_free + self.pool.num_fenced
 
     def too_large(self, num_tokens: int) -> str | None:
-        """Why so many tokens can never fit, or None if they can."""
+        """Why a sequence of `num_tokens` can never fit; None if it can."""
         if num_tokens <= self._fitting:
             return None
         most = [group.most_blocks(num_tokens, self._step_tokens) for group in self.groups]
@@ -207,13 +207,13 @@ class KVCacheManager:
     def match(self, chains: Sequence[Sequence[bytes]], num_tokens: int) -> Match:
         """The longest cached prefix that is usable in all groups.
 
-        A prefix of p tokens is usable if the token computed next (p, or the last one if all are
-        cached) finds every block that it attends to. With states all are never: the last token
-        can't be taken out of a state.
+        A prefix of p tokens is usable if every block is cached that the next token to compute
+        attends to: token p, or the last one if all tokens are cached. With groups of states, the
+        whole sequence is never usable, since the last token can't be removed from a state.
 
         Args:
-            chains: per group, the keys of the sequence's full blocks.
-            num_tokens: length of the sequence.
+            chains: Per group, keys of the sequence's full blocks.
+            num_tokens: Length of the sequence.
         """
         hits = list[list[int]]()
         for g, (group, chain) in enumerate(zip(self.groups, chains, strict=True)):
@@ -232,11 +232,12 @@ class KVCacheManager:
         return Match(length, tables)
 
     def usable(self, hits: Sequence[Sequence[int]], num_tokens: int) -> int:
-        """Tokens of the longest prefix that is usable in all groups.
+        """Length in tokens of the longest prefix that is usable in all groups.
 
         Args:
-            hits: per group, for each logical block 0 if it is not there. Of full groups all are.
-            num_tokens: length of the sequence.
+            hits: Per group and logical block, 0 if the block is missing. Lists of groups with full
+                attention end before the first missing block.
+            num_tokens: Length of the sequence.
         """
         groups = zip(hits, self.groups, strict=True)
         length = min(len(hit) * group.block_size for hit, group in groups)
@@ -245,7 +246,7 @@ class KVCacheManager:
         length -= length % self.alignment
         holes = []
         for g, group in self._windows:
-            # Per number of blocks n, the last null block among the first n; -1 if there is none.
+            # found[n]: index of the last missing block among the first n; -1 if there is none.
             found = [-1]
             for i, block in enumerate(hits[g]):
                 found.append(i if block == NULL_BLOCK else found[-1])
@@ -259,16 +260,16 @@ class KVCacheManager:
                     break
             else:
                 return length
-            # No prefix with this hole in it is usable: shorter ones look back as far or farther.
+            # Shorter prefixes attend at least as far back, so none across this hole is usable.
             length = hole * size // self.alignment * self.alignment
 
     def match_sequence(self, sequence: RequestSequence) -> Match:
-        """`match` of a sequence's own keys."""
+        """`match` with a sequence's own keys."""
         chains = [sequence.chain(group.block_size) for group in self.groups]
         return self.match(chains, len(sequence.tokens))
 
     def shorten(self, sequence: RequestSequence, match: Match) -> Match:
-        """The next shorter usable prefix: for when a private copy of the last block has no room."""
+        """The next shorter usable prefix, for when a private copy of the last block can't fit."""
         end = match.num_tokens - self.alignment
         chains = [sequence.chain(g.block_size)[: end // g.block_size] for g in self.groups]
         return self.match(chains, match.num_tokens)
@@ -282,21 +283,21 @@ class KVCacheManager:
     def extend(
         self, tables: Tables, num_tokens: int, *, start: int = 0, end: int | None = None
     ) -> None:
-        """Allocate what `tables` lack for `num_tokens` tokens; it must fit.
+        """Allocate the blocks that `tables` lack for `num_tokens` tokens; they must fit.
 
         Args:
-            tables: a table set.
-            num_tokens: how long the sequence shall be.
-            start: the next token to be computed.
-            end: where the step with that token ends: groups that don't keep all blocks get theirs
-                up to there.
+            tables: A table set.
+            num_tokens: Length of the sequence afterwards.
+            start: Position of the next token to compute.
+            end: End of the step that computes `start`: groups that don't keep all blocks get blocks
+                up to there only. None for `num_tokens`.
         """
         self.skip_unneeded(tables, start)
         for g, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
             past = num_tokens if end is None or group.kind is GroupKind.FULL else end
             lacking = group.blocks_for(past) - len(table)
             if lacking > 0 and group.kind is GroupKind.STATE:
-                border = past // group.block_size - 1  # the last block that will be full
+                border = past // group.block_size - 1  # last block that becomes full
                 table += [NULL_BLOCK] * lacking
                 for i in {border, len(table) - 1} if self.caching else {len(table) - 1}:
                     if i >= len(table) - lacking:
@@ -305,7 +306,7 @@ class KVCacheManager:
                 table += self.pool.allocate(lacking, g)
 
     def reserve(self, tables: Tables, num_tokens: int) -> Spans:
-        """As `extend`, and mark the new blocks as incoming; returns them."""
+        """Extend tables as `extend` does, and mark the new blocks as incoming; returns them."""
         first = [len(table) for table in tables]
         self.extend(tables, num_tokens)
         starts = [at * group.block_size for at, group in zip(first, self.groups, strict=True)]
@@ -317,10 +318,10 @@ class KVCacheManager:
         return spans
 
     def trim(self, sequence: RequestSequence, position: int) -> None:
-        """Give back blocks behind the windows of the tokens from `position` on.
+        """Give back the blocks that no token from `position` on attends to.
 
-        After a step, with its end as the position, no step in flight reads them; and they were
-        offered to the prefix cache, since all of their tokens are computed.
+        If `position` is the end of a finished step, no step in flight reads these blocks, and they
+        were offered to the prefix cache, since all their tokens are computed.
         """
         for g, group in self._windows:
             first, behind = sequence.trimmed[g], group.first_needed(position)
@@ -331,22 +332,22 @@ class KVCacheManager:
                 sequence.trimmed[g] = behind
 
     def skip_unneeded(self, tables: Tables, position: int) -> None:
-        """Pad tables with the null block where the token at `position` will not attend to."""
+        """Append null blocks for the part that the token at `position` does not attend to."""
         for g, group in self._windows:
             tables[g] += [NULL_BLOCK] * (group.first_needed(position) - len(tables[g]))
 
     def ref(self, tables: Tables) -> None:
-        """Refer to all blocks of a table set once more."""
+        """Add a reference to all blocks of a table set."""
         for table in tables:
             self.pool.ref(table)
 
     def deref(self, tables: Tables) -> None:
-        """Give a table set's references back."""
+        """Drop a reference to all blocks of a table set."""
         for table in tables:
             self.pool.deref(table)
 
     def clear(self, sequence: RequestSequence) -> None:
-        """Take all its blocks from a sequence, and with them what was computed."""
+        """Take all blocks from a sequence, and mark its tokens as not computed."""
         self.deref(sequence.tables)
         sequence.tables = self.empty()
         sequence.num_computed = sequence.num_scheduled = 0
@@ -355,10 +356,10 @@ class KVCacheManager:
         sequence.shares_tail = False
 
     def commit(self, sequence: RequestSequence) -> list[tuple[int, int, int]]:
-        """Offer the blocks of a sequence that have become full and final to the prefix cache.
+        """Offer a sequence's blocks that became full and final to the prefix cache.
 
         Returns:
-            what is new, as group and logical blocks [first, end).
+            The blocks offered, as (group, first, end) of logical blocks [first, end).
         """
         offered: list[tuple[int, int, int]] = []
         if not self.caching:
@@ -366,7 +367,7 @@ class KVCacheManager:
         for g, group in enumerate(self.groups):
             first, end = sequence.committed[g], sequence.num_computed // group.block_size
             if end > first:
-                if group.kind is GroupKind.STATE:  # of the others, a later one was written over
+                if group.kind is GroupKind.STATE:  # the step has overwritten the earlier states
                     first = end - 1
                 chain, table = sequence.chain(group.block_size), sequence.tables[g]
                 for i in range(first, end):
@@ -378,25 +379,25 @@ class KVCacheManager:
     # --- holds ---
 
     def hold_incoming(self, spans: Spans) -> None:
-        """A remote writer may write these blocks."""
+        """Mark blocks that a remote writer may write."""
         self.pool.hold_incoming(blocks_of(spans))
 
     def release_incoming(self, spans: Spans) -> None:
-        """No write can land in these blocks any more."""
+        """Unmark blocks in which no write can land any more."""
         self.pool.release_incoming(blocks_of(spans))
 
     def hold_outgoing(self, spans: Spans) -> None:
-        """A transfer may read these blocks."""
+        """Mark blocks that a transfer may read."""
         self.pool.hold_outgoing(blocks_of(spans))
 
     def release_outgoing(self, spans: Spans) -> None:
-        """The transfer reads these blocks no more."""
+        """Unmark blocks that the transfer no longer reads."""
         self.pool.release_outgoing(blocks_of(spans))
 
     def spans(self, tables: Tables, start: int, end: int) -> Spans:
-        """Blocks of `tables` that hold tokens [start, end), without those that are not kept.
+        """Blocks of `tables` that hold tokens [start, end), without null blocks.
 
-        Of states it is the one after token ``end - 1``, which must be the last one computed.
+        For states, the block of the state after token ``end - 1``, the last one computed.
         """
         groups = zip(self.groups, tables, strict=True)
         return tuple(self._spans(group, table, start, end) for group, table in groups)
@@ -414,7 +415,7 @@ class KVCacheManager:
         return (BlockSpan(at, tuple(table[first:past])),)
 
     def evict(self, spans: Spans, bad: Sequence[tuple[int, int]]) -> None:
-        """Take blocks that hold tokens of the ranges `bad` out of the prefix cache."""
+        """Remove blocks with tokens of the ranges `bad` from the prefix cache."""
         for group, group_spans in zip(self.groups, spans, strict=True):
             for span in group_spans:
                 for i, block in enumerate(span.blocks, start=span.first):
@@ -425,14 +426,13 @@ class KVCacheManager:
     # --- steps, cache, accounts ---
 
     def num_incoming(self) -> int:
-        """Blocks that a remote writer may write."""
+        """Number of blocks that remote writers may write."""
         return int(np.count_nonzero(np.frombuffer(self.pool.incoming, np.int64)))
 
     def owners(self) -> list[Counter[str]]:
-        """Per group its blocks by owner, the first that applies; of no group are those of nobody.
+        """Per group, number of blocks by owner (the first that applies); unowned ones are left out.
 
-        It is made while steps wait, and a pool may have 200,000 blocks: no loop over them is
-        Python's.
+        Steps wait for it and a pool may have 200,000 blocks, so it is vectorised with NumPy.
         """
         pool, words = self.pool, np.frombuffer
         marks = {
@@ -452,5 +452,5 @@ class KVCacheManager:
 
 
 def blocks_of(spans: Spans) -> list[int]:
-    """All blocks that spans name."""
+    """All physical blocks in spans."""
     return [block for group_spans in spans for span in group_spans for block in span.blocks]

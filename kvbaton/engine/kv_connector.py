@@ -1,4 +1,4 @@
-"""The seam between an engine core and what brings KV into it or takes KV out of it.
+"""The interface between an engine core and what brings KV into it or takes KV out of it.
 
 Hand-overs (`SourceConnector`, `TargetConnector`), stores (`StoreConnector`) and publishers of the
 prefix cache's events are connectors. A core has any number of them, in any combination.
@@ -24,22 +24,22 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 REST_S = 0.5
-"""A connector that fails is left alone for so long, and each line in the log is so far apart."""
+"""Seconds for which a failing connector is not called, and between log lines about failures."""
 
 
 @dataclass(frozen=True, eq=False)
 class Load:
     """Blocks of one sequence that a connector fills.
 
-    They are marked *incoming*, whatever becomes of the sequence, until the connector says that no
-    write can land in them any more (`KVCacheManager.release_incoming`).
+    They stay marked *incoming*, whatever becomes of the sequence, until the connector reports that
+    no write can land in them any more (`KVCacheManager.release_incoming`).
 
     Attributes:
-        sequence: whose.
-        start: tokens that it has already.
-        end: tokens that it shall have.
-        spans: per group, the blocks to fill.
-        connector: who fills them.
+        sequence: Sequence that owns the blocks.
+        start: Tokens whose KV it has already.
+        end: Tokens whose KV it has after the load.
+        spans: Per group, the blocks to fill.
+        connector: Connector that fills them.
     """
 
     sequence: requests.Sequence
@@ -51,14 +51,14 @@ class Load:
 
 @dataclass(frozen=True)
 class HeldBlocks:
-    """What a connector may write, and what it may read; for the audit."""
+    """Blocks that a connector may write, and those that it may read; for the audit."""
 
     incoming: Collection[Spans] = ()
     outgoing: Collection[Spans] = ()
 
 
 def transfer_consumed(transfer: TransferSpec) -> RequestError:
-    """Why a request is refused whose transfer was begun before."""
+    """The error for a request whose transfer has begun before."""
     return RequestError(
         f"transfer {transfer.transfer_id.hex()} attempt {transfer.attempt} is in use",
         param="kv_transfer_params.transfer_id",
@@ -68,22 +68,22 @@ def transfer_consumed(transfer: TransferSpec) -> RequestError:
 
 
 class KVConnector:
-    """What happens around the KV cache, as one connector hears it. Every hook does nothing here.
+    """Hooks around the KV cache that a connector overrides; here, they do nothing.
 
-    All of them are called in the core's thread, between steps, and never block. What one raises is
+    All hooks are called in the core's thread, between steps, and must not block. Exceptions are
     contained (`Connectors`).
 
     Attributes:
-        name: of its part in the debugging dump.
-        transfer_role: the role that a request's `TransferSpec` gives to this node, if it serves it.
-        medium: where the KV that it loads comes from: a hand-over of a whole prompt, a store, or
-            blocks of a prefix that another node has.
-        most_blocks: that may wait for one peer of its role; None for any number.
-        waits_for_room: a request that it can load for waits until there is room; else it is
-            computed when nothing else loads.
-        control_address: where peers reach it; None if nobody dials it.
-        wake_fds: readable while `poll` has something to do.
-        contained: what it raises ends what it owes and no more; else it ends the core.
+        name: Name of its part in the debugging dump.
+        transfer_role: Role of this node in a `TransferSpec` that it serves; None if it serves none.
+        medium: Where the KV that it loads comes from: a hand-over of a whole prompt, a store, or
+            a prefix's blocks on another node.
+        most_blocks: Maximum number of blocks that may wait for one peer; None for no limit.
+        waits_for_room: Whether a request whose KV it can load waits until there is room; else the
+            request is computed when nothing else loads.
+        control_address: Address at which peers reach it; None if they never do.
+        wake_fds: Descriptors that are readable while `poll` has something to do.
+        contained: Whether an exception ends only what the connector owes; else it ends the core.
     """
 
     name = "connector"
@@ -95,100 +95,100 @@ class KVConnector:
     wake_fds: Sequence[int] = ()
     contained = True
 
-    # --- a request's way ---
+    # --- the life of a request ---
 
     def accept(self, request: AddRequest) -> AddRequest:
-        """Check a request at the door; return it as it shall be run.
+        """Check a new request; returns it as it shall run.
 
         Raises:
-            RequestError: this node can't do what it asks for.
+            RequestError: This node can't do what the request asks for.
         """
         return request
 
     def added(self, sequence: requests.Sequence) -> bool:
-        """A new request is in the queue; True parks it until the connector calls `unpark`."""
+        """A new request was queued; True parks it until the connector calls `unpark`."""
         return False
 
     def match(self, sequence: requests.Sequence, num_cached: int) -> int | None:
-        """How many tokens beyond a cached prefix it can bring to the first of the queue.
+        """How many tokens beyond a cached prefix it can load for the first of the queue.
 
-        None, if that is not known yet, parks the sequence until the connector calls `unpark`.
+        None means not known yet: the sequence is parked until the connector calls `unpark`.
         """
         return 0
 
     def start_load(self, load: Load) -> None:
         """Fill the blocks of what `match` has offered.
 
-        It ends with one `Scheduler.finish_load` or `fail_load`, unless the sequence ends first.
+        A load ends with one `Scheduler.finish_load` or `fail_load`, unless the sequence ends first.
         """
 
     def load_failed(self, sequence: requests.Sequence) -> bool:
-        """A hand-over failed, and its target is in the queue again; True parks it, as `added`."""
+        """A hand-over failed and its target is queued again; True parks it, as with `added`."""
         return False
 
     def started(self, sequence: requests.Sequence) -> None:
-        """A sequence takes part in steps from now on."""
+        """A sequence was admitted: it takes part in steps from now on."""
 
     def launched(self, step: requests.InFlightStep) -> None:
-        """A step is on its way. No later one was launched yet."""
+        """A step was launched, and no later one yet."""
 
     def progressed(self, request: requests.Request) -> None:
-        """A step computed tokens of a source request; its blocks are still referenced."""
+        """A step computed tokens of a source; the blocks are still referenced."""
 
     def committed(self, sequence: requests.Sequence, g: int, first: int, end: int) -> None:
         """Logical blocks [first, end) of a sequence were offered to group `g`'s prefix cache."""
 
     def emitted(self, outputs: list[Output]) -> list[Output]:
-        """Outputs on their way to the clients; returns them as they shall be sent."""
+        """Outputs are about to be sent to clients; returns those to send."""
         return outputs
 
     def finished(self, request: requests.Request) -> None:
-        """A request is over."""
+        """A request has ended."""
 
     def decline(self, transfer: TransferSpec) -> None:
-        """Tell the source of a hand-over that it is not needed."""
+        """Tell the source of a hand-over that the hand-over is not needed."""
 
     # --- the core's loop ---
 
     def poll(self, now: float) -> list[Output]:
-        """Do what has become due or was answered; once a turn. Returns new outputs."""
+        """Handle what is due or has arrived, once per turn of the loop; returns new outputs."""
         return []
 
     def flush(self) -> None:
-        """A turn is over: publish what happened in it."""
+        """A turn of the loop is over: publish what happened in it."""
 
     def awaits(self) -> bool:
-        """Whether something may come while a step runs that had better be known before it is over.
+        """Whether a message may come while a step runs that should be handled before its end.
 
-        A core that would wait for a step with prompts then hears it for a while, and launches the
-        next one later.
+        A core that would only wait for a step with prompts then polls connectors for a while, and
+        launches the next step later.
         """
         return False
 
     def next_deadline(self) -> float | None:
-        """When `poll` has something to do that makes no descriptor readable."""
+        """Monotonic time when `poll` has to be called though no descriptor is readable."""
         return None
 
     def busy(self) -> bool:
-        """Whether it has work that this process must see through (for draining)."""
+        """Whether it has work that must be finished before a drained node stops."""
         return False
 
     def close(self) -> None:
-        """Stop all that moves blocks, and give everything back."""
+        """Stop everything that moves blocks, and release all resources."""
 
-    # --- what happens around ---
+    # --- events elsewhere ---
 
     def set_members(self, addresses: Sequence[str]) -> None:
-        """Control addresses that the router vouches for."""
+        """Take the control addresses that the router vouches for."""
 
     def reset_prefix_cache(self) -> int:
-        """The prefix cache was emptied; returns how many blocks of its own it has forgotten."""
+        """The prefix cache was cleared; clear own caches, and return how many blocks they held."""
         return 0
 
     def reset_store(self) -> Future[int] | None:
-        """Forget what this engine keeps outside of it; gets how many objects, None if nothing is.
+        """Delete what this engine keeps in a store; a future of the number of objects, or None.
 
-        Its future is done when `poll` has heard of it, and may have a `StoreError`.
+        The future is completed in `poll`, and may have a `StoreError`. None if there is no store.
         """
         return None
 
@@ -196,7 +196,7 @@ class KVConnector:
         """Blocks of group `g` that were `saved` are no longer in a medium."""
 
     def saved(self, medium: str, g: int, keys: list[bytes]) -> None:
-        """Another connector has put blocks of group `g` with these keys into a medium."""
+        """Another connector has saved blocks of group `g` with these keys to a medium."""
 
     # --- accounts ---
 
@@ -205,7 +205,7 @@ class KVConnector:
         return HeldBlocks()
 
     def imbalance(self) -> int:
-        """Discrepancies in pools of its own; always 0."""
+        """Discrepancies in its own pools; always 0."""
         return 0
 
     def counters(self) -> dict[str, float]:
@@ -213,31 +213,31 @@ class KVConnector:
         return {}
 
     def gauges(self) -> dict[str, float]:
-        """Values now by Prometheus name."""
+        """Current values by Prometheus name."""
         return {}
 
     def histograms(self) -> dict[str, HistogramCounts]:
-        """How long things took, by Prometheus name."""
+        """Distributions of durations by Prometheus name."""
         return {}
 
     def state(self) -> dict[str, Any]:
-        """All that a person who looks for a fault wants to see."""
+        """Its part of the debugging dump."""
         return {}
 
 
 class Connectors:
     """All connectors of a core, in the order in which they are asked.
 
-    What one of them raises ends neither the core nor what the others do: it is logged, counted and
-    noted in `raised`. A connector is *failing* from an exception that was not about one
-    request until `poll` has raised none again.
+    An exception in one of them ends neither the core nor the other connectors: it is logged,
+    counted and noted in `raised`. After an exception that was not about one request, a connector is
+    *failing* until `poll` succeeds.
 
     Attributes:
-        all: the connectors.
-        having: those that have a hook of their own, by hook of `KVConnector`.
-        failures: exceptions, by connector.
-        failing: until when those that fail are left alone, on the monotonic clock.
-        raised: what nobody has taken: by whom, about which request if any, and why.
+        all: The connectors.
+        having: By hook of `KVConnector`, the connectors that override it.
+        failures: Number of exceptions by connector.
+        failing: By failing connector, the monotonic time until which it is not called.
+        raised: Failures not handled yet: the connector, the request if it was about one, and why.
     """
 
     def __init__(self, connectors: Sequence[KVConnector] = ()) -> None:
@@ -258,7 +258,7 @@ class Connectors:
     def call(
         self, hook: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> list[T]:
-        """Call a hook of `KVConnector` of all that have one of their own; returns what they say."""
+        """Call a hook on all connectors that override it; returns their results."""
         said = []
         for connector in self.having[hook]:
             try:
@@ -268,7 +268,7 @@ class Connectors:
         return said
 
     def contain(self, connector: KVConnector, error: Exception, *about: object) -> str:
-        """Take note of what a hook has raised that was called with `about`; returns it as text."""
+        """Record an exception of a hook that was called with `about`; returns it as text."""
         if not connector.contained:
             raise error
         now, (first, *_) = time.monotonic(), (*about, None)

@@ -1,10 +1,10 @@
-"""What the prefix cache tells indexers: which blocks it has gained and lost, as vLLM says it.
+"""KV events: which blocks the prefix cache has gained and lost, in vLLM's format, for indexers.
 
-The structs are those of vLLM's KV events, fields in the same order, encoded as MessagePack arrays;
-`docs/kv_events.md` has the wire format. They leave over ZMQ from a thread of its own, which repeats
-them and tells what there is now. The core's thread only encodes a batch and puts it into a bounded
-queue, so nobody who reads events slowly delays a step. Each batch has a number; whoever misses one
-sees the gap.
+The structs are those of vLLM's KV events, with fields in the same order, encoded as MessagePack
+arrays; `docs/kv_events.md` describes the wire format. A thread publishes them over ZMQ, repeats
+them on request, and sends snapshots. The core's thread only encodes a batch and puts it into a
+bounded queue, so a slow subscriber never delays a step. Batches are numbered, so that subscribers
+notice gaps.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from kvbaton.types import TokenIds
 logger = logging.getLogger(__name__)
 
 POOL_MEDIUM = "GPU"
-"""What indexers call the memory that a model runs from, whatever the device is."""
+"""vLLM's name for the memory that a model runs from, whatever the device is."""
 
 SNAPSHOT = b"snapshot"
-"""Asks the replay socket for all that is cached, instead of for batches from a number on."""
+"""Request to the replay socket for all cached blocks, instead of batches from a number on."""
 END = (-1).to_bytes(8, "big", signed=True)
-"""Number of the last message of an answer."""
+"""Number of the last message of a reply."""
 SNAPSHOT_EVENTS = 256
-"""Per message of a snapshot."""
+"""Number of events per message of a snapshot."""
 LINGER_MS = 1000
 CLOSE_S = 5.0
 
@@ -51,29 +51,29 @@ KINDS = {
     GroupKind.FULL: "full_attention",
     GroupKind.WINDOW: "sliding_window",
     GroupKind.CHUNK: "chunked_local_attention",
-    GroupKind.STATE: "mamba",  # vLLM's word for any state
+    GroupKind.STATE: "mamba",  # vLLM's name for any state
 }
-"""What vLLM calls groups."""
+"""vLLM's names for kinds of groups."""
 
 BlockHash = int | bytes
 
 
 class BlockStored(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Consecutive blocks of one sequence came into a medium.
+    """Consecutive blocks of one sequence were added to a medium.
 
     Attributes:
-        block_hashes: their keys.
-        parent_block_hash: key of the block before the first one; None at a sequence's begin.
-        token_ids: the tokens of all blocks.
-        block_size: tokens per block.
-        lora_id: always None, as `lora_name`: there are no adapters.
+        block_hashes: Keys of the blocks.
+        parent_block_hash: Key of the block before the first one; None at a sequence's start.
+        token_ids: Tokens of all blocks.
+        block_size: Tokens per block.
+        lora_id: Always None, since there are no adapters.
         medium: `POOL_MEDIUM`, or the name of a store.
-        lora_name: see `lora_id`.
+        lora_name: Always None, since there are no adapters.
         extra_keys: None, or per block what its hash covers besides tokens: the cache salt of a
             sequence's first block.
         group_idx: KV group.
-        kv_cache_spec_kind: one of `KINDS`.
-        kv_cache_spec_sliding_window: tokens of the window or chunk.
+        kv_cache_spec_kind: One of `KINDS`.
+        kv_cache_spec_sliding_window: Tokens of the window or chunk.
     """
 
     block_hashes: tuple[BlockHash, ...]
@@ -90,7 +90,7 @@ class BlockStored(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 class BlockRemoved(msgspec.Struct, array_like=True, tag=True):
-    """Blocks left a medium."""
+    """Blocks were removed from a medium."""
 
     block_hashes: list[BlockHash]
     medium: str
@@ -98,19 +98,19 @@ class BlockRemoved(msgspec.Struct, array_like=True, tag=True):
 
 
 class AllBlocksCleared(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Nothing is cached any more."""
+    """All blocks were removed from the cache."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class EventBatch(msgspec.Struct, array_like=True, frozen=True):
-    """One message: what happened since the one before.
+    """One message: the events since the previous one.
 
     Attributes:
-        ts: seconds since 1970.
-        events: in the order in which they happened.
-        data_parallel_rank: always 0.
+        ts: Seconds since 1970.
+        events: Events in order.
+        data_parallel_rank: Always 0.
     """
 
     ts: float
@@ -127,14 +127,14 @@ class Cached(NamedTuple):
 
 
 class KVEventLog(KVConnector):
-    """Collects events of the pools' prefix caches, and knows what is in them.
+    """Collects events of the prefix caches, and mirrors their contents.
 
     Args:
-        blocks: the pools to listen to.
-        int_block_hashes: see `KVEventsConfig`.
+        blocks: The KV cache manager to listen to.
+        int_block_hashes: See `KVEventsConfig`.
 
     Attributes:
-        index: per group, all cached blocks by key.
+        index: Per group, all cached blocks by key.
     """
 
     def __init__(self, blocks: KVCacheManager, *, int_block_hashes: bool = True) -> None:
@@ -145,7 +145,7 @@ class KVEventLog(KVConnector):
         self._elsewhere = False
         blocks.pool.on_forget.append(self.forgotten)
 
-    # --- what happens ---
+    # --- changes ---
 
     @override
     def committed(self, sequence: RequestSequence, g: int, first: int, end: int) -> None:
@@ -160,7 +160,7 @@ class KVEventLog(KVConnector):
             self._events.append(self._event(g, [chain[i] for _, i in run], index, POOL_MEDIUM))
 
     def forgotten(self, g: int, key: bytes) -> None:
-        """A block left a prefix cache."""
+        """Note that a block left a prefix cache."""
         if self.index[g].pop(key, None) is None:
             return
         last = self._events[-1] if self._events else None
@@ -171,9 +171,9 @@ class KVEventLog(KVConnector):
 
     @override
     def saved(self, medium: str, g: int, keys: list[bytes]) -> None:
-        """A store has kept blocks that are still cached; those that are not are left out.
+        """Note that a store has saved blocks; those no longer cached here are left out.
 
-        Only a store that tells of its evictions takes this back.
+        Only a store that reports its evictions takes this back.
         """
         kept = {key: self.index[g][key] for key in keys if key in self.index[g]}
         for run in _runs(kept):
@@ -186,28 +186,29 @@ class KVEventLog(KVConnector):
 
     @override
     def reset_prefix_cache(self) -> int:
-        """All prefix caches were emptied; the blocks themselves were reported one by one.
+        """Note that all prefix caches were cleared; single blocks were reported already.
 
-        Says no more where a store has blocks: the event has no medium, they would go with it.
+        `AllBlocksCleared` is left out if a store has blocks: it has no medium, so it would clear
+        these too.
         """
         if not self._elsewhere:
             self._events.append(AllBlocksCleared())
         return 0
 
-    # --- what is told ---
+    # --- events ---
 
     def take(self) -> list[Event]:
-        """Events since the last call."""
+        """Return the events since the last call."""
         events, self._events = self._events, []
         return events
 
     def contents(self) -> Iterator[BlockStored]:
-        """All cached blocks, parents first. Any thread may ask.
+        """Yield all cached blocks, parents first; from any thread.
 
-        It may be ahead of the events taken so far; applying those on top gives the same again.
+        May be ahead of the events taken so far; applying these again changes nothing.
         """
         for g, index in enumerate(self.index):
-            now = index.copy()  # one operation of the interpreter: no thread can interfere
+            now = index.copy()  # atomic in the interpreter: no thread can interfere
             for run in _runs(now):
                 yield self._event(g, run, now, POOL_MEDIUM)
 
@@ -236,10 +237,10 @@ class KVEventLog(KVConnector):
 
 
 def _runs(blocks: Mapping[bytes, Cached]) -> Iterator[list[bytes]]:
-    """Blocks in chains; a chain comes after the one that its parent is in."""
+    """Yield blocks in chains; each comes after the chain that contains its parent."""
     done: set[bytes] = set()
     at: bytes | None
-    for at in reversed(list(blocks)):  # the end of a sequence first: it leads to all before it
+    for at in reversed(list(blocks)):  # a sequence's last block leads to all before it
         run = []
         while at is not None and at in blocks and at not in done:
             run.append(at)
@@ -250,20 +251,20 @@ def _runs(blocks: Mapping[bytes, Cached]) -> Iterator[list[bytes]]:
 
 
 class KVEventPublisher(KVEventLog):
-    """Sends the events of an engine's prefix caches.
+    """Publishes the events of an engine's prefix caches.
 
     Args:
-        config: where and how.
-        blocks: the pools.
+        config: Settings of KV events.
+        blocks: The KV cache manager.
 
     Raises:
-        ConfigError: an endpoint is none, or is in use.
+        ConfigError: An endpoint is invalid or in use.
 
     Attributes:
-        endpoint: as bound or connected, with its port.
-        replay_endpoint: as bound.
-        published: batches that were given a number, dropped ones included.
-        dropped: batches that found the queue full.
+        endpoint: Address as bound or connected, with its port.
+        replay_endpoint: Address as bound.
+        published: Number of batches that were numbered, dropped ones included.
+        dropped: Number of batches dropped since the queue was full.
     """
 
     name = "kv_events"
@@ -303,7 +304,7 @@ class KVEventPublisher(KVEventLog):
 
     @override
     def flush(self) -> None:
-        """Send what happened since the last call, if anything did; never waits."""
+        """Queue the events since the last call, if there are any; never waits."""
         events = self.take()
         if not events:
             return
@@ -322,7 +323,7 @@ class KVEventPublisher(KVEventLog):
 
     @override
     def state(self) -> dict[str, Any]:
-        """Indexers find the sockets here."""
+        """Addresses for indexers, and counts."""
         return {
             "endpoint": self.endpoint,
             "replay_endpoint": self.replay_endpoint,
@@ -333,7 +334,7 @@ class KVEventPublisher(KVEventLog):
 
     @override
     def close(self) -> None:
-        """Publish what is queued, for a few seconds at the most, and end."""
+        """Publish what is queued, for at most a few seconds, and end the thread."""
         self.flush()
         self._feed.setsockopt(zmq.SNDTIMEO, LINGER_MS)
         try:
@@ -355,13 +356,13 @@ class KVEventPublisher(KVEventLog):
             while self._forward():
                 if self._replay not in dict(poller.poll()):
                     continue
-                if not self._forward():  # what was published before it was asked for is in it
+                if not self._forward():  # a reply must contain all that was published before
                     return
                 frames = self._replay.recv_multipart()
                 if len(frames) != 3 or len(frames[2]) != 8:
                     logger.warning("a KV replay request has %d frames", len(frames))
                     continue
-                # Its sender misses replies that it does not make room for.
+                # A client that makes no room for replies misses them.
                 client, delimiter, wanted = frames
                 later = (batch for batch in self._buffer if batch[0] >= wanted)
                 for reply in self._snapshot() if wanted == SNAPSHOT else later:
@@ -372,7 +373,7 @@ class KVEventPublisher(KVEventLog):
                 socket.close()
 
     def _forward(self) -> bool:
-        """Publish all queued batches; False once the last one was."""
+        """Publish all queued batches; False once the end was queued."""
         while self._queue.poll(0):
             batch = self._queue.recv_multipart()
             if len(batch) == 1:
@@ -382,8 +383,8 @@ class KVEventPublisher(KVEventLog):
         return True
 
     def _snapshot(self) -> Iterator[tuple[bytes, bytes]]:
-        """All that is cached, under the number of the last batch that is in it."""
-        published = self.published  # read before the contents: they must not be older
+        """Yield all cached blocks, numbered as the last batch that they include."""
+        published = self.published  # read first: the contents must not be older
         if published:
             number = (published - 1).to_bytes(8, "big")
             yield number, _payload([AllBlocksCleared()])
@@ -397,7 +398,7 @@ def _payload(events: list[Event]) -> bytes:
 
 
 def _attach(socket: zmq.Socket[bytes], key: str, endpoint: str, *, bind: bool = False) -> str:
-    """Bind or connect; returns the address with its port."""
+    """Bind or connect a socket; returns the address with its port."""
     socket.setsockopt(zmq.IPV6, "::" in endpoint)
     try:
         if bind or _BOUND.match(endpoint):

@@ -1,16 +1,16 @@
-"""Which layers share a block table: the KV groups of a model, one declarative list.
+"""The KV groups of a model: sets of layers that share a block table, as one declarative list.
 
-All groups of a model have blocks of equal bytes, so they share one pool of memory and one list of
-free blocks: what short windows leave, long prompts take, whatever the load. (A pool of its own for
-each group must be cut to some guess of how long prompts are.) vLLM's hybrid KV cache manager makes
-groups in the same way. To be equal, a kind of layers that takes more is split into several groups;
-a group whose layers take less than the largest leaves a part of its blocks unused. A layer that
-reads another's K and V is in no group.
+Blocks of all groups have the same number of bytes, so groups share one pool of memory and one free
+list: memory that short windows do not need is used by long prompts, whatever the load. (Separate
+pools would have to be sized by a guess of prompt lengths.) vLLM's hybrid KV cache manager makes
+groups in the same way. To get equal blocks, layers of a larger kind are split into several groups;
+a group whose layers need less than the largest leaves part of its blocks unused. A layer that reads
+another layer's K and V is in no group.
 
-A block of a group of states holds one state of each of its layers, whatever the number of tokens.
-It fits where blocks have tokens enough (`least_block_size`), as in vLLM; pools of their own, cut to
-a guess of how many states are wanted, would be the other way. Groups are those of the model alone,
-never of block size or ranks, so that both sides of a hand-over have the same.
+A block of a group of states contains one state of each of its layers, independent of the number of
+tokens. It fits if blocks have enough tokens (`least_block_size`), as in vLLM; the alternative would
+be separate pools, sized by a guess of the number of states. Groups depend on the model alone, not
+on block size or ranks, so both sides of a hand-over have the same groups.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ from typing import Any
 from kvbaton.connectors.layout import ITEM_SIZE, GroupKind
 
 STATE_DTYPE = "float32"
-"""Of states: rounded to fewer bits at every token, they would drift."""
+"""dtype of states: with fewer bits, rounding at every token would make them drift."""
 
 MAX_GROUPS = 8
-"""More would use memory a little better; each one costs tables and launches in every step."""
+"""Maximum number of groups, unless there are more kinds of layers. More groups would save a little
+memory, but each costs tables and launches in every step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerKV:
-    """What a layer keeps of a token, and which tokens it attends to.
+    """What a layer stores per token, and which tokens it attends to.
 
     Attributes:
-        window: tokens that a token attends to, itself included; 0 for all.
-        chunked: the window is a chunk, see `types.first_attended`.
-        heads: KV heads of the whole model; ranks share them, or replicate one.
-        head_dim: elements per head.
-        value_dim: of a latent row, which is key and value in one (multi-head latent attention), its
-            first features, which are the value; 0 for K and V apart.
-        state_rows: it keeps one state instead of tokens: so many rows of `head_dim` float32 per
-            head, whose heads ranks share; 0 for tokens.
+        window: Tokens that a token attends to, itself included; 0 for all.
+        chunked: Whether the window is a chunk, see `types.first_attended`.
+        heads: KV heads of the whole model, split over ranks, or replicated if there are too few.
+        head_dim: Elements per head.
+        value_dim: For latent rows, which are key and value at once (multi-head latent attention),
+            number of leading features that form the value; 0 for separate K and V.
+        state_rows: For a layer with a state instead of tokens, rows of `head_dim` float32 per head;
+            heads are split over ranks. 0 for tokens.
     """
 
     window: int = 0
@@ -58,12 +59,12 @@ class LayerKV:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """All that memory is shaped by: groups of one shape are alike but for their layers."""
+        """Everything that determines the shape of its memory, except for the layers."""
         return self.heads, self.head_dim, self.value_dim, self.state_rows
 
     @property
     def kind(self) -> GroupKind:
-        """What a block of its group means."""
+        """Kind of its group."""
         if self.state_rows:
             return GroupKind.STATE
         if self.window:
@@ -73,20 +74,20 @@ class LayerKV:
 
 @dataclass(frozen=True, kw_only=True)
 class KVGroup(LayerKV):
-    """Layers that share a block table, all alike.
+    """Equal layers that share a block table.
 
     Attributes:
-        layers: their numbers, ascending.
+        layers: Numbers of the layers, ascending.
     """
 
     layers: tuple[int, ...]
 
 
 def kv_groups(layers: Sequence[LayerKV | None]) -> tuple[KVGroup, ...]:
-    """The groups of a model's layers: those of one shape follow each other, those of states last.
+    """The groups of a model's layers: those of one shape are consecutive, those of states last.
 
     Args:
-        layers: of each layer, what it keeps; None if it reads what another one keeps.
+        layers: What each layer stores; None if it reads what another layer stores.
     """
     kinds: dict[LayerKV, list[int]] = {}
     for number, layer in enumerate(layers):
@@ -109,10 +110,10 @@ def kv_groups(layers: Sequence[LayerKV | None]) -> tuple[KVGroup, ...]:
 
 
 def _elements_per_group(kinds: Mapping[LayerKV, Sequence[int]]) -> int:
-    """Elements of a token in the largest group: so that the worst kind wastes as little as can be.
+    """Elements per token in the largest group, chosen so that the worst kind wastes the least.
 
     Args:
-        kinds: their layers.
+        kinds: Layers by kind.
     """
     sizes = [(len(layers), _elements(kind, kinds)) for kind, layers in kinds.items()]
 
@@ -129,18 +130,18 @@ def _elements_per_group(kinds: Mapping[LayerKV, Sequence[int]]) -> int:
 
 
 def _elements(kind: LayerKV, kinds: Iterable[LayerKV]) -> int:
-    """Of a token in one layer; a layer with a state takes the place of any other."""
+    """Elements per token in one layer; a layer with a state counts like the largest other kind."""
     if kind.state_rows:
         return max((_elements(k, kinds) for k in kinds if not k.state_rows), default=1)
     return kind.heads * kind.planes * kind.head_dim
 
 
 def least_block_size(groups: Sequence[KVGroup], dtype: str) -> int:
-    """Fewest tokens of a block that has room for a state; 1 where there are none.
+    """Fewest tokens per block with room for a state; 1 for a model without states.
 
     Args:
-        groups: of a model; more ranks than KV heads would need no more.
-        dtype: of K and V.
+        groups: Groups of a model; more ranks than KV heads need no more.
+        dtype: dtype of K and V.
     """
     states = [
         len(group.layers) * group.heads * group.state_rows * group.head_dim for group in groups
@@ -150,9 +151,9 @@ def least_block_size(groups: Sequence[KVGroup], dtype: str) -> int:
 
 
 def block_bytes(groups: Sequence[KVGroup], block_size: int, ranks: int, dtype: str) -> int:
-    """Bytes of one block on one of so many ranks, whichever group it serves.
+    """Bytes per block on one of `ranks` ranks, the same for all groups.
 
-    They are whole pages of each group: a page is a block of one head, layer and plane.
+    They are whole pages of each group; a page is a block of one head, layer and plane.
     """
     tokens = [group for group in groups if not group.state_rows]
     most = max(

@@ -1,7 +1,8 @@
-"""The live requests: where each one is in its life, what it holds, and how it goes on and ends.
+"""The live requests: the state of each, the blocks that it holds, how it goes on and how it ends.
 
-No I/O: requests and tokens in, outputs out, and an injected clock. `scheduler.py` decides which of
-them are computed next; connectors (`kv_connector.py`) load the KV of some (`loading_requests.py`).
+No I/O: requests and tokens in, outputs out, and an injected clock. `scheduler.py` decides which
+sequences are computed next; connectors (`kv_connector.py`) load the KV of some
+(`loading_requests.py`).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from kvbaton.messages.engine import AddRequest, Mark, Output
 from kvbaton.types import TokenLogprobs, clip_text
 
 TOKEN_MARKS = ("first_token", "second_token")
-"""Of the tokens that are timed, in order."""
+"""Names of the marks of a request's first tokens, in order."""
 
 _rank = attrgetter("rank")
 
@@ -49,27 +50,27 @@ class LiveRequests:
     """Requests from their arrival to their end.
 
     Args:
-        config: settings of the scheduler.
-        root_key: root of the block keys of requests with a given cache salt.
-        clock: monotonic seconds.
+        config: Settings of the scheduler.
+        root_key: Maps a cache salt to the root of the block keys of its requests.
+        clock: Monotonic clock, in seconds.
 
     Attributes:
-        blocks: all block pools.
-        requests: live ones by id.
-        waiting: the queue, in order of service.
-        running: sequences with blocks, in order of service.
-        parked: sequences beside the queue that wait for a connector or for an item.
-        crowded: those of them that wait for the end of a load.
-        loading: whose blocks are being filled by a connector, by request id.
-        in_flight: plans handed out and not updated, oldest first.
-        totals: what happened so far.
-        chunk_limit: of prompts beside sequences that decode; to be told what steps take.
-        late: ranks those of the queue last whose first tokens would come too late.
-        connectors: what brings KV in or takes it out, in the order in which they are asked.
-        items: decides which encoder outputs are asked for and kept.
-        grammars: of requests with one.
-        forked_states: copies for the next step; it refers to their sources and targets.
-        pinned: blocks that somebody else than requests and connectors refers to.
+        blocks: The KV cache manager of all groups.
+        requests: Live requests by id.
+        waiting: The queue, in order of service.
+        running: Sequences with blocks, in order of service.
+        parked: Sequences beside the queue that wait for a connector, an item or a grammar.
+        crowded: Parked sequences that wait for the end of a load.
+        loading: Loads in progress, by request id.
+        in_flight: Plans handed out whose results were not applied, oldest first.
+        totals: Monotonic totals.
+        chunk_limit: Limits prompt tokens beside decoding sequences; learns from step times.
+        late: Ranks last those requests whose first tokens would be late.
+        connectors: KV connectors, in the order in which they are asked.
+        items: Requests and pins encoder outputs.
+        grammars: Grammars of requests that have one.
+        forked_states: Copies of states for the next step; it references sources and targets.
+        pinned: Gives further blocks that are referenced, besides requests' and connectors'.
     """
 
     def __init__(
@@ -104,8 +105,8 @@ class LiveRequests:
         self.late = LateRequests()
         self._deadlines: list[tuple[float, int, Request]] = []  # ascending
         self._moves = 0
-        self._ended: list[int] = []  # handles that the runner has yet to forget
-        self._outbox: list[Output] = []  # made while a step was planned
+        self._ended: list[int] = []  # handles for the runner to forget
+        self._outbox: list[Output] = []  # produced while a step was planned
         self.forked_states: list[BlockCopy] = []
         self.items = ItemOutputs()
         self.grammars = NoGrammars()
@@ -117,12 +118,12 @@ class LiveRequests:
         """Take a request into the queue.
 
         Args:
-            request: what is asked.
-            served: it was computed already and is computed again, mostly from the cache: it goes
-                before all others of its priority, and its tenant has paid for it.
+            request: The request.
+            served: The request is computed a second time, mostly from the cache: it goes before all
+                others of its priority, and its tenant is not charged again.
 
         Raises:
-            RequestError: it can never be served here; names the field and the limit.
+            RequestError: The request can never be served here; names the field and the limit.
         """
         validate_request(request, self.config, self.blocks)
         if request.items and not self.config.whole_prompts:
@@ -169,17 +170,17 @@ class LiveRequests:
         self._enqueue(sequence, SequenceState.WAITING)
         waits = False
         for connector in self.connectors.having[KVConnector.added]:
-            # Not contained: what is raised about a request that comes fails it, and no more.
+            # Not contained: what a connector raises about a new request fails only that request.
             waits |= connector.added(sequence)
         if waits:
             self.park(sequence)
         elif entered.items and (request.transfer is None or source):
-            # The last token is computed in any case, and may be one of an item.
+            # The last token is always computed, and may belong to an item.
             cached = min(self._cached(sequence), len(known) - 1) if entered.reads_cache else 0
             self.items.request(sequence, cached)
 
     def _check_role(self, role: str, field: str = "") -> None:
-        """Refuse a part in a hand-over that no connector plays, or only one that fails."""
+        """Refuse a role in a hand-over for which there is no connector, or only a failing one."""
         for connector in self.connectors.all:
             if connector.transfer_role != role:
                 continue
@@ -201,12 +202,12 @@ class LiveRequests:
         )
 
     def is_cached(self, request_id: str) -> bool:
-        """Whether the prefix cache holds all tokens of a live request, in whole blocks."""
+        """Whether all tokens of a live request are in whole blocks in the prefix cache."""
         (sequence, *_) = self.requests[request_id].sequences
         return self._cached(sequence) == len(sequence.tokens)
 
     def _cached(self, sequence: Sequence) -> int:
-        """Tokens of the longest prefix in the prefix cache."""
+        """Length in tokens of the longest cached prefix."""
         return self.blocks.match_sequence(sequence).num_tokens
 
     def sequences(self) -> Iterator[Sequence]:
@@ -220,7 +221,7 @@ class LiveRequests:
     def abort(self, request_id: str, reason: str = "abort") -> list[Output]:
         """End a request now; unknown ids are ignored.
 
-        Any reason but ``abort`` makes it an error with that text.
+        With any reason but ``abort``, it ends with an error of that text.
         """
         request = self.requests.get(request_id)
         if request is None:
@@ -230,7 +231,7 @@ class LiveRequests:
         return self.end(request, "error", reason)
 
     def expire(self, now: float) -> list[Output]:
-        """End requests whose deadline has passed; with them come those that could never fit."""
+        """End requests past their deadline; returns their outputs, and those of rejected ones."""
         outputs, self._outbox = self._outbox, []
         past = bisect_right(self._deadlines, now, key=itemgetter(0))
         for *_, request in self._deadlines[:past]:
@@ -239,7 +240,7 @@ class LiveRequests:
         return outputs
 
     def next_deadline(self) -> float | None:
-        """When `expire` has something to do, on the clock given."""
+        """Time on the scheduler's clock when `expire` has something to do; None if never."""
         if self._outbox:
             return self.clock()
         return self._deadlines[0][0] if self._deadlines else None
@@ -247,7 +248,7 @@ class LiveRequests:
     # --- the queues ---
 
     def left_in_flight(self) -> set[Sequence]:
-        """Sequences that steps in flight compute though they were preempted or are over."""
+        """Sequences that were preempted or have ended while a step in flight computes them."""
         return {
             item.sequence
             for step in self.in_flight
@@ -256,24 +257,24 @@ class LiveRequests:
         }
 
     def _enqueue(self, sequence: Sequence, state: SequenceState) -> None:
-        """Put a sequence into the queue, where its rank belongs."""
+        """Insert a sequence into the queue by its rank."""
         sequence.state = state
         insort(self.waiting, sequence, key=_rank)
 
     def park(self, sequence: Sequence) -> None:
-        """From now on a sequence waits for a connector or for an item, beside the queue."""
+        """Let a sequence wait beside the queue, for a connector, an item or a grammar."""
         self._leave(sequence)
         sequence.state = SequenceState.PARKED
         self.parked.add(sequence)
 
     def unpark(self, sequence: Sequence) -> None:
-        """Put a parked sequence back into the queue; others are left alone."""
+        """Put a sequence back into the queue if it is parked."""
         if sequence.state is SequenceState.PARKED:
             self._leave(sequence)
             self._enqueue(sequence, SequenceState.WAITING)
 
     def run(self, sequence: Sequence) -> None:
-        """From now on a sequence takes part in steps."""
+        """Let a sequence take part in steps from now on."""
         request = sequence.request
         self._shares.serve(request.start_tag)
         self._leave(sequence)
@@ -285,7 +286,7 @@ class LiveRequests:
         self.connectors.call(KVConnector.started, sequence)
 
     def _leave(self, sequence: Sequence) -> None:
-        """Take a sequence out of the queue, or from those who run or load."""
+        """Remove a sequence from the queue, or from the running, parked or loading ones."""
         self._moves += 1
         match sequence.state:
             case SequenceState.RUNNING:
@@ -308,13 +309,13 @@ class LiveRequests:
         sequence.num_computed = sequence.num_scheduled = match.num_tokens
         sequence.committed = [match.num_tokens // group.block_size for group in self.blocks.groups]
         if request.cached_tokens is None:
-            # Of a prompt that is cached to its end the last token is computed again.
+            # If the whole prompt is cached, its last token is computed nevertheless.
             known = len(sequence.tokens)
             request.cached_tokens = min(match.num_tokens, len(request.prompt), known - 1)
             self.totals.prompt_tokens["local_cache"] += request.cached_tokens
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let a new choice run on the blocks of another whose prompt is scheduled to its end."""
+        """Start a new choice on the blocks of another whose prompt is scheduled to its end."""
         child.tables = list(map(list, parent.tables))
         self.blocks.ref(child.tables)
         child.num_computed = child.num_scheduled = parent.num_scheduled
@@ -325,8 +326,8 @@ class LiveRequests:
         self.blocks.trim(child, child.num_computed)
         child.request.sequences.append(child)
         self.run(child)
-        # It gets states of its own, before its parent writes over those that they share. Without
-        # room for them it waits, and is computed from its tokens.
+        # The child needs copies of its states before the parent overwrites them. If they do not
+        # fit, the child is preempted and recomputed from its tokens.
         pool, position = self.blocks.pool, child.num_scheduled
         shared = [
             (g, position // group.block_size)
@@ -339,11 +340,11 @@ class LiveRequests:
         for g, i in shared:
             source, (target,) = child.tables[g][i], pool.allocate(1, g)
             child.tables[g][i] = target
-            pool.ref([target])  # and the source: the reference that the child had
+            pool.ref([target])  # the copy also keeps the child's former reference to the source
             self.forked_states.append(BlockCopy(g, source, target))
 
     def preempt(self, sequence: Sequence) -> None:
-        """Give a running sequence's blocks to others; it goes on from its tokens later."""
+        """Take the blocks of a running sequence; it is queued, and recomputed later."""
         self.totals.preemptions += 1
         sequence.request.mark("preempted", self.clock())
         if sequence.request.prompt_logprobs and not sequence.pending:
@@ -352,13 +353,13 @@ class LiveRequests:
         self._enqueue(sequence, SequenceState.PREEMPTED)
 
     def _detach(self, sequence: Sequence) -> None:
-        """Take a sequence from the runner and from its blocks."""
+        """Remove a sequence from the runner, and give its blocks back."""
         self._leave(sequence)
         if sequence.handle:
             self._ended.append(sequence.handle)
         sequence.handle, sequence.parent = 0, None
         sequence.sent = [0] * len(sequence.tables)
-        if self.forked_states:  # a fork whose states have yet to be copied
+        if self.forked_states:  # perhaps a fork whose states were not copied yet
             mine = {block for table in sequence.tables for block in table}
             for copy in [copy for copy in self.forked_states if copy.target in mine]:
                 self.forked_states.remove(copy)
@@ -377,7 +378,7 @@ class LiveRequests:
         logprobs: TokenLogprobs | None,
         finish: tuple[str | None, int | str | None] | None = None,
     ) -> Output:
-        """Append a sampled token; `finish` overrides our own stop rules."""
+        """Append a sampled token; `finish` overrides the stop rules."""
         request = sequence.request
         index = len(sequence.tokens) - len(request.prompt)
         sequence.tokens.append(token)
@@ -406,12 +407,12 @@ class LiveRequests:
         )
 
     def commit(self, sequence: Sequence) -> None:
-        """Offer the blocks that have become full and final to the prefix cache."""
+        """Offer blocks that became full and final to the prefix cache, and tell connectors."""
         for g, first, end in self.blocks.commit(sequence):
             self.connectors.call(KVConnector.committed, sequence, g, first, end)
 
     def retire(self, sequence: Sequence) -> None:
-        """A sequence has its finish reason: give its blocks back."""
+        """End a sequence that has a finish reason: give its blocks back."""
         assert sequence.finish_reason is not None
         self._detach(sequence)
         sequence.state = SequenceState.FINISHED
@@ -424,14 +425,14 @@ class LiveRequests:
             del self._deadlines[bisect_left(self._deadlines, (request.deadline, request.arrival))]
             generated = sum(each.num_generated for each in request.sequences)
             self._shares.charge(request.spec.tenant, generated)
-            if not self.requests:  # what nobody else wanted is not held against anybody
+            if not self.requests:  # use of an otherwise idle engine is not charged
                 self._shares = FairShares()
             self.connectors.call(KVConnector.finished, request)
 
     def end(
         self, request: Request, reason: str, error: str | None = None, code: str | None = None
     ) -> list[Output]:
-        """End all choices of a request, whatever state they are in."""
+        """End all choices of a request, in any state."""
         while request.sequences[0].unforked > 0:
             known = request.sequences[0].tokens[: request.num_known]
             choice = len(request.sequences)
@@ -459,7 +460,7 @@ class LiveRequests:
         return output
 
     def _reject(self, sequence: Sequence, error: str, code: str | None = None) -> None:
-        """End what can never fit; the outputs go out with the next ones."""
+        """End a sequence that can't be served; its outputs are sent with the next ones."""
         if sequence.unforked:
             self._outbox += self.end(sequence.request, "error", error, code)
         else:
@@ -472,16 +473,16 @@ class LiveRequests:
         return self.totals.counters(self.config.speculative)
 
     def lacking_tokens(self) -> int:
-        """That must be computed before the requests at hand have their next token.
+        """Tokens to compute before each request here can have its next token.
 
-        Prompts that are to come from another node are none of them.
+        Queued prompts that another node computes are not included.
         """
         own = (s for s in self.waiting if not s.request.is_target)
         lacking = sum(len(s.tokens) for s in own)
         return lacking + sum(max(0, len(s.tokens) - s.num_scheduled - 1) for s in self.running)
 
     def gauges(self) -> dict[str, float]:
-        """Values now by Prometheus name."""
+        """Current values by Prometheus name."""
         lacking = self.lacking_tokens()
         values = {
             "kvbaton_sequences_waiting": float(len(self.waiting) + len(self.parked)),
@@ -490,7 +491,7 @@ class LiveRequests:
             "kvbaton_prompt_tokens_waiting": float(lacking),
             "kvbaton_step_token_budget": float(self.config.max_num_batched_tokens),
             "kvbaton_mixed_step_token_budget": float(self.config.max_num_mixed_tokens),
-            "kvbaton_chunk_limit_tokens": float(self.chunk_limit.tokens),
+            "kvbaton_chunk_limit_tokens": float(self.chunk_limit.current),
             "kvbaton_blocks_available": float(self.blocks.pool.num_free),
         }
         for g, owners in enumerate(self.blocks.owners()):
@@ -501,7 +502,7 @@ class LiveRequests:
         return values
 
     def state(self) -> dict[str, Any]:
-        """All that a person who looks for a fault wants to see."""
+        """Contents of the debugging dump."""
         return {
             "blocks": [dict(counts) for counts in self.blocks.owners()],
             "steps_in_flight": [step.number for step in self.in_flight],

@@ -44,16 +44,16 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 TOWER_PARTS = ("model.visual.", "model.vision_tower.", "model.multi_modal_projector.")
 STAGED_FROM = 1 << 20
-"""Bytes of a tensor from which it goes through pinned memory."""
+"""Size in bytes from which on a tensor is copied through pinned memory."""
 
 STAGED_BYTES, STAGED_PARTS = 16 << 20, 3
-"""Of that memory: one part is filled while others are copied."""
+"""Size in bytes and number of pinned buffers: one is filled while others are copied."""
 
 DUMMY_SCALE = 0.02
-"""Standard deviation of dummy weights, as models are usually initialised."""
+"""Standard deviation of dummy weights, as in the usual initialisation of models."""
 
 DUMMY_CHUNK = 1 << 24
-"""Dummy weights made at a time: bounds the 64-bit intermediates."""
+"""Number of dummy weights made at a time, which bounds the 64-bit intermediates."""
 
 DECODERS: dict[str, type[LlamaForCausalLM]] = {
     "DeepseekV2ForCausalLM": DeepseekForCausalLM,
@@ -63,7 +63,7 @@ DECODERS: dict[str, type[LlamaForCausalLM]] = {
     "Llama4ForCausalLM": Llama4ForCausalLM,
     "Qwen3NextForCausalLM": Qwen3NextForCausalLM,
 }
-"""Those that are no Llama with other settings."""
+"""Model classes of architectures that are not Llama with other settings."""
 
 TOWERS: dict[str, type[Qwen25VisionTower | Qwen3VisionTower | SiglipVisionTower]] = {
     "Gemma3ForCausalLM": SiglipVisionTower,
@@ -83,15 +83,15 @@ def load_model(
     """Build a model and fill it.
 
     Args:
-        config: the model.
-        device: where its weights go.
-        load_format: ``dummy`` takes random weights from `seed`, equal on every device and however
-            the model is sharded.
-        seed: of dummy weights.
-        shard: this rank's share; all of it by default.
+        config: Configuration of the model.
+        device: Device of the weights.
+        load_format: ``dummy`` makes random weights from `seed`, equal on every device and for any
+            number of ranks.
+        seed: Seed of dummy weights.
+        shard: This rank's share; None for the whole model.
 
     Raises:
-        ConfigError: a file or tensor is missing, broken or of the wrong shape.
+        ConfigError: A file or tensor is missing, broken or of the wrong shape.
     """
     shard = shard or Shard()
     _check_shard(config, shard)
@@ -107,13 +107,13 @@ def load_vision(
     """Build the vision tower of a model, without its language model, and fill it.
 
     Args:
-        config: the model that it belongs to; the tower has its dtype.
-        device: where its weights go.
-        load_format: see `load_model`.
-        seed: of dummy weights.
+        config: Configuration of the whole model; the tower has its dtype.
+        device: Device of the weights.
+        load_format: See `load_model`.
+        seed: Seed of dummy weights.
 
     Raises:
-        ConfigError: the model has no tower, or a file or tensor is missing, broken or of the wrong
+        ConfigError: The model has no tower, or a file or tensor is missing, broken or of the wrong
             shape.
     """
     vision = config.require_vision()
@@ -133,14 +133,14 @@ def fill_weights(
     """Fill the weights of a model, or of a part of it.
 
     Args:
-        pieces: what to fill; other tensors of the folder are not read.
-        config: the model whose folder has them, quantised or not.
-        load_format: where from.
-        seed: of dummy weights.
-        device: where the weights are.
+        pieces: Pieces to fill; other tensors of the folder are not read.
+        config: Configuration of the model, whose folder has the weights, quantised or not.
+        load_format: See `load_model`.
+        seed: Seed of dummy weights.
+        device: Device of the weights.
 
     Raises:
-        ConfigError: a file or tensor is missing, broken or of the wrong shape.
+        ConfigError: A file or tensor is missing, broken or of the wrong shape.
     """
     if load_format == "dummy":
         for piece in pieces:
@@ -154,10 +154,10 @@ def fill_weights(
 
 
 def shard_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder, in the order of their names, or its GGUF file.
+    """The safetensors files of a folder, ordered by name, or its GGUF file.
 
     Raises:
-        ConfigError: there are none, or the index is broken or names one that is missing.
+        ConfigError: There are none, or the index is broken or names a missing file.
     """
     if not (folder / INDEX).exists():
         whole = [folder / name for name in (SINGLE, WEIGHTS) if (folder / name).exists()]
@@ -178,7 +178,7 @@ def shard_files(folder: Path) -> list[Path]:
 
 
 def _check_shard(config: ModelConfig, shard: Shard) -> None:
-    """Ranks get equal parts; with fewer KV heads than ranks, as many share each."""
+    """Check that ranks get equal parts; with fewer KV heads than ranks, all are shared alike."""
     moe, split = config.moe, {"heads": config.num_heads}
     if moe is None or not all(moe.layers):
         split["intermediate size"] = config.intermediate_size
@@ -213,7 +213,7 @@ def _check_shard(config: ModelConfig, shard: Shard) -> None:
 
 
 class _Floats(TorchFunctionMode):
-    """Gives new tensors a dtype, in this thread: torch's own default would be for all ranks."""
+    """Sets the dtype of new tensors in this thread; torch's default would be for all ranks."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -228,10 +228,10 @@ class _Floats(TorchFunctionMode):
 
 @contextmanager
 def empty_weights(dtype: str, device: torch.device) -> Iterator[None]:
-    """New weights of this thread get this dtype and device.
+    """Give new weights of this thread a dtype and a device.
 
     Raises:
-        ConfigError: they do not fit.
+        ConfigError: They do not fit into memory.
     """
     try:
         with device, _Floats(getattr(torch, dtype)):
@@ -251,7 +251,7 @@ def empty_weights(dtype: str, device: torch.device) -> Iterator[None]:
 class Uploader:
     """Copies tensors to a device; to a GPU through pinned memory, which torch's threads fill.
 
-    From the pages of a file the driver's own copies reach 8 GB/s, these 44 (H200, 16 cores).
+    From a file's pages, the driver's own copies reach 8 GB/s, and these 44 (H200, 16 cores).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -259,7 +259,7 @@ class Uploader:
         self._ring: deque[tuple[Tensor, torch.cuda.Event]] = deque()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """A copy on the device, ordered on its current stream; on the CPU the tensor itself."""
+        """Copy a tensor to the device, on its current stream; on the CPU, return it unchanged."""
         if self._device.type != "cuda" or x.nbytes < STAGED_FROM:
             return x.to(self._device)
         there = torch.empty(x.shape, dtype=x.dtype, device=self._device)
@@ -277,7 +277,7 @@ class Uploader:
 
 
 class FileTensor:
-    """`Stored` in a file; what is read goes to a device, where it may be dequantised."""
+    """`Stored` in a file; parts are read to a device, where they may be dequantised."""
 
     def __init__(
         self, name: str, file: Path, handle: safe_open | GGUFTensors, upload: Uploader
@@ -299,10 +299,10 @@ class FileTensor:
 
 @contextmanager
 def stored_tensors(folder: Path, device: torch.device) -> Iterator[dict[str, Stored]]:
-    """The tensors of a folder by our names, while its files are open.
+    """Open a folder's files; yields their tensors by our names.
 
     Raises:
-        ConfigError: a file is missing or broken.
+        ConfigError: A file is missing or broken.
     """
     upload = Uploader(device)
     with ExitStack() as stack:
@@ -318,7 +318,7 @@ def stored_tensors(folder: Path, device: torch.device) -> Iterator[dict[str, Sto
                 raise ModelError(f"{file} is broken or truncated: {error}") from error
             stack.enter_context(handle)
             for name in handle.keys():
-                # Multimodal checkpoints differ in where their parts hang: one name for each.
+                # Multimodal checkpoints prefix their parts differently: unify the names.
                 ours = name.removeprefix("model.") if name.startswith(TOWER_PARTS) else name
                 ours = ours.replace("vision_tower.vision_model.", "vision_tower.", 1)
                 ours = ours.replace("model.language_model.", "model.", 1)
@@ -328,12 +328,12 @@ def stored_tensors(folder: Path, device: torch.device) -> Iterator[dict[str, Sto
 
 
 def load_kv_scales(config: ModelConfig, load_format: LoadFormat) -> dict[int, tuple[float, float]]:
-    """Scales of K and V for an FP8 cache, of each layer for which the checkpoint has any.
+    """Scales of K and V for an FP8 cache, for each layer whose scales in the checkpoint are not 1.
 
-    A latent row, which is both, has that of K.
+    A latent row, which is key and value at once, has the scale of K.
 
     Raises:
-        ConfigError: a file is missing or broken, or a scale is no positive number.
+        ConfigError: A file is missing or broken, or a scale is not a positive number.
     """
     if config.kv_dtype == config.dtype or load_format == "dummy":
         return {}
@@ -349,7 +349,7 @@ def load_kv_scales(config: ModelConfig, load_format: LoadFormat) -> dict[int, tu
 
 
 def _kv_scale(tensors: Mapping[str, Stored], layer: int, kind: str) -> float:
-    """A layer's scale of K or V under any of its names; 1 if there is none."""
+    """A layer's scale of K or V, by any of its names; 1 if there is none."""
     name = f"model.layers.{layer}.self_attn"
     for each in (f"{kind}_scale", f"{kind}_proj.{kind}_scale", f"{kind}_proj.output_scale"):
         stored = tensors.get(f"{name}.{each}")
@@ -362,7 +362,7 @@ def _kv_scale(tensors: Mapping[str, Stored], layer: int, kind: str) -> float:
 
 
 def _fill(piece: Piece, stored: Stored, *, online: bool) -> None:
-    """Fill a piece; `online`: FP8 targets are quantised here, from floats."""
+    """Fill a piece; if `online`, quantise floats for FP8 targets."""
     if stored.shape != piece.shape:
         raise ModelError(
             f"{stored.where} has shape {list(stored.shape)}, "
@@ -399,9 +399,9 @@ def _fill(piece: Piece, stored: Stored, *, online: bool) -> None:
 
 
 def _fill_dummy(piece: Piece, seed: int) -> None:
-    """Ones for scales; else uniform of `DUMMY_SCALE`, by element of the whole tensor.
+    """Fill with dummy weights: 1 for scales and norms; else uniform, with `DUMMY_SCALE`.
 
-    MXFP4 is rounded from these.
+    A weight depends on its element's number in the whole tensor. MXFP4 is rounded from these.
     """
     if piece.number is not None:
         assert piece.scales is not None
@@ -430,7 +430,7 @@ def _fill_dummy(piece: Piece, seed: int) -> None:
 
 
 def _element_numbers(piece: Piece) -> Iterator[tuple[Tensor, Tensor]]:
-    """Chunks of rows of the target, and the elements' numbers in the whole tensor."""
+    """Chunks of rows of the target, and the numbers of their elements in the whole tensor."""
     shape = piece.shape if piece.index is None else piece.shape[1:]
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     rest = torch.full((), (piece.index or 0) * math.prod(shape), device=piece.target.device)

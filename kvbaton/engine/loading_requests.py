@@ -1,4 +1,4 @@
-"""Live requests whose KV connectors load: whether there is room, how loads begin, end and fail."""
+"""Loads of live requests by KV connectors: when there is room, how they begin, end and fail."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from kvbaton.types import PINNED_SHARE_PER_PEER, ChoiceStart, PromptLimits
 
 
 class LoadingRequests(LiveRequests):
-    """Requests from their arrival to their end, and the loads of some.
+    """Live requests, and the loads that connectors carry out for some of them.
 
     Attributes:
-        both_sides: the node prefills for others and is prefilled for. Two such nodes, each full of
-            loads that wait for the other's prompts, would wait for ever: so loads leave half of the
-            seats to prompts, and blocks for any of them (`load_share`), and who has no room before
-            a load ends waits beside the queue.
+        both_sides: Whether the node is source and target of hand-overs. Two such nodes, each full
+            of loads that wait for the other's prompts, would deadlock. So loads leave half of the
+            sequence slots and enough blocks (`load_share`) to prompts, and a sequence that has no
+            room until a load ends waits beside the queue.
     """
 
     both_sides = False
 
     @cached_property
     def load_share(self) -> float:
-        """Share of the blocks that loads may take where `both_sides`: half of them, or more.
+        """Largest share of the blocks that loads may take if `both_sides`; at least a half.
 
-        What is left is enough for the longest prompt with as many choices as have seats.
+        The rest holds the longest prompt with as many choices as half of the sequence slots.
         """
         forks = self.config.max_num_seqs // 2 * len(self.blocks.groups)
         longest = self.blocks.need(self.blocks.empty(), self.config.max_model_len) + forks
@@ -40,13 +40,13 @@ class LoadingRequests(LiveRequests):
         return max(0.5, min(self.config.max_loading_share, left))
 
     def prompt_limits(self, most_blocks: int | None = None) -> PromptLimits:
-        """The longest prompts that are computed, and taken from other nodes: what a router is told.
+        """Longest prompts that this node computes, and takes from other nodes; sent to the router.
 
-        They follow from the rules for an idle engine, so that no prompt is computed elsewhere for
-        an engine that never has the room to load it (`_has_room_to_load`).
+        The limits follow from the rules for an idle engine, so that no prompt is prefilled
+        elsewhere that this engine could never load (`_has_room_to_load`).
 
         Args:
-            most_blocks: that may wait for one source; None for any number.
+            most_blocks: Maximum number of blocks that may wait for one source; None for no limit.
         """
         blocks, config = self.blocks, self.config
         lengths = range(1, config.max_model_len)
@@ -67,9 +67,9 @@ class LoadingRequests(LiveRequests):
         def held(num_tokens: int) -> int:
             return blocks.need(blocks.empty(), num_tokens + 1)
 
-        # Some blocks and half of the seats are left to prompts for others; each choice takes a
-        # block of every group: of a prompt that is shorter by one, only groups that keep all give
-        # one back.
+        # Prompts for other nodes keep some blocks and half of the sequence slots. Each further
+        # choice takes a block of every group, while a prompt that is one block shorter gives one
+        # back only in groups that keep all blocks.
         most, groups = int(self.load_share * blocks.pool.usable), len(blocks.groups)
         received = min(received, bisect_right(lengths, most, key=held))
         choices, keeping = config.max_num_seqs // 2, sum(group.keeps_all for group in blocks.groups)
@@ -79,14 +79,14 @@ class LoadingRequests(LiveRequests):
         spare = most - held(received) if received else 0
         return PromptLimits(computed, received, min(choices, 1 + spare // groups), lent=lent)
 
-    # --- their begin ---
+    # --- how loads begin ---
 
     def load_beyond(self, sequence: Sequence, match: Match) -> Literal["done", "wait", "compute"]:
-        """Let a connector bring what is beyond a cached prefix.
+        """Let a connector load what lies beyond a cached prefix.
 
         Returns:
-            ``done`` if one does, will tell later, or must and can't; ``wait`` if there has to be
-            room first; ``compute`` if none has anything to bring.
+            ``done`` if a connector loads it, will answer later, or failed although it is required;
+            ``wait`` if there must be room first; ``compute`` if no connector offers anything.
         """
         for connector in self.connectors.having[KVConnector.match]:
             if connector in self.connectors.failing:
@@ -110,21 +110,21 @@ class LoadingRequests(LiveRequests):
                 return "done"
             if self.both_sides:
                 if sequence.request.source:
-                    continue  # the node that waits for it may be who these loads wait for
+                    continue  # the other node's loads, and so ours, may wait for this prompt
                 if self.loading and self.step_aside(sequence):
                     return "done"
                 if self._exceeds(sequence, self.load_share, 0.5):
-                    continue  # there will never be room
-            # Room comes with the end of a load, which has a deadline.
+                    continue  # it would never fit
+            # The end of a load makes room, and every load has a deadline.
             if connector.waits_for_room or self.loading:
                 return "wait"
         return "compute"
 
     def _has_room_to_load(self, sequence: Sequence, match: Match, start: int) -> bool:
-        """Loads that have not come in may not reserve everything, unless one is alone.
+        """Whether a load fits: those in progress may not reserve every block, but one alone may.
 
-        On a node that prefills for others they leave room for a prompt in any case, and half of the
-        seats, and none overtakes who waits for the end of one.
+        If `both_sides`, loads also leave room for a prompt and half of the sequence slots, and none
+        overtakes a sequence that waits for the end of a load.
         """
         need = self.blocks.need(match.tables, len(sequence.tokens), start=start)
         incoming = self.blocks.num_incoming()
@@ -136,9 +136,9 @@ class LoadingRequests(LiveRequests):
         return self.blocks.fits(need, beside=self.wanted(self.holders()), hits=match.tables)
 
     def _exceeds(self, sequence: Sequence, of_blocks: float, of_seats: float) -> bool:
-        """Whether a sequence, beside all that load, takes more than a share of blocks or of seats.
+        """Whether a sequence and all loading ones take more than a share of the blocks or slots.
 
-        Each with its cached prefix, and what it wants at its next step.
+        Each counts in full: its cached prefix, and what it needs for its next step.
         """
         blocks = seats = 0
         for one in (sequence, *(load.sequence for load in self.loading.values())):
@@ -149,25 +149,26 @@ class LoadingRequests(LiveRequests):
         return too_many or seats > of_seats * self.config.max_num_seqs
 
     def is_crowded_out(self, sequence: Sequence) -> bool:
-        """Whether a sequence has no room before a load ends, on a node that prefills for others."""
+        """Whether a sequence has no room until a load ends, if `both_sides`."""
         return self.both_sides and bool(self.loading) and self._exceeds(sequence, 1.0, 1.0)
 
     def step_aside(self, sequence: Sequence) -> Literal[True]:
-        """Wait for the end of a load beside the queue: who is behind may have to go first."""
+        """Park a sequence until a load ends, so that those behind it in the queue may run first."""
         self.park(sequence)
         self.crowded.add(sequence)
         return True
 
     def holders(self) -> Iterable[Sequence]:
-        """Who has blocks, or is getting some."""
+        """Sequences that have blocks or are loading some."""
         if not self.loading:
             return self.running
         return [*self.running, *(load.sequence for load in self.loading.values())]
 
     def wanted(self, holders: Iterable[Sequence]) -> int:
-        """Blocks that those who have some, or are getting them, may want at their next step.
+        """Maximum number of blocks that `holders` may need for their next step.
 
-        Behind a window it is all steps of a prompt: what they give back they want again.
+        In sliding-window groups, this covers all further steps of a prompt, since blocks that are
+        given back behind the window are needed again.
         """
         wanted = 0
         for sequence in holders:
@@ -186,12 +187,12 @@ class LoadingRequests(LiveRequests):
     def begin_load(
         self, connector: KVConnector, sequence: Sequence, match: Match, end: int
     ) -> None:
-        """Take blocks for the tokens from a cached prefix to `end`; a connector fills them."""
+        """Allocate blocks for the tokens after a cached prefix to `end`; a connector fills them."""
         self.adopt(sequence, match)
         following = next_after(connector, sequence, end)
         self.blocks.skip_unneeded(sequence.tables, following)
         self.blocks.trim(sequence, following)
-        if connector.medium == "transferred":  # only what is needed was verified, or came at all
+        if connector.medium == "transferred":  # blocks not attended to were not sent or verified
             wholes = [group.first_whole(end) for group in self.blocks.groups]
             sequence.committed = list(map(max, sequence.committed, wholes))
         spans = self.blocks.reserve(sequence.tables, end)
@@ -205,22 +206,22 @@ class LoadingRequests(LiveRequests):
         except Exception as error:
             self.connectors.contain(connector, error, load)
 
-    # --- their end ---
+    # --- how loads end ---
 
     def is_loading(self, load: Load) -> bool:
-        """Whether the sequence still waits for a load."""
+        """Whether a load is still in progress and its sequence waits for it."""
         return self.loading.get(load.sequence.request.request_id) is load
 
     def finish_load(
         self, load: Load, choices: SequenceOf[ChoiceStart] = (), *, cached_at_source: int = 0
     ) -> list[Output]:
-        """All of a load is here and verified. Loads that nobody waits for are ignored.
+        """Go on after a load that is complete and verified; ignored if nothing waits for it.
 
         Args:
-            load: what was begun.
-            choices: what another node sampled first, one per choice: the sequence goes on from
-                there. Without any it goes back to the queue, and finds the blocks in the cache.
-            cached_at_source: how many of the tokens that node had in its cache.
+            load: The load, as begun.
+            choices: First tokens sampled by the source, one per choice, after which decoding goes
+                on. If empty, the sequence returns to the queue and finds its blocks in the cache.
+            cached_at_source: Number of prompt tokens that the source had in its prefix cache.
         """
         if not self.is_loading(load):
             return []
@@ -235,9 +236,9 @@ class LoadingRequests(LiveRequests):
             return self.fail_load(load, load.end, wrong)
         self.totals.cached_at_source += cached_at_source
         self._keep(load, load.end)
-        # A proxy that asks the source for one token can't tell it of `min_tokens`, and may not tell
-        # it of `logprobs` or a grammar: one that ends the text before, has no scores or does not
-        # fit is sampled anew here.
+        # A proxy that asks the source for one token can't pass on `min_tokens`, and perhaps not
+        # `logprobs` or a grammar. A first token that stops too early, lacks logprobs or violates
+        # the grammar is sampled again here.
         params = request.params
         ends = () if params.ignore_eos else self.config.eos_token_ids
         early = params.min_tokens and load.sequence.num_generated < params.min_tokens
@@ -256,10 +257,10 @@ class LoadingRequests(LiveRequests):
             known = load.sequence.tokens[:]
             child = Sequence(request, choice, known, len(self.blocks.groups))
             self.fork(load.sequence, child)
-            child.parent = None  # The runner does not know it; the child comes with its tokens.
+            child.parent = None  # The runner knows no parent: the child is sent with all tokens.
         outputs = []
         for sequence, start in zip(request.sequences, choices, strict=True):
-            # The source was perhaps asked for one token only: its "length" is no limit of ours.
+            # The source may have been asked for one token only: ignore its "length".
             stops = start.finish_reason == "stop"
             finish = (start.finish_reason, start.stop_reason) if stops else None
             outputs.append(self.append(sequence, start.token, start.logprobs, finish))
@@ -269,10 +270,10 @@ class LoadingRequests(LiveRequests):
         return outputs
 
     def fail_load(self, load: Load, valid_through: int, reason: str) -> list[Output]:
-        """Apply the load-failure policy to a load of which only so many tokens are verified.
+        """Apply the load-failure policy to a load verified only up to token `valid_through`.
 
-        Those, in whole blocks, go to the prefix cache; the request goes back to the queue and gets
-        fresh blocks for the rest when it is admitted. Loads that nobody waits for are ignored.
+        Verified tokens go, in whole blocks, to the prefix cache; the request returns to the queue
+        and is given new blocks for the rest when admitted. Ignored if nothing waits for the load.
         """
         if not self.is_loading(load):
             return []
@@ -289,9 +290,9 @@ class LoadingRequests(LiveRequests):
         return []
 
     def cut_load(self, load: Load, valid_through: int) -> None:
-        """Of a load only so many tokens came: keep them, in whole blocks, and compute the others.
+        """End a load early: keep the whole blocks up to `valid_through`, and compute the rest.
 
-        Loads that nobody waits for are ignored.
+        Ignored if nothing waits for the load.
         """
         if self.is_loading(load):
             valid = min(valid_through, load.end)
@@ -299,7 +300,7 @@ class LoadingRequests(LiveRequests):
             self._requeue(load)
 
     def _keep(self, load: Load, end: int) -> None:
-        """Tokens up to `end` have valid KV, from now on for everybody."""
+        """Take the KV of tokens up to `end` as valid, and offer it to the prefix cache."""
         sequence, request = load.sequence, load.sequence.request
         sequence.num_computed = sequence.num_scheduled = max(load.start, end)
         if load.connector.medium == "transferred":
@@ -315,7 +316,7 @@ class LoadingRequests(LiveRequests):
         self.commit(sequence)
 
     def _requeue(self, load: Load) -> None:
-        """Put a sequence that was loading back into the queue, without its blocks."""
+        """Put a loading sequence back into the queue, without blocks."""
         self._leave(load.sequence)
         self.blocks.clear(load.sequence)
         self._enqueue(load.sequence, SequenceState.WAITING)
@@ -323,9 +324,9 @@ class LoadingRequests(LiveRequests):
     def fail_connector(
         self, connector: KVConnector, request: Request | None, reason: str
     ) -> list[Output]:
-        """Fail what a connector that has raised owes: to one request, or to all of them.
+        """Fail what a raising connector owes to one request, or to all if `request` is None.
 
-        Loads fail by the load-failure policy. Hand-overs that it was to serve end with an error.
+        Loads follow the load-failure policy; hand-overs that need the connector end with an error.
         """
         outputs: list[Output] = []
         for one in [*self.requests.values()] if request is None else [request]:
@@ -335,12 +336,15 @@ class LoadingRequests(LiveRequests):
             elif self.requests.get(one.request_id) is one and self.must_not_compute(one, connector):
                 outputs += self.end(one, "error", reason)
         if request is None:
-            for sequence in list(self.parked):  # it may be what they wait for
+            for sequence in list(self.parked):  # perhaps parked by this connector
                 self.unpark(sequence)
         return outputs
 
     def must_not_compute(self, request: Request, connector: KVConnector) -> bool:
-        """Whether a request is of no use without a connector that plays a part in its hand-over."""
+        """Whether a request must not be computed here without this connector of its hand-over.
+
+        True for sources, and for targets that wait for KV if the load-failure policy is ``fail``.
+        """
         transfer = request.spec.transfer
         if transfer is None or transfer.role != connector.transfer_role:
             return False
@@ -349,8 +353,9 @@ class LoadingRequests(LiveRequests):
 
 
 def next_after(connector: KVConnector, sequence: Sequence, end: int) -> int:
-    """The first token that is computed after a load up to `end`.
+    """Position of the first token to compute after a load up to `end`.
 
-    A source has sampled what follows a prompt; of one that a store has the last token is computed.
+    A source has sampled the next token already; after a store's load the last known token must
+    be computed to sample one.
     """
     return end if connector.medium == "transferred" else min(end, len(sequence.tokens) - 1)

@@ -1,7 +1,7 @@
-"""What a Hugging Face folder says about its model: ``config.json`` and ``generation_config.json``.
+"""A model's configuration in a Hugging Face folder: ``config.json``, ``generation_config.json``.
 
-The end token also comes from its tokenizer. Needs neither torch nor transformers, so that the HTTP
-process may read it too.
+The tokenizer's files add an end token. Needs neither torch nor transformers, so that the HTTP
+process can read it too.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from kvbaton.types import Count, Positive, Size
 logger = logging.getLogger(__name__)
 
 MAX_LAYERS = 4096
-"""Far more than any model has; a start with a billion would not end."""
+"""Far more layers than any model has; with a billion, the start would not end."""
 
 TEXT_ARCHITECTURES = {
     "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
     "Gemma4ForConditionalGeneration": "Gemma4ForCausalLM",
     "Llama4ForConditionalGeneration": "Llama4ForCausalLM",
 }
-"""The architecture of the language model, by that of the whole."""
+"""Architecture of the language model, by that of the multimodal model."""
 
 _DEFAULTS: Mapping[str, dict[str, Any]] = {
     "Gemma3ForCausalLM": {
@@ -85,14 +85,15 @@ _DEFAULTS: Mapping[str, dict[str, Any]] = {
     "Qwen2MoeForCausalLM": {"shared_expert_intermediate_size": 5632},
     "Qwen3NextForCausalLM": {"norm_topk_prob": True, "shared_expert_intermediate_size": 512},
 }
-"""What a folder need not say: `transformers`' defaults that are not those of `_Raw`.
+"""Defaults of `transformers` that differ from those of `_Raw`, for fields that a folder may omit.
 
-Sizes that the weights' shapes would tell are left to them, but for those that Gemma 3's leave out.
+Sizes that could be taken from the weights' shapes are not included, except those that Gemma 3's
+folders omit.
 """
 
 
 def language_model(content: dict[str, Any]) -> dict[str, Any]:
-    """``config.json`` of the language model, whether ``text_config`` holds it or not."""
+    """``config.json`` of the language model, which may be in ``text_config``."""
     named, text = content.get("architectures"), content.get("text_config")
     if not isinstance(text, dict) or not isinstance(named, list) or not named:
         return content
@@ -117,27 +118,27 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 @dataclass(frozen=True)
 class Family:
-    """How the attention of an architecture departs from Llama's.
+    """How an architecture differs from Llama, mainly in its attention.
 
     Attributes:
-        qkv_bias: whether query, key and value have a bias; None for whatever ``attention_bias``
-            says, of the output projection too.
-        qk_norm: every query and key head is normalised before the rotation.
-        rope_theta: the rotation's base where ``config.json`` names none.
-        rope: the rotation where it names none at all.
-        windows: which layers have the sliding window: all; those that ``layer_types`` names, else
-            the ``upper`` ones, from ``max_window_layers`` on, or all but every sixth (``pattern``);
-            or those that it names and no others. ``chunks`` are of ``attention_chunk_size``, in
-            layers whose heads are turned (see `types.first_attended`).
-        window_switch: and only with ``use_sliding_window``.
-        max_window_layers: where ``config.json`` names none.
-        sinks: every query head has a sink (`AttentionContext.attend`), and projections of the
-            attention have biases unless ``attention_bias`` says otherwise.
-        norm_offset: norms store how far their scales are above it.
-        rotary_share: of a head's features that turn, where ``config.json`` names none; None for
-            families that turn all.
-        gemma: windows turn with a base of their own, the logits' scale is in ``config.json``, and
-            the MLP has the GELU.
+        qkv_bias: Whether query, key and value have a bias; None for the value of
+            ``attention_bias``, which then also applies to the output projection.
+        qk_norm: Whether query and key heads are normalised before rotation.
+        rope_theta: Base of the rotation if ``config.json`` has none.
+        rope: Rotary settings if ``config.json`` has none.
+        windows: Layers with the sliding window: all; those named in ``layer_types``, else the
+            ``upper`` ones, from ``max_window_layers`` on, or all but every sixth (``pattern``); or
+            only those named (``listed``). ``chunks`` of ``attention_chunk_size`` are in layers with
+            rotation (see `types.first_attended`).
+        window_switch: Whether windows also need ``use_sliding_window``.
+        max_window_layers: Default of ``max_window_layers``.
+        sinks: Whether query heads have sinks (`AttentionContext.attend`), and projections of the
+            attention have biases by default (``attention_bias``).
+        norm_offset: Offset that is subtracted from norms' scales in checkpoints.
+        rotary_share: Default share of a head's features that are rotated; None for families that
+            rotate all.
+        gemma: Whether layers with a window have their own base of rotation, ``config.json`` has the
+            scale of logits, and the MLP has a GELU.
     """
 
     qkv_bias: bool | None = None
@@ -188,31 +189,31 @@ ARCHITECTURES = {
     "Qwen3NextForCausalLM": Family(qk_norm=True, norm_offset=1.0, rotary_share=0.25),
     "Qwen3VLForConditionalGeneration": _QWEN3,
 }
-"""What is supported, by the name that ``config.json`` gives."""
+"""Supported architectures, by their name in ``config.json``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only model, in our words.
+    """A decoder-only model.
 
     Attributes:
-        folder: where it lies.
-        architecture: a key of `ARCHITECTURES`.
-        dtype: of weights and activations: one of `DTYPES`.
-        kv_dtype: of the KV cache: that, or ``float8_e4m3fn``.
-        qkv_bias: query, key and value have a bias.
-        output_bias: the output projection of the attention has one.
-        windows: per layer, tokens of its sliding window; 0 attends to everything.
-        eos_token_ids: tokens that end a text, ascending.
-        vision: its vision tower; None for a model of text only.
-        quantization: how its weights are stored; None for floats.
-        moe: its mixtures of experts; None for a model without.
-        local_rope: what turns heads of layers with a window; None for `rope`.
-        attention_scale: of the logits; None for ``head_dim ** -0.5``.
-        mla: its latent attention, then `num_kv_heads` is 1; None for a model without.
-        linear_attention: its layers with a state instead of K and V; None for a model without.
-        nope: its layers whose heads are not turned; None for a model without.
-        gemma4: what is Gemma 4's own; None for another one.
+        folder: Folder of the model.
+        architecture: A key of `ARCHITECTURES`.
+        dtype: dtype of weights and activations: one of `DTYPES`.
+        kv_dtype: dtype of the KV cache: `dtype`, or ``float8_e4m3fn``.
+        qkv_bias: Whether query, key and value have a bias.
+        output_bias: Whether the output projection of attention has a bias.
+        windows: Per layer, tokens of its sliding window; 0 for full attention.
+        eos_token_ids: Tokens that end a text, ascending.
+        vision: The vision tower; None for a text-only model.
+        quantization: Format of the stored weights; None for floats.
+        moe: The mixtures of experts; None for a model without.
+        local_rope: Rotation in layers with a window; None for `rope`.
+        attention_scale: Scale of the logits; None for ``head_dim ** -0.5``.
+        mla: The latent attention, with which `num_kv_heads` is 1; None for a model without.
+        linear_attention: Layers with a state instead of K and V; None for a model without.
+        nope: Layers without rotation; None for a model without.
+        gemma4: Settings specific to Gemma 4; None for other models.
     """
 
     folder: Path
@@ -247,28 +248,28 @@ class ModelConfig:
 
     @property
     def family(self) -> Family:
-        """What else its architecture says of attention, norms and activations."""
+        """How the architecture differs from Llama in attention, norms and activations."""
         return ARCHITECTURES[self.architecture]
 
     @property
     def rotary_dim(self) -> int:
-        """Features of a head that turned ones lie in."""
-        if self.gemma4 is not None:  # of layers without a window, as `rope` is
+        """Number of features per head that rotation applies to."""
+        if self.gemma4 is not None:  # `rope` is for its layers without a window
             return self.gemma4.head_dim
         return self.head_dim if self.mla is None else self.mla.rope_dim
 
     def kv_groups(self) -> tuple[KVGroup, ...]:
-        """Its layers, by the block tables that they share."""
+        """KV groups of the layers."""
         return kv_groups([self._layer_kv(layer) for layer in range(self.num_layers)])
 
     def mlp_size(self, layer: int) -> int:
-        """Features in the middle of a layer's MLP."""
+        """Number of intermediate features of a layer's MLP."""
         gemma = self.gemma4
         wide = gemma is not None and gemma.wide_mlp and gemma.kv_layers[layer] != layer
         return self.intermediate_size * (2 if wide else 1)
 
     def heads_of(self, layer: int) -> tuple[int, int]:
-        """KV heads of a layer, and their features."""
+        """Number of KV heads of a layer, and features per head."""
         if self.gemma4 is None or self.windows[layer]:
             return self.num_kv_heads, self.head_dim
         return self.gemma4.num_kv_heads, self.gemma4.head_dim
@@ -286,14 +287,14 @@ class ModelConfig:
         return LayerKV(window=window, chunked=chunked, heads=heads, head_dim=dim)
 
     def require_vision(self) -> VisionConfig:
-        """Its vision tower. Raises `ConfigError` if it has none."""
+        """The vision tower. Raises `ConfigError` if there is none."""
         if self.vision is None:
             raise ModelError(f"{self.architecture} has no vision tower to encode with")
         return self.vision
 
 
 class _Raw(RawRotary, kw_only=True):
-    """The fields of ``config.json`` that we read, under their own names."""
+    """The fields of ``config.json`` that are read, under their own names."""
 
     architectures: list[str]
     vocab_size: Size
@@ -334,13 +335,13 @@ def load_model_config(
     """Read a model folder's configuration.
 
     Args:
-        folder: a Hugging Face folder.
-        dtype: one of `DTYPES`, or ``auto`` for the checkpoint's own.
-        quantization: what to make of weights that are stored as floats.
-        kv_cache_dtype: ``auto`` for that of activations.
+        folder: A Hugging Face folder.
+        dtype: One of `DTYPES`, or ``auto`` for the checkpoint's dtype.
+        quantization: How to quantise weights that are stored as floats.
+        kv_cache_dtype: dtype of the KV cache; ``auto`` for that of activations.
 
     Raises:
-        ConfigError: the folder or its files are missing or broken, or the model is not supported.
+        ConfigError: The folder or its files are missing or broken, or the model is not supported.
     """
     folder = Path(folder)
     whole = _read_json(folder, "config.json")
@@ -412,10 +413,10 @@ class _TokenizerFile(msgspec.Struct):
 
 
 def _tokenizer_end(folder: Path) -> int | None:
-    """The tokenizer's end token, which vLLM goes by first; None if it has none.
+    """The tokenizer's end token, which vLLM uses first; None if it has none.
 
-    Fine-tuned chat models are published that name it there and nowhere else. Whoever serves text
-    reads these files as well, and tells what is wrong with them.
+    Some fine-tuned chat models name it only there. Errors are ignored: whoever serves text reads
+    these files as well, and reports what is wrong with them.
     """
     with suppress(ConfigError, OSError, *UNREADABLE):
         end = _read_json(folder, "tokenizer_config.json").get("eos_token")
@@ -428,7 +429,7 @@ def _tokenizer_end(folder: Path) -> int | None:
 
 
 def _end_tokens(folder: Path, ends: list[Any], vocab_size: int) -> tuple[int, ...]:
-    """Of ids and lists of ids, those that the model can generate, ascending."""
+    """Those of the ids (or lists of ids) that the model can generate, ascending."""
     named = {token for end in ends for token in (end if isinstance(end, list) else [end])}
     found = {token for token in named if isinstance(token, int) and 0 <= token < vocab_size}
     if not found:
@@ -442,14 +443,14 @@ def _end_tokens(folder: Path, ends: list[Any], vocab_size: int) -> tuple[int, ..
 
 
 def resolve_max_model_len(max_model_len: int | None, model: ModelConfig) -> int:
-    """The longest prompt plus output: what was asked for, or what the model was made for.
+    """Maximum length of prompt plus output: the value given, or the model's maximum.
 
     Raises:
-        ConfigError: more was asked for than the model's positions, or room for no prompt.
+        ConfigError: The value exceeds the model's positions, or has no room for a prompt.
     """
     if max_model_len is None:
         return model.max_position_embeddings
-    if not 2 <= max_model_len <= model.max_position_embeddings:  # a token, and a new one
+    if not 2 <= max_model_len <= model.max_position_embeddings:  # a prompt token and a new one
         raise ConfigError(
             "--max-model-len",
             f"{max_model_len} is not within 2 and the model's {model.max_position_embeddings}",
@@ -470,17 +471,17 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _check_architecture(content: dict[str, Any]) -> str:
-    """The first one named; read before the fields that only supported ones must have.
+    """The first architecture named; checked before fields that only supported models must have.
 
     Raises:
-        ConfigError: it is not implemented; names those that are.
+        ConfigError: It is not implemented; names those that are.
     """
     named = content.get("architectures")
     architecture = str(named[0]) if isinstance(named, list) and named else ""
     supported = (
         f"supported architectures: {', '.join(sorted({*ARCHITECTURES, *TEXT_ARCHITECTURES}))}"
     )
-    # DeepSeek's folders name code of their own, as they are older than that of transformers.
+    # DeepSeek's folders name custom code, since they are older than the code of transformers.
     if content.get("auto_map") and architecture not in MLA_ARCHITECTURES:
         raise ModelError(
             f"{architecture!r} brings code of its own (auto_map, trust_remote_code), which is "
@@ -499,7 +500,7 @@ def _refuse_unsupported(raw: _Raw, family: Family) -> None:
     unsupported = ["attn_logit_softcapping"]
     if raw.architectures[0] not in GEMMA4_ARCHITECTURES:
         unsupported.append("final_logit_softcapping")
-    if raw.use_bidirectional_attention != "vision":  # of images, which nobody sends
+    if raw.use_bidirectional_attention != "vision":  # for images, which are never sent
         unsupported.append("use_bidirectional_attention")
     for name in unsupported:
         if family.gemma and getattr(raw, name):
@@ -513,7 +514,7 @@ def _refuse_unsupported(raw: _Raw, family: Family) -> None:
 
 
 def _dtype(raw: _Raw, family: Family, asked: str) -> str:
-    default = "bfloat16" if family.sinks else "float32"  # gpt-oss as published names none
+    default = "bfloat16" if family.sinks else "float32"  # published gpt-oss folders name none
     name = (raw.dtype or raw.torch_dtype or default) if asked == "auto" else asked
     name = name.removeprefix("torch.")
     if name not in DTYPES:
@@ -522,7 +523,7 @@ def _dtype(raw: _Raw, family: Family, asked: str) -> str:
 
 
 def _windows(raw: _Raw, family: Family, nope: NopeConfig | None) -> tuple[int, ...]:
-    """Of each layer; see `Family.windows`."""
+    """Window of each layer; see `Family.windows`."""
     count, window = raw.num_hidden_layers, raw.sliding_window or 0
     named, field = "sliding_attention", "sliding_window"
     if family.windows == "chunks":

@@ -17,27 +17,28 @@ __all__ = ["MOE_FAMILIES", "MoeConfig", "MoeFamily", "read_moe"]
 
 @dataclass(frozen=True)
 class MoeFamily:
-    """What an architecture's ``config.json`` leaves unsaid.
+    """Properties of an architecture that ``config.json`` does not contain.
 
     Attributes:
-        block: name of a mixture within its layer, in checkpoints.
-        projections: names of an expert's gate, up and down projection there.
-        shared_experts: name of the MLP that all tokens go through there.
-        shared_gate: name of what gates it, by the sigmoid of a product with each token; if any.
-        intermediate_size: the field with the experts' intermediate size.
-        norm_topk_prob: as in `MoeConfig`; None for whatever ``norm_topk_prob`` says.
-        float32_weights: the experts' weights stay float32; else they are rounded to the model's
-            dtype.
-        router: name of the router there.
-        stacked: experts are stored as gpt-oss does: stacked, transposed, the columns of gate and up
-            taking turns, all with biases; and the router has a bias.
-        float32_router: logits are computed in float32.
-        num_shared: shared experts, where ``config.json`` says nothing.
-        halves: `stacked`, but without biases, and the columns of gate come before those of up.
-        weighs_inputs: an expert's weight is the sigmoid of its logit, and multiplies what it is
-            given, not what it gives; the best logits are chosen.
-        sigmoid: experts are rated by sigmoids of logits, and chosen by these plus a bias; else by a
-            softmax.
+        block: Name of a mixture within its layer, in checkpoints.
+        projections: Names of an expert's gate, up and down projections in checkpoints.
+        shared_experts: Name of the MLP that all tokens use, in checkpoints.
+        shared_gate: Name of that MLP's gate, the sigmoid of a product with each token; None for no
+            gate.
+        intermediate_size: Field with the experts' intermediate size.
+        norm_topk_prob: As in `MoeConfig`; None for the value of the field ``norm_topk_prob``.
+        float32_weights: Whether weights of experts stay float32 instead of the model's dtype.
+        router: Name of the router in checkpoints.
+        stacked: Whether experts are stored like gpt-oss's: stacked, transposed, columns of gate and
+            up interleaved, all with biases; and the router has a bias.
+        float32_router: Whether logits are computed in float32.
+        num_shared: Number of shared experts if ``config.json`` does not tell.
+        halves: Whether experts are stored like `stacked` ones, but without biases, and with gate's
+            columns before up's.
+        weighs_inputs: Whether an expert's weight is the sigmoid of its logit and multiplies its
+            input instead of its output; the experts with the largest logits are chosen.
+        sigmoid: Whether experts are rated by the sigmoid of logits and chosen by that plus a bias,
+            instead of by a softmax.
     """
 
     block: str = "mlp"
@@ -98,17 +99,17 @@ class MoeConfig:
     """The mixtures of experts of a model.
 
     Attributes:
-        family: what its architecture says.
-        layers: of each layer, whether it has a mixture instead of one MLP.
-        num_experts: experts of a layer, shared ones aside.
-        top_k: experts that a token goes through.
-        intermediate_size: of each expert.
-        shared_intermediate_size: of the MLP that all tokens go through; 0 for none.
-        norm_topk_prob: the weights of a token's experts are scaled to add up to 1.
-        routed_scaling_factor: times this.
-        num_groups: equal parts of the experts.
-        top_groups: groups that a token may choose from.
-        swiglu: alpha and limit of gpt-oss's activation (`kernels.fused_moe.ClampedSwiGLU`); None
+        family: Properties of the architecture.
+        layers: Per layer, whether it has a mixture instead of one MLP.
+        num_experts: Number of routed experts per layer.
+        top_k: Number of routed experts that a token uses.
+        intermediate_size: Intermediate size of each expert.
+        shared_intermediate_size: Intermediate size of the MLP that all tokens use; 0 for none.
+        norm_topk_prob: Whether the weights of a token's experts are scaled to sum up to 1.
+        routed_scaling_factor: Factor of these weights.
+        num_groups: Number of equal groups of experts.
+        top_groups: Number of groups that a token may choose experts from.
+        swiglu: Alpha and limit of gpt-oss's activation (`kernels.fused_moe.ClampedSwiGLU`); None
             for silu(gate) * up.
     """
 
@@ -126,7 +127,7 @@ class MoeConfig:
 
 
 class _RawMoe(msgspec.Struct):
-    """The fields of ``config.json`` that we read, under their own names."""
+    """The fields of ``config.json`` that are read, under their own names."""
 
     num_hidden_layers: int
     num_experts_per_tok: int
@@ -155,11 +156,11 @@ def read_moe(content: Mapping[str, Any], architecture: str) -> MoeConfig | None:
     """The experts of a model; None for an architecture without.
 
     Args:
-        content: of ``config.json``.
-        architecture: which it names.
+        content: Content of ``config.json``.
+        architecture: Architecture that it names.
 
     Raises:
-        ConfigError: a field is missing, of the wrong type or out of range.
+        ConfigError: A field is missing, of the wrong type or out of range.
     """
     family = MOE_FAMILIES.get(architecture)
     if family is None:

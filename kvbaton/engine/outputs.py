@@ -1,4 +1,4 @@
-"""Outputs of requests, from whoever makes them to whoever reads them."""
+"""Outputs of requests, on their way from a token source to a reader."""
 
 from __future__ import annotations
 
@@ -14,49 +14,49 @@ from kvbaton.messages.engine import AddRequest, Mark, Output
 from kvbaton.types import TokenLogprobs
 
 MAX_BEHIND = 1 << 14
-"""Tokens, and candidates of their log probabilities, that may wait for a request's reader."""
+"""Tokens, plus alternatives in their logprobs, that may wait for a request's reader."""
 _MERGE_AT = 32
-"""Outputs of one choice that wait before they are merged into one."""
+"""Number of waiting outputs of one choice at which they are merged into one."""
 
 
 class OutputReceiver(Protocol):
-    """Who is told what comes of one request, in its source's event loop."""
+    """Receives the outputs of one request, in its source's event loop."""
 
     def put(self, output: Output) -> None:
-        """New tokens of a choice."""
+        """Take new tokens of a choice."""
 
     def end(self, error: Exception | None) -> None:
-        """Nothing more will come: all choices are complete, or the request has failed."""
+        """Note that nothing more will come: all choices are complete, or the request failed."""
 
     def flush(self) -> None:
-        """All that came at once was said by `put` and `end`: now is the time to act on it."""
+        """Act on what `put` and `end` have brought; called once for all that arrived together."""
 
 
 class TokenSource(ABC):
-    """Tokens in, tokens out."""
+    """Runs requests: prompt tokens in, sampled tokens out."""
 
     @abstractmethod
     def submit(self, request: AddRequest, receiver: OutputReceiver) -> None:
-        """Run a request until every choice has a `finish_reason`, and tell its receiver.
+        """Run a request until every choice has a `finish_reason`, and pass outputs to a receiver.
 
         Raises:
-            RequestError: the request can't be served as sent.
-            EngineDeadError: nothing can be served.
+            RequestError: The request can't be served as sent.
+            EngineDeadError: Nothing can be served.
         """
 
     @abstractmethod
     def cancel(self, request_id: str) -> None:
-        """End a request that may still run; its receiver is told nothing more. Never fails."""
+        """End a request that may still run; its receiver gets nothing more. Never fails."""
 
     def stop(self) -> None:  # noqa: B027
-        """End what still runs, and tell why: nobody will be here to read more."""
+        """End all requests with an error, since this process stops reading."""
 
     async def generate(self, request: AddRequest) -> AsyncGenerator[Output]:
-        """Outputs of a request as they come; closing the generator early cancels it.
+        """Yield the outputs of a request; closing the generator early cancels the request.
 
         Raises:
-            RequestError: the request can't be served as sent, or was not read.
-            EngineDeadError: nothing can be served.
+            RequestError: The request can't be served as sent, or was read too slowly.
+            EngineDeadError: Nothing can be served.
         """
         with OutputCollector(self, request) as outputs:
             async for output in outputs:
@@ -64,20 +64,21 @@ class TokenSource(ABC):
 
 
 class OutputCollector:
-    """A request that runs within a ``with``, and an iterator over its outputs.
+    """A request that runs within a ``with`` statement, and an iterator over its outputs.
 
     While the reader waits, new outputs are offered to `sink` first, in the callback in which they
-    came: a task need not wake for every token. While it is busy, the outputs of one choice are
-    merged into one; when more than `MAX_BEHIND` tokens wait, the request is cancelled and fails.
+    arrived, so that no task has to wake for every token. While the reader is busy, the outputs of
+    one choice are merged; when more than `MAX_BEHIND` tokens wait, the request is cancelled and
+    fails.
 
     Args:
-        source: of its tokens.
-        request: to run.
-        sink: takes an output; or says that it can't now, and the reader gets it.
+        source: Source of the tokens.
+        request: Request to run.
+        sink: Takes an output and returns True, or returns False to leave it to the reader.
     """
 
-    # Each token comes by here, and by what else of its request has slots: all that has left the
-    # caches since the step before, so the dictionaries of these objects took 3 us a token.
+    # Every token passes through this object and others of its request. Their dictionaries, which
+    # are no longer in the CPU's caches by the next step, took 3 us a token.
     __slots__ = (
         "_behind", "_error", "_over", "_reader", "_request", "_sink", "_source", "_waiting",
     )  # fmt: skip
@@ -103,7 +104,7 @@ class OutputCollector:
 
     def __exit__(self, *exc_info: object) -> None:
         self._source.cancel(self._request.request_id)
-        del self._sink  # which knows us
+        del self._sink  # it refers to us: a cycle
 
     # --- the source's side ---
 
@@ -119,7 +120,7 @@ class OutputCollector:
                 waiting[:] = [merge_outputs(waiting)]
 
     def end(self, error: Exception | None = None) -> None:
-        """See `OutputReceiver`; what has come is read first. A sink may also have enough."""
+        """See `OutputReceiver`; waiting outputs are read first. A sink may call it, too."""
         if not self._over:
             self._over, self._error = True, error
 
@@ -144,7 +145,7 @@ class OutputCollector:
                 self._behind = 0
                 if not self._over:
                     return
-        except Exception as error:  # of the sink: for the reader, not for the source
+        except Exception as error:  # of the sink: raise it to the reader, not to the source
             waiting.clear()
             self._over, self._error = True, error
         reader.set_result(None)
@@ -170,7 +171,7 @@ class OutputCollector:
 
 
 def merge_outputs(outputs: Sequence[Output]) -> Output:
-    """Consecutive outputs of one choice as one; that of a single one is itself."""
+    """Merge consecutive outputs of one choice; a single one is returned as it is."""
     first, last = outputs[0], outputs[-1]
     if first is last:
         return first

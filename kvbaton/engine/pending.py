@@ -1,4 +1,4 @@
-"""The one future of the engine: what a step sampled, or digest sums, on their way."""
+"""The engine's future: a step's result, or digest sums, that a thread or a device computes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ U = TypeVar("U")
 
 
 class Pending(Generic[T]):
-    """A result on its way, from a thread or from a device; asked by one thread at a time.
+    """A result being computed by a thread or a device; used by one thread at a time.
 
     Args:
-        ready: whether it is there, or what it raised; returns at once.
-        take: gives it, once it is there or, without `wait`, when it is; raises what its
-            computation raised.
-        wait: returns when it is there.
+        ready: Whether the computation is over, successfully or not; returns at once.
+        take: Returns the result once it is ready, or without `wait`, waits for it; raises the
+            computation's error.
+        wait: Returns when the result is ready.
     """
 
     def __init__(
@@ -29,33 +29,33 @@ class Pending(Generic[T]):
 
     @classmethod
     def of(cls, value: T) -> Pending[T]:
-        """What is there already."""
+        """A result that is ready."""
         return cls(lambda: True, lambda: value)
 
     def wait(self) -> None:
-        """Wait until it is there, without taking it to the host."""
+        """Wait for the result, without bringing it to the host."""
         if self._wait is not None:
             self._wait()
         else:
             self._take()
 
     def result(self) -> T:
-        """Wait for it; raises what its computation raised."""
+        """Wait for the result; raises the computation's error."""
         if self._wait is not None:
             self._wait()
         return self._take()
 
     def poll(self) -> T | None:
-        """The result, or None while it is on its way; raises what its computation raised."""
+        """The result, or None while it is not ready; raises the computation's error."""
         return self._take() if self.ready() else None
 
     def then(self, change: Callable[[T], U]) -> Pending[U]:
-        """What is made of it once it is there."""
+        """The result changed by a function, once it is ready."""
         return Pending(self.ready, lambda: change(self._take()), self._wait)
 
 
 def join(parts: Sequence[Pending[T]], change: Callable[[list[T]], U]) -> Pending[U]:
-    """What is made of the results of all parts, in their order, once they are there."""
+    """One result made from the results of all parts, in order, once they are ready."""
     if len(parts) == 1:
         (only,) = parts
         return Pending(only.ready, lambda: change([only._take()]), only._wait)

@@ -1,4 +1,4 @@
-"""The engine core as a process of its own: what runs in the child, and who starts and ends it."""
+"""The engine core as a process of its own: its entry point, and the client that starts it."""
 
 from __future__ import annotations
 
@@ -40,11 +40,12 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 600.0
 GIL_SWITCH_S = 0.0005
-"""Python's own 5 ms are a whole step: so long would the core's thread, back from a step, wait for
-the interpreter while another one computes (bursts of 8 ms: p95 of the wait 5.2 ms, and 0.7 with
-this; a decode node's transfer thread takes in a prompt of 2,000 tokens in bursts of 1.5 ms)."""
+"""Seconds after which a thread must yield the interpreter. Python's 5 ms are as long as a whole
+step, for which the core's thread would wait when it comes back from one (with another thread in
+bursts of 8 ms, the p95 of that wait is 5.2 ms, and 0.7 ms with this value; a decode node's transfer
+thread takes in a prompt of 2,000 tokens in bursts of 1.5 ms)."""
 LAST_WORDS_S = 1.0
-"""A child that dies tells why: a lost connection to it ends its requests only after this."""
+"""Seconds between a lost connection and the end of its requests, in which the child may say why."""
 
 _reports = msgspec.msgpack.Decoder(Ready | Dead)
 
@@ -57,27 +58,27 @@ def core_main(
     parent: Connection,
     log_level: str,
 ) -> None:
-    """Entry point of the child process; returns when the core was shut down.
+    """Run the core in the child process; returns after its shutdown.
 
     Args:
-        config: the engine's settings.
-        node: this life of this node.
-        connectors: make its connectors.
-        endpoints: where frontends connect.
-        parent: gets `Ready` when the core is up, or `Dead` when it can't come up or go on.
-        log_level: of the log on standard error.
+        config: Settings of the engine.
+        node: Identity of this run of the node.
+        connectors: Make the connectors.
+        endpoints: Where frontends connect.
+        parent: Gets `Ready` when the core serves, or `Dead` when it can't start or go on.
+        log_level: Level of the log on standard error.
     """
-    begin_child(signal.SIGTERM)  # systemd and Slurm tell all processes of a node at once
-    faulthandler.enable()  # a library that crashes would end it without a word
+    begin_child(signal.SIGTERM)  # systemd and Slurm signal all processes of a node at once
+    faulthandler.enable()  # else a crash in a library would leave no trace
     sys.setswitchinterval(GIL_SWITCH_S)
     keep_freed_memory()
     logging.basicConfig(level=log_level.upper(), format=LOG_FORMAT)
     frontends: FrontendServer | None = None
     try:
         frontends = FrontendServer(endpoints)
-        # Torch comes in here, in the child, and nowhere else. It makes 180,000 objects that stay:
-        # to look for garbage while they come takes a sixth of the start, and later 0.1 s at a time,
-        # for which everybody's tokens would wait.
+        # Only the child imports torch, and only here. The import makes 180,000 permanent objects:
+        # collecting garbage meanwhile takes a sixth of the start, and later 0.1 s each time, in
+        # which no tokens are sent.
         gc.disable()
         from kvbaton.engine.build import build_engine
 
@@ -97,7 +98,7 @@ def core_main(
     except ConfigError as error:
         _report(Dead(error=clip_text(error.reason), field=error.field), parent)
     except BaseException as error:
-        # Clients see one line. Who starts us may end us once it has that, too.
+        # Clients see one line. Log first: the parent may end this process once it has the report.
         logger.exception("the engine core ends")
         dead = Dead(error=clip_text(f"{type(error).__name__}: {error}"))
         _report(dead, parent)
@@ -111,9 +112,9 @@ def core_main(
 
 
 def leave() -> None:
-    """End this process now if a thread is left that the interpreter would wait for.
+    """End this process now if there are threads for which the interpreter would wait.
 
-    A pool's thread that hangs in a store is one, though it is a daemon if a daemon started it.
+    One is a pool's thread that hangs in a store, even if a daemon thread started it.
     """
     this = threading.current_thread()
     waited_for = [t for t in threading.enumerate() if not t.daemon or t in _threads_queues]
@@ -125,16 +126,16 @@ def leave() -> None:
 
 
 def _report(message: Ready | Dead, parent: Connection) -> None:
-    with suppress(BrokenPipeError):  # it has just died, and so shall we
+    with suppress(BrokenPipeError):  # the parent has died, and this process will be ended
         parent.send_bytes(msgspec.msgpack.encode(message))
 
 
 @contextmanager
 def _no_main_module() -> Iterator[None]:
-    """Let `spawn` find no main module, which it would run again in the child.
+    """Hide the main module from `spawn`, which would run it again in the child.
 
-    That is a user's script, which may start an engine without an ``if __name__ == "__main__"``, or
-    standard input, which can't be read again. The core needs nothing of it.
+    It is a user's script, which may start an engine without ``if __name__ == "__main__"``, or
+    standard input, which can't be read again. The core does not need it.
     """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
@@ -145,10 +146,10 @@ def _no_main_module() -> Iterator[None]:
 
 
 class EngineProcess(EngineClient):
-    """An engine core in a child process, and its local frontend. Make one with `start`.
+    """An engine core in a child process, and its local frontend; made by `start`.
 
     Attributes:
-        local_address: where further processes of the node connect, as local frontends.
+        local_address: Where other processes of the node connect as local frontends.
     """
 
     last_words_s = LAST_WORDS_S
@@ -176,20 +177,20 @@ class EngineProcess(EngineClient):
         cluster_key: str | None = None,
         log_level: str = "warning",
     ) -> Self:
-        """Start a core and wait until it can serve.
+        """Start a core and wait until it serves.
 
         Args:
-            config: the engine's settings.
-            connectors: make its connectors, in the child.
-            node: this life of the node.
-            host: address for remote frontends, see `EngineEndpoints`; None lets none in.
-            port: for them; 0 takes a free one.
-            cluster_key: of the cluster.
-            log_level: of the child's log on standard error.
+            config: Settings of the engine.
+            connectors: Make the connectors, in the child.
+            node: Identity of this run of the node.
+            host: Address for remote frontends, see `EngineEndpoints`; None admits none.
+            port: Port for remote frontends; 0 takes a free one.
+            cluster_key: Key of the cluster.
+            log_level: Level of the child's log on standard error.
 
         Raises:
-            ConfigError: the core refused a setting.
-            EngineDeadError: it died or took longer than `START_TIMEOUT_S`.
+            ConfigError: The core refused a setting.
+            EngineDeadError: The core ended, or took longer than `START_TIMEOUT_S`.
         """
         client = cls()
         endpoints = EngineEndpoints(
@@ -201,7 +202,7 @@ class EngineProcess(EngineClient):
             name=f"kvbaton-core-{node.node}",
             daemon=True,
         )
-        # An interpreter that ends sends its children SIGTERM, and waits for them without end.
+        # A parent's interpreter sends children SIGTERM at exit, and waits for them without limit.
         client._at_exit = Finalize(None, client._process.kill, exitpriority=0)
         try:
             with _no_main_module():
@@ -221,7 +222,7 @@ class EngineProcess(EngineClient):
         return client
 
     def _read_report(self) -> None:
-        """The child says that it is up, or why it ends."""
+        """Take the child's report: it serves, or why it ends."""
         try:
             if not self._reports.poll():
                 return
@@ -230,15 +231,15 @@ class EngineProcess(EngineClient):
             self._loop.remove_reader(self._reports.fileno())
             return
         if isinstance(report, Dead):
-            self._come_to_nothing(report.error, report.field)
+            self._died(report.error, report.field)
         elif not self._first_report.done():
             self._first_report.set_result(report)
 
-    def _come_to_nothing(self, reason: str, field: str | None = None) -> None:
+    def _died(self, reason: str, field: str | None = None) -> None:
         if not self._first_report.done():
             error = ConfigError(field, reason) if field else EngineDeadError(reason)
             self._first_report.set_exception(error)
-            self._first_report.exception()  # shutdown may come before anybody awaits it
+            self._first_report.exception()  # mark it as seen: perhaps nobody awaits it
         self._fail(reason)
 
     def _ended(self) -> None:
@@ -248,34 +249,34 @@ class EngineProcess(EngineClient):
         self._process.join()
         self._exited.set()
         code = self._process.exitcode
-        self._come_to_nothing(
+        self._died(
             "the engine was shut down"
             if self._closing
             else f"the engine core exited with code {code}"
         )
 
     async def _exit(self, timeout_s: float) -> None:
-        """Wait so long for the process to end."""
+        """Wait up to `timeout_s` for the process to end."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._exited.wait(), timeout_s)
 
     async def shutdown(self, grace_s: float = 5.0) -> None:
-        """Let running requests finish for `grace_s` seconds, then end the core. Idempotent."""
+        """Let requests finish for `grace_s` seconds, then end the core. Idempotent."""
         if self._closing:
             return
         self._closing = True
         if self._process.pid is not None:
-            # Told by its sentinel: of two threads that join a process one may take it for alive.
+            # Watch the sentinel: of two threads that join a process, one may think that it lives.
             if self.dead is None and self._socket is not None:
                 self._send(Shutdown(grace_s=grace_s))
                 await self._exit(grace_s + 5.0)
                 if not self._exited.is_set():
                     logger.warning("engine core did not stop in time; killing it")
-            if not self._exited.is_set():  # nobody can ask it while it starts
+            if not self._exited.is_set():  # kills also a core that is still starting
                 self._process.kill()
                 await self._exit(5.0)
             self._loop.remove_reader(self._process.sentinel)
-        self._at_exit.cancel()  # not before: this may be cancelled, or run in another loop
+        self._at_exit.cancel()  # only now: `shutdown` may be cancelled, or run in another loop
         self._loop.remove_reader(self._reports.fileno())
         self._fail("the engine was shut down")
         await self.close()

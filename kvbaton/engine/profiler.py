@@ -17,11 +17,11 @@ class TorchProfiler:
     """Profiles all threads of this process, and its GPUs, between `start` and `stop`.
 
     Args:
-        folder: where traces are written; None refuses to make any.
-        name: of the node, which the files' names begin with.
+        folder: Folder for traces; None disables profiling.
+        name: Name of the node, which file names begin with.
 
     Raises:
-        ConfigError: the folder can't be written to.
+        ConfigError: The folder can't be written to.
     """
 
     def __init__(self, folder: str | None, name: str) -> None:
@@ -36,10 +36,10 @@ class TorchProfiler:
                 raise ConfigError("--profile-dir", f"{folder!r} can't be written to")
 
     def start(self) -> None:
-        """Begin a profile.
+        """Start a profile.
 
         Raises:
-            RequestError: 409, there is nowhere to write it, or one is being made.
+            RequestError: 409, there is no folder for it, or a profile is being recorded.
         """
         if self._folder is None:
             raise _refused("no profile is made: this node was started without --profile-dir DIR")
@@ -54,10 +54,10 @@ class TorchProfiler:
         self._profile = began
 
     def stop(self) -> str:
-        """End the profile and write it, for which the engine stands still; returns the file.
+        """Stop the profile and write it, while the engine waits; returns the file's path.
 
         Raises:
-            RequestError: 409, none is being made, or it could not be written.
+            RequestError: 409, no profile is being recorded, or it could not be written.
         """
         if self._profile is None or self._folder is None:
             raise _refused("no profile is being made; begin one with /start_profile")

@@ -1,4 +1,4 @@
-"""What ``quantization_config`` of ``config.json`` says of the stored weights; needs no torch.
+"""What ``quantization_config`` of ``config.json`` says about stored weights. Needs no torch.
 
 Formats: ``fp8`` of DeepSeek, Qwen and Mistral, ``compressed-tensors`` of llm-compressor, ``awq`` of
 AutoAWQ, ``gptq`` of AutoGPTQ and GPTQModel, ``mxfp4`` of gpt-oss.
@@ -24,15 +24,16 @@ class Quantization:
     """How a checkpoint stores the weights of its linear layers.
 
     Attributes:
-        layout: ``fp8`` (e4m3) and ``int8`` are 8-bit numbers beside their scales, ``packed`` is
-            compressed-tensors' ``pack-quantized``, the others are the formats of that name.
-        bits: of a number.
-        block: rows and columns of the weight that share a scale of 8-bit numbers; None for one
-            scale a row, or one for all.
-        group_size: inputs that share a scale of ``awq``, ``gptq`` and ``packed``; None for all.
-        zero_offset: what is added to stored zero points: 1 for GPTQ's first format.
-        ignored: modules that are stored as they are; ``re:`` begins a pattern.
-        online: floats are stored, and quantised as they are loaded.
+        layout: ``fp8`` (e4m3) and ``int8`` are 8-bit numbers with separate scales, ``packed`` is
+            ``pack-quantized`` of compressed-tensors, the others are the formats of that name.
+        bits: Bits per number.
+        block: Rows and columns that share a scale of 8-bit numbers; None for one scale per row, or
+            one in total.
+        group_size: Number of inputs that share a scale in ``awq``, ``gptq`` and ``packed``; None
+            for all inputs.
+        zero_offset: Number to add to stored zero points: 1 for GPTQ's first format.
+        ignored: Modules that are not quantised; ``re:`` marks a pattern.
+        online: Whether floats are stored, to be quantised while they are loaded.
     """
 
     layout: Layout
@@ -44,11 +45,11 @@ class Quantization:
     online: bool = False
 
     def ignores(self, module: str) -> bool:
-        """Whether a module, like ``model.layers.0.mlp.down_proj``, is stored as it is."""
-        # Of a multimodal checkpoint's language model, we leave out its name.
+        """Whether a module, such as ``model.layers.0.mlp.down_proj``, is not quantised."""
+        # Our names omit the name of a multimodal checkpoint's language model.
         stored = (module, module.replace("model.", "model.language_model.", 1))
         for name in self.ignored:
-            # A module, all below it, or (as in AutoAWQ) all that have a part of that name.
+            # A module, all below it, or (in AutoAWQ) all with a path component of that name.
             if name.startswith("re:"):
                 if any(re.match(name.removeprefix("re:"), each) for each in stored):
                     return True
@@ -185,20 +186,20 @@ FORMATS: Mapping[str, type[_FP8 | _CompressedTensors | _AWQ | _GPTQ | _MXFP4]] =
     "mxfp4": _MXFP4,
 }
 ONLINE = Quantization(layout="fp8", bits=8, online=True)
-"""What ``--quantization fp8`` makes of floats: a scale for each row."""
+"""Quantisation of floats by ``--quantization fp8``: one scale per row."""
 
 
 def read_quantization(
     content: Mapping[str, Any] | None, asked: Literal["fp8"] | None = None
 ) -> Quantization | None:
-    """What the entry says; None if there is none.
+    """Read the entry; None if there is none.
 
     Args:
         content: ``quantization_config``.
-        asked: of ``--quantization``: what to make of floats.
+        asked: ``--quantization``: how to quantise floats.
 
     Raises:
-        ConfigError: it is broken, a format that is not supported, or another than was asked for.
+        ConfigError: The entry is broken, its format is not supported, or differs from `asked`.
     """
     if not content:
         return ONLINE if asked else None
@@ -227,7 +228,7 @@ def _checked_block(block: tuple[int, int] | None, field: str) -> tuple[int, int]
 
 
 def _checked_group(size: int) -> int | None:
-    """-1 is one group."""
+    """Check a group size; -1 is a single group."""
     if size == -1:
         return None
     if size < 1:

@@ -1,12 +1,12 @@
-"""Weights of a checkpoint by their usual names, dequantised as they are read.
+"""Weights of a checkpoint by their usual names, dequantised while they are read.
 
-`find_tensor` gives ``X.weight``, [rows (outputs), columns (inputs)], however the checkpoint stores
-it; only the part that is asked for is read and computed. All is float32 until it is copied.
+`find_tensor` returns ``X.weight``, [rows (outputs), columns (inputs)], in whatever form it is
+stored; only the requested part is read and computed. Everything is float32 until it is copied.
 
 | layout | stored | a weight |
 | --- | --- | --- |
 | ``fp8``, ``int8`` | ``weight`` [rows, columns], ``weight_scale`` or ``weight_scale_inv``: one, | |
-| | one a row, or one a block | ``w * scale`` |
+| | one per row, or one per block | ``w * scale`` |
 | ``awq`` | ``qweight`` [columns, rows / 8], ``qzeros`` [groups, rows / 8], int32; | |
 | | ``scales`` [groups, rows] | ``(q - zero) * scale`` |
 | ``gptq`` | ``qweight`` [columns / n, rows], ``qzeros`` [groups, rows / n], int32; | |
@@ -15,7 +15,7 @@ it; only the part that is asked for is read and computed. All is float32 until i
 | | perhaps ``weight_zero_point`` [rows / n, groups] and ``weight_g_idx`` [columns] | likewise |
 | ``mxfp4`` | ``X_blocks`` uint8 [..., rows, groups, 16], ``X_scales`` uint8 [..., rows, groups] | |
 
-An int32 holds n = 32 / bits numbers, the first in its lowest bits; AWQ's are in another order.
+An int32 contains n = 32 / bits numbers, the first in its lowest bits; AWQ has another order.
 ``packed`` adds 2^(bits - 1) to numbers and zero points, so that they are not negative.
 """
 
@@ -34,16 +34,16 @@ from kvbaton.kernels.mxfp4 import GROUP, MOST
 T = TypeVar("T")
 
 FLOATS = ("F32", "F16", "BF16")
-"""What weights that are not quantised may be stored as, by safetensors' names."""
+"""dtypes of weights that are not quantised, by safetensors' names."""
 
 SCALED = {"fp8": "F8_E4M3", "int8": "I8"}
 SCALES = ("weight_scale", "weight_scale_inv")
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""The numbers of e2m1, by their bits."""
+"""Values of e2m1 numbers, by their bits."""
 
 
 class Stored(Protocol):
-    """A tensor of a checkpoint, which is read from its file, or computed, by `read`."""
+    """A tensor of a checkpoint; `read` reads it from its file, or computes it."""
 
     @property
     def where(self) -> str:
@@ -51,31 +51,31 @@ class Stored(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of all of it."""
+        """Shape of the whole tensor."""
 
     @property
     def dtype(self) -> str:
-        """As safetensors names it."""
+        """dtype, by safetensors' names."""
 
     def read(self, *index: slice) -> Tensor:
-        """A part of it; axes that are not given are whole."""
+        """Read a part; axes without an index are read as a whole."""
 
 
 Tensors = Mapping[str, Stored]
-"""A checkpoint's, by their names."""
+"""Tensors of a checkpoint, by name."""
 
 
 def find_tensor(tensors: Tensors, name: str, quantization: Quantization | None) -> Stored:
-    """The tensor of a name in floats.
+    """The tensor of a name as floats.
 
     Args:
-        tensors: what the checkpoint stores.
-        name: as a checkpoint of floats has it.
-        quantization: what ``config.json`` says of the stored weights.
+        tensors: Tensors that the checkpoint stores.
+        name: Name in a checkpoint of floats.
+        quantization: What ``config.json`` says about the stored weights.
 
     Raises:
-        ConfigError: it is not stored, or a part of it is missing, or has another dtype or shape
-            than its format has; told by name.
+        ConfigError: It is not stored, or a part of it is missing, or has another dtype or shape
+            than its format requires; names it.
     """
     stored = tensors.get(name)
     layout = quantization.layout if quantization else ""
@@ -98,7 +98,7 @@ def find_tensor(tensors: Tensors, name: str, quantization: Quantization | None) 
 
 
 def _matrix(tensors: Tensors, name: str) -> Stored:
-    """A stored matrix. Raises `ConfigError` if it is missing, or none."""
+    """A stored matrix. Raises `ConfigError` if it is missing, or not a matrix."""
     stored = tensors.get(name)
     if stored is None:
         raise _missing(name)
@@ -112,10 +112,10 @@ def _missing(name: str) -> ConfigError:
 
 
 def _part(tensors: Tensors, name: str, dtypes: tuple[str, ...], shape: tuple[int, ...]) -> Stored:
-    """A stored tensor that must have one of some dtypes, and a shape.
+    """A stored tensor that must have this shape and one of these dtypes.
 
     Raises:
-        ConfigError: it is missing, or has others.
+        ConfigError: It is missing, or has others.
     """
     stored = tensors.get(name)
     if stored is None:
@@ -128,37 +128,37 @@ def _part(tensors: Tensors, name: str, dtypes: tuple[str, ...], shape: tuple[int
 
 
 def _bounds(shape: tuple[int, ...], index: tuple[slice, ...]) -> list[tuple[int, int]]:
-    """First and end of the part of each axis."""
+    """Start and end of the part along each axis."""
     whole = (slice(None),) * (len(shape) - len(index))
     return [at.indices(size)[:2] for size, at in zip(shape, index + whole, strict=True)]
 
 
 def _blocks(start: int, end: int, size: int) -> slice:
-    """The blocks of some size that a range touches."""
+    """The blocks of a size that a range overlaps."""
     return slice(start // size, -(-end // size))
 
 
 def _spread(x: Tensor, dim: int, size: int, start: int, end: int) -> Tensor:
-    """Values of the blocks that a range touches, one for each of its elements; or one for all."""
+    """Repeat values of the blocks that a range overlaps, one per element; a single one is kept."""
     if x.shape[dim] == 1:
         return x
     wide = x.repeat_interleave(size, dim)
     return wide.narrow(dim, start % size, end - start)
 
 
-# --- 8 bits beside scales ---
+# --- 8-bit numbers with scales ---
 
 
 class ScaledTensor:
     """8-bit numbers times the scales of their blocks.
 
     Args:
-        tensors: of the checkpoint.
-        name: of the numbers, ``X.weight``.
-        quantization: of the checkpoint.
+        tensors: Tensors of the checkpoint.
+        name: Name of the numbers, ``X.weight``.
+        quantization: Quantization of the checkpoint.
 
     Raises:
-        ConfigError: the scales are missing, or fit neither the weight nor the format.
+        ConfigError: The scales are missing, or do not fit the weight or the format.
     """
 
     def __init__(self, tensors: Tensors, name: str, quantization: Quantization) -> None:
@@ -174,7 +174,7 @@ class ScaledTensor:
         blocks = [quantization.block] if quantization.block else [(1, columns), (rows, columns)]
         grids = [(-(-rows // height), -(-columns // width)) for height, width in blocks]
         for block, grid in zip(blocks, grids, strict=True):
-            # One for all is stored as [], [1] or [1, 1], one a row as [rows] or [rows, 1].
+            # A single scale is stored as [], [1] or [1, 1], one per row as [rows] or [rows, 1].
             if [x for x in self._scales.shape if x > 1] == [x for x in grid if x > 1]:
                 self._block, self._grid = block, grid
                 return
@@ -190,11 +190,11 @@ class ScaledTensor:
         return self._stored.read(*index).float() * self._spread(scales, columns)
 
     def read_parts(self, *index: slice, runs: int) -> tuple[Tensor, Tensor]:
-        """Numbers as they are stored, and their scales: float32 [rows, 1 or runs].
+        """Read stored numbers and their scales: float32 [rows, 1 or runs].
 
         Args:
-            *index: the part.
-            runs: of equal numbers of its columns, each within a block; or how many blocks it has.
+            *index: The part.
+            runs: Number of equal runs of its columns, each within a block; or of its blocks.
         """
         rows, columns = _bounds(self.shape, index)
         scales = self._scales_of(rows, columns)
@@ -203,7 +203,7 @@ class ScaledTensor:
         return self._stored.read(*index), scales
 
     def _scales_of(self, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
-        """Those of a range of the weight: float32 [rows, column blocks]."""
+        """Scales of a range of the weight: float32 [rows, column blocks]."""
         height, width = self._block
         grid = self._scales.read().float().reshape(self._grid)
         part = grid[_blocks(*rows, height), _blocks(*columns, width)]
@@ -213,20 +213,20 @@ class ScaledTensor:
         return _spread(scales, 1, self._block[1], *columns)
 
 
-# --- several numbers in an int32 ---
+# --- several numbers per int32 ---
 
 
 class PackedLayout(NamedTuple):
     """How a format stores a weight, [rows, columns].
 
     Attributes:
-        codes: name of its numbers, of which int32s hold several.
-        zeros: name of the zero points, [rows, groups]; in int32s along the rows.
-        scales: name of the scales, [rows, groups].
-        order: name of each column's group; empty where they follow one another.
-        turned: all matrices are stored as [columns, rows], and [groups, rows].
-        dim: along which the numbers in an int32 follow one another: 0 if they are of several rows.
-        places: where an int32 has the first number, the second, ...; empty if in that order.
+        codes: Name of the numbers, several per int32.
+        zeros: Name of the zero points, [rows, groups], several per int32 along the rows.
+        scales: Name of the scales, [rows, groups].
+        order: Name of each column's group; empty if groups are consecutive.
+        turned: Whether all matrices are stored transposed: [columns, rows] and [groups, rows].
+        dim: Axis along which an int32 contains numbers: 0 if they are of several rows.
+        places: Place in an int32 of the first number, the second, ...; empty if ascending.
     """
 
     codes: str
@@ -238,11 +238,11 @@ class PackedLayout(NamedTuple):
     places: tuple[int, ...] = ()
 
     def oriented(self, shape: Sequence[T]) -> tuple[T, ...]:
-        """Of rows and columns, which is stored first; and back."""
+        """Order rows and columns as stored; and back."""
         return tuple(reversed(shape) if self.turned else shape)
 
     def unpack(self, packed: Tensor, bits: int, dim: int) -> Tensor:
-        """[rows, columns] of int32s to the numbers of so many bits in them, along `dim`; int32."""
+        """Unpack int32s, [rows, columns], to their numbers of `bits` along `dim`; int32."""
         places = torch.tensor(self.places or range(32 // bits), device=packed.device)
         shifts = (places * bits).int().view(-1, *(1,) * (1 - dim))
         return ((packed.unsqueeze(dim + 1) >> shifts) & (1 << bits) - 1).flatten(dim, dim + 1)
@@ -259,12 +259,12 @@ PACKED = {
 
 
 class PackedTensor:
-    """Numbers less their zero points, times scales.
+    """Numbers minus their zero points, times scales.
 
     AWQ is activation-aware weight quantisation (Lin et al., arXiv 2306.00978), in AutoAWQ's
     ``gemm``. GPTQ (Frantar et al., arXiv 2210.17323) is stored as by AutoGPTQ and GPTQModel: the
-    first format keeps ``zero - 1``; 1 is added without wrapping around, as exllama and vLLM do.
-    ``pack-quantized`` of compressed-tensors has no zero points where they are in the middle.
+    first format stores ``zero - 1``; 1 is added without wrapping around, as in exllama and vLLM.
+    ``pack-quantized`` of compressed-tensors stores no zero points if they are in the middle.
     """
 
     def __init__(self, tensors: Tensors, module: str, quantization: Quantization) -> None:
@@ -308,7 +308,7 @@ class PackedTensor:
         return found.t() if self._form.turned else found
 
     def _numbers(self, stored: Stored, dim: int, *bounds: tuple[int, int]) -> Tensor:
-        """A range of rows and columns of a packed matrix, whose axis `dim` holds int32s."""
+        """Numbers of a range of rows and columns of a matrix that is packed along `dim`."""
         (start, end), each = bounds[dim], 32 // self._bits
         parts = [slice(*bound) for bound in bounds]
         parts[dim] = _blocks(start, end, each)
@@ -330,10 +330,10 @@ def _group_of(order: Stored | None, size: int, groups: int, columns: tuple[int, 
 
 
 def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Numbers of 4 bits times a power of two for each 32 of them (OCP Microscaling Formats v1.0).
+    """4-bit numbers times a power of two per 32 numbers (OCP Microscaling Formats v1.0).
 
     Args:
-        blocks: uint8 [..., groups, 16], each byte two e2m1 numbers, the first in its lower half.
+        blocks: uint8 [..., groups, 16], two e2m1 numbers per byte, the first in the lower half.
         scales: uint8 [..., groups], e8m0: 2^(scale - 127).
 
     Returns:
@@ -345,7 +345,7 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 class MXFP4Tensor:
-    """A tensor of gpt-oss: stored [..., rows, columns], read as the float model's, transposed."""
+    """A tensor of gpt-oss: stored as [..., rows, columns], read transposed, as in float models."""
 
     def __init__(self, tensors: Tensors, name: str) -> None:
         blocks = tensors[f"{name}_blocks"]
@@ -362,10 +362,10 @@ class MXFP4Tensor:
         return wide.narrow(-1, columns[0] % GROUP, columns[1] - columns[0]).transpose(-1, -2)
 
     def read_parts(self, *index: slice) -> tuple[Tensor, Tensor]:
-        """Blocks and scales as `pack_mxfp4` takes them.
+        """Read blocks and scales in the form that `pack_mxfp4` takes.
 
         Raises:
-            ConfigError: a scale is larger than it takes.
+            ConfigError: A scale is larger than it supports.
         """
         blocks, scales = self._read(index)
         if scales.numel() and scales.max() > MOST:

@@ -1,4 +1,4 @@
-"""Requests and their sequences as the scheduler sees them, and when a sequence ends."""
+"""Requests and their sequences as the scheduler sees them, and the rules that end a sequence."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ Tables = list[list[int]]
 
 
 class SequenceState(enum.Enum):
-    """Where a sequence is in its life."""
+    """Stages in the life of a sequence."""
 
     WAITING = "waiting"
-    """In the queue, never ran; it holds no block."""
+    """In the queue; it has not run yet and holds no block."""
     PARKED = "parked"
-    """Beside the queue: it waits for a store's answer or load, or for an encoder output."""
+    """Beside the queue: it waits for a connector, an encoder output or a grammar."""
     LOADING = "loading"
-    """A hand-over or a store is filling its blocks."""
+    """A connector fills its blocks: a hand-over or a store."""
     RUNNING = "running"
-    """Has blocks for all its tokens; takes part in steps."""
+    """It has blocks for all its tokens and takes part in steps."""
     PREEMPTED = "preempted"
-    """In the queue again: its blocks went to others, its tokens are kept."""
+    """In the queue again: its blocks were given to others, its tokens are kept."""
     FINISHED = "finished"
-    """Over; it holds no block."""
+    """It has ended and holds no block."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,26 +41,26 @@ class Sequence:
     """One choice of a request.
 
     Attributes:
-        request: whose.
-        choice: its number.
-        tokens: all known tokens: prompt, resumed, generated.
-        num_groups: KV groups; it begins without blocks.
-        tables: block tables per group.
-        rank: order of service: priority, whether it goes last of that (`LateRequests`), start tag,
-            arrival, choice.
-        state: see `SequenceState`.
-        handle: its name at the runner; 0 while the runner does not know it. A preempted
-            sequence comes back under a new one.
-        parent: the sequence to fork it from, until the runner was told.
-        num_computed: positions whose KV is final.
-        num_scheduled: positions whose KV is final or being computed by a step in flight.
-        pending: tokens being sampled by steps in flight.
-        sent: per group, blocks of its table that the runner knows.
-        committed: per group, blocks that were offered to the prefix cache.
-        trimmed: per group, blocks that its window has passed: given back, if it had them.
-        shares_tail: the block that it writes next is not its own: it needs a private copy.
-        chains: keys of its full blocks, by block size.
-        finish_reason: why it ended.
+        request: Request that the sequence belongs to.
+        choice: Index of the choice.
+        tokens: All known tokens: prompt, resumed and generated.
+        num_groups: Number of KV groups; the sequence begins without blocks.
+        tables: Block table of each group.
+        rank: Order of service: priority, whether it is late and goes last of that priority
+            (`LateRequests`), start tag, arrival, choice.
+        state: See `SequenceState`.
+        handle: Its number at the runner; 0 if the runner does not know it. A preempted sequence
+            gets a new one.
+        parent: Sequence to fork it from, until the fork is in a plan.
+        num_computed: Positions whose KV is final.
+        num_scheduled: Positions whose KV is final or computed by a step in flight.
+        pending: Tokens that steps in flight will sample.
+        sent: Per group, number of blocks of the table that the runner knows.
+        committed: Per group, number of blocks that were offered to the prefix cache.
+        trimmed: Per group, number of blocks behind the window, which were given back.
+        shares_tail: Whether the block that it writes next is shared: it needs a private copy.
+        chains: Keys of its full blocks, by block size.
+        finish_reason: Why it ended; None before.
     """
 
     request: Request
@@ -92,26 +92,26 @@ class Sequence:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended and its blocks are given back."""
+        """Whether it has ended and given its blocks back."""
         return self.state is SequenceState.FINISHED
 
     @property
     def num_generated(self) -> int:
-        """Tokens after the prompt, resumed ones included."""
+        """Number of tokens after the prompt, resumed ones included."""
         return len(self.tokens) - len(self.request.prompt)
 
     @property
     def is_ending(self) -> bool:
-        """Whether the token being sampled is its last, whatever it is."""
+        """Whether the token in flight reaches the length limit, so that it is the last."""
         return self.pending > 0 and len(self.tokens) + self.pending >= self.request.limit
 
     @property
     def unforked(self) -> int:
-        """Choices that will be forked from this sequence when its prompt ends."""
+        """Number of choices still to be forked from this sequence when its prompt ends."""
         return self.request.params.n - len(self.request.sequences)
 
     def chain(self, block_size: int) -> list[bytes]:
-        """Keys of all full blocks of its tokens."""
+        """Keys of all full blocks of its tokens, for blocks of `block_size` tokens."""
         known = self.chains.get(block_size, [])
         if len(known) < len(self.tokens) // block_size:
             known = block_keys(
@@ -130,26 +130,27 @@ class Request:
     """A request in the engine.
 
     Attributes:
-        request_id: its name.
-        prompt: as the client gave it.
-        num_known: tokens known from the start: the prompt and what was resumed.
-        params: sampling.
-        limit: tokens, the prompt included, at which a choice ends in any case.
-        start_tag: see `FairShares`.
-        arrival: its number in order of arrival.
-        deadline: when it is ended, on the scheduler's clock.
-        due: when its first token is to come, likewise; None for no objective.
-        root: root of its block keys.
-        extras: what its items add to them.
-        source: it prefills for another node.
-        items: multimodal items whose encoder outputs its prompt needs.
-        spec: what the client sent.
-        sequences: choices that exist; the others are forked when the prompt ends.
-        cached_tokens: prompt tokens taken from the cache at its first admission; None before.
-        transferred_tokens: prompt tokens received from another node.
-        received: where the tokens end whose KV another node computed.
-        prompt_logprobs: what steps have reported so far; None once it was put out.
-        marks: what happened since the last output; None unless the request is timed.
+        request_id: Unique name.
+        prompt: Prompt tokens, as the client gave them.
+        num_known: Number of tokens known from the start: prompt and resumed ones.
+        params: Sampling parameters.
+        limit: Number of tokens, prompt included, at which every choice ends.
+        start_tag: See `FairShares`.
+        arrival: Number in order of arrival.
+        deadline: Time on the scheduler's clock at which the request is ended.
+        due: Time on the scheduler's clock when its first token is due; None without an objective.
+        root: Root of its block keys.
+        extras: What its items contribute to the block keys.
+        source: Whether it prefills for another node.
+        items: Multimodal items whose encoder outputs the prompt needs.
+        spec: The message that the client sent.
+        sequences: Choices that exist; the others are forked when the prompt ends.
+        cached_tokens: Prompt tokens found in the prefix cache when it first got blocks; None
+            before.
+        transferred_tokens: Prompt tokens received from another node.
+        received: Number of leading tokens whose KV came from another node.
+        prompt_logprobs: Those reported so far; None if not wanted, or already sent.
+        marks: Events since the last output; None unless the request is timed.
     """
 
     request_id: str
@@ -174,12 +175,12 @@ class Request:
     marks: list[Mark] | None = None
 
     def mark(self, name: str, at: float) -> None:
-        """Note when something happened, on the monotonic clock, if the request is timed."""
+        """Record an event and its monotonic time, if the request is timed."""
         if self.marks is not None:
             self.marks.append(Mark(name, at))
 
     def take_marks(self) -> tuple[Mark, ...]:
-        """What happened since the last call."""
+        """Events since the last call."""
         if not self.marks:
             return ()
         marks, self.marks = self.marks, []
@@ -187,28 +188,28 @@ class Request:
 
     @property
     def is_target(self) -> bool:
-        """Another node computes its prompt."""
+        """Whether another node computes its prompt."""
         return self.spec.transfer is not None and not self.source
 
     @property
     def state(self) -> SequenceState:
-        """That of its first choice which is not over."""
+        """State of the first choice that has not ended."""
         live = (sequence.state for sequence in self.sequences if not sequence.is_over)
         return next(live, SequenceState.FINISHED)
 
     def final_tokens(self) -> int:
-        """Tokens known from the start whose KV is final."""
+        """Number of the tokens known from the start whose KV is final."""
         return min(self.sequences[0].num_computed, self.num_known)
 
     def take_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
-        """All of them with the first output, if the whole prompt was computed here."""
+        """All prompt logprobs, for the first output; None unless the whole prompt was computed."""
         reported, self.prompt_logprobs = self.prompt_logprobs, None
         if reported is None or len(reported) != len(self.prompt) - 1:
             return None
         return (None, *reported)
 
     def describe(self) -> dict[str, Any]:
-        """For the debugging dump."""
+        """Facts for the debugging dump."""
         return {
             "request_id": self.request_id,
             "state": self.state.value,
@@ -231,24 +232,25 @@ class Request:
 
     @property
     def reads_cache(self) -> bool:
-        """Whether a cached prefix may be used: prompt logprobs need the prompt computed.
+        """Whether a cached prefix may be used; no, if prompt logprobs need the prompt computed.
 
-        A target, too: if it had all of the prompt, it would call off the source that computes them.
+        That holds for targets too: one that found its whole prompt in the cache would call off the
+        source, which computes the logprobs.
         """
         return self.prompt_logprobs is None
 
 
 @dataclass(frozen=True)
 class ScheduledSequence:
-    """What a step in flight does for one sequence.
+    """Part of one sequence in a step in flight.
 
     Attributes:
-        sequence: which.
-        handle: its name then; another one now means that it was preempted or is over.
-        start: first position computed.
-        end: past the last one whose token is known; a draft's come after it.
-        targets: who gets the sampled tokens, in order.
-        num_draft: tokens of the draft.
+        sequence: The sequence.
+        handle: Its handle when planned; if it has another now, it was preempted or has ended.
+        start: First position computed.
+        end: Position after the last known token; draft tokens follow it.
+        targets: Sequences that get the sampled tokens, in order.
+        num_draft: Number of draft tokens.
     """
 
     sequence: Sequence
@@ -261,16 +263,17 @@ class ScheduledSequence:
 
 @dataclass(frozen=True)
 class InFlightStep:
-    """A plan that was handed out and whose result has not been applied."""
+    """A plan that was handed out and whose result was not applied yet."""
 
     number: int
     scheduled: tuple[ScheduledSequence, ...]
 
 
 def extras_of(items: Iterable[Item]) -> tuple[Extra, ...]:
-    """What the items of a prompt add to the keys of its blocks.
+    """What the items of a prompt contribute to the keys of its blocks.
 
-    The grid is part of it: it decides positions, and nobody else holds a client to the truth.
+    The grid is included because it decides positions, and no other check binds a client's grid to
+    the item's digest.
     """
     return tuple(
         Extra(item.start, item.length, item.digest + struct.pack("<3q", *item.grid))
@@ -281,7 +284,7 @@ def extras_of(items: Iterable[Item]) -> tuple[Extra, ...]:
 def finish_of(
     sequence: Sequence, token: int, *, eos: Collection[int]
 ) -> tuple[str | None, int | None]:
-    """Whether a sequence ends with `token`, its newest: (finish_reason, stop_reason)."""
+    """How a sequence ends with `token`, its newest: (finish_reason, stop_reason), else Nones."""
     params = sequence.request.params
     if not params.min_tokens or sequence.num_generated >= params.min_tokens:
         if token in eos and not params.ignore_eos:
@@ -292,34 +295,34 @@ def finish_of(
 
 
 class ItemOutputs:
-    """Of a model that takes text only. `EncoderCacheManager` is that of a model that sees."""
+    """Encoder outputs of a text-only model; `EncoderCacheManager` serves multimodal models."""
 
     def check(self, request: AddRequest) -> None:
         """Refuse items that can never be encoded.
 
         Raises:
-            RequestError: they overlap, lie outside of the prompt, or one is too large; or the model
+            RequestError: Items overlap, lie outside of the prompt or are too large, or the model
                 takes none.
         """
         if request.items:
             raise RequestError("this model takes text only", param="items")
 
     def request(self, sequence: Sequence, start: int) -> None:
-        """Ask for items with tokens from `start` on: for all, unless there was no room for them."""
+        """Request the items from `start` on; only the next one if there was no room for all."""
 
     def ready_until(self, sequence: Sequence, start: int) -> int:
-        """Where the first item begins that is not here, at least `start`; beyond all if all are."""
+        """Start of the first item not ready from `start` on; beyond all tokens if all are."""
         return sys.maxsize
 
     def wait(self, sequence: Sequence, start: int) -> None:
-        """Let a sequence that lacks the item at `start` wait beside the queue."""
+        """Park a sequence that lacks the item at `start`."""
 
     def rows(self, sequence: Sequence, start: int, end: int) -> tuple[ItemRows, ...]:
-        """Where the outputs are that tokens [start, end) need."""
+        """Where the encoder outputs that tokens [start, end) need are."""
         return ()
 
     def computed(self, sequence: Sequence) -> None:
-        """Let go of outputs whose tokens are computed."""
+        """Release outputs whose tokens are computed."""
 
     def retired(self, sequence: Sequence) -> None:
-        """A sequence is over."""
+        """Note that a sequence has ended."""

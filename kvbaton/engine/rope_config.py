@@ -1,6 +1,6 @@
 """What ``config.json`` says about rotary embeddings (`RopeConfig`). Needs no torch.
 
-Source: Su et al., "RoFormer", arXiv 2104.09864; of what stretches it, see `RopeConfig`.
+Source: Su et al., "RoFormer", arXiv 2104.09864; for scaling methods, see `RopeConfig`.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from kvbaton.errors import ModelError
 from kvbaton.types import Positive, Size
 
 RotaryBase = Annotated[float, msgspec.Meta(gt=1)]
-"""Of a rotation: frequencies fall with its powers."""
+"""Base of a rotation: frequencies are its negative powers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding: base, and Llama 3's stretching of low frequencies if `factor` is not 1.
+    """Rotary embedding: its base, and Llama 3's scaling of low frequencies if `factor` is not 1.
 
     Attributes:
-        linear: all frequencies are divided by `factor` (Chen et al., arXiv 2306.15595).
-        yarn: frequencies that turn at most `beta_slow` times within the original positions are
-            divided, those that turn at least `beta_fast` times stay, and what is between is
-            interpolated (Peng et al., arXiv 2309.00071).
-        truncate: YaRN's interpolation begins and ends at whole numbers of frequencies.
-        attention_factor: cosines and sines are multiplied by it.
-        mrope_section: of multimodal models, how many of the ``head_dim / 2`` frequencies turn with
-            the temporal, the vertical and the horizontal position (Wang et al., arXiv 2409.12191).
-        mrope_interleaved: the three take turns (t, h, w, t, h, w, ...) instead of following one
-            another; what is left over is temporal.
-        share: of a head's features that turn, the first ones.
-        proportional: features turn as if all did: the first ones with those half a head further on,
-            and with the frequencies that they have then.
+        linear: Whether all frequencies are divided by `factor` (Chen et al., arXiv 2306.15595).
+        yarn: Whether frequencies with at most `beta_slow` turns within the original positions are
+            divided by `factor`, those with at least `beta_fast` turns are kept, and those in
+            between are interpolated (Peng et al., arXiv 2309.00071).
+        truncate: Whether YaRN's interpolation starts and ends at whole frequency numbers.
+        attention_factor: Factor of cosines and sines.
+        mrope_section: For multimodal models, how many of the ``head_dim / 2`` frequencies belong to
+            the temporal, vertical and horizontal position (Wang et al., arXiv 2409.12191).
+        mrope_interleaved: Whether the three alternate (t, h, w, t, h, w, ...) instead of being
+            consecutive; the remaining frequencies are temporal.
+        share: Share of a head's features that are rotated, the first ones.
+        proportional: Whether features are rotated as if all were: the first ones paired with those
+            half a head further on, with the frequencies of a full rotation.
     """
 
     theta: float = 10_000.0
@@ -56,12 +56,12 @@ class RopeConfig:
     proportional: bool = False
 
     def rotary_dim(self, head_dim: int) -> int:
-        """Features of a head that turn."""
+        """Number of features per head that are rotated."""
         return int(head_dim * self.share)
 
 
 class RotaryEntry(msgspec.Struct):
-    """What an entry for rotary embeddings may have, under its own names."""
+    """The fields of an entry for rotary embeddings, under their own names."""
 
     rope_type: str | None = None
     type: str | None = None
@@ -83,12 +83,12 @@ class RotaryEntry(msgspec.Struct):
 
     @property
     def kind(self) -> str:
-        """How it stretches."""
+        """Name of the scaling method."""
         return self.rope_type or self.type or "default"
 
 
 class RawRotary(msgspec.Struct, kw_only=True):
-    """The fields of ``config.json`` that say how heads are turned, under their own names."""
+    """The fields of ``config.json`` about rotation, under their own names."""
 
     hidden_size: Size
     num_attention_heads: Size
@@ -103,7 +103,7 @@ class RawRotary(msgspec.Struct, kw_only=True):
 
     @property
     def head_size(self) -> int:
-        """Features of a head."""
+        """Features per head."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
 
@@ -114,17 +114,18 @@ def read_rope(
     vision: VisionFamily | None,
     unsaid: RotaryEntry,
 ) -> RopeConfig:
-    """What turns the heads of a model, in layers without a window if those have their own.
+    """The rotation of a model; of its layers without a window, if others have their own.
 
     Args:
-        raw: what its folder says.
-        base: the rotation's base where that names none.
-        share: of a head's features that turn, likewise; None for families that turn all.
-        vision: the family of a multimodal model; None for one of text only.
-        unsaid: what counts where the folder has no entry.
+        raw: Fields of ``config.json``.
+        base: Default base of the rotation.
+        share: Default share of a head's features that are rotated; None for families that rotate
+            all.
+        vision: Family of a multimodal model; None for a text-only model.
+        unsaid: Entry to use if the folder has none.
 
     Raises:
-        ConfigError: a field is missing, out of range or not supported; names it.
+        ConfigError: A field is missing, out of range or not supported; names it.
     """
     rope = raw.rope_parameters or raw.rope_scaling or unsaid
     rope = rope.full_attention or rope
@@ -181,10 +182,10 @@ def read_rope(
 
 
 def read_local_rope(raw: RawRotary) -> RopeConfig:
-    """What turns heads of layers with a window, where that differs from the others.
+    """The rotation of layers with a window, if it differs from that of others.
 
     Raises:
-        ConfigError: it is not supported; names it.
+        ConfigError: It is not supported; names it.
     """
     local = raw.rope_parameters.sliding_attention if raw.rope_parameters else None
     kind = (local.rope_type if local else None) or "default"

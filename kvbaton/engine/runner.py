@@ -1,9 +1,10 @@
 """One rank's work of a step: from a plan to sampled tokens.
 
 Forks come before ends, so that a plan may end a parent and go on with its children. A step with a
-draft is computed as one step for each of its tokens, all at once: each layer writes the K and V of
-all before any attends. So a draft is verified by whatever decodes, CUDA graphs too. A sequence's
-length is then known only to who has read the samples; the next step tells it.
+draft is computed as one step per draft token, all at once: each layer writes K and V of all these
+tokens before any attends. So drafts are verified by the same code that decodes, CUDA graphs
+included. Only the reader of the samples then knows how long a sequence is; the next step's plan
+tells the runner.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Ints = npt.NDArray[np.int64]
 NO_ROWS: Ints = np.zeros(0, np.int64)
 
 LOGITS_ELEMENTS = 1 << 24
-"""Logits of prompt tokens held at a time."""
+"""Maximum number of elements of prompt logits in memory at a time."""
 
 NO_TOKEN = (
     "no token can be chosen: the model's logits are NaN or infinite, so its weights are broken or "
@@ -47,12 +48,12 @@ class StepOutput:
     """What a step computed, still on the device.
 
     Attributes:
-        plan: the step.
-        steps: those of the plan; of one with a draft one for each token.
-        columns: of `steps`.
-        tokens: sampled tokens of all steps, one after the other; -1 for none, see `NO_TOKEN`.
-        logprobs: of those rows of `tokens` whose sequence asked for them.
-        prompt_logprobs: by number of the step, in pieces.
+        plan: Plan of the step.
+        steps: Steps of the plan's sequences; a step with a draft as one step per token.
+        columns: Columns of `steps`.
+        tokens: Sampled tokens of all steps in order; -1 if none can be sampled, see `NO_TOKEN`.
+        logprobs: Logprobs of the rows of `tokens` whose sequences asked for them.
+        prompt_logprobs: By index of the step, in pieces.
     """
 
     plan: StepPlan
@@ -69,7 +70,7 @@ class StepOutput:
         return len(self.steps) > len(self.plan.steps)
 
     def result(self) -> StepResult:
-        """Bring it to the host."""
+        """Bring the result to the host."""
         tokens = [] if self.tokens is None else self.tokens.tolist()
         asked = [count for count in self.logprob_counts if count is not None]
         found = iter(self.logprobs.messages(asked) if self.logprobs is not None else ())
@@ -95,7 +96,7 @@ class StepOutput:
 
 
 def accepted(draft: Sequence[int], sampled: Sequence[int]) -> int:
-    """How many tokens of a draft are what was sampled in their places, before the first other."""
+    """Number of leading draft tokens that equal the tokens sampled in their places."""
     pairs = enumerate(zip(draft, sampled, strict=False))
     return next((i for i, (guess, token) in pairs if guess != token), len(draft))
 
@@ -105,14 +106,15 @@ class StepTokens:
     """The tokens that a step computes, sequence after sequence; on the host.
 
     Attributes:
-        starts: [sequences], position of the first token of each.
-        query_lens: [sequences], tokens of each.
-        context_lens: [sequences], tokens of each with those that are cached.
-        positions: [tokens], absolute.
-        rows: [tokens], their sequences' rows.
-        blocks: [groups of K and V, tokens], where they go.
-        offsets: [tokens], slot in the block.
-        last_keys: [tokens], last position that each sees; None if it is its own, of all.
+        starts: [sequences], position of each sequence's first token.
+        query_lens: [sequences], number of tokens to compute.
+        context_lens: [sequences], number of tokens, cached ones included.
+        positions: [tokens], absolute positions.
+        rows: [tokens], rows of their sequences.
+        blocks: [groups of K and V, tokens], blocks that they are written to.
+        offsets: [tokens], slots within the block.
+        last_keys: [tokens], last position that each token attends to; None if that is its own
+            position for all tokens.
     """
 
     starts: Ints
@@ -129,13 +131,13 @@ class Runner:
     """Runs steps, one after the other, in one thread.
 
     Args:
-        model: its weights.
-        cache: its KV pool.
-        max_model_len: longest sequence.
-        max_num_seqs: most sequences in one step.
+        model: The rank's share of the model.
+        cache: The rank's KV pool.
+        max_model_len: Length of the longest sequence.
+        max_num_seqs: Maximum number of sequences in one step.
 
     Attributes:
-        encoder: where the outputs lie that items' tokens stand for; set before a step has some.
+        encoder: Pool of encoder outputs that items' tokens stand for; set before a step has items.
     """
 
     encoder: EncoderPool | None = None
@@ -145,7 +147,7 @@ class Runner:
         self, model: LlamaForCausalLM, cache: KVCache, *, max_model_len: int, max_num_seqs: int
     ) -> None:
         self.model, self.cache, self.device = model, cache, cache.data.device
-        # A step that was launched before an end of text was seen may run one token over. Kernels
+        # A step launched before an end of text was seen may compute one token too many. Kernels
         # are compiled for row lengths that are multiples of 16.
         blocks = (max_model_len + 1) // cache.block_size + 1
         try:
@@ -165,12 +167,12 @@ class Runner:
             ) from error
 
     def attach_encoder(self, pool: EncoderPool) -> None:
-        """Take encoder outputs from here."""
+        """Set the pool that encoder outputs are read from."""
         self.encoder = pool
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutput:
-        """Do what the plan says; on a device, enqueue it."""
+        """Carry out a plan; on a device, enqueue it."""
         for fork in plan.forks:
             self.sequences.fork(fork)
         for handle in plan.ended:
@@ -218,7 +220,7 @@ class Runner:
         self._sample(output, rows, tokens.context_lens, hidden, ends)
 
     def _states(self, tokens: StepTokens, rows: Ints) -> StateBatch | None:
-        """The states that a step moves on, for a model that has some."""
+        """The states that a step updates; None for a model without states."""
         cache = self.cache
         if cache.states is None:
             return None
@@ -228,7 +230,7 @@ class Runner:
         )
 
     def _tokens(self, output: StepOutput, rows: Ints) -> StepTokens:
-        """Which tokens a step computes, and where they go; accounts for them in the cache."""
+        """The tokens that a step computes; the cache takes note of their writes."""
         starts, counts = output.columns.starts, output.columns.counts
         context_lens = starts + counts
         assert (context_lens <= self.sequences.lengths[rows]).all(), "a step is ahead of its tokens"
@@ -243,7 +245,7 @@ class Runner:
         )
 
     def _places(self, rows: Ints, positions: Ints) -> tuple[Ints, Ints]:
-        """Blocks of tokens [groups, tokens], and slots in them; accounts for writing there."""
+        """Blocks [groups, tokens] and slots of tokens; the cache takes note of the writes."""
         size, groups = self.cache.block_size, self.cache.num_kv_groups
         at = positions // size
         blocks, offsets = self.sequences.tables[rows, :groups, at].T, positions % size
@@ -263,16 +265,16 @@ class Runner:
         *,
         forward: Callable[..., Tensor] | None = None,
     ) -> Tensor:
-        """Run the model, and keep the digest sums of what it writes.
+        """Run the model, and update the digest sums of the blocks that it writes.
 
         Args:
             token_ids: [tokens] int64.
             positions: [tokens] int64, absolute.
-            rotary: see the model.
+            rotary: See the model.
             slots: [groups of K and V, tokens] int64.
-            attention: over the same.
-            encoded: see the model.
-            forward: runs the model, if something else than itself does.
+            attention: Attention over the same tokens.
+            encoded: See the model.
+            forward: Runs the model in place of its own `forward`.
         """
         everywhere = slots.flatten()
         self.cache.start_sums(everywhere)
@@ -283,7 +285,7 @@ class Runner:
         return hidden
 
     def _encoded(self, steps: Sequence[SequenceStep]) -> Encoded | None:
-        """Rows of the items whose tokens the steps compute."""
+        """Encoder outputs of the items whose tokens the steps compute."""
         found = item_tokens(steps) if self.sequences.with_items else None
         if found is None:
             return None
@@ -297,7 +299,7 @@ class Runner:
     def _sample(
         self, output: StepOutput, rows: Ints, known: Ints, hidden: Tensor, ends: Ints
     ) -> None:
-        """Sample for the steps that ask for it, and append it; `known` are tokens before that."""
+        """Sample and append tokens for the steps that ask for it, after `known` tokens."""
         samples = output.columns.samples
         sampling = np.flatnonzero(samples)
         if not len(sampling):
@@ -314,11 +316,11 @@ class Runner:
             index = upload_ids([i for i, _ in asked], self.device)
             raw = logits[index].log_softmax(dim=-1)  # `sample` overwrites logits
         output.tokens = sample(logits, sample_rows, self.model.config.eos_token_ids)
-        tokens = output.tokens.clamp(min=0)  # who has none ends once the host sees it
+        tokens = output.tokens.clamp(min=0)  # a sequence without token ends once the host sees it
         if raw is not None:
             most = max(n for _, n in asked)
             output.logprobs = logprobs_of(raw, tokens[index], most)
-        # Each sequence goes on with its own choice's token; the others are kept for forks.
+        # Each sequence goes on with its own choice's token; the others are kept for its forks.
         rows, samples, known = rows[sampling], samples[sampling], known[sampling]
         first = np.cumsum(samples) - samples
         for row, start, count in zip(rows, first, samples, strict=True):
@@ -328,7 +330,7 @@ class Runner:
         self.sequences.put_tokens(rows, known, tokens, own)
 
     def _sample_rows(self, rows: Ints, samples: Ints, known: Ints, plan: StepPlan) -> SampleRows:
-        """What the sampler must know of each sample; `known` are tokens before it."""
+        """The sampler's inputs for each sample, which follows `known` tokens."""
         of = np.repeat(np.arange(len(rows)), samples)
         nth = np.arange(len(of)) - (np.cumsum(samples) - samples)[of]
         rows, lengths, many = rows[of], known[of], samples[of] > 1
@@ -344,7 +346,7 @@ class Runner:
             end = row + step.num_samples + len(step.draft)
             if step.handle in plan.masks:
                 governed.append(np.arange(row, end))
-                mask = plan.masks[step.handle]  # all choices of a prompt begin alike
+                mask = plan.masks[step.handle]  # the same for all choices of a prompt
                 masks.append(np.broadcast_to(mask, (end - row, mask.shape[1])))
             row = end
         return SampleRows(
@@ -358,7 +360,7 @@ class Runner:
         )
 
     def _report_prompts(self, output: StepOutput, rows: Ints, hidden: Tensor, ends: Ints) -> None:
-        """Log probabilities of the prompt tokens that follow the positions computed now."""
+        """Compute logprobs of the prompt tokens that follow the positions computed now."""
         if self.sequences.reporting.isdisjoint(rows.tolist()):
             return
         for number, (row, step) in enumerate(zip(rows, output.steps, strict=True)):

@@ -1,12 +1,12 @@
-"""From logits to tokens: every decision is a function of logits, tokens so far and the seed.
+"""From logits to tokens: each choice is a function of logits, earlier tokens and the seed.
 
-A sampled token is ``argmax(processed logits / temperature + Gumbel noise)``, which is a draw from
-the softmax (Gumbel 1954; Maddison et al., arXiv 1411.0030); the noise comes from a counter (see
+A sampled token is ``argmax(processed logits / temperature + Gumbel noise)``, a draw from the
+softmax (Gumbel 1954; Maddison et al., arXiv 1411.0030). The noise comes from a counter (see
 `sample_tokens`), so the same logits give the same token on any rank and node, after any retry.
 
-Processing, in this order: grammars and allowed tokens, bad words, `logit_bias`, `min_tokens`,
-repetition, presence and frequency penalty, temperature, top-k, top-p, min-p. Rows without a feature
-do not pay for it. Log probabilities that are reported are those of the raw logits.
+Processing order: grammars and allowed tokens, bad words, `logit_bias`, `min_tokens`, repetition,
+presence and frequency penalties, temperature, top-k, top-p, min-p. A feature costs nothing for rows
+without it. Reported logprobs are those of the raw logits.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ from kvbaton.messages.engine import SamplingParams
 from kvbaton.types import TokenLogprobs, TopLogprob
 
 GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy."""
+"""Temperature below which sampling is greedy."""
 
 FORBIDDEN = -1e25
-"""Added to the logit of a token that comes only if all others are impossible."""
+"""Bias of a token that may be chosen only if all others are impossible."""
 
 NOISE_ELEMENTS = 1 << 22
-"""Noise made at a time: bounds the 64-bit intermediates."""
+"""Number of noise elements made at a time, which bounds the 64-bit intermediates."""
 
 SEED_MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
 class SampleRows:
-    """What the sampler must know of each row of logits.
+    """The sampler's inputs for each row of logits.
 
     Attributes:
-        params: [rows].
-        num_prompt: [rows] int64, tokens of the prompt.
-        lengths: [rows] int64, tokens so far; so the position of the token to choose.
-        choices: [rows] int64, for the noise.
-        tokens: [rows, >= longest] integer tensor on the device, tokens so far; what stands past a
-            row's length is not looked at. None if no row needs them.
+        params: [rows], sampling parameters.
+        num_prompt: [rows] int64, number of prompt tokens.
+        lengths: [rows] int64, number of tokens so far, and position of the token to choose.
+        choices: [rows] int64, index of the choice, for the noise.
+        tokens: [rows, >= longest] integer tensor on the device, tokens so far; entries past a row's
+            length are ignored. None if no row needs them.
         governed: [governed] int64, rows with a grammar.
-        masks: [governed, bytes], what those allow: bit i of byte b stands for token 8 b + i.
+        masks: [governed, bytes], their allowed tokens: bit i of byte b is for token 8 b + i.
     """
 
     params: Sequence[SamplingParams]
@@ -69,7 +69,7 @@ class SampleRows:
 
 
 def has_penalties(params: SamplingParams) -> bool:
-    """Whether tokens so far change what their logits are."""
+    """Whether earlier tokens change the logits by penalties."""
     return (
         params.repetition_penalty != 1.0
         or params.presence_penalty != 0.0
@@ -78,7 +78,7 @@ def has_penalties(params: SamplingParams) -> bool:
 
 
 def needs_tokens(params: SamplingParams) -> bool:
-    """Whether tokens so far say what comes next, so that a row needs its `SampleRows.tokens`."""
+    """Whether sampling depends on earlier tokens, so that a row needs `SampleRows.tokens`."""
     return has_penalties(params) or params.bad_words_token_ids != ()
 
 
@@ -87,17 +87,17 @@ def sample(logits: Tensor, rows: SampleRows, eos_token_ids: tuple[int, ...]) -> 
 
     Args:
         logits: [rows, vocab] float32; overwritten.
-        rows: what belongs to them.
-        eos_token_ids: the model's own end tokens.
+        rows: The rows' other inputs.
+        eos_token_ids: End tokens of the model.
 
     Returns:
-        [rows] int64, on the device of `logits`; -1 as `sample_tokens` says.
+        [rows] int64, on the device of `logits`; -1 as in `sample_tokens`.
     """
     process_logits(logits, rows, eos_token_ids)
     if use_triton(logits):
         return sample_tokens(logits, sampling_of(rows, logits, np.arange(len(logits))))
     tokens = best_tokens(logits)
-    # Plain torch makes the noise of each row that it is given.
+    # Plain torch would make noise for all rows, so only rows that need it are passed on.
     params = enumerate(rows.params)
     chosen = [row for row, p in params if p.temperature >= GREEDY_BELOW or has_penalties(p)]
     at_once = max(1, NOISE_ELEMENTS // logits.shape[1])
@@ -109,7 +109,7 @@ def sample(logits: Tensor, rows: SampleRows, eos_token_ids: tuple[int, ...]) -> 
 
 
 def sampling_of(rows: SampleRows, logits: Tensor, chosen: npt.NDArray[np.int64]) -> Sampling:
-    """What kernels need to know of some rows."""
+    """Inputs of the sampling kernels for some rows."""
     params = [rows.params[row] for row in chosen]
     counted = [has_penalties(p) for p in params]
     seeds = np.array([(p.seed or 0) & SEED_MASK for p in params], np.uint64).view(np.int64)
@@ -137,20 +137,20 @@ def sampling_of(rows: SampleRows, logits: Tensor, chosen: npt.NDArray[np.int64])
 
 
 def process_logits(logits: Tensor, rows: SampleRows, eos_token_ids: tuple[int, ...]) -> None:
-    """Apply, in place, what comes before penalties; `sample_tokens` does the rest."""
+    """Apply, in place, everything before the penalties; `sample_tokens` does the rest."""
     if rows.masks is not None:
         _keep_allowed(logits, rows.governed, rows.masks)
     biases: list[tuple[int, int, float]] = []
     allowed: dict[int, npt.NDArray[np.uint8]] = {}
     has_bad_words = False
-    for row, p in enumerate(rows.params):  # once, since most rows want nothing of all this
+    for row, p in enumerate(rows.params):  # in one loop, since most rows use none of these
         if p.allowed_token_ids is not None:
             allowed[row] = mask_of(p, logits.shape[1])
         has_bad_words |= p.bad_words_token_ids != ()
         if p.logit_bias:
             biases += [(row, token, bias) for token, bias in p.logit_bias.items()]
         if p.min_tokens and rows.lengths[row] - rows.num_prompt[row] < p.min_tokens:
-            # Tokens that would end the text do not come until then.
+            # Tokens that would end the text are forbidden until then.
             stops = {*p.stop_token_ids, *(() if p.ignore_eos else eos_token_ids)}
             biases += [(row, token, FORBIDDEN) for token in stops]
     if allowed:
@@ -158,7 +158,7 @@ def process_logits(logits: Tensor, rows: SampleRows, eos_token_ids: tuple[int, .
     if has_bad_words:
         _forbid_bad_words(logits, rows)
     if biases:
-        # A token that does not exist can't be chosen anyway.
+        # A token outside of the vocabulary can't be chosen anyway.
         known = [bias for bias in biases if bias[1] < logits.shape[1]]
         of, tokens, values = zip(*known, strict=True) if known else ((), (), ())
         bits = np.array(values, np.float64).view(np.int64)
@@ -169,7 +169,7 @@ def process_logits(logits: Tensor, rows: SampleRows, eos_token_ids: tuple[int, .
 def _keep_allowed(
     logits: Tensor, rows: npt.NDArray[np.int64], masks: npt.NDArray[np.uint8]
 ) -> None:
-    """Make impossible what masks do not allow; see `SampleRows`."""
+    """Make tokens impossible that masks do not allow; see `SampleRows`."""
     index, packed = upload_ids(rows, logits.device), torch.from_numpy(masks)
     if logits.is_cuda:
         packed = packed.pin_memory().to(logits.device, non_blocking=True)
@@ -179,7 +179,7 @@ def _keep_allowed(
 
 
 def _forbid_bad_words(logits: Tensor, rows: SampleRows) -> None:
-    """Forbid the last tokens of words whose others were generated just now."""
+    """Forbid the last token of each bad word whose other tokens were just generated."""
     assert rows.tokens is not None, "bad words need the tokens so far"
     generated = (rows.lengths - rows.num_prompt).tolist()
     words = [
@@ -207,7 +207,7 @@ def _forbid_bad_words(logits: Tensor, rows: SampleRows) -> None:
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Log probabilities of chosen tokens and of the best candidates, still on the device.
+    """Logprobs of chosen tokens and of the best candidates, still on the device.
 
     Attributes:
         chosen: [rows] float32.
@@ -222,7 +222,7 @@ class Logprobs:
     top_ids: Tensor
 
     def messages(self, counts: Sequence[int]) -> tuple[TokenLogprobs, ...]:
-        """One per row, with as many candidates as asked for."""
+        """One message per row, with the requested number of candidates."""
         columns = (self.chosen, self.rank, self.top, self.top_ids)
         return tuple(
             TokenLogprobs(
@@ -242,12 +242,12 @@ class Logprobs:
 
 
 def logprobs_of(logprobs: Tensor, tokens: Tensor, count: int) -> Logprobs:
-    """Pick chosen tokens and the best candidates.
+    """Pick the logprobs of chosen tokens and of the best candidates.
 
     Args:
         logprobs: [rows, vocab], ``log_softmax`` of raw logits.
         tokens: [rows] int64.
-        count: candidates.
+        count: Number of candidates.
     """
     chosen = logprobs.gather(1, tokens[:, None])
     rank = (logprobs > chosen).sum(-1) + 1

@@ -1,16 +1,17 @@
-"""Decides what the engine computes next: makes plans of steps, and applies their results.
+"""Decides what the engine computes next: plans the steps, and applies their results.
 
-A plan takes decoding sequences first, then running prompts, then who is admitted. A sequence that
-needs a block when none is free takes those of the last in order of service, who is preempted and
-computes again later; but no source's, of whose prompt what was reported stays held until all of it
-was computed and sent. No plan loses a sequence that it already holds: a prompt that wants blocks
-for its next chunk, behind a window, waits for decoding sequences that come after it.
+A plan takes decoding sequences first, then running prompts, then newly admitted sequences. If a
+sequence needs a block and none is free, the scheduler preempts the running sequence that is last in
+order of service, which is recomputed later. Sources are never preempted: the blocks that they have
+reported stay held until the whole prompt is computed and sent. A sequence already in the plan is
+never preempted either: a prompt in a sliding-window group that lacks blocks for its next chunk
+waits for decoding sequences that come after it in order of service.
 
-A plan may be made while an earlier one is still in flight. A decoding sequence is then scheduled
-for the token that is being sampled, unless that one is known to be its last; with drafts or a
-grammar it waits for its tokens, from which the next draft or mask is made. Blocks that a victim
-gives up stay behind the fence of the step in flight, so the sequence that wanted them sits one step
-out.
+A plan may be made while an earlier step is still in flight. A decoding sequence is then scheduled
+for the token that is still being sampled, unless that token is known to be its last. With drafts or
+a grammar the sequence waits for the token, since the next draft or mask depends on it. The blocks
+of a preempted sequence stay fenced until the step in flight is over, so the sequence that wanted
+them skips one step.
 """
 
 from __future__ import annotations
@@ -46,19 +47,19 @@ from kvbaton.messages.engine import Output
 
 
 @dataclass
-class StepDraft:
-    """A plan in the making.
+class PlanBuilder:
+    """A plan that is being made.
 
     Attributes:
-        number: of the step.
-        budget: tokens that it may still take.
-        room: sequences that it may still take.
-        full: it has no tokens for the first of the queue, which lacks nothing else.
-        scheduled: what is in it so far, and with it `steps`, for the ranks.
-        new: sequences that the ranks do not know, but for copies of others.
-        forks: those.
-        copies: private copies of blocks; their sources are referenced until the step is numbered.
-        governed: sequences that are sampled by a grammar, and what is proposed for them.
+        number: Number of the step.
+        budget: Tokens that the step may still take.
+        room: Sequences that the step may still take.
+        full: No tokens are left for the first sequence of the queue, which could otherwise run.
+        scheduled: What the step computes so far; `steps` is the same for the ranks.
+        new: Sequences that the ranks do not know yet and that are not forks.
+        forks: Sequences that the ranks make as copies of others.
+        copies: Private copies of blocks; their sources stay referenced until the plan is sealed.
+        governed: Sequences with a grammar that sample in this step, each with its draft tokens.
     """
 
     number: int
@@ -73,7 +74,7 @@ class StepDraft:
     governed: list[tuple[Sequence, tuple[int, ...]]] = field(default_factory=list)
 
     def holds(self, sequence: Sequence) -> bool:
-        """Whether a sequence is in it."""
+        """Whether the plan contains a sequence."""
         return any(item.sequence is sequence for item in self.scheduled)
 
 
@@ -81,13 +82,13 @@ class Scheduler(LoadingRequests):
     """Continuous batching with chunked prefill, prefix caching and preemption by recompute.
 
     Args:
-        config: its settings.
-        root_key: root of the block keys of requests with a given cache salt.
-        clock: monotonic seconds.
+        config: Settings.
+        root_key: Maps a cache salt to the root of the block keys of its requests.
+        clock: Monotonic clock, in seconds.
 
     Attributes:
-        propose: guesses at most so many tokens that follow others.
-        result_at: when the core had the result of the latest step, on the monotonic clock.
+        propose: Drafts at most the given number of tokens after the given ones.
+        result_at: Monotonic time at which the core received the latest step's result.
     """
 
     def __init__(
@@ -110,72 +111,73 @@ class Scheduler(LoadingRequests):
     # --- plans ---
 
     def plan(self) -> StepPlan | None:
-        """The next step; None if nothing can be computed until something else happens.
+        """The next step; None if nothing can be computed before something else happens.
 
-        May be called again while one earlier plan has not been updated.
+        May be called again while the result of one earlier plan is outstanding.
         """
         config = self.config
         while True:
             moves = self._moves
-            draft = StepDraft(
+            plan = PlanBuilder(
                 self._launched + 1, config.max_num_batched_tokens, config.max_num_seqs
             )
-            self._fill(draft)
-            if draft.scheduled:
-                return self._seal(draft)
+            self._fill(plan)
+            if plan.scheduled:
+                return self._seal(plan)
             if self._moves == moves:
                 return None
 
-    def _fill(self, draft: StepDraft) -> None:
-        """One pass over those who run, then over those who wait."""
+    def _fill(self, plan: PlanBuilder) -> None:
+        """Fill a plan in one pass over the running sequences, then over the queue."""
         preemptions, running = self.totals.preemptions, []
         for sequence in tuple(self.running):
             end = len(sequence.tokens) + sequence.pending
-            if sequence.request.items:  # to its end, or to an item that is not here
+            if sequence.request.items:  # up to the first item whose encoder output is missing
                 self.items.request(sequence, sequence.num_scheduled)
                 end = min(end, self.items.ready_until(sequence, sequence.num_scheduled))
             unknown = not sequence.handle and sequence.parent is None
             grammar = bool(sequence.request.params.grammar)
             awaits = sequence.is_ending or self._longest_draft or grammar
             if sequence.pending and (unknown or awaits):
-                continue  # it only awaits a token
+                continue  # it only waits for a token in flight
             if grammar and not self._can_follow(sequence):
                 continue
             running.append((end - sequence.num_scheduled, sequence))
         for decoding in (True, False):
-            beside = draft.scheduled and (self.waiting or len(draft.scheduled) < len(running))
+            beside = plan.scheduled and (self.waiting or len(plan.scheduled) < len(running))
             if beside and not decoding:
-                draft.budget = min(draft.budget, self._chunk(draft))
+                plan.budget = min(plan.budget, self._chunk(plan))
             for remaining, sequence in running:
                 if not remaining or (remaining == 1) != decoding:
                     continue
-                count = self._fit(sequence, sequence.num_scheduled, remaining, draft.budget)
-                if sequence.state is not SequenceState.RUNNING or count < 1 or draft.room < 1:
+                count = self._fit(sequence, sequence.num_scheduled, remaining, plan.budget)
+                if sequence.state is not SequenceState.RUNNING or count < 1 or plan.room < 1:
                     continue
                 end = sequence.num_scheduled + count
                 drafts = decoding and self._longest_draft
-                proposed = self._propose(draft, sequence) if drafts else ()
-                if self._secure(draft, sequence, end + len(proposed)):
-                    self._compute(draft, sequence, count, proposed)
+                proposed = self._propose(plan, sequence) if drafts else ()
+                if self._secure(plan, sequence, end + len(proposed)):
+                    self._compute(plan, sequence, count, proposed)
         if self.totals.preemptions == preemptions:
             self.late.rank(self.waiting, self.running, self.clock())
-            while self.waiting and self._admit(draft, self.waiting[0]):
+            while self.waiting and self._admit(plan, self.waiting[0]):
                 pass
-            if draft.full:  # loads need no tokens; a hand-over that begins late is computed twice
+            if plan.full:  # loads take no tokens; if it starts late, the source prefills twice
                 for sequence in tuple(self.waiting):
-                    if sequence.request.is_target and not self._admit(draft, sequence):
+                    if sequence.request.is_target and not self._admit(plan, sequence):
                         break
 
-    def _chunk(self, draft: StepDraft) -> int:
-        """Most tokens of prompts beside those that decode.
+    def _chunk(self, plan: PlanBuilder) -> int:
+        """Maximum number of prompt tokens in a step with decoding sequences.
 
-        All that fit, if in small chunks a first token would come when most of its time is over; and
-        far from the start of a prompt, unless who decodes has an objective.
+        This is the whole budget if, in small chunks, a first token would come when most of its TTFT
+        objective has passed, or, without an ITL objective, if a prompt's chunk begins beyond
+        `FAR_PREFIX`.
         """
         most, objective_s = self.config.max_num_batched_tokens, math.inf
-        for scheduled in draft.scheduled:
+        for scheduled in plan.scheduled:
             objective_s = min(objective_s, scheduled.sequence.request.spec.itl_s or math.inf)
-        limit = self.chunk_limit.beside(most - draft.budget, objective_s)
+        limit = self.chunk_limit.for_step(most - plan.budget, objective_s)
         bound = objective_s < math.inf
         token_s = objective_s / limit if bound else self.chunk_limit.token_s
         ends = self.clock()
@@ -190,9 +192,9 @@ class Scheduler(LoadingRequests):
         return limit
 
     def _fit(self, sequence: Sequence, start: int, remaining: int, budget: int) -> int:
-        """How many of the `remaining` tokens from `start` on go into a step that has `budget` left.
+        """How many of the `remaining` tokens from `start` on fit into a step's remaining `budget`.
 
-        Items that are seen whole stay so; where there is no room for the next one, that is 0.
+        Items with `whole_items` are never split: 0 if the next token begins one that does not fit.
         """
         count = min(remaining, budget)
         if self.config.whole_items:
@@ -201,20 +203,20 @@ class Scheduler(LoadingRequests):
                     return max(0, item.start - start)
         return count
 
-    def _propose(self, draft: StepDraft, sequence: Sequence) -> tuple[int, ...]:
-        """What may come after a decoding sequence's last token, if there is room to find out.
+    def _propose(self, plan: PlanBuilder, sequence: Sequence) -> tuple[int, ...]:
+        """Draft tokens after a decoding sequence's last token, as far as there is room for them.
 
-        Nobody loses tokens or blocks for it.
+        A draft takes no tokens or blocks away from other sequences.
         """
         if sequence.unforked:
             return ()
-        known, others = len(sequence.tokens), len(self.running) - len(draft.scheduled) - 1
+        known, others = len(sequence.tokens), len(self.running) - len(plan.scheduled) - 1
         if not sequence.num_generated or sequence.num_scheduled + 1 < known:
             return ()
         most = min(
             self._longest_draft,
             sequence.request.limit - known - 1,
-            draft.budget - 1 - others - self.config.whole_items,
+            plan.budget - 1 - others - self.config.whole_items,
         )
         if most < 1:
             return ()
@@ -228,40 +230,40 @@ class Scheduler(LoadingRequests):
         return proposed if fits else ()
 
     def _need(self, sequence: Sequence, end: int) -> int:
-        """Blocks that a sequence lacks up to `end`."""
+        """Number of blocks that a sequence lacks to reach `end`."""
         start = sequence.num_scheduled
         copy_at = start if sequence.shares_tail else None
         return self.blocks.need(sequence.tables, end, start=start, copy_at=copy_at)
 
-    def _secure(self, draft: StepDraft, sequence: Sequence, end: int) -> bool:
-        """Get the blocks that a sequence needs up to `end`; preempt others for it if need be."""
+    def _secure(self, plan: PlanBuilder, sequence: Sequence, end: int) -> bool:
+        """Give a sequence the blocks that it needs up to `end`, preempting others if necessary."""
         if not sequence.shares_tail and self.blocks.covers(sequence.tables, end):
             return True
         if error := self.blocks.too_large(end):
-            if not sequence.pending:  # else the token in flight may be its last
+            if not sequence.pending:  # else the token in flight may end the sequence
                 self._reject(sequence, error)
             return False
         need = self._need(sequence, end)
         while not self.blocks.fits(need):
             victims = [one for one in self.running if not one.request.source]
-            if self.blocks.fits_soon(need) or not victims or draft.holds(last := victims[-1]):
+            if self.blocks.fits_soon(need) or not victims or plan.holds(last := victims[-1]):
                 return False
             if victims == [sequence] and not self.is_crowded_out(sequence):
-                return False  # Alone, it waits for blocks that transfers or steps still hold.
+                return False  # It runs alone: wait for blocks that transfers or steps still hold.
             if last.is_ending:
-                return False  # Its blocks come no later, and connectors are still to take hold.
+                return False  # Its blocks come no sooner this way, and connectors still need them.
             self.preempt(last)
             if last is sequence:
                 return False
-        self._extend(draft, sequence, end)
+        self._extend(plan, sequence, end)
         return True
 
     def _extend(
-        self, draft: StepDraft, sequence: Sequence, num_tokens: int, end: int | None = None
+        self, plan: PlanBuilder, sequence: Sequence, num_tokens: int, end: int | None = None
     ) -> None:
-        """Give a sequence the blocks that it lacks, see `KVCacheManager.extend`; they must fit.
+        """Allocate the blocks that a sequence lacks (`KVCacheManager.extend`); they must fit.
 
-        If the block that is written next is shared, a private copy replaces it.
+        If the block written next is shared, it is replaced by a private copy.
         """
         if sequence.shares_tail:
             sequence.shares_tail = False
@@ -269,26 +271,26 @@ class Scheduler(LoadingRequests):
                 i, table = sequence.num_scheduled // group.block_size, sequence.tables[g]
                 if i < len(table) and group.kind is not GroupKind.STATE:
                     source, (table[i],) = table[i], self.blocks.pool.allocate(1, g)
-                    draft.copies.append(BlockCopy(g, source, table[i]))
+                    plan.copies.append(BlockCopy(g, source, table[i]))
         start = sequence.num_scheduled
         self.blocks.extend(sequence.tables, num_tokens, start=start, end=end)
 
     def _compute(
-        self, draft: StepDraft, sequence: Sequence, count: int, proposed: tuple[int, ...] = ()
+        self, plan: PlanBuilder, sequence: Sequence, count: int, proposed: tuple[int, ...] = ()
     ) -> None:
-        """Add the next `count` tokens of a sequence, and a draft, to the plan."""
+        """Add the next `count` tokens of a sequence, and its draft, to the plan."""
         request = sequence.request
         start, end = sequence.num_scheduled, sequence.num_scheduled + count
         targets: tuple[Sequence, ...] = ()
         if end == len(sequence.tokens) + sequence.pending:
             targets = (sequence,)
-            # All choices yet to be forked get what it samples, too.
+            # Choices that are forked later each get a sample of this step, too.
             for choice in range(len(request.sequences), request.params.n):
                 targets += (Sequence(request, choice, sequence.tokens[:], len(sequence.tables)),)
         if targets and request.params.grammar:
-            draft.governed.append((sequence, proposed))
+            plan.governed.append((sequence, proposed))
         if not sequence.handle:
-            self._introduce(draft, sequence)
+            self._introduce(plan, sequence)
         handle = sequence.handle
         unsent = []
         for g, table in enumerate(sequence.tables):
@@ -297,20 +299,20 @@ class Scheduler(LoadingRequests):
         rows = self.items.rows(sequence, start, end) if request.items else ()
         num_draft = len(proposed)
         count += num_draft
-        draft.steps.append(
+        plan.steps.append(
             SequenceStep(handle, start, count, tuple(unsent), len(targets), rows, proposed)
         )
-        draft.scheduled.append(ScheduledSequence(sequence, handle, start, end, targets, num_draft))
-        draft.budget -= count
-        draft.room -= 1
+        plan.scheduled.append(ScheduledSequence(sequence, handle, start, end, targets, num_draft))
+        plan.budget -= count
+        plan.room -= 1
         sequence.num_scheduled = start + count
 
-    def _introduce(self, draft: StepDraft, sequence: Sequence) -> None:
-        """Tell the runner of a sequence, as a copy of another one or with all its tokens."""
+    def _introduce(self, plan: PlanBuilder, sequence: Sequence) -> None:
+        """Announce a sequence to the runner: as a fork of another one, or with all its tokens."""
         parent, sequence.parent = sequence.parent, None
         sequence.handle = next(self._handles)
         if parent is not None:
-            draft.forks.append(Fork(parent.handle, sequence.handle, sequence.choice))
+            plan.forks.append(Fork(parent.handle, sequence.handle, sequence.choice))
             return
         assert not sequence.pending, "the runner can't be told of tokens that nobody knows yet"
         request = sequence.request
@@ -322,50 +324,50 @@ class Scheduler(LoadingRequests):
             request.params,
             request.spec.items,
         )
-        draft.new.append(new)
+        plan.new.append(new)
 
-    def _seal(self, draft: StepDraft) -> StepPlan:
-        """Hand the plan out, steps of one token first."""
+    def _seal(self, plan: PlanBuilder) -> StepPlan:
+        """Finish a plan, with decoding sequences first, and note it as in flight."""
         for sequence in self.running:
             if sequence.parent is not None:
-                self._introduce(draft, sequence)  # A parent's copy is made before it moves on.
-        self._launched = draft.number
-        self.blocks.pool.launched = draft.number
+                self._introduce(plan, sequence)  # Fork before the parent's next token.
+        self._launched = plan.number
+        self.blocks.pool.launched = plan.number
         forked, self.forked_states = self.forked_states, []
-        draft.copies += forked
-        if draft.copies:
-            held = [copy.source for copy in draft.copies] + [copy.target for copy in forked]
+        plan.copies += forked
+        if plan.copies:
+            held = [copy.source for copy in plan.copies] + [copy.target for copy in forked]
             self.blocks.pool.deref(held)
         ended, self._ended = tuple(self._ended), []
-        self.in_flight.append(InFlightStep(draft.number, tuple(draft.scheduled)))
-        for scheduled in draft.scheduled:
+        self.in_flight.append(InFlightStep(plan.number, tuple(plan.scheduled)))
+        for scheduled in plan.scheduled:
             for target in scheduled.targets:
                 target.pending += 1
             for child in scheduled.targets[1:]:
                 self.fork(scheduled.sequence, child)
-        masks = self.grammars.masks(draft.governed) if draft.governed else {}
-        steps = draft.steps
+        masks = self.grammars.masks(plan.governed) if plan.governed else {}
+        steps = plan.steps
         if len(steps) > 1:
             steps.sort(key=lambda step: not step.decodes)
         return StepPlan(
-            draft.number,
+            plan.number,
             ended,
-            tuple(draft.copies),
-            tuple(draft.forks),
-            tuple(draft.new),
+            tuple(plan.copies),
+            tuple(plan.forks),
+            tuple(plan.new),
             tuple(steps),
             masks,
         )
 
     # --- admission ---
 
-    def _admit(self, draft: StepDraft, sequence: Sequence) -> bool:
-        """Decide about one of the queue; False if it has to wait, and who is behind it, too.
+    def _admit(self, plan: PlanBuilder, sequence: Sequence) -> bool:
+        """Admit the first sequence of the queue; False if it has to wait, and all behind it.
 
-        If the step is full it is only seen whether it loads; the next step decides about the rest.
+        If the step is full, only loads are decided; the next step decides about the rest.
 
-        It gets all blocks that its known tokens need, beyond what running requests may claim at
-        their next step. Blocks in quarantine are not free, hence count as absent.
+        A sequence is admitted if blocks for all its known tokens are free, beyond those that
+        running requests may claim for their next step. Quarantined blocks count as allocated.
         """
         request, total, holders = sequence.request, len(sequence.tokens), self.holders()
         taken = 1 + sequence.unforked
@@ -385,7 +387,7 @@ class Scheduler(LoadingRequests):
         outcome = self.load_beyond(sequence, match)
         if outcome != "compute":
             return outcome == "done"
-        if draft.full:
+        if plan.full:
             return True
         missing = len(request.prompt) - match.num_tokens
         if self.config.debug_forbid_prompt_compute and missing > 1:
@@ -403,26 +405,26 @@ class Scheduler(LoadingRequests):
             return True
         whole = self.config.whole_prompts
         enough = max(1, total - fitting.num_tokens) if whole else 1
-        if draft.room < 1 or (enough > draft.budget and (draft.scheduled or not whole)):
-            draft.full = True
-            return False  # A whole prompt that is longer than a step has one for itself.
+        if plan.room < 1 or (enough > plan.budget and (plan.scheduled or not whole)):
+            plan.full = True
+            return False  # A whole prompt longer than the budget gets a step of its own.
         start = min(fitting.num_tokens, total - 1)
         end = min(total, self.items.ready_until(sequence, start)) if request.items else total
-        count = end - start if whole else self._fit(sequence, start, end - start, draft.budget)
+        count = end - start if whole else self._fit(sequence, start, end - start, plan.budget)
         if count < 1:
-            draft.full = True
+            plan.full = True
             return False
         self.adopt(sequence, fitting)
         if fitting.num_tokens == total:
             sequence.num_computed = sequence.num_scheduled = total - 1
             sequence.shares_tail = True
         self.run(sequence)
-        self._extend(draft, sequence, total, sequence.num_scheduled + count)
-        self._compute(draft, sequence, count)
+        self._extend(plan, sequence, total, sequence.num_scheduled + count)
+        self._compute(plan, sequence, count)
         return True
 
     def _can_follow(self, sequence: Sequence) -> bool:
-        """Whether masks of a sequence's grammar can be had; else it waits, or has ended."""
+        """Whether a sequence's grammar can make masks; if not, it is parked or has failed."""
         if not self.grammars.ready(sequence):
             if sequence.state is not SequenceState.RUNNING:
                 self.park(sequence)
@@ -433,7 +435,7 @@ class Scheduler(LoadingRequests):
         return True
 
     def _awaits_item(self, sequence: Sequence, match: Match) -> bool:
-        """Whether the first token after a prefix needs an item that was not here; asks for it."""
+        """Whether the first token after a prefix lacks its item, which is then requested."""
         start = min(match.num_tokens, len(sequence.tokens) - 1)
         if self.items.ready_until(sequence, start) > start:
             return False
@@ -441,9 +443,9 @@ class Scheduler(LoadingRequests):
         return True
 
     def _fitting(self, sequence: Sequence, match: Match, beside: int) -> Match | None:
-        """The longest cached prefix after which there is room for the rest, and for `beside`.
+        """The longest cached prefix after which the rest fits and `beside` blocks stay free.
 
-        None if none has.
+        None if no prefix does.
         """
         total = len(sequence.tokens)
         copy_at = total - 1 if match.num_tokens == total else None
@@ -453,7 +455,7 @@ class Scheduler(LoadingRequests):
             return match
         if copy_at is None:
             return None
-        # The private copy of the last block has no room: compute that block instead.
+        # There is no room for a private copy of the last block: compute that block instead.
         match = self.blocks.shorten(sequence, match)
         need = self.blocks.need(match.tables, total, start=match.num_tokens)
         fits = self.blocks.fits(need, beside=beside, hits=match.tables)
@@ -464,7 +466,7 @@ class Scheduler(LoadingRequests):
     # --- results ---
 
     def update(self, result: StepResult) -> list[Output]:
-        """Apply what the oldest step in flight has computed and sampled."""
+        """Apply the result of the oldest step in flight."""
         step = self.in_flight.popleft()
         assert step.number == result.number, f"step {result.number} is not the oldest in flight"
         sampled = {sample.handle: sample for sample in result.sampled}
@@ -476,9 +478,9 @@ class Scheduler(LoadingRequests):
         return outputs
 
     def _apply(self, scheduled: ScheduledSequence, sampled: Sampled) -> list[Output]:
-        """One sequence's part of a step.
+        """Apply one sequence's part of a step's result.
 
-        Of a preempted one the sampled tokens count, and what the prompt's end tells beside them.
+        For a sequence preempted meanwhile, sampled tokens and their prompt logprobs still count.
         """
         sequence, request = scheduled.sequence, scheduled.sequence.request
         error, is_current = sampled.error, sequence.handle == scheduled.handle
@@ -496,11 +498,11 @@ class Scheduler(LoadingRequests):
                 self.connectors.call(KVConnector.progressed, request)
                 if len(self.connectors.raised) > raised:
                     error = self.connectors.raised[-1][2]
-            # After connectors took hold of what they need.
+            # Only now: connectors have taken hold of the blocks that they need.
             self.blocks.trim(sequence, scheduled.end)
         for target in scheduled.targets:
             target.pending -= 1
-        # First: where no token fits, the ranks only see that none can be chosen.
+        # Checked first: where no token fits, the ranks only report that none can be sampled.
         if request.params.grammar and (failed := self.grammars.error(sequence)):
             return self.end(request, "error", failed.message, failed.code)
         if error is not None:
@@ -519,7 +521,7 @@ class Scheduler(LoadingRequests):
         return outputs
 
     def _accept(self, scheduled: ScheduledSequence, sampled: Sampled) -> list[Output]:
-        """Take in what was accepted of a draft, and the token after it."""
+        """Append the accepted draft tokens and the token sampled after them."""
         sequence, accepted = scheduled.sequence, len(sampled.token_ids) - 1
         self.totals.drafts += 1
         self.totals.draft_tokens += scheduled.num_draft
@@ -531,7 +533,7 @@ class Scheduler(LoadingRequests):
             logprobs = sampled.logprobs[i] if sampled.logprobs else None
             outputs.append(self.append(sequence, token, logprobs))
         if sequence.handle == scheduled.handle:
-            # The rest of the draft is written over; a token after the last one never was.
+            # Rejected draft tokens are overwritten; the KV of a final token is never computed.
             computed = min(scheduled.end + accepted, len(sequence.tokens))
             sequence.num_computed = sequence.num_scheduled = computed
             self.commit(sequence)

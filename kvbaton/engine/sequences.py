@@ -1,9 +1,10 @@
-"""What a rank remembers of its sequences from step to step: tokens, block tables, sampling.
+"""A rank's data of sequences, kept from step to step: tokens, block tables, sampling parameters.
 
-And rotary positions of prompts with images (M-RoPE: Wang et al., "Qwen2-VL", arXiv 2409.12191). A
-token has three: temporal, vertical, horizontal. Those of text are equal and count up. The rows of
-an image stand on a grid, which begins where the text before it ended; the text after it goes on
-behind the largest of them. So after the last image, all three are the position plus a constant.
+It includes rotary positions of prompts with images (M-RoPE: Wang et al., "Qwen2-VL", arXiv
+2409.12191). A token has three: temporal, vertical, horizontal. Those of text are equal and count
+up. The rows of an image are placed on a grid that begins where the text before it ended; the text
+after it goes on behind the largest of them. So after the last image, all three are the position
+plus a constant.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Branches:
-    """The first tokens of a request with several choices, for the forks to come.
+    """First tokens of all choices of a request, for forks to come.
 
     Attributes:
-        length: tokens of the sequence before them.
+        length: Number of tokens of the sequence before them.
         tokens: [choices] int64.
     """
 
@@ -40,20 +41,20 @@ class Branches:
 class Sequences:
     """One row per sequence.
 
-    Tokens live on the device, since a sampled one may be needed there before the host has seen it;
-    their number is known here without looking, and nothing waits for the device.
+    Tokens are on the device, where a sampled token may be needed before the host has read it.
+    Lengths are known here without reading tokens, so nothing waits for the device.
 
     Attributes:
         tokens: [rows, max_tokens] int32, on the device.
-        lengths: [rows] int64, tokens of each row.
-        num_prompt: [rows] int64, how many of them are the prompt.
-        choices: [rows] int64.
+        lengths: [rows] int64, number of tokens of each row.
+        num_prompt: [rows] int64, number of prompt tokens.
+        choices: [rows] int64, index of the choice.
         tables: [rows, groups, max_blocks] int64, block tables, 0 beyond their ends. Blocks behind a
-            group's window may be of others by now: nobody reads them.
-        params: per row, None if it is free.
-        deltas: [rows] int64, what generated tokens' rotary positions are ahead of their own.
-        with_items: rows that have some: what is about items costs nothing where there are none.
-        reporting: rows whose prompts' log probabilities are wanted, likewise.
+            group's window may belong to other sequences by now; nothing reads them.
+        params: Sampling parameters per row; None if the row is free.
+        deltas: [rows] int64, rotary position minus position of generated tokens.
+        with_items: Rows with items, so that work for items costs nothing without any.
+        reporting: Rows whose prompt logprobs are wanted, likewise.
     """
 
     def __init__(
@@ -76,28 +77,28 @@ class Sequences:
         self._merge_size = merge_size
         self.with_items: set[int] = set()
         self.reporting: set[int] = set()
-        self._rotary: dict[int, RotaryPositions] = {}  # of those, where they are not the positions
+        self._rotary: dict[int, RotaryPositions] = {}  # of rows where they differ from positions
         self._table_lens = np.zeros((rows, groups), np.int64)
         self._branches: dict[int, Branches] = {}
         self._row: dict[int, int] = {}
         self._free = list(range(rows - 1, -1, -1))
 
     def _allocate(self, rows: int, max_tokens: int, device: torch.device) -> None:
-        """Make what lies on the device, all zero; `tables` have so many rows already."""
+        """Allocate the device's tensors, all zero; `tables` has this many rows already."""
         self.tokens = torch.zeros((rows, max_tokens), dtype=torch.int32, device=device)
 
     def rows(self, steps: Sequence[SequenceStep]) -> Ints:
-        """Rows of the steps' sequences, in their order."""
+        """Rows of the steps' sequences, in order."""
         return np.fromiter((self._row[step.handle] for step in steps), np.int64, len(steps))
 
     def sampling(self, row: int) -> SamplingParams:
-        """Sampling of a row in use."""
+        """Sampling parameters of a row in use."""
         params = self.params[row]
         assert params is not None, f"row {row} holds no sequence"
         return params
 
     def add(self, sequences: Sequence[NewSequence]) -> None:
-        """Start sequences, or start them again."""
+        """Add sequences, which may replace ones with the same handle."""
         for new in sequences:
             if new.handle in self._row:
                 self.end(new.handle)
@@ -111,11 +112,11 @@ class Sequences:
                 self.deltas[row] = self._rotary[row].delta
 
     def _put_prompt(self, row: int, ids: npt.NDArray[np.uint32]) -> None:
-        """Write a sequence's known tokens."""
+        """Write the known tokens of a sequence."""
         self.tokens[row, : len(ids)] = torch.from_numpy(ids.astype(np.int32))
 
     def fork(self, fork: Fork) -> None:
-        """Start a sequence as a copy of another up to the token that was sampled for it."""
+        """Add a sequence as a copy of another, up to the token that was sampled for it."""
         parent = self._row[fork.parent]
         branches, params = self._branches[parent], self.sampling(parent)
         length = branches.length
@@ -128,7 +129,7 @@ class Sequences:
             self._rotary[row], self.deltas[row] = self._rotary[parent], self.deltas[parent]
 
     def end(self, handle: int) -> None:
-        """Forget a sequence; unknown ones are fine."""
+        """Remove a sequence; unknown handles are ignored."""
         row = self._row.pop(handle, None)
         if row is not None:
             self.params[row] = None
@@ -140,17 +141,17 @@ class Sequences:
             self._free.append(row)
 
     def append_blocks(self, row: int, group: int, blocks: Sequence[int]) -> None:
-        """Extend a block table."""
+        """Append blocks to a block table."""
         start = self._table_lens[row, group]
         self.tables[row, group, start : start + len(blocks)] = blocks
         self._table_lens[row, group] += len(blocks)
 
     def cut(self, rows: Ints, lengths: Ints) -> None:
-        """Forget tokens from these lengths on: of drafts that were not accepted to their ends."""
+        """Shorten rows to these lengths, which drops rejected draft tokens."""
         self.lengths[rows] = np.minimum(self.lengths[rows], lengths)
 
     def put_drafts(self, steps: Sequence[SequenceStep]) -> None:
-        """Write drafts behind the last tokens."""
+        """Write draft tokens after the last known tokens."""
         drafted = [step for step in steps if step.draft]
         counts = [len(step.draft) for step in drafted]
         positions = [step.start + 1 + np.arange(len(step.draft)) for step in drafted]
@@ -161,11 +162,11 @@ class Sequences:
         self.lengths[rows] = ends + 1
 
     def put_tokens(self, rows: Ints, positions: Ints, tokens: Tensor, chosen: Ints) -> None:
-        """Write one of `tokens` into each of these rows, which ends with it.
+        """Write one of `tokens` into each of these rows, as its last token.
 
         Args:
             rows: [rows].
-            positions: [rows].
+            positions: [rows], where to write.
             tokens: [tokens] int64.
             chosen: [rows], index of each row's token.
         """
@@ -174,12 +175,12 @@ class Sequences:
         self.lengths[rows] = positions + 1
 
     def rotary_positions(self, rows: Ints, positions: Ints, counts: Ints) -> Ints:
-        """Rotary positions of a batch: [3, tokens], or [tokens] where they are the positions.
+        """Rotary positions of a batch: [3, tokens], or [tokens] if they equal the positions.
 
         Args:
             rows: [sequences].
             positions: [tokens], absolute.
-            counts: [sequences], tokens of each.
+            counts: [sequences], number of tokens of each.
         """
         if self._rotary.keys().isdisjoint(rows.tolist()):
             return positions
@@ -190,7 +191,7 @@ class Sequences:
         return found
 
     def branch(self, row: int, tokens: Tensor) -> None:
-        """Remember the tokens that all choices start with; before `put_tokens`."""
+        """Keep the first tokens of all choices; called before `put_tokens`."""
         self._branches[row] = Branches(int(self.lengths[row]), tokens)
 
     def _take(
@@ -209,7 +210,7 @@ class Sequences:
         return row
 
     def _grow(self) -> None:
-        """Twice the rows."""
+        """Double the number of rows."""
         rows, tokens = len(self.params), self.tokens
         for name in ("lengths", "num_prompt", "choices", "tables", "deltas", "_table_lens"):
             array = getattr(self, name)
@@ -224,7 +225,7 @@ class Sequences:
 
 
 def merge_size(config: ModelConfig) -> int | None:
-    """Side of the square of patches that becomes one token; None without M-RoPE."""
+    """Side of the square of patches that forms one token; None without M-RoPE."""
     return config.vision.merge_size if config.vision and config.rope.mrope_section else None
 
 
@@ -234,14 +235,14 @@ class RotaryPositions:
 
     Attributes:
         rows: [3, tokens] int64, of the tokens up to the end of the last item.
-        delta: what to add to the position of any later token.
+        delta: What to add to the position of any later token.
     """
 
     rows: Ints
     delta: int
 
     def at(self, positions: Ints) -> Ints:
-        """[tokens] absolute positions to [3, tokens]."""
+        """Convert absolute positions [tokens] to rotary positions [3, tokens]."""
         found = np.tile(positions + self.delta, (3, 1))
         inside = np.flatnonzero(positions < self.rows.shape[1])
         found[:, inside] = self.rows[:, positions[inside]]
@@ -249,17 +250,17 @@ class RotaryPositions:
 
 
 def rotary_positions(items: Sequence[Item], merge_size: int) -> RotaryPositions:
-    """Rotary positions of a prompt.
+    """Compute the rotary positions of a prompt.
 
     Args:
-        items: of the prompt, by start.
-        merge_size: side of the square of patches that became one row.
+        items: Items of the prompt, by start.
+        merge_size: Side of the square of patches that forms one row.
     """
     parts, token, base = [np.empty((3, 0), np.int64)], 0, 0
     for item in items:
         text = np.arange(item.start - token) + base
         base += len(text)
-        # Time, row and column of each of the item's rows.
+        # Temporal, vertical and horizontal position of each of the item's rows.
         height, width = (max(1, patches // merge_size) for patches in item.grid[1:])
         row = np.arange(item.length)
         grid = np.stack((row // (height * width), row // width % height, row % width))

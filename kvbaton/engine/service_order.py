@@ -1,16 +1,16 @@
-"""In which order requests are served: fair shares among tenants, and who of a queue goes last.
+"""The order in which requests are served: fair shares among tenants, and late requests last.
 
-Shares are start-time fair queueing: Goyal, Vin and Cheng, "Start-time Fair Queueing", SIGCOMM 1996.
-Service is counted in tokens, those of a prompt once and generated ones twice, as Sheng et al.,
-"Fairness in Serving Large Language Models", OSDI 2024, weigh them; what is generated is charged
-when it is known, so that tags of one tenant never go back and its requests keep their order.
+Shares follow start-time fair queueing: Goyal, Vin and Cheng, "Start-time Fair Queueing", SIGCOMM
+1996. Service is counted in tokens: prompt tokens once and generated ones twice, the weights of
+Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024. Generated tokens are charged
+when a request ends, so that the tags of a tenant never decrease and its requests keep their order.
 
-Last go those that can't have their first tokens in time. Moore, "An n job, one machine sequencing
-algorithm for minimizing the number of late jobs", Management Science 15 (1968): in order of their
-due times, whenever one would be late, the longest so far steps back. So as few as possible are
-late, where first come, first served makes all of a queue late that has become longer than the
-objective. Here the order is that of service, and one steps back only for others of its own tenant
-and priority: neither's share changes.
+Requests whose first tokens can't be in time go last, after Moore, "An n job, one machine sequencing
+algorithm for minimizing the number of late jobs", Management Science 15 (1968): jobs are taken in
+order of their due times, and whenever one would be late, the longest so far is put back. That
+minimizes the number of late jobs, where first come, first served makes every request late once the
+queue is longer than the objective. Here jobs are taken in order of service, and a request is put
+back only for others of its tenant and priority, so no tenant's share changes.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from kvbaton.engine.request import Sequence
 
 GENERATED_WEIGHT = 2
 SERVED = -1
-"""Start tag of what has had its turn before: it goes first."""
+"""Start tag of a request that was served before; it precedes all others."""
 
 MAX_TENANTS = 4096
-"""Beyond them, what all have had is forgotten: they are equal again, and none goes back."""
+"""Number of tenants beyond which past service is forgotten, so that all are equal again."""
 
 
 class FairShares:
-    """Start tags of requests; who has the least goes first."""
+    """Start tags of requests; the request with the smallest tag is served first."""
 
     def __init__(self) -> None:
         self._now = 0
         self._finish: dict[str, int] = {}
 
     def enter(self, tenant: str, prompt_tokens: int) -> int:
-        """A request joins the queue.
+        """Add a request to the queue.
 
         Returns:
-            Its start tag: among requests of equal priority the smallest goes first.
+            Its start tag: among requests of equal priority, the smallest is served first.
         """
         if len(self._finish) >= MAX_TENANTS:
             self._now = max(self._now, *self._finish.values())
@@ -49,31 +49,31 @@ class FairShares:
         return start
 
     def serve(self, start: int) -> None:
-        """A request with this tag runs: nobody who comes now is to go before it."""
+        """Note that a request with this tag runs: later requests do not get a smaller one."""
         self._now = max(self._now, start)
 
     def charge(self, tenant: str, generated_tokens: int) -> None:
-        """A request has ended."""
+        """Charge a tenant for the tokens of a request that has ended."""
         before = max(self._now, self._finish.get(tenant, 0))
         self._finish[tenant] = before + GENERATED_WEIGHT * generated_tokens
 
 
 LATE_SHARE = 0.05
-"""What steps back gets so much of the time that those take who go before it, lest it starve."""
+"""Time granted to late requests, as a share of the time spent on others, so that none starves."""
 
 FADE = 0.97
-"""What a plan counts for the pace when the next one is made."""
+"""Factor by which earlier plans fade in the estimate of the pace, per plan."""
 
 PACES = (0.25, 8.0)
-"""Between which the pace is believed."""
+"""Smallest and largest plausible pace."""
 
 
 class LateRequests:
-    """Ranks those of a queue that would be late, or make more others late, behind the others.
+    """Ranks requests of a queue last that would be late, or make more others late.
 
-    How long prompts take by what requests say is corrected by how long others took here, beside
-    what is generated: if too little were expected, all would be begun in time and end late. Their
-    tokens come when their steps end, which others may fill: as much as the longest step later.
+    The prefill time that requests state is corrected by how long others took here, beside decoding:
+    if it were too short, all prompts would start in time and end late. A first token comes at the
+    end of its step, which other sequences may prolong, so the longest recent step is added.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class LateRequests:
         self._step_s = 0.0
 
     def _pace(self, now: float, left_s: float) -> float:
-        """Seconds that a second of prompts has taken of late, while there was a queue."""
+        """Seconds that each stated second of prefill took recently, while there was a queue."""
         if self._planned is not None:
             before, left_before_s = self._planned
             self._step_s = max(now - before, FADE * self._step_s)
@@ -97,15 +97,15 @@ class LateRequests:
         return min(max(self._took_s / max(self._expected_s, 1e-6), low), high)
 
     def rank(self, waiting: list[Sequence], running: Iterable[Sequence], now: float) -> None:
-        """Bring a queue into order.
+        """Sort a queue.
 
         Args:
-            waiting: the queue, in order of rank.
-            running: whose prompts are computed first.
-            now: on the scheduler's clock.
+            waiting: The queue, in order of rank.
+            running: Running sequences, whose prompts are computed first.
+            now: Time on the scheduler's clock.
         """
         timed = list[Sequence]()
-        if len(waiting) > 1:  # alone, one can only be late itself
+        if len(waiting) > 1:  # a single request makes no other late
             timed = [s for s in waiting if s.request.due is not None and not s.num_generated]
         if len(timed) < 2:
             self._planned = None
@@ -138,7 +138,7 @@ class LateRequests:
         waiting.sort(key=lambda sequence: sequence.rank)
 
     def leaves(self, sequence: Sequence) -> None:
-        """One of the queue is computed now, and is as good as the others from now on."""
+        """Note that a queued sequence runs now; from here on it is ranked as any other."""
         work_s = sequence.request.spec.prefill_s
         self._begun_s += work_s
         if sequence.rank[1] or sequence is self._turn:
@@ -149,7 +149,7 @@ class LateRequests:
 
 
 def _left_s(sequence: Sequence) -> float:
-    """What is left of a prompt that is being computed."""
+    """Stated prefill seconds that are left of a prompt being computed."""
     request, known = sequence.request, sequence.request.num_known
     lacking = known - sequence.num_computed
     if lacking <= 0 or not request.spec.prefill_s:

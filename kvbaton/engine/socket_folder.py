@@ -1,4 +1,4 @@
-"""Where a process has its Unix sockets: a folder that outlives a killed process not for long."""
+"""Folders for a process's Unix sockets, which are removed even if the process is killed."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from pathlib import Path
 from kvbaton.errors import ConfigError
 
 PREFIX = "kvbaton-run-"
-"""Of these folders' names and of no others: what has it and is locked by nobody is removed."""
+"""Prefix of these folders' names, and of no others: unlocked folders with it are removed."""
 MAX_PARENT = 70
-"""Bytes of a path to which a socket's is added: the address of a Unix socket has 107."""
+"""Longest path of the parent folder in bytes: the address of a Unix socket has 107."""
 
 
 class SocketFolder:
     """A folder for Unix sockets, in ``/tmp`` if the path of ``TMPDIR`` is too long for them.
 
-    It has mode 0700: only we may connect. Its process holds a lock on it (flock(2)), which ends
-    with the process however that ends: so whoever makes such a folder removes those beside it of
-    the same user that are locked no more. (systemd-tmpfiles leaves alone what is locked, too.)
+    It has mode 0700: only its user may connect. Its process holds a lock on it (flock(2)), which is
+    released however the process ends. Whoever makes such a folder removes those of the same user
+    beside it that are not locked any more. (systemd-tmpfiles spares locked folders, too.)
 
     Raises:
-        ConfigError: no folder for temporary files can be written to.
+        ConfigError: There is no writable folder for temporary files.
 
     Attributes:
-        path: of the folder.
+        path: Path of the folder.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class SocketFolder:
             text = f"must name a folder that can be written to, for sockets: {error}"
             raise ConfigError("TMPDIR", text) from error
         for other in Path(parent).glob(f"{PREFIX}*"):
-            with suppress(OSError):  # it is in use, or another user's
+            with suppress(OSError):  # it is in use, or belongs to another user
                 _remove_unused(str(other))
 
     def close(self) -> None:
@@ -53,18 +53,18 @@ class SocketFolder:
 
 
 def _make(parent: str) -> tuple[str, int]:
-    """A new folder, and the descriptor that locks it."""
+    """Make a folder; returns its path and the descriptor that locks it."""
     while True:
         path = tempfile.mkdtemp(prefix=PREFIX, dir=parent)
-        with suppress(FileNotFoundError):  # somebody has removed it before it was locked
+        with suppress(FileNotFoundError):  # another process removed it before it was locked
             return path, _locked(path, fcntl.LOCK_EX)
 
 
 def _locked(path: str, how: int) -> int:
-    """The descriptor that locks a folder.
+    """Lock a folder; returns the descriptor that holds the lock.
 
     Raises:
-        OSError: it is locked by another process, removed or none.
+        OSError: It is locked by another process, was removed, or is not a folder.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
@@ -77,10 +77,10 @@ def _locked(path: str, how: int) -> int:
 
 
 def _remove_unused(path: str) -> None:
-    """Remove a folder that no process has any more.
+    """Remove a folder that no process uses any more.
 
     Raises:
-        OSError: one has, or it can't be removed.
+        OSError: It is in use, or can't be removed.
     """
     descriptor = _locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
     try:

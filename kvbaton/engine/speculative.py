@@ -1,9 +1,10 @@
-"""Speculative decoding by prompt lookup: drafts are what followed the latest tokens before.
+"""Speculative decoding by prompt lookup: a draft is what followed the latest tokens earlier.
 
-A draft is verified in one step that computes its tokens and samples after each of them. A draft's
-token is accepted if it is what was sampled there, so tokens are those of a run without drafts. That
-is rejection sampling as of Leviathan et al. (arXiv 2211.17192) for a draft that is certain of its
-token x: x is accepted with probability p(x), and else the token is one drawn from p without x.
+A draft is verified in one step, which computes its tokens and samples after each of them. A draft
+token is accepted if it equals the token sampled in its place, so the output is that of a run
+without drafts. That is rejection sampling (Leviathan et al., arXiv 2211.17192) for a draft model
+that is certain of its token x: x is accepted with probability p(x), and else replaced by a sample
+from p without x.
 
 Prompt lookup is by Saxena (github.com/apoorvumang/prompt-lookup-decoding); vLLM calls it ``ngram``.
 """
@@ -15,15 +16,16 @@ import numpy.typing as npt
 
 
 def propose(tokens: npt.NDArray[np.int32], count: int, *, least: int, most: int) -> tuple[int, ...]:
-    """Tokens that followed the longest run of a sequence's latest ones that it has had before.
+    """Propose the tokens that followed an earlier occurrence of a sequence's longest known n-gram.
 
-    Of equally long runs the latest counts after which there are `count` tokens, else the first.
+    The n-gram is the sequence's end. Of several occurrences, the latest with `count` tokens after
+    it is taken, else the first.
 
     Args:
-        tokens: [tokens], all that are known.
-        count: most tokens to propose, at least 1; there are none if no run was found.
-        least: tokens that must be found.
-        most: tokens that are looked for.
+        tokens: [tokens], all known tokens.
+        count: Maximum number of tokens to propose, at least 1; none if there is no occurrence.
+        least: Length of the shortest n-gram.
+        most: Length of the longest n-gram.
     """
     length = len(tokens)
     ends = np.flatnonzero(tokens[:-1] == tokens[-1]) + 1

@@ -1,9 +1,9 @@
-"""States of layers without K and V, one in each block: where they lie, and which a step moves on.
+"""States of layers without K and V, one per block: where they are, and which ones a step updates.
 
-A state is what a recurrent layer has left of all tokens before. Block i of a sequence is written
-over by each token of it; once it is full, it stays as a snapshot (`kv_cache_manager`). So a step
-reads the state of the block where the last token was computed, and writes that where its own last
-token lies; on the way it leaves a snapshot in the last block that it fills, if there is one for it.
+A state summarises all tokens before. Block i of a sequence is overwritten by each of its tokens;
+once full, it stays as a snapshot (`kv_cache_manager`). So a step reads the state in the block of
+the last computed token, and writes to the block of its own last token. In between it leaves a
+snapshot in the last block that it fills, if that block is allocated.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from kvbaton.kernels.digest import add_sums
 
 
 class StateBlocks(BlockView):
-    """Blocks seen as states; the null block is the state before all tokens: zeros.
+    """Blocks as states; the null block is the state before all tokens: zeros.
 
-    Its data is [blocks, heads, layers, rows, 1, features], of smaller groups only the first layers
-    count; sums are as of one token: the last one that the state has seen.
+    Data is [blocks, heads, layers, rows, 1, features]; smaller groups use only the first layers.
+    Sums are those of a single token: the last one that the state includes.
 
     Args:
-        blocks: of the pool; each holds a state of the largest group.
-        groups: of states, all of equal shape.
-        shard: this rank's share.
-        track_sums: keep digest sums.
+        blocks: Blocks of the pool; each has room for a state of the largest group.
+        groups: Groups of states, all of equal shape.
+        shard: This rank's share.
+        track_sums: Whether to keep digest sums.
     """
 
     def __init__(
@@ -59,17 +59,17 @@ class StateBlocks(BlockView):
 
 @dataclass(frozen=True)
 class StateBatch:
-    """The states that a step moves on, one row each: decoding sequences, then stretches of prompts.
+    """The states that a step updates, one per row: decoding sequences, then parts of prompts.
 
     Attributes:
-        states: the pool.
-        places: per layer its group, of those of states, and its place among the layers of a block.
-        reads: [groups, rows] int64, the block with the state before a row's tokens.
-        writes: [groups, rows] int64, the block for the state after them.
-        ends: [rows] int64, positions of their last tokens.
-        num_decodes: rows of one token each, which come first, in the batch too.
-        prompts: the other rows, where there are any.
-        live: [rows], which of them are no padding; None for all.
+        states: The pool's states.
+        places: Per layer, its group among those of states, and its place among a block's layers.
+        reads: [groups, rows] int64, block with the state before a row's tokens.
+        writes: [groups, rows] int64, block for the state after them.
+        ends: [rows] int64, position of a row's last token.
+        num_decodes: Number of rows with one token, which come first, in the batch too.
+        prompts: The other rows; None if there are none.
+        live: [rows], False for padding; None if there is none.
     """
 
     states: StateBlocks
@@ -82,7 +82,7 @@ class StateBatch:
     live: Tensor | None = None
 
     def of(self, layer: int) -> LayerStates:
-        """Those of a layer."""
+        """States of a layer."""
         group, place = self.places[layer]
         data = self.states.data[:, :, place, :, 0]
         return LayerStates(
@@ -90,11 +90,11 @@ class StateBatch:
         )
 
     def sign(self) -> None:
-        """Once all layers are through: keep the sums of what was written."""
+        """Store the sums of what was written, after all layers."""
         if self.states.sums is None:
             return
         for writes in self.writes:
-            self.states.sums.index_fill_(0, writes, 0)  # of the null block they are 0 in any case
+            self.states.sums.index_fill_(0, writes, 0)  # the null block's are 0 in any case
             slots = writes if self.live is None else torch.where(self.live, writes, -1)
             add_sums(self.states.sums, self.states.data, slots, self.ends)
 
@@ -107,14 +107,14 @@ def step_states(
     counts: npt.NDArray[np.int64],
     tables: npt.NDArray[np.int64],
 ) -> StateBatch:
-    """Which states a step moves on.
+    """Determine the states that a step updates.
 
     Args:
-        states: the pool.
-        places: see `StateBatch`.
-        block_size: tokens of a block.
-        starts: [sequences], position of the first token of each.
-        counts: [sequences], tokens of each.
+        states: The pool's states.
+        places: See `StateBatch`.
+        block_size: Tokens per block.
+        starts: [sequences], position of each sequence's first token.
+        counts: [sequences], number of tokens of each.
         tables: [sequences, groups of states, blocks].
     """
     num_decodes = int(np.argmax(counts > 1)) if (counts > 1).any() else len(counts)

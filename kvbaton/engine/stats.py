@@ -1,4 +1,4 @@
-"""What an engine core counts and times: its requests, its steps, and what a scheduler has done."""
+"""What an engine core counts and times: requests, steps, and the scheduler's decisions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ E2E_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 40, 80, 160, 320, 640)
 
 
 class LatencyHistogram:
-    """Counts observations, in seconds, by bucket."""
+    """Counts observations in seconds, by bucket."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds
@@ -29,12 +29,12 @@ class LatencyHistogram:
         self._total = 0.0
 
     def observe(self, seconds: float) -> None:
-        """Count one."""
+        """Add an observation."""
         self._counts[bisect_left(self._bounds, seconds)] += 1
         self._total += seconds
 
     def counts(self) -> HistogramCounts:
-        """All of them."""
+        """Counts so far."""
         return HistogramCounts(bounds=self._bounds, counts=tuple(self._counts), total=self._total)
 
 
@@ -43,11 +43,11 @@ LATENCIES: tuple[tuple[str, str, tuple[float, ...]], ...] = (
     ("kvbaton_inter_token_latency", "Between outputs of one choice.", ITL_BUCKETS),
     ("kvbaton_e2e_request_latency", "Until the last token of a prompt.", E2E_BUCKETS),
 )
-"""Name without its unit, text and bounds of each of `RequestHistograms`."""
+"""Name without unit, help text and bucket bounds of each field of `RequestHistograms`."""
 
 
 class RequestHistograms(NamedTuple):
-    """What all `RequestTimes` of an engine or of an endpoint add up to."""
+    """Histograms that all requests of an engine or an endpoint are counted in."""
 
     first_token: LatencyHistogram
     inter_token: LatencyHistogram
@@ -55,10 +55,10 @@ class RequestHistograms(NamedTuple):
 
 
 class RequestTimes:
-    """When the outputs of a request come, from now on until it is closed.
+    """Times the outputs of one request, from now until `close`.
 
     Args:
-        seen: where that is counted.
+        seen: Histograms to count in.
     """
 
     __slots__ = ("_done", "_last", "_seen", "_start")
@@ -74,7 +74,7 @@ class RequestTimes:
         return time.monotonic() - self._start
 
     def output(self, output: Output) -> None:
-        """One has come."""
+        """Count an output that has come now."""
         now = time.monotonic()
         if output.token_ids:
             last = self._last.get(output.choice)
@@ -87,34 +87,34 @@ class RequestTimes:
             self._done = now
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """Count the whole request, since nothing more will come."""
         if self._done is not None:
             self._seen.whole.observe(self._done - self._start)
 
 
 KEPT = 2048
-"""Steps; 20 s of those of 10 ms."""
+"""Number of steps kept: 20 s of steps of 10 ms."""
 
 PARTS = ("wait", "receive", "poll", "schedule", "launch", "update", "send", "report")
-"""Of the core's thread: waiting for steps and messages; taking messages in; connectors (loads that
-have come, hand-overs); planning; enqueueing; applying what was sampled; sending it; metrics."""
+"""What the core's thread spends time on: waiting for steps and messages; handling messages; polling
+connectors (arrived loads, hand-overs); planning; launching; applying results; sending; metrics."""
 
 COLUMNS = (
     "number", "at", "tokens", "sequences", "new", "received", "ended", "step", "device",
     "threads", *PARTS,
 )  # fmt: skip
-"""Of a row. ``at``: when the result had been sent, monotonic. ``new``: sequences that begin in it;
-``received`` and ``ended``: messages taken in and sequences that ended since the step before. Then
-seconds: ``step``, as the core counts steps; ``device``, between its first and last kernel;
-``threads``: CPU time of all other threads of this process (transfers and their verification, ZMQ),
-which share the interpreter with the core's; and `PARTS`."""
+"""Columns of a row. ``at``: monotonic time when the result had been sent. ``new``: sequences that
+begin in the step; ``received`` and ``ended``: messages received and sequences ended since the
+previous step. The others are seconds: ``step``, as the core counts steps; ``device``, between the
+step's first and last kernel; ``threads``, CPU time of all other threads of this process (transfers
+and their verification, ZMQ), which share the interpreter with the core's; and `PARTS`."""
 
 
 class StepTimes:
-    """Where an engine core's time went, step by step: for who looks for slow steps.
+    """Where an engine core's time goes, step by step, to find out why steps are slow.
 
-    The core's thread is split without gaps, at a cost of some microseconds a step: what lies
-    between the results of two steps adds up to the second one's row.
+    The time of the core's thread is split without gaps, at a cost of some microseconds per step:
+    what passes between the results of two steps is in the second one's row.
     """
 
     def __init__(self) -> None:
@@ -126,17 +126,17 @@ class StepTimes:
         self._others = time.process_time() - time.thread_time()
 
     def lap(self, part: str) -> None:
-        """What has passed since the last lap was spent on this."""
+        """Count the time since the last lap for a part."""
         now = time.perf_counter()
         self._spent[part] += now - self._last
         self._last = now
 
     def launched(self, plan: StepPlan, num_tokens: int) -> None:
-        """A step of so many tokens is on its way; results come in the order of steps."""
+        """Note the launch of a step; results come in the order of launches."""
         self._plans.append((num_tokens, len(plan.steps), len(plan.new)))
 
     def over(self, result: StepResult, outputs: Sequence[Output], step_s: float) -> None:
-        """A step's result was applied and sent."""
+        """Add a row for a step whose result was applied and sent."""
         tokens, sequences, new = self._plans.popleft()
         others = time.process_time() - time.thread_time()
         ended = sum(output.finish_reason is not None for output in outputs)
@@ -160,17 +160,17 @@ class Totals:
     """Monotonic totals.
 
     Attributes:
-        received: requests taken.
-        finished: requests that are over, by finish reason of their last choice.
-        prompt_tokens: prompt tokens by source: ``computed``, ``local_cache``, ``transferred``,
+        received: Requests accepted.
+        finished: Requests that have ended, by finish reason of their last choice.
+        prompt_tokens: Prompt tokens by source: ``computed``, ``local_cache``, ``transferred``,
             ``store``.
-        cached_at_source: of the transferred ones, those that the source had in its cache.
-        generated: tokens put out.
-        preemptions: sequences whose blocks went to others.
-        load_failures: hand-overs and loads from a store that failed.
-        drafts: steps of a sequence with a draft.
-        draft_tokens: tokens of those.
-        accepted: how many were accepted, by place in the draft.
+        cached_at_source: Transferred prompt tokens that the source had in its prefix cache.
+        generated: Generated tokens.
+        preemptions: Preempted sequences.
+        load_failures: Failed loads, from hand-overs and stores.
+        drafts: Steps of a sequence with a draft.
+        draft_tokens: Tokens of these drafts.
+        accepted: Accepted draft tokens, by position in the draft.
     """
 
     received: int = 0
@@ -185,7 +185,7 @@ class Totals:
     accepted: Counter[int] = field(default_factory=Counter)
 
     def counters(self, speculative: SpeculativeConfig | None) -> dict[str, float]:
-        """By Prometheus name; what concerns drafts for an engine that makes some."""
+        """Totals by Prometheus name; those of drafts only if `speculative` is set."""
         values = {
             "kvbaton_requests_received_total": float(self.received),
             **_labelled("kvbaton_requests_finished_total", "reason", self.finished.items()),

@@ -1,8 +1,8 @@
-"""One step of the engine as data: what the scheduler tells the ranks, and what they answer.
+"""One step of the engine as data: the scheduler's plan for the ranks, and their result.
 
-A *sequence* is one choice of one request, named by a small integer handle that the scheduler
-assigns and never reuses. The runner of every rank keeps each sequence's tokens and block tables
-from step to step; a plan carries only what changed.
+A *sequence* is one choice of one request. The scheduler names it by a small integer handle that it
+never reuses. The runner of every rank keeps each sequence's tokens and block tables from step to
+step, so that a plan carries only what changed.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from kvbaton.messages.engine import Item, SamplingParams
 from kvbaton.types import TokenIds, TokenLogprobs
 
 WHOLE_TOKENS = 1024
-"""Most tokens of a step with prompts in one graph; longer prompts' attention has a faster kernel,
-and its layers, enqueued one by one, take the thread of a single rank about 11 ms."""
+"""Maximum number of tokens of a step with prompts that runs as one CUDA graph. Longer prompts have
+a faster attention kernel, but enqueueing their layers one by one takes the thread of a single rank
+about 11 ms."""
 
 
 class NewSequence(Struct, frozen=True, array_like=True):
-    """A sequence that the runner does not know yet (or again, after preemption).
+    """A sequence that the runner does not know yet, or not any more after preemption.
 
     Attributes:
-        handle: its name.
-        token_ids: all tokens known: the prompt, and what was generated so far.
-        num_prompt: how many of them are the prompt.
-        choice: index of the choice, for the noise.
-        params: sampling.
-        items: multimodal items of the prompt.
+        handle: Handle of the sequence.
+        token_ids: All known tokens: the prompt, and those generated so far.
+        num_prompt: Number of prompt tokens.
+        choice: Index of the choice, from which the sampling noise is derived.
+        params: Sampling parameters.
+        items: Multimodal items of the prompt.
     """
 
     handle: int
@@ -47,10 +48,10 @@ class NewSequence(Struct, frozen=True, array_like=True):
 
 
 class Fork(Struct, frozen=True, array_like=True):
-    """A new sequence that starts as a copy of another: same tokens, its own choice number.
+    """A new sequence that starts as a copy of another, with a choice index of its own.
 
-    The token at the end is the one that the parent's sampling gave for this choice. The child's
-    block tables come with its first `SequenceStep`, as for a new sequence.
+    Its tokens are the parent's, except that the last is the one sampled for this choice. Its block
+    tables come with its first `SequenceStep`, as for a new sequence.
     """
 
     parent: int
@@ -59,7 +60,7 @@ class Fork(Struct, frozen=True, array_like=True):
 
 
 class ItemRows(Struct, frozen=True, array_like=True):
-    """Where the encoder output of an item is: tokens [start, start + length) are its rows.
+    """Where an item's encoder output is: its rows are for tokens [start, start + length).
 
     Row r lies in ``blocks[r // block_size]`` of the encoder cache, at ``r % block_size``.
     """
@@ -70,19 +71,19 @@ class ItemRows(Struct, frozen=True, array_like=True):
 
 
 class SequenceStep(Struct, frozen=True, array_like=True):
-    """What to compute of one sequence.
+    """What a step computes of one sequence.
 
     Attributes:
-        handle: which.
-        start: position of the first token to compute; all before it are in the cache.
-        count: tokens to compute. For a decoding sequence 1 and those of its draft: the token
-            sampled last, which the runner has even when the scheduler does not know it yet.
-        new_blocks: per group, physical blocks to append to the block table.
-        num_samples: 0 for a chunk that does not end the known tokens; 1; or n at the end of a
-            prompt with n choices (noise of choices 0 .. n-1).
-        items: encoder outputs of all items that overlap the tokens to compute.
-        draft: what may come after a decoding sequence's last token. There is a sample after each
-            of them too, beside `num_samples`, which is 1.
+        handle: Handle of the sequence.
+        start: Position of the first token to compute; the KV of all tokens before is cached.
+        count: Number of tokens to compute. For a decoding sequence, 1 plus its draft tokens; the
+            first is the token sampled last, which the runner may know before the scheduler.
+        new_blocks: Per group, physical blocks to append to the block table.
+        num_samples: 0 for a chunk that ends before the last known token; else 1, or n at the end of
+            a prompt with n choices (with the noise of choices 0 .. n-1).
+        items: Encoder outputs of all items that overlap the tokens to compute.
+        draft: Tokens proposed after a decoding sequence's last token. One token is sampled after
+            each, in addition to `num_samples`, which is 1.
     """
 
     handle: int
@@ -95,11 +96,11 @@ class SequenceStep(Struct, frozen=True, array_like=True):
 
     @property
     def decodes(self) -> bool:
-        """Whether all that it computes is its last known token, and a draft."""
+        """Whether the step computes only the last known token, and perhaps a draft."""
         return self.count == 1 + len(self.draft)
 
     def apart(self) -> list[SequenceStep]:
-        """With a draft, one step for each token: each attends to those before it, as ever."""
+        """One step per token, if there is a draft: each token attends to those before it."""
         if not self.draft:
             return [self]
         return [
@@ -109,7 +110,7 @@ class SequenceStep(Struct, frozen=True, array_like=True):
 
 
 class BlockCopy(Struct, frozen=True, array_like=True):
-    """Copy one block before anything else in the step (a private copy of a shared tail)."""
+    """A copy of one block made before the step computes: a private copy of a shared tail."""
 
     group: int
     source: int
@@ -118,14 +119,14 @@ class BlockCopy(Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class StepColumns:
-    """Steps column by column, each [steps] int64.
+    """Fields of a plan's sequence steps as columns, each [steps] int64.
 
     Attributes:
-        starts: of each step.
-        counts: likewise.
-        samples: their `num_samples`.
-        known: tokens of each sequence after it, but for a draft's and what it samples.
-        new_blocks: index of a step, group, and its new blocks there, where there are some.
+        starts: `start` of each step.
+        counts: `count` of each step.
+        samples: `num_samples` of each step.
+        known: Known tokens of each sequence after the step, without draft and sampled tokens.
+        new_blocks: Index of a step, group, and new blocks; where there are any.
     """
 
     starts: npt.NDArray[np.int64]
@@ -136,10 +137,10 @@ class StepColumns:
 
     @staticmethod
     def of(steps: Sequence[SequenceStep]) -> StepColumns:
-        """Those of some steps."""
+        """The columns of some steps."""
         numbers = [(s.start, s.count, s.num_samples, len(s.draft)) for s in steps]
         table = np.array(numbers, np.int64).reshape(-1, 4)
-        table.flags.writeable = False  # all ranks have the same
+        table.flags.writeable = False  # shared by all ranks
         starts, counts, samples, drafts = table.T
         new_blocks = [
             (index, group, blocks)
@@ -154,13 +155,13 @@ class StepPlan(Struct, frozen=True, dict=True):
     """What the ranks do next: end, copy, fork, add, then compute.
 
     Attributes:
-        number: of the step.
-        ended: handles that the runner forgets first.
-        copies: block copies.
-        forks: new sequences made from others.
-        new: new sequences.
-        steps: what to compute; decoding sequences first, with drafts or without, then prompts.
-        masks: by handle, which tokens a grammar allows: [1 + draft, bytes] uint8, see `Grammars`.
+        number: Number of the step.
+        ended: Handles that the runner forgets first.
+        copies: Block copies.
+        forks: New sequences made from others.
+        new: New sequences.
+        steps: What to compute: decoding sequences first, with or without drafts, then prompts.
+        masks: By handle, tokens that the grammar allows: [1 + draft, bytes] uint8, see `Grammars`.
     """
 
     number: int
@@ -173,17 +174,17 @@ class StepPlan(Struct, frozen=True, dict=True):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens to compute in all."""
+        """Total number of tokens to compute."""
         return sum(step.count for step in self.steps)
 
     @cached_property
     def columns(self) -> StepColumns:
-        """Of `steps`: made once for all ranks whose threads share an interpreter."""
+        """`steps` as columns, made once for all ranks whose threads share an interpreter."""
         return StepColumns.of(self.steps)
 
     @cached_property
     def encoded(self) -> bytes:
-        """For ranks in processes of their own, once for all; they need no bytes of images."""
+        """The encoded plan, made once for all ranks in other processes; without image bytes."""
         new = [
             replace(each, items=tuple(replace(item, data=b"") for item in each.items))
             for each in self.new
@@ -192,7 +193,7 @@ class StepPlan(Struct, frozen=True, dict=True):
 
     @staticmethod
     def decode(data: bytes) -> StepPlan:
-        """The plan of which `data` is the encoded form."""
+        """The plan encoded in `data`."""
         return _decoder.decode(data)
 
 
@@ -210,15 +211,15 @@ _decoder = msgpack.Decoder(StepPlan, dec_hook=_of_parts)
 
 
 class Sampled(Struct, frozen=True, array_like=True):
-    """What one sequence's step sampled, or why it could not be computed.
+    """The result of one sequence's step: sampled tokens, or an error.
 
     Attributes:
-        handle: which.
-        token_ids: one per sample; with a draft those of its tokens that were accepted, and one.
-        logprobs: of those.
-        prompt_logprobs: of the prompt's tokens that follow those computed.
-        error: why it could not be computed.
-        error_code: see `messages.engine.Output`.
+        handle: Handle of the sequence.
+        token_ids: One per sample; with a draft, its accepted tokens and the one sampled after them.
+        logprobs: Logprobs of those tokens.
+        prompt_logprobs: Logprobs of the prompt tokens that follow the computed ones.
+        error: Why the sequence could not be computed.
+        error_code: See `messages.engine.Output`.
     """
 
     handle: int
@@ -230,12 +231,13 @@ class Sampled(Struct, frozen=True, array_like=True):
 
 
 class StepResult(Struct, frozen=True):
-    """What the ranks answer.
+    """The result of a step.
 
     Attributes:
-        number: of the step.
-        sampled: in the order of the plan's steps that sample, or have prompt logprobs to report.
-        device_s: how long the first rank's device was at it; 0 if that was not measured.
+        number: Number of the step.
+        sampled: Results in the order of the plan's steps, of those that sample or have prompt
+            logprobs to report.
+        device_s: Seconds that the first rank's device took; 0 if not measured.
     """
 
     number: int

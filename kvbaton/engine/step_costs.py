@@ -1,13 +1,12 @@
-"""How long steps take by what is in them, learned from steps that are tried, and from all others.
+"""How long steps take by what is in them, learned from trial steps and from all steps that run.
 
-A step's seconds are modelled as a sum of five terms, each a count that the plan gives times a cost:
-the step itself, tokens of prompts, the context that these attend to, decoding sequences, and their
-context.
+The seconds of a step are modelled as a sum of five terms. Each is a count that the plan gives times
+a cost: the step itself, prompt tokens, the context that these attend to, decoding sequences, and
+their context.
 
-Some steps are tried before the first request, so that a node knows from the start what they take.
-They go the way of all steps, through all ranks, on a pool that nobody uses yet. As long as there is
-time each is run twice, and the quicker one counts: on a machine that others use, too, the other one
-may have had to wait.
+Trial steps run before the first request, so that a node knows its costs from the start. They take
+the way of all steps, through all ranks, on a pool that nothing uses yet. While there is time each
+runs twice and the quicker one counts, since other users of the machine may have delayed the other.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from kvbaton.messages.engine import SamplingParams
 from kvbaton.messages.nodes import STEP_COSTS
 
 MEMORY = 0.997
-"""The last 300 steps or so matter."""
+"""Factor by which an observation's weight fades per step: about the last 300 steps count."""
 MIN_STEPS = 8
 
 Terms = tuple[float, float, float, float, float]
 
 
 def terms_of(steps: Sequence[SequenceStep]) -> Terms:
-    """The counts of a step's plan, in the order of `STEP_COSTS`."""
+    """Counts of a step, in the order of `STEP_COSTS`."""
     tokens = context = kv = sequences = 0
     for step in steps:
         if step.count == 1:
@@ -43,37 +42,37 @@ def terms_of(steps: Sequence[SequenceStep]) -> Terms:
 
 
 def step_costs() -> CostFit:
-    """To be told of steps, by `terms_of`."""
+    """An empty model of step times, to be fed with `terms_of` each step."""
     return CostFit(STEP_COSTS, MEMORY, MIN_STEPS)
 
 
 # --- trials ---
 
 TRIAL_S = 0.25
-"""A kind of step is not tried any larger if that would let all of its trials take longer, once it
-is known what prompts cost."""
+"""Seconds for the trials of each kind (decode, prefill). Larger steps are not tried if all trials
+together would take longer, once the cost of prompt tokens is known."""
 PROMPTS = (16, 64, 256, 1024)
 PREFIX = 7168
-"""Tokens before the end of a prompt that is tried last."""
+"""Tokens before the part of a prompt that the last prefill trial computes."""
 SEQUENCES = (1, 4, 16, 64)
 CONTEXT = 2048
-"""Tokens before each of the most sequences that decode, likewise."""
+"""Tokens of context of each sequence in the last decode trial."""
 LONGER = 1.5
-"""What a step takes longer with such a context, as far as is known before it is tried."""
+"""Expected ratio of a trial's time with context to its time without, before it is run."""
 SLOWER = 1.1
-"""A prompt's tokens cost something if its step takes so many times the quickest one's: few are
-computed while the weights are read, and by these alone prompts would be free."""
+"""A prompt's tokens are known to cost time if its step takes this multiple of the quickest one. The
+first few are computed while weights are read; by these alone, prompts would seem free."""
 GREEDY = SamplingParams(temperature=0.0)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A step of equal sequences.
+    """A trial step of equal sequences.
 
     Attributes:
-        count: tokens that each computes.
-        context: tokens before them, whole blocks.
-        sequences: how many.
+        count: Tokens that each sequence computes.
+        context: Tokens before them, in whole blocks.
+        sequences: Number of sequences.
     """
 
     count: int
@@ -82,27 +81,28 @@ class Trial:
 
     @property
     def tokens(self) -> int:
-        """That it computes."""
+        """Total number of tokens that the step computes."""
         return self.count * self.sequences
 
 
 def try_steps(
     run: Callable[[StepPlan], float], limits: SchedulerConfig
 ) -> list[tuple[Terms, float]]:
-    """What steps take by what is in them, for `CostFit.start`.
+    """Run trial steps; returns (terms, seconds) of each, for `CostFit.start`.
 
     Args:
-        run: runs a step on all ranks and returns its seconds.
-        limits: of steps.
+        run: Runs a step on all ranks and returns its seconds.
+        limits: Settings that limit steps.
     """
-    # Of two steps that decode it can be told what each takes for itself.
-    return _climb(run, limits, _texts(limits), 2) + _climb(run, limits, _prompts(limits), 1)
+    # Two decode trials tell the cost of a sequence from that of the step itself.
+    decode = _climb(run, limits, _decode_trials(limits), 2)
+    return decode + _climb(run, limits, _prefill_trials(limits), 1)
 
 
 def _climb(
     run: Callable[[StepPlan], float], limits: SchedulerConfig, trials: Iterable[Trial], least: int
 ) -> list[tuple[Terms, float]]:
-    """Try larger and larger steps of a kind, at least so many, as long as they are quick."""
+    """Run trials of a kind in order of size, at least `least`, until they take too long."""
     found, spent, done = list[tuple[Terms, float]](), 0.0, list[Trial]()
     for trial in trials:
         if len(done) >= least and spent + _guess(trial, done, found) > TRIAL_S:
@@ -120,7 +120,7 @@ def _climb(
     found = _plausible(done, found)
     if done and done[-1].context:
         return found
-    # What the tokens cost can't be told from what their context does.
+    # Without a trial with context, the cost of context can't be told from that of tokens.
     return [
         ((step, tokens, 0.0, sequences, 0.0), s) for (step, tokens, _, sequences, _), s in found
     ]
@@ -129,10 +129,10 @@ def _climb(
 def _plausible(
     done: Sequence[Trial], found: Sequence[tuple[Terms, float]]
 ) -> list[tuple[Terms, float]]:
-    """Without what noise alone explains, of which a fit could make steps that cost nothing.
+    """Trial results without noise from which a fit could conclude that steps cost nothing.
 
-    No step takes longer than a larger one does. And of the quickest step that decodes half is taken
-    to be the step's own at least, so that another one takes less than its tokens would alone.
+    No step may take longer than a larger one. At least half of the quickest decode trial is taken
+    as the cost of the step itself, so that adding sequences costs less than separate steps would.
     """
     kept = list(found)
     for i in range(len(done) - 1, 0, -1):
@@ -145,7 +145,7 @@ def _plausible(
 
 
 def _guess(trial: Trial, done: Sequence[Trial], found: Sequence[tuple[Terms, float]]) -> float:
-    """Seconds that a trial will take, by those before it."""
+    """Expected seconds of a trial, extrapolated from those before it."""
     before, (_, took) = done[-1], found[-1]
     if trial.context:
         return LONGER * took
@@ -156,13 +156,13 @@ def _guess(trial: Trial, done: Sequence[Trial], found: Sequence[tuple[Terms, flo
 
 
 def _pool(limits: SchedulerConfig) -> tuple[int, int]:
-    """Tokens of a block, and how many blocks each group could have for itself."""
+    """Tokens per block, and blocks that each group has if they share the pool equally."""
     group = limits.groups[0]
     return group.block_size, (group.num_blocks - 1) // len(limits.groups)
 
 
-def _texts(limits: SchedulerConfig) -> Iterator[Trial]:
-    """Sequences that decode: more and more, then with a context."""
+def _decode_trials(limits: SchedulerConfig) -> Iterator[Trial]:
+    """Decode trials: more and more sequences, then the same number with a context."""
     size, blocks = _pool(limits)
     most = min(SEQUENCES[-1], limits.max_num_seqs, limits.max_num_batched_tokens)
     most = min(most, blocks // -(-2 // size))
@@ -176,8 +176,8 @@ def _texts(limits: SchedulerConfig) -> Iterator[Trial]:
             yield Trial(1, context, most)
 
 
-def _prompts(limits: SchedulerConfig) -> Iterator[Trial]:
-    """A prompt: longer and longer, then the end of a longer one."""
+def _prefill_trials(limits: SchedulerConfig) -> Iterator[Trial]:
+    """Prefill trials: longer and longer prompts, then the last part of a long one."""
     size, blocks = _pool(limits)
     longest = min(limits.max_model_len, blocks * size)
     most = min(PROMPTS[-1], longest, limits.max_num_batched_tokens)
@@ -192,10 +192,10 @@ def _prompts(limits: SchedulerConfig) -> Iterator[Trial]:
 
 
 def _plans(trial: Trial, limits: SchedulerConfig) -> Iterator[StepPlan]:
-    """Sequences come, compute, compute once more, and end.
+    """Plans of a trial: add the sequences, compute, compute again, and end them.
 
-    A prompt computes the same again, a decoding sequence its next token: so nothing is written that
-    does not follow what its block holds. What the contexts hold is whatever the pool does.
+    The second time a prompt computes the same tokens and a decoding sequence its next one, so that
+    every write fits the content of its block. The context is whatever the pool contains.
     """
     (size, _), groups = _pool(limits), len(limits.groups)
     goes_on = trial.count == 1
@@ -203,7 +203,7 @@ def _plans(trial: Trial, limits: SchedulerConfig) -> Iterator[StepPlan]:
     blocks = -(-(known + goes_on) // size)
     new, first, again = [], [], []
     for number in range(trial.sequences):
-        handle = -1 - number  # a scheduler's are positive
+        handle = -1 - number  # the scheduler's handles are positive
         new.append(NewSequence(handle, array("I", [1]) * known, known, 0, GREEDY))
         starts = (1 + (number * groups + group) * blocks for group in range(groups))
         tables = tuple(tuple(range(start, start + blocks)) for start in starts)

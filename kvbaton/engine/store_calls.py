@@ -1,8 +1,9 @@
-"""A store as a node calls it: whatever a plug-in does, what comes of it fits or is a `StoreError`.
+"""Calls of a store: whatever a plug-in does, the result is valid or a `StoreError`.
 
-A plug-in may raise anything, in a call or from its future, return what is no future, or answer for
-fewer keys than it was asked for. Each is logged with the first key and the store's name, counted by
-call, and costs hits, not the node. `health` and `usage` have a thread of their own, which may hang.
+A plug-in may raise anything, in a call or from its future, return something that is not a future,
+or answer for fewer keys than it was asked for. Each such failure is logged with the first key and
+the store's name and counted by call. It costs cache hits, not the node. `health` and `usage` run in
+a thread of their own, which may hang.
 """
 
 from __future__ import annotations
@@ -38,20 +39,20 @@ from kvbaton.messages.engine import HistogramCounts
 
 T = TypeVar("T")
 Wait = Future[Any] | Callable[[], bool]
-"""What a job waits for: a future, or something to be asked again and again."""
+"""What a job waits for: a future, or a function to be polled."""
 Job = Generator[Wait, None, T]
 
 LOOK_S = 0.0005
-"""From a first look at what can't wake the thread, sums and copies of a device, to the second."""
+"""Seconds from the first to the second poll of what can't wake the thread (sums, device copies)."""
 LOOK_GROWTH = 1.25
-"""Each pause is so much longer than the one before: every look disturbs the steps."""
+"""Factor by which pauses between polls grow, since every poll disturbs the steps."""
 MOST_LOOK_S = 0.02
 
 
 class JobLoop:
-    """Runs jobs, and what other threads post, in the thread that calls `run`.
+    """Runs jobs, and calls that other threads post, in the thread that calls `run`.
 
-    A job is a generator that yields what it waits for, and goes on when that is over.
+    A job is a generator that yields what it waits for, and is resumed when that is over.
     """
 
     def __init__(self) -> None:
@@ -63,21 +64,21 @@ class JobLoop:
 
     @property
     def num_jobs(self) -> int:
-        """How many wait for something."""
+        """Number of jobs that wait for something."""
         return len(self._jobs)
 
     def post(self, call: Callable[[], object]) -> None:
-        """Have something called in the loop's thread; any thread may."""
+        """Have a function called in the loop's thread; from any thread."""
         self._inbox.append(call)
         self._wake.set()
 
     def stop(self) -> None:
-        """Have `run` return soon; any thread may. Jobs that wait then are left as they are."""
+        """Make `run` return soon; from any thread. Waiting jobs are abandoned."""
         self._stopping = True
         self._wake.set()
 
     def run(self) -> None:
-        """Make calls and go on with jobs until `stop`; what they raise comes through."""
+        """Make posted calls and resume jobs until `stop`; raises what they raise."""
         while not self._stopping:
             asked = any(not isinstance(wait, Future) for wait in self._jobs.values())
             woken = self._wake.wait(self._pause_s if asked else None)
@@ -89,7 +90,7 @@ class JobLoop:
                 self.go_on(job)
 
     def go_on(self, job: Job[None]) -> None:
-        """Begin a job or go on with it, up to the next thing that it really has to wait for."""
+        """Start or resume a job, until it has to wait for something."""
         parked = wait = self._jobs.pop(job, None)
         error: Exception | None = None
         try:
@@ -111,7 +112,7 @@ class JobLoop:
             wait.add_done_callback(lambda _: self._wake.set())
 
     def side_by_side(self, jobs: Iterator[Job[None]], most: int) -> Job[None]:
-        """Run jobs, so many at a time, each as far as it gets before the next begins."""
+        """Run jobs, at most `most` at a time; each goes as far as it can before the next starts."""
         lanes, over = [True] * most, Future[None]()
 
         def lane() -> Job[None]:
@@ -129,21 +130,21 @@ class JobLoop:
 logger = logging.getLogger(__name__)
 
 PAUSE_S = 1.0
-"""After the first failure; doubled with each further one in a row."""
+"""Seconds to leave a store alone after a first failure; doubled with each further one in a row."""
 MOST_PAUSE_S = 60.0
 
 
 class CircuitBreaker:
-    """Leaves alone what fails, for longer each time (M. Nygard, "Release It!", 2007).
+    """Leaves a failing store alone, for longer each time (M. Nygard, "Release It!", 2007).
 
-    Closed while all is well; open from a failure until a trial after the pause has worked.
+    Closed while calls work; open from a failure until a trial after the pause has worked.
 
     Args:
-        what: whose calls these are, for the log.
+        what: What the calls are, for the log.
 
     Attributes:
-        is_open: whether nobody is to ask.
-        opened: how often it has opened.
+        is_open: Whether the store must not be called.
+        opened: How often the breaker has opened.
     """
 
     def __init__(self, what: str) -> None:
@@ -154,11 +155,11 @@ class CircuitBreaker:
         self._until = 0.0
 
     def due(self, now: float) -> bool:
-        """Whether it is open and it is time for a trial."""
+        """Whether it is open and a trial is due."""
         return self.is_open and now >= self._until
 
     def failed(self, now: float, reason: str) -> None:
-        """A call failed. What was on its way when it opened does not lengthen the pause."""
+        """Note a failed call; calls made before the breaker opened do not prolong the pause."""
         if self.is_open and now < self._until:
             return
         self.opened += not self.is_open
@@ -167,13 +168,13 @@ class CircuitBreaker:
         self._pause = min(2 * self._pause, MOST_PAUSE_S)
 
     def close(self) -> None:
-        """A trial has worked; if the next call fails, the pause is longer still."""
+        """Close after a successful trial; if the next call fails, the pause is longer still."""
         if self.is_open:
             logger.info("%s: asked again, since one has worked", self._what)
         self.is_open = False
 
     def worked(self) -> None:
-        """A call has worked: all is well."""
+        """Close after a successful call, and forget earlier failures."""
         self.close()
         self._pause = PAUSE_S
 
@@ -184,28 +185,29 @@ TIMED = ("lookup", "load", "store", "delete", "claim", "clear")
 CALLS = ("register", *TIMED, "release", "health", "usage", "close")
 CALL_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 MOST_METRICS = 64
-"""Of each kind that a store has of its own, and tenants."""
+"""Maximum number of a store's own metrics of each kind, and of its tenants."""
 WARN_S = 10.0
-"""Between two lines in the log about failures of one call, or about wrong bytes."""
+"""Seconds between log lines about failures of one call, or about wrong bytes."""
 SLOW_S = 0.1
-"""`health` and `usage` never block; who takes longer is asked less often."""
+"""Longest time in seconds for `health` and `usage`, which must not block; slower stores are asked
+less often."""
 OVERDUE_S = 5.0
-"""A store that owes an answer to `health` or `usage` for so long counts as not healthy."""
+"""Seconds without an answer to `health` or `usage` after which a store counts as unhealthy."""
 
 
 class StoreCalls:
-    """Calls of one store, in jobs of the thread that makes them.
+    """Calls of one store, as jobs of the thread that makes them.
 
     Args:
-        store: as it was built.
+        store: The store, as built.
 
     Attributes:
-        name: of the store.
-        capabilities: as they were when it was built.
-        errors: how many calls went wrong, by call.
+        name: Name of the store.
+        capabilities: Capabilities as declared when it was built.
+        errors: Number of failed calls, by call.
 
     Raises:
-        ConfigError: its name or its capabilities are none.
+        ConfigError: The store's name or its capabilities are invalid.
     """
 
     def __init__(self, store: Store) -> None:
@@ -223,7 +225,7 @@ class StoreCalls:
         self._warn_at: dict[str, float] = {}
 
     def register(self, regions: AnyPieces) -> bool:
-        """`Registering.register`, of a store that has it; one that fails works without.
+        """Call `Registering.register` if the store has it; a store that fails works without.
 
         Returns:
             Whether it did not fail.
@@ -234,16 +236,16 @@ class StoreCalls:
         return self.attempt("register", lambda: plugin.register(regions)) is None
 
     def histograms(self) -> dict[str, HistogramCounts]:
-        """How long calls took until their futures were done, by Prometheus name."""
+        """Time from calls to the completion of their futures, by Prometheus name."""
         head = f'kvbaton_store_call_seconds{{store="{self.name}",call='
         return {f'{head}"{call}"}}': seen.counts() for call, seen in self._seconds.items()}
 
     def lookup(
         self, keys: Sequence[bytes], *, prefix: bool = False, pin: bool = False
     ) -> Job[Found]:
-        """`Store.lookup`; with `pin` it pins what it finds if the store can.
+        """Call `Store.lookup`; with `pin`, pins what it finds if the store can.
 
-        With `prefix` answers after the first False are False, too, where the store can stop there.
+        With `prefix`, a store that can stop at the first gap answers False for what follows.
         """
         options: dict[str, Any] = {"pin": pin and self.capabilities.pins}
         if prefix and self.capabilities.prefix:
@@ -261,13 +263,13 @@ class StoreCalls:
         begun: Callable[[Future[list[bool]]], object] = lambda _: None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> Job[list[bool]]:
-        """`Store.load`.
+        """Call `Store.load`.
 
         Args:
-            keys: of the objects.
-            targets: their memory; `Memory` only for a store that declares it.
-            begun: takes its future.
-            cancelled: whether somebody has cancelled that: then that it was is no error.
+            keys: Keys of the objects.
+            targets: Their memory; `Memory` only for a store that declares it.
+            begun: Called with the store's future.
+            cancelled: Whether the future was cancelled by us, so that its error does not count.
         """
 
         def begin() -> Future[list[bool]]:
@@ -280,36 +282,36 @@ class StoreCalls:
     def store(
         self, keys: Sequence[bytes], sources: Sequence[AnyPieces], hints: Sequence[Hints]
     ) -> Job[list[bool]]:
-        """`Store.store`, which is given hints if it takes them."""
+        """Call `Store.store`, with hints if the store takes them."""
         options: Any = {"hints": hints} if self.capabilities.hints else {}
         pieces = cast("Sequence[Pieces]", sources)
         begin = partial(self.plugin.store, keys, pieces, **options)
         return self._ask("store", keys, begin, partial(_answers, keys))
 
     def claim(self, keys: Sequence[bytes]) -> Job[list[bool]]:
-        """`Claiming.claim`, of a store that declares it."""
+        """Call `Claiming.claim` of a store that declares it."""
         plugin: Any = self.plugin
         return self._ask("claim", keys, lambda: plugin.claim(keys), partial(_answers, keys))
 
     def clear(self, namespace: str) -> Job[int]:
-        """`Namespaced.clear`, of a store that declares it."""
+        """Call `Namespaced.clear` of a store that declares it."""
         plugin: Any = self.plugin
         return self._ask("clear", (), lambda: plugin.clear(namespace), int)
 
     def delete(self, keys: Sequence[bytes]) -> Job[int]:
-        """`Store.delete`."""
+        """Call `Store.delete`."""
         return self._ask("delete", keys, lambda: self.plugin.delete(keys), int)
 
     def release(self, ticket: int) -> None:
-        """`Store.release`."""
+        """Call `Store.release`."""
         self.attempt("release", lambda: self.plugin.release(ticket))
 
     def close(self) -> None:
-        """`Store.close`."""
+        """Call `Store.close`."""
         self.attempt("close", self.plugin.close)
 
     def attempt(self, call: str, action: Callable[[], object]) -> str | None:
-        """Make a call that has no answer; returns what it raised, as `note` does, if it did."""
+        """Make a call without answer; returns the text of `note` if it failed, else None."""
         try:
             action()
         except BaseException as error:
@@ -317,7 +319,7 @@ class StoreCalls:
         return None
 
     def note(self, call: str, error: BaseException, keys: Sequence[bytes] = ()) -> str:
-        """Count and log what went wrong; returns it as text."""
+        """Count and log an error; returns its text."""
         about = f" of {len(keys)} keys, first {keys[0].hex()}" if keys else ""
         text = as_written(f"{call}{about} at {self.name} failed: {error_text(error)}")
         self.errors[call] += 1
@@ -325,14 +327,14 @@ class StoreCalls:
         return text
 
     def note_corrupt(self, keys: Sequence[bytes]) -> None:
-        """Log that the store gave back other bytes than were saved under these keys."""
+        """Log that the store returned other bytes than were saved under these keys."""
         told = f"{len(keys)} blocks of a load, first {keys[0].hex()}, are not what was saved"
         self._warn("corrupt", f"{self.name} gave wrong bytes: {told}; they are computed anew")
 
     def _warn(self, subject: str, text: str, error: BaseException | None = None) -> None:
         if (now := time.monotonic()) >= self._warn_at.get(subject, 0.0):
             self._warn_at[subject] = now + WARN_S
-            # A bug of the plug-in: its author wants to see where.
+            # An error that is no StoreError is a bug of the plug-in: log where it was raised.
             bug = error if not isinstance(error, StoreError) else None
             trace = ["\n", *traceback.format_exception(bug)] if bug else []
             logger.warning("%s", as_written("".join([text, *trace])))
@@ -346,8 +348,8 @@ class StoreCalls:
         cancelled: Callable[[], bool] = lambda: False,
     ) -> Job[T]:
         began = time.monotonic()
-        done = Future[None]()  # ours: what the loop asks of a plug-in's could raise, too
-        # A plug-in's sys.exit() must not end our thread either, nor its GeneratorExit this job.
+        done = Future[None]()  # our own, since even queries of a plug-in's future could raise
+        # Catch all: a plug-in's sys.exit() must not end our thread, nor GeneratorExit this job.
         try:
             future = begin()
             if not isinstance(future, Future):
@@ -372,14 +374,14 @@ def _answers(keys: Sequence[bytes], answers: Sequence[object]) -> list[bool]:
 
 
 class StoreStatus:
-    """What a store says of itself, asked for in a thread of its own.
+    """Health and usage of a store, asked for in a thread of their own.
 
     Args:
-        calls: of the store.
+        calls: Calls of the store.
 
     Attributes:
-        trouble: why it can't serve, as it said last; None if it can.
-        usage: what it holds, as it said last.
+        trouble: Why the store can't serve, by its last answer; None if it can.
+        usage: What the store holds, by its last answer.
     """
 
     def __init__(self, calls: StoreCalls) -> None:
@@ -393,12 +395,12 @@ class StoreStatus:
         self._thread = threading.Thread(target=self._run, name="kvbaton-store-status", daemon=True)
 
     def start(self) -> None:
-        """Begin, with a first question."""
+        """Start the thread, with a first question."""
         self._wake.set()
         self._thread.start()
 
     def refresh(self) -> None:
-        """Have it asked again, unless it must be left alone; never blocks."""
+        """Have the store asked again, unless it has to be left alone; never blocks."""
         now, asked_at = time.monotonic(), self._asked_at
         if asked_at is not None and now - asked_at > OVERDUE_S:
             self.trouble = "it owes an answer to health or usage"
@@ -406,7 +408,7 @@ class StoreStatus:
             self._wake.set()
 
     def gauges(self) -> dict[str, float]:
-        """Values now by Prometheus name; what the store can't tell is left out."""
+        """Current values by Prometheus name; without those that the store can't tell."""
         usage, label = self.usage, f'store="{self._calls.name}"'
         values = {
             "objects": usage.objects,
@@ -422,7 +424,7 @@ class StoreStatus:
         return {name: float(value) for name, value in told.items()}
 
     def counters(self) -> dict[str, float]:
-        """Totals of the store's own, by Prometheus name."""
+        """Totals of the store's own counters, by Prometheus name."""
         tail = f'_total{{store="{self._calls.name}"}}'
         counters = self.usage.counters.items()
         return {f"kvbaton_store_plugin_{name}{tail}": float(value) for name, value in counters}
@@ -472,10 +474,10 @@ _METRIC, _LABEL = re.compile("[a-z][a-z0-9_]{0,63}"), re.compile(r"[\w.-]{1,64}"
 
 
 def _bounded(values: Mapping[str, N], names: re.Pattern[str]) -> dict[str, N]:
-    """The first few values, if a metrics page can show them.
+    """The first `MOST_METRICS` values, checked for a metrics page.
 
     Raises:
-        ValueError: it can't.
+        ValueError: A metrics page can't show a name or a value.
     """
     for name, value in values.items():
         if names.fullmatch(name) is None or not math.isfinite(value):

@@ -1,17 +1,17 @@
-"""Keeps blocks in a store and takes them from there: what is looked up, loaded and saved.
+"""Loads blocks from a store and saves blocks to it: decides what is looked up and loaded.
 
-A request that the local cache does not cover is looked up when it arrives. It is out of the queue
-until the answer or a deadline, so nobody waits behind it. What the store holds beyond the local
-prefix is loaded into blocks that are marked *incoming*, as those of a hand-over are; once it is
-verified it goes to the prefix cache, and the request goes back to the queue and finds it there.
-Who wants the same blocks meanwhile waits for that load. After a load's deadline the request goes on
-without it, but the blocks stay incoming until the store is done with them.
+A request that the local prefix cache does not cover is looked up when it arrives. It is parked
+until the answer or a deadline, so that nothing in the queue waits behind it. What the store has
+beyond the local prefix is loaded into blocks that are marked *incoming*, as in a hand-over. Once
+verified, it is added to the prefix cache, and the request returns to the queue and finds it there.
+Other requests that want the same blocks wait for that load. After the load's deadline the request
+goes on without it, but the blocks stay incoming until the store is done with them.
 
-The target of a hand-over leaves what it is given to its source: it does not look its prompt up,
-unless the hand-over fails.
+If the store is shared, the target of a hand-over does not look its prompt up, since its source
+does, unless the hand-over fails.
 
-This decides and does no I/O, nor does `store_saves.py`, which decides what is saved;
-`store_worker.py` carries the orders out.
+This module and `store_saves.py`, which decides what is saved, do no I/O; `store_worker.py` carries
+their orders out.
 """
 
 from __future__ import annotations
@@ -47,16 +47,17 @@ from kvbaton.messages.engine import HistogramCounts, Output
 logger = logging.getLogger(__name__)
 
 LATE_S = 60.0
-"""A node with a quarter of its blocks in loads that are late by more is unhealthy, as one with so
-many in quarantine is: what the store may still write can't be taken from it but by a restart."""
+"""Seconds of delay after which a load counts as overdue. If a quarter of the pool is in overdue
+loads, the node is unhealthy, as with that much in quarantine: only a restart can take the blocks
+from a store that may still write them."""
 UNHEALTHY_SHARE = 4
 RETRY_S = 5.0
-"""For so long nobody tries to load an object that was bad or late."""
+"""Seconds for which an object that was wrong or late is not loaded again."""
 
 
 @dataclass(eq=False, kw_only=True)
 class _Lookup(LookUp):
-    """A lookup on its way: of tokens from `start` on."""
+    """A lookup in progress, for tokens from `start` on."""
 
     sequence: Sequence
     start: int
@@ -64,9 +65,9 @@ class _Lookup(LookUp):
 
 @dataclass(eq=False, kw_only=True)
 class _StoreLoad(LoadBlocks):
-    """A load on its way; `over` once the request goes on without it.
+    """A load in progress; `over` once the request goes on without it.
 
-    `marks` are the keys of group 0 of all tokens that it is about, whether they are loaded or not.
+    `marks` are the keys in group 0 of all tokens that the load covers, loaded or not.
     """
 
     load: Load
@@ -77,20 +78,20 @@ class _StoreLoad(LoadBlocks):
 
 @dataclass(eq=False, kw_only=True)
 class _Probe(ProbeStore):
-    """A probe on its way; `late` once it counts as failed."""
+    """A probe in progress; `late` once it counts as failed."""
 
     late: bool = False
 
 
 class StoreConnector(KVConnector):
-    """Decides what is looked up, loaded and saved.
+    """Decides what is looked up and loaded, and lets `StoreSaves` decide what is saved.
 
     Args:
-        scheduler: has the live requests.
-        worker: carries orders out.
-        lookup_timeout_s: how long a request waits for a lookup.
-        load_timeout_s: how long it waits for a load.
-        ttl_s: how long objects are to stay; None for ever.
+        scheduler: Scheduler of the live requests.
+        worker: Carries orders out.
+        lookup_timeout_s: Seconds that a request waits for a lookup.
+        load_timeout_s: Seconds that a request waits for a load.
+        ttl_s: Seconds after which saved objects expire; None for never.
     """
 
     name = "store"
@@ -113,7 +114,7 @@ class StoreConnector(KVConnector):
         self._blocks = scheduler.blocks
         self._clock = scheduler.clock
         self._lookups: set[_Lookup] = set()
-        self._stored: dict[Request, range] = {}  # tokens beyond the local cache, while unused
+        self._stored: dict[Request, range] = {}  # tokens to load beyond the local prefix
         self._loads: set[_StoreLoad] = set()
         self._loading: dict[bytes, _StoreLoad] = {}
         self._pins: list[tuple[Request, list[int]]] = []
@@ -131,14 +132,14 @@ class StoreConnector(KVConnector):
 
     @override
     def added(self, sequence: Sequence) -> bool:
-        """Ask for what the local cache lacks of a new request; False if there is nothing to ask."""
+        """Look up what the local cache lacks of a new request; False if there is nothing."""
         transfer = sequence.request.spec.transfer
         given = self._shared and transfer is not None and transfer.role == "target"
         return not given and self.load_failed(sequence)
 
     @override
     def load_failed(self, sequence: Sequence) -> bool:
-        """Ask for what the local cache lacks of a request; False if there is nothing to ask."""
+        """Look up what the local cache lacks of a request; False if there is nothing."""
         if not (self._blocks.caching and sequence.request.reads_cache):
             return False
         now = self._clock()
@@ -150,7 +151,7 @@ class StoreConnector(KVConnector):
         runs = self._runs(sequence, start, total - total % self._blocks.alignment)
         if not any(run.keys for run in runs):
             return False
-        if self._reads.is_open:  # this request waits for nothing, but lends its keys to a probe
+        if self._reads.is_open:  # the request does not wait, but a probe uses its keys
             self._counts["lookups skipped"] += 1
             deadline = now + self._lookup_timeout_s + self._load_timeout_s
             self._probe = _Probe(runs=runs, deadline=deadline)
@@ -166,9 +167,9 @@ class StoreConnector(KVConnector):
     def _runs(
         self, sequence: Sequence, start: int, end: int, position: int = 0
     ) -> tuple[BlockRun, ...]:
-        """Blocks of tokens [start, end), per group; physical ones as far as there are any.
+        """Runs of tokens [start, end), per group; with physical blocks as far as there are any.
 
-        Left out is what the token at `position` does not attend to.
+        Blocks that the token at `position` does not attend to are left out.
         """
         runs = []
         for g, group in enumerate(self._blocks.groups):
@@ -202,13 +203,13 @@ class StoreConnector(KVConnector):
     def _prefix_end(
         self, sequence: Sequence, start: int, runs: SequenceOf[BlockRun], good: list[bool]
     ) -> int:
-        """Where the tokens end that are usable with what a store has.
+        """End of the usable tokens, given what the store has.
 
         Args:
-            sequence: whose.
-            start: its tokens up to there are here.
-            runs: what a store was asked for, one run per group.
-            good: whether each of their blocks is there, group after group.
+            sequence: The sequence.
+            start: Tokens before this position are in the local cache.
+            runs: What the store was asked for, one run per group.
+            good: Whether each of the runs' blocks is there, group after group.
         """
         hits, at = list[list[int]](), 0
         for group, run in zip(self._blocks.groups, runs, strict=True):
@@ -222,7 +223,7 @@ class StoreConnector(KVConnector):
         return self._blocks.usable(hits, len(sequence.tokens))
 
     def _give_up_asking(self, lookup: _Lookup, outcome: str, reason: str) -> None:
-        """The request goes on without the store, and so do others for a while."""
+        """Let the request go on without the store, and further ones too for a while."""
         self._lookups.remove(lookup)
         self._counts[f"lookups {outcome}"] += 1
         self._reads_fail("lookup", reason)
@@ -233,7 +234,7 @@ class StoreConnector(KVConnector):
         self._reads.failed(self._clock(), reason)
 
     def _note_read(self, call: str) -> None:
-        """A call of a request has worked. While loads fail, lookups that work prove nothing."""
+        """Note a request's successful call. While loads fail, successful lookups do not count."""
         if call == self._failed_call and not self._reads.is_open:
             self._reads.worked()
 
@@ -241,7 +242,7 @@ class StoreConnector(KVConnector):
 
     @override
     def match(self, sequence: Sequence, num_cached: int) -> int | None:
-        """What the store holds beyond a prefix; None while it is loaded for another one."""
+        """Tokens that the store has beyond a prefix; None while another request loads them."""
         stored = self._stored.get(sequence.request, range(0))
         if not stored.start <= num_cached < stored.stop:
             return 0
@@ -280,7 +281,7 @@ class StoreConnector(KVConnector):
         self._saves.finished(request)
 
     def _loaded(self, load: _StoreLoad) -> list[Output]:
-        """The store touches the blocks no more: free them, and use what is right of them."""
+        """Release the blocks, which the store does not write any more, and use the good ones."""
         self._loads.remove(load)
         self._blocks.release_incoming(load.load.spans)
         keys = [(run.group, key) for run in load.runs for key in run.keys]
@@ -306,7 +307,7 @@ class StoreConnector(KVConnector):
         return self._finish(load, valid, load.error or "blocks are missing or corrupt", failed)
 
     def _finish(self, load: _StoreLoad, valid: int, reason: str, failed: bool) -> list[Output]:
-        """Let the request go on with `valid` tokens, and those who waited with it."""
+        """Let the request go on with `valid` tokens, and release those that waited for the load."""
         load.over = True
         size = self._blocks.groups[0].block_size
         for end, key in enumerate(load.marks, start=load.load.start // size + 1):
@@ -367,7 +368,7 @@ class StoreConnector(KVConnector):
         return outputs + self._saves.fail_crowded_out(now)
 
     def _expire(self, now: float) -> list[Output]:
-        """Go on without what is late; stop what nobody wants any more."""
+        """Go on without overdue lookups and loads; cancel loads that are no longer wanted."""
         for lookup in [lookup for lookup in self._lookups if lookup.deadline <= now]:
             self._give_up_asking(lookup, "late", "a lookup was late")
         outputs: list[Output] = []
@@ -385,7 +386,7 @@ class StoreConnector(KVConnector):
             self._probe.late = True
             self._reads.failed(now, "a probe was late")
         self._bad = {key: until for key, until in self._bad.items() if until > now}
-        # Pins last until their request is loaded, runs, or is over.
+        # Keep pins until their request is loaded, runs or has ended.
         loading = {load.load.sequence.request for load in self._loads}
         kept = []
         for request, pins in self._pins:
@@ -448,7 +449,7 @@ class StoreConnector(KVConnector):
         return self.worker.calls.histograms()
 
     def _is_starved(self) -> bool:
-        """Whether loads that the store owes hold so many blocks that the node is of no more use."""
+        """Whether overdue loads hold so many blocks that the node is useless."""
         until, usable = self._clock() - LATE_S, self._blocks.pool.usable
         held = sum(
             len(span.blocks)

@@ -1,12 +1,12 @@
-"""What is saved in a store: blocks that enter the prefix cache, and that it lacks.
+"""Saves blocks to a store: decides which blocks of the prefix cache are saved.
 
-They are held *outgoing*, a few batches at a time. A store that is too slow loses saves, never a
-step.
+Blocks to save are held *outgoing*, a few batches at a time. A store that is too slow loses saves;
+it never delays a step.
 
-Of several nodes that share a store, one saves a block: who computed it. Nodes ask before they save
-whether it is there, or claim it where the store can tell who is at it. What the target of a
-hand-over received is its source's to save: it saves that itself only if it is still not there when
-the request is over.
+If several nodes share a store, the node that computed a block saves it. Before a save, nodes look
+up whether the block is there, or claim it if the store supports claims. Blocks that the target of a
+hand-over received are saved by their source; the target saves them only if they are still missing
+when the request ends.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from kvbaton.messages.engine import AddRequest, Output
 from kvbaton.types import BlockSpan, Spans
 
 BATCH_BLOCKS = 64
-"""Saved with one call, or fewer: those in flight are at most a quarter of a pool, since a store
-that hangs never gives them back."""
+"""Maximum number of blocks saved with one call. Blocks of saves in flight are at most a quarter of
+the pool, since a store that hangs never gives them back."""
 SAVES_IN_FLIGHT = 2
 QUEUE_SHARE = 4
-"""At most a quarter of a pool waits to be saved."""
+"""Blocks waiting to be saved are at most the pool divided by this."""
 SCARCE_SHARE = 16
-"""Saves that have not begun are given up when less than this part of a pool is free."""
+"""Saves not begun are given up when fewer blocks than the pool divided by this are free."""
 KNOWN_KEYS = 1 << 17
-"""Objects that are remembered to be in the store."""
+"""Maximum number of objects remembered to be in the store."""
 SAVE_S = 30.0
-"""A store that takes longer to save is not asked to for a while."""
+"""Seconds for a save, after which nothing is saved to the store for a while."""
 WARN_S = 60.0
-"""Between two lines in the log about a store without room."""
+"""Seconds between log lines about a store without room."""
 
 logger = logging.getLogger(__name__)
 
@@ -57,16 +57,16 @@ class _Received(NamedTuple):
 
 
 class _Announced(NamedTuple):
-    """What others were told to be in the store."""
+    """An object that other connectors were told to be in the store."""
 
     group: int
     block_key: bytes
 
 
 def tenant_of(request: AddRequest) -> str:
-    """Whose a request's objects are: its tenant's, or those of all who have its salt.
+    """The tenant of a request's objects: its own, or one shared by all requests with its salt.
 
-    Stores and metrics show it, so it tells neither the salt nor any but the usual characters.
+    Stores and metrics show it, so it is hashed if it is the salt or has unusual characters.
     """
     if request.tenant and re.fullmatch(r"[\w.-]{1,64}", request.tenant, re.ASCII):
         return request.tenant
@@ -75,7 +75,7 @@ def tenant_of(request: AddRequest) -> str:
 
 
 def num_bytes(forms: SequenceOf[ObjectForm], groups: Iterable[int]) -> int:
-    """Of objects of one block each, of these KV groups."""
+    """Total size in bytes of objects of one block each, in these KV groups."""
     return sum(HEADER_BYTES + forms[group].num_bytes for group in groups)
 
 
@@ -83,14 +83,14 @@ class StoreSaves:
     """Decides what is saved, and remembers what the store has.
 
     Args:
-        scheduler: has the live requests.
-        worker: carries orders out.
-        ttl_s: how long objects are to stay; None for ever.
+        scheduler: Scheduler of the live requests.
+        worker: Carries orders out.
+        ttl_s: Seconds after which saved objects expire; None for never.
 
     Attributes:
-        breaker: open while nothing is saved.
+        breaker: Open while nothing is saved.
         counts: ``save blocks OUTCOME`` and ``bytes save``, since the start.
-        seconds: that saves took.
+        seconds: Total time of saves.
     """
 
     def __init__(self, scheduler: LiveRequests, worker: StoreWorker, ttl_s: float | None) -> None:
@@ -103,7 +103,7 @@ class StoreSaves:
         self._worker = worker
         self._ttl_s = ttl_s
         self._shared = worker.calls.capabilities.shared
-        self._received: dict[Request, list[_Received]] = {}  # to be saved if their source does not
+        self._received: dict[Request, list[_Received]] = {}  # saved if their source does not
         self._queue: deque[BlockSave] = deque()
         self._saving: set[SaveBlocks] = set()
         self._unsaved: set[bytes] = set()
@@ -113,7 +113,7 @@ class StoreSaves:
     # --- what may be saved ---
 
     def committed(self, sequence: Sequence, g: int, first: int, end: int) -> None:
-        """Blocks [first, end) of a sequence became cache."""
+        """Save blocks [first, end) of a sequence, which were added to the prefix cache."""
         if self.breaker.is_open and not self.breaker.due(self._clock()):
             self.counts["save blocks dropped"] += end - first
             return
@@ -130,7 +130,7 @@ class StoreSaves:
             self._enqueue(request, g, i, table[i], chain[i], summed=summed)
 
     def finished(self, request: Request) -> None:
-        """A request is over: save what it received, if that is still in the cache."""
+        """Save what an ended request had received, if it is still cached."""
         by_key = self._blocks.pool.by_key
         for g, number, block_key in self._received.pop(request, ()):
             if (block := by_key[g].get(block_key)) is not None:
@@ -139,7 +139,7 @@ class StoreSaves:
     def _enqueue(
         self, request: Request, g: int, number: int, block: int, block_key: bytes, *, summed: bool
     ) -> None:
-        """Save a block, unless that is known to be needless or too many wait."""
+        """Queue a block for saving, unless it is known to be stored or the queue is full."""
         key = self._worker.forms[g].key(block_key)
         if key in self._known or key in self._unsaved:
             return
@@ -159,10 +159,10 @@ class StoreSaves:
         self._unsaved.add(key)
         self._queue.append(BlockSave(g, group.span_number(number), block, key, summed, hints))
 
-    # --- what is on its way ---
+    # --- saves in flight ---
 
     def submit(self, now: float) -> None:
-        """Have the next be saved, or none if the store is left alone or blocks are scarce."""
+        """Submit the next saves; drop them if the store is left alone or blocks are scarce."""
         if any(save.deadline <= now for save in self._saving):
             self.breaker.failed(now, "a save was late")
         left_alone = self.breaker.is_open and not self.breaker.due(now)
@@ -177,7 +177,7 @@ class StoreSaves:
             self._worker.submit(saves)
 
     def fail_crowded_out(self, now: float) -> list[Output]:
-        """End the next requests that lack blocks which the store has been reading for too long."""
+        """End the next requests that lack blocks which overdue saves hold."""
         outputs, scheduler, usable = list[Output](), self._scheduler, self._blocks.pool.usable
         late = [order for order in self._saving if order.deadline <= now]
         kept = {save.block for order in late for save in order.saves}
@@ -204,12 +204,12 @@ class StoreSaves:
         return outputs
 
     def next_deadline(self) -> float | None:
-        """When the next save on its way is late."""
+        """Time when the next save in flight is overdue."""
         now = self._clock()
         return min((o.deadline for o in self._saving if o.deadline > now), default=None)
 
     def _is_scarce(self) -> bool:
-        """Whether few blocks are free, or the next request lacks some that wait to be saved."""
+        """Whether few blocks are free, or the next request lacks blocks that wait to be saved."""
         pool, waiting = self._blocks.pool, self._scheduler.waiting
         if pool.num_free < max(1, pool.usable // SCARCE_SHARE):
             return True
@@ -219,13 +219,13 @@ class StoreSaves:
         return 0 < need - pool.num_free <= len(self._queue)
 
     def drop(self) -> None:
-        """Save none of those that have not begun."""
+        """Give up all saves that have not begun."""
         self.counts["save blocks dropped"] += len(self._queue)
         self._release(self._queue)
         self._queue.clear()
 
     def saved(self, order: SaveBlocks) -> list[bytes]:
-        """A batch is back; returns the keys of those that the store has."""
+        """Handle a finished batch; returns the keys of objects that the store has."""
         self._saving.remove(order)
         if order.error is not None:
             self.breaker.failed(self._clock(), "a save failed")
@@ -233,7 +233,7 @@ class StoreSaves:
             self.breaker.worked()
         stored = [save for save, ok in zip(order.saves, order.stored, strict=True) if ok]
         for g in range(len(self._blocks.groups)):
-            # Named are the blocks that were kept, as far as they are still in the prefix cache.
+            # Announce the blocks that were stored and are still in the prefix cache.
             held = {s.key: self._blocks.pool.keys[s.block] for s in stored if s.group == g}
             keys = {key: block_key for key, block_key in held.items() if block_key is not None}
             self._scheduler.connectors.call(
@@ -265,7 +265,7 @@ class StoreSaves:
     # --- what the store has ---
 
     def note_known(self, found: Iterable[tuple[bytes, bool]]) -> None:
-        """Objects that the store has, or has not."""
+        """Note for each object whether the store has it."""
         for key, present in found:
             if present:
                 self._known.setdefault(key, None)
@@ -276,7 +276,7 @@ class StoreSaves:
             self._known.popitem(last=False)
 
     def forget(self, keys: Iterable[bytes] | None = None) -> None:
-        """Objects, or all, are no longer there: who was told that they are is told so, too."""
+        """Note that objects, or all, are gone, and tell connectors that were told of them."""
         gone: list[list[bytes]] = [[] for _ in self._blocks.groups]
         for key in list(self._known) if keys is None else keys:
             announced = self._known.pop(key, None)
@@ -292,15 +292,15 @@ class StoreSaves:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that wait to be saved or are on their way."""
+        """Number of blocks that wait to be saved or are being saved."""
         return len(self._queue) + sum(len(order.saves) for order in self._saving)
 
     def busy(self) -> bool:
-        """Whether anything waits that is not late: for what is, nobody does."""
+        """Whether saves wait or are in flight; overdue ones do not count."""
         return bool(self._queue) or self.next_deadline() is not None
 
     def held_blocks(self) -> list[Spans]:
-        """Those blocks, each by itself."""
+        """Blocks that wait to be saved or are being saved, each by itself."""
         saves = [*self._queue, *(save for order in self._saving for save in order.saves)]
         groups = range(len(self._blocks.groups))
         return [
@@ -309,7 +309,7 @@ class StoreSaves:
         ]
 
     def state(self) -> dict[str, Any]:
-        """For the debugging dump."""
+        """Its part of the debugging dump."""
         return {
             "saves_queued": len(self._queue),
             "saves_in_flight": [len(order.saves) for order in self._saving],

@@ -1,7 +1,7 @@
-"""The thread that makes all calls on the store, and checks what comes from it.
+"""The thread that makes all calls on the store, and verifies what is loaded.
 
-An order (`LookUp`, `LoadBlocks`, `SaveBlocks`) goes to the thread, which fills in what came of it,
-and comes back. What it takes is a job (`store_calls.py`). The thread decides nothing:
+The core submits an order (`LookUp`, `LoadBlocks`, `SaveBlocks`), the thread carries it out as a job
+(`store_calls.py`), fills in the result and gives the order back. The thread decides nothing:
 `store_connector.py` and `store_saves.py` do.
 """
 
@@ -38,23 +38,23 @@ T = TypeVar("T")
 
 OPEN_S = 60.0
 REGISTER_S = 600.0
-"""To pin memory takes about a second for some gigabytes."""
+"""Seconds to register memory with the store: pinning some gigabytes takes about a second."""
 CLOSE_S = 3.0
-"""A store that closes no sooner is left behind."""
+"""Seconds to close the store; one that takes longer is left behind."""
 NAMESPACE_DIGITS = 16
 PROBE_BYTES = 8 << 20
-"""Of the objects that a probe loads, if there are more than one."""
+"""Maximum number of bytes that a probe loads, beyond one object."""
 
 
 class BlockRun(NamedTuple):
     """Consecutive blocks of one sequence in one group.
 
     Attributes:
-        group: which.
-        first: logical number of the first block, as in spans; of a look-up a run of states may have
-            several, of which this is the first.
-        blocks: physical ones.
-        keys: of their objects.
+        group: KV group.
+        first: Number of the first block, as in spans. In a look-up, a run of states may be several
+            runs in spans; this is the first block's number.
+        blocks: Physical blocks.
+        keys: Keys of the blocks' objects.
     """
 
     group: int
@@ -67,12 +67,12 @@ class BlockSave(NamedTuple):
     """One block to save.
 
     Attributes:
-        group: which.
-        number: its logical number, as in spans.
-        block: the physical one.
-        key: of its object.
-        summed: whether the step that wrote the block left sums; else they are made from memory.
-        hints: for the store.
+        group: KV group.
+        number: Logical number, as in spans.
+        block: Physical block.
+        key: Key of the object.
+        summed: Whether the step that wrote the block kept digest sums; else they are computed.
+        hints: Hints for the store.
     """
 
     group: int
@@ -85,12 +85,12 @@ class BlockSave(NamedTuple):
 
 @dataclass(eq=False, kw_only=True)
 class Order:
-    """What the thread is to do, and what came of it.
+    """A task for the thread, and its result.
 
     Attributes:
-        deadline: when it is late, for whoever has ordered it.
-        seconds: that it took.
-        error: why it went wrong, at least in part.
+        deadline: Time after which the core no longer waits for it.
+        seconds: How long it took.
+        error: Why at least part of it failed; None if nothing did.
     """
 
     deadline: float = math.inf
@@ -100,10 +100,10 @@ class Order:
 
 @dataclass(eq=False, kw_only=True)
 class LookUp(Order):
-    """Ask which objects are there, and under which pins; with an error nothing is known.
+    """Look up which objects the store has, and pin them; after an error, nothing is known.
 
-    `present` tells of the blocks of all runs. What comes after a gap in a run of which only a whole
-    prefix is of use may be told to be absent though it is there.
+    `present` is per block of all runs. After a gap in a run of which only a prefix is of use,
+    objects may be reported absent although they exist.
     """
 
     runs: tuple[BlockRun, ...]
@@ -113,14 +113,14 @@ class LookUp(Order):
 
 @dataclass(eq=False, kw_only=True)
 class LoadBlocks(Order):
-    """Fill blocks and verify them. Once this is back, the store touches them no more.
+    """Fill blocks and verify them. Once the order is back, the store does not write them any more.
 
     Attributes:
-        runs: which.
-        cancelled: nobody wants it any more.
-        good: per block of all runs, whether it is there and verified.
-        corrupt: how many were there, but not what they should be.
-        unanswered: of how many the store did not say whether it has them.
+        runs: Blocks to fill.
+        cancelled: Whether the result is no longer wanted.
+        good: Per block of all runs, whether it was loaded and verified.
+        corrupt: Number of blocks that were loaded but failed verification.
+        unanswered: Number of blocks for which the store did not say whether it has them.
     """
 
     runs: tuple[BlockRun, ...]
@@ -132,10 +132,10 @@ class LoadBlocks(Order):
 
 @dataclass(eq=False, kw_only=True)
 class ProbeStore(Order):
-    """Look objects up and load a few into memory of nobody: do calls work again?
+    """Look objects up, and load a few into scratch memory, to see whether calls work again.
 
     Attributes:
-        runs: which objects; blocks don't matter. `seconds` are of the lookups.
+        runs: Objects to look up; `blocks` are ignored. `seconds` is the time of the lookups.
     """
 
     runs: tuple[BlockRun, ...]
@@ -143,12 +143,12 @@ class ProbeStore(Order):
 
 @dataclass(eq=False, kw_only=True)
 class SaveBlocks(Order):
-    """Keep blocks.
+    """Save blocks.
 
     Attributes:
-        saves: which.
-        stored: per block, whether the store has it.
-        left: how many of them others have saved, or are about to: nothing was moved.
+        saves: Blocks to save.
+        stored: Per block, whether the store has it.
+        left: Keys of blocks not moved, since others have saved them or are about to.
     """
 
     saves: tuple[BlockSave, ...]
@@ -158,14 +158,14 @@ class SaveBlocks(Order):
 
 @dataclass(eq=False, kw_only=True)
 class Forgotten:
-    """These objects left the store by themselves. Nobody orders it."""
+    """Notice that objects left the store; it answers no order."""
 
     keys: tuple[bytes, ...]
 
 
 @dataclass(eq=False, kw_only=True)
 class ClearStore(Order):
-    """Forget all objects of this engine's namespace; `done` gets how many there were."""
+    """Delete all objects of this engine's namespace; `done` gets how many there were."""
 
     done: Future[int]
 
@@ -174,15 +174,15 @@ class StoreWorker:
     """Carries orders out.
 
     Args:
-        calls: of a store that is not open yet; from now on it belongs to the thread.
-        executor: has the blocks.
-        forms: of objects, one per KV group.
-        identity: of the engine, 32 bytes.
+        calls: Calls of a store that is not open yet; from now on, only the thread may use it.
+        executor: Owner of the blocks.
+        forms: Forms of objects, one per KV group.
+        identity: Identity of the engine, 32 bytes.
 
     Attributes:
-        namespace: of the engine's objects, see `Hints`.
-        wake_fd: readable when `take` has something.
-        failure: why the thread has ended by itself; None while all is well.
+        namespace: Namespace of the engine's objects, see `Hints`.
+        wake_fd: Readable when `take` has something to return.
+        failure: Why the thread has ended unasked; None while it runs.
     """
 
     def __init__(
@@ -210,10 +210,10 @@ class StoreWorker:
     # --- called by the core's thread ---
 
     def start(self) -> None:
-        """Open the store and begin.
+        """Open the store and start the thread.
 
         Raises:
-            ConfigError: the store can't be opened.
+            ConfigError: The store can't be opened.
         """
         self._opened, self._ready = Future[None](), Future[None]()
         self._thread.start()
@@ -223,7 +223,7 @@ class StoreWorker:
             except ConfigError as error:
                 raise as_told("--store", self.name, error) from None
             except BaseException as error:
-                if not step.done():  # a store's own TimeoutError is told as what it is
+                if not step.done():  # else the TimeoutError is the store's own
                     text = f"{self.name} was not open within {limit:g} s"
                     raise ConfigError("--store", text) from error
                 told = "" if isinstance(error, StoreError) else f"{type(error).__name__}: "
@@ -233,7 +233,7 @@ class StoreWorker:
         self.status.start()
 
     def submit(self, order: Order) -> None:
-        """Have an order carried out; `take` gives it back."""
+        """Have an order carried out; `take` returns it afterwards."""
         match order:
             case LookUp():
                 job = self._look_up(order)
@@ -248,17 +248,17 @@ class StoreWorker:
         self._loop.post(lambda: self._loop.go_on(job))
 
     def cancel(self, order: LoadBlocks) -> None:
-        """Nobody wants a load any more; it comes back all the same."""
+        """Cancel a load; the order comes back all the same."""
         order.cancelled = True
         self._loop.post(lambda: self._cancel(order))
 
     def release(self, pins: Sequence[int]) -> None:
-        """Give pins of a lookup back."""
+        """Release pins of a lookup."""
         for pin in pins:
             self._loop.post(partial(self.calls.release, pin))
 
     def take(self) -> list[Order | Forgotten]:
-        """Orders that were carried out since the last call, and what was forgotten."""
+        """Orders carried out, and objects forgotten, since the last call."""
         try:
             os.eventfd_read(self.wake_fd)
         except BlockingIOError:
@@ -266,14 +266,14 @@ class StoreWorker:
         return [self._outbox.popleft() for _ in range(len(self._outbox))]
 
     def gauges(self) -> dict[str, float]:
-        """Values now by Prometheus name; what the store can't tell is left out."""
+        """Current values by Prometheus name; without those that the store can't tell."""
         self.status.refresh()
         unhealthy = self.failure is not None or self.status.trouble is not None
         label = f'{{store="{self.name}"}}'
         return {f"kvbaton_store_unhealthy{label}": float(unhealthy), **self.status.gauges()}
 
     def state(self) -> dict[str, Any]:
-        """The debugging dump."""
+        """Contents of the debugging dump."""
         return {
             "name": self.name,
             "failure": self.failure,
@@ -283,7 +283,7 @@ class StoreWorker:
         }
 
     def close(self) -> None:
-        """End what runs, and close the store; one that hangs is left behind."""
+        """End all jobs and close the store; a store that hangs is left behind."""
         self.status.close()
         self._loop.stop()
         self._thread.join(CLOSE_S)
@@ -319,7 +319,7 @@ class StoreWorker:
             self.calls.close()
 
     def _stage(self) -> BlockStaging:
-        """Where the store finds blocks: it is told of that memory here."""
+        """Staging memory of blocks, which is registered with the store here."""
         told = isinstance(self.calls.plugin, Registering)
         reached = self.calls.capabilities.devices if told else frozenset[Device]()
         staging = self._executor.staging(self.forms, reached)
@@ -332,7 +332,7 @@ class StoreWorker:
         os.eventfd_write(self.wake_fd, 1)
 
     def _told(self, what: str, error: Exception) -> str:
-        """What went wrong; if that was not at the store, it is logged here."""
+        """Text of an error, which is logged here unless it comes from the store."""
         if not isinstance(error, StoreError):
             logger.warning("%s from or to %s failed", what, self.name, exc_info=error)
         return f"{type(error).__name__}: {error}"
@@ -358,7 +358,7 @@ class StoreWorker:
         self._done(order)
 
     def _questions(self, runs: Sequence[BlockRun]) -> Iterator[tuple[tuple[bytes, ...], bool]]:
-        """What to look up together, and whether what comes after a gap is of no use."""
+        """Keys to look up together, and whether results after a gap are of no use."""
         if not self.calls.capabilities.prefix:
             yield tuple(key for run in runs for key in run.keys), False
             return
@@ -419,8 +419,8 @@ class StoreWorker:
         order.corrupt, order.seconds = len(corrupt), time.monotonic() - began
         if corrupt:
             self.calls.note_corrupt(corrupt)
-        if self.calls.capabilities.deletes:  # first, or it could hit what is saved in their stead
-            with suppress(StoreError):  # it is counted and logged
+        if self.calls.capabilities.deletes:  # before the blocks can be saved again
+            with suppress(StoreError):  # already counted and logged
                 for bad_keys in _batched(tuple(corrupt), self.calls.capabilities.max_keys):
                     yield from self.calls.delete(bad_keys)
         self._done(order)
@@ -436,7 +436,7 @@ class StoreWorker:
                 self.calls.note("load", error)
 
     def _load_some(self, order: LoadBlocks, run: BlockRun) -> Job[tuple[list[bool], list[bytes]]]:
-        """Per block whether it is right; and keys of those that are there, but wrong."""
+        """Per block, whether it is verified; and keys of loaded blocks that are wrong."""
         headers = [memoryview(bytearray(HEADER_BYTES)) for _ in run.keys]
         batch = yield from _borrow(lambda: self._staging.lend(run.group, run.blocks))
         futures = self._loads.setdefault(order, set())
@@ -492,7 +492,7 @@ class StoreWorker:
     def _unsaved(
         self, saves: tuple[BlockSave, ...], order: SaveBlocks, stored: dict[bytes, bool]
     ) -> Job[tuple[BlockSave, ...]]:
-        """Those that nobody else has saved to a shared store, nor is about to."""
+        """Blocks that no other node has saved to a shared store, or is about to save."""
         keys, able = [save.key for save in saves], self.calls.capabilities
         if able.claims:
             wanted = yield from self.calls.claim(keys)
@@ -534,10 +534,10 @@ class StoreWorker:
     # --- what is forgotten ---
 
     def _forget(self, keys: Sequence[bytes]) -> None:
-        """The store tells that objects are gone, in any thread.
+        """Take the store's notice that objects are gone; in any thread.
 
         Raises:
-            TypeError: what it tells are no keys; it comes where the store has called.
+            TypeError: The keys are not bytes; raised to the store, which has called.
         """
         gone = [bytes(memoryview(key)) for key in keys]
         self._forgotten.extend(gone)
@@ -546,8 +546,8 @@ class StoreWorker:
             self._loop.post(self._tell_forgotten)
 
     def _tell_forgotten(self) -> None:
-        """That an object is gone is told after it was told that it is there."""
-        self._telling = False  # before the look: what comes after that posts another one
+        """Report that objects are gone, but only after it was reported that they exist."""
+        self._telling = False  # first: a notice that comes later has to post another call
         keys = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
         gone = tuple(key for key in keys if key not in self._storing)
         self._forgotten.extend(key for key in keys if key in self._storing)
@@ -563,7 +563,7 @@ class StoreWorker:
 
 
 def _borrow(lend: Callable[[], StagedBlocks | None]) -> Job[StagedBlocks]:
-    """Wait until there is memory."""
+    """Wait until staging memory is free."""
     lent: list[StagedBlocks | None] = [None]
 
     def is_lent() -> bool:
@@ -576,10 +576,10 @@ def _borrow(lend: Callable[[], StagedBlocks | None]) -> Job[StagedBlocks]:
 
 
 def _runs(saves: Sequence[BlockSave]) -> list[list[BlockSave]]:
-    """Neighbours whose sums were kept; and those of which they are made, if they are consecutive.
+    """Split saves into runs that are summed alike; runs without kept sums must be consecutive.
 
-    `number` and `key` tell no sequence, so two that happen to follow each other in number may be of
-    different ones: their tokens' places in the sum, all that counts, are right all the same.
+    `number` and `key` do not name the sequence, so blocks with consecutive numbers may belong to
+    different ones. That is harmless: the sums depend only on the tokens' positions.
     """
     runs: list[list[BlockSave]] = []
     for save in saves:

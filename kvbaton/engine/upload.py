@@ -1,9 +1,9 @@
 """Small arrays between host and device, without waiting for the device.
 
-A GPU's copy engine takes transfers in their order, so that the few kilobytes of a step would wait
-behind the megabytes that a store loads. Kernels therefore read them where they are, in pinned
-memory (zero-copy, CUDA programming guide, "mapped memory"). What is larger is copied, from memory
-of torch's caching allocator, which gives a buffer out again only after its copies are over.
+A GPU's copy engine handles transfers in order, so the few kilobytes of a step would wait behind the
+megabytes that a store loads. Kernels therefore read them in place, in pinned memory (zero-copy,
+CUDA programming guide, "mapped memory"). Larger arrays are copied from memory of torch's caching
+allocator, which reuses a buffer only after its copies are over.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ logger = logging.getLogger(__name__)
 _size = attrgetter("size")
 
 SEGMENT_WORDS = 64 << 10
-"""As much as a new sequence of 32,000 tokens needs; one of 5,000 that decode takes as much."""
+"""Words per segment: as many as a new sequence of 32,000 tokens or 5,000 decoding ones need."""
 SEGMENTS = 4
 
 
 def upload(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> Sequence[Tensor]:
     """Send arrays as int64, flat, in one transfer that is ordered on the current stream."""
     there, sizes = _filled(arrays, device)
-    # A sum, since a copy between two of its tensors would be one by a copy engine.
+    # By a sum, since a copy between two tensors of the device would use a copy engine.
     sent = there.to(device, non_blocking=True) if not there.is_cuda else torch.add(there, 0)
     return torch.split(sent, sizes)
 
 
 def lend(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> Sequence[Tensor]:
-    """As `upload`, for what is launched next and reads each word once: one launch less.
+    """Do as `upload`, for the next kernel, which reads each word once; saves one launch.
 
-    A copy of it must change the dtype, or it would be one by a copy engine.
+    If that kernel is a copy, it must change the dtype, else it would use a copy engine.
     """
     there, sizes = _filled(arrays, device)
     return torch.split(there.to(device, non_blocking=True), sizes)
 
 
 def upload_into(array: npt.NDArray[np.int64], target: Tensor) -> None:
-    """Send an array to where a tensor of the same shape is, ordered on the current stream."""
+    """Send an array to a tensor of the same shape, ordered on the current stream."""
     host, there = _staged(array.size, target.device)
     host[:] = array.ravel()
     if there.is_cuda:
@@ -59,18 +59,18 @@ def upload_into(array: npt.NDArray[np.int64], target: Tensor) -> None:
 
 
 def upload_ids(ids: Sequence[int] | npt.NDArray[np.int64], device: torch.device) -> Tensor:
-    """Send some numbers: [ids] int64."""
+    """Send numbers: [ids] int64."""
     return upload([np.asarray(ids, np.int64)], device)[0]
 
 
 def fetch(tensor: Tensor) -> Tensor:
-    """A copy in pinned memory; valid once the current stream has come this far."""
+    """Copy to pinned memory; valid once the current stream has reached this point."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     return host.copy_(tensor, non_blocking=True)
 
 
 def _filled(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> tuple[Tensor, list[int]]:
-    """Arrays as the device sees them, see `_staged`, and their sizes."""
+    """Stage arrays for the device, see `_staged`; returns the tensor and the arrays' sizes."""
     sizes = list(map(_size, arrays))
     host, there = _staged(sum(sizes), device)
     start = 0
@@ -81,9 +81,9 @@ def _filled(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> tuple[T
 
 
 def _staged(count: int, device: torch.device) -> tuple[npt.NDArray[np.int64], Tensor]:
-    """Memory for so many words that the current stream is to read, as host and device see it.
+    """Memory for words that the current stream will read, as seen by host and device.
 
-    The device sees it as a tensor of its own, or as one in host memory that is to be copied.
+    The tensor is either on the device, or in host memory and still to be copied.
     """
     if device.type == "cuda" and count <= SEGMENT_WORDS:
         ring = _ring(device)
@@ -94,13 +94,13 @@ def _staged(count: int, device: torch.device) -> tuple[npt.NDArray[np.int64], Te
 
 
 class PinnedRing:
-    """Pinned memory of one thread and stream, which kernels of that stream read in its order.
+    """Pinned memory of one thread and stream, read by kernels in the order of that stream.
 
     Args:
-        stream: which.
+        stream: The stream.
 
     Raises:
-        RuntimeError: the memory can't be pinned, or the GPU can't read it in place.
+        RuntimeError: The memory can't be pinned, or the GPU can't read it in place.
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
@@ -121,7 +121,7 @@ class PinnedRing:
         self._segment = self._at = 0
 
     def take(self, count: int) -> tuple[npt.NDArray[np.int64], Tensor]:
-        """The next words, as host and device see them; nothing reads them any more."""
+        """The next words, as seen by host and device; earlier reads of them are over."""
         if self._at + count > SEGMENT_WORDS:
             self._over[self._segment] = self._stream.record_event()
             self._segment, self._at = (self._segment + 1) % SEGMENTS, 0
@@ -136,7 +136,7 @@ _rings = threading.local()
 
 
 def _ring(device: torch.device) -> PinnedRing | None:
-    """That of this thread and of the device's current stream; None where there can't be one."""
+    """The ring of this thread and the device's current stream; None if there can't be one."""
     rings: dict[Any, PinnedRing | None] = _rings.__dict__
     stream = torch.cuda.current_stream(device)
     name = f"{stream.device_index} {stream.cuda_stream}"
@@ -144,6 +144,6 @@ def _ring(device: torch.device) -> PinnedRing | None:
         try:
             rings[name] = PinnedRing(stream)
         except RuntimeError as error:
-            logger.warning("what steps need is copied, and may wait for stores: %s", error)
+            logger.warning("inputs of steps are copied, and may wait for a store: %s", error)
             rings[name] = None
     return rings[name]

@@ -1,6 +1,6 @@
-"""What a request may ask for: ranges of its fields, and the limits of this engine.
+"""Validation of requests: ranges of fields, and limits of this engine.
 
-Checked at every HTTP door, and by the core itself: not all that reaches a core came through a door.
+HTTP endpoints and the core both check, since not every request reaches a core through an endpoint.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 INT32 = 2**31 - 1
 MAX_IDS = 1024
-"""Most token ids in `stop_token_ids` or `logit_bias`, and most candidates in `logprobs`."""
+"""Maximum number of ids in `stop_token_ids` and `logit_bias`, and of alternatives in `logprobs`."""
 MAX_BAD_TOKENS = 4096
-"""Most tokens of all `bad_words_token_ids` together."""
+"""Maximum number of tokens in all `bad_words_token_ids` together."""
 MAX_DEADLINE_S = 1e9
 
 
 class Range(NamedTuple):
-    """Values that a field may take; `open` excludes the low end."""
+    """Range of valid values; `open` excludes the low end."""
 
     low: float
     high: float
@@ -50,7 +50,7 @@ RANGES = {
     "max_tokens": Range(1, INT32),
     "min_tokens": Range(0, INT32),
 }
-"""Of `SamplingParams`, by field."""
+"""Valid ranges of fields of `SamplingParams`."""
 REQUEST_RANGES = {
     "deadline_s": Range(0, MAX_DEADLINE_S, open=True),
     "ttft_s": Range(0, MAX_DEADLINE_S),
@@ -58,7 +58,7 @@ REQUEST_RANGES = {
     "prefill_s": Range(0, MAX_DEADLINE_S),
     "priority": Range(-INT32, INT32),
 }
-"""Of `AddRequest`, likewise."""
+"""Valid ranges of fields of `AddRequest`."""
 
 
 def check_range(name: str, value: float, limit: Range) -> None:
@@ -69,17 +69,17 @@ def check_range(name: str, value: float, limit: Range) -> None:
 
 
 def shown(value: float) -> str:
-    """A number for a message; a client's integer may be longer than any float."""
+    """Format a number for a message; a client's integer may exceed every float."""
     if isinstance(value, int) and abs(value) < 1e15:
         return str(value)
     return f"{value:.6g}" if abs(value) < 1e300 else "a number beyond all bounds"
 
 
 def check_ids(name: str, ids: Sequence[int], vocab_size: int, *, most: int = MAX_IDS) -> TokenIds:
-    """Ids as requests have them.
+    """Check token ids; returns them as an array.
 
     Raises:
-        RequestError: there are too many, or one that the model does not have.
+        RequestError: There are too many, or the model does not have one of them.
     """
     if len(ids) > most:
         raise RequestError(f"{name} may hold at most {most} ids", param=name)
@@ -89,7 +89,7 @@ def check_ids(name: str, ids: Sequence[int], vocab_size: int, *, most: int = MAX
         found = array("I", ids)
     except OverflowError:  # beyond any vocabulary
         found, low, high = array("I"), min(ids), max(ids)
-    else:  # NumPy's take a tenth of the time
+    else:  # NumPy takes a tenth of the time
         span = np.frombuffer(found, np.uint32)
         low, high = int(span.min()), int(span.max())
     if low < 0 or high >= vocab_size:
@@ -105,16 +105,16 @@ def check_params(
     prefix: str = "",
     limits: Mapping[str, Range] = RANGES,
 ) -> None:
-    """Check how tokens shall be chosen.
+    """Check sampling parameters.
 
     Args:
-        params: as asked for.
-        vocab_size: token ids are below it.
-        prefix: of the field names in messages (``sampling_params.``).
-        limits: of numbers, by field; those of fields that are None do not count.
+        params: Parameters to check.
+        vocab_size: Token ids must be below it.
+        prefix: Prefix of field names in messages (``sampling_params.``).
+        limits: Ranges of numbers by field; fields that are None are not checked.
 
     Raises:
-        RequestError: a field is out of its range, or fields do not go together.
+        RequestError: A field is out of its range, or fields do not go together.
     """
     _check_fields(params, limits, prefix)
     if params.min_tokens > params.max_tokens:
@@ -146,10 +146,10 @@ def check_params(
 
 
 def validate_request(request: AddRequest, config: SchedulerConfig, blocks: KVCacheManager) -> None:
-    """Check all of a request that does not depend on what else the engine does.
+    """Check everything of a request that does not depend on the state of the engine.
 
     Raises:
-        RequestError: a field is out of range, or exceeds a limit of this engine; names both.
+        RequestError: A field is out of range, or exceeds a limit of this engine; names both.
     """
     if not request.request_id:
         raise RequestError("request_id is empty", param="request_id")
@@ -206,7 +206,7 @@ def _check_lists(name: str, lists: Sequence[tuple[int, ...]], vocab_size: int, m
 def _check_fields(
     checked: SamplingParams | AddRequest, limits: Mapping[str, Range], prefix: str = ""
 ) -> None:
-    """`check_range` of fields by name; those that are None do not count."""
+    """Call `check_range` on fields by name; fields that are None are not checked."""
     for name, limit in limits.items():
         low, high, is_open = limit
         value = getattr(checked, name)

@@ -24,18 +24,18 @@ class VisionConfig(Struct, frozen=True, kw_only=True):
     """The vision tower of a multimodal model: ``vision_config``, with the families' defaults.
 
     Attributes:
-        patch_size: side of a patch, in pixels.
-        depth: layers.
-        out_hidden_size: features of a row, the language model's.
-        temporal_patch_size: frames of a patch; an image is repeated.
-        merge_size: side of the square of patches that becomes one row.
-        window_size: pixels of the side of a window that layers attend within; 0 for no windows.
-        full_attention_layers: those that attend to the whole image all the same.
-        num_position_embeddings: entries of the (square) table of learned positions; 0 for none.
-        deepstack_layers: whose output also becomes rows, added after the first layers of the
+        patch_size: Side of a patch, in pixels.
+        depth: Number of layers.
+        out_hidden_size: Features of a row, the hidden size of the language model.
+        temporal_patch_size: Frames per patch; an image is repeated.
+        merge_size: Side of the square of patches that becomes one row.
+        window_size: Side of an attention window, in pixels; 0 for no windows.
+        full_attention_layers: Layers with full attention despite the windows.
+        num_position_embeddings: Entries of the (square) table of learned positions; 0 for none.
+        deepstack_layers: Layers whose output also becomes rows, added after the first layers of the
             language model (Meng et al., arXiv 2406.04334).
-        image_token_id: the placeholder that an image's rows replace; the whole model's.
-        bidirectional: tokens of an image see all of it, in the language model.
+        image_token_id: Placeholder that an image's rows replace, in the whole model's vocabulary.
+        bidirectional: Whether tokens of an image attend to all of it, in the language model.
     """
 
     patch_size: Size
@@ -60,23 +60,23 @@ class VisionConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def rope_theta(self) -> float:
-        """Base of the rotary embedding of rows and columns."""
+        """Base of the rotation by row and column."""
         return (self.rope_parameters and self.rope_parameters.rope_theta) or 10_000.0
 
     @property
     def levels(self) -> int:
-        """Rows per placeholder: the tower's result, and one per deepstack layer."""
+        """Rows per placeholder: the tower's result, and one per DeepStack layer."""
         return 1 + len(self.deepstack_layers)
 
     @property
     def head_dim(self) -> int:
-        """Features of a head."""
+        """Features per head."""
         return self.hidden_size // self.num_heads
 
 
 @dataclass(frozen=True)
 class VisionFamily:
-    """What ``config.json`` leaves to the code; families with deepstack learn their positions."""
+    """Properties not in ``config.json``; families with DeepStack have learned positions."""
 
     hidden_act: str
     rope_theta: float
@@ -93,19 +93,19 @@ VISION_FAMILIES = {
 def read_vision(
     vision: VisionConfig | None, architecture: str, hidden_size: int, image_token_id: int
 ) -> VisionConfig | None:
-    """Translate the tower's configuration.
+    """Complete the tower's configuration.
 
     Args:
-        vision: as it stands in ``config.json``, if it does.
-        architecture: of the whole model.
-        hidden_size: of the language model.
-        image_token_id: of its placeholders.
+        vision: ``vision_config`` of ``config.json``; None if it has none.
+        architecture: Architecture of the whole model.
+        hidden_size: Hidden size of the language model.
+        image_token_id: Token id of placeholders.
 
     Returns:
         None if the architecture has no tower.
 
     Raises:
-        ConfigError: there should be one and is not, or it is none that we have.
+        ConfigError: It is missing although the architecture has a tower, or is not supported.
     """
     family = VISION_FAMILIES.get(architecture)
     if family is None:
@@ -120,7 +120,7 @@ def read_vision(
     return replace(
         vision,
         image_token_id=image_token_id,
-        # Equal, whether the file says the default or not.
+        # Equal configurations, whether the file names the default or not.
         rope_parameters=_Axial(vision.rope_theta),
         **unused,
     )
@@ -146,7 +146,7 @@ def _refuse_unsupported(vision: VisionConfig, family: VisionFamily, hidden_size:
 
 
 IMAGE_TOKEN = 262_144
-"""The placeholder where ``config.json`` names none."""
+"""Default placeholder of Gemma 3."""
 
 
 class _Siglip(msgspec.Struct):
@@ -174,15 +174,15 @@ def read_siglip(content: dict[str, Any], folder: Path, hidden_size: int) -> Visi
     """The tower of a multimodal Gemma 3.
 
     Args:
-        content: ``config.json``.
-        folder: where it lies.
-        hidden_size: of the language model.
+        content: Content of ``config.json``.
+        folder: Folder of the file.
+        hidden_size: Hidden size of the language model.
 
     Returns:
-        None of a model of text only, which a folder without an image processor is taken for.
+        None for a text-only model, which is assumed if the folder has no image processor.
 
     Raises:
-        ConfigError: a field is missing, out of range or not supported; names it.
+        ConfigError: A field is missing, out of range or not supported; names it.
     """
     try:
         raw = msgspec.convert(content, _Gemma3)

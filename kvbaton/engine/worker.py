@@ -1,8 +1,8 @@
-"""Workers of a language model: what their forms for CPU and CUDA share, and the one on the CPU.
+"""Workers of a language model: what CPU and CUDA workers share, and the worker on the CPU.
 
-There, steps run in a rank's own thread in the order of their launch, as on a CUDA stream, and so
-does everything that must be ordered with them. Digests of arrived blocks run in a second thread,
-beside the steps.
+On the CPU, steps and all work that must be ordered with them run in the rank's own thread in the
+order of launch, as on a CUDA stream. Digests of arrived blocks run in a second thread, beside the
+steps.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ from kvbaton.messages.engine import SamplingParams
 log = logging.getLogger(__name__)
 
 DEFAULT_CPU_BYTES = 1 << 30
-"""Most that the KV pools of all ranks take on a CPU unless told otherwise."""
+"""Default total size in bytes of the KV pools of all ranks on the CPU."""
 
 HANDLE = 0
-"""Of the warm-up's sequence; a scheduler's handles begin at 1."""
+"""Handle of the warm-up's sequence; the scheduler's handles begin at 1."""
 
 BLOCK = 1
-"""It and the next belong to nobody yet; what the warm-up leaves there is overwritten as ever."""
+"""First of the blocks, one per group, that the warm-up writes; nothing owns them yet."""
 
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """All that a worker of a language model is made of.
+    """Everything that a language model's worker is made from.
 
     Attributes:
-        config: the engine's settings.
-        model: the model.
-        shard: this rank's share.
-        device: where it lives.
-        max_model_len: longest sequence.
-        track_sums: keep digest sums with the blocks; not needed by a node that sends none.
+        config: Settings of the engine.
+        model: Configuration of the model.
+        shard: The rank's share.
+        device: Device of weights and pool.
+        max_model_len: Length of the longest sequence, in tokens.
+        track_sums: Whether to keep digest sums with blocks; nodes that send none don't need them.
     """
 
     config: EngineConfig
@@ -70,10 +70,10 @@ class WorkerSettings:
     def make_cache(
         self, num_blocks: int, *, track_sums: bool, blocks: torch.Tensor | None = None
     ) -> KVCache:
-        """A pool for the rank's heads, of blocks of its own or of another one's.
+        """A pool for the rank's heads, of newly allocated blocks or of the given ones.
 
         Raises:
-            ConfigError: the device can't compute with its dtype, or a scale is no number.
+            ConfigError: The device can't compute with the KV dtype, or a scale is not a number.
         """
         fp8 = self.model.kv_dtype != self.model.dtype
         if fp8 and self.device.type == "cuda":
@@ -103,8 +103,8 @@ class ModelWorker(Worker):
     """`Worker` of a language model: the rank's share of the weights, its pool, and a runner.
 
     Attributes:
-        model: the rank's share of the model.
-        runner: runs its steps; made by `start`.
+        model: The rank's share of the model.
+        runner: Runs its steps; made by `start`.
     """
 
     cache: KVCache
@@ -121,7 +121,7 @@ class ModelWorker(Worker):
         )
 
     def start(self, num_blocks: int, blocks: torch.Tensor | None = None) -> None:
-        """See `Worker.start`; its pool may be another one's `blocks`."""
+        """See `Worker.start`; the pool may consist of `blocks` that another process allocated."""
         track_sums = self.settings.track_sums
         self.cache = self.settings.make_cache(num_blocks, track_sums=track_sums, blocks=blocks)
         self.runner = self.make_runner()
@@ -129,11 +129,11 @@ class ModelWorker(Worker):
 
     @abstractmethod
     def make_runner(self) -> Runner:
-        """A runner over model and pool."""
+        """Make a runner over model and pool."""
 
     @abstractmethod
     def warm_up(self) -> None:
-        """Run what requests will need, so that the first one does not pay for it."""
+        """Run what requests will need, so that the first request does not pay for it."""
 
     def forget(self) -> None:
         """See `Worker.forget`."""
@@ -145,7 +145,7 @@ class ModelWorker(Worker):
 
 
 def choose_device(config: EngineConfig) -> torch.device:
-    """The device of the settings. Raises `ConfigError` if it is not there."""
+    """The device that the settings choose. Raises `ConfigError` if it does not exist."""
     there = torch.cuda.is_available()
     if config.device == "cuda" and not there:
         raise ConfigError("--device", "no CUDA device is available")
@@ -153,14 +153,14 @@ def choose_device(config: EngineConfig) -> torch.device:
 
 
 def pool_blocks(settings: WorkerSettings, *, reserve: int = 0) -> int:
-    """Blocks of a rank's pool, the null block included.
+    """Number of blocks of a rank's pool, null block included.
 
     Args:
-        settings: of the rank.
-        reserve: bytes of a GPU's free memory to leave to everything but the pool.
+        settings: Settings of the rank.
+        reserve: Bytes of a GPU's free memory that the pool must not take.
 
     Raises:
-        ConfigError: it can't hold one sequence of the longest length.
+        ConfigError: The pool can't hold one sequence of `max_model_len`.
     """
     config, max_model_len = settings.config, settings.max_model_len
     groups = settings.model.kv_groups()
@@ -187,7 +187,7 @@ def pool_blocks(settings: WorkerSettings, *, reserve: int = 0) -> int:
 def _asked_blocks(
     settings: WorkerSettings, per_block: int, per_sequence: int, reserve: int
 ) -> tuple[int, str]:
-    """Blocks by the first setting that says something, and that setting's flag."""
+    """Number of blocks by the first setting that determines it, and that setting's flag."""
     config, device = settings.config, settings.device
     if config.num_blocks is not None:
         return config.num_blocks, _pool_flag(config)
@@ -195,7 +195,7 @@ def _asked_blocks(
         return config.kv_cache_memory_bytes // per_block, _pool_flag(config)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        # What other processes hold is not ours to pay for: nodes of one GPU have a share each.
+        # Only our own memory counts against the share: nodes on one GPU have a share each.
         share = int(config.gpu_memory_utilization * total) - torch.cuda.memory_reserved(device)
         return max(0, min(free, share) - reserve) // per_block, "--gpu-memory-utilization"
     wanted = per_sequence * config.max_num_seqs + 1
@@ -204,7 +204,7 @@ def _asked_blocks(
 
 
 def _pool_flag(config: EngineConfig) -> str:
-    """What says how large the pool is to be, wherever no GPU's free memory does."""
+    """Flag that sets the size of the pool, where it does not follow from a GPU's free memory."""
     return "--kv-cache-memory-bytes" if config.num_blocks is None else "--num-blocks"
 
 
@@ -215,8 +215,8 @@ class CpuWorker(ModelWorker):
     """`Worker` on the CPU.
 
     Args:
-        settings: what it is made of.
-        steps: the thread in which it runs steps.
+        settings: What the worker is made from.
+        steps: Thread in which it runs steps.
     """
 
     def __init__(self, settings: WorkerSettings, steps: Thread) -> None:
@@ -238,9 +238,9 @@ class CpuWorker(ModelWorker):
         )
 
     def warm_up(self) -> None:
-        """Run all that a prompt, its hand-over and a token run, within one block of each group.
+        """Run a prompt, its hand-over sums and a decode step, within one block of each group.
 
-        Torch sets up a lot at first use (thread pools, kernels, code pages), in part per thread.
+        Torch sets up much at first use (thread pools, kernels, code pages), partly per thread.
         """
         cache, max_model_len = self.cache, self.settings.max_model_len
         tokens = min(cache.block_size, max_model_len)
@@ -264,7 +264,7 @@ class CpuWorker(ModelWorker):
         return Pending.of(replace(result, device_s=time.perf_counter() - began))
 
     def sums(self, group: int, blocks: Sequence[int], *, in_flight: bool = False) -> Pending[Sums]:
-        """See `Worker.sums`; the rank's thread comes to it after its steps."""
+        """See `Worker.sums`; the rank's thread reads them after its steps."""
         if not in_flight:
             return Pending.of(self.cache.kept_sums(group, blocks))
         summed = self.steps.submit(self.cache.kept_sums, group, blocks)
@@ -283,10 +283,10 @@ class CpuWorker(ModelWorker):
 def cpu_executor(
     config: EngineConfig, model_config: ModelConfig, *, track_sums: bool = True
 ) -> Executor:
-    """Ranks on the CPU.
+    """An executor of ranks on the CPU.
 
     Raises:
-        ConfigError: a setting, the model folder or the size of the pool is wrong.
+        ConfigError: A setting, the model folder or the size of the pool is wrong.
     """
     size, device = config.tensor_parallel_size, choose_device(config)
     max_model_len = resolve_max_model_len(config.max_model_len, model_config)

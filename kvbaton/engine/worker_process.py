@@ -1,10 +1,10 @@
-"""A worker in a process of its own, and the one in the core's process that stands for it.
+"""A worker in a process of its own, and its stand-in in the core's process.
 
 Threads of one interpreter launch one after the other, so each rank but the first has a process.
-Calls go to it through channels: a socket, and a thread that answers in order. One is for all that
-runs in the worker's own thread, where a step is answered when it is over and the next one is
-launched meanwhile; one each is for kept sums and for digests, which wait for no step. Both ends
-are of one program and one user, parent and child, so what passes is pickled.
+Calls reach it through channels: a socket, and a thread that answers in order. One channel is for
+all that runs in the worker's own thread; it answers a step when that is over, while the next one is
+launched. Two more channels, for kept sums and for digests, wait for no step. Both ends belong to
+one program and one user, parent and child, so messages are pickled.
 """
 
 from __future__ import annotations
@@ -40,48 +40,48 @@ from kvbaton.signals import begin_child
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 60.0
-"""For a step or sums: far beyond any, but not for ever if a device does not come."""
+"""Seconds for a step or sums: far more than any takes, but finite if a device hangs."""
 START_S = 600.0
-"""For loading weights, and for warming up."""
+"""Seconds for loading weights, and for warming up."""
 END_S = 5.0
-"""For a process to end by itself."""
+"""Seconds for a process to end by itself."""
 
 STEPS, SUMS, DIGESTS = range(3)
-"""The channels."""
+"""Numbers of the channels."""
 
 COMMAND = "from kvbaton.engine.worker_process import main; main()"
 
 
 class Channel:
-    """Calls that one thread of a process answers in order. Any thread of ours may make them.
+    """Calls that one thread of a process answers in order; any thread of ours may make them.
 
     Args:
-        connection: to it.
-        gone: says why nothing comes any more.
+        connection: Connection to the process.
+        gone: Makes the error for when the process has ended.
     """
 
     def __init__(self, connection: Connection, gone: Callable[[], Exception]) -> None:
         self._connection, self._gone = connection, gone
         self._asking, self._reading = threading.Lock(), threading.Lock()
-        self._poll = select.poll()  # a connection's own makes a selector each time
+        self._poll = select.poll()  # `Connection.poll` makes a selector each time
         self._poll.register(connection, select.POLLIN)
         self._asked: deque[Future[Any]] = deque()
 
     def ask(
         self, name: str, *args: Any, patience_s: float = PATIENCE_S, **options: Any
     ) -> Pending[Any]:
-        """Call the worker's method; what it raises, or that the process has ended, is raised later.
+        """Call a method of the worker; its error, or the process's end, is raised by the result.
 
         Args:
-            name: of the method.
-            args: for it.
-            patience_s: for the answer, then `TimeoutError`.
-            options: for the method, too.
+            name: Name of the method.
+            args: Positional arguments of the method.
+            patience_s: Seconds to wait for the answer before `TimeoutError`.
+            options: Keyword arguments of the method.
         """
         future: Future[Any] = Future()
         with self._asking:
             self._asked.append(future)
-            with suppress(OSError):  # who reads the answer is told
+            with suppress(OSError):  # reading the answer will raise it
                 self._connection.send((name, args, options))
 
         def ready() -> bool:
@@ -105,12 +105,12 @@ class Channel:
         return Pending(ready, lambda: future.result(0), wait)
 
     def close(self) -> None:
-        """Let the process know that no call comes any more."""
+        """Tell the process that there will be no more calls."""
         with self._reading:
             self._connection.close()
 
     def _read(self, timeout_s: float) -> None:
-        """Take the answers that are there; wait so long for the first one."""
+        """Take the answers that have arrived; waits up to `timeout_s` for the first one."""
         try:
             while self._asked and (self._connection.closed or self._poll.poll(1000 * timeout_s)):
                 (answer, error, field), timeout_s = self._connection.recv(), 0.0
@@ -127,13 +127,13 @@ class Channel:
 
 
 class WorkerProcess(Worker):
-    """`Worker` whose work another process does; the results of its steps are not fetched.
+    """`Worker` that another process runs; results of its steps are not transferred.
 
-    The process dies with the thread that makes this.
+    The process dies with the thread that makes this object.
 
     Args:
-        make: makes the worker, in the process; goes there by pickle.
-        name: for messages.
+        make: Makes the worker, in the process; is pickled.
+        name: Name for error messages.
     """
 
     def __init__(self, make: Callable[[], Worker], name: str) -> None:
@@ -154,7 +154,7 @@ class WorkerProcess(Worker):
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Id of the process."""
         return self._process.pid
 
     def _ask(self, name: str, *args: Any, **options: Any) -> Pending[Any]:
@@ -173,7 +173,7 @@ class WorkerProcess(Worker):
             raise self._gone()
 
     def wait_made(self) -> None:
-        """Wait until the worker is made; raises what that raised."""
+        """Wait until the worker is made; raises its error."""
         self._made.result()
 
     def fit(self) -> int:
@@ -190,7 +190,7 @@ class WorkerProcess(Worker):
         self._ask("forget").result()
 
     def run(self, plan: StepPlan) -> Pending[StepResult]:
-        """See `Worker.run`; the result is that of the first rank, and is not asked for here."""
+        """See `Worker.run`; the result is None, since the first rank has the same."""
         return self._ask("run", plan.encoded)
 
     def sums(self, group: int, blocks: Sequence[int], *, in_flight: bool = False) -> Pending[Sums]:
@@ -204,13 +204,13 @@ class WorkerProcess(Worker):
         return self._channels[DIGESTS].ask("digest", ranges, keep=keep)
 
     def kill(self) -> None:
-        """End it at once: what waits for it fails."""
+        """Kill the process, so that whatever waits for it fails."""
         self._killed = True
         self._process.kill()
 
     def close(self) -> None:
         """See `Worker.close`. Idempotent."""
-        if not self._killed:  # else steps that wait for its part would never end
+        if not self._killed:  # else the worker's steps may hang, and so would `close`
             with suppress(Exception):
                 self._ask("close").result()
         for channel in self._channels:
@@ -226,12 +226,12 @@ class WorkerProcess(Worker):
 
 
 class _Served:
-    """The worker, made by the first call."""
+    """Holds the worker, which the first call makes."""
 
     worker: Worker
 
     def call(self, name: str, args: Sequence[Any], options: dict[str, Any]) -> Any:
-        """What the call gives; a `Pending` is waited for elsewhere."""
+        """Call a method of the worker; the caller waits if the result is a `Pending`."""
         if name == "make":
             (make,) = args
             self.worker = make()
@@ -243,12 +243,12 @@ class _Served:
 
 
 def _serve(connection: Connection, served: _Served, answer: Callable[[Pending[Any]], None]) -> None:
-    """Carry out the calls of a channel until there can be no more."""
+    """Carry out the calls of a channel until it is closed."""
     while True:
         try:
             call = connection.recv()
-        except (EOFError, OSError):  # our parent has closed it
-            os._exit(0)  # nothing is worth tidying up, and a device may hang
+        except (EOFError, OSError):  # the parent has closed it
+            os._exit(0)  # nothing needs cleaning up, and a device may hang
         try:
             made = served.call(*call)
         except Exception as error:
@@ -262,7 +262,7 @@ def _raise(error: Exception) -> None:
 
 
 def _send(connection: Connection, made: Pending[Any]) -> None:
-    """Send what was made, or why not, as `Channel` reads it."""
+    """Send a result or an error, as `Channel` reads it."""
     answer: tuple[Any, str, str | None]
     try:
         answer = made.result(), "", None
@@ -271,16 +271,16 @@ def _send(connection: Connection, made: Pending[Any]) -> None:
     except Exception as error:
         log.exception("a rank fails")
         answer = None, f"{type(error).__name__}: {error}", None
-    with suppress(OSError):  # our parent has died, of which `_serve` hears
+    with suppress(OSError):  # the parent has died; `_serve` notices
         connection.send(answer)
 
 
 def main() -> None:
     """Entry point of the process: ``parent's pid, log level, descriptors of the channels``."""
     parent, level, *descriptors = map(int, sys.argv[1:])
-    # Dies with it whatever our threads wait for; see `_serve` for who closes us.
+    # Die with the parent, whatever our threads wait for; see `_serve` for a parent that closes us.
     begin_child(signal.SIGTERM, parent=parent)
-    faulthandler.enable()  # a library that crashes would end it without a word
+    faulthandler.enable()  # else a crash in a library would leave no trace
     logging.basicConfig(level=level, format=LOG_FORMAT)
     connections, served = [Connection(descriptor) for descriptor in descriptors], _Served()
     waiting: SimpleQueue[Pending[Any]] = SimpleQueue()

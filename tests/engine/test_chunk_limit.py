@@ -111,7 +111,7 @@ def test_a_step_that_decodes_has_few_tokens_in_all() -> None:
     node.until(ended(node, "prompt"))
     assert len(node.mixed) > 30
     assert all(count == 128 - 3 for count, _ in node.mixed[:-1])
-    many = ChunkLimit(128).beside(133, math.inf)
+    many = ChunkLimit(128).for_step(133, math.inf)
     assert many == 256 - 133, "128 more for 128 of them"
 
 
@@ -177,14 +177,14 @@ def test_a_first_token_that_small_chunks_would_make_late_has_large_ones() -> Non
 def test_a_longer_objective_lets_chunks_grow_again() -> None:
     limit = ChunkLimit(MOST)
     for _ in range(50):
-        count = limit.beside(3, ITL_S)
+        count = limit.for_step(3, ITL_S)
         limit.observe((1.0, float(count), 0.0, 3.0, 0.0), step_s(count, 3))
-    tight = limit.tokens
+    tight = limit.current
     for _ in range(50):
-        count = limit.beside(3, 2 * ITL_S)
+        count = limit.for_step(3, 2 * ITL_S)
         limit.observe((1.0, float(count), 0.0, 3.0, 0.0), step_s(count, 3))
     assert tight < 320
-    assert limit.tokens == MOST
+    assert limit.current == MOST
 
 
 def padded_s(prompts: float, decodes: float) -> float:
@@ -202,7 +202,7 @@ def test_a_step_is_not_padded_beyond_its_objective(objective_ms: int) -> None:
     took = []
     for step in range(300):
         decodes = 60 + step % 7
-        count = limit.beside(decodes, objective_s)
+        count = limit.for_step(decodes, objective_s)
         took.append(padded_s(count, decodes))
         limit.observe((1.0, float(count), 0.0, float(decodes), 0.0), took[-1])
         rows = decodes + count
@@ -220,7 +220,7 @@ def test_who_went_too_far_does_not_go_there_again_and_again() -> None:
         limit.observe((1.0, 0.0, 0.0, 70.0, 0.0), alone_s)
     rows = []
     for _ in range(400):
-        rows.append(70 + limit.beside(70, objective_s))
+        rows.append(70 + limit.for_step(70, objective_s))
         seconds = took_s.get(rows[-1], 0.014)
         limit.observe((1.0, rows[-1] - 70.0, 0.0, 70.0, 0.0), seconds)
     assert rows[40:].count(768) <= 0.15 * len(rows[40:])
@@ -232,14 +232,14 @@ def test_the_end_of_a_prompt_tells_nothing_unless_it_was_late() -> None:
     for seconds in [step_s(0, 3)] * 50:
         limit.observe((1.0, 0.0, 0.0, 3.0, 0.0), seconds)
     for _ in range(20):
-        count = limit.beside(3, ITL_S)
+        count = limit.for_step(3, ITL_S)
         limit.observe((1.0, float(count), 0.0, 3.0, 0.0), step_s(count, 3))
-    learned = limit.tokens
+    learned = limit.current
     assert 200 < learned < MOST
     limit.observe((1.0, 10.0, 0.0, 3.0, 0.0), step_s(10, 3))
-    assert limit.tokens == learned
+    assert limit.current == learned
     limit.observe((1.0, 10.0, 0.0, 3.0, 0.0), 2 * ITL_S)
-    assert limit.tokens == learned // 2
+    assert limit.current == learned // 2
 
 
 @given(
@@ -257,7 +257,7 @@ def test_the_end_of_a_prompt_tells_nothing_unless_it_was_late() -> None:
 def test_limits_are_within_bounds(steps: list[tuple[int, int, float, float]], least: int) -> None:
     limit = ChunkLimit(MOST, least=least)
     for prompts, decodes, seconds, objective_s in steps:
-        found = limit.beside(3, objective_s)
+        found = limit.for_step(3, objective_s)
         assert min(MOST, max(LEAST, least)) <= found <= MOST
         assert found == max(MOST - 3, min(MOST, least)) or objective_s < math.inf
         limit.observe((1.0, float(prompts), 0.0, float(decodes), 0.0), seconds)
@@ -275,4 +275,4 @@ def test_what_a_router_expects_of_it(
 
 def test_items_that_are_seen_whole_fit() -> None:
     limit = ChunkLimit(MOST, least=300)
-    assert limit.beside(3, ITL_S) == 300
+    assert limit.for_step(3, ITL_S) == 300

@@ -1,1 +1,1 @@
-"""The engine on a CUDA device: what differs from plain torch in one thread."""
+"""The engine on CUDA devices: what differs from plain torch on a CPU."""

@@ -1,4 +1,4 @@
-"""Attention of a ragged batch over the paged cache, by the kernels of `kvbaton.kernels`."""
+"""Attention of a ragged batch over the paged cache, with the kernels of `kvbaton.kernels`."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from kvbaton.kernels.rope_write import rope_write
 
 @dataclass(frozen=True)
 class DecodeBatch:
-    """The leading sequences of a step, with one token each.
+    """The leading sequences of a step, which have one token each.
 
     Attributes:
-        block_tables: [sequences, groups, blocks] int32. Behind a group's window they may name
-            blocks of others by now, which no kernel reads.
+        block_tables: [sequences, groups, blocks] int32. Entries behind a group's window may name
+            blocks of other sequences, which no kernel reads.
         context_lens: [sequences] int32, the token itself included; 0 for padding.
     """
 
@@ -39,21 +39,21 @@ class KernelAttention:
     """`AttentionContext` of the kernels: decoding sequences first, then prompts.
 
     Args:
-        cache: the pool.
-        slot_mapping: [groups of K and V, tokens] int64: block * block_size + offset, or -1: not
-            written. Tokens behind those of the sequences are padding.
-        decode: the leading tokens' sequences, if there are any.
-        prefill: the others, if there are any, as each group has them.
-        states: what layers with a state need; None for a model without.
-        prompts_at: token from which on `prefill` counts; None: behind those of `decode`. From an
-            earlier one on prompts may begin where some of `decode`, then padding, would be.
-        beside: where prompts are attended to while sequences decode, whose padding is left out;
-            None: after that.
+        cache: The KV pool.
+        slot_mapping: [groups of K and V, tokens] int64: block * block_size + offset, or -1 for
+            tokens that are not written. Tokens after those of the sequences are padding.
+        decode: The decoding sequences; None for none.
+        prefill: Per group, the prompts; empty for none.
+        states: Inputs of layers with a state; None for a model without.
+        prompts_at: Index of the token at which `prefill` begins; None for the first after `decode`.
+            With a smaller index, prompts may begin within `decode`, where that is padding.
+        beside: Stream for the attention of prompts, concurrent with decoding sequences, whose
+            padding is then left out; None computes one after the other.
 
     Attributes:
         slots: `slot_mapping`.
-        decode: as given.
-        prefill: as given.
+        decode: As given.
+        prefill: As given.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class KernelAttention:
         self._parts: dict[int, Parts] = {}
 
     def pad(self, count: int) -> None:
-        """Let there be so many tokens more."""
+        """Append padding tokens."""
         self.slots = F.pad(self.slots, (0, count), value=-1)
         self._rows = torch.arange(self.slots.shape[1], device=self.slots.device)
 
@@ -88,7 +88,7 @@ class KernelAttention:
         return self.attend_stored(layer, stored, out)
 
     def store(self, layer: int, heads: Heads, rotary: Rotary | None) -> Heads:
-        """The first half of `attend`, which depends on slots alone: returns the heads, turned."""
+        """First half of `attend`, which depends only on slots; returns the rotated heads."""
         query, key, value, *_ = heads
         norms = heads.norms
         group, place = self._cache.places[layer]
@@ -96,7 +96,7 @@ class KernelAttention:
         keys, values = data[:, :, place, 0], data[:, :, place, 1]
         of_key, of_value = self._cache.scales(layer)
         fresh: tuple[Tensor | None, Tensor | None] = None, None
-        if key is None or value is None:  # turns with the queries, and goes nowhere
+        if key is None or value is None:  # dummies, rotated with the queries and not stored
             key = value = query.new_empty(len(query), keys.shape[1], keys.shape[-1])
             slots = torch.full_like(slots, -1)
         else:
@@ -115,7 +115,7 @@ class KernelAttention:
         return Heads(query, *fresh, heads.scale, heads.sinks)
 
     def attend_stored(self, layer: int, heads: Heads, out: Tensor) -> Tensor:
-        """The second half: fills `out`, contiguous, as the query of what `store` returned."""
+        """Second half of `attend`: fill `out`, contiguous and shaped as the query."""
         query, key, value, scale, sinks, *_ = heads
         group, place = self._cache.places[layer]
         of, data = self._cache.groups[group], self._cache.token_views[group].data
@@ -153,7 +153,7 @@ class KernelAttention:
         return self.attend_latent_stored(layer, heads, out)
 
     def store_latent(self, layer: int, heads: LatentHeads, rotary: Rotary) -> None:
-        """The first half of `attend_latent`, which depends on slots alone; turns in place."""
+        """First half of `attend_latent`, which depends only on slots; rotates in place."""
         query, latent, key_rope, projection = heads
         (group, place), mla = self._cache.places[layer], projection.mla
         rows = self._cache.data[:, :, place, 0]
@@ -169,7 +169,7 @@ class KernelAttention:
         )  # fmt: skip
 
     def attend_latent_stored(self, layer: int, heads: LatentHeads, out: Tensor) -> Tensor:
-        """The second half: fills `out`, [tokens, heads, value_dim]."""
+        """Second half of `attend_latent`: fill `out`, [tokens, heads, value_dim]."""
         query, latent, key_rope, projection = heads
         (group, place), mla = self._cache.places[layer], projection.mla
         rows = self._cache.data[:, :, place, 0]
@@ -193,16 +193,16 @@ class KernelAttention:
 
     @property
     def num_decodes(self) -> int:
-        """Sequences with one token, padding included."""
+        """Number of decoding sequences, padding included."""
         return 0 if self.decode is None else len(self.decode.context_lens)
 
     @property
     def num_prompts(self) -> int:
-        """Sequences with more."""
+        """Number of prompts."""
         return len(self.prefill[0].query_lens) if self.prefill else 0
 
     def _angles(self, rotary: Rotary) -> Tensor:
-        """Cos and sin of half the features, side by side; made once for each pair of tensors."""
+        """Cos and sin of half the features, side by side; cached per pair of tensors."""
         found = self._cos_sin.get(rotary[0])
         if found is None:
             half = rotary[0].shape[-1] // 2

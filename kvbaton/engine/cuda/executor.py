@@ -1,4 +1,4 @@
-"""The executor of a language model on GPUs: each but the first one has a process of its own."""
+"""The executor of a language model on GPUs: every rank but the first has its own process."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from kvbaton.kernels.peer_all_reduce import peer_memories
 def cuda_executor(
     config: EngineConfig, model_config: ModelConfig, *, track_sums: bool = True
 ) -> Executor:
-    """Ranks on the GPUs that this process sees, the first ones.
+    """An executor of ranks on the first GPUs that this process sees.
 
     Raises:
-        ConfigError: a setting, the model folder or the size of the pool is wrong.
+        ConfigError: A setting, the model folder or the size of the pool is wrong.
     """
     first, size = choose_device(config), config.tensor_parallel_size
     there = torch.cuda.device_count()
@@ -49,7 +49,7 @@ def cuda_executor(
     peers = peer_memories(devices) if reachable else [None] * size
     unique_id = make_unique_id()
     collectives = NcclCollectives(0, size, unique_id, peers[0])
-    # By this thread, with which they would end, and not by the ranks' threads.
+    # Started by this thread: they end with the thread that starts them, as ranks' threads do.
     processes = [
         RankProcess(settings(rank, Alone()), unique_id, peers[rank]) for rank in range(1, size)
     ]
@@ -57,7 +57,7 @@ def cuda_executor(
     def make(rank: int) -> Worker:
         if rank == 0:
             return CudaWorker(settings(0, collectives))
-        processes[rank - 1].wait_made()  # else the others would wait for it in `connect`
+        processes[rank - 1].wait_made()  # else other ranks would wait for it in `connect`
         return processes[rank - 1]
 
     def abort() -> None:
@@ -66,7 +66,7 @@ def cuda_executor(
         collectives.abort()
 
     def release() -> None:
-        for process in processes:  # also of a start that failed
+        for process in processes:  # also if the start failed
             process.close()
         collectives.close()
 

@@ -15,18 +15,18 @@ from kvbaton.engine.upload import upload_into
 
 Step = Callable[[Tensor], tuple[Tensor, Tensor]]
 COLUMNS = 13
-"""Inputs of a sequence: row, position, rotary position, and those of `Sampling` but positions."""
+"""Number of inputs per sequence: row, position, rotary position, and `Sampling`'s other fields."""
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes to capture: fine steps where padding would cost most."""
+    """Batch sizes to capture, denser where padding would cost most."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, max_num_seqs, 16)]
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
 @dataclass(frozen=True)
 class Captured:
-    """One graph with its fixed input and outputs."""
+    """A captured graph with its fixed input and outputs."""
 
     graph: torch.cuda.CUDAGraph
     inputs: Tensor
@@ -35,12 +35,13 @@ class Captured:
 
 
 class DecodeGraphs:
-    """Captures a step once per batch size and replays it.
+    """Captures a decode step once per batch size, and replays it.
 
     Args:
-        step: what to capture; takes [13, batch] int64, as `CudaRunner` makes them.
-        sequences: whose device tensors the step uses; captured anew when they have moved.
-        max_num_seqs: largest batch.
+        step: Step to capture; takes [13, batch] int64, as made by `CudaRunner`.
+        sequences: Owner of the device tensors that the step uses; when these have moved, graphs are
+            captured again.
+        max_num_seqs: Largest batch size.
     """
 
     def __init__(self, step: Step, sequences: CudaSequences, max_num_seqs: int) -> None:
@@ -52,7 +53,7 @@ class DecodeGraphs:
         self._version = sequences.version
 
     def run(self, columns: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Replay the smallest graph that holds the batch.
+        """Replay the smallest graph that fits the batch.
 
         Returns:
             Hidden states and tokens of the batch; overwritten by the next replay.
@@ -61,7 +62,7 @@ class DecodeGraphs:
         size = next(size for size in self.sizes if size >= count)
         if self._version != self._sequences.version:
             self._graphs.clear()
-            self._pool = torch.cuda.graph_pool_handle()  # one that lost all graphs can't be used
+            self._pool = torch.cuda.graph_pool_handle()  # a pool can't be used without its graphs
             self._version = self._sequences.version
         captured = self._graphs.get(size) or self.capture(size)
         padded = self._pad(np.empty((COLUMNS, size), np.int64))
@@ -71,15 +72,15 @@ class DecodeGraphs:
         return captured.hidden[:count], captured.tokens[:count]
 
     def load(self, size: int) -> None:
-        """Run the step once, to load what it needs: a capture can't."""
+        """Run the step once to load kernels, which is impossible during a capture."""
         self._step(self._inputs(size))
 
     def capture(self, size: int) -> Captured:
-        """Record the step."""
+        """Capture the step."""
         inputs = self._inputs(size)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # Not `torch.cuda.graph`: it empties the caches of all devices, while others capture.
+        # `torch.cuda.graph` would empty the caches of all devices, while other ranks capture.
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
@@ -94,7 +95,7 @@ class DecodeGraphs:
         return inputs.to(self._sequences.tokens.device)
 
     def _pad(self, columns: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Fill with sequences that are none."""
+        """Fill with padding sequences."""
         columns[:] = 0
         columns[0], columns[1] = self._sequences.spare_row, -1
         return columns

@@ -1,7 +1,7 @@
-"""Multi-head latent attention of a step's prompts: among latents, or over keys made of them.
+"""Multi-head latent attention of a step's prompts: on latents, or on keys expanded from them.
 
-A key and a value of each head are far more to make, of a context's latents, than to look at for one
-query; so contexts are expanded only if a step has many queries.
+For one query, expanding a context's latents to each head's keys and values takes far longer than
+attending to them, so contexts are expanded only if a step has many queries.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from kvbaton.kernels.prefill_attention import PrefillBatch
 from kvbaton.kernels.varlen_attention import varlen_attention
 
 ABSORBED_TOKENS = 128
-"""A step whose prompts have no more tokens does not expand their contexts."""
+"""Number of prompt tokens in a step up to which contexts are not expanded."""
 
 EXPANDED_ELEMENTS = 1 << 28
-"""Most elements of keys and values that are made of latents at a time."""
+"""Maximum number of elements of keys and values that are expanded at a time."""
 
 
 def attend_among_latents(
@@ -35,16 +35,16 @@ def attend_among_latents(
     scale: float,
     out: Tensor,
 ) -> None:
-    """Attention of each query for itself.
+    """Attend with each query on its own, on latents.
 
     Args:
-        query: [tokens, heads, head_dim], turned.
-        rows: [blocks, block_size, row_dim], of the layer.
+        query: [tokens, heads, head_dim], rotated.
+        rows: [blocks, block_size, row_dim], rows of the layer.
         block_tables: [tokens, blocks] int32.
         context_lens: [tokens] int32, the token itself included; 0 for padding.
-        parts: for these lengths.
-        projection: of the layer.
-        scale: of the logits.
+        parts: Work split for these lengths.
+        projection: Projection of the layer.
+        scale: Scale of the logits.
         out: [tokens, heads, value_dim], to fill.
     """
     absorbed = projection.absorb(query).transpose(0, 1)
@@ -59,8 +59,8 @@ class LatentPrompts:
     """The prompts of a step; made once for all layers of a group.
 
     Args:
-        cache: the pool.
-        batch: the prompts.
+        cache: The KV pool.
+        batch: The prompts.
     """
 
     def __init__(self, cache: KVCache, batch: PrefillBatch) -> None:
@@ -78,7 +78,7 @@ class LatentPrompts:
             later = ends[sequence] - 1 - token
             self._tokens = batch.block_tables[sequence], batch.context_lens[sequence] - later
         elif any(batch.prefix_lens):
-            # Where each sequence's rows begin, one after the other, and where they lie in the pool.
+            # Start of each sequence's rows when concatenated, and their places in the pool.
             size = cache.block_size
             (begins,) = upload([np.cumsum((0, *self._lens))], cache.data.device)
             self._cu = begins.int()
@@ -96,15 +96,15 @@ class LatentPrompts:
         scale: float,
         out: Tensor,
     ) -> None:
-        """Fill `out`, [tokens, heads, value_dim]; what is fresh is in the cache already.
+        """Fill `out`, [tokens, heads, value_dim]; fresh rows are in the cache already.
 
         Args:
-            place: of the layer.
-            query: [tokens, heads, head_dim], turned.
-            fresh: latent [tokens, kv_rank] and key [tokens, rope_dim], turned, as they are cached.
-            projection: of the layer.
-            scale: of the logits.
-            out: to fill.
+            place: Place of the layer in the pool.
+            query: [tokens, heads, head_dim], rotated.
+            fresh: Latent [tokens, kv_rank] and key [tokens, rope_dim], rotated, as cached.
+            projection: Projection of the layer.
+            scale: Scale of the logits.
+            out: To fill.
         """
         if self._tokens is not None:
             rows = self._cache.data[:, 0, place, 0]
@@ -127,6 +127,6 @@ class LatentPrompts:
 
 
 def _numbers(ends: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Of sequences that end there: numbers from 0 on, and whose each is; int32 and int64."""
+    """Numbers 0 .. total - 1, int32, and the sequence of each, int64, given sequences' ends."""
     numbers = torch.arange(total, dtype=ends.dtype, device=ends.device)
     return numbers, torch.searchsorted(ends, numbers, right=True)

@@ -1,9 +1,9 @@
-"""Collectives of GPUs, one to a thread or a process.
+"""Collectives of GPUs, with one GPU per thread or process.
 
-Small sums go by a kernel of ours through each other's memory, if the GPUs can reach it; all else by
-NCCL, which is called on the stream of the model's kernels, so a CUDA graph captures it like
-any of them; torch's process groups would put it on streams of their own, and can't be given up from
-another thread. The library is the one that torch has loaded.
+Small sums use a kernel of ours over peer memory, if the GPUs can access each other. All else uses
+NCCL, called on the stream of the model's kernels, so that CUDA graphs capture it like any kernel.
+torch's process groups would use streams of their own, and can't be aborted from another thread. The
+library is the one that torch has loaded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SUM = 0
 """`ncclRedOp_t` of nccl.h."""
 
 ABORT_S = 10.0
-"""For a communicator to let go."""
+"""Seconds to wait for a communicator's abort."""
 
 
 class NcclError(RuntimeError):
@@ -51,7 +51,7 @@ def _check(library: ctypes.CDLL, code: int) -> None:
 
 
 def make_unique_id() -> bytes:
-    """What all ranks of one communicator are told."""
+    """Make the id that all ranks of one communicator need."""
     library, made = _library(), _UniqueId()
     _check(library, library.ncclGetUniqueId(ctypes.byref(made)))
     return bytes(made)
@@ -61,10 +61,10 @@ class NcclCollectives(Collectives):
     """`Collectives` of one rank, on its current stream.
 
     Args:
-        rank: ours.
-        size: ranks in all.
-        unique_id: of their communicator.
-        peers: memory for small sums, if all GPUs reach each other.
+        rank: This rank.
+        size: Number of ranks.
+        unique_id: Id of the communicator.
+        peers: Peer memory for small sums, if all GPUs can access each other.
     """
 
     def __init__(self, rank: int, size: int, unique_id: bytes, peers: PeerMemory | None) -> None:
@@ -75,14 +75,14 @@ class NcclCollectives(Collectives):
         self._later = False
 
     def connect(self) -> None:
-        """See `Collectives.connect`; on the current device. Nothing ends this wait."""
+        """See `Collectives.connect`; on the current device. This wait can't be aborted."""
         told, made = _UniqueId.from_buffer_copy(self._unique_id), ctypes.byref(self._handle)
         code = self._library.ncclCommInitRank(made, self._size, told, self._rank)
         _check(self._library, code)
 
     @cached_property
     def _beside(self) -> torch.cuda.Stream:
-        """Its kernels go before products, which leave them no room once they have begun."""
+        """A stream that precedes products, whose kernels leave no room once they have started."""
         return torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -97,12 +97,12 @@ class NcclCollectives(Collectives):
         return self.nccl_all_reduce(tensor)
 
     def nccl_all_reduce(self, tensor: Tensor) -> Tensor:
-        """The same in place, whatever its size."""
+        """Sum with NCCL in place, whatever the size."""
         self._call("ncclAllReduce", tensor, tensor, SUM)
         return tensor
 
     def later(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """See `Collectives.later`; the current stream waits for the result when it is asked for."""
+        """See `Collectives.later`; the current stream waits once the result is taken."""
         self._later = True
         try:
             result = compute()
@@ -142,16 +142,16 @@ class NcclCollectives(Collectives):
             raise AbortedError("another rank failed, or did not come in time")
 
     def abort(self) -> None:
-        """End what waits for other ranks, on host and GPU; later calls fail. Idempotent."""
+        """End all waits for other ranks, on host and GPU; later calls fail. Idempotent."""
         self._abort()
 
     def close(self) -> None:
-        """Give back; nothing is in flight, and no CUDA graph that calls us is left."""
+        """Release NCCL; nothing may be in flight, and no CUDA graph that calls NCCL may be left."""
         if (thread := self._abort()) is not None:
             thread.join(ABORT_S)
 
     def _abort(self) -> threading.Thread | None:
-        """In a thread: NCCL comes back only once all graphs with its kernels are gone."""
+        """Abort in a thread: NCCL returns only once all graphs with its kernels are gone."""
         if not self._open:
             return None
         self._open = False
@@ -162,8 +162,8 @@ class NcclCollectives(Collectives):
         return thread
 
     def _abort_communicator(self) -> None:
-        # Calls to come are refused. One that waits for a rank that will not come keeps the lock: it
-        # is what we end.
+        # Later calls are refused. A call that waits for a missing rank holds the lock; then abort
+        # without it.
         if self._lock.acquire(timeout=1.0):
             self._lock.release()
         if self._handle:

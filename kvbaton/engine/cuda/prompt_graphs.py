@@ -1,12 +1,13 @@
-"""Steps with prompts as CUDA graphs: whole ones with a few short prompts, others by piece.
+"""Steps with prompts as CUDA graphs: whole steps if the prompts are few and short, else pieces.
 
-What a layer's products, norms and sums launch depends on the number of tokens alone, and is padded
-to one of a few; its attention depends on every sequence. So what lies between two attentions is a
-graph (vLLM calls it piecewise), and attention is launched as it is; but for a few prompts, with or
-without others that decode, and for a longer one alone, whose attention has a launch that suits all,
-and is within one graph with the rest. The host is quick then, which counts where the device is,
-too: for few tokens, and for ranks. Launching the attention of 32 layers takes it 6 to 11 ms, for
-which the tokens of the step before wait as well.
+The kernels of a layer's products, norms and sums depend only on the number of tokens, which is
+padded to one of a few sizes; attention depends on every sequence. So the work between two
+attentions is captured as a graph (vLLM calls this piecewise), and attention is launched in between.
+Two kinds of steps fit into one graph with their attention, whose launch then suits all of them: a
+few short prompts, with or without decoding sequences, and one longer prompt alone. Graphs save time
+of the host, which matters when the device is quick: with few tokens, and with several ranks.
+Launching the attention of 32 layers takes the host 6 to 11 ms, for which the tokens of the previous
+step wait as well.
 """
 
 from __future__ import annotations
@@ -30,41 +31,44 @@ from kvbaton.engine.step import WHOLE_TOKENS
 from kvbaton.kernels.prefill_attention import PrefillBatch, cudnn_fits, is_far, planning
 
 RANKS_TOKENS = 512
-"""With more tokens a device is slower than the host, times the square of the ranks: each of n
-computes an n-th in no less than an n-th of the time."""
+"""Tokens, times the square of the ranks, beyond which the device is slower than the host: each of n
+ranks computes an n-th, in no less than an n-th of the time."""
 
 WHOLE_PROMPTS = 4
-"""Most prompts of one: the attention's launch is as if each had all the tokens."""
+"""Maximum number of prompts in a whole step's graph: attention is launched as if each prompt had
+all the tokens."""
 
 LONG_TOKENS = 2048
-"""Most tokens of one: launching what has more takes the host less time than the device needs."""
+"""Maximum number of tokens in a whole step's graph: larger steps keep the device busier than the
+host."""
 
 MIXED_TOKENS, PADDED_TOKENS = PADDED
-"""A graph with sequences that decode has a multiple of the first: every other size of few tokens
-will do. A step without graphs has one of the second: cuBLAS takes 1 to 2 ms to choose a kernel for
-each product by a number of tokens that it has not seen. Most of its tiles have as many rows."""
+"""Granularity of step sizes in tokens. With decoding sequences, only multiples of the first have
+graphs: every other one of the small sizes suffices. Without graphs, steps are padded to a multiple
+of the second, the number of rows of most cuBLAS tiles: cuBLAS takes 1 to 2 ms to choose a kernel
+per product for a number of tokens that it has not seen."""
 
 Attend = Callable[[KernelAttention], object]
-"""Launches the attention of a step."""
+"""Launches the attention of a step, in one layer."""
 
 StepKind = tuple[int, bool]
-"""How many prompts the attention of a graph is for, and whether for sequences that decode, too."""
+"""Kind of a graph: number of prompts in its attention, and whether sequences decode in it too."""
 
 BY_PIECE: StepKind = 0, False
 WHOLE: StepKind = WHOLE_PROMPTS, False
 MIXED: StepKind = WHOLE_PROMPTS, True
 LONE: StepKind = 1, False
-"""A prompt without prefix, which cuDNN attends to: what pads it comes behind, so none sees it."""
+"""One prompt without prefix, attended to by cuDNN; padding follows it, so no token sees that."""
 
 SLOWER = 1.03
-"""A size whose products take so many times as long as a larger one's is not used: for some numbers
-of rows cuBLAS chooses badly (8B on an H200: 448 take 18.8 ms, 512 16.3)."""
+"""A size is dropped if its products take this multiple of a larger size's time: for some numbers of
+rows cuBLAS chooses badly (8B on an H200: 448 rows take 18.8 ms, 512 take 16.3)."""
 TIMED_PIECES = 5
-"""So many layers are timed for that."""
+"""Number of layers that are timed for this decision."""
 
 
 def padded_sizes(most: int) -> list[int]:
-    """Numbers of tokens to capture: in sixteens, from 128 on in quarters of a power of two."""
+    """Numbers of tokens to capture: multiples of 16, from 128 on quarters of a power of two."""
     sizes = list(range(16, min(most, 128) + 1, 16))
     while sizes and sizes[-1] < most:
         sizes.append(sizes[-1] + size_step(sizes[-1], 16))
@@ -72,7 +76,7 @@ def padded_sizes(most: int) -> list[int]:
 
 
 def worth_padding_to(seconds: Mapping[int, float]) -> set[int]:
-    """Of sizes and what they take, those that no larger one is faster than."""
+    """The sizes that no larger size is faster than, given the seconds of each."""
     best, kept = math.inf, set[int]()
     for size in sorted(seconds, reverse=True):
         if seconds[size] <= SLOWER * best:
@@ -84,7 +88,7 @@ def worth_padding_to(seconds: Mapping[int, float]) -> set[int]:
 def padded_forward(
     model: LlamaForCausalLM, token_ids: Tensor, positions: Tensor, attention: KernelAttention
 ) -> Tensor:
-    """The model without graphs, on `PADDED_TOKENS`; see `LlamaForCausalLM.forward`."""
+    """Run the model without graphs, padded to `PADDED_TOKENS`; see `LlamaForCausalLM.forward`."""
     n = len(token_ids)
     more = -n % PADDED_TOKENS
     attention.pad(more)
@@ -93,7 +97,7 @@ def padded_forward(
 
 
 def borrowed(tensor: Tensor) -> Tensor:
-    """The same elements, without keeping their memory: a graph's pool gives it to later pieces."""
+    """A view that does not keep its memory alive, so that later pieces of a graph may reuse it."""
     item, strides = tensor.element_size(), tensor.stride()
     reach = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, strides, strict=True))
     told = {
@@ -107,7 +111,7 @@ def borrowed(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class GraphPiece:
-    """What one graph computes, and the attention that follows it, but for the last one."""
+    """One graph, and the attention that follows it, except after the last graph."""
 
     graph: torch.cuda.CUDAGraph
     attend: Attend | None = None
@@ -115,12 +119,12 @@ class GraphPiece:
 
 @dataclass(frozen=True)
 class CapturedStep:
-    """A step of one number of tokens.
+    """A captured step of one number of tokens.
 
     Attributes:
-        pieces: in their order.
-        hidden: [tokens, hidden_size]; overwritten by the next replay of any.
-        attention: holds what the graphs read.
+        pieces: Graphs in order.
+        hidden: [tokens, hidden_size]; overwritten by the next replay of any step.
+        attention: Owns tensors that the graphs read.
     """
 
     pieces: list[GraphPiece]
@@ -129,16 +133,16 @@ class CapturedStep:
 
 
 class Recorder:
-    """`AttentionContext` of a trial, and then while graphs are captured.
+    """`AttentionContext` of a trial run, and then of a capture.
 
     Args:
-        pool: of the graphs, as torch names it.
-        attention: over their inputs. If it has prompts, all becomes one graph; else a graph ends
-            where attention begins, and the next one begins behind it.
+        pool: Memory pool of the graphs, as torch names it.
+        attention: Attention over the graphs' inputs. If it has prompts, everything becomes one
+            graph; else a graph ends before each attention, and the next begins after it.
 
     Attributes:
-        attention: as given.
-        pieces: what was recorded.
+        attention: As given.
+        pieces: The graphs captured so far.
     """
 
     states = None
@@ -154,7 +158,7 @@ class Recorder:
         self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def end(self, attend: Attend | None = None) -> None:
-        """End it, before an attention or as the last one."""
+        """End the graph, before an attention or as the last one."""
         assert self._graph is not None
         self._graph.capture_end()
         self.pieces.append(GraphPiece(self._graph, attend))
@@ -186,14 +190,14 @@ class Recorder:
 
 
 class GraphInputs:
-    """What graphs read; what is more than a step has is padding.
+    """Input tensors of graphs; the part that a step does not fill is padding.
 
     Args:
-        cache: the pool.
-        tokens: most of a step.
-        sequences: most that decode.
-        blocks: most of a sequence, in one group.
-        beside: see `KernelAttention`.
+        cache: The KV pool.
+        tokens: Maximum number of tokens in a step.
+        sequences: Maximum number of decoding sequences.
+        blocks: Maximum number of blocks of a sequence, in one group.
+        beside: See `KernelAttention`.
     """
 
     def __init__(
@@ -217,7 +221,7 @@ class GraphInputs:
         self._decode = DecodeBatch(tables, lens.new_zeros(sequences))
 
     def fill(self, token_ids: Tensor, positions: Tensor, attention: KernelAttention) -> None:
-        """Take a step's; of one with many prompts its tokens alone."""
+        """Copy a step's inputs; of a step with many prompts, only its tokens."""
         n, prompts, decodes = len(token_ids), attention.num_prompts, attention.num_decodes
         self._token_ids[:n], self._positions[:n] = token_ids, positions
         self._slots.fill_(-1)
@@ -238,11 +242,11 @@ class GraphInputs:
             self._decode.block_tables[:decodes] = decode.block_tables
 
     def of(self, size: int) -> tuple[Tensor, Tensor]:
-        """Tokens and positions of a step of so many."""
+        """Tokens and positions of a step of `size` tokens."""
         return self._token_ids[:size], self._positions[:size]
 
     def attention(self, size: int, kind: StepKind) -> KernelAttention:
-        """Over so many tokens; of `BY_PIECE` there is none."""
+        """Attention over `size` tokens; with `BY_PIECE`, without sequences."""
         prompts, decodes = kind
         decode = beside = None
         if decodes:
@@ -264,20 +268,20 @@ class GraphInputs:
 
 
 class PromptGraphs:
-    """Called as its model is; replays graphs for a step that has few enough tokens.
+    """Called like its model; replays graphs if the step has few enough tokens.
 
-    Not of models with a state, whose layers need more of the sequences than attention does, nor of
-    those that see images, whose rotary positions have another shape.
+    It does not support models with states, whose layers need more of the sequences than attention
+    does, nor models that take images, whose rotary positions have another shape.
 
     Args:
-        model: what to capture.
-        cache: its pool.
-        most_tokens: of any step.
-        most_sequences: that decode in one.
-        most_blocks: of a sequence, in one group.
+        model: Model to capture.
+        cache: Its KV pool.
+        most_tokens: Maximum number of tokens in a step.
+        most_sequences: Maximum number of decoding sequences in a step.
+        most_blocks: Maximum number of blocks of a sequence, in one group.
 
     Attributes:
-        sizes: numbers of tokens to capture, ascending.
+        sizes: Numbers of tokens to capture, ascending.
     """
 
     def __init__(
@@ -338,7 +342,7 @@ class PromptGraphs:
         if 0 < attention.num_prompts <= WHOLE_PROMPTS:
             fresh, starts = attention.prefill[0].query_lens, attention.prefill[0].prefix_lens
             far = self._far_apart and not attention.num_decodes and any(map(is_far, fresh, starts))
-            # Else cuDNN is much faster.
+            # Far from the start of a prompt, or after a long prefix, cuDNN is much faster.
             if not far and (n <= WHOLE_TOKENS or max(starts) <= LONG_TOKENS):
                 kinds.insert(0, MIXED if attention.num_decodes else WHOLE)
             if n > WHOLE_TOKENS and not attention.num_decodes and starts == (0,):
@@ -350,13 +354,13 @@ class PromptGraphs:
         return None
 
     def load(self, size: int) -> None:
-        """Run steps of so many tokens once, to load what they need: a capture can't."""
+        """Run steps of `size` tokens once to load kernels, which is impossible during a capture."""
         for kind in self._kinds(size):
             with planning():
                 self._model(*self._inputs.of(size), self._recorder(size, kind))
 
     def capture(self, size: int) -> None:
-        """Record steps of so many tokens; the largest first, since the others share its memory."""
+        """Capture steps of `size` tokens; the largest size first, whose memory the others share."""
         for kind in self._kinds(size):
             recording = self._recorder(size, kind)
             torch.cuda.synchronize()
@@ -371,9 +375,9 @@ class PromptGraphs:
             )
 
     def drop_slow_sizes(self) -> None:
-        """Forget sizes whose products take longer than a larger one's.
+        """Drop sizes whose products take longer than a larger size's.
 
-        Not with several ranks, which would have to agree.
+        Not with several ranks, which would have to agree on them.
         """
         if self._model.shard.size > 1:
             return
@@ -393,7 +397,7 @@ class PromptGraphs:
 
 
 def _seconds(pieces: Iterable[GraphPiece]) -> float:
-    """What graphs take the device, without attention."""
+    """Seconds that graphs take on the device, without attention."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     begin.record()
     for piece in pieces:

@@ -1,7 +1,7 @@
-"""A rank on a GPU in a process of its own: its pool is memory of the core's process.
+"""A rank on a GPU in a process of its own, whose pool is memory of the core's process.
 
-There one transfer thread moves the blocks of all ranks, and what a peer is to write to must belong
-to the process that names it. All else (weights, kept sums, graphs) is the rank's own.
+The core's transfer thread moves the blocks of all ranks, and memory that a peer writes must belong
+to the process that registers it. All else (weights, kept sums, graphs) belongs to the rank.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from kvbaton.kernels.peer_all_reduce import PeerMemory
 
 
 class RankProcess(WorkerProcess):
-    """See `WorkerProcess`; its `cache` has the pool's memory and layouts, and no sums.
+    """See `WorkerProcess`; its `cache` has the pool's memory and layouts, but no sums.
 
     Args:
-        settings: of the rank; its shard's collectives are made there.
-        unique_id: see `NcclCollectives`.
-        peers: the rank's, see `PeerMemory`.
+        settings: Settings of the rank, whose collectives are made in its process.
+        unique_id: See `NcclCollectives`.
+        peers: The rank's peer memory, see `PeerMemory`.
     """
 
     def __init__(
         self, settings: WorkerSettings, unique_id: bytes, peers: PeerMemory | None
     ) -> None:
-        torch.zeros(1, device=settings.device)  # our context takes memory before the rank measures
-        self._settings, self._peers = settings, peers  # whose memory is ours
+        torch.zeros(1, device=settings.device)  # our context's memory, before the rank measures
+        self._settings, self._peers = settings, peers  # keeps the peers' memory alive
         shared = [] if peers is None else [
             SharedTensor.of(each)
             for each in (*peers.inboxes, *peers.flags, peers.rounds, peers.waiting)
@@ -46,10 +46,10 @@ class RankProcess(WorkerProcess):
     def start(self, num_blocks: int) -> None:
         """See `Worker.start`."""
         self.cache = self._settings.make_cache(num_blocks, track_sums=False)
-        torch.cuda.synchronize(self._settings.device)  # its zeros are written
+        torch.cuda.synchronize(self._settings.device)  # until its zeros are written
         shared = SharedTensor.of(self.cache.blocks)
         self._ask("start_in", num_blocks, shared, patience_s=START_S).result()
-        # Each channel's thread has memory of its own to send numbers from.
+        # Now, since each channel's thread sets up its own pinned memory.
         self.digest([BlockRange(0, [1], 0, 0, self._settings.config.block_size)]).result()
         if self._settings.track_sums:
             self.sums(0, [1]).result()
@@ -63,7 +63,7 @@ class RankProcess(WorkerProcess):
 
 
 class RankWorker(CudaWorker):
-    """The worker in the process."""
+    """The worker in the rank's process."""
 
     def __init__(
         self, settings: WorkerSettings, unique_id: bytes, shared: Sequence[SharedTensor]
@@ -80,11 +80,11 @@ class RankWorker(CudaWorker):
         super().__init__(replace(settings, shard=replace(shard, collectives=collectives)))
 
     def start_in(self, num_blocks: int, shared: SharedTensor) -> None:
-        """See `Worker.start`; in these blocks."""
+        """See `Worker.start`; the pool consists of the shared blocks."""
         self.start(num_blocks, shared.open(self.settings.device))
 
     def attach_shared(
         self, shape: tuple[int, int, int, str, torch.device], shared: SharedTensor
     ) -> None:
-        """See `Worker.attach_encoder`; a pool of this shape, of these blocks."""
+        """See `Worker.attach_encoder`; the pool has this shape and the shared blocks."""
         self.attach_encoder(EncoderPool(*shape, blocks=shared.open(shape[-1])))

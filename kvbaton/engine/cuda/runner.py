@@ -1,10 +1,10 @@
 """One rank's work of a step on a CUDA device: enqueued, never waited for.
 
-A step in which all sequences decode, with drafts or without, replays a CUDA graph, which reads its
-inputs from a fixed buffer, takes the token sampled last from the device, and leaves the next one
-there. A step of few tokens with prompts replays one too, or one between every two attentions; any
-other is enqueued kernel by kernel. What fewer requests ask for (masks, biases, log probabilities)
-is done by torch behind that, from the logits.
+A step in which all sequences decode, with or without drafts, replays a CUDA graph. The graph reads
+its inputs from a fixed buffer, reads the last sampled token from the device, and leaves the next
+one there. A step with prompts and few tokens replays one graph, or one between every two
+attentions; other steps are enqueued kernel by kernel. Features that few requests use (masks,
+biases, logprobs) are computed by torch afterwards, from the logits.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from kvbaton.kernels.prefill_attention import PrefillBatch
 from kvbaton.kernels.sample_tokens import Sampling, sample_tokens
 
 SHORT_CONTEXT = 2048
-"""Shorter tables make the prefill kernel take smaller tiles."""
+"""Context in tokens below which tables are cut: the prefill kernel then takes smaller tiles."""
 
 RANK_CONTEXT = 256
-"""Tokens, times the square of the ranks: of several prompts in a step, those with fewer share one
-launch of a slower kernel. cuDNN is launched for each, which takes n ranks as long for what each of
-them computes in an n-th of the time."""
+"""Context in tokens, times the square of the ranks, below which a step's prompts, if several, share
+one launch of a slower kernel. cuDNN is launched for each prompt, which takes n ranks as long, while
+each of them has an n-th of the work."""
 
 
 class CudaRunner(Runner):
     """Enqueues steps on the current stream; one thread at a time.
 
     Args:
-        model: its weights.
-        cache: its KV pool.
-        max_model_len: longest sequence.
-        max_num_seqs: most sequences in one step.
-        use_graphs: decode in CUDA graphs, and compute few tokens of prompts in pieces of some.
-        max_num_batched_tokens: of a step.
+        model: The rank's share of the model.
+        cache: The rank's KV pool.
+        max_model_len: Length of the longest sequence.
+        max_num_seqs: Maximum number of sequences in one step.
+        use_graphs: Whether to use CUDA graphs, for decode steps and steps with few prompt tokens.
+        max_num_batched_tokens: Maximum number of tokens in one step.
 
     Attributes:
         token_counts: [max_num_seqs, vocab_size] int32, see `Penalties`.
@@ -81,10 +81,10 @@ class CudaRunner(Runner):
             )  # fmt: skip
 
     def attach_encoder(self, pool: EncoderPool) -> None:
-        """Take encoder outputs from here; from another device on a stream of our own.
+        """Set the pool that encoder outputs are read from; on another device, on our own stream.
 
-        On that device's default stream they would wait for its rank's step, which waits for ours.
-        One row is taken now: what the driver sets up for it, it may not while a rank waits.
+        On that device's default stream, reads would wait for its rank's step, which waits for ours.
+        One row is read now, since the driver's setup for it is not possible while a rank waits.
         """
         super().attach_encoder(pool)
         if pool.data.device != self.device:
@@ -95,7 +95,7 @@ class CudaRunner(Runner):
     def _compute(self, output: StepOutput, rows: Ints) -> None:
         """Enqueue the layers and the sampling; see `Runner._compute`."""
         self.sequences.flush()
-        # An image that ends with the last token of its prompt is none of a graph's inputs.
+        # An image that ends with its prompt's last token can't be an input of a decode graph.
         images = self.sequences.with_items and any(step.items for step in output.steps)
         columns = output.columns
         if not images and (columns.counts == 1).all() and (columns.samples == 1).all():
@@ -120,13 +120,13 @@ class CudaRunner(Runner):
             output.tokens = tokens
             self.sequences.lengths[rows] = starts + 2
         else:
-            if output.drafted:  # the graph has written its samples over them
+            if output.drafted:  # the graph has overwritten the drafts with its samples
                 self.sequences.put_drafts(output.plan.steps)
             self._report_prompts(output, rows, hidden, np.arange(1, len(rows) + 1))
             self._sample(output, rows, starts + 1, hidden, np.arange(1, len(rows) + 1))
 
     def _columns(self, rows: Ints, positions: Ints) -> Ints:
-        """Inputs of `_decode_step`: [13, sequences]; floats as their bits."""
+        """Inputs of `_decode_step`: [13, sequences] int64; floats are stored as their bits."""
         of = self.sequences
         whole = of.seeds, of.choices, of.top_ks, of.num_prompt
         floats = of.temperatures, of.top_ps, of.min_ps, of.repetitions, of.presences, of.frequencies
@@ -134,14 +134,14 @@ class CudaRunner(Runner):
         return np.stack((rows, positions, positions + of.deltas[rows], *told))
 
     def _decode_step(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """One token of each sequence, with the host out of the loop.
+        """Compute one token of each sequence, without the host.
 
         Args:
-            inputs: see `_columns`; a position of -1 is padding.
+            inputs: See `_columns`; a position of -1 is padding.
 
         Returns:
-            Hidden states [sequences, hidden_size], and tokens as `sample_tokens` chooses them
-            [sequences], which are appended to the sequences too.
+            Hidden states [sequences, hidden_size], and tokens chosen by `sample_tokens`
+            [sequences], which are also appended to the sequences.
         """
         rows, positions, rotary, *_ = inputs.unbind()
         size, sequences = self.cache.block_size, self.sequences
@@ -168,7 +168,7 @@ class CudaRunner(Runner):
         sequences.tokens[rows, positions + 1] = tokens.clamp(min=0).int()
         return hidden, tokens
 
-    # --- prompts, and whoever decodes beside them ---
+    # --- prompts, with or without decoding sequences ---
 
     def _mixed(self, output: StepOutput, rows: Ints) -> None:
         tokens, encoded = self._tokens(output, rows), self._encoded(output.steps)
@@ -186,7 +186,7 @@ class CudaRunner(Runner):
         decode = DecodeBatch(tables[:leading], lens[:leading]) if leading else None
         prefill = []
         if leading < len(counts):
-            # One of two numbers of blocks to show: the prefill kernel is compiled for each.
+            # Show the kernel one of two table widths, since it is compiled for each.
             size, width = self.cache.block_size, self.sequences.tables.shape[-1]
             short = (SHORT_CONTEXT // size - 1) // 16 * 16
             if context_lens[leading:].max() <= short * size:
@@ -227,7 +227,7 @@ class CudaRunner(Runner):
     def _sample_plainly(
         self, output: StepOutput, rows: Ints, known: Ints, hidden: Tensor, ends: Ints
     ) -> None:
-        """Sample as `sample_tokens` does, one token each; `known` are tokens before it."""
+        """Sample one token each with `sample_tokens`, after `known` tokens."""
         if not len(rows):
             return
         columns = self._columns(rows, known)
@@ -241,9 +241,9 @@ class CudaRunner(Runner):
         output.tokens = tokens
 
     def _sampled(self, hidden: Tensor, columns: Tensor, positions: Tensor) -> Tensor:
-        """Tokens [rows], of what `_columns` gives, and positions of the tokens to choose.
+        """Sample tokens [rows] at `positions`, with the inputs of `_columns`.
 
-        As many at a time as are sequences in a step: with drafts, rows are more.
+        At most `max_num_seqs` rows are sampled at a time; with drafts there are more rows.
         """
         logits, most = self.model.narrow_logits(hidden), len(self.token_counts)
         parts = (
@@ -277,11 +277,11 @@ class CudaRunner(Runner):
 
 
 def _blocks_at(tables: Tensor, number: Tensor) -> Tensor:
-    """Physical block of a logical one of each sequence: [groups, sequences].
+    """Physical block of one logical block of each sequence: [groups, sequences].
 
     Args:
         tables: [sequences, groups, blocks].
-        number: [sequences] int64.
+        number: [sequences] int64, logical block.
     """
     return (
         tables.gather(2, number[:, None, None].expand(-1, tables.shape[1], 1))[:, :, 0]

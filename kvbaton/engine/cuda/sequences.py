@@ -1,4 +1,4 @@
-"""Sequences whose block tables lie on the device too, and what the fast sampler needs of them."""
+"""Sequences with their block tables on the device too, and the inputs of the fast sampler."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ OF_SAMPLING = (
 
 
 class CudaSequences(Sequences):
-    """`Sequences` as kernels and graphs need them.
+    """`Sequences` in the form that kernels and graphs need.
 
-    Tables and tokens share memory, so that one launch writes what is new of both.
+    Tables and tokens share memory, so that one launch writes all new entries of both.
 
     Attributes:
-        tokens: as there, but for those of new sequences, which are there once `flush` was called.
-        device_tables: [rows, groups, max_blocks] int32: `tables`, likewise. Entries beyond a
-            sequence's blocks may be of an earlier one.
-        spare_row: belongs to no sequence, for padding.
-        plain: [rows], whether a row is sampled by what follows alone.
+        tokens: As in `Sequences`, but those of new sequences are written by `flush`.
+        device_tables: [rows, groups, max_blocks] int32, `tables` as of the last `flush`. Entries
+            beyond a sequence's blocks may be left from an earlier one.
+        spare_row: A row without sequence, for padding.
+        plain: [rows], whether the row is sampled with the following fields alone.
         temperatures: [rows] float64, 0 for greedy.
         seeds: [rows] int64, the bits of the 64-bit seed.
         top_ks: [rows] int64, 0 for all.
         top_ps: [rows] float64.
         min_ps: [rows] float64.
-        repetitions: [rows] float64, penalties; 0 for a row that has none, of any kind.
-        presences: [rows] float64.
-        frequencies: [rows] float64.
-        version: changes when device tensors have moved.
+        repetitions: [rows] float64, repetition penalties; 0 for a row without penalties of any
+            kind.
+        presences: [rows] float64, presence penalties.
+        frequencies: [rows] float64, frequency penalties.
+        version: Changes when device tensors have moved.
     """
 
     def __init__(self, *, rows: int, **limits: Any) -> None:
@@ -57,7 +58,7 @@ class CudaSequences(Sequences):
         self._new_tokens: list[tuple[int, npt.NDArray[np.uint32]]] = []
 
     def _allocate(self, rows: int, max_tokens: int, device: torch.device) -> None:
-        """See there; tables come first, whose rows are aligned."""
+        """See `Sequences`; tables come first in memory, since their rows must be aligned."""
         sizes = [self.tables.size, rows * max_tokens]
         self._memory = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         tables, tokens = torch.split(self._memory, sizes)
@@ -68,7 +69,7 @@ class CudaSequences(Sequences):
         self._new_tokens.append((row * self.tokens.shape[1], ids))
 
     def append_blocks(self, row: int, group: int, blocks: Sequence[int]) -> None:
-        """Extend a block table; the device's by the next `flush`."""
+        """Append blocks to a block table; the device's copy follows with the next `flush`."""
         if blocks:
             _, groups, most = self.tables.shape
             place = (row * groups + group) * most + int(self._table_lens[row, group])
@@ -103,7 +104,7 @@ class CudaSequences(Sequences):
         return row
 
     def _grow(self) -> None:
-        """Twice the rows."""
+        """Double the number of rows."""
         tables = self.device_tables
         super()._grow()
         self.device_tables[: len(tables)] = tables
@@ -114,7 +115,7 @@ class CudaSequences(Sequences):
 
 
 def is_plain(params: SamplingParams) -> bool:
-    """Whether `sample_tokens` can choose a token, and nothing is reported."""
+    """Whether `sample_tokens` can sample for a request, and nothing else is reported."""
     return not (
         params.bad_words_token_ids
         or params.logit_bias

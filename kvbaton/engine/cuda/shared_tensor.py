@@ -1,8 +1,8 @@
 """Memory of a GPU that another process of this machine has allocated.
 
-By CUDA's interprocess handles (CUDA driver API, "Unified Addressing" and `cuIpcOpenMemHandle`). A
-handle is of a whole allocation, of which torch's allocator gives parts to tensors. It stays open
-until this process ends, and whoever allocated must not free it earlier.
+It is opened through CUDA's interprocess handles (CUDA driver API, "Unified Addressing" and
+`cuIpcOpenMemHandle`). A handle names a whole allocation, of which a tensor is a part. It stays open
+until this process ends, and the allocating process must not free it earlier.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 TYPES = {torch.uint8: "|u1", torch.int32: "<i4", torch.float32: "<f4"}
-"""As `__cuda_array_interface__` has them."""
+"""Type strings of `__cuda_array_interface__`."""
 
 LAZY_PEER_ACCESS = 1
-"""`CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`: of another GPU than the current one, too."""
+"""`CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`: allows memory of another GPU than the current one."""
 
 
 class _Handle(ctypes.Structure):
@@ -37,10 +37,10 @@ class SharedTensor:
     """What another process needs to open a contiguous tensor.
 
     Attributes:
-        handle: of the allocation.
-        offset: of the tensor in it, bytes.
-        shape: of the tensor.
-        dtype: likewise, one of `TYPES`.
+        handle: Handle of the allocation.
+        offset: Offset of the tensor in it, in bytes.
+        shape: Shape of the tensor.
+        dtype: dtype of the tensor, one of `TYPES`.
     """
 
     handle: bytes
@@ -50,7 +50,7 @@ class SharedTensor:
 
     @staticmethod
     def of(tensor: Tensor) -> SharedTensor:
-        """A tensor of this process."""
+        """Describe a tensor of this process."""
         base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
         address = ctypes.c_uint64(tensor.data_ptr())
         with torch.cuda.device(tensor.device):
@@ -60,14 +60,14 @@ class SharedTensor:
         return SharedTensor(bytes(handle), offset, tuple(tensor.shape), tensor.dtype)
 
     def open(self, device: torch.device) -> Tensor:
-        """The tensor, for kernels on a device of this process, which may be another than its own.
+        """Open the tensor for kernels on a device of this process, perhaps another than its own.
 
         Raises:
-            RuntimeError: the driver refuses, or torch can't see the memory in place.
+            RuntimeError: The driver refuses, or torch does not see the memory in place.
         """
         base, handle = ctypes.c_uint64(), _Handle.from_buffer_copy(self.handle)
         with torch.cuda.device(device):
-            torch.cuda.current_stream().synchronize()  # the device's context is there, and current
+            torch.cuda.current_stream().synchronize()  # makes the device's context current
             _call("cuIpcOpenMemHandle_v2", ctypes.byref(base), handle, LAZY_PEER_ACCESS)
             address = base.value + self.offset
             told = {"shape": self.shape, "typestr": TYPES[self.dtype], "version": 2}

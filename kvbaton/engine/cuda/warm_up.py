@@ -1,4 +1,4 @@
-"""Steps of made-up prompts before any request is there: to measure memory, compile and capture."""
+"""Trial steps of made-up prompts before any request: to measure memory, compile and capture."""
 
 from __future__ import annotations
 
@@ -43,40 +43,40 @@ EVERYTHING = SamplingParams(
 )  # fmt: skip
 
 GRAPHS_AND_LIBRARIES = 2 << 30
-"""Bytes left for CUDA graphs, attention plans, and what transports map."""
+"""Bytes reserved for CUDA graphs, attention plans, and what transports map."""
 
 SMALL_BYTES, SMALL_BUFFERS = 1 << 20, 64
-"""Largest request that torch's allocator serves from its small segments, and how many to hold."""
+"""Largest allocation in bytes that torch makes in small segments, and how many to reserve."""
 
 ATTENTION_BYTES = 20 << 20
-"""Of what a few queries find in parts of a long prefix, until it is merged: steps that take most
-elsewhere have no such parts."""
+"""Bytes for partial attention results of few queries over a long prefix, before they are merged.
+The steps that need most memory elsewhere have none of these."""
 
 SIDE_STREAM_BYTES = 32 << 20
-"""For digests of a long prompt; an allocator's memory belongs to the stream that asked for it."""
+"""Bytes for digests of a long prompt; an allocator's memory belongs to the stream that asked."""
 
 PINNED_SIZES = [1 << power for power in range(2, 22)]
-"""Torch pins host memory by powers of two: from one number to those of the largest step."""
+"""Sizes of pinned buffers in bytes: torch pins powers of two, from one number to a large step's."""
 
 PINNED_BUFFERS = 4
-"""Of each size: steps in flight, and what comes back from them."""
+"""Pinned buffers of each size: for the steps in flight and their results."""
 
 SMALL_PINNED_BYTES, SMALL_PINNED_BUFFERS = 1 << 16, 16
-"""Several small arrays of one step may be of one size."""
+"""Size in bytes up to which a step may have several pinned arrays, and how many buffers to hold."""
 
 SHORT_CHUNKS = (2, 3, 5, 9, 17, 33, 65, 128)
-"""One for each power of two of queries, for which attention takes another tile: also after a long
-prefix, where tiles are others again."""
+"""Chunk lengths in tokens, one for each power of two of queries, for which attention takes another
+tile; also tried after a long prefix, where tiles are others again."""
 
 LONG_CHUNK = MIN_QUERIES
-"""One that cuDNN attends to, where it can."""
+"""Length in tokens of a chunk that cuDNN attends to, where it can."""
 
 
 class TrialSteps:
-    """Runs steps on a runner whose pool nobody uses; takes its first blocks.
+    """Runs steps on a runner whose pool is unused, in its first blocks.
 
-    Prompts of a multimodal model are all image, of one block of encoder outputs again and again;
-    where images are seen whole, of text too.
+    Prompts of a multimodal model consist of one image, whose encoder outputs are one block over and
+    over. If tokens of an image attend to each other, steps are run with text prompts too.
     """
 
     def __init__(self, runner: CudaRunner) -> None:
@@ -94,15 +94,15 @@ class TrialSteps:
         *,
         prefixes: Sequence[int] | None = None,
     ) -> None:
-        """One step of sequences with so many new tokens each, after prefixes that lie about.
+        """Run one step of sequences with these numbers of new tokens.
 
         Args:
-            counts: tokens to compute of each; ones first.
-            params: of all.
-            prefixes: tokens before them; their KV is whatever the pool holds.
+            counts: Number of tokens to compute of each sequence; ones first.
+            params: Sampling parameters of all.
+            prefixes: Number of tokens before them; their KV is whatever the pool contains.
         """
         before = prefixes or [0] * len(counts)
-        # Attention of images that are seen whole is another kernel than that of text.
+        # Bidirectional attention of images is another kernel than that of text.
         both = self._vision is not None and self._vision.bidirectional
         for seeing in (True, False) if both else (self._vision is not None,):
             self._run(counts, params, before, seeing)
@@ -124,7 +124,7 @@ class TrialSteps:
         self._runner.run(StepPlan(0, ended=tuple(step.handle for step in steps)))
 
     def _image(self, tokens: int) -> tuple[tuple[Item, ...], tuple[ItemRows, ...]]:
-        """One row of so many squares."""
+        """An image of `tokens` encoder rows in one line."""
         assert self._vision is not None
         side = self._vision.merge_size
         grid = (1, side, side * tokens)
@@ -133,11 +133,11 @@ class TrialSteps:
         return (item,), (ItemRows(0, tokens, blocks),)
 
     def fits(self, tokens: int) -> bool:
-        """Whether the pool and the longest sequence hold so many."""
+        """Whether the pool can hold one sequence of so many tokens."""
         return tokens <= self._longest and self._held([tokens])
 
     def split(self, tokens: int) -> list[int]:
-        """So many new tokens, in as few prompts as can be; none if the pool does not hold them."""
+        """Split so many new tokens into as few prompts as possible; empty if they do not fit."""
         prompts = cdiv(tokens, self._longest)
         each, more = divmod(tokens, prompts)
         counts = [each] * (prompts - more) + [each + 1] * more
@@ -154,10 +154,10 @@ class TrialSteps:
 
 
 def measure_activations(settings: WorkerSettings, model: LlamaForCausalLM) -> int:
-    """Bytes that a step takes beside weights and pool, at most.
+    """Maximum number of bytes that a step takes beside weights and pool.
 
-    Runs a step of `max_num_batched_tokens` in one prompt, and one in `max_num_seqs` prompts that
-    all ask for the sampler's most expensive options.
+    Runs a step of `max_num_batched_tokens` in one prompt, and one of `max_num_seqs` prompts that
+    all use the sampler's most expensive options.
     """
     config, device = settings.config, settings.device
     budget = config.max_num_batched_tokens
@@ -180,7 +180,7 @@ def measure_activations(settings: WorkerSettings, model: LlamaForCausalLM) -> in
         trial.run([longest])
         trial.run([each] * min(config.max_num_seqs, budget), EVERYTHING)
     torch.cuda.synchronize(device)
-    # Sequences' own tables stay, twice for a moment when they grow.
+    # The tables of sequences are included, which exist twice for a moment when they grow.
     peak = torch.cuda.max_memory_allocated(device) - before
     log.info("activations take up to %.2f GiB", peak / 2**30)
     return peak
@@ -188,7 +188,7 @@ def measure_activations(settings: WorkerSettings, model: LlamaForCausalLM) -> in
 
 @contextmanager
 def layers_of_each_kind(model: LlamaForCausalLM) -> Iterator[None]:
-    """Let a model have one layer of each kind: kernels and memory depend on shapes alone."""
+    """Reduce a model to one layer of each kind: kernels and memory depend on shapes alone."""
     layers = model.layers
     kinds: dict[tuple[object, ...], nn.Module] = {}
     for layer, window in zip(layers, model.config.windows, strict=True):
@@ -202,14 +202,14 @@ def layers_of_each_kind(model: LlamaForCausalLM) -> Iterator[None]:
 
 
 def fill_allocators(activations: int, side_streams: Sequence[torch.cuda.Stream]) -> None:
-    """Take from the driver what steps will need, and give it to torch's allocators to cut up.
+    """Let torch's allocators take from the driver the memory that steps will need.
 
-    Else a step that is larger than those before it, or whose tensors do not fit into what they
-    left, asks the driver, which may wait for the device.
+    Else a step that is larger than those before, or whose tensors do not fit into the cached
+    segments, asks the driver, which may wait for the device.
 
     Args:
-        activations: bytes that a step takes at most.
-        side_streams: streams that only small kernels run on.
+        activations: Maximum number of bytes that a step takes.
+        side_streams: Streams that only small kernels run on.
     """
     most = activations + activations // 8 + ATTENTION_BYTES
     of_steps = torch.empty(most, dtype=torch.uint8, device="cuda")
@@ -234,7 +234,7 @@ def warm_up(runner: CudaRunner, config: EngineConfig) -> None:
     """Run one step of every kind that serving will need."""
     began = time.monotonic()
     trial = TrialSteps(runner)
-    graphs, runner.graphs = runner.graphs, None  # else they would have those layers only
+    graphs, runner.graphs = runner.graphs, None  # else they would capture the reduced model
     with layers_of_each_kind(runner.model):
         most = config.max_num_batched_tokens
         with planning():
@@ -261,17 +261,17 @@ def warm_up(runner: CudaRunner, config: EngineConfig) -> None:
 
 
 def _capture_and_plan(runner: CudaRunner, config: EngineConfig) -> None:
-    """Capture graphs in a thread while this one has cuDNN plan attention.
+    """Capture graphs in a second thread while cuDNN plans attention in this one.
 
-    To capture takes the interpreter, and to plan does not; but of plans each thread has its own, so
-    graphs with such an attention in them are captured here.
+    Capturing needs the interpreter, planning does not. But each thread has its own plans, so graphs
+    that contain cuDNN attention are captured in this thread.
     """
     device, longest = runner.device, runner.sequences.tokens.shape[1] - 2
 
     @torch.inference_mode()
     def capture(graphs: PromptGraphs | DecodeGraphs, sizes: Sequence[int]) -> None:
         torch.cuda.set_device(device)
-        for number, size in enumerate(reversed(sizes)):  # which share the largest's memory
+        for number, size in enumerate(reversed(sizes)):  # smaller ones share the largest's memory
             with layers_of_each_kind(runner.model) if number else nullcontext():
                 graphs.load(size)
             graphs.capture(size)
@@ -285,7 +285,7 @@ def _capture_and_plan(runner: CudaRunner, config: EngineConfig) -> None:
         if runner.graphs is not None:
             capture(runner.graphs, runner.graphs.sizes)
 
-    # A graph of an earlier runner that the collector frees meanwhile would end a capture.
+    # If the collector freed an earlier runner's graph meanwhile, a capture would fail.
     gc.collect()
     gc.disable()
     try:
@@ -302,7 +302,7 @@ def _capture_and_plan(runner: CudaRunner, config: EngineConfig) -> None:
 
 
 def _products(trial: TrialSteps, config: EngineConfig) -> None:
-    """Steps of many sizes: libraries choose a kernel by it, and CUDA loads it when first called."""
+    """Run steps of many sizes, by which libraries choose kernels that CUDA loads when called."""
     most = config.max_num_batched_tokens
     for tokens in (*range(48, min(1024, most), 32), *range(1024, most, PADDED_TOKENS), most):
         counts = trial.split(tokens)
@@ -311,7 +311,7 @@ def _products(trial: TrialSteps, config: EngineConfig) -> None:
 
 
 def _prompts_beside_decodes(trial: TrialSteps, config: EngineConfig) -> None:
-    """Batches of each power of two, of sixteens, and the largest: kernels are for classes."""
+    """Run prompts beside 2^n, 16 n and the most decoding sequences, for each class of kernels."""
     if config.max_num_seqs == 1:
         return
     most = max(1, config.max_num_seqs - 2)
@@ -323,7 +323,7 @@ def _prompts_beside_decodes(trial: TrialSteps, config: EngineConfig) -> None:
 
 
 def _expert_tiles(trial: TrialSteps, runner: CudaRunner, config: EngineConfig) -> None:
-    """A step of as many tokens as each form of the experts' products begins with."""
+    """Run a step with the smallest number of tokens of each form of the experts' products."""
     moe = runner.model.config.moe
     for tokens in () if moe is None else token_counts(moe.top_k, moe.num_experts):
         counts = trial.split(tokens)

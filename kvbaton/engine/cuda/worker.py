@@ -1,8 +1,8 @@
 """A worker on a CUDA device of this process.
 
-Steps run in order on a device's default stream. Sums are read and digests computed on streams of
-their own, beside the steps: the blocks they are about are final when they are asked for, or, of
-sums of steps in flight, once an event of the default stream has passed that those streams wait for.
+Steps run in order on the device's default stream. Sums are read and digests computed on their own
+streams, beside the steps. The blocks concerned are final when the call is made, or, for sums of
+steps in flight, after an event of the default stream that those streams wait for.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LOOK_S = 20e-6
-"""Pause between two looks at a step of several ranks."""
+"""Seconds between checks whether a step of several ranks is over."""
 
 
 def timed_event() -> torch.cuda.Event:
-    """An event from which the time to another one can be told."""
+    """An event that can measure the time to another one."""
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def enqueued(
     take: Callable[[], T], *, patience_s: float | None = None, over: torch.cuda.Event | None = None
 ) -> Pending[T]:
-    """What is there once the current stream has come as far as it is filled now.
+    """A result that is ready once all work enqueued on the current stream so far is done.
 
     Args:
-        take: gives it then.
-        patience_s: for `wait`; None waits as the driver does, without a limit.
-        over: an event to take for it.
+        take: Returns the result then.
+        patience_s: Longest wait in seconds; None waits for the driver without a limit.
+        over: Event to use; None makes one.
     """
     over = over or torch.cuda.Event()  # type: ignore[no-untyped-call]
     over.record()
@@ -76,7 +76,7 @@ def enqueued(
 
 
 def fetched(output: StepOutput) -> StepOutput:
-    """Set an output on its way into pinned memory."""
+    """Start to copy a step's output into pinned memory."""
     if output.tokens is not None:
         output.tokens = fetch(output.tokens)
     if output.logprobs is not None:
@@ -100,7 +100,7 @@ class CudaWorker(ModelWorker):
         self._digest_stream = _urgent_stream(settings.device)
 
     def fit(self) -> int:
-        """See `Worker.fit`; when all ranks are made, so that none waits in vain."""
+        """See `Worker.fit`; connects the ranks only now, when all of them are made."""
         self.settings.shard.collectives.connect()
         began = time.monotonic()
         self._activations = measure_activations(self.settings, self.model)
@@ -146,7 +146,7 @@ class CudaWorker(ModelWorker):
     def sums(self, group: int, blocks: Sequence[int], *, in_flight: bool = False) -> Pending[Sums]:
         """See `Worker.sums`."""
         stream = self._sums_stream
-        if in_flight:  # on another one: those of blocks that are final wait for no step
+        if in_flight:  # a stream of its own, so that sums of final blocks wait for no step
             stream = self._later_sums_stream
             stream.wait_stream(torch.cuda.default_stream(self.settings.device))
         with torch.cuda.stream(stream), torch.inference_mode():
@@ -154,7 +154,7 @@ class CudaWorker(ModelWorker):
             return enqueued(lambda: sums.numpy().view(np.uint64))
 
     def digest(self, ranges: Sequence[BlockRange], *, keep: bool = False) -> Pending[list[Sums]]:
-        """See `Worker.digest`; once the sums are here, so are those that are kept."""
+        """See `Worker.digest`; kept sums are in place once the result is ready."""
         with torch.cuda.stream(self._digest_stream), torch.inference_mode():
             found = self.cache.fetch_digest(ranges, keep=keep)
             return enqueued(lambda: [sums.numpy().view(np.uint64) for sums in found])
@@ -162,11 +162,11 @@ class CudaWorker(ModelWorker):
     def close(self) -> None:
         """See `Worker.close`; waits for the steps in flight."""
         torch.cuda.synchronize(self.settings.device)
-        if hasattr(self, "runner"):  # a start that failed early has made none
-            # NCCL must not go before the graphs that call it.
+        if hasattr(self, "runner"):  # there is none if the start failed early
+            # Graphs that call NCCL must be destroyed before it.
             self.runner.graphs = self.runner.prompt_graphs = None
 
 
 def _urgent_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream whose kernels go before those of the steps."""
+    """A stream whose kernels take precedence over those of steps."""
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]

@@ -1,20 +1,20 @@
-"""Which encoder outputs the live prompts need, where they are, and who waits for them.
+"""Encoder outputs of live prompts: which are needed, where they are, and which sequences wait.
 
-A prompt's items are asked for when it arrives, so that they are encoded or received while it waits
-and while what stands before them is computed. An output that the encoder cache holds is *pinned*:
-referenced until the tokens that it stands for are computed. Else it is *pending*: a request of its
-own in the encoder's core, which finds it in a store, receives it from an encoder node, or encodes
-it. Who wants an output that is pending waits for that request, so it is made once.
+A prompt's items are requested when it arrives, so that they are encoded or received while it waits
+in the queue and while the tokens before them are computed. An output in the encoder cache is
+*pinned*: referenced until its tokens are computed. Otherwise it is *pending*: a request of its own
+in the encoder's core, which finds the output in a store, receives it from an encoder node, or
+encodes it. All sequences that need a pending output wait for that one request.
 
-That core is an engine whose prompts are items: its executor computes encoder outputs, its prefix
-cache is the encoder cache, and it has the connectors of any engine. It takes part in the loop of
-the language model's core, and nothing of it blocks: its steps run in a thread of their own and wake
+The encoder's core is an engine whose prompts are items: its executor computes encoder outputs, its
+prefix cache is the encoder cache, and it has connectors like any engine. It takes part in the loop
+of the language model's core and never blocks it: its steps run in a thread of their own, and wake
 the loop when they are over.
 
-A step of the language model stops before the first item that is not pinned. When nothing more fits
-into the encoder cache for pins, those are given up that come last in order of service, but never
-the one that a running sequence needs next. Who lost one asks for no more than the next it needs
-from then on, and pending outputs are made in order. So somebody always moves.
+A step of the language model stops before the first item that is not pinned. If the encoder cache
+has no room for more pins, pins that come last in order of service are given up, except the one that
+a running sequence needs next. A sequence that lost a pin requests only its next item from then on,
+and pending outputs are made in order, so some sequence always makes progress.
 """
 
 from __future__ import annotations
@@ -44,37 +44,37 @@ from kvbaton.types import ENCODER_BLOCK_ROWS
 
 PARAMS = messages.SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, seed=0)
 DEADLINE_S = 3600.0
-"""No output is pending for longer; those who wait for it have deadlines of their own."""
+"""Longest time in seconds that an output is pending; requests have deadlines of their own."""
 
 KEPT_CHAINS = 256
-"""Outputs whose keys are kept: those of 1,369 rows take 0.1 ms, for which a prompt waits."""
+"""Number of outputs whose keys are cached: those of 1,369 rows take 0.1 ms to compute."""
 
 Key = tuple[str, bytes, tuple[int, int, int]]
-"""Cache salt, digest and grid: what tells outputs apart."""
+"""Cache salt, digest and grid, which identify an output."""
 
 
 class Answers:
     """The `Mailbox` of the encoder's core.
 
     Attributes:
-        unread: what the core said.
+        unread: Messages from the core, not read yet.
     """
 
     def __init__(self) -> None:
         self.unread: list[messages.FromCore] = []
 
     def receive(self, timeout: float, wake_fd: int) -> list[messages.ToCore]:
-        """Nothing comes this way: `EncoderCacheManager` calls the core."""
+        """Return nothing: `EncoderCacheManager` calls the core directly."""
         return []
 
     def send(self, message: messages.FromCore) -> None:
-        """Leave a message to be read."""
+        """Keep a message until it is read."""
         self.unread.append(message)
 
 
 @dataclass(eq=False)
 class _Need:
-    """One item that one sequence waits for, or has: then `blocks` are pinned."""
+    """An item that a sequence waits for, or has; in the latter case, `blocks` are pinned."""
 
     sequence: Sequence
     item: messages.Item
@@ -91,11 +91,11 @@ class PendingEncode:
     """A request to the encoder's core for one output.
 
     Attributes:
-        request_id: its id there.
-        key: of the output.
-        transfer: the hand-over that may bring it.
-        has_data: whether it can be encoded there.
-        needs: who wait for it; nobody, if they left while a step computed it.
+        request_id: Its id in the encoder's core.
+        key: Key of the output.
+        transfer: Hand-over that may bring the output.
+        has_data: Whether it can be encoded here.
+        needs: What waits for it; empty if all left while a step computed it.
     """
 
     request_id: str
@@ -106,16 +106,16 @@ class PendingEncode:
 
 
 class EncoderCacheManager(ItemOutputs, KVConnector):
-    """Decides what is encoded, received, pinned and given up, and runs the core that does it.
+    """Decides what is encoded, received, pinned and given up; runs the encoder's core.
 
     Args:
-        core: over items; its executor must not block.
-        answers: its mailbox.
-        scheduler: has the language model's live requests.
+        core: Engine over items; its executor must not block.
+        answers: Mailbox of `core`.
+        scheduler: Scheduler of the language model.
     """
 
     name = "encoder"
-    contained = False  # its ranks' errors end the core as those of the language model do
+    contained = False  # errors of its ranks end the core, as those of the language model's ranks do
 
     def __init__(self, core: EngineCore, answers: Answers, scheduler: Scheduler) -> None:
         self.core, self._answers, self._scheduler = core, answers, scheduler
@@ -126,16 +126,16 @@ class EncoderCacheManager(ItemOutputs, KVConnector):
         self._pending: dict[Key, PendingEncode] = {}
         self._by_id: dict[str, PendingEncode] = {}
         self._used: dict[str, set[int]] = {}  # items whose hand-over was used, by request
-        self._one_at_a_time: set[Sequence] = set()  # they lost a pin
-        self._parked: dict[Sequence, int] = {}  # at which token they lack an item
-        self._left: list[tuple[int, list[int]]] = []  # what a step reads for one that is over
+        self._one_at_a_time: set[Sequence] = set()  # sequences that lost a pin
+        self._parked: dict[Sequence, int] = {}  # position at which each lacks an item
+        self._left: list[tuple[int, list[int]]] = []  # read by a step for an ended sequence
         self._failed: list[tuple[Request, str, str | None]] = []
-        self._asked = False  # the core for something since the last poll
+        self._asked = False  # whether the core was given work since the last poll
         self._numbers = 0
         self._chain = lru_cache(KEPT_CHAINS)(self._block_keys)
         self._counts: Counter[str] = Counter()
 
-    # --- what the scheduler asks ---
+    # --- called by the scheduler ---
 
     @override
     def check(self, request: messages.AddRequest) -> None:
@@ -223,13 +223,13 @@ class EncoderCacheManager(ItemOutputs, KVConnector):
             self._drop(need)
 
     def _drop(self, need: _Need) -> None:
-        """Neither hold an output nor wait for it."""
+        """Unpin an output, or stop waiting for it."""
         self._unpin(need)
         pending = self._pending.get(need.key)
         if pending is not None and need in pending.needs:
             pending.needs.remove(need)
-            # What a step computes already becomes cache: who asks again (a router's next attempt
-            # does) must find it.
+            # Let a step in flight finish, so that the output is cached: another request for it,
+            # like a router's next attempt, must find it.
             computing = {
                 scheduled.sequence.request.request_id
                 for step in self.core.scheduler.in_flight
@@ -243,7 +243,7 @@ class EncoderCacheManager(ItemOutputs, KVConnector):
     # --- pending outputs ---
 
     def _seek(self, need: _Need) -> None:
-        """Pin an output that is here, or wait for it."""
+        """Pin an output that is cached, or wait for it."""
         if need.key in self._pending:
             self._pending[need.key].needs.append(need)
             return
@@ -257,7 +257,7 @@ class EncoderCacheManager(ItemOutputs, KVConnector):
             self._pin(need, blocks)
 
     def _use_transfer(self, request: Request, item: messages.Item) -> messages.TransferSpec | None:
-        """The hand-over of an item, if it was not used before."""
+        """The hand-over of an item, unless it was used before."""
         used = self._used.setdefault(request.request_id, set())
         if item.start in used:
             return None
@@ -270,20 +270,20 @@ class EncoderCacheManager(ItemOutputs, KVConnector):
             self.core.connectors.call(KVConnector.decline, transfer)
 
     def _find(self, need: _Need) -> list[int] | None:
-        """Blocks of an output in the encoder cache."""
+        """Blocks of an output in the encoder cache; None if it is not cached."""
         rows = need.item.padded_rows
         match = self._outputs.match([self._chain(need.key, need.item.length)], rows)
         return match.tables[0] if match.num_tokens == rows else None
 
     def _block_keys(self, key: Key, length: int) -> list[bytes]:
-        """Keys of the blocks of an output of so many rows, as the core makes them."""
+        """Keys of the blocks of an output with `length` rows, as the core computes them."""
         salt, digest, grid = key
         item = messages.Item(start=0, length=length, digest=digest, grid=grid)
         root, zeros = self.core.scheduler.root_key(salt), (0,) * item.padded_rows
         return block_keys(root, zeros, ENCODER_BLOCK_ROWS, extras=extras_of((item,)))
 
     def _submit(self, needs: list[_Need], transfer: messages.TransferSpec | None) -> None:
-        """Ask the core for the output that these need."""
+        """Request the output that these needs have in common from the core."""
         self._numbers += 1
         first = needs[0]
         pending = PendingEncode(
@@ -304,12 +304,12 @@ class EncoderCacheManager(ItemOutputs, KVConnector):
         )
 
     def _finish(self, request_id: str) -> PendingEncode | None:
-        """Nobody waits for a request to the core any more; None if nobody did."""
+        """Forget a request to the core; returns it, or None if it is unknown."""
         pending = self._by_id.pop(request_id, None)
         return None if pending is None else self._pending.pop(pending.key)
 
     def _ended(self, output: messages.Output) -> None:
-        """A request of the core is over. If all went well, its blocks are in the cache now."""
+        """Handle the end of a request of the core; if it succeeded, its blocks are cached now."""
         pending = self._finish(output.request_id)
         if pending is None or not pending.needs:
             return
@@ -329,7 +329,7 @@ class EncoderCacheManager(ItemOutputs, KVConnector):
             self._decline(self._use_transfer(need.sequence.request, need.item))
 
     def _fail(self, pending: PendingEncode, error: str, code: str | None) -> None:
-        """End those who wait, but let who has the image try it, if nobody has."""
+        """Fail what waits for an output; a need with image data is first tried once more."""
         for need in pending.needs:
             if need.item.data and not pending.has_data:
                 self._seek(need)
@@ -355,13 +355,13 @@ class EncoderCacheManager(ItemOutputs, KVConnector):
             need.blocks = None
 
     def _give_up_one(self) -> bool:
-        """Unpin what comes last in order of service; False if nothing can be spared."""
+        """Give up the pin that is last in order of service; False if none can be spared."""
         spare: list[_Need] = []
-        # Steps may still read what preempted ones hold.
+        # Steps in flight may still read the pins of preempted sequences.
         for sequence in self._needs.keys() - self._scheduler.left_in_flight():
             kept = -1
             if sequence.state is SequenceState.RUNNING:
-                # Not the item that it computes next, nor those before.
+                # Keep the item that it computes next, and those before.
                 items = sequence.request.items
                 ahead = (i.start for i in items if i.start + i.length > sequence.num_scheduled)
                 kept = next(ahead, sys.maxsize)
@@ -376,7 +376,7 @@ class EncoderCacheManager(ItemOutputs, KVConnector):
         return True
 
     def pins(self) -> Iterator[Tables]:
-        """What is pinned, for the audit."""
+        """Pinned blocks, for the audit."""
         for needs in self._needs.values():
             for need in needs.values():
                 if need.blocks is not None:
@@ -387,7 +387,7 @@ class EncoderCacheManager(ItemOutputs, KVConnector):
 
     @override
     def finished(self, request: Request) -> None:
-        """Encoder nodes keep for long what nobody asks for."""
+        """Decline unused hand-overs, for which encoder nodes would hold outputs a long time."""
         for item in request.items:
             self._decline(self._use_transfer(request, item))
         self._used.pop(request.request_id, None)
@@ -405,7 +405,7 @@ class EncoderCacheManager(ItemOutputs, KVConnector):
         self.core.launch()
         scheduler = self.core.scheduler
         while (
-            # The first in the queue has no room, and nothing that runs will make any.
+            # The first request in the queue has no room, and no running one will make room.
             scheduler.waiting
             and not (scheduler.running or scheduler.loading or self.core.in_flight)
             and self._give_up_one()
@@ -417,7 +417,7 @@ class EncoderCacheManager(ItemOutputs, KVConnector):
         return [o for one, *why in failed for o in self._scheduler.end(one, "error", *why)]
 
     def _read_answers(self) -> None:
-        """Pin what is done before anything else takes its place in the cache."""
+        """Handle the core's messages; pins outputs before anything else evicts them."""
         unread, self._answers.unread = self._answers.unread, []
         for message in unread:
             match message:
@@ -429,7 +429,7 @@ class EncoderCacheManager(ItemOutputs, KVConnector):
                     pending = self._finish(message.request_id)
                     if pending is not None and pending.transfer is None:
                         self._fail(pending, message.message, "invalid_image")
-                    elif pending is not None:  # without a hand-over it may be taken
+                    elif pending is not None:  # try again without the hand-over
                         self._submit(pending.needs, None)
 
     @override
@@ -454,7 +454,7 @@ class EncoderCacheManager(ItemOutputs, KVConnector):
 
     @override
     def counters(self) -> dict[str, float]:
-        """What the core counts, and outputs that were not encoded here, by source."""
+        """Counters of the core, and of outputs that were not encoded here, by source."""
         name = "kvbaton_encoder_items_total"
         return _renamed(self.core.counters()) | {
             f'{name}{{source="{source}"}}': float(self._counts[source])
@@ -475,7 +475,7 @@ class EncoderCacheManager(ItemOutputs, KVConnector):
 
 
 def _renamed(values: dict[str, float]) -> dict[str, float]:
-    """Metrics of the encoder's core among those of the language model's."""
+    """Rename metrics of the encoder's core, apart from the language model's."""
     own = "kvbaton_encoder_"
     return {
         name if name.startswith(own) else own + name.removeprefix("kvbaton_"): value

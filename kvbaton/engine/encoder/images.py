@@ -1,9 +1,9 @@
 """From the bytes of an image to the patches that a vision tower takes.
 
-All that needs the CPU is done with bytes: decode, resize, cut. What becomes of a byte is looked up
-where the tower is, in a table; so an eighth of the bytes is kept and moved, and the result is the
-same, bit for bit, as that of the model's processor in ``transformers``, whose import alone takes
-two seconds of CPU. Images are read side by side, and ahead of the steps that want them.
+Everything that needs the CPU works on bytes: decode, resize, cut. The tower's device maps each byte
+to its value with a table, so that an eighth of the bytes is kept and moved. The result equals, bit
+for bit, that of the model's processor in ``transformers``, whose import alone takes two seconds of
+CPU. Images are read in parallel, ahead of the steps that need them.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ log = logging.getLogger(__name__)
 
 THREADS = 8
 AHEAD_ROWS = 1 << 17
-"""Rows of images that are read before a step wants them; one of Qwen2.5-VL takes 2.4 kB then."""
+"""Maximum rows of images read ahead of their step; a row of Qwen2.5-VL takes 2.4 kB."""
 AHEAD_S = 60.0
-"""An image that no step has wanted for so long is not waited for any more."""
+"""Seconds after which an image read ahead is dropped if no step has taken it."""
 TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -41,20 +41,20 @@ TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""What makes an image upright, by its EXIF orientation. Pillow's own `exif_transpose` also writes
-the other tags anew, and fails at odd ones, of which cameras have many."""
+"""Transposition that makes an image upright, by EXIF orientation. Pillow's `exif_transpose` also
+rewrites the other tags, and fails at odd ones, of which cameras have many."""
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-"""What processors use that name none of their own."""
+"""Defaults of processors without ``image_mean`` and ``image_std``."""
 
 
 @dataclass(frozen=True)
 class Read:
-    """An image that was read and cut up, or why it could not be.
+    """An image that was read and cut into patches, or why it could not be.
 
     Attributes:
         pixels: [patches, channels, patch_size**2] uint8, of the only frame.
-        grid: frames (1), rows and columns of patches.
-        error: for the client; 500 if this process is to blame.
+        grid: Frames (1), rows and columns of patches.
+        error: Error for the client, with status 500 if this process is to blame; None if read.
     """
 
     pixels: Tensor
@@ -63,17 +63,17 @@ class Read:
 
 
 class ImageReader:
-    """Decodes images and prepares them as the model's own image processor does.
+    """Decodes images and prepares them as the model's image processor does.
 
     Args:
-        folder: a Hugging Face folder.
+        folder: A Hugging Face folder.
 
     Attributes:
-        levels: [channels, 256] float32, what the processor makes of each value of a pixel.
-        frames: how often a patch holds the only frame of an image.
+        levels: [channels, 256] float32, the processor's output for each value of a pixel.
+        frames: Number of times that a patch repeats an image's only frame.
 
     Raises:
-        ConfigError: it has no image processor, or an unknown one, or one that does not resize.
+        ConfigError: There is no image processor, or an unknown one, or one that does not resize.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -84,7 +84,7 @@ class ImageReader:
         self._resample = settings.get("resample", Image.Resampling.BICUBIC)
         self._patch, self._merge = self._resizing.patch_size, self._resizing.merge_size
         self.frames: int = settings.get("temporal_patch_size", 2)
-        # What ``rescale`` and ``normalize`` of ``transformers`` make of each value, per channel.
+        # Results of ``rescale`` and ``normalize`` of ``transformers`` for each value, per channel.
         levels = np.arange(256.0)
         if settings.get("do_rescale", True):
             levels = levels * settings.get("rescale_factor", 1 / 255)
@@ -97,17 +97,17 @@ class ImageReader:
             self.levels = (self.levels - mean) / std
 
     def read(self, data: bytes) -> Read:
-        """Decode, turn upright, resize and cut.
+        """Decode an image, turn it upright, resize it and cut it into patches.
 
         Raises:
-            RequestError: this is no image, a broken one, or one that the model does not take.
+            RequestError: The bytes are no image or a broken one, or the model does not take it.
         """
         image = decode(data)
         rows, columns = self._resizing.grid(image.width, image.height)
         width, height = columns * self._patch, rows * self._patch
         if (width, height) != image.size:
             image = image.resize((width, height), resample=self._resample)
-        # Patches in the order of the rows that they will be merged into.
+        # Patches in the order of the rows that they are merged into.
         patch, merge, channels = self._patch, self._merge, 3
         shape = (rows // merge, merge, patch, columns // merge, merge, patch, channels)
         pixels = np.asarray(image).reshape(shape).transpose(0, 3, 1, 4, 6, 2, 5)
@@ -116,13 +116,13 @@ class ImageReader:
 
 
 def decode(data: bytes) -> Image.Image:
-    """An upright RGB image; of an animated one the first frame.
+    """Decode an upright RGB image; of an animated one, the first frame.
 
     Raises:
-        RequestError: see `image_file.opened`.
+        RequestError: See `image_file.opened`.
     """
     with image_file.opened(data) as image:
-        image.load()  # a PNG's EXIF may come behind its pixels
+        image.load()  # a PNG's EXIF may follow its pixels
         turn = TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
         return (image if turn is None else image.transpose(turn)).convert("RGB")
 
@@ -138,14 +138,14 @@ class Readings:
     """Reads images in threads.
 
     Args:
-        reader: how.
-        pin: put what was read where a GPU can fetch it.
-        clock: monotonic seconds.
+        reader: Reads one image.
+        pin: Whether to put pixels into pinned memory, for a GPU.
+        clock: Monotonic clock, in seconds.
 
     Attributes:
-        seconds: that threads have spent reading.
-        levels: see `ImageReader`.
-        frames: likewise.
+        seconds: Total time that threads have spent reading.
+        levels: See `ImageReader`.
+        frames: See `ImageReader`.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class Readings:
         self._lock = threading.Lock()
 
     def expect(self, item: Item) -> None:
-        """Begin to read an image that a step will want, if there is room for it."""
+        """Start to read an image that a step will need, if there is room for it."""
         now = self._clock()
         with self._lock:
             for digest, old in list(self._ahead.items()):
@@ -171,7 +171,7 @@ class Readings:
                 self._ahead[item.digest] = _Ahead(future, item.length, now)
 
     def take(self, item: Item) -> Future[Read]:
-        """An image, read already or from now on."""
+        """Future of an image, which is read from now on if it was not read ahead."""
         with self._lock:
             ahead = self._ahead.pop(item.digest, None)
         return self._threads.submit(self._read, item.data) if ahead is None else ahead.future
@@ -184,7 +184,7 @@ class Readings:
         except RequestError as error:
             invalid = RequestError(error.message, code="invalid_image")
             return Read(torch.empty(0), (0, 0, 0), invalid)
-        except Exception as error:  # the other images of the step are none the worse for it
+        except Exception as error:  # must not fail the step's other images
             log.exception("an image can't be read")
             why = f"the image can't be read: {error!r}"
             failed = RequestError(why, status=500, code="internal_error")
@@ -194,5 +194,5 @@ class Readings:
                 self.seconds += time.monotonic() - start
 
     def close(self) -> None:
-        """Give the threads back."""
+        """Shut the threads down."""
         self._threads.shutdown(cancel_futures=True)

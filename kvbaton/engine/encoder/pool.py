@@ -1,4 +1,4 @@
-"""Encoder outputs in blocks: a KV pool of one head, one plane, and a layer per level."""
+"""Encoder outputs in blocks: a KV pool with one head, one plane, and a layer per level."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from kvbaton.types import ENCODER_BLOCK_ROWS
 class EncoderPool(BlockMemory):
     """Rows of encoder outputs, ``[block, 1, level, 1, row, hidden]``.
 
-    An item fills whole blocks: its rows, then zeros, which are summed and moved like any row.
+    An item takes whole blocks: its rows, then zeros, which are summed and moved like rows.
 
     Args:
-        num_blocks: the null block included.
-        levels: vectors per row: 1, and one per deepstack layer.
-        hidden: features of the language model.
-        dtype: name of the model's dtype.
-        device: where it lies.
-        blocks: see `BlockMemory`.
+        num_blocks: Number of blocks, null block included.
+        levels: Vectors per row: 1, plus one per DeepStack layer.
+        hidden: Hidden size of the language model.
+        dtype: Name of the model's dtype.
+        device: Device of the pool.
+        blocks: See `BlockMemory`.
     """
 
     def __init__(
@@ -51,16 +51,16 @@ class EncoderPool(BlockMemory):
         self.layouts, self.group_data = [view.layout], [view.data]
 
     def gather(self, blocks: Tensor, offsets: Tensor) -> Tensor:
-        """Rows by block and row in it, each [n] integers: [n, levels, hidden]."""
+        """Read rows, by block and row within it, each [n] integers: [n, levels, hidden]."""
         return self.data[:, 0, :, 0][blocks, :, offsets]
 
     def write(self, blocks: Sequence[int], rows: Tensor, *, first: int = 0) -> None:
-        """Store rows of one item, zeros after them, and their sums.
+        """Write rows of one item, zeros after them, and their sums.
 
         Args:
-            blocks: consecutive logical blocks of the item.
-            rows: [n, levels, hidden], the item's from the start of ``blocks[0]`` on.
-            first: logical number of ``blocks[0]``.
+            blocks: Physical blocks of consecutive logical blocks of the item.
+            rows: [n, levels, hidden], rows of the item from the start of ``blocks[0]`` on.
+            first: Logical number of ``blocks[0]``.
         """
         assert 0 not in blocks, "the null block is never written"
         assert self.sums is not None
@@ -77,14 +77,14 @@ class EncoderPool(BlockMemory):
 def last_keys(
     steps: Sequence[SequenceStep], positions: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64] | None:
-    """Last position that each token sees where items are seen whole: its item's, or its own.
+    """Last position that each token attends to if items attend to all of themselves.
 
     Args:
-        steps: a batch; none ends within an item.
-        positions: [tokens], of its tokens.
+        steps: Steps of a batch; none ends within an item.
+        positions: [tokens], positions of the batch's tokens.
 
     Returns:
-        [tokens]; None if there is no item.
+        [tokens], the end of the token's item, or its own position; None if there is no item.
     """
     found = None
     for step, item, first in _items_of(steps):
@@ -96,9 +96,9 @@ def last_keys(
 
 
 def item_tokens(steps: Sequence[SequenceStep]) -> npt.NDArray[np.int64] | None:
-    """Per placeholder its token in the batch, its row's block, and the row in that: [3, n].
+    """Per placeholder: index of its token, block of its row, and row in the block: [3, n].
 
-    None if there is none.
+    None if there are no placeholders.
     """
     parts = []
     for step, item, first in _items_of(steps):
@@ -112,7 +112,7 @@ def item_tokens(steps: Sequence[SequenceStep]) -> npt.NDArray[np.int64] | None:
 
 
 def _items_of(steps: Sequence[SequenceStep]) -> Iterator[tuple[SequenceStep, ItemRows, int]]:
-    """Items of a batch with their steps, and where the tokens of these begin in it."""
+    """Items of a batch, with their steps and the index of each step's first token."""
     first = 0
     for step in steps:
         for item in step.items:

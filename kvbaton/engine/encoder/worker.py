@@ -1,8 +1,8 @@
-"""A worker that computes items: it reads images, runs the vision tower, and fills blocks.
+"""A worker that encodes items: it reads images, runs the vision tower, and fills blocks.
 
-A step is a batch of whole prompts, and each prompt is an item. Steps run in a thread of their own
-(on a GPU also on a stream of its own), and whoever launches them is woken when one is over: beside
-a language model they take as long as they need. A step is over when its rows are in memory.
+A step is a batch of whole prompts, each of which is an item. Steps run in a thread of their own (on
+a GPU also on a stream of their own) and wake the core when they are over, so beside a language
+model they may take as long as they need. A step is over when its rows are in memory.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 ITEMS = 16
-"""An encoder node keeps so many of the largest items, unless told otherwise."""
+"""Default size of an encoder node's cache, as a number of largest items."""
 
 Kind = tuple[bytes, tuple[int, int, int], int]
-"""All that a client says of an item: who says something else does not share its fate."""
+"""All that a client states of an item. Items that differ in it don't share results."""
 
 NO_TOWER = "the encoder's output did not arrive, and this node has no encoder of its own"
 NO_ITEM = "a prompt for an encoder must be one item that starts at 0"
@@ -51,35 +51,35 @@ NO_DATA = "the encoder's output did not arrive, and this node was not given the 
 
 
 class Tower(Protocol):
-    """A vision tower, as `loader.load_vision` makes them."""
+    """A vision tower, as made by `loader.load_vision`."""
 
     def __call__(self, patches: Tensor, grids: Sequence[tuple[int, int, int]]) -> Tensor:
-        """Rows of some images, one after the other.
+        """Encode some images.
 
         Args:
             patches: [patches of all images, dim].
-            grids: of each image, patches in time, height and width.
+            grids: Of each image, number of patches in time, height and width.
 
         Returns:
-            [rows of all images, levels, hidden].
+            [rows of all images, levels, hidden], image after image.
         """
 
 
 class Encoder:
-    """What makes rows of images.
+    """Encodes images.
 
     Args:
-        tower: the vision tower.
-        readings: reads images for it.
-        vision: the tower's shape.
-        device: where the tower is.
-        dtype: of the tower.
-        most: rows to try it with.
+        tower: The vision tower.
+        readings: Reads images.
+        vision: Configuration of the tower.
+        device: Device of the tower.
+        dtype: dtype of the tower.
+        most: Number of rows to warm up with.
 
     Attributes:
-        items: encoded so far.
-        rows: of those items.
-        seconds: that encoding took.
+        items: Number of items encoded so far.
+        rows: Number of rows of these items.
+        seconds: Total time of encoding.
     """
 
     def __init__(
@@ -100,14 +100,14 @@ class Encoder:
         self._levels = readings.levels.to(device, dtype)
 
     def warm_up(self) -> None:
-        """Encode what nobody asked for: one square image of at least `most` rows."""
+        """Encode a blank square image of at least `most` rows."""
         side = math.isqrt(self._most - 1) + 1
         grid = (1, side * self._vision.merge_size, side * self._vision.merge_size)
         shape = (math.prod(grid), self._vision.in_channels, self._vision.patch_size**2)
         self._run(torch.zeros(shape, dtype=torch.uint8, device=self._device), [grid])
 
     def encode(self, items: Sequence[Item]) -> list[Tensor | RequestError]:
-        """Of each item its rows, [length, levels, hidden], or what is wrong with it."""
+        """Encode items; of each, its rows, [length, levels, hidden], or its error."""
         taken = [self.readings.take(item) for item in items]
         reads = [future.result() for future in taken]
         start = time.monotonic()
@@ -140,12 +140,12 @@ class Encoder:
 
 
 def pixel_values(pixels: Tensor, levels: Tensor, frames: int) -> Tensor:
-    """What the tower takes.
+    """Convert bytes to the tower's input.
 
     Args:
         pixels: [patches, channels, n] uint8, see `images.Read`.
         levels: [channels, 256], see `images.ImageReader`; the result has its dtype.
-        frames: see `images.ImageReader`.
+        frames: See `images.ImageReader`.
 
     Returns:
         [patches, channels * frames * n].
@@ -160,8 +160,8 @@ class EncoderWorker(Worker):
     """`Worker` whose sequences are items.
 
     Args:
-        pool: where rows go.
-        encoder: makes them; None where they only come from elsewhere.
+        pool: Pool for encoder outputs.
+        encoder: Encodes items; None if outputs only come from elsewhere.
     """
 
     cache: EncoderPool
@@ -175,23 +175,23 @@ class EncoderWorker(Worker):
         self._streams = [torch.cuda.Stream(self._device) for _ in range(2 * pool.data.is_cuda)]  # type: ignore[no-untyped-call]
 
     def fit(self) -> int:
-        """See `Worker.fit`; the pool is there."""
+        """See `Worker.fit`; the pool exists already."""
         return self.cache.num_blocks
 
     @torch.inference_mode()
     def start(self, num_blocks: int) -> None:
-        """See `Worker.start`: where steps will run, do all that they do, with a block of nobody."""
+        """See `Worker.start`: do all that steps do, in their thread, with an unused block."""
         with self._on_stream(0):
             if self.encoder is not None:
                 self.encoder.warm_up()
             self.cache.write([1], self.cache.data[:0, 0, :, 0, 0])
-            # The first use of a kernel loads it, which waits for all that runs on the device.
+            # A kernel is loaded at its first use, which waits for all work on the device.
             self.cache.copy([1], [1])
             self.cache.digest([BlockRange(0, [1], 0, 0, self.cache.block_size)])
             self.cache.kept_sums(0, [1])
 
     def expect(self, request: AddRequest) -> None:
-        """See `Worker.expect`: begin to read images."""
+        """See `Worker.expect`: start to read images."""
         comes = request.transfer is not None and request.transfer.role == "target"
         if self.encoder is not None and not comes:
             for item in request.items:
@@ -213,7 +213,7 @@ class EncoderWorker(Worker):
         if plan.copies:
             self.cache.copy([c.source for c in plan.copies], [c.target for c in plan.copies])
         new = {sequence.handle: sequence for sequence in plan.new}
-        # One token is the last of an item that was cached, in a block that was just copied.
+        # A step of one token is for the end of a cached item, in a block that was just copied.
         items: dict[int, Item] = {}
         for step in [step for step in plan.steps if step.count > 1]:
             match new[step.handle].items:
@@ -233,7 +233,7 @@ class EncoderWorker(Worker):
                     output = rows.get(_kind(items[step.handle]), RequestError(missing))
                 if isinstance(output, RequestError):
                     why, code = output.message, output.code
-                else:  # fill the blocks from the first that lacks rows on
+                else:  # fill the blocks, from the first that lacks rows
                     first = step.start // size
                     blocks = step.new_blocks[0][first:]
                     self.cache.write(blocks, output[first * size :], first=first)
@@ -242,7 +242,7 @@ class EncoderWorker(Worker):
         return tuple(sampled)
 
     def sums(self, group: int, blocks: Sequence[int], *, in_flight: bool = False) -> Pending[Sums]:
-        """See `Worker.sums`; its steps are not in order."""
+        """See `Worker.sums`; `in_flight` is impossible, since steps are not in order."""
         assert not in_flight, "steps of an encoder end in any order"
         return self._beside(lambda: self.cache.kept_sums(group, blocks))
 
@@ -251,7 +251,7 @@ class EncoderWorker(Worker):
         return self._beside(lambda: self.cache.digest(ranges, keep=keep))
 
     def _beside(self, work: Callable[[], T]) -> Pending[T]:
-        """Work on the pool beside the steps, behind what the default stream holds."""
+        """Work on the pool beside the steps, after the work on the default stream."""
 
         def read() -> T:
             with self._on_stream(1):
@@ -290,12 +290,12 @@ def _kind(item: Item) -> Kind:
 
 
 def encoder_executor(config: EngineConfig, model: ModelConfig) -> Executor:
-    """The executor of a model's encoder outputs; without a tower for `language_model_only`.
+    """The executor of a model's encoder; without a tower if `language_model_only`.
 
-    It has one rank, whose pool a language model's runner on the same device may read.
+    It has one rank, whose pool the language model's runner on the same device may read.
 
     Raises:
-        ConfigError: the model has no encoder, or a setting, a file or the pool's size is wrong.
+        ConfigError: The model has no encoder, or a setting, a file or the pool's size is wrong.
     """
     vision, device = model.require_vision(), choose_device(config)
     pool = EncoderPool(
@@ -303,7 +303,7 @@ def encoder_executor(config: EngineConfig, model: ModelConfig) -> Executor:
     )
     encoder = None
     if not config.language_model_only:
-        # Only nodes that encode need Pillow.
+        # Pillow is imported only on nodes that encode.
         from kvbaton.engine.encoder.images import ImageReader, Readings
 
         if config.num_threads is not None:
@@ -319,28 +319,29 @@ def encoder_executor(config: EngineConfig, model: ModelConfig) -> Executor:
 
 
 def largest_item(model: ModelConfig) -> int:
-    """Rows of the largest image that the model's processor makes.
+    """Rows of the largest image that the model's processor produces.
 
     Raises:
-        ConfigError: the processor's settings can't be read.
+        ConfigError: The processor's settings can't be read.
     """
     return Resizing.of(processor_settings(model.folder)).most_rows
 
 
 def pool_blocks(config: EngineConfig, model: ModelConfig, device: torch.device) -> int:
-    """Blocks of the pool, the null block included.
+    """Number of blocks of the pool, null block included.
 
-    An encoder node holds `ITEMS` of the largest items if they take at most half of the memory; a
-    node with a language model holds what the longest prompt can have.
+    By default, an encoder node has room for `ITEMS` of the largest items, and a node with a
+    language model for the items of the longest prompt; at most half of the free GPU memory, or
+    `DEFAULT_CPU_BYTES` on a CPU.
 
     Raises:
-        ConfigError: there is no room for a block.
+        ConfigError: There is no room for a block.
     """
     rows = config.encoder_cache_tokens
     if rows is None:
         wanted = ITEMS * largest_item(model)
         if not config.encoder_only:
-            # Items end in the middle of their last block: one of 33 rows takes two.
+            # Items end within their last block: an item of 33 rows takes two.
             wanted = 2 * resolve_max_model_len(config.max_model_len, model)
         row_bytes = model.require_vision().levels * model.hidden_size * ITEM_SIZE[model.dtype]
         cuda = device.type == "cuda"

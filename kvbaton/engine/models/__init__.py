@@ -1,1 +1,1 @@
-"""Models: the decoders' one frame, and a readable file for each family of vision towers."""
+"""Models: decoders, most families in one frame, and vision towers."""

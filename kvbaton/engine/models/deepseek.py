@@ -1,8 +1,8 @@
-"""DeepSeek-V2 and V3 (arXiv 2405.04434, 2412.19437), and who shares their form, as R1.
+"""DeepSeek-V2 and V3 (arXiv 2405.04434, 2412.19437), and models of the same form, such as R1.
 
-Beside Llama's: multi-head latent attention. A token's keys and values are projections of one latent
-row, which is what the cache keeps; its queries too come from a latent, but for the Lite ones. The
-first layers have an MLP, the others experts (`moe_config` says how they are chosen).
+They differ from Llama by multi-head latent attention. A token's keys and values are projections of
+one latent row, which is what the cache stores; its queries, too, come from a latent, except in the
+Lite models. The first layers have an MLP, the others experts (chosen as in `moe_config`).
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from kvbaton.engine.models.layers import (
 from kvbaton.engine.models.llama import DecoderLayer, LlamaForCausalLM
 
 LATENT_EPS = 1e-6
-"""Of the latents' norms, whatever ``rms_norm_eps`` says."""
+"""Epsilon of the latents' norms, independent of ``rms_norm_eps``."""
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention over the paged cache; ranks share heads, and all keep latents.
+    """Multi-head latent attention over the paged cache; heads are split over ranks, latents not.
 
     Args:
-        config: the model.
-        layer: its number.
-        shard: this rank's share.
+        config: Configuration of the model.
+        layer: Number of the layer.
+        shard: This rank's share.
     """
 
     def __init__(self, config: ModelConfig, layer: int, shard: Shard) -> None:
@@ -62,7 +62,7 @@ class LatentAttention(nn.Module):
         self.o_proj = output_projection(name, config, mla.value_dim, shard)
 
     def forward(self, hidden: Tensor, rotary: Rotary, attention: AttentionContext) -> Tensor:
-        """[tokens, hidden] to [tokens, hidden]; writes this layer's latents into the cache."""
+        """Map [tokens, hidden] to [tokens, hidden]; writes this layer's latents into the cache."""
         query, latent, key_rope = self.down_proj(hidden).split(self.widths, dim=-1)
         if self.q_norm is not None:
             query = self.q_b_proj(self.q_norm(query))
@@ -79,6 +79,6 @@ class DeepseekDecoderLayer(DecoderLayer):
 
 
 class DeepseekForCausalLM(LlamaForCausalLM):
-    """The whole model, but for what predicts more than one token."""
+    """The whole model, except for multi-token prediction."""
 
     layer_class = DeepseekDecoderLayer

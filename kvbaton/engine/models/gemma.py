@@ -1,14 +1,13 @@
 """Gemma's language models.
 
-Gemma 3 (arXiv 2503.19786), beside Llama's: five layers with a window to one without, each kind
-turned with a base of its own; norms after attention and MLP as well as before, of scales that are
-stored less 1; a GELU; and embeddings that are scaled up.
+Gemma 3 (arXiv 2503.19786) differs from Llama: five layers with a window are followed by one
+without, each kind with its own base of rotation; norms also follow attention and MLP, and their
+scales are stored less 1; the MLP has a GELU; embeddings are scaled up.
 
-Gemma 4 (Google DeepMind, 2026), without its mixtures of experts, beside Gemma 3's: layers without a
-window have larger heads, of which a part is turned, and may have one projection for keys and
-values; values have a norm as well; the last layers have no K and V, but read those of the last one
-of their kind that has; each layer is given an input of its own for each token; and logits are
-bounded.
+Gemma 4 (Google DeepMind, 2026), here without its mixtures of experts, differs from Gemma 3: layers
+without a window have larger heads, which are rotated in part, and may share one projection for keys
+and values; values have a norm too; the last layers have no K and V, and read those of the last
+layer of their kind that has them; each layer gets its own input per token; logits are bounded.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class Gemma3DecoderLayer(DecoderLayer):
 
 
 class Gemma3ForCausalLM(LlamaForCausalLM):
-    """The whole model; encoder outputs are not scaled."""
+    """The whole Gemma 3 model; encoder outputs are not scaled."""
 
     layer_class: type[nn.Module] = Gemma3DecoderLayer
 
@@ -90,12 +89,12 @@ class Gemma3ForCausalLM(LlamaForCausalLM):
 
 
 class Gemma4Attention(nn.Module):
-    """Attention with norms of queries, keys and values, over K and V of this layer or of another.
+    """Attention with norms of queries, keys and values, over K and V of this layer or another.
 
     Args:
-        config: the model.
-        layer: its number.
-        shard: this rank's share.
+        config: Configuration of the model.
+        layer: Number of the layer.
+        shard: This rank's share.
     """
 
     def __init__(self, config: ModelConfig, layer: int, shard: Shard) -> None:
@@ -119,13 +118,13 @@ class Gemma4Attention(nn.Module):
         self.q_norm = RMSNorm(f"{name}.q_norm", dim, self.eps)
 
     def forward(self, hidden: Tensor, rotary: Rotary, attention: AttentionContext) -> Tensor:
-        """[tokens, hidden] to [tokens, hidden]; writes K and V into the cache, if it has some."""
+        """Map [tokens, hidden] to [tokens, hidden]; writes K and V, if the layer has them."""
         projected = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
         query, key, value, weight = projected[:, : self.heads], None, None, self.q_norm.weight
         if self.stores:
             ones = self.get_buffer("ones")
             key = projected[:, self.heads : self.heads + self.kv_heads]
-            # Without a projection of its own it is that of keys, which are turned in place.
+            # Without its own projection, the value is that of the key, which is rotated in place.
             value = rms_norm(projected[:, -self.kv_heads :], ones, self.eps)
             weight = self.k_norm.weight
         norms = HeadNorms(self.q_norm.weight, weight, self.eps, 0.0)
@@ -135,7 +134,7 @@ class Gemma4Attention(nn.Module):
 
 
 class PerLayerInput(nn.Module):
-    """Lets a token's own input to a layer, gated by the stream, into the stream."""
+    """Adds a token's own input for a layer, gated by the stream."""
 
     def __init__(self, name: str, config: ModelConfig, size: int) -> None:
         super().__init__()
@@ -145,13 +144,13 @@ class PerLayerInput(nn.Module):
         self.norm = RMSNorm(f"{name}.post_per_layer_input_norm", hidden, config.rms_norm_eps)
 
     def forward(self, stream: Tensor, given: Tensor) -> Tensor:
-        """What is added to `stream`, [tokens, hidden], for inputs [tokens, size]."""
+        """What to add to `stream`, [tokens, hidden], for inputs [tokens, size]."""
         gate = F.gelu(self.gate(stream), approximate="tanh")
         return self.norm(self.projection(gate * given))  # type: ignore[no-any-return]
 
 
 class Gemma4DecoderLayer(Gemma3DecoderLayer, WeightedModule):
-    """Attention and MLP, each between two norms, the layer's own input, and a scale of it all."""
+    """Attention and MLP, each between two norms; the layer's own input; a scale of the sum."""
 
     attention_class = Gemma4Attention
 
@@ -170,7 +169,7 @@ class Gemma4DecoderLayer(Gemma3DecoderLayer, WeightedModule):
         inputs: Sequence[Any],
         attention: AttentionContext,
     ) -> None:
-        """See `DecoderLayer.forward`; all is added, since the sum is scaled."""
+        """See `DecoderLayer.forward`; returns None, since the scaled sum includes the MLP."""
         out = super().forward(delta, stream, inputs, attention)
         assert out is not None
         stream += out
@@ -185,7 +184,7 @@ class Gemma4DecoderLayer(Gemma3DecoderLayer, WeightedModule):
 
 
 class PerLayerEmbedding(nn.Module):
-    """A token's own input to each layer: looked up, and made of its embedding."""
+    """A token's own input for each layer: from a table, and from the token's embedding."""
 
     def __init__(self, config: ModelConfig, gemma: Gemma4Config, shard: Shard) -> None:
         super().__init__()
@@ -198,7 +197,7 @@ class PerLayerEmbedding(nn.Module):
         self.norm = RMSNorm("model.per_layer_projection_norm", size, config.rms_norm_eps)
 
     def forward(self, token_ids: Tensor, stream: Tensor) -> Tensor:
-        """[tokens, layers, size] of tokens and their embeddings, [tokens, hidden]."""
+        """Inputs [tokens, layers, size] of tokens and their embeddings, [tokens, hidden]."""
         shape = (len(token_ids), self.layers, self.size)
         known = self.table(token_ids).view(shape)
         known *= known.new_full((), self.size**0.5)  # rounded to the dtype
@@ -207,7 +206,7 @@ class PerLayerEmbedding(nn.Module):
 
 
 class Gemma4ForCausalLM(Gemma3ForCausalLM):
-    """The whole model, but for its towers."""
+    """The whole Gemma 4 model, except for its towers."""
 
     layer_class = Gemma4DecoderLayer
 

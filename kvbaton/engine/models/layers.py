@@ -1,7 +1,7 @@
-"""The parts that every decoder-only model is made of, over ragged batches of tokens.
+"""Layers of decoder-only models, over ragged batches of tokens.
 
-Tensors are ``[tokens, features]``. A layer that holds weights tells the loader by `pieces` which
-tensors of the checkpoint fill them, so that two may be fused into one and a rank takes its share.
+Tensors are ``[tokens, features]``. `pieces` of a layer with weights tells the loader which tensors
+of the checkpoint fill them, so that two tensors may be fused and a rank takes its share.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ class Piece:
     """One tensor of the checkpoint, or this rank's slice of it, and where it goes.
 
     Attributes:
-        name: in the checkpoint, of multimodal ones without ``language_model.`` and with ``visual.``
-            instead of ``model.visual.``.
-        shape: of the whole tensor there.
-        target: a view of the weight to fill.
-        dim: the axis that is sliced.
-        start: first index of the slice; its length is the target's.
-        norm: a scale that starts at 1, for dummy weights.
-        scales: [target rows, groups of target columns] float32, of an FP8 target; to fill too.
-        index: of a stack of tensors, along the first axis of `shape`, which one; `target`, `dim`
-            and `start` are within it. None if it is no stack.
-        number: length of the slice, of a target in MXFP4: it and `scales` are as `pack_mxfp4`
-            packs what the stack has transposed.
+        name: Name in the checkpoint; in multimodal ones, without ``language_model.`` and with
+            ``visual.`` instead of ``model.visual.``.
+        shape: Shape of the whole tensor in the checkpoint.
+        target: View of the weight to fill.
+        dim: Axis that is sliced.
+        start: First index of the slice; its length is the target's.
+        norm: Whether it is a norm's scale, which dummy weights set to 1.
+        scales: [target rows, groups of target columns] float32, scales of an FP8 target, to be
+            filled too.
+        index: For a stack of tensors, index along the first axis of `shape`; `target`, `dim` and
+            `start` are within that tensor. None if it is not a stack.
+        number: For an MXFP4 target, length of the slice; `target` and `scales` are laid out as by
+            `pack_mxfp4`, transposed from the stack.
     """
 
     name: str
@@ -59,22 +60,22 @@ class Piece:
 
 
 class WeightedModule(nn.Module, ABC):
-    """A module with weights of its own."""
+    """A module with its own weights."""
 
     @abstractmethod
     def pieces(self) -> Iterator[Piece]:
-        """The tensors of the checkpoint that fill them."""
+        """Tensors of the checkpoint that fill the weights."""
 
 
 def pieces_of(model: nn.Module) -> Iterator[Piece]:
-    """Every tensor of the checkpoint that a model, or this rank's share of it, needs."""
+    """Tensors of the checkpoint that a model, or this rank's share of it, needs."""
     for module in model.modules():
         if isinstance(module, WeightedModule):
             yield from module.pieces()
 
 
 class RMSNorm(WeightedModule):
-    """``y = weight * x / sqrt(mean(x^2) + eps)``, in float32 up to the product with the weight."""
+    """``y = weight * x / sqrt(mean(x^2) + eps)``; float32 before the product with the weight."""
 
     def __init__(self, name: str, size: int, eps: float, offset: float = 0.0) -> None:
         super().__init__()
@@ -91,7 +92,7 @@ class RMSNorm(WeightedModule):
         )
 
     def pieces(self) -> Iterator[Piece]:
-        """Its scale."""
+        """The scale."""
         yield Piece(f"{self.name}.weight", tuple(self.weight.shape), self.weight, norm=True)
 
 
@@ -99,10 +100,10 @@ class ColumnLinear(WeightedModule):
     """Several projections of one input as one matrix, each split by output rows over the ranks.
 
     Args:
-        size_in: features of the input.
-        parts: per projection its checkpoint name, rows in all, and this rank's (first, number).
-        bias: whether they have one.
-        quantization: of the checkpoint.
+        size_in: Number of input features.
+        parts: Per projection: name in the checkpoint, total rows, and this rank's (first, number).
+        bias: Whether the projections have a bias.
+        quantization: Quantization of the checkpoint.
     """
 
     def __init__(
@@ -123,11 +124,11 @@ class ColumnLinear(WeightedModule):
         self.bias = new_weight(rows) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[tokens, size_in] to [tokens, this rank's rows of all parts]."""
+        """Map [tokens, size_in] to [tokens, this rank's rows of all parts]."""
         return self.method.product(x, self.weight, self.scales, self.bias)
 
     def pieces(self) -> Iterator[Piece]:
-        """Weight, and bias if there is one, of each part."""
+        """Weight of each part, and bias if it has one."""
         row = 0
         for name, total, (start, number) in self.parts:
             target = self.weight[row : row + number]
@@ -142,7 +143,7 @@ class ColumnLinear(WeightedModule):
 def whole_linear(
     name: str, size_in: int, size_out: int, quantization: Quantization | None
 ) -> ColumnLinear:
-    """A projection that every rank holds all of."""
+    """A projection that every rank computes as a whole."""
     parts = [(name, size_out, (0, size_out))]
     return ColumnLinear(size_in, parts, bias=False, quantization=quantization)
 
@@ -169,9 +170,9 @@ class RowLinear(WeightedModule):
         self.bias = new_weight(size_out) if bias else None
 
     def forward(self, x: Tensor, *, gated: bool = False) -> Tensor:
-        """[tokens, this rank's columns] to [tokens, size_out].
+        """Map [tokens, this rank's columns] to [tokens, size_out].
 
-        With `gated` of [tokens, 2 * columns], gate and up, whose silu(gate) * up is the input.
+        If `gated`, `x` is gate and up, [tokens, 2 * columns], and silu(gate) * up is projected.
         """
         product = self.method.gated_product if gated else self.method.product
         bias = self.bias if self.shard.rank == 0 else None
@@ -186,7 +187,7 @@ class RowLinear(WeightedModule):
 
 
 class Embedding(WeightedModule):
-    """A vector per token, split by tokens over the ranks: to look up, or to compare with."""
+    """A vector per token, split by tokens over the ranks; used for lookup and for logits."""
 
     def __init__(self, name: str, vocab_size: int, size: int, shard: Shard) -> None:
         super().__init__()
@@ -197,7 +198,7 @@ class Embedding(WeightedModule):
         self.weight[self.held :] = 0
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """[tokens] to [tokens, size]."""
+        """Map [tokens] to [tokens, size]."""
         if self.shard.size == 1:
             return F.embedding(token_ids, self.weight)
         own = token_ids - self.start
@@ -206,12 +207,12 @@ class Embedding(WeightedModule):
         return self.shard.collectives.all_reduce(part.masked_fill_(others[:, None], 0))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, size] to [rows, vocab_size]: the product with each token's vector."""
+        """Map [rows, size] to [rows, vocab_size]: products with each token's vector."""
         part = product(hidden, self.weight, None)
         return self.shard.collectives.all_gather(part)[:, : self.vocab_size]
 
     def pieces(self) -> Iterator[Piece]:
-        """Its table."""
+        """The table."""
         shape = (self.vocab_size, self.weight.shape[1])
         yield Piece(f"{self.name}.weight", shape, self.weight[: self.held], 0, self.start)
 
@@ -219,9 +220,9 @@ class Embedding(WeightedModule):
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """Angle per position of each pair of features (Su et al., arXiv 2104.09864), float32.
 
-    With `RopeConfig.factor`, as Llama 3.1 stretches them: wavelengths above
-    ``original / low_freq_factor`` are divided by the factor, those below
-    ``original / high_freq_factor`` stay, those between are interpolated.
+    `RopeConfig.factor` stretches wavelengths as in Llama 3.1: frequencies of wavelengths above
+    ``original / low_freq_factor`` are divided by the factor, those of wavelengths below
+    ``original / high_freq_factor`` are kept, and those in between are interpolated.
     """
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequency: Tensor = 1.0 / (rope.theta**exponent)
@@ -244,7 +245,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _yarn_frequencies(rope: RopeConfig, head_dim: int, frequency: Tensor) -> Tensor:
-    """See `RopeConfig.yarn`; between the two kinds, a share that falls linearly is divided."""
+    """See `RopeConfig.yarn`; in between, a linearly falling share of a frequency is divided."""
     turns = (
         rope.original_max_position / (beta * 2 * math.pi)
         for beta in (rope.beta_fast, rope.beta_slow)
@@ -259,7 +260,7 @@ def _yarn_frequencies(rope: RopeConfig, head_dim: int, frequency: Tensor) -> Ten
 
 
 def frequency_axes(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Which of three rotary positions turns each pair of features (see `RopeConfig`), int64."""
+    """Index of the rotary position that turns each pair of features (see `RopeConfig`), int64."""
     axes = torch.zeros(head_dim // 2, dtype=torch.int64)
     start = 0
     for axis, size in enumerate(rope.mrope_section):
@@ -288,11 +289,11 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("axes", frequency_axes(rope, head_dim), persistent=False)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> Rotary:
-        """Cos and sin, each [tokens, 1, head_dim] of `dtype`, from angles in float32.
+        """Compute cos and sin, each [tokens, 1, head_dim] of `dtype`, from angles in float32.
 
         Args:
             positions: [tokens], or [3, tokens]: temporal, vertical, horizontal.
-            dtype: of the model.
+            dtype: dtype of the model.
         """
         turns = positions[:, None] if positions.dim() == 1 else positions[self.axes].t()
         angles = turns.float() * self.frequencies
@@ -303,12 +304,12 @@ class RotaryEmbedding(nn.Module):
 class LatentProjection(WeightedModule):
     """``kv_b_proj`` of multi-head latent attention: from a latent to keys and values of all heads.
 
-    It is linear, so attention may as well be computed among latents: the projection of keys is
-    absorbed by queries, and that of values comes after (arXiv 2405.04434, section 2.1.2).
+    Since it is linear, attention may also be computed on latents: queries absorb the projection of
+    keys, and the projection of values is applied afterwards (arXiv 2405.04434, section 2.1.2).
 
     Attributes:
-        weight: [heads, 2 * head_dim, kv_rank], the rows of a head: those of its key, zeros where
-            the key's turned features go, those of its value, zeros up to the key's width.
+        weight: [heads, 2 * head_dim, kv_rank]. Rows of a head: its key, zeros in place of the key's
+            rotary features, its value, zeros up to the key's width.
     """
 
     def __init__(self, name: str, mla: MlaConfig, num_heads: int, shard: Shard) -> None:
@@ -319,24 +320,24 @@ class LatentProjection(WeightedModule):
         self.weight.zero_()
 
     def absorb(self, query: Tensor) -> Tensor:
-        """[tokens, heads, head_dim] to what meets latents, [heads, tokens, kv_rank]."""
+        """Map queries [tokens, heads, head_dim] to latent space, [heads, tokens, kv_rank]."""
         nope = self.mla.nope_dim
         return torch.bmm(query[..., :nope].transpose(0, 1), self.weight[:, :nope])
 
     def values(self, latents: Tensor, out: Tensor) -> Tensor:
-        """Sums of latents, [tokens, heads, kv_rank], to those of values, `out` [..., value_dim]."""
+        """Map sums of latents, [tokens, heads, kv_rank], to sums of values, in `out`."""
         first, count = self.mla.head_dim, self.mla.value_dim
         of_values = self.weight[:, first : first + count].transpose(1, 2)
         torch.bmm(latents.transpose(0, 1), of_values, out=out.transpose(0, 1))
         return out
 
     def expand(self, latent: Tensor, key_rope: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
-        """Keys and values of some heads, each [tokens, heads, head_dim]: values end with zeros.
+        """Keys and values of some heads, each [tokens, heads, head_dim]; values end with zeros.
 
         Args:
             latent: [tokens, kv_rank].
             key_rope: [tokens, rope_dim].
-            heads: of this rank.
+            heads: Heads of this rank.
         """
         both = F.linear(latent, self.weight[heads].flatten(0, 1))
         key, value = both.view(len(latent), -1, 2, self.mla.head_dim).unbind(2)
@@ -344,7 +345,7 @@ class LatentProjection(WeightedModule):
         return key, value
 
     def pieces(self) -> Iterator[Piece]:
-        """The rows of each head's key and value."""
+        """Rows of each head's key and value."""
         mla, name = self.mla, f"{self.name}.weight"
         per_head = mla.nope_dim + mla.value_dim
         shape = (self.num_heads * per_head, mla.kv_rank)
@@ -356,23 +357,23 @@ class LatentProjection(WeightedModule):
 
 Rotary = tuple[Tensor, Tensor]
 """Cos and sin of each token's angles, each [tokens, 1, head_dim]; the same tensors for all layers
-that turn alike."""
+with the same frequencies."""
 
 
 class Heads(NamedTuple):
-    """What a layer made of a batch's tokens, for its attention.
+    """A layer's queries, keys and values of a batch.
 
     Attributes:
         query: [tokens, query heads, head_dim]; may be overwritten.
-        key: [tokens, kv heads, head_dim]; may be overwritten. None where another layer, in whose
-            place this one attends, has stored K and V in this step.
-        value: as `key`.
-        scale: of the logits; None for ``head_dim ** -0.5``.
-        sinks: [query heads] float32: a logit without a value that joins each head's softmax
-            (Xiao et al., arXiv 2309.17453); None for none.
-        norms: of the heads before they are turned; None for none.
-        interleaved: features 2i and 2i + 1 turn with each other, instead of i and i +
-            head_dim / 2; they are held apart then.
+        key: [tokens, kv heads, head_dim]; may be overwritten. None if the layer attends over K and
+            V that another layer has stored in this step.
+        value: Like `key`.
+        scale: Scale of the logits; None for ``head_dim ** -0.5``.
+        sinks: [query heads] float32, logits without values that join each head's softmax (Xiao et
+            al., arXiv 2309.17453); None for none.
+        norms: Norms of heads, applied before rotation; None for none.
+        interleaved: Whether rotation pairs features 2i and 2i + 1 instead of i and
+            i + head_dim / 2; they are stored apart then.
     """
 
     query: Tensor
@@ -385,14 +386,14 @@ class Heads(NamedTuple):
 
 
 class LatentHeads(NamedTuple):
-    """The same of a layer with multi-head latent attention.
+    """A layer's queries and latents of a batch, with multi-head latent attention.
 
     Attributes:
-        query: [tokens, query heads, head_dim], its last `rope_dim` features not turned yet; may be
+        query: [tokens, query heads, head_dim], last `rope_dim` features not rotated yet; may be
             overwritten.
         latent: [tokens, kv_rank], normalised; may be overwritten.
-        key_rope: [tokens, rope_dim], not turned yet; may be overwritten.
-        projection: of this layer.
+        key_rope: [tokens, rope_dim], not rotated yet; may be overwritten.
+        projection: Projection of the layer.
     """
 
     query: Tensor
@@ -402,33 +403,33 @@ class LatentHeads(NamedTuple):
 
 
 class AttentionContext(Protocol):
-    """What a model's attention layer needs of a batch; an implementation per kind of kernel.
+    """What attention layers need of a batch; implemented per kind of kernel.
 
     Attributes:
-        states: what layers with a state need; None for a model without.
+        states: Inputs of layers with a state; None for a model without.
     """
 
     states: StateBatch | None
 
     def attend(self, layer: int, heads: Heads, rotary: Rotary | None) -> Tensor:
-        """Turn query and key, store K and V, attend causally over what the layer's group sees.
+        """Rotate query and key, store K and V, and attend causally as the layer's group does.
 
         Args:
-            layer: number of the layer whose K and V they are.
-            heads: of this layer.
-            rotary: None where heads are not turned.
+            layer: Number of the layer whose K and V are used.
+            heads: Queries, keys and values of this layer.
+            rotary: Cos and sin; None for a layer without rotation.
 
         Returns:
-            As the query.
+            A tensor in the shape of the query.
         """
 
     def attend_latent(self, layer: int, heads: LatentHeads, rotary: Rotary) -> Tensor:
-        """Multi-head latent attention: turn, store rows of latent and `key_rope`, attend causally.
+        """Attend with latents: rotate, store rows of latent and `key_rope`, attend causally.
 
         Args:
-            layer: number of the layer.
-            heads: of this layer.
-            rotary: of `rope_dim` features.
+            layer: Number of the layer.
+            heads: Queries and latents of this layer.
+            rotary: Cos and sin of `rope_dim` features.
 
         Returns:
             [tokens, query heads, value_dim].
@@ -438,13 +439,13 @@ class AttentionContext(Protocol):
 def head_projections(
     name: str, config: ModelConfig, dim: int, parts: Iterable[tuple[str, int, tuple[int, int]]]
 ) -> ColumnLinear:
-    """What makes queries, keys and values, as one product.
+    """Projections to queries, keys and values as one product.
 
     Args:
-        name: of the attention, in the checkpoint.
-        config: the model.
-        dim: elements per head.
-        parts: the projection, its heads in all, and the first and number of this rank's.
+        name: Name of the attention in the checkpoint.
+        config: Configuration of the model.
+        dim: Number of features per head.
+        parts: Per projection: name, total number of heads, and this rank's (first, number).
     """
     columns = [
         (f"{name}.{part}", total * dim, (first * dim, number * dim))
@@ -456,7 +457,7 @@ def head_projections(
 
 
 def output_projection(name: str, config: ModelConfig, dim: int, shard: Shard) -> RowLinear:
-    """From what the heads of `dim` elements attended to back to the stream."""
+    """Projection of all heads' outputs, of `dim` features each, to hidden states."""
     return RowLinear(
         f"{name}.o_proj",
         config.num_heads * dim,
@@ -471,9 +472,9 @@ class SelfAttention(WeightedModule):
     """Grouped-query attention over the paged cache.
 
     Args:
-        config: the model.
-        layer: its number.
-        shard: this rank's share.
+        config: Configuration of the model.
+        layer: Number of the layer.
+        shard: This rank's share.
     """
 
     def __init__(self, config: ModelConfig, layer: int, shard: Shard) -> None:
@@ -496,11 +497,11 @@ class SelfAttention(WeightedModule):
             self.sinks = new_weight(self.heads, dtype=torch.float32)
 
     def forward(self, hidden: Tensor, rotary: Rotary, attention: AttentionContext) -> Tensor:
-        """[tokens, hidden] to [tokens, hidden]; writes this layer's K and V into the cache."""
+        """Map [tokens, hidden] to [tokens, hidden]; writes this layer's K and V into the cache."""
         return self.o_proj(self.attend(self.qkv_proj(hidden), rotary, attention))  # type: ignore[no-any-return]
 
     def attend(self, projected: Tensor, rotary: Rotary, attention: AttentionContext) -> Tensor:
-        """What `qkv_proj` made of all tokens to what their heads attended to, [tokens, columns]."""
+        """Map the output of `qkv_proj` to the heads' outputs, [tokens, columns]."""
         by_head = projected.view(len(projected), -1, self.head_dim)
         sizes = [self.heads, self.kv_heads, self.kv_heads]
         query, key, value = torch.split(by_head, sizes, dim=1)
@@ -512,13 +513,13 @@ class SelfAttention(WeightedModule):
         return attention.attend(self.layer, heads, rotary).flatten(1)
 
     def pieces(self) -> Iterator[Piece]:
-        """Its sinks, if there are any."""
+        """The sinks, if there are any."""
         if self.sinks is not None:
             yield Piece(f"{self.name}.sinks", (self.num_heads,), self.sinks, 0, self.first_head)
 
 
 class GatedMLP(nn.Module):
-    """``down(silu(gate(x)) * up(x))``, or with a GELU, by tanh."""
+    """``down(silu(gate(x)) * up(x))``; with `gelu`, GELU by tanh instead of silu."""
 
     def __init__(
         self,
@@ -540,7 +541,7 @@ class GatedMLP(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """[tokens, size] to [tokens, size]."""
+        """Map [tokens, size] to [tokens, size]."""
         first = self.gate_up_proj
         if self.gelu:
             return self.down_proj(gelu_and_mul(first(x)))  # type: ignore[no-any-return]

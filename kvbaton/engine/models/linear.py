@@ -1,4 +1,4 @@
-"""How the weight of a linear layer is held, and inputs are multiplied with it."""
+"""How weights of linear layers are stored and multiplied."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from kvbaton.kernels.skinny_linear import Workspace, skinny_linear, wins
 
 FP8 = torch.float8_e4m3fn
 SQUARE = 128
-"""Side of the blocks of a weight that share a scale for which the library has a product."""
+"""Side of a weight's blocks with one scale each for which the library has a matrix product."""
 
 
 def new_weight(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
-    """A weight to be filled, on the device, and of the dtype if none is named, that are set."""
+    """A weight to be filled, on torch's default device, in its default dtype if none is given."""
     empty = torch.empty(shape) if dtype is None else torch.empty(shape, dtype=dtype)
     return nn.Parameter(empty, requires_grad=False)
 
 
 @cache
 def _workspace(device: torch.device) -> Workspace:
-    """Scratch of all products on the stream on which models run."""
+    """Workspace of all products on the stream that models run on."""
     return Workspace(device)
 
 
@@ -40,29 +40,29 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if bias is None and x.is_cuda:
         return skinny_linear(x, weight, _workspace(x.device))
     if bias is None and x.dtype == torch.float32 and 8 <= len(x) <= 64:
-        # The CPU's BLAS takes a third less time for few rows when they are its columns.
+        # For few rows, the CPU's BLAS is a third faster if they are the columns of its input.
         return torch.mm(weight, x.t()).t().contiguous()
     return F.linear(x, weight, bias)
 
 
 class LinearMethod:
-    """What a linear layer does with its weight, [rows, columns]; as vLLM's of that name.
+    """How a linear layer stores and multiplies its weight, [rows, columns]; named as in vLLM.
 
-    Here, a weight in the model's dtype.
+    This class is for a weight in the model's dtype.
     """
 
     def new_weight(self, rows: int, columns: int) -> tuple[nn.Parameter, nn.Parameter | None]:
-        """A weight to be filled, and its scales, [rows, groups of columns], if it has any."""
+        """A weight to be filled, and its scales, [rows, groups of columns], if it has scales."""
         return new_weight(rows, columns), None
 
     def product(
         self, x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None
     ) -> Tensor:
-        """[tokens, columns] to [tokens, rows]."""
+        """Multiply: [tokens, columns] to [tokens, rows]."""
         return product(x, weight, bias)
 
     def gate(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-        """silu(gate) * up of the product, gate and up, if that may be one launch; else None."""
+        """silu(gate) * up of the product, if one launch can compute it; else None."""
         if bias is None and x.is_cuda:
             return skinny_linear(x, weight, _workspace(x.device), gated=True)
         return None
@@ -70,19 +70,19 @@ class LinearMethod:
     def gated_product(
         self, gate_up: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None
     ) -> Tensor:
-        """The product of silu(gate) * up: [tokens, 2 * columns] to [tokens, rows]."""
+        """Multiply silu(gate) * up: [tokens, 2 * columns] to [tokens, rows]."""
         return self.product(silu_and_mul(gate_up), weight, scales, bias)
 
 
 class FP8Method(LinearMethod):
-    """A weight in FP8 with a scale for each row, or for each run of `group` columns of a row.
+    """A weight in FP8 with one scale per row, or per `group` columns of a row.
 
-    Inputs are quantised likewise, a scale a token or for each of its runs, from their own maximum;
-    those of few tokens stay as they are (see `skinny_linear`).
+    Inputs are quantised likewise, with one scale per token or per group of it, from their maximum;
+    inputs of few tokens stay as they are (see `skinny_linear`).
 
     Args:
-        group: see above.
-        square: all rows of each `SQUARE` times `SQUARE` block of the weight have the same scale.
+        group: Number of columns that share a scale; None for a whole row.
+        square: Whether each block of `SQUARE` x `SQUARE` weights has a single scale.
     """
 
     def __init__(self, group: int | None, *, square: bool = False) -> None:
@@ -136,8 +136,8 @@ class FP8Method(LinearMethod):
                 output_dtype=x.dtype,
             )[: len(x)]  # fmt: skip
         elif self.group is None:
-            # With scales of rows and columns it gives bfloat16 only. Sums of 14 bits within the
-            # tensor cores are what others serve FP8 with, too.
+            # With scales per row and column, the output is bfloat16 only. Others, too, serve FP8
+            # with sums of 14 bits within the tensor cores.
             out = torch._scaled_mm(
                 numbers, weight.t(), x_scales, scales.t(),
                 out_dtype=torch.bfloat16, use_fast_accum=True,
@@ -147,26 +147,26 @@ class FP8Method(LinearMethod):
         return out if bias is None else out + bias
 
     def _scales_of_blocks(self, scales: Tensor) -> Tensor:
-        """One for each block, [groups, blocks of rows], as `scaled_mm` takes them."""
+        """One scale per block, [groups, blocks of rows], in the layout of `scaled_mm`."""
         if self._block_scales is None:
             of_blocks = scales[::SQUARE]
-            padded = F.pad(of_blocks, (0, -of_blocks.shape[1] % 4))  # groups in fours
+            padded = F.pad(of_blocks, (0, -of_blocks.shape[1] % 4))  # to a multiple of 4 groups
             self._block_scales = padded.contiguous().t()
         return self._block_scales
 
 
 def has_fp8_products() -> bool:
-    """Whether where new weights go FP8 can be multiplied, for activations of 16 bits."""
+    """Whether the default device multiplies FP8, with activations of 16 bits."""
     return _weights_go_to((8, 9), torch.bfloat16, torch.float16)
 
 
 def has_mxfp4_products() -> bool:
-    """Whether where new weights go MXFP4 can be widened as it is read, for bfloat16 activations."""
+    """Whether the default device can read MXFP4 weights in products, for bfloat16 activations."""
     return _weights_go_to((8, 0), torch.bfloat16)
 
 
 def _weights_go_to(capability: tuple[int, int], *dtypes: torch.dtype) -> bool:
-    """Whether new ones do to a GPU of this compute capability or more, in one of these dtypes."""
+    """Whether new weights are on a GPU of this compute capability or more, in one of the dtypes."""
     where = torch.empty(0)
     if where.dtype not in dtypes or where.device.type != "cuda":
         return False
@@ -174,7 +174,7 @@ def _weights_go_to(capability: tuple[int, int], *dtypes: torch.dtype) -> bool:
 
 
 def keeps_mxfp4(quantization: Quantization | None, name: str) -> bool:
-    """Whether a checkpoint's experts of this name stay in MXFP4."""
+    """Whether the experts of this name stay in MXFP4."""
     if quantization is None or quantization.layout != "mxfp4" or not has_mxfp4_products():
         return False
     return not quantization.ignores(name)
@@ -183,15 +183,15 @@ def keeps_mxfp4(quantization: Quantization | None, name: str) -> bool:
 def expert_run(
     quantization: Quantization | None, names: Sequence[str], columns: int, start: int
 ) -> int | None:
-    """Inputs that share a scale of an expert's weight in FP8; None for weights that are floats.
+    """Number of inputs that share a scale of an expert's FP8 weight; None for float weights.
 
-    Where ranks split a block, its parts have a scale each.
+    If ranks split a block, each part has a scale.
 
     Args:
-        quantization: of the checkpoint.
-        names: the checkpoint's modules that the weight is made of.
-        columns: of the weight that this rank holds.
-        start: the first of them in the whole weight.
+        quantization: Quantization of the checkpoint.
+        names: Modules of the checkpoint that form the weight.
+        columns: Number of the weight's columns on this rank.
+        start: First of these columns in the whole weight.
     """
     if quantization is None or quantization.layout != "fp8" or not has_fp8_products():
         return None
@@ -209,19 +209,19 @@ def linear_method(
     *,
     spans: Sequence[tuple[int, int]],
 ) -> LinearMethod:
-    """The method of a layer: FP8 where the weights are and this device multiplies it.
+    """The method of a layer: FP8 if the weights are and this device multiplies it.
 
     Args:
-        quantization: of the checkpoint.
-        names: the checkpoint's modules that the layer is made of.
-        rows: of the weight that this rank holds.
-        columns: likewise.
-        total_columns: of the whole weight.
-        spans: first row, and number of rows, that this rank holds of each module.
+        quantization: Quantization of the checkpoint.
+        names: Modules of the checkpoint that form the layer.
+        rows: Number of the weight's rows on this rank.
+        columns: Number of the weight's columns on this rank.
+        total_columns: Number of columns of the whole weight.
+        spans: Per module, first row and number of rows on this rank.
 
     Raises:
-        ConfigError: ranks split the columns inside of blocks that share a scale, or FP8 is asked
-            for where it can't be.
+        ConfigError: Ranks split the columns inside of blocks that share a scale, or online FP8 was
+            requested where it is impossible.
     """
     if quantization is None or quantization.layout != "fp8":
         return LinearMethod()
@@ -234,7 +234,7 @@ def linear_method(
             )
         return LinearMethod()
     group = None if quantization.block is None else quantization.block[1]
-    whole = rows % 16 == 0 and columns % 16 == 0  # what FP8 products take
+    whole = rows % 16 == 0 and columns % 16 == 0  # required by FP8 products
     if any(map(quantization.ignores, names)) or not whole or group not in (None, *GROUPS):
         return LinearMethod()
     if group is not None and columns != total_columns and columns % group:
@@ -246,6 +246,6 @@ def linear_method(
         )
     even = all(number % SQUARE == 0 for span in spans for number in span)
     square = even and columns % SQUARE == 0 and quantization.block == (SQUARE, SQUARE)
-    where = torch.empty(0).device  # the library has it for Hopper only
+    where = torch.empty(0).device  # the library supports this for Hopper only
     hopper = where.type == "cuda" and torch.cuda.get_device_capability(where) == (9, 0)
     return FP8Method(group, square=square and hopper)

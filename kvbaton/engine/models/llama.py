@@ -1,8 +1,8 @@
-"""Llama, Mistral, Mixtral, Qwen2, Qwen2.5, Qwen3, their MoE and VL ones, dots.llm1, gpt-oss.
+"""Llama, Mistral, Mixtral, Qwen2, Qwen2.5, Qwen3, their MoE and VL variants, dots.llm1, gpt-oss.
 
-They differ in which projections have a bias and which heads are normalised or have a sink
-(`Family`), in windows, in what turns their heads (`RopeConfig`), and in which layers have experts
-(`MoeConfig`): all of that is in `ModelConfig`.
+They differ in which projections have a bias and which heads have norms or sinks (`Family`), in
+windows, in rotation (`RopeConfig`), and in which layers have experts (`MoeConfig`); `ModelConfig`
+contains all of that.
 """
 
 from __future__ import annotations
@@ -29,24 +29,25 @@ from kvbaton.engine.models.moe import MoE
 from kvbaton.kernels.jit import cdiv
 
 PARTS_RANKS = 3
-"""From so many ranks on long steps are computed in two parts. Sums of two ranks take a seventh of a
-step, and what holds that up is the power which the devices may draw."""
+"""Number of ranks from which on long steps are computed in two parts. With two ranks, sums take a
+seventh of a step, and the power that the devices may draw limits what overlap saves."""
 
 PARTS_TOKENS = 2048
-"""What is a long step; of fewer tokens a half takes products almost as long as the whole."""
+"""Number of tokens of a long step; half of fewer tokens takes almost as long as the whole."""
 
 PART_ROWS = 128
-"""Of the first part a multiple: as many rows as a tile of most products."""
+"""Granularity of the first part's size: the number of rows of most products' tiles."""
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Encoder outputs that stand in a batch.
+    """Encoder outputs of a batch.
 
     Attributes:
-        at: [n] int64, the tokens that stand for them.
-        rows: [n, levels, hidden_size]: what replaces a token's embedding, and what is added to its
-            stream after the first layers, one by one (DeepStack: Meng et al., arXiv 2406.04334).
+        at: [n] int64, indices of the tokens that stand for them.
+        rows: [n, levels, hidden_size]: the first level replaces the tokens' embeddings, the others
+            are added to the stream after the first layers, one per layer (DeepStack: Meng et al.,
+            arXiv 2406.04334).
     """
 
     at: Tensor
@@ -57,7 +58,7 @@ class DecoderLayer(nn.Module):
     """Attention and MLP, each on the normalised stream and added back to it (pre-norm).
 
     Attributes:
-        kind: which of `LlamaForCausalLM.layer_inputs` are its own.
+        kind: Index of its input in `LlamaForCausalLM.layer_inputs`.
     """
 
     attention_class: Callable[[ModelConfig, int, Shard], nn.Module] = SelfAttention
@@ -92,9 +93,9 @@ class DecoderLayer(nn.Module):
         inputs: Sequence[Any],
         attention: AttentionContext,
     ) -> Tensor | None:
-        """Add `delta` and this layer's attention to the stream, in place; return its MLP's part.
+        """Add `delta` and this layer's attention to the stream, in place; return the MLP's output.
 
-        What is returned is added by the next norm, in one pass with it; None if all is added.
+        The next layer's norm adds the output in the same pass. None if it is already added.
         """
         attended = self.self_attn(self._normed(delta, stream), inputs[self.kind], attention)
         return self.mlp(self.post_norm(attended, stream))  # type: ignore[no-any-return]
@@ -107,10 +108,10 @@ class DecoderLayer(nn.Module):
         attention: AttentionContext,
         collectives: Collectives,
     ) -> Sequence[Callable[[], Tensor]]:
-        """As `forward`, on parts of the tokens: one's sums run beside the other's products.
+        """Do as `forward`, on parts of the tokens: sums of one part overlap products of the other.
 
-        Rows meet in attention alone. (DeepSeek-V3 computes two batches in turn to the same end:
-        arXiv 2412.19437, section 3.4.)
+        Parts are joined for attention only. (DeepSeek-V3 alternates between two batches for the
+        same purpose: arXiv 2412.19437, section 3.4.)
         """
         own, later = cast(SelfAttention, self.self_attn), collectives.later
         projected = [
@@ -131,7 +132,7 @@ class DecoderLayer(nn.Module):
 
 
 class LlamaForCausalLM(nn.Module):
-    """The whole model, but for its vision tower."""
+    """The whole model, except for its vision tower."""
 
     layer_class: type[nn.Module] = DecoderLayer
 
@@ -160,9 +161,9 @@ class LlamaForCausalLM(nn.Module):
 
         Args:
             token_ids: [tokens] int64, sequence after sequence.
-            positions: rotary ones, [tokens] or [3, tokens] int64.
-            attention: knows the sequences and the cache.
-            encoded: encoder outputs for some of the tokens.
+            positions: Rotary positions, [tokens] or [3, tokens] int64.
+            attention: Attention over the sequences and the cache.
+            encoded: Encoder outputs for some of the tokens.
 
         Returns:
             [tokens, hidden_size], normalised.
@@ -204,23 +205,23 @@ class LlamaForCausalLM(nn.Module):
         return torch.cat([self.norm(delta(), part) for delta, part in parts if delta])
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """[tokens] to the stream before all layers, [tokens, hidden_size]."""
+        """Map [tokens] to the stream before all layers, [tokens, hidden_size]."""
         return self.embed_tokens(token_ids)  # type: ignore[no-any-return]
 
     def layer_inputs(self, token_ids: Tensor, positions: Tensor, stream: Tensor) -> Sequence[Any]:
-        """What layers are given beside the stream, by their kind: here what turns the heads.
+        """Inputs of layers beside the stream, by kind of layer; here cos and sin for rotation.
 
         Args:
-            token_ids: see `forward`.
-            positions: see `forward`.
-            stream: before all layers.
+            token_ids: See `forward`.
+            positions: See `forward`.
+            stream: The stream before all layers.
         """
         return (self.rotary(positions, stream.dtype),)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden_size] to [rows, vocab_size] float32."""
+        """Map [rows, hidden_size] to logits [rows, vocab_size] float32."""
         return self.narrow_logits(hidden).float()
 
     def narrow_logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden_size] to [rows, vocab_size] in the model's dtype."""
+        """Map [rows, hidden_size] to logits [rows, vocab_size] in the model's dtype."""
         return (self.lm_head or self.embed_tokens).logits(hidden)

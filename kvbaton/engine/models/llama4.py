@@ -1,9 +1,9 @@
 """Llama 4's language model (Meta, "The Llama 4 herd", 2025).
 
-Beside Llama's: three layers that attend within chunks to one that attends to everything and whose
-heads are not turned (iRoPE), its queries the longer the later they are; a norm without a scale of
-the heads that are turned; and mixtures of experts that weigh what they are given, beside one expert
-that all tokens go through, in all layers or in every other.
+It differs from Llama: three layers with attention within chunks are followed by one with full
+attention, no rotation (iRoPE), and queries that are scaled up with their position; rotated heads
+have a norm without scale; mixtures of experts, in all or every second layer, weigh the experts'
+inputs, and have one expert that all tokens use.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from kvbaton.engine.models.llama import DecoderLayer, LlamaForCausalLM
 from kvbaton.kernels.rope_write import HeadNorms
 
 Turn = tuple[Rotary | None, Tensor | None]
-"""What turns heads, or what their queries are multiplied with, [tokens, 1, 1]; neither: None."""
+"""Cos and sin for rotation, or None; and a factor of queries, [tokens, 1, 1], or None."""
 
 
 class Llama4Attention(SelfAttention):
-    """Attention whose heads are turned, or whose queries have a temperature."""
+    """Attention with rotation, or with a temperature of queries."""
 
     def __init__(self, config: ModelConfig, layer: int, shard: Shard) -> None:
         super().__init__(config, layer, shard)
         assert config.nope is not None
         if config.nope.normed and not config.nope.layers[layer]:
-            # A turn changes no length, so it may come after the norm.
+            # Rotation keeps lengths, so it may come after the norm.
             self.register_buffer("ones", torch.ones(config.head_dim), persistent=False)
             self.eps = config.rms_norm_eps
 
     def forward(self, hidden: Tensor, turn: Turn, attention: AttentionContext) -> Tensor:  # type: ignore[override]
-        """As `SelfAttention.forward`."""
+        """Do as `SelfAttention.forward`."""
         rotary, temperature = turn
         projected = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
         query, key, value = projected.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
@@ -62,7 +62,7 @@ class Llama4DecoderLayer(DecoderLayer):
 
 
 class Llama4ForCausalLM(LlamaForCausalLM):
-    """The whole model, but for its vision tower."""
+    """The whole model, except for its vision tower."""
 
     layer_class = Llama4DecoderLayer
 

@@ -28,12 +28,12 @@ from kvbaton.kernels.silu_and_mul import silu_and_mul
 
 
 class Router(WeightedModule):
-    """Chooses the experts of each token; every rank holds all of it and chooses the same.
+    """Chooses the experts of each token; all ranks have the whole router and choose alike.
 
     Attributes:
         weight: [experts, size]; float32 if logits are.
-        choice_bias: [experts] float32: steers the choice alone; see `ExpertChoice`.
-        bias: [experts], of the logits.
+        choice_bias: [experts] float32, affects only the choice; see `ExpertChoice`.
+        bias: [experts], bias of the logits.
     """
 
     def __init__(self, name: str, size: int, moe: MoeConfig) -> None:
@@ -45,11 +45,11 @@ class Router(WeightedModule):
         self.choice_bias = new_weight(count, dtype=dtype) if moe.family.sigmoid else None
 
     def forward(self, x: Tensor, shared: int = 0) -> tuple[Tensor, Tensor]:
-        """[tokens, size] to weights and numbers of experts, each [tokens, top_k + shared].
+        """Map [tokens, size] to weights and numbers of experts, each [tokens, top_k + shared].
 
         Args:
-            x: the tokens.
-            shared: experts behind the routed ones, that all tokens go through.
+            x: Hidden states of the tokens.
+            shared: Number of shared experts after the routed ones, which all tokens use.
         """
         moe = self.moe
         choice = ExpertChoice(
@@ -80,30 +80,30 @@ class Router(WeightedModule):
 
 
 JOINED_TOKENS = 32
-"""Most tokens that go through shared experts in the launches of the routed ones; with more, each
-shared expert's weights would be read for every block of them."""
+"""Maximum number of tokens for which shared experts are computed in the launches of routed ones.
+With more, each shared expert's weights would be read for every block of tokens."""
 
 
 class Experts(WeightedModule):
-    """The MLPs ``down(silu(gate(x)) * up(x))``, stacked: this rank's part of each, or some whole.
+    """The MLPs ``down(silu(gate(x)) * up(x))``, stacked: this rank's part of all, or some in full.
 
-    With `Shard.expert_parallel` a rank holds a contiguous range of experts, else its rows of gate
-    and up, and columns of down, of all experts. Either way the ranks' results add up. Behind
-    the routed experts stand shared ones of their size (`_joined`), if they are floats.
+    With `Shard.expert_parallel`, a rank has a contiguous range of experts; else, of all experts,
+    its rows of gate and up and its columns of down. In both cases the ranks' results are summed.
+    Shared experts of the same size follow the routed ones (`_joined`), if they are floats.
 
-    In MXFP4 ranks have equal numbers of groups of columns of down; those past the last are zeros.
+    In MXFP4, ranks have equal numbers of groups of down's columns, padded with zeros at the end.
 
     Attributes:
-        first: number of the first expert held.
-        start: first of the intermediate features held.
-        middle: how many of them are held.
-        shared: how many shared experts there are behind the routed ones held.
+        first: Number of the rank's first expert.
+        start: First of the rank's intermediate features.
+        middle: Number of the rank's intermediate features.
+        shared: Number of shared experts that follow the routed ones.
         gate_up_proj: [experts held, 2 * intermediate size held, size]; rows of gate before those of
-            up, or taking turns with them (`MoeFamily.stacked`). MXFP4 as `pack_mxfp4` packs it.
-        down_proj: [experts held, size, intermediate size held], or likewise.
-        gate_up_scales: of a weight in FP8, [experts held, runs of its inputs, its rows] float32; of
-            one in MXFP4 as `pack_mxfp4` packs them.
-        down_scales: likewise.
+            up, or interleaved (`MoeFamily.stacked`). MXFP4 in the layout of `pack_mxfp4`.
+        down_proj: [experts held, size, intermediate size held]; MXFP4 likewise.
+        gate_up_scales: For FP8, [experts held, groups of inputs, rows] float32; for MXFP4, in the
+            layout of `pack_mxfp4`.
+        down_scales: Likewise, for `down_proj`.
         gate_up_bias: [experts held, 2 * intermediate size held], if there is one.
         down_bias: [experts held, size], on the rank that adds it.
     """
@@ -149,12 +149,12 @@ class Experts(WeightedModule):
         self.swiglu = None if moe.swiglu is None else ClampedSwiGLU(*moe.swiglu)
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """[tokens, size] to the weighted sum of what this rank computes, [tokens, size].
+        """Weighted sum of this rank's experts, [tokens, size].
 
         Args:
-            x: the tokens.
-            weights: [tokens, top_k], or with those of the shared experts.
-            ids: likewise, which experts.
+            x: [tokens, size].
+            weights: [tokens, top_k], or with columns for the shared experts.
+            ids: Numbers of the experts, in the shape of `weights`.
         """
         left_out = self.shared if ids.shape[1] == self.moe.top_k else 0
         held = len(self.down_proj) - left_out
@@ -174,7 +174,7 @@ class Experts(WeightedModule):
         )
 
     def add_shared(self, x: Tensor, out: Tensor) -> None:
-        """Add what the shared experts make of [tokens, size] to `out`."""
+        """Add the shared experts' outputs for `x`, [tokens, size], to `out`."""
         first, middle = len(self.down_proj) - self.shared, self.down_proj.shape[2]
         both = product(x, self.gate_up_proj[first:].flatten(0, 1), None)
         hidden = silu_and_mul(both.view(-1, 2 * middle)).view(len(x), -1)
@@ -182,7 +182,7 @@ class Experts(WeightedModule):
             out.addmm_(hidden[:, index * middle : (index + 1) * middle], down.t())
 
     def pieces(self) -> Iterator[Piece]:
-        """Three tensors per expert, or stacks of all; the shared ones' together are three."""
+        """Three tensors per expert, or stacks of all; the shared experts are three tensors."""
         if self.moe.family.stacked or self.moe.family.halves:
             yield from self._stacks()
             return
@@ -198,7 +198,7 @@ class Experts(WeightedModule):
             yield from self._expert(held + index, names, self.shared * total, start)
 
     def _expert(self, index: int, names: list[str], total: int, start: int) -> Iterator[Piece]:
-        """Gate, up and down of one that is held, its features in the middle from `start` on."""
+        """Gate, up and down of one expert, with intermediate features from `start` on."""
         middle, both = self.down_proj.shape[2], self.gate_up_proj[index]
         scales: list[Tensor | None] = [None, None, None]
         if self.gate_up_scales is not None and self.down_scales is not None:
@@ -245,7 +245,7 @@ class Experts(WeightedModule):
         scales: Tensor | None = None,
         number: int | None = None,
     ) -> Iterator[Piece]:
-        """Of a tensor of all experts, this rank's part of each that it holds; see `Piece`."""
+        """This rank's part of a tensor of all experts, for each of its experts; see `Piece`."""
         for index, target in enumerate(targets if targets.numel() else ()):
             yield Piece(
                 f"{self.name}.{name}", (self.moe.num_experts, *shape), target, dim, start,
@@ -255,7 +255,7 @@ class Experts(WeightedModule):
 
 
 def _joined(moe: MoeConfig, shard: Shard) -> int:
-    """Shared experts that may stand behind the routed ones; 0 if they differ but in number."""
+    """Number of shared experts that can follow the routed ones; 0 if they differ in form."""
     family = moe.family
     other = family.stacked or family.halves or family.weighs_inputs or family.shared_gate
     count, rest = divmod(moe.shared_intermediate_size, moe.intermediate_size)
@@ -265,13 +265,13 @@ def _joined(moe: MoeConfig, shard: Shard) -> int:
 def _new_fp8(
     held: int, rows: int, columns: int, run: int | None
 ) -> tuple[nn.Parameter, nn.Parameter]:
-    """A stack of weights to be filled, and its scales, one for each `run` columns of a row."""
+    """FP8 weights to be filled, and their scales, one for each `run` columns of a row."""
     scales = new_weight(held, columns // (run or columns), rows, dtype=torch.float32)
     return new_weight(held, rows, columns, dtype=FP8), scales
 
 
 def _new_mxfp4(held: int, rows: int, columns: int) -> tuple[nn.Parameter, nn.Parameter]:
-    """A stack of zeros, packed, and its scales; see `pack_mxfp4`."""
+    """Zero weights in MXFP4, packed, and their scales; see `pack_mxfp4`."""
     blocks = cdiv(columns, COLUMNS)
     words = torch.zeros(held, blocks, rows, GROUP, dtype=WORDS)
     scales = torch.zeros(held, blocks, rows, dtype=torch.int32)
@@ -279,14 +279,14 @@ def _new_mxfp4(held: int, rows: int, columns: int) -> tuple[nn.Parameter, nn.Par
 
 
 class MoE(nn.Module):
-    """Router, experts and shared experts, in the place of an MLP.
+    """Router, experts and shared experts, in place of an MLP.
 
     Args:
-        layer: the layer's name in checkpoints.
-        size: of the hidden states.
-        moe: the model's mixtures.
-        shard: this rank's share.
-        quantization: of the checkpoint.
+        layer: Name of the layer in checkpoints.
+        size: Number of features of hidden states.
+        moe: The model's mixtures.
+        shard: This rank's share.
+        quantization: Quantization of the checkpoint.
     """
 
     def __init__(
@@ -305,7 +305,7 @@ class MoE(nn.Module):
         self.shared_experts: GatedMLP | None = None
         self.shared_gate: ColumnLinear | None = None
         if moe.shared_intermediate_size and not self.experts.shared:
-            unsummed = replace(shard, collectives=Alone())  # all is summed at the end
+            unsummed = replace(shard, collectives=Alone())  # summed with the experts at the end
             self.shared_experts = GatedMLP(
                 f"{name}.{moe.family.shared_experts}", size, moe.shared_intermediate_size, unsummed,
                 bias=False, quantization=quantization,
@@ -315,7 +315,7 @@ class MoE(nn.Module):
                 self.shared_gate = whole_linear(gate, size, 1, None)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[tokens, size] to [tokens, size]."""
+        """Map [tokens, size] to [tokens, size]."""
         shared = self.experts.shared
         joined = shared if len(x) <= JOINED_TOKENS else 0
         weights, ids = self.gate(x, joined)

@@ -1,8 +1,9 @@
-"""Qwen3-Next: three layers with a gated delta rule to one with gated attention, and experts.
+"""Qwen3-Next: three layers with a gated delta rule are followed by one with gated attention.
 
-The rule (Gated DeltaNet: Yang, Kautz, Hatamizadeh, arXiv 2412.06464) keeps of all tokens before one
-matrix per head, which each token decays, corrects and reads (`kernels.delta_rule`). Before it, a
-short causal convolution mixes each channel with its last tokens, which are part of the state too.
+All have experts. The rule (Gated DeltaNet: Yang, Kautz, Hatamizadeh, arXiv 2412.06464) summarises
+all earlier tokens in one matrix per head, which each token decays, corrects and reads
+(`kernels.delta_rule`). Before it, a short causal convolution mixes each channel with its last
+tokens, which belong to the state too.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from kvbaton.kernels.delta_rule_inputs import delta_rule_inputs
 class GatedDeltaNet(WeightedModule):
     """Linear attention: projections, convolution, the gated delta rule, a gated norm.
 
-    Everything is ordered by key heads, as in the checkpoint's projections: of each its query, its
-    key, its values. So ranks that share the heads share states as well, by their head axis.
+    Everything is ordered by key head, as in the checkpoint's projections: a head's query, key and
+    values. So ranks split heads and states alike, by the head axis.
     """
 
     def __init__(self, config: ModelConfig, layer: int, shard: Shard) -> None:
@@ -57,7 +58,7 @@ class GatedDeltaNet(WeightedModule):
         self.in_proj_qkvz = projection("in_proj_qkvz", linear.channels + values)
         self.in_proj_ba = projection("in_proj_ba", 2 * linear.values_per_key)
         self.conv = new_weight(self.heads, linear.channels, linear.conv_kernel)
-        # In float32 whatever the model's dtype: the logarithm of a decay.
+        # The logarithm of a decay, in float32 whatever the model's dtype.
         self.decays = new_weight(2, self.value_heads, dtype=torch.float32)
         self.norm = RMSNorm(f"{self.name}.norm", linear.value_head_dim, config.rms_norm_eps)
         self.out_proj = RowLinear(
@@ -70,7 +71,7 @@ class GatedDeltaNet(WeightedModule):
         )
 
     def forward(self, hidden: Tensor, rotary: Rotary, attention: AttentionContext) -> Tensor:
-        """[tokens, hidden] to [tokens, hidden]; moves this layer's states on."""
+        """Map [tokens, hidden] to [tokens, hidden]; updates this layer's states."""
         linear = self.linear
         assert attention.states is not None, "the cache has groups for all layers"
         states = attention.states.of(self.layer)
@@ -101,10 +102,11 @@ class GatedDeltaNet(WeightedModule):
 
 
 def rotary_order(head_dim: int, rotary_dim: int) -> list[tuple[int, int]]:
-    """Order in which a head's features are held, as ranges (first, number) of the checkpoint's.
+    """Order in which a head's features are stored, as ranges (first, number) of the checkpoint's.
 
-    Only the first `rotary_dim` turn, feature i with i + rotary_dim / 2. Attention turns i with i +
-    head_dim / 2; so queries and keys are held in another order, which no product notices.
+    Only the first `rotary_dim` features are rotated, i with i + rotary_dim / 2, while attention
+    rotates i with i + head_dim / 2. Queries and keys are therefore stored in another order, which
+    does not change their products.
     """
     half, turned = head_dim // 2, rotary_dim // 2
     rest = half - turned
@@ -120,7 +122,7 @@ class HeadNorm(RMSNorm):
 
     @override
     def pieces(self) -> Iterator[Piece]:
-        """Its scale, in that order."""
+        """The scale, in that order."""
         at = 0
         for first, number in self.order:
             target = self.weight[at : at + number]
@@ -129,7 +131,7 @@ class HeadNorm(RMSNorm):
 
 
 class GatedAttention(nn.Module):
-    """Attention whose output passes through a sigmoid gate of each feature."""
+    """Attention whose output is gated by a sigmoid per feature."""
 
     def __init__(self, config: ModelConfig, layer: int, shard: Shard) -> None:
         super().__init__()
@@ -140,7 +142,7 @@ class GatedAttention(nn.Module):
         first_kv, self.kv_heads = shard.kv_heads(config.num_kv_heads)
         queries, keys = range(first, first + self.heads), range(first_kv, first_kv + self.kv_heads)
         order = self.q_norm.order
-        # The checkpoint has each query head's gate beside it.
+        # In the checkpoint, each query head is followed by its gate.
         rows = [("q", head * 2 * dim + at, number) for head in queries for at, number in order]
         rows += [("k", head * dim + at, number) for head in keys for at, number in order]
         rows += [("v", first_kv * dim, self.kv_heads * dim)]
@@ -156,7 +158,7 @@ class GatedAttention(nn.Module):
         self.o_proj = output_projection(name, config, dim, shard)
 
     def forward(self, hidden: Tensor, rotary: Rotary, attention: AttentionContext) -> Tensor:
-        """[tokens, hidden] to [tokens, hidden]; writes this layer's K and V into the cache."""
+        """Map [tokens, hidden] to [tokens, hidden]; writes this layer's K and V into the cache."""
         projected = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
         query, key, value, gate = projected.split(
             (self.heads, self.kv_heads, self.kv_heads, self.heads), dim=1
@@ -167,13 +169,13 @@ class GatedAttention(nn.Module):
 
 
 class Qwen3NextDecoderLayer(DecoderLayer):
-    """Either kind of attention, then experts."""
+    """Linear or gated attention, then experts."""
 
     @staticmethod
     def attention_class(
         config: ModelConfig, layer: int, shard: Shard
     ) -> GatedDeltaNet | GatedAttention:
-        """Of the kind that this layer has."""
+        """Make the kind of attention that the layer has."""
         linear = config.linear_attention
         assert linear is not None
         kind = GatedDeltaNet if linear.layers[layer] else GatedAttention
@@ -181,6 +183,6 @@ class Qwen3NextDecoderLayer(DecoderLayer):
 
 
 class Qwen3NextForCausalLM(LlamaForCausalLM):
-    """The whole model, but for its layers that predict further tokens (MTP)."""
+    """The whole model, except for multi-token prediction (MTP)."""
 
     layer_class = Qwen3NextDecoderLayer

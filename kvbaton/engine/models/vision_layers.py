@@ -1,10 +1,9 @@
-"""The parts that vision towers are made of: patches of several images one after the other.
+"""Layers of vision towers, over the patches of several images.
 
-Tensors are ``[patches, features]``, in the order of a `PatchPlan`, which follows from the sizes of
-the images alone. Patches come in *units*: the square of patches that becomes one row. A unit is the
-smallest thing that is put in another place. Attention runs within *segments* (windows, or whole
-frames), and units are ordered so that segments of equal length lie side by side and can be computed
-as one batch.
+Tensors are ``[patches, features]``, in the order of a `PatchPlan`, which depends only on the sizes
+of the images. Patches come in *units*: squares of patches that become one row, and are always moved
+together. Attention runs within *segments* (windows, or whole frames). Units are ordered so that
+segments of equal length are contiguous and can be computed as one batch.
 """
 
 from __future__ import annotations
@@ -29,23 +28,23 @@ from kvbaton.engine.vision_config import VisionConfig
 
 EPS = 1e-6
 KEPT_PLANS = 64
-"""Plans kept for images of the same sizes; of 16k patches, each is about half a MiB."""
+"""Number of plans kept for images of the same sizes; a plan of 16k patches takes half a MiB."""
 
 
 Array = npt.NDArray[Any]
 Grid = tuple[int, int, int]
-"""Frames, rows and columns of patches of an item."""
+"""Frames, rows and columns of an item's patches."""
 
 
 @dataclass(frozen=True)
 class PatchSegments:
-    """Attention within consecutive segments of patches.
+    """Attention within contiguous segments of patches.
 
     Attributes:
-        runs: number and length, in patches, of the segments of each length.
-        order: [units] int64, the units as the segments need them, by their place in the plan's
-            order; None if that is the same.
-        inverse: the way back.
+        runs: Per length of segments: their number, and the length in patches.
+        order: [units] int64, indices into the plan's order that bring units into the order of the
+            segments; None if that is the same.
+        inverse: The inverse permutation.
     """
 
     runs: tuple[tuple[int, int], ...]
@@ -55,15 +54,15 @@ class PatchSegments:
 
 @dataclass(frozen=True)
 class PatchPlan:
-    """How a tower runs over some images.
+    """The order in which a tower processes the patches of some images.
 
     Attributes:
-        order: [units] int64: which unit of the input is at each place; None if nothing moves.
-        inverse: [units] int64, the way back; None likewise.
-        positions: [patches, 2] int64, row and column of the patch at each place, in its frame.
-        sizes: [patches, 2] int64, rows and columns of that frame.
-        frames: attention within whole frames.
-        windows: attention within windows; as `frames` if the tower has none.
+        order: [units] int64, index of the input unit at each place; None if nothing moves.
+        inverse: [units] int64, the inverse permutation; None likewise.
+        positions: [patches, 2] int64, row and column of each patch in its frame.
+        sizes: [patches, 2] int64, rows and columns of each patch's frame.
+        frames: Attention within whole frames.
+        windows: Attention within windows; same as `frames` if the tower has no windows.
     """
 
     order: Tensor | None
@@ -83,7 +82,7 @@ class LayerNorm(WeightedModule):
         self.weight, self.bias = new_weight(size), new_weight(size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., size] to [..., size]."""
+        """Map [..., size] to [..., size]."""
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, EPS)
 
     def pieces(self) -> Iterator[Piece]:
@@ -99,12 +98,12 @@ def linear(name: str, size_in: int, size_out: int) -> ColumnLinear:
 
 
 class PatchEmbedding(WeightedModule):
-    """A vector per patch: a convolution that takes each patch once, so a matrix product.
+    """A vector per patch: a convolution without overlap, so a matrix product.
 
     Args:
-        name: of the convolution.
-        shape: of its filters as they are stored: how many, then that of a patch.
-        bias: whether it has one.
+        name: Name of the convolution.
+        shape: Shape of its filters in the checkpoint: their number, then the shape of a patch.
+        bias: Whether it has a bias.
     """
 
     def __init__(self, name: str, shape: tuple[int, ...], *, bias: bool) -> None:
@@ -114,7 +113,7 @@ class PatchEmbedding(WeightedModule):
         self.bias = new_weight(shape[0]) if bias else None
 
     def forward(self, patches: Tensor) -> Tensor:
-        """[patches, patch_dim] to [patches, hidden]."""
+        """Map [patches, patch_dim] to [patches, hidden]."""
         return F.linear(patches, self.weight, self.bias)
 
     def pieces(self) -> Iterator[Piece]:
@@ -125,7 +124,7 @@ class PatchEmbedding(WeightedModule):
 
 
 def frame_patches(config: VisionConfig, *, bias: bool) -> PatchEmbedding:
-    """That of towers whose patches have several frames."""
+    """Patch embedding of towers whose patches have several frames."""
     size = config.patch_size
     patch = config.in_channels, config.temporal_patch_size, size, size
     return PatchEmbedding("visual.patch_embed.proj", (config.hidden_size, *patch), bias=bias)
@@ -141,7 +140,7 @@ class LearnedPositions(WeightedModule):
         self.weight = new_weight(config.num_position_embeddings, config.hidden_size)
 
     def forward(self, positions: Tensor, sizes: Tensor) -> Tensor:
-        """Positions and frame sizes, both [patches, 2], to vectors [patches, hidden] float32."""
+        """Vectors [patches, hidden] float32 of positions in frames of sizes, both [patches, 2]."""
         place = positions.float() * (self.side - 1) / (sizes - 1).clamp(min=1)
         low = place.floor().long()
         high = (low + 1).clamp(max=self.side - 1)
@@ -159,7 +158,7 @@ class LearnedPositions(WeightedModule):
 
 
 class VisionRotary(nn.Module):
-    """Angles of the row for the first half of a head's pairs, of the column for the second."""
+    """Rotation by row for the first half of a head's pairs, and by column for the second."""
 
     frequencies: Tensor
 
@@ -170,19 +169,19 @@ class VisionRotary(nn.Module):
         self.register_buffer("frequencies", 1.0 / config.rope_theta**exponent, persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """[patches, 2] to cos and sin, each [patches, 1, 1, head_dim] float32."""
+        """Map [patches, 2] to cos and sin, each [patches, 1, 1, head_dim] float32."""
         angles = (positions[..., None].float() * self.frequencies).flatten(1)
         angles = torch.cat((angles, angles), dim=-1)[:, None, None]
         return angles.cos(), angles.sin()
 
 
 class VisionAttention(nn.Module):
-    """Attention of every patch to those of its segment.
+    """Attention of every patch to the patches of its segment.
 
     Args:
-        heads: their number.
-        qkv: makes queries, keys and values.
-        proj: takes what all heads found.
+        heads: Number of heads.
+        qkv: Projection to queries, keys and values.
+        proj: Projection of all heads' outputs.
     """
 
     def __init__(self, heads: int, qkv: ColumnLinear, proj: ColumnLinear) -> None:
@@ -191,7 +190,7 @@ class VisionAttention(nn.Module):
 
     @classmethod
     def fused(cls, name: str, config: VisionConfig) -> VisionAttention:
-        """With one projection to queries, keys and values in the checkpoint."""
+        """Attention with one projection to queries, keys and values in the checkpoint."""
         size = config.hidden_size
         qkv = linear(f"{name}.qkv", size, 3 * size)
         return cls(config.num_heads, qkv, linear(f"{name}.proj", size, size))
@@ -199,7 +198,7 @@ class VisionAttention(nn.Module):
     def forward(
         self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, segments: PatchSegments
     ) -> Tensor:
-        """[patches, hidden] to [patches, hidden]; heads are turned if there is a `rotary`."""
+        """Map [patches, hidden] to [patches, hidden]; rotates heads if `rotary` is given."""
         qkv = self.qkv(x).view(len(x), 3, self.heads, -1)
         turned = qkv[:, :2]
         if rotary is not None:
@@ -221,19 +220,19 @@ class VisionAttention(nn.Module):
 
 
 def _moved(x: Tensor, order: Tensor | None) -> Tensor:
-    """Units of patches in another order: [patches, ...] to the same."""
+    """Permute units of patches: [patches, ...] to the same shape."""
     if order is None:
         return x
     return _split(x, len(order))[order].flatten(0, 1)
 
 
 def _split(x: Tensor, parts: int) -> Tensor:
-    """[parts * n, ...] to [parts, n, ...]."""
+    """Split [parts * n, ...] into [parts, n, ...]."""
     return x.reshape(parts, -1, *x.shape[1:])
 
 
 class GeluMLP(nn.Module):
-    """``fc2(gelu(fc1(x)))``, gelu by tanh; `name` is that of both without their numbers."""
+    """``fc2(gelu(fc1(x)))``, GELU by tanh; `name` is the common prefix of both projections."""
 
     def __init__(self, name: str, config: VisionConfig) -> None:
         super().__init__()
@@ -241,7 +240,7 @@ class GeluMLP(nn.Module):
         self.fc2 = linear(f"{name}2", config.intermediate_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[patches, hidden] to [patches, hidden]."""
+        """Map [patches, hidden] to [patches, hidden]."""
         return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))  # type: ignore[no-any-return]
 
 
@@ -257,21 +256,21 @@ class VisionBlock(nn.Module):
     def forward(
         self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, segments: PatchSegments
     ) -> Tensor:
-        """[patches, hidden], changed in place and returned."""
+        """Update [patches, hidden] in place, and return it."""
         x += self.attn(self.norm1(x), rotary, segments)
         x += self.mlp(self.norm2(x))
         return x
 
 
 class VisionTower(nn.Module, ABC):
-    """Patches of images to rows for the language model.
+    """Maps patches of images to rows for the language model.
 
     Args:
-        config: of the tower.
-        patch_embed: makes vectors of patches.
+        config: Configuration of the tower.
+        patch_embed: Patch embedding.
 
     Attributes:
-        plan: makes a `PatchPlan` for items of some grids, or has it still.
+        plan: Returns the `PatchPlan` for items of some grids; cached.
     """
 
     def __init__(self, config: VisionConfig, patch_embed: PatchEmbedding) -> None:
@@ -282,25 +281,25 @@ class VisionTower(nn.Module, ABC):
 
     @abstractmethod
     def block(self, layer: int) -> VisionBlock:
-        """One layer."""
+        """Make one layer."""
 
     @abstractmethod
     def run(self, x: Tensor, plan: PatchPlan) -> list[Tensor]:
-        """Embedded patches through all layers: per level, [rows, out_hidden_size]."""
+        """Run embedded patches through all layers: per level, [rows, out_hidden_size]."""
 
     def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
         """Encode images.
 
-        Nothing waits for the device; patches in pinned memory do not even in their copy.
+        Does not wait for the device, nor for the copy of patches in pinned memory.
 
         Args:
-            patches: [patches, patch_dim] of all images one after the other, as the image
-                processor gives them, of any dtype and on any device.
-            grids: frames (1 for an image), rows and columns of patches of each.
+            patches: [patches, patch_dim] of all images in order, as the image processor returns
+                them, of any dtype and on any device.
+            grids: Frames (1 for an image), rows and columns of patches of each image.
 
         Returns:
-            [rows, levels, out_hidden_size] in the dtype of the weights, image after image; of an
-            image as many rows as squares of patches that are merged.
+            [rows, levels, out_hidden_size] in the dtype of the weights, image after image; an image
+            has one row per merged square of patches.
         """
         plan = self.plan(tuple(grids))
         weight = self.patch_embed.weight
@@ -312,20 +311,20 @@ class VisionTower(nn.Module, ABC):
         return make_plan(self.config, grids, self.patch_embed.weight.device)
 
 
-# --- what follows from the sizes of images ---
+# --- plans ---
 
 
 def make_plan(config: VisionConfig, grids: Sequence[Grid], device: torch.device) -> PatchPlan:
-    """PatchPlan a call over the items of these grids, on `device`, without waiting for it."""
+    """Make the `PatchPlan` for items of these grids on `device`, without waiting for it."""
     merge, area = config.merge_size, config.merge_size**2
     frames = [(rows, columns) for frames, rows, columns in grids for _ in range(frames)]
-    # Per unit the size of its frame in patches, its row and column, its frame's number.
+    # Per unit: the size of its frame in patches, its row and column, its frame's number.
     counts = [rows * columns // area for rows, columns in frames]
     sizes = np.repeat(np.array(frames), counts, axis=0)
     number = np.concatenate([np.arange(count) for count in counts])
     places = np.stack(np.divmod(number, sizes[:, 1] // merge), axis=1)
     frame = np.repeat(np.arange(len(frames)), counts)
-    window = frame  # per unit a number that those of its window share
+    window = frame  # per unit, a number shared by the units of its window
     if config.window_size:  # ascending by frame, row, column
         side = config.window_size // (merge * config.patch_size)
         most = int(sizes.max()) // merge // side + 1
@@ -350,9 +349,9 @@ def make_plan(config: VisionConfig, grids: Sequence[Grid], device: torch.device)
 
 
 def _sorted(segment: Array, area: int) -> tuple[Array, tuple[tuple[int, int], ...]]:
-    """Order units by the length of their segment, longest first; runs as in `PatchSegments`.
+    """Sort units by the length of their segments, longest first; runs as in `PatchSegments`.
 
-    Units of one segment keep their order, so that nothing moves if there is but one.
+    Units of one segment keep their order, so that nothing moves if there is only one segment.
     """
     _, index, lengths = np.unique(segment, return_inverse=True, return_counts=True)
     order = np.lexsort((index, -lengths[index]))
@@ -361,7 +360,7 @@ def _sorted(segment: Array, area: int) -> tuple[Array, tuple[tuple[int, int], ..
 
 
 def _both(order: Array) -> tuple[Array | None, Array | None]:
-    """A permutation and its inverse; nothing for one that moves nothing."""
+    """A permutation and its inverse; None for the identity."""
     if np.array_equal(order, np.arange(len(order))):
         return None, None
     return order, np.argsort(order)

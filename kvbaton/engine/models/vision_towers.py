@@ -1,11 +1,11 @@
 """The vision towers of Qwen2.5-VL, Qwen3-VL and Gemma 3.
 
-The first's layers mostly attend within windows, a few to the whole image (Bai et al., "Qwen2.5-VL
-Technical Report", arXiv 2502.13923, section 2.1). The second has learned positions, and rows for
-several layers of the model (Bai et al., "Qwen3-VL Technical Report", arXiv 2511.21631; deepstack:
-Meng et al., arXiv 2406.04334). The third is SigLIP (arXiv 2303.15343): all images have one size,
-and patches see all of theirs; the mean of each square of patches is normalised and projected (arXiv
-2503.19786, section 2.1).
+Layers of Qwen2.5-VL mostly attend within windows, a few to the whole image (Bai et al., "Qwen2.5-VL
+Technical Report", arXiv 2502.13923, section 2.1). Qwen3-VL has learned positions, and rows for
+several layers of the model (Bai et al., "Qwen3-VL Technical Report", arXiv 2511.21631; DeepStack:
+Meng et al., arXiv 2406.04334). Gemma 3 uses SigLIP (arXiv 2303.15343): all images have one size and
+full attention; the mean of each square of patches is normalised and projected (arXiv 2503.19786,
+section 2.1).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from kvbaton.engine.vision_config import VisionConfig
 
 
 class Qwen25VisionTower(VisionTower):
-    """The whole tower."""
+    """The vision tower of Qwen2.5-VL."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__(config, frame_patches(config, bias=False))
@@ -53,7 +53,7 @@ class Qwen25VisionTower(VisionTower):
         self.merge_out = linear("visual.merger.mlp.2", wide, config.out_hidden_size)
 
     def block(self, layer: int) -> VisionBlock:
-        """One layer."""
+        """Make one layer."""
         name, size = f"visual.blocks.{layer}", self.config.hidden_size
         middle = self.config.intermediate_size
         return VisionBlock(
@@ -73,7 +73,7 @@ class Qwen25VisionTower(VisionTower):
 
 
 class PatchMerger(nn.Module):
-    """Squares of patches to rows; normalises each patch, or the joined vector (deepstack)."""
+    """Merges squares of patches to rows; normalises patches, or the joined vector (DeepStack)."""
 
     def __init__(self, name: str, config: VisionConfig, *, norm_joined: bool) -> None:
         super().__init__()
@@ -84,13 +84,13 @@ class PatchMerger(nn.Module):
         self.fc2 = linear(f"{name}.linear_fc2", self.wide, config.out_hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[patches, hidden] to [rows, out_hidden_size]."""
+        """Map [patches, hidden] to [rows, out_hidden_size]."""
         normed = self.norm(x.view(-1, self.normed)).view(-1, self.wide)
         return self.fc2(F.gelu(self.fc1(normed)))  # type: ignore[no-any-return]
 
 
 class Qwen3VisionTower(VisionTower):
-    """The whole tower."""
+    """The vision tower of Qwen3-VL."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__(config, frame_patches(config, bias=True))
@@ -103,7 +103,7 @@ class Qwen3VisionTower(VisionTower):
         )
 
     def block(self, layer: int) -> VisionBlock:
-        """One layer."""
+        """Make one layer."""
         name, size = f"visual.blocks.{layer}", self.config.hidden_size
         return VisionBlock(
             LayerNorm(f"{name}.norm1", size),
@@ -125,7 +125,7 @@ class Qwen3VisionTower(VisionTower):
 
 
 class SoftTokenProjector(WeightedModule):
-    """Squares of patches to rows: their mean, normalised, and projected."""
+    """Merges squares of patches to rows: their mean, normalised and projected."""
 
     name = "multi_modal_projector.mm_input_projection_weight"
 
@@ -136,17 +136,17 @@ class SoftTokenProjector(WeightedModule):
         self.weight = new_weight(config.hidden_size, config.out_hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[patches, hidden] to [rows, out_hidden_size]."""
+        """Map [patches, hidden] to [rows, out_hidden_size]."""
         pooled = x.view(-1, self.area, x.shape[1]).mean(dim=1)
         return self.norm(pooled) @ self.weight  # type: ignore[no-any-return]
 
     def pieces(self) -> Iterator[Piece]:
-        """The projection, stored by rows of its input."""
+        """The projection, stored with a row per input feature."""
         yield Piece(self.name, tuple(self.weight.shape), self.weight)
 
 
 class SiglipVisionTower(VisionTower):
-    """The whole tower."""
+    """The vision tower of Gemma 3."""
 
     def __init__(self, config: VisionConfig) -> None:
         name, size = "vision_tower.embeddings", config.patch_size
@@ -157,7 +157,7 @@ class SiglipVisionTower(VisionTower):
         self.projector = SoftTokenProjector(config)
 
     def block(self, layer: int) -> VisionBlock:
-        """One layer."""
+        """Make one layer."""
         name, size = f"vision_tower.encoder.layers.{layer}", self.config.hidden_size
         attn = f"{name}.self_attn"
         parts = [(f"{attn}.{part}_proj", size, (0, size)) for part in "qkv"]
