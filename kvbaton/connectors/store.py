@@ -265,10 +265,10 @@ class InDirectory(Protocol):
 
 
 class Claiming(Protocol):
-    """Further method of a store that declares `claims`: only one of several writers stores a key."""
+    """Further method of a store that declares `claims`: of several writers one stores a key."""
 
     def claim(self, keys: Sequence[bytes]) -> Future[list[bool]]:
-        """Per key, whether the caller should store it: it is missing and not claimed by another.
+        """Per key, whether the caller should store it: it is missing, and nobody else claims it.
 
         A claim ends with the `store` of its object, also if that fails, or without one after
         `CLAIM_S`. Storing without a claim is allowed.
