@@ -76,7 +76,7 @@ class Target(TargetSessions):
 
     @property
     def unhealthy(self) -> str:
-        """Why the node is unhealthy (blocks in quarantine, for which Ps); empty if it is healthy."""
+        """Why the node is unhealthy: blocks in quarantine, and for which Ps; empty if it is not."""
         limit = self.now - self.timers.quarantine_limit
         old = [record for record in self._quarantine.values() if record.since <= limit]
         blocks = sum(record.num_blocks for record in old)
