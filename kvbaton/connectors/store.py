@@ -167,8 +167,8 @@ class Store(Protocol):
         """Connect, create directories, start threads; may block for seconds.
 
         Raises:
-            ConfigError: an option is wrong.
-            StoreError: the back end can't be reached.
+            ConfigError: An option is wrong.
+            StoreError: The back end can't be reached.
         """
 
     def health(self) -> str | None:
