@@ -1,8 +1,8 @@
 """The connector SDK: layouts, plans, keys, the transfer protocol, transports and stores.
 
-What a connector's author needs is here by name, and imported when it is asked for; see
-``docs/connectors.md``. A store: write a `Backend` and give it to `ThreadedStore`, or a `Store`. A
-transport: write a `Transport`.
+This package exports the names that the author of a connector needs, and imports each on first use;
+see ``docs/connectors.md``. For a store, write a `Backend` and wrap it in `ThreadedStore`, or write
+a `Store`. For a transport, write a `Transport`.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ if TYPE_CHECKING:
     from kvbaton.connectors.stores.threaded import Backend, BatchBackend, ThreadedStore
     from kvbaton.errors import ConfigError, StoreError, TransportError
 else:
-    # Half of ours import a part of this package, and must not pay for all of it.
+    # Half of kvbaton's modules import a part of this package, and must not pay for all of it.
     _HOMES = (
         "kvbaton.errors",
         "kvbaton.connectors.store",

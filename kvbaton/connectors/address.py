@@ -1,4 +1,4 @@
-"""Hosts, and addresses of control channels ``tcp://host:port``, as clients and peers name them."""
+"""Host names, and addresses ``tcp://host:port`` of control channels."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from urllib.parse import urlsplit
 from kvbaton.errors import ConfigError
 
 MAX_HOST = 240
-"""Characters of a host; an address with it is still a `Name`."""
+"""Maximum length of a host in characters, so that an address with it still fits a `Name`."""
 
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 _SCOPE = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 def address_of(host: str, port: int) -> str:
-    """The control address of a host name or IP address; IPv6 gets its brackets.
+    """The control address of a host name or IP address; IPv6 addresses get brackets.
 
     Raises:
-        ValueError: no such host or port can be.
+        ValueError: The host or the port is invalid.
     """
     if not 0 < port < 1 << 16:
         raise ValueError(f"port {port} is not in [1, 65535]")
@@ -39,10 +39,10 @@ def address_of(host: str, port: int) -> str:
 
 
 def host_of(address: str) -> str:
-    """The host of a control address that is spelled as `address_of` does it, without brackets.
+    """The host, without brackets, of a control address spelled as `address_of` spells it.
 
     Raises:
-        ValueError: it is none.
+        ValueError: The address is not spelled so.
     """
     parts = urlsplit(address.lower())
     host = parts.hostname or ""
@@ -63,7 +63,7 @@ def is_loopback(host: str | None) -> bool:
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether `host` stands for every address of the machine, so that no peer can dial it."""
+    """Whether `host` means all addresses of the machine, so that no peer can dial it."""
     try:
         return host in ("", "*") or ipaddress.ip_address(host).is_unspecified
     except ValueError:
@@ -71,6 +71,6 @@ def is_wildcard(host: str) -> bool:
 
 
 def check_dialable(host: str) -> None:
-    """Raise `ConfigError` for a wildcard as the host of a node or of what it listens with."""
+    """Raise `ConfigError` if the host of a node or of one of its listeners is a wildcard."""
     if is_wildcard(host):
         raise ConfigError("--host", f"must be an address that others can dial, not {host!r}")

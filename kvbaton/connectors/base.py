@@ -1,13 +1,13 @@
-"""The connector SDK: what a transport is, in memory regions and handles.
+"""The connector SDK: the contract of a transport, in terms of memory regions and handles.
 
-A transport moves bytes between registered memory of two live processes. It knows no model, no
-request, no block: it is given ranges (`Ranges`) that a plan computed. Importable without torch.
+A transport moves bytes between registered memory of two live processes. It knows nothing of models,
+requests or KV blocks: it gets ranges (`Ranges`) that a plan has computed. No torch is needed here.
 
-Threading: one thread, the *transfer thread* of a node, makes every call on a transport, and no
-call may block it for more than a few milliseconds, except `fence` and `close`, which may take up
-to a second, and `connect`, half a second if the other side does not answer. A transport may run
-threads of its own. Buffers belong to the engine: between `register` and `deregister` they stay
-where they are, and a transport touches them only while a write is in flight.
+Threading: one thread, the *transfer thread* of a node, makes every call on a transport. A call may
+block it for a few milliseconds at most; `fence` and `close` may take up to a second, and `connect`
+half a second if the other side does not answer. A transport may run threads of its own. Buffers
+belong to the engine: they do not move between `register` and `deregister`, and a transport accesses
+them only while a write is in flight.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Device = Literal["cpu", "cuda"]
 class RangeColumn(enum.IntEnum):
     """Columns of `Ranges`. All offsets, lengths and strides are in bytes.
 
-    One row says: for i in range(count), copy `LENGTH` bytes from
+    One row means: for i in range(`COUNT`), copy `LENGTH` bytes from
     ``source region + SOURCE_OFFSET + i * SOURCE_STRIDE`` to
     ``target region + TARGET_OFFSET + i * TARGET_STRIDE``.
     """
@@ -47,14 +47,14 @@ class RangeColumn(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Memory:
-    """A piece of memory that the engine owns and a transport may be given.
+    """A contiguous piece of memory that the engine owns and may pass to a transport.
 
     Attributes:
-        address: first byte, as a pointer in this process.
-        num_bytes: length.
+        address: Address of the first byte in this process.
+        num_bytes: Length in bytes.
         device: ``"cpu"`` or ``"cuda"``.
-        device_index: CUDA ordinal, 0 on the CPU.
-        owner: whatever keeps the memory alive (a tensor); never looked into.
+        device_index: CUDA device ordinal; 0 on the CPU.
+        owner: Object that keeps the memory alive (a tensor, for example); opaque to transports.
     """
 
     address: int
@@ -64,15 +64,15 @@ class Memory:
     owner: object = field(default=None, compare=False, repr=False)
 
     def __len__(self) -> int:
-        """As of a `memoryview` of bytes."""
+        """Length in bytes, as of a `memoryview` of bytes."""
         return self.num_bytes
 
     def part(self, start: int, end: int) -> Memory:
-        """Bytes [start, end) of it."""
+        """Bytes [start, end) of this memory."""
         return Memory(self.address + start, end - start, self.device, self.device_index, self.owner)
 
     def view(self) -> memoryview:
-        """Its bytes, writable, if they are memory of the CPU; the view keeps the owner alive."""
+        """A writable view of the bytes, for CPU memory only; the view keeps the owner alive."""
         array = (ctypes.c_ubyte * self.num_bytes).from_address(self.address)
         array.owner = self.owner  # type: ignore[attr-defined]
         return memoryview(array).cast("B")
@@ -80,12 +80,12 @@ class Memory:
 
 @dataclass(frozen=True)
 class Region:
-    """Registered memory: what `Transport.register` returned for a `Memory`.
+    """Registered memory, as `Transport.register` returns it.
 
     Attributes:
-        index: its number among the regions of this transport, in order of registration. It is the
-            number that `RangeColumn.SOURCE_REGION` and `RangeColumn.TARGET_REGION` hold.
-        memory: what was registered.
+        index: Number of the region in this transport, in order of registration. The columns
+            `RangeColumn.SOURCE_REGION` and `RangeColumn.TARGET_REGION` hold this number.
+        memory: The registered memory.
     """
 
     index: int
@@ -96,12 +96,13 @@ class Status(enum.Enum):
     """State of a `Handle`. Only `DONE` and `DRAINED` are terminal."""
 
     PENDING = enum.auto()
+    """The write is in flight."""
     DONE = enum.auto()
-    """The bytes are visible at the far side, to anything that starts after now."""
+    """The bytes are visible on the target to anything that starts from now on."""
     ERROR = enum.auto()
-    """The write failed; some of its bytes may have landed and may still land."""
+    """The write failed; some of its bytes may have landed, and others may still land."""
     DRAINED = enum.auto()
-    """The write failed and no byte of it can land any more, nor is its source read any more."""
+    """The write failed; none of its bytes can land any more, and its source is no longer read."""
 
 
 @runtime_checkable
@@ -109,13 +110,13 @@ class Handle(Protocol):
     """One write in flight."""
 
     def status(self) -> Status:
-        """State now; never blocks. Drives progress where the transport needs driving."""
+        """The current state; never blocks. Drives progress if the transport needs polling."""
 
     def error(self) -> str | None:
-        """Why it failed, once `status` is `ERROR` or `DRAINED`."""
+        """Why the write failed, once `status` is `ERROR` or `DRAINED`."""
 
     def release(self) -> None:
-        """Give the handle back. Only after a terminal status or a closed peer. Idempotent."""
+        """Free the handle: only after a terminal status, or once its peer is closed. Idempotent."""
 
 
 @runtime_checkable
@@ -124,39 +125,39 @@ class Peer(Protocol):
 
     @property
     def name(self) -> str:
-        """The remote transport's name, as in its card."""
+        """Name of the remote transport, as in its card."""
 
 
 @dataclass(frozen=True)
 class Notice:
-    """A write of a peer that has landed, told by the bytes that its sender attached."""
+    """Notification that a peer's write has landed, with the payload that the sender attached."""
 
     payload: bytes
 
 
 class FenceScope(enum.Enum):
-    """What a transport can prove about writes that were in flight."""
+    """When `Transport.fence` can prove that no write of a peer can land here any more."""
 
     PEER = enum.auto()
-    """`fence(peer)` proves it for that one connection, whatever the peer does."""
+    """`fence(peer)` can prove it for that one connection, whatever the peer does."""
     PROCESS = enum.auto()
     """`fence(peer)` can prove it only once the peer's process is gone."""
     NONE = enum.auto()
-    """Nothing can be proven; only the peer's own word or our restart frees memory."""
+    """It can never prove it; memory is freed by the peer's message or a restart of this process."""
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a transport can do; the kit skips what it declares it can't.
+    """What a transport can do; the conformance kit skips the tests of what it can't.
 
     Attributes:
-        devices: kinds of memory it can register.
-        max_notice_bytes: longest notice payload, at least 80; digests travel in it, 8 bytes for
-            each unit of lcm(both block sizes) tokens, so small notices make many small writes.
-        fence: see `FenceScope`.
-        max_ranges: most rows of one write, at least 1; the caller splits above it.
-        processes: it reaches other processes.
-        host_staged: those of `devices` whose bytes pass through memory of the host: slow.
+        devices: Kinds of memory that the transport can register.
+        max_notice_bytes: Maximum length of a notice payload, at least 80. Notices carry digests, 8
+            bytes per unit of lcm(both block sizes) tokens, so small notices make small writes.
+        fence: When `fence` can succeed, see `FenceScope`.
+        max_ranges: Maximum number of rows of a write, at least 1; the caller splits larger writes.
+        processes: Whether the transport reaches other processes.
+        host_staged: Those of `devices` whose bytes are staged through host memory, which is slow.
     """
 
     devices: frozenset[Device]
@@ -173,65 +174,65 @@ class Transport(Protocol):
 
     @property
     def name(self) -> str:
-        """Unique per process and generation: a restarted process has another name."""
+        """Name, unique per process and generation: a restarted process has another one."""
 
     @property
     def capabilities(self) -> Capabilities:
         """What this transport can do."""
 
     def register(self, memory: Memory) -> Region:
-        """Make memory reachable. Raises `TransportError`."""
+        """Make memory readable and writable for transfers. Raises `TransportError`."""
 
     def deregister(self, region: Region) -> None:
-        """Undo `register`. Only when no write can touch the region any more."""
+        """Undo `register`; called only when no write can access the region any more."""
 
     def card(self) -> bytes:
-        """All that a peer needs to `connect`: taken after the last `register`. A secret."""
+        """All that a peer needs to `connect`; taken after the last `register`. It is a secret."""
 
     def connect(self, card: bytes) -> Peer:
-        """Reach the owner of a card. Raises `TransportError`; never dials before this call."""
+        """Connect to the owner of a card. Raises `TransportError`; never dials before this call."""
 
     def close(self, peer: Peer) -> bool:
-        """Stop posting to a peer, and try to end the writes to it that are in flight.
+        """Stop posting writes to a peer, and try to end those in flight.
 
-        Returns True once they no longer read our memory, else False; the caller asks again later.
+        Returns True once they no longer read local memory, else False; the caller retries later.
         """
 
     def fence(self, peer: Peer) -> bool:
-        """Try to make sure that no byte of this peer can land here any more.
+        """Try to make sure that no byte from this peer can land here any more.
 
-        Returns True once that is proven, else False; the caller asks again later.
+        Returns True once that is proven, else False; the caller retries later.
         """
 
     def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> Handle:
-        """Start copying ranges from our regions into the peer's; `notice` follows the bytes.
+        """Start copying ranges from local regions into the peer's; `notice` arrives after them.
 
-        A failure to start gives a handle whose status says so; it raises only `ValueError` for
+        If the write can't be started, the handle's status says so. Raises only `ValueError`, for
         arguments that break this contract. An empty `ranges` sends the notice alone.
         """
 
     def notices(self) -> Sequence[Notice]:
-        """Writes that have landed here since the last call; never blocks; drives progress."""
+        """Notices of writes that landed here since the last call. Never blocks; drives progress."""
 
     def lost(self) -> Sequence[Peer]:
-        """Peers found to be gone since the last call."""
+        """Peers that were found to be gone since the last call."""
 
     def shutdown(self) -> None:
-        """Close every peer and give everything back. Idempotent."""
+        """Close every peer and free all resources. Idempotent."""
 
 
 @runtime_checkable
 class PreparesWrites(Protocol):
-    """A `Transport` that can make a write ready before the bytes are there; no other need."""
+    """A `Transport` that can prepare a write before its bytes are there: optional."""
 
     def prepare(self, peer: Peer, ranges: Ranges) -> object:
-        """Make a write ready: what `post` or `discard` takes. As `write` it raises `ValueError`.
+        """Prepare a write, for `post` or `discard`. Raises `ValueError` as `write` does.
 
-        `ranges` may change as soon as it returns.
+        The caller may change `ranges` as soon as this returns.
         """
 
     def post(self, prepared: Any, notice: bytes) -> Handle:
-        """Start a write that was made ready, once, as `write` does: with the bytes of now."""
+        """Start a prepared write as `write` does, once; it copies the bytes as they are now."""
 
     def discard(self, prepared: Any) -> None:
-        """Give back what was made ready and will not be posted. Idempotent."""
+        """Free a prepared write that will not be posted. Idempotent."""

@@ -1,13 +1,13 @@
 """The control channel: small messages between engine cores, over ZMQ.
 
-One ROUTER socket is bound for peers that dial us; one DEALER is opened per address that we dial.
-The channel may lose messages (a full queue, a peer that is gone, a reconnect): the protocol asks
-again. It never blocks and runs no thread of ours; one thread calls it, waits with its `poller` and
-then calls `receive`.
+One ROUTER socket is bound for peers that dial this node; one DEALER socket is opened per address
+that this node dials. The channel may lose messages (a full queue, a peer that is gone, a
+reconnect), so the protocol repeats them. It never blocks and has no thread of its own; one thread
+makes all calls, waits with `poller` and then calls `receive`.
 
-With a cluster key every connection is encrypted and authenticated (`connectors/curve.py`): whoever
-talks through a keyed channel holds the cluster key, on both ends. Without a key the
-channel binds to loopback only, and may receive junk as messages: whoever decodes them drops it.
+With a cluster key every connection is encrypted, and both ends have proven that they hold the key
+(`connectors/curve.py`). Without a key the channel binds to loopback only, and anyone on the machine
+may send it junk, which is dropped where messages are decoded.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from kvbaton.errors import ConfigError
 from kvbaton.types import MAX_MESSAGE_BYTES
 
 HIGH_WATER_MARK = 1000
-"""Messages that may wait per peer and direction; more are dropped."""
+"""Maximum number of queued messages per peer and direction; more are dropped."""
 LINGER_MS = 500
+"""Time that queued messages get to leave when a socket is closed."""
 HEARTBEAT_MS = 1000
 HEARTBEAT_TIMEOUT_MS = 5000
 RECONNECT_MS = 50
@@ -38,21 +39,21 @@ class ControlChannel:
     """Sends and receives whole messages over links.
 
     Attributes:
-        poller: of all its sockets; who waits with it may add descriptors of its own.
-        address: what peers dial, ``tcp://host:port``.
+        poller: Polls all sockets of the channel; its caller may register further descriptors.
+        address: Address that peers dial, ``tcp://host:port``.
     """
 
     def __init__(self, host: str, port: int = 0, *, cluster_key: str | None) -> None:
         """Bind.
 
         Args:
-            host: address to listen on, which peers dial as well.
-            port: 0 takes a free one.
-            cluster_key: what all nodes of the cluster share; None only on loopback.
+            host: Address to listen on, which peers dial as well.
+            port: Port to listen on; 0 takes a free one.
+            cluster_key: Secret that all nodes of the cluster share; None only on loopback.
 
         Raises:
-            ConfigError: the host is a wildcard or not ours, or is no loopback and there is no key;
-                or the port is taken.
+            ConfigError: The host is a wildcard or no address of this machine, or is not loopback
+                while there is no key; or the port is taken.
         """
         check_dialable(host)
         if not cluster_key and not is_loopback(host):
@@ -77,10 +78,10 @@ class ControlChannel:
     def dial(self, address: str) -> Link:
         """Open a link to a peer's address; the same address gives the same link until `hang_up`.
 
-        Messages queue until the connection is up, which this does not wait for.
+        This does not wait for the connection: messages are queued until it is up.
 
         Raises:
-            ValueError: the address is not ``tcp://host:port``.
+            ValueError: The address is not ``tcp://host:port``, or can't be dialled.
         """
         known = self._addresses.get(address)
         if known is not None:
@@ -95,7 +96,7 @@ class ControlChannel:
         try:
             dealer = self._new_socket(zmq.DEALER)
             dealer.connect(address)
-        except zmq.ZMQError as error:  # no such interface, or no socket left
+        except zmq.ZMQError as error:  # the interface does not exist, or there are no sockets left
             if dealer is not None:
                 dealer.close()
             raise ValueError(f"can't dial {address!r}: {error}") from error
@@ -106,7 +107,7 @@ class ControlChannel:
         return link
 
     def send(self, link: Link, data: bytes) -> bool:
-        """Queue a message; False if the link can't take it: a full queue, or it has vanished."""
+        """Queue a message; False if the link can't take it: its queue is full, or it is gone."""
         try:
             if link in self._dealers:
                 self._dealers[link].send(data, zmq.NOBLOCK)
@@ -119,7 +120,7 @@ class ControlChannel:
         return True
 
     def receive(self) -> list[tuple[Link, bytes]]:
-        """Take in what has come, at most a batch per link; never blocks."""
+        """Messages that have arrived, with their links; at most a batch per link; never blocks."""
         if self._gate is not None:
             self._gate.answer()
         came = [(Link(_INCOMING + sender), rest) for sender, *rest in drain(self._router)]
@@ -136,7 +137,7 @@ class ControlChannel:
             dealer.close()
 
     def close(self) -> None:
-        """Close everything; what is queued gets `LINGER_MS` to leave. Idempotent."""
+        """Close all sockets; queued messages get `LINGER_MS` to leave. Idempotent."""
         for address in tuple(self._addresses):
             self.hang_up(address)
         self._router.close()

@@ -1,10 +1,10 @@
-"""Copies between memory of this host and of GPUs, as runs of addresses.
+"""Copies between host memory and GPUs, given as runs of addresses.
 
-On streams of ours, so that a step neither waits for a copy nor is waited for. All runs begin with
-one ``cudaMemcpyBatchAsync`` where CUDA has it in this form (13.0), else with a ``cudaMemcpyAsync``
-each; a call lets the interpreter go, and to get it back among other threads takes longer than the
-call, which is why there is one. torch's own copies take five times as long to begin as the latter.
-Only memory of the host that is pinned is copied without its thread.
+Copies run on streams of their own, so that steps and copies do not wait for each other. All runs
+are started by one ``cudaMemcpyBatchAsync`` where CUDA has this form of it (13.0 and later), else by
+one ``cudaMemcpyAsync`` each. One call is better, since each releases the GIL, and taking it again
+among other threads takes longer than the call itself. Starting a copy through torch takes five
+times as long as ``cudaMemcpyAsync``. Copies of unpinned host memory block the calling thread.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import numpy as np
 from kvbaton.errors import StoreError
 
 _ANY_WAY = 4
-"""`cudaMemcpyDefault`: addresses tell where they are."""
+"""`cudaMemcpyDefault`: CUDA infers the direction from the addresses."""
 _PORTABLE = 1
 """`cudaHostRegisterPortable`: pinned for all devices."""
 _BATCHES = 13
-"""The first major version of CUDA with batches of this signature."""
+"""First major version of CUDA whose `cudaMemcpyBatchAsync` has the signature used here."""
 
 
 class _CopyAttributes(ctypes.Structure):
-    """`cudaMemcpyAttributes`: sources are read in the stream's order; addresses tell the rest."""
+    """`cudaMemcpyAttributes`: sources are read in stream order; locations follow from addresses."""
 
     _fields_ = [
         ("source_access_order", ctypes.c_int),
@@ -41,7 +41,7 @@ _IN_STREAM_ORDER = _CopyAttributes(source_access_order=1)
 
 
 class CopyRun(NamedTuple):
-    """Bytes of one run each, by address."""
+    """One contiguous copy: target address, source address, length in bytes."""
 
     target: int
     source: int
@@ -49,10 +49,10 @@ class CopyRun(NamedTuple):
 
 
 class CudaCopies:
-    """Begins copies, and tells when they are over. Any thread may call it.
+    """Starts copies and reports when they are done. Thread-safe.
 
     Raises:
-        StoreError: torch is missing, or it has no CUDA.
+        StoreError: torch is missing, or was built without CUDA.
     """
 
     def __init__(self) -> None:
@@ -79,17 +79,17 @@ class CudaCopies:
         return self._torch.cuda.Stream(self._torch.device("cuda", device_index))
 
     def begin(self, runs: Sequence[CopyRun], stream: Any) -> Any:
-        """Begin to copy.
+        """Start copies.
 
         Args:
-            runs: what; at least one side lies on the device of the stream.
-            stream: of `stream`.
+            runs: The copies; of each, at least one side is on the device of the stream.
+            stream: A stream from `stream`.
 
         Returns:
-            An event that happens when all is copied; its `synchronize` sleeps.
+            A CUDA event that completes when all copies are done; its `synchronize` sleeps.
 
         Raises:
-            StoreError: CUDA refuses; what was begun may still go on.
+            StoreError: CUDA refuses; copies that were started before may still run.
         """
         if self._copy_batch is not None and len(runs) > 1:
             self._begin_batch(runs, stream.cuda_stream)
@@ -103,10 +103,10 @@ class CudaCopies:
         return over
 
     def pin(self, address: int, num_bytes: int) -> None:
-        """Pin memory of this host, until `unpin`; takes about a second for some gigabytes.
+        """Pin host memory until `unpin`; takes about a second for some gigabytes.
 
         Raises:
-            StoreError: it can't be pinned.
+            StoreError: The memory can't be pinned.
         """
         size = ctypes.c_size_t(num_bytes)
         status = self._library.cudaHostRegister(ctypes.c_void_p(address), size, _PORTABLE)
@@ -114,7 +114,7 @@ class CudaCopies:
             raise StoreError(f"{num_bytes} bytes can't be pinned: {self._why(status)}")
 
     def unpin(self, address: int) -> None:
-        """Give back what was pinned; no copy uses it any more."""
+        """Unpin memory that no copy uses any more."""
         self._library.cudaHostUnregister(ctypes.c_void_p(address))
 
     def _begin_batch(self, runs: Sequence[CopyRun], stream: int) -> None:
@@ -129,6 +129,6 @@ class CudaCopies:
             raise StoreError(f"{len(runs)} copies failed: {self._why(status)}")
 
     def _why(self, status: int) -> str:
-        self._library.cudaGetLastError()  # else torch would find it after a call of its own
+        self._library.cudaGetLastError()  # else torch would see it after its next call
         text: bytes = self._library.cudaGetErrorString(status)
         return text.decode()

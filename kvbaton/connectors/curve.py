@@ -1,11 +1,11 @@
-"""ZMQ sockets between nodes: CURVE with one key pair, derived from the cluster key; ports.
+"""ZMQ sockets between nodes: binding, receiving, and CURVE with a key pair from the cluster key.
 
-- A client must know the server's public key to get past the handshake, and this public key is never
-  sent or published: it follows from the cluster key alone.
-- Beyond that, a server answers ZMQ's authentication requests (RFC 27, ZAP) itself and lets only
-  clients through whose own public key is the shared one, which takes the secret half to use.
+- A client must know the server's public key to pass the handshake. This key is never sent or
+  published: it is derived from the cluster key.
+- In addition a server answers ZMQ's authentication requests (RFC 27, ZAP) itself. It accepts only
+  clients whose own public key is the shared one, which only holders of the secret key can use.
 
-So whoever talks through a secured socket holds the cluster key, on both ends.
+So both ends of a secured connection hold the cluster key.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zmq.utils import z85
 
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _MAX_BATCH = 1000
-"""Most messages that one call takes from one socket, so that none starves the others."""
+"""Maximum number of messages that one call takes from a socket, so that none starves the others."""
 
 
 def derive_key_pair(cluster_key: str) -> tuple[bytes, bytes]:
@@ -30,7 +30,7 @@ def derive_key_pair(cluster_key: str) -> tuple[bytes, bytes]:
 
 
 def secure_client(socket: zmq.Socket[bytes], cluster_key: str) -> None:
-    """Let a socket that is yet to connect talk to servers of the cluster, and to nobody else."""
+    """Make a socket, before it connects, talk only to servers of the cluster."""
     public, secret = derive_key_pair(cluster_key)
     socket.curve_publickey, socket.curve_secretkey = public, secret
     socket.curve_serverkey = public
@@ -40,8 +40,8 @@ class CurveAuthenticator:
     """Admits holders of the cluster key to the server sockets of one context.
 
     Attributes:
-        socket: readable when `answer` has something to do; handshakes wait for it.
-        refused: handshakes that were refused for want of the cluster key.
+        socket: Readable when `answer` has something to do; handshakes wait for it.
+        refused: Number of handshakes refused because the client lacks the cluster key.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], cluster_key: str) -> None:
@@ -52,13 +52,13 @@ class CurveAuthenticator:
         self.socket.bind(_ZAP_ADDRESS)
 
     def secure(self, socket: zmq.Socket[bytes]) -> None:
-        """Make a socket that is yet to bind a server for holders of the cluster key alone."""
+        """Make a socket, before it binds, accept only holders of the cluster key."""
         socket.curve_publickey, socket.curve_secretkey = self._public, self._secret
         socket.curve_server = True
         socket.zap_domain = b"kvbaton"
 
     def answer(self) -> None:
-        """Answer the authentication requests that wait (https://rfc.zeromq.org/spec/27/)."""
+        """Answer pending authentication requests (https://rfc.zeromq.org/spec/27/)."""
         ours = z85.decode(self._public)
         for frames in drain(self.socket):
             # identity, empty, version, request id, domain, address, identity, mechanism, key
@@ -73,7 +73,7 @@ class CurveAuthenticator:
 
 
 def bind_tcp(socket: zmq.Socket[bytes], host: str, port: int) -> str:
-    """Bind to a host and a port, a free one for 0; what peers dial. Raises `zmq.ZMQError`."""
+    """Bind to a host and a port, 0 for a free one. Returns the address. Raises `zmq.ZMQError`."""
     host = "127.0.0.1" if host == "localhost" else host
     shown = f"[{host}]" if ":" in host else host
     socket.bind(f"tcp://{shown}:{port or '*'}")
@@ -82,7 +82,7 @@ def bind_tcp(socket: zmq.Socket[bytes], host: str, port: int) -> str:
 
 
 def drain(socket: zmq.Socket[bytes]) -> list[list[bytes]]:
-    """Whole messages that wait in a socket, as frames; at most a batch."""
+    """Queued messages of a socket as lists of frames, at most a batch; never blocks."""
     got: list[list[bytes]] = []
     with suppress(zmq.Again):
         while len(got) < _MAX_BATCH:

@@ -1,15 +1,16 @@
-"""Digests on the wire: what a source claims of a write, and what a target makes of it.
+"""Digests of a write: how a source computes the claimed values, and how a target checks them.
 
-`kernels.digest` gives one 64-bit sum per (block, plane, layer, K or V, head). Both sides add blocks
-into *units* of lcm(both block sizes) tokens, and fold all sums of a unit that one rank sends to
-another, those of every plane, into one value, keyed by transfer, attempt, group and unit, and by
-plane, layer, K or V and head:
+`kernels.digest` gives one 64-bit sum per (block, plane, layer, K or V, head). Both sides add the
+sums of blocks into *units* of lcm(both block sizes) tokens. All sums of a unit that one rank sends
+to another, over all planes, are folded into one value, keyed by transfer, attempt, group and unit,
+and by plane, layer, K or V and head:
 
     value(unit) = sum over planes of
         u(plane, unit) * sum over (layer, kv, head) of (s ^ (s >> 32)) * p(plane, layer, kv, head)
 
-mod 2^64, u and p odd. `s ^ (s >> 32)` is one-to-one and lets top bits count in full. So bytes of
-another transfer, place, plane, layer or head differ in value, whatever the sharding of either side.
+mod 2^64, with u and p odd. `s ^ (s >> 32)` is a bijection that also makes the top bits affect all
+bits of the product. So bytes of another transfer, unit, plane, layer or head give another value,
+whatever the sharding of either side.
 
 `mix` is SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), seeded by BLAKE2b of transfer, attempt, group
 and plane.
@@ -33,10 +34,10 @@ from kvbaton.messages.control import DigestRun
 from kvbaton.types import Attempt
 
 Sums = npt.NDArray[np.uint64]
-"""[blocks or units, ...]: of every plane of a group, in the layout's order, [layers, kv, heads].
+"""Digest sums, uint64 [blocks or units, ...].
 
-So [blocks, layers, kv, heads] where there is one plane; where there are more, all of a block's sums
-are flat, end to end.
+The shape is [blocks, layers, kv, heads] for a group of one plane. For several planes it is
+[blocks, n]: the flat sums of each plane, [layers, kv, heads], in the layout's order.
 """
 
 
@@ -44,27 +45,27 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class PendingResult(Protocol[T_co]):
-    """What is on its way from a device."""
+    """A result that is being copied from a device."""
 
     def poll(self) -> T_co | None:
-        """It, or None while it is on its way."""
+        """The result, or None while it is not there yet."""
 
 
 PendingSums = PendingResult[list[Sums]]
-"""Per rank, digest sums of the blocks asked for; there once the blocks are final."""
+"""Per rank, digest sums of the blocks asked for; available once the blocks are final."""
 PendingDigests = PendingResult[list[list[Sums]]]
 """Digest sums of several ranges, per range and rank."""
 
 
 class BlockRange(NamedTuple):
-    """Consecutive logical blocks of one sequence, of which some tokens are summed.
+    """Consecutive logical blocks of one sequence, and the tokens of them to be summed.
 
     Attributes:
-        group: KV group.
-        blocks: where they are.
-        first_position: absolute position of the first token of ``blocks[0]``.
-        start: first absolute position to count.
-        end: past the last absolute position to count.
+        group: Number of the KV group.
+        blocks: Physical block ids.
+        first_position: Absolute position of the first token of ``blocks[0]``.
+        start: First absolute position to sum.
+        end: One past the last absolute position to sum.
     """
 
     group: int
@@ -75,13 +76,13 @@ class BlockRange(NamedTuple):
 
 
 def unit_sums(sums: Sums, first_block: int, block_size: int, unit: int) -> tuple[int, Sums]:
-    """Add consecutive blocks into units.
+    """Add the sums of consecutive blocks into units.
 
     Args:
-        sums: [blocks, ...].
-        first_block: logical number of the first.
-        block_size: tokens per block.
-        unit: tokens per unit, a multiple of `block_size`.
+        sums: Sums [blocks, ...].
+        first_block: Logical number of the first block.
+        block_size: Tokens per block.
+        unit: Tokens per unit, a multiple of `block_size`.
 
     Returns:
         The number of the first unit, and the sums [units, ...].
@@ -107,19 +108,19 @@ def fold(
     layers: Sequence[int],
     head_start: int,
 ) -> npt.NDArray[np.uint64]:
-    """One value per unit of one plane, keyed by all that names its bytes.
+    """One value per unit of one plane, keyed by everything that identifies its bytes.
 
     Args:
-        sums: [units, layers, kv, heads].
-        attempt: its id of 16 bytes, and its number.
-        group: KV group.
-        plane: name of the plane.
-        first_unit: number of the first unit.
-        layers: global ids along the layer axis.
-        head_start: global id of the first head.
+        sums: Sums [units, layers, kv, heads].
+        attempt: The attempt: transfer id of 16 bytes and attempt number.
+        group: Number of the KV group.
+        plane: Name of the plane.
+        first_unit: Number of the first unit.
+        layers: Global ids along the layer axis.
+        head_start: Global id of the first head.
 
     Returns:
-        [units] uint64.
+        uint64 [units].
     """
     name = attempt.transfer_id + struct.pack("<QQ", attempt.number, group) + plane.encode()
     plane_seed, unit_seed = struct.unpack("<QQ", hashlib.blake2b(name, digest_size=16).digest())
@@ -131,7 +132,7 @@ def fold(
 def _folded(
     sums: Sums, seed: int, layers: Sequence[int], head_start: int
 ) -> npt.NDArray[np.uint64]:
-    """One value per unit, whatever its number: [units]."""
+    """One value per unit, not yet keyed by the unit's number: uint64 [units]."""
     _, _, planes, heads = sums.shape
     mixed = (sums >> np.uint64(32)).reshape(len(sums), -1)
     np.bitwise_xor(mixed, sums.reshape(mixed.shape), out=mixed)
@@ -144,7 +145,7 @@ def _folded(
 def _fold_keys(
     seed: int, layers: tuple[int, ...], planes: int, head_start: int, heads: int
 ) -> npt.NDArray[np.uint64]:
-    """p(plane, layer, kv, head) of one plane, flat; the same for all writes of a transfer."""
+    """p(plane, layer, kv, head) of one plane, flat. Cached: equal for all writes of an attempt."""
     keys = _mix(np.asarray(layers, np.uint64) + np.uint64(seed))[:, None]
     kinds: Sums = np.arange(planes, dtype=np.uint64)
     ids: Sums = np.arange(head_start, head_start + heads, dtype=np.uint64)
@@ -153,15 +154,15 @@ def _fold_keys(
 
 
 def whole_values(pairing: GroupPairing, sums: Sequence[Sums], seed: int) -> npt.NDArray[np.uint64]:
-    """One value per block over all planes, layers and heads, equal whatever the sharding.
+    """One value per block over all planes, layers and heads, independent of the sharding.
 
     Args:
-        pairing: of the group, with a target rank that holds everything.
-        sums: per source rank, of any blocks, [blocks, ...].
-        seed: tells the values of one purpose from those of another.
+        pairing: Pairing of the group, with one target rank that holds everything.
+        sums: Per source rank, the sums of some blocks, [blocks, ...].
+        seed: Separates the values of one purpose from those of another.
 
     Returns:
-        [blocks] uint64.
+        uint64 [blocks].
     """
     total = np.zeros(len(sums[0]), np.uint64)
     for (rank, _), shares in pairing.shares.items():
@@ -178,14 +179,14 @@ def whole_values(pairing: GroupPairing, sums: Sequence[Sums], seed: int) -> npt.
 def claims(
     pairing: GroupPairing, sums: Sequence[Sums], *, first_block: int, attempt: Attempt
 ) -> list[DigestRun]:
-    """What the source says of a write in one group: a run for each pair of ranks that share heads.
+    """The source's digests of a write in one group: a run per pair of ranks that share bytes.
 
     Args:
-        pairing: of the group.
-        sums: per source rank, of consecutive blocks, [blocks, ...], counting exactly the tokens
-            that the write moves.
-        first_block: logical number of the first of the source's blocks.
-        attempt: whose write it is.
+        pairing: Pairing of the group.
+        sums: Per source rank, the sums of consecutive blocks, [blocks, ...], over exactly the
+            tokens that the write moves.
+        first_block: Logical number of the first of the source's blocks.
+        attempt: The attempt of the write.
     """
     runs = []
     for (source, target), shares in pairing.shares.items():
@@ -207,23 +208,23 @@ def mismatches(
     end: int,
     attempt: Attempt,
 ) -> list[tuple[int, int]]:
-    """Token ranges of a landed write that are not what the source claims, in one group.
+    """Token ranges of a landed write whose digests differ from the source's, in one group.
 
-    A pair's missing, repeated or unknown run makes the whole write bad. Claims about units of which
-    the target has no block are passed over.
+    If the run of a pair is missing, repeated or unknown, the whole write is bad. Values of units
+    for which the target has no block are ignored.
 
     Args:
-        pairing: of the group.
-        sums: per target rank, of consecutive blocks, recomputed from memory over the tokens that
-            the write moved, [blocks, ...].
-        runs: what the source claims; those of other groups are passed over.
-        first_block: logical number of the first of the target's blocks.
-        start: first token of the write.
-        end: past its last token.
-        attempt: whose write it is.
+        pairing: Pairing of the group.
+        sums: Per target rank, the sums of consecutive blocks, [blocks, ...], recomputed from memory
+            over the tokens that the write moved.
+        runs: The source's digests; those of other groups are ignored.
+        first_block: Logical number of the first of the target's blocks.
+        start: First token of the write.
+        end: One past the last token of the write.
+        attempt: The attempt of the write.
 
     Returns:
-        Ranges [start, end), sorted and apart; empty if all is well.
+        Ranges [start, end), sorted and disjoint; empty if all digests match.
     """
     claimed: dict[tuple[int, int], DigestRun] = {}
     for run in runs:
@@ -239,7 +240,7 @@ def mismatches(
         first, values = _values(sums[pair[1]], layout, shares, False, *where)
         run = claimed[pair]
         given = np.frombuffer(run.values[: len(run.values) // 8 * 8], "<u8")
-        differs = np.ones(len(values), np.bool_)  # what is not claimed at all does
+        differs = np.ones(len(values), np.bool_)  # a unit without a claimed value is bad
         low = max(first, run.first_unit)
         past = min(first + len(values), run.first_unit + len(given))
         if low < past:
@@ -264,7 +265,7 @@ def _values(
     unit: int,
     attempt: Attempt,
 ) -> tuple[int, npt.NDArray[np.uint64]]:
-    """The first unit and the values of what a pair shares, from one rank's sums of all it holds."""
+    """The first unit and the values of a pair's shares, from the sums of all planes of one rank."""
     flat = sums.reshape(len(sums), -1)  # all sums of a block in a row
     width = sum(math.prod(plane.shape[HEAD : KV + 1]) for plane in layout.planes)
     assert flat.shape[1] == width, f"{flat.shape[1]} sums a block, of planes of {width}"

@@ -1,4 +1,4 @@
-"""Which operations a fault hits, by a seeded schedule; for the faulty transport and store."""
+"""Seeded schedules of injected faults, for the faulty transport and store."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from collections.abc import Mapping, Sequence
 from kvbaton.errors import ConfigError
 
 Schedule = float | Sequence[int]
-"""A probability from 0 to 1, or numbers of operations."""
+"""When a fault is injected: its probability, 0 to 1, or the numbers of the operations it hits."""
 
 
 class Schedules:
-    """Numbers operations from 0 and draws the faults of each; a run with equal draws is the same.
+    """Numbers operations from 0 and draws the faults of each; reproducible from the seed.
 
     Args:
-        flag: that errors name.
-        seed: of the draws.
-        by_fault: kinds of faults and when they hit.
+        flag: Flag that errors name.
+        seed: Seed of the random draws.
+        by_fault: Schedule of each kind of fault.
 
     Raises:
-        ConfigError: a schedule is neither a probability nor numbers of operations.
+        ConfigError: A schedule is neither a probability nor a list of operations' numbers.
     """
 
     def __init__(self, flag: str, seed: int, by_fault: Mapping[str, Schedule]) -> None:
@@ -41,17 +41,17 @@ class Schedules:
         self.random = random.Random(seed)
 
     def hit(self, fault: str, drawn: set[str]) -> bool:
-        """Whether a fault is among those drawn; it is counted then."""
+        """Whether a fault is among those drawn; if so, it is counted in `injected`."""
         self.injected.update({fault} & drawn)
         return fault in drawn
 
     def draw(self) -> set[str]:
-        """Faults of the next operation."""
+        """Draw the faults of the next operation."""
         number = self._next
         self._next += 1
         faults = set()
         for fault, when in self._by_fault.items():
-            draw = self.random.random()  # also where it decides nothing: draws stay in step
+            draw = self.random.random()  # also if unused: later draws must not depend on `when`
             if draw < when if isinstance(when, int | float) else number in when:
                 faults.add(fault)
         return faults

@@ -1,23 +1,23 @@
-"""Proof that another process has ended: by the process table, or where that does not show it.
+"""Proof that another process has ended: from the process table, or over a guard connection.
 
-`is_gone` reads the process table of this machine. Of processes elsewhere a *guard* tells: every
-process that uses a transport listens for *guard connections*. Whoever has its card dials one
-and writes nothing into it; the process says once which life it is, and neither side sends anything
-more. So the connection ends in one of two ways:
+`is_gone` reads the process table of this machine. For processes elsewhere there are *guard
+connections*: every process that uses a transport listens for them, and a peer that has its card
+dials one and sends nothing. The process sends the id of its life once, and after that neither side
+sends anything. So the connection ends in one of two ways:
 
-- by FIN: the kernel of that process has closed its files. Linux does so after the last thread has
+- By FIN: the kernel of that process has closed its files. Linux does so after the last thread has
   left user space, so no thread can write any more; with unread bytes it would send a reset, but
-  there are none. After `GRACE_S`, for queue pairs and GPU channels that are torn down at the same
-  time, this is proof of death.
-- by anything else, a reset or a time-out, which proves nothing: the network may be down, or a
-  machine between may have forgotten the connection. It is dialled again while it is wanted.
+  there are none. After `GRACE_S`, the time for queue pairs and GPU channels that are torn down at
+  the same time, this is proof of death.
+- By anything else, such as a reset or a time-out. This proves nothing: the network may be down, or
+  a middlebox may have forgotten the connection. It is dialled again as long as it is wanted.
 
-A process holds its ends until it ends: `shutdown` of a transport does not close them, and where
-one has to be closed (a stranger's, or one that sends) it is reset. A child that was forked inherits
-them, so the process counts as alive until the child has ended as well.
+A process keeps its ends open as long as it lives: `shutdown` of a transport does not close them. An
+end that must be closed (a stranger's, or one that sends) is reset. A forked child inherits them, so
+the process counts as alive until the child has ended as well.
 
-A stranger who dials costs a descriptor, of which there are at most `MAX_ACCEPTED`, and
-`MAX_PER_ADDRESS` for one address; of what it sends one byte is read.
+A stranger who dials costs one descriptor; at most `MAX_ACCEPTED` are accepted, and
+`MAX_PER_ADDRESS` from one address. One byte is read of what it sends.
 """
 
 from __future__ import annotations
@@ -44,19 +44,24 @@ import msgspec
 from kvbaton.errors import ConfigError, TransportError
 
 GRACE_S = 0.25
-"""From the end of a connection to the proof of death."""
+"""Seconds from the FIN of a connection until the process counts as dead."""
 REDIAL_S = 1.0
+"""Seconds between attempts to dial."""
 CUT_S = 3.0
-"""From the loss of a connection that can't be made again until the process counts as cut off."""
+"""Seconds without a connection after which the process counts as cut off."""
 DIAL_S = 5.0
-"""Until a connection must be up and the other side have said who it is."""
+"""Seconds within which a connection must be up and the process must have sent its life."""
 ACCEPT_PAUSE_S = 1.0
-"""A listener of which nothing can be accepted is left alone for so long."""
+"""Seconds to wait after a listener could not accept a connection."""
 MAX_ACCEPTED = 4096
+"""Maximum number of accepted guard connections."""
 MAX_PER_ADDRESS = 256
+"""Maximum number of accepted guard connections from one address."""
 _KEEP_IDLE_S, _KEEP_EVERY_S, _KEEP_COUNT = 3, 2, 3
-"""A kernel that can't be reached any more is found within some 9 s; one that answers is never cut,
-whatever its processes do."""
+"""TCP keep-alive: an unreachable machine is noticed within about 9 s.
+
+The kernel answers, so a connection is not cut because a process on the other side hangs.
+"""
 _LIFE_BYTES = 16
 _RESET = struct.pack("ii", 1, 0)
 
@@ -69,10 +74,9 @@ class ProcessCard(msgspec.Struct, frozen=True):
     """One life of one process.
 
     Attributes:
-        host: boot id, host name and process-id namespace: equal only where a process id means the
-            same process.
-        pid: process id.
-        start: clock ticks from boot to the start of the process, so that a reused pid differs.
+        host: Boot id, host name and pid namespace; equal only where a pid means the same process.
+        pid: Process id.
+        start: Clock ticks from boot to the start of the process, which tells reused pids apart.
     """
 
     host: str
@@ -81,12 +85,12 @@ class ProcessCard(msgspec.Struct, frozen=True):
 
 
 class GuardCard(msgspec.Struct, frozen=True):
-    """Where to dial for the guard of one life of one process.
+    """Where one process accepts guard connections.
 
     Attributes:
-        host: an address, never a name, so that dialling never waits for a resolver.
-        port: as given by the kernel.
-        life: 16 random bytes that the process was given when it began to listen.
+        host: An IP address, never a name, so that dialling never waits for a resolver.
+        port: The listening port.
+        life: 16 random bytes that the process has drawn.
     """
 
     host: Annotated[str, msgspec.Meta(max_length=64)]
@@ -102,7 +106,7 @@ class _State(enum.Enum):
 
 
 class Watch:
-    """One process as its guard connection shows it. Made by `watch`."""
+    """The state of one process, as its guard connection shows it. Made by `watch`."""
 
     def __init__(self, guard: _Guard, card: GuardCard) -> None:
         self.card = card
@@ -115,12 +119,12 @@ class Watch:
 
     @property
     def held(self) -> bool:
-        """The connection is up: the process lives, or it is known soon that it does not."""
+        """The connection is up: the process lives, or its death will be known soon."""
         return self._state is _State.HELD
 
     @property
     def cut(self) -> bool:
-        """The connection is down, for `CUT_S`, without proof of anything: it can't be reached."""
+        """The connection has been down for `CUT_S` without proof of death: it can't be reached."""
         return self._state is _State.CUT and time.monotonic() - self._since >= CUT_S
 
     @property
@@ -131,7 +135,7 @@ class Watch:
     def wait(self, seconds: float) -> bool:
         """Wait until the connection is up or could not be made; returns whether it was up.
 
-        One that is down is dialled at once, not when its turn comes.
+        If the connection is down, it is dialled at once, without waiting for `REDIAL_S`.
         """
         with self._guard.lock:
             if self._state is _State.CUT:
@@ -141,7 +145,7 @@ class Watch:
         return self._state in (_State.HELD, _State.ENDED)
 
     def close(self) -> None:
-        """Give it back, once for each `watch`; what was known stays known."""
+        """End this watch, once per call of `watch`; the properties keep their last values."""
         with self._guard.lock:
             self.users -= 1
             if not self.users:
@@ -149,19 +153,19 @@ class Watch:
                 self._guard.watches.pop(self.card, None)
 
     def close_with(self, user: object) -> None:
-        """Give it back when nobody holds `user` any more."""
+        """Call `close` when `user` is garbage-collected."""
         weakref.finalize(user, self.close).atexit = False
 
     # --- in the guard's thread ---
 
     async def _follow(self) -> None:
-        """Dial until an orderly end was seen; between two tries it rests."""
+        """Dial, pausing `REDIAL_S` between attempts, until a connection has ended by FIN."""
         while True:
             try:
                 await self._connection()
                 self._become(_State.ENDED)
                 return
-            except Exception as error:  # whatever it is, it proves nothing
+            except Exception as error:  # no error proves a death
                 where = f"{self.card.host}:{self.card.port}"
                 log.debug("guard connection to %s: %s", where, error or type(error).__name__)
             self._become(_State.CUT)
@@ -171,7 +175,7 @@ class Watch:
             self._dial_now.clear()
 
     async def _connection(self) -> None:
-        """Dial, and return when whoever said that it has our card's life closes in order."""
+        """Dial; returns when a process that has sent the card's life closes by FIN."""
         loop, life = self._guard.loop, self.card.life
         family = socket.AF_INET6 if ":" in self.card.host else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as sock:
@@ -194,16 +198,16 @@ class Watch:
     def _become(self, state: _State) -> None:
         with self._guard.lock:
             if self._state is not state:
-                self._since = time.monotonic()  # first: who reads takes no lock
+                self._since = time.monotonic()  # before the state, as readers take no lock
                 self._state = state
             self._known.set()
 
 
 class _Guard:
-    """All guard connections of this process, both ends, and the one thread that serves them.
+    """All guard connections of this process, dialled and accepted, and the thread that serves them.
 
     Args:
-        parent: that of the process that this one was forked off: its connections stay open here.
+        parent: The guard of the process that forked this one; its connections stay open here.
     """
 
     def __init__(self, parent: _Guard | None) -> None:
@@ -226,7 +230,7 @@ class _Guard:
             try:
                 found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
                 sock = socket.socket(found[0], socket.SOCK_STREAM)
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)  # for what none sends
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)  # peers send nothing
                 sock.bind(found[4])
                 sock.listen(128)
                 sock.setblocking(False)
@@ -253,7 +257,7 @@ class _Guard:
         while True:
             try:
                 sock, address = await self.loop.sock_accept(listener)
-            except OSError as error:  # out of descriptors, say: do not spin
+            except OSError as error:  # out of descriptors, for example: do not spin
                 log.warning("accepting a guard connection failed: %s", error)
                 await asyncio.sleep(ACCEPT_PAUSE_S)
                 continue
@@ -266,12 +270,12 @@ class _Guard:
                     kept = self.loop.create_task(self._keep(sock))
                     self._accepted[kept] = host
                     kept.add_done_callback(self._accepted.pop)
-            except Exception:  # one connection's trouble is nobody else's
+            except Exception:  # one connection's failure must not stop the others
                 log.exception("a guard connection failed")
                 _reset(sock)
 
     async def _keep(self, sock: socket.socket) -> None:
-        """Keep a connection until its dialler has gone, or sends, as none does who knows better."""
+        """Keep a connection until the peer that dialled it is gone, or sends, as no guard does."""
         try:
             _keep_alive(sock)
             await self.loop.sock_sendall(sock, self._life)
@@ -287,10 +291,10 @@ _guard_lock = threading.Lock()
 
 
 def guard_card(host: str) -> GuardCard:
-    """Listen on `host` for guard connections, once per process; returns where.
+    """Listen on `host` for guard connections, once per process; returns the card to dial.
 
     Raises:
-        ConfigError: the host can't be listened on.
+        ConfigError: It is impossible to listen on this host.
     """
     return _this_process().listen(host)
 
@@ -299,7 +303,7 @@ def watch(card: GuardCard) -> Watch:
     """Begin to watch the process of a card; watches of one process share a connection.
 
     Raises:
-        TransportError: the card holds no address.
+        TransportError: The card holds no address that can be dialled.
     """
     try:
         address = ipaddress.ip_address(card.host)
@@ -311,7 +315,7 @@ def watch(card: GuardCard) -> Watch:
 
 
 def _this_process() -> _Guard:
-    """One for each process, a forked one included."""
+    """The guard of this process; a forked process makes its own."""
     global _guard
     with _guard_lock:
         if _guard is None or _guard.pid != os.getpid():
@@ -327,7 +331,7 @@ def _keep_alive(sock: socket.socket) -> None:
 
 
 def _reset(sock: socket.socket) -> None:
-    """Close without FIN: only the kernel's own close may look like an end."""
+    """Close by a reset, as a FIN would look like the death of this process."""
     with contextlib.suppress(OSError):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
     sock.close()
@@ -337,7 +341,7 @@ def _reset(sock: socket.socket) -> None:
 
 
 def this_process() -> ProcessCard:
-    """Describe the process that calls."""
+    """The card of the calling process."""
     pid = os.getpid()
     _, start = _stat(pid)
     return ProcessCard(_host_id(), pid, start)
@@ -346,7 +350,7 @@ def this_process() -> ProcessCard:
 def is_gone(process: ProcessCard) -> bool:
     """Whether it is proven that no thread of `process` runs any more.
 
-    False where that can't be seen from here: on another machine, or in another pid namespace.
+    False if this can't be seen from here: on another machine, or in another pid namespace.
     """
     if process.host != _host_id():
         return False
@@ -354,7 +358,7 @@ def is_gone(process: ProcessCard) -> bool:
         state, start = _stat(process.pid)
         if start != process.start or state not in "ZX":
             return start != process.start
-        # A zombie whose other threads still run is only a process whose main thread has ended.
+        # A process whose main thread has ended is a zombie, even if other threads still run.
         return len(os.listdir(_PROC / str(process.pid) / "task")) <= 1
     except (FileNotFoundError, ProcessLookupError):
         return True
@@ -362,7 +366,7 @@ def is_gone(process: ProcessCard) -> bool:
 
 @cache
 def _host_id() -> str:
-    """Read once: it can't change while we live, and peers are asked after many times a second."""
+    """`ProcessCard.host` of this process; cached, since `is_gone` is called many times a second."""
     boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {socket.gethostname()} {os.readlink(_PROC / 'self/ns/pid')}"
 

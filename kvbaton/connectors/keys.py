@@ -1,12 +1,14 @@
-"""Names for content: who computed it (identity), which tokens (keys), from which weights (digest).
+"""Content keys: identity of the engine, chained keys of KV blocks, and digests of model weights.
 
-A key is a chained hash over the identity record and the tokens (as in vLLM's prefix caching and in
-Preble, arXiv 2407.00023), so equal keys mean equal KV. Two requests that must not share can't
-share: whatever may change a KV value is a mandatory field of `IdentityRecord` or enters the root.
+A block's key is a chained hash over the identity record and the tokens (as in vLLM's prefix caching
+and in Preble, arXiv 2407.00023), so equal keys mean equal KV. Requests that must not share KV can't
+share it: everything that may change a KV value is a mandatory field of `IdentityRecord` or enters
+the root key.
 
-All hashes are BLAKE2b-256 (RFC 7693), one `person` string per purpose, over length-prefixed
-fields; so no two different inputs have the same encoding. Nothing depends on the process, the
-machine's byte order or the Python version; `KEY_SCHEMA` changes when anything here does.
+All hashes are BLAKE2b-256 (RFC 7693) over length-prefixed fields, with one `person` string per
+purpose, so different inputs never have the same encoding. Nothing depends on the process, the
+machine's byte order or the Python version. `KEY_SCHEMA` changes whenever the output of this file
+does.
 """
 
 from __future__ import annotations
@@ -30,29 +32,33 @@ KEY_SCHEMA = 1
 """Version of everything that this file computes; part of every identity."""
 
 RUN_TOKENS = 512
-"""`iter_block_keys` computes the keys of the blocks of so many tokens at once."""
+"""Tokens whose block keys `iter_block_keys` computes at once."""
 KNOWN_RUNS = 8192
-"""So many runs are remembered, of 5 kB each in blocks of 16: the turns of a chat begin alike."""
+"""Maximum number of cached runs of `RUN_TOKENS`, since the turns of a chat share a prefix.
+
+A run takes 5 kB with blocks of 16 tokens.
+"""
 SAMPLES = 64
+"""Number of samples that `model_digest` reads of each shard."""
 SAMPLE_BYTES = 64 << 10
-"""`model_digest` reads this many samples of this many bytes of each shard."""
+"""Size of each of these samples in bytes."""
 
 
 class IdentityRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """All that decides what a token's KV is, besides the tokens; every field is mandatory.
+    """Everything besides the tokens that determines a token's KV; every field is mandatory.
 
-    Values are text; the empty string says "none". Two nodes whose digests differ never exchange KV.
+    Values are text; the empty string means "none". Nodes whose digests differ never exchange KV.
 
     Attributes:
-        weights: `model_digest` of the folder, or `dummy_model_digest`.
-        revision: the checkpoint's revision, as its publisher names it.
-        rope: overrides of the rotary embedding, as canonical JSON.
-        dtype: of weights and activations.
-        kv_dtype: of the KV cache.
-        kv_scales: digest of static KV scales.
-        adapter: digest of an adapter merged into the weights.
-        encoder: digest of the multimodal encoder and its processor.
-        draft: digest of the draft model whose KV travels along.
+        weights: `model_digest` of the model folder, or `dummy_model_digest`.
+        revision: Revision of the checkpoint, as its publisher names it.
+        rope: Overrides of the rotary embedding, as canonical JSON.
+        dtype: Data type of weights and activations.
+        kv_dtype: Data type of the KV cache.
+        kv_scales: Digest of static KV scales.
+        adapter: Digest of an adapter merged into the weights.
+        encoder: Digest of the multimodal encoder and its processor.
+        draft: Digest of the draft model whose KV is handed over as well.
         key_schema: `KEY_SCHEMA` of the release.
     """
 
@@ -68,7 +74,7 @@ class IdentityRecord(msgspec.Struct, frozen=True, kw_only=True):
     key_schema: int = KEY_SCHEMA
 
     def record(self) -> dict[str, str]:
-        """The fields by name, as text: what a refusal shows of both sides."""
+        """The fields by name, as text; a refusal shows those of both sides."""
         return {name: str(getattr(self, name)) for name in self.__struct_fields__}
 
     def digest(self) -> bytes:
@@ -78,9 +84,9 @@ class IdentityRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Extra(NamedTuple):
-    """A multimodal item in a prompt: tokens [start, start + length) stand for it.
+    """A multimodal item in a prompt: its placeholder is the tokens [start, start + length).
 
-    `digest` covers its content and its processor's settings.
+    `digest` covers the item's content and the settings of its processor.
     """
 
     start: int
@@ -89,12 +95,12 @@ class Extra(NamedTuple):
 
 
 def root_key(identity: bytes, cache_salt: str, adapter: bytes = b"") -> bytes:
-    """Parent of the first block of every sequence that may share.
+    """Parent key of the first block of every sequence that may share KV.
 
     Args:
         identity: `IdentityRecord.digest`, 32 bytes.
-        cache_salt: the request's salt; requests with different ones never share.
-        adapter: digest of the request's adapter; empty for none.
+        cache_salt: Cache salt of the request; requests with different salts never share KV.
+        adapter: Digest of the request's adapter; empty for none.
 
     Raises:
         ValueError: `identity` is not 32 bytes long.
@@ -114,18 +120,18 @@ def block_keys(
     """Keys of all full blocks of a sequence, in order; a partial last block has none.
 
     Args:
-        root: `root_key`.
-        token_ids: the sequence from its first token on, ids in [0, 2**32).
-        block_size: tokens per block.
-        parent_keys: keys of the first blocks, if known already; they are not computed again.
-        extras: multimodal items; each changes the keys of the blocks that it overlaps, and of all
-            later ones.
+        root: Root key, from `root_key`.
+        token_ids: Token ids of the sequence from its first token on, each in [0, 2**32).
+        block_size: Tokens per block.
+        parent_keys: Keys of the first blocks, if known; they are not computed again.
+        extras: Multimodal items. Each changes the keys of the blocks that it overlaps and of all
+            later blocks.
 
     Returns:
         ``len(token_ids) // block_size`` keys of 32 bytes, `parent_keys` included.
 
     Raises:
-        ValueError: a root, a block size or a token is not of the kind described.
+        ValueError: The root, the block size or a token is not as described.
     """
     _check_block_size(block_size)
     keys = list(parent_keys[: len(token_ids) // block_size])
@@ -140,7 +146,7 @@ def block_keys(
 def iter_block_keys(
     root: bytes, token_ids: Sequence[int], block_size: int, *, extras: Sequence[Extra] = ()
 ) -> Iterator[bytes]:
-    """`block_keys`, one after the other: who needs only some pays for those alone."""
+    """Like `block_keys`, but lazy: keys that are not consumed are not computed."""
     _check_key("root", root)
     _check_block_size(block_size)
     parent, whole = root, len(token_ids) // block_size * block_size
@@ -159,8 +165,16 @@ def iter_block_keys(
 def _run_keys(
     parent: bytes, data: bytes, width: int, extras: tuple[tuple[bytes, ...], ...]
 ) -> tuple[bytes, ...]:
-    """Keys of consecutive blocks of so many bytes of tokens, and of what else is in each."""
-    # As `_hash` of the parent and the tokens, but prepared: this is most of what a prompt costs.
+    """Keys of consecutive blocks.
+
+    Args:
+        parent: Key of the block before them.
+        data: Their token ids, 4 bytes each.
+        width: Bytes of the token ids of one block.
+        extras: Per block, its encoded multimodal items; empty if no block has any.
+    """
+    # Equal to `_hash` of parent, tokens and items, with the constant part hashed only once: most of
+    # a prompt's time on the CPU is spent here.
     blank = hashlib.blake2b(digest_size=KEY_BYTES, person=b"kvbaton-block")
     blank.update(KEY_BYTES.to_bytes(8, "little"))
     keys, length = [], width.to_bytes(8, "little")
@@ -175,10 +189,10 @@ def _run_keys(
 
 
 def prompt_key(root: bytes, token_ids: Sequence[int], *, extras: Sequence[Extra] = ()) -> bytes:
-    """Key of all tokens of a prompt, partial tail included; independent of any block size.
+    """Key of all tokens of a prompt, partial last block included; independent of the block size.
 
     Raises:
-        ValueError: a root or a token is not of the kind described at `block_keys`.
+        ValueError: The root or a token is not as described at `block_keys`.
     """
     _check_key("root", root)
     items = _extras_in(extras, 0, len(token_ids))
@@ -188,13 +202,13 @@ def prompt_key(root: bytes, token_ids: Sequence[int], *, extras: Sequence[Extra]
 def model_digest(folder: Path) -> str:
     """Digest of a Hugging Face folder: ``config.json`` and its safetensors shards, as hex.
 
-    A GGUF file in place of shards is read as one whose header has no length in front.
+    A GGUF file in place of shards is read like a shard without a header.
 
-    Of each shard it reads name, length, header, and 64 samples of 64 KiB spread evenly over the
-    tensors (all of a smaller shard): cheap for any size, and other weights do not pass.
+    The digest covers each shard's name, length and header, and 64 samples of 64 KiB spread evenly
+    over its tensors (all of a smaller shard). It is cheap for any size and tells weights apart.
 
     Raises:
-        ConfigError: a file is missing or no safetensors file.
+        ConfigError: A file is missing or is not a safetensors file.
     """
     shards = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.gguf"))
     if not shards:
@@ -225,7 +239,7 @@ def _shard_digest(path: Path) -> bytes:
         left = size - data_start
         if left <= SAMPLES * SAMPLE_BYTES:
             parts.append(file.read())
-        else:  # samples, among them the first and the last bytes
+        else:  # the samples include the first and the last bytes
             for number in range(SAMPLES):
                 file.seek(data_start + (left - SAMPLE_BYTES) * number // (SAMPLES - 1))
                 parts.append(file.read(SAMPLE_BYTES))

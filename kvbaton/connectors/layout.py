@@ -1,12 +1,12 @@
-"""Where the bytes of a KV group lie in memory: planes of named axes with byte strides.
+"""The memory layout of a KV group: planes of named axes with byte strides.
 
-A *group* is a set of layers that share one block table (full attention; a window; state).
-Every rank of a node holds one `KVLayout` per group; it travels in the session's cards, so that a
-peer can plan transfers into memory that it can't see. Nothing here knows a model.
+A *group* is a set of layers that share one block table (full attention, a sliding window, or
+state). Every rank of a node has one `KVLayout` per group. Layouts travel in the session's cards, so
+that a peer can plan transfers into memory that it can't see. Nothing here depends on a model.
 
-The order of the default layout, ``[block, head, layer, kv, token, feature]``, makes a block one
-contiguous run and a head range of a block one run too (FlowKV, arXiv 2504.03775, reports the gain
-of block-major KV; head-first is ours, for re-sharding). Everything else uses strides only.
+In the default layout, ``[block, head, layer, kv, token, feature]``, each block is one contiguous
+run of bytes, and so is a range of heads of a block. (FlowKV, arXiv 2504.03775, reports the gain of
+block-major KV; heads come first here for re-sharding.) All other code uses only strides.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Axis = Literal["block", "head", "layer", "kv", "token", "feature"]
 AXES: tuple[Axis, ...] = ("block", "head", "layer", "kv", "token", "feature")
 """Order of the default layout, outermost first."""
 BLOCK, HEAD, LAYER, KV, TOKEN, FEATURE = range(len(AXES))
-"""Places of the axes in `Plane.shape` and `Plane.strides`."""
+"""Indices of the axes in `Plane.shape` and `Plane.strides`."""
 
 ALIGNMENT = 128
-"""Bytes to which blocks and regions are aligned."""
+"""Alignment of blocks and regions in bytes."""
 
 ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "int8": 1}
 """Bytes per element of each dtype that a plane may have."""
@@ -38,14 +38,14 @@ class GroupKind(enum.Enum):
     FULL = "full"
     """Block i holds tokens [i * block_size, (i + 1) * block_size)."""
     WINDOW = "window"
-    """As FULL, but only the blocks of the last `window` tokens are needed."""
+    """Like FULL, but only the blocks of the last `window` tokens are needed."""
     CHUNK = "chunk"
-    """As FULL, but only the blocks of tokens from the last multiple of `window` on are needed."""
+    """Like FULL, but only the blocks of tokens from the last multiple of `window` on are needed."""
     STATE = "state"
-    """One snapshot for the whole prefix; `token` has size 1."""
+    """Each block is one snapshot of the whole prefix; axis `token` has size 1."""
 
     def first_attended(self, position: int, window: int) -> int:
-        """First token that one at `position` needs; of a state the one before it."""
+        """First token that the token at `position` attends to; for STATE, the previous token."""
         if self is GroupKind.STATE:
             return max(0, position - 1)
         first: int = first_attended(position, window, self is GroupKind.CHUNK)
@@ -56,16 +56,16 @@ class Plane(msgspec.Struct, frozen=True):
     """One strided array of a group: data, scales, conv state or ssm state.
 
     Attributes:
-        name: ``"data"``, ``"scales"``, ``"conv"``, ``"ssm"``: equal names meet in a plan.
-        dtype: a key of `ITEM_SIZE`.
-        shape: elements along each axis of `AXES`, in that order; an axis that the plane lacks is 1.
-        strides: bytes from one index to the next along each axis of `AXES`; any order of memory.
-        region: index of the transport region that holds it.
-        offset: bytes from the region's start to the element at index 0 of every axis.
-        layers: global ids of the layers along the layer axis.
-        head_start: global id of the first head along the head axis.
-        head_total: heads of the whole model; with `head_start` and ``shape[head]`` it says which
-            heads this rank holds. Ranks with equal ranges are replicas of each other.
+        name: ``"data"``, ``"scales"``, ``"conv"`` or ``"ssm"``; plans match planes by name.
+        dtype: A key of `ITEM_SIZE`.
+        shape: Elements along each axis of `AXES`, in that order; 1 where the plane lacks an axis.
+        strides: Bytes between neighbours along each axis of `AXES`; any order in memory is allowed.
+        region: Index of the transport region that holds the plane.
+        offset: Bytes from the start of the region to the element at index 0 of every axis.
+        layers: Global ids of the layers along the layer axis.
+        head_start: Global id of the first head along the head axis.
+        head_total: Number of heads of the whole model. This rank holds the heads
+            [head_start, head_start + shape[head]); ranks with equal ranges are replicas.
     """
 
     name: str
@@ -88,12 +88,12 @@ class KVLayout(msgspec.Struct, frozen=True):
     """One KV group on one rank.
 
     Attributes:
-        group: number of the group; equal on both sides of a transfer.
-        kind: see `GroupKind`.
-        block_size: tokens per block.
-        num_blocks: blocks in the pool, the null block 0 included.
-        planes: what makes up a block.
-        window: tokens of the sliding window or of a chunk; 0 unless `kind` is WINDOW or CHUNK.
+        group: Number of the group; equal on both sides of a transfer.
+        kind: What a block holds, see `GroupKind`.
+        block_size: Tokens per block.
+        num_blocks: Blocks in the pool, the null block 0 included.
+        planes: The planes of a block.
+        window: Tokens of the sliding window or of a chunk; 0 unless `kind` is WINDOW or CHUNK.
     """
 
     group: int
@@ -105,7 +105,7 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token in all planes; of a state all of it."""
+        """Bytes of one token in all planes; for STATE, bytes of a whole snapshot."""
         return sum(
             math.prod(plane.shape[HEAD : KV + 1]) * plane.shape[FEATURE] * plane.item_size
             for plane in self.planes
@@ -131,19 +131,19 @@ def contiguous_plane(
     """Build a plane that is contiguous in `order` (outermost first).
 
     Args:
-        num_blocks: blocks in the pool.
-        block_size: tokens per block.
+        num_blocks: Blocks in the pool.
+        block_size: Tokens per block.
         num_heads: KV heads of this rank.
-        head_dim: elements per head.
-        layers: global layer ids.
-        dtype: a key of `ITEM_SIZE`.
-        region: transport region.
-        offset: bytes into the region.
-        head_start: global id of the first head.
-        head_total: heads of the model; `num_heads` if not given.
+        head_dim: Elements per head.
+        layers: Global layer ids.
+        dtype: A key of `ITEM_SIZE`.
+        region: Index of the transport region.
+        offset: Offset in the region in bytes.
+        head_start: Global id of the first head.
+        head_total: Heads of the model; `num_heads` if not given.
         kv: 2 for K and V, 1 for a latent row (MLA).
-        order: order in memory.
-        name: name of the plane.
+        order: Order of the axes in memory.
+        name: Name of the plane.
     """
     size: dict[Axis, int] = {
         "block": num_blocks,

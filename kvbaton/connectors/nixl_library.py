@@ -1,4 +1,4 @@
-"""The NIXL Python package, whichever of its builds is installed."""
+"""Loads the NIXL Python package, whichever of its builds is installed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ PACKAGES = ("nixl_cu13", "nixl")
 
 
 class NixlLibrary(NamedTuple):
-    """Its modules.
+    """The modules of NIXL.
 
     Attributes:
-        api: with `nixl_agent` and `nixl_agent_config`.
-        bindings: with the exceptions and the enumerations.
-        errors: all exceptions of its own, which have no common base.
+        api: The module with `nixl_agent` and `nixl_agent_config`.
+        bindings: The module with exceptions and enumerations.
+        errors: All exceptions of NIXL, which have no common base class.
     """
 
     api: Any
@@ -30,10 +30,10 @@ def load_nixl(flag: str) -> NixlLibrary:
     """Import NIXL.
 
     Args:
-        flag: who wants it, for the error.
+        flag: Flag that needs NIXL, named in the error.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: NIXL is not installed.
     """
     errors = []
     for package in PACKAGES:

@@ -1,15 +1,15 @@
-"""What a store keeps of KV: one object per block, the same bytes whatever the sharding.
+"""The format of KV blocks in a store: one object per full block, independent of the sharding.
 
 An object is a header of `HEADER_BYTES` and the block's bytes in *canonical order*: plane after
 plane by name, each ``[head, layer, kv, token, feature]`` with all heads and layers of the model. So
-ranks of any tensor parallelism read and write the same object; on one rank with the default layout
-a block is one run of memory, and so is a head range of it.
+ranks of any tensor parallelism read and write the same object. On one rank with the default layout
+a block is one run of memory, and so is a range of its heads.
 
 The key of an object covers the block's chained key (tokens, identity, salt, adapter: `keys.py`),
-all of the layout that its bytes depend on, and the version of this format. The header names what
-the object is, with a digest of the KV sums that the step which wrote the block left (`digest.py`):
-whoever loads an object recomputes them from memory, and takes any difference for a miss. Only full
-blocks become objects.
+everything in the layout that determines the bytes, and the version of this format. The header holds
+the identity and key of the object, and a digest of the sums of its KV from the step that computed
+the block (`digest.py`). After a load the sums are recomputed from memory, and a difference counts
+as a miss.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from kvbaton.errors import LayoutMismatchError
 HEADER_BYTES = 128
 MAGIC = b"kvbaton\0"
 VERSION = 2
-"""Of digest and header. Part of the keys: what another version wrote is absent, not wrong."""
+"""Version of digest and header. It is part of the keys: objects of other versions are misses."""
 
 _FIELDS = struct.Struct("<8sII32s32sQQ16x")
-"""Magic, version, valid tokens, identity, key, payload bytes, digest; zeros for later versions."""
+"""Magic, version, valid tokens, identity, key, payload bytes, digest; zeros are reserved."""
 _CHECK_BYTES = HEADER_BYTES - _FIELDS.size
 
 
 @dataclass(frozen=True)
 class ObjectHeader:
-    """What an object says of itself.
+    """The header of an object.
 
     Attributes:
-        identity: `IdentityRecord.digest` of the engine that computed it, 32 bytes.
-        key: the object's own.
-        num_bytes: of the payload.
-        tokens: valid ones: all of a block.
+        identity: `IdentityRecord.digest` of the engine that computed the block, 32 bytes.
+        key: Key of the object, 32 bytes.
+        num_bytes: Bytes of the payload.
+        tokens: Valid tokens: all of the block.
     """
 
     identity: bytes
@@ -58,10 +58,10 @@ class ObjectHeader:
     tokens: int
 
     def pack(self, digest: int) -> bytes:
-        """The header, `HEADER_BYTES` long.
+        """The encoded header, `HEADER_BYTES` long.
 
         Args:
-            digest: of the payload, from `ObjectForm.digests`.
+            digest: Digest of the payload, from `ObjectForm.digests`.
         """
         data = _FIELDS.pack(
             MAGIC, VERSION, self.tokens, self.identity, self.key, self.num_bytes, digest
@@ -70,10 +70,10 @@ class ObjectHeader:
         return data + check.digest()
 
     def check(self, data: bytes | bytearray | memoryview) -> int | None:
-        """The digest that a header claims; None if it is torn or another object's.
+        """The digest in an encoded header; None if the header is torn or belongs to another object.
 
         Args:
-            data: any bytes, from any source.
+            data: Untrusted bytes of any length.
         """
         if len(data) != HEADER_BYTES:
             return None
@@ -83,14 +83,14 @@ class ObjectHeader:
 
 
 class BlockBytes(NamedTuple):
-    """Bytes of each block that lie in one piece: in block b at ``offset + b * stride``.
+    """A contiguous run of bytes of every block: in block b it begins at ``offset + b * stride``.
 
     Attributes:
-        rank: whose memory.
-        region: index of its `Memory`.
-        offset: of block 0, in bytes.
-        stride: from block to block, in bytes.
-        length: in bytes.
+        rank: Rank that holds the run.
+        region: Index of the rank's `Memory`.
+        offset: Offset of the run in block 0, in bytes.
+        stride: Bytes from one block to the next.
+        length: Length of the run in bytes.
     """
 
     rank: int
@@ -101,23 +101,22 @@ class BlockBytes(NamedTuple):
 
 
 class ObjectForm:
-    """The form of the objects of one KV group: which runs of the ranks' memories make one up.
+    """The objects of one KV group: which runs of the ranks' memories make up one object.
 
     Args:
-        layouts: the group's layout on each rank; together they hold all heads and layers.
+        layouts: The group's layout on each rank; together they hold all heads and layers.
 
     Attributes:
-        group: number of the KV group.
-        kind: of the group.
-        block_size: tokens of an object.
-        layout: digest of all that decides what the payload's bytes mean, 32 bytes.
-        num_bytes: of the payload.
-        runs: of a block, in canonical order.
-        replicas: runs (from, to): what further ranks hold of the same bytes, to be copied after a
-            load.
+        group: Number of the KV group.
+        kind: Kind of the group.
+        block_size: Tokens of an object.
+        layout: Digest of everything that determines the meaning of the payload, 32 bytes.
+        num_bytes: Bytes of the payload.
+        runs: Runs of a block, in canonical order.
+        replicas: Pairs of runs (from, to): replicas on further ranks, to be copied after a load.
 
     Raises:
-        LayoutMismatchError: heads are missing, or replicas are cut into other runs.
+        LayoutMismatchError: Heads are missing, or replicas are cut into different runs.
     """
 
     def __init__(self, layouts: Sequence[KVLayout]) -> None:
@@ -143,10 +142,10 @@ class ObjectForm:
         """Key of a block's object, 32 bytes.
 
         Args:
-            block_key: of `keys.block_keys`, 32 bytes.
+            block_key: Key of the block from `keys.block_keys`, 32 bytes.
 
         Raises:
-            ValueError: it has another length.
+            ValueError: The key has another length.
         """
         if len(block_key) != KEY_BYTES:
             raise ValueError(f"a block's key must have {KEY_BYTES} bytes, not {len(block_key)}")
@@ -154,14 +153,14 @@ class ObjectForm:
         return hashlib.blake2b(data, digest_size=KEY_BYTES, person=b"kvbaton-object").digest()
 
     def header(self, identity: bytes, key: bytes) -> ObjectHeader:
-        """What the object under `key` must say of itself."""
+        """The header that the object under `key` must have."""
         return ObjectHeader(identity, key, self.num_bytes, self.block_size)
 
     def digests(self, sums: Sequence[Sums]) -> list[int]:
-        """One 64-bit value per block, equal whatever the sharding.
+        """One 64-bit digest per block, independent of the sharding.
 
         Args:
-            sums: per rank, of any full blocks, see `digest.Sums`.
+            sums: Per rank, the sums of some full blocks, see `digest.Sums`.
         """
         values: list[int] = whole_values(self._pairing, sums, VERSION).tolist()
         return values
@@ -169,7 +168,7 @@ class ObjectForm:
     def _plane_runs(
         self, plane: Plane
     ) -> tuple[list[BlockBytes], list[tuple[BlockBytes, BlockBytes]]]:
-        """Runs of a plane in canonical order, and those of its replicas."""
+        """Runs of a plane in canonical order, and pairs of runs (from, to) of its replicas."""
         name = plane.name
         own = planes_named(name, self._layouts)
         ranks = [
@@ -197,7 +196,7 @@ class ObjectForm:
 
 
 def _spread(ranges: Ranges) -> list[tuple[int, int, int, int]]:
-    """Every single run: offset in the object, source region, source offset, length."""
+    """All runs, one by one: offset in the object, source region, source offset, length."""
     column = RangeColumn
     return [
         (
@@ -212,7 +211,7 @@ def _spread(ranges: Ranges) -> list[tuple[int, int, int, int]]:
 
 
 def _canonical(layouts: Sequence[KVLayout]) -> KVLayout:
-    """The layout of a pool of one object."""
+    """The layout of a pool that holds one block, in canonical order with all heads and layers."""
     planes, offset = [], 0
     for name in sorted(plane.name for plane in layouts[0].planes):
         mine = planes_named(name, layouts)

@@ -1,8 +1,9 @@
-"""Who sends what to whom: the one rule by which ranks of two sides share a KV group.
+"""Pairing of ranks: which source rank sends which heads and layers to which target rank.
 
-Ranks of a side with equal layers and heads are replicas. Every target rank gets each layer and head
-that it holds from exactly one source rank; where replicas could send it, targets take turns among
-them. `connectors.plan` (bytes) and `connectors.digest` (what is checked) follow a `GroupPairing`.
+Ranks of a side with equal layers and heads are replicas. Every target rank gets each of its layers
+and heads from exactly one source rank; if replicas hold them, the target ranks are spread over the
+replicas in turn. Plans (`connectors.plan`) and digests (`connectors.digest`) both follow a
+`GroupPairing`.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ from kvbaton.connectors.layout import AXES, HEAD, ITEM_SIZE, GroupKind, KVLayout
 from kvbaton.errors import LayoutMismatchError
 
 Columns = slice | npt.NDArray[np.int64]
-"""Where a share's digest sums lie among all sums of a block, in the order [layer, kv, head]."""
+"""Indices of a share's digest sums among all sums of a block, in the order [layer, kv, head]."""
 
 
 class PlaneShare(NamedTuple):
-    """What one source rank sends to one target rank, of one plane.
+    """The part of one plane that one source rank sends to one target rank.
 
     Attributes:
-        source_rank: who sends.
-        target_rank: who receives.
-        source: the plane on the source rank.
-        target: on the target rank.
-        head_start: first global head.
-        head_end: past the last global head.
-        layers: global layer ids, in the target's order.
-        source_columns: its sums among those of a block on the source rank.
-        target_columns: likewise on the target rank.
+        source_rank: Rank that sends.
+        target_rank: Rank that receives.
+        source: The plane on the source rank.
+        target: The plane on the target rank.
+        head_start: First global head.
+        head_end: One past the last global head.
+        layers: Global layer ids, in the target's order.
+        source_columns: Indices of the share's sums among a block's sums on the source rank.
+        target_columns: Likewise on the target rank.
     """
 
     source_rank: int
@@ -49,19 +50,19 @@ class PlaneShare(NamedTuple):
 
 
 class GroupPairing:
-    """How the ranks of two sides share one KV group; worked out once for a session.
+    """How the ranks of two sides share one KV group; computed once per session.
 
     Args:
-        sources: the group's layout on each source rank.
-        targets: likewise on each target rank.
+        sources: The group's layout on each source rank.
+        targets: The group's layout on each target rank.
 
     Attributes:
-        unit: tokens of a digest unit: whole blocks of either side fit into it.
-        shares: of each pair of ranks (source, target) that shares bytes, by plane. What no source
-            holds, no share names.
+        unit: Tokens of a digest unit: a whole number of blocks of either side.
+        shares: For each (source rank, target rank) pair that shares bytes, one share per plane.
 
     Raises:
-        LayoutMismatchError: targets can't be filled from sources; the message names both values.
+        LayoutMismatchError: The targets can't be filled from the sources; the message names both
+            values.
     """
 
     def __init__(self, sources: Sequence[KVLayout], targets: Sequence[KVLayout]) -> None:
@@ -108,7 +109,7 @@ class GroupPairing:
 def _columns(
     layout: KVLayout, plane: Plane, layers: Sequence[int], head_start: int, head_end: int
 ) -> Columns:
-    """Where the sums of some layers and heads of a plane lie among all sums of a block."""
+    """Indices of the sums of some layers and heads of a plane among all sums of a block."""
     start = 0
     for other in layout.planes:
         _, heads, num_layers, kv, _, _ = other.shape
@@ -123,21 +124,22 @@ def _columns(
 
 
 def head_range(plane: Plane) -> tuple[int, int]:
-    """Global heads [first, past the last) that a plane holds."""
+    """Global heads [first, end) that a plane holds."""
     return plane.head_start, plane.head_start + plane.shape[HEAD]
 
 
 def pair_groups(
     sources: Sequence[Sequence[KVLayout]], targets: Sequence[Sequence[KVLayout]]
 ) -> list[GroupPairing]:
-    """How the ranks of two sides share each group; checks that each byte can cross.
+    """Pair the ranks of two sides for each group; checks that every byte can be transferred.
 
     Args:
-        sources: per rank, one layout per group.
-        targets: likewise.
+        sources: Per source rank, one layout per group.
+        targets: Per target rank, one layout per group.
 
     Raises:
-        LayoutMismatchError: targets can't be filled from sources; the message names both values.
+        LayoutMismatchError: The targets can't be filled from the sources; the message names both
+            values.
     """
     counts = {len(rank) for rank in (*sources, *targets)}
     if not sources or not targets or len(counts) != 1:
@@ -152,11 +154,11 @@ def pair_groups(
 
 
 _paired = lru_cache(maxsize=64)(GroupPairing)
-"""Sessions with peers of the same shape share their pairings."""
+"""Cached `GroupPairing`: sessions with peers of equal layouts share their pairings."""
 
 
 def planes_named(name: str, layouts: Sequence[KVLayout]) -> list[Plane]:
-    """The plane of that name on each rank."""
+    """The plane called `name` on each rank."""
     return [next(plane for plane in layout.planes if plane.name == name) for layout in layouts]
 
 
@@ -166,7 +168,7 @@ def _same(what: str, rank: str, first: object, value: object) -> None:
 
 
 def _check_covered(name: str, shares: Sequence[PlaneShare], targets: Sequence[Plane]) -> None:
-    """Every head of every layer of a target comes from exactly one source rank."""
+    """Check that every head of every layer of a target comes from exactly one source rank."""
     given: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for share in shares:
         for layer in share.layers:
@@ -185,7 +187,7 @@ def _check_covered(name: str, shares: Sequence[PlaneShare], targets: Sequence[Pl
 
 
 def _check_layout(rank: str, layout: KVLayout, first: KVLayout) -> None:
-    """A layout comes from a peer: it must agree with itself, and with the other ranks'."""
+    """Check that a layout, which may come from a peer, is consistent, also with other ranks'."""
     where = f"{rank}, group {layout.group}"
     if layout.block_size < 1 or layout.num_blocks < 1 or not layout.planes:
         raise LayoutMismatchError(

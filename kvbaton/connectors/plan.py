@@ -1,17 +1,18 @@
 """Plans of copies: which byte ranges move tokens of a KV group from one side to the other.
 
-A pure function over layouts; it knows strides and nothing of what made them. It works in three
-steps, all vectorised over blocks:
+Planning is a pure function of the layouts and uses only their strides. It has three stages, all
+vectorised over blocks:
 
-1. *Segments*: tokens [start, end) are cut where either side's blocks end. A segment lies in one
-   block of each side; segments that follow each other in memory on both sides become one.
-2. *Runs*: of each segment, axes that touch on both sides are merged into one run of bytes. What
-   remains is a box of runs with two strides per axis; axes that continue each other become one.
-3. *Rows*: the longest axis goes into `COUNT`, the rest is written out. Blocks that follow each
-   other in memory on both sides lengthen the run, or are counted.
+1. *Segments*: tokens [start, end) are cut where a block of either side ends, so each segment lies
+   in one block of each side. Segments that are adjacent in memory on both sides are merged.
+2. *Runs*: within a segment, axes that are contiguous on both sides are merged into one run of
+   bytes. A box of runs remains, with a source and a target stride per axis; axes that continue each
+   other on both sides are merged.
+3. *Rows*: the longest axis of the box becomes `COUNT`, and each place along the other axes becomes
+   a row. Blocks that are adjacent in memory on both sides lengthen the run, or raise the count.
 
-A state group has blocks of one token: the snapshot after n tokens is logical block n - 1, so it
-moves with the range that holds token n - 1, if both sides list it.
+A state group has blocks of one token: the snapshot after n tokens is logical block n - 1. It moves
+with the range that holds token n - 1, if both sides list that block.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from kvbaton.types import Spans
 Ints = npt.NDArray[np.int64]
 
 BlockTable = Ints
-"""Physical block of each logical block of a prompt; -1 where there is none."""
+"""Physical block id of each logical block of a prompt, int64 [n]; -1 where there is none."""
 
 
 class Step(NamedTuple):
-    """One axis of a box of runs: its size, and bytes between neighbours on either side."""
+    """One axis of a box of runs: its size, and its stride in bytes on each side."""
 
     size: int
     source: int
@@ -44,9 +45,9 @@ class Step(NamedTuple):
 
 
 class TokenSegments(NamedTuple):
-    """Pieces of the token range that lie in one block of either side; int64 [n] each.
+    """Segments of the token range that lie in one block of each side; int64 [n] each.
 
-    `source_slot` and `target_slot` are the places of the first token in its blocks.
+    `source_slot` and `target_slot` are the positions of a segment's first token in its two blocks.
     """
 
     source_block: Ints
@@ -57,7 +58,7 @@ class TokenSegments(NamedTuple):
 
 
 def block_tables(spans: Spans, groups: Sequence[KVLayout], num_tokens: int) -> list[BlockTable]:
-    """Per group, the table of a prompt's blocks; what spans name beyond its end is left out."""
+    """Per group, the block table of a prompt; blocks beyond the prompt's end are left out."""
     tables = []
     for group, group_spans in zip(groups, spans, strict=True):
         table = np.full(-(-num_tokens // group.block_size), -1, np.int64)
@@ -73,21 +74,21 @@ def plan(
 ) -> dict[tuple[int, int], Ranges]:
     """Plan the copy of tokens [start, end) of one group.
 
-    Tokens of which either side has no block are not moved.
+    Tokens without a block on either side are not moved.
 
     Args:
-        pairing: of the group.
-        source_table: where the sequence's blocks are on the source, on every rank.
-        target_table: likewise for the target.
-        start: first token.
-        end: past the last token.
+        pairing: Pairing of the group.
+        source_table: Block table of the sequence on the source, the same on every rank.
+        target_table: Likewise on the target.
+        start: First token.
+        end: One past the last token.
 
     Returns:
-        For each (source rank, target rank) that shares bytes the ranges to copy, int64 [n, 8]; no
-        byte of a target is written twice by all of them together.
+        For each (source rank, target rank) pair that shares bytes, the ranges to copy, int64
+        [n, 8]. All ranges together write each target byte at most once.
 
     Raises:
-        LayoutMismatchError: a table names a block outside of a pool.
+        LayoutMismatchError: A table names a block outside of the pool.
     """
     if start >= end:
         return {}
@@ -128,17 +129,17 @@ def total_bytes(ranges: Ranges) -> int:
 def needed_bytes(
     pairing: GroupPairing, target_table: BlockTable, start: int, end: int, num_tokens: int
 ) -> int:
-    """Fewest bytes that can cross: each token of [start, end) once per target rank that stores it.
+    """Minimum bytes to transfer: each token of [start, end) once per target rank that stores it.
 
-    Of a window's first block only the tokens count that the next token attends to; a plan moves
-    those before them too, if the source has them.
+    In the first block of a window only tokens that the next token attends to count; a plan also
+    moves the tokens before them, if the source has them.
 
     Args:
-        pairing: of the group.
-        target_table: where the blocks are that are wanted.
-        start: first token.
-        end: past the last token.
-        num_tokens: of the whole prompt.
+        pairing: Pairing of the group.
+        target_table: Block table of the wanted blocks.
+        start: First token.
+        end: One past the last token.
+        num_tokens: Length of the whole prompt.
     """
     layout = pairing.targets[0]
     if layout.window:
@@ -171,7 +172,7 @@ def swap(ranges: Ranges) -> Ranges:
 
 
 class Box(NamedTuple):
-    """What has to be copied of one segment: a run of bytes, repeated along steps.
+    """The copy of one segment: a run of `length` bytes, repeated along `steps`.
 
     `steps` are sorted by size, the longest last.
     """
@@ -182,7 +183,7 @@ class Box(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _box(steps: tuple[Step, ...], item_size: int) -> Box:
-    """Merge steps into one run as far as they touch, and the rest with each other."""
+    """Merge contiguous steps into one run, and the remaining steps where one continues another."""
     length, left = item_size, [step for step in steps if step.size > 1]
     while touching := [step for step in left if step.source == step.target == length]:
         left.remove(touching[0])
@@ -205,7 +206,7 @@ def _box(steps: tuple[Step, ...], item_size: int) -> Box:
 def _layer_steps(
     source: Plane, target: Plane, layers: tuple[int, ...]
 ) -> tuple[tuple[int, int, Step], ...]:
-    """Cut shared layers into evenly spaced series: source offset, target offset, step of each."""
+    """Cut shared layers into evenly spaced series: source offset, target offset and step each."""
     source_at = [source.layers.index(layer) * source.strides[LAYER] for layer in layers]
     target_at = [target.layers.index(layer) * target.strides[LAYER] for layer in layers]
     series = []
@@ -228,7 +229,7 @@ def _layer_steps(
 
 
 def _rows_of(share: PlaneShare, segments: TokenSegments) -> list[Ranges]:
-    """Rows that copy a share of a plane: tables of [n, 8], one per shape of box."""
+    """Rows that copy a share of a plane: a table [n, 8] per segment length and layer series."""
     source, target = share.source, share.target
     heads = share.head_end - share.head_start
     source_at = source.offset + (share.head_start - source.head_start) * source.strides[HEAD]
@@ -239,7 +240,7 @@ def _rows_of(share: PlaneShare, segments: TokenSegments) -> list[Ranges]:
     joined = (np.diff(source_base) == tokens[:-1] * steps[0]) & (
         np.diff(target_base) == tokens[:-1] * steps[1]
     )
-    if joined.any():  # neighbours whose tokens follow each other in memory on both sides
+    if joined.any():  # merge neighbours whose tokens are adjacent in memory on both sides
         firsts = np.flatnonzero(np.concatenate(([True], ~joined)))
         tokens = np.add.reduceat(tokens, firsts)
         source_base, target_base = source_base[firsts], target_base[firsts]
@@ -263,7 +264,7 @@ def _rows_of(share: PlaneShare, segments: TokenSegments) -> list[Ranges]:
 
 
 def _box_rows(box: Box, source: Ints, target: Ints, block: Step) -> Ranges:
-    """Rows that copy one box at each of the bases, in the form that takes fewest rows."""
+    """Rows that copy one box at each base offset, in the form that takes the fewest rows."""
     follows = (np.diff(source) == block.source) & (np.diff(target) == block.target)
     firsts = np.flatnonzero(np.concatenate(([True], ~follows)))
     sizes = np.diff(firsts, append=len(source))
@@ -287,7 +288,7 @@ def _rows(
     counted: Step,
     outer: tuple[Step, ...],
 ) -> Ranges:
-    """One row for each base and each place along the outer steps; the regions are left 0."""
+    """One row for each base and each position along the outer steps; the regions are left 0."""
     source_at = target_at = np.zeros(1, np.int64)
     for step in outer:
         places = np.arange(step.size)

@@ -1,15 +1,16 @@
-"""Find connectors by name: ours, entry points, or a dotted path.
+"""Find connectors by name: a built-in one, an entry point, or a dotted path.
 
-A spec is ``NAME``, ``NAME:JSON`` or ``package.module:Class``, the last also followed by ``:JSON``.
-The JSON object holds keyword arguments of the constructor. A transport is written as
-``Class(name: str, *, host: str = "127.0.0.1", **options)``, a store as
-``Class(name: str, **options)``. Entry points are of group ``kvbaton.transports`` or
+A spec is ``NAME``, ``NAME:JSON``, ``package.module:Class`` or ``package.module:Class:JSON``. The
+JSON object holds keyword arguments of the constructor, which is
+``Class(name: str, *, host: str = "127.0.0.1", **options)`` for a transport and
+``Class(name: str, **options)`` for a store. Entry points are in the group ``kvbaton.transports`` or
 ``kvbaton.stores``. Inside the JSON of a store that wraps others, a spec may also be written as
 ``{NAME: OPTIONS}``.
 
-On a command line all see an option. So in its text ``{env:NAME}`` stands for an environment
-variable, and ``{file:PATH}`` for what is in a file. A plug-in's author may put what stood for it
-into any error; whoever logs or shows such a text passes it through `as_written`.
+Everybody on the machine can read a command line. To keep secrets out of it, ``{env:NAME}`` in an
+option's text stands for an environment variable, and ``{file:PATH}`` for the content of a file. A
+plug-in may repeat such a secret in any error, so such texts pass through `as_written` before they
+are logged or shown.
 """
 
 from __future__ import annotations
@@ -34,28 +35,28 @@ from kvbaton.connectors.base import Capabilities, Transport
 from kvbaton.connectors.store import Store, StoreCapabilities
 from kvbaton.errors import ConfigError, KvbatonError, StoreError, error_text, import_failure
 
-LEAST_SECRET = 4
-"""Characters of what is looked for in texts: of less there is something everywhere."""
+MIN_SECRET_LENGTH = 4
+"""Minimum length of a secret that `as_written` replaces: shorter ones occur in any text."""
 
 _SECRET = re.compile(r"\{(env|file):([^{}]+)\}")
 _known: dict[str, str] = {}
-"""What was filled in, in this process, and how it was written."""
+"""Secrets that this process has filled into options, each with its placeholder."""
 
 
 def as_written(text: str) -> str:
-    """A text in which all that was filled in is as it was written in its spec."""
+    """The text with each filled-in secret replaced by its placeholder from the spec."""
     for secret in sorted(_known, key=len, reverse=True):
         text = text.replace(secret, _known[secret])
     return text
 
 
 def as_told(flag: str, name: str, error: KvbatonError) -> KvbatonError:
-    """What a connector raised as its operator is to read it.
+    """A connector's error, reworded for the operator: it names the flag and contains no secrets.
 
     Args:
-        flag: that named the connector.
-        name: of the connector; an error that names an option alone is told to be of this one.
-        error: what it raised; nothing that was filled in is left in what is returned.
+        flag: The flag whose spec names the connector.
+        name: Name of the connector, put before an error that names only one of its options.
+        error: The error that the connector raised.
     """
     told = as_written(str(error))
     if isinstance(error, ConfigError) and error.field[:2] != "--":
@@ -64,12 +65,12 @@ def as_told(flag: str, name: str, error: KvbatonError) -> KvbatonError:
 
 
 def filled_in(flag: str, option: str, value: Any) -> Any:
-    """An option's value with what its texts stand for.
+    """An option's value with its placeholders replaced by what they stand for.
 
-    Specs inside of it are left as they are: whoever loads them fills them in.
+    Specs inside the value are left as they are: they are filled in when they are loaded.
 
     Raises:
-        ConfigError: of `flag`, if a variable is not set or a file can't be read.
+        ConfigError: Names `flag`; a variable is not set or a file can't be read.
     """
     if isinstance(value, list):
         return [filled_in(flag, option, part) for part in value]
@@ -87,7 +88,7 @@ def filled_in(flag: str, option: str, value: Any) -> Any:
             raise ConfigError(flag, text) from error
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(flag, f"option {option} can't be read: {error}") from error
-        if len(secret) >= LEAST_SECRET:
+        if len(secret) >= MIN_SECRET_LENGTH:
             _known[secret] = found[0]
         return secret
 
@@ -100,21 +101,22 @@ _VERSION = re.compile(r"(\d+)\.(\d+)")
 
 @dataclass(frozen=True)
 class Contract:
-    """What of one kind this kvbaton loads, by the version of its contract: ``MAJOR.MINOR``.
+    """The versions ``MAJOR.MINOR`` of a plug-in contract that this kvbaton supports.
 
-    A plug-in's class names the one that it was written to in an attribute ``contract``; one without
-    it was written to 1.0.
+    The class of a plug-in names the version that it was written to in an attribute ``contract``; a
+    class without it was written to 1.0.
 
-    - A minor version adds what a plug-in may have or ignore. One that needs a later minor version
-      than ours is refused: it may rely on being asked.
-    - A major version changes what a plug-in must do. Ours and the one before it are loaded, the
-      latter with a warning, for at least two minor releases of kvbaton and six months; after that,
-      and if it is of a later one, a plug-in is refused. Both texts say what to install.
+    - A minor version adds features that a plug-in may have or ignore. A plug-in of a later minor
+      version than the present one is refused, since it may rely on being called.
+    - A major version changes what a plug-in must do. Plug-ins of the present and the previous major
+      version are loaded, the previous with a warning, for at least two minor releases of kvbaton
+      and six months. Older and later ones are refused. The warning and the error say what to
+      install.
 
     Attributes:
-        major: the present version.
-        minor: the present version.
-        oldest: the oldest major version that is still loaded, with a warning if it is not ours.
+        major: The present major version.
+        minor: The present minor version.
+        oldest: The oldest major version that is loaded; with a warning if it is not `major`.
     """
 
     major: int
@@ -125,15 +127,15 @@ class Contract:
         return f"{self.major}.{self.minor}"
 
     def check(self, flag: str, target: str, connector: object) -> str:
-        """The version that a plug-in's class, or the plug-in, was written to.
+        """The contract version that a plug-in was written to.
 
         Args:
-            flag: that named it.
-            target: its name or path.
-            connector: the class or the plug-in.
+            flag: The flag whose spec names the plug-in.
+            target: Its name or dotted path.
+            connector: Its class, or an instance.
 
         Raises:
-            ConfigError: it is none that can be loaded.
+            ConfigError: This version is not supported.
         """
         written = getattr(connector, "contract", FIRST_CONTRACT)
         version = _VERSION.fullmatch(written) if isinstance(written, str) else None
@@ -152,7 +154,7 @@ class Contract:
 
 
 Spec = str | Mapping[str, Mapping[str, Any]]
-"""Names a connector and its options; see the module's docstring."""
+"""A connector's name and options; see the module's docstring."""
 
 _PATH = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
@@ -162,11 +164,12 @@ class Kind:
     """A kind of connector.
 
     Attributes:
-        noun: what errors call it.
-        protocol: what each must have.
-        capabilities: the type of what each declares.
-        built_in: ours by name, which must be found where the package runs from its sources, too.
-        contract: which versions of its contract are loaded.
+        noun: Name of the kind in errors and flags.
+        protocol: The protocol that each connector of this kind must implement.
+        capabilities: Type of the capabilities that each connector declares.
+        built_in: Dotted paths of the built-in connectors by name. They are no entry points, since
+            they must also be found when the package runs from its sources.
+        contract: The supported versions of its contract.
     """
 
     noun: str
@@ -177,12 +180,12 @@ class Kind:
 
     @property
     def flag(self) -> str:
-        """The flag that takes its specs."""
+        """The flag that takes specs of this kind."""
         return f"--{self.noun}"
 
     @property
     def group(self) -> str:
-        """The group of its entry points."""
+        """The entry-point group of this kind."""
         return f"kvbaton.{self.noun}s"
 
 
@@ -222,7 +225,7 @@ STORES = Kind(
 
 
 def list_connectors(kind: Kind) -> dict[str, str]:
-    """Names of the installed connectors and where each lives, ``package.module:Class``."""
+    """Installed connectors: name to location, ``package.module:Class``."""
     points = sorted(_entry_points(kind), key=lambda point: point.name)
     return {point.name: point.value for point in points}
 
@@ -231,24 +234,24 @@ def load_transport(spec: str, *, name: str, host: str = "127.0.0.1", **context: 
     """Build the transport that a spec names, as nodes, the kit and the benchmarks all do.
 
     Args:
-        spec: see the module's docstring.
-        name: unique per process and generation.
-        host: the node's ``--host``: where peers reach it.
-        context: further keyword arguments; options of the spec win over all of them.
+        spec: Name and options, see the module's docstring.
+        name: Unique per process and generation.
+        host: The node's ``--host``, at which peers reach it.
+        context: Further keyword arguments; options of the spec override all of them.
 
     Raises:
-        ConfigError: unknown name, bad JSON, a missing dependency, wrong arguments, no transport,
-            one whose constructor raises.
+        ConfigError: The name is unknown, the JSON is bad, a dependency is missing, the arguments
+            are wrong, the constructor raises, or the result is no transport.
     """
     transport: Transport = _build(TRANSPORTS, spec, {"name": name, "host": host} | context)
     return transport
 
 
 def load_store(spec: Spec, **context: Any) -> Store:
-    """Build the store that a spec names, under that name unless `name` is given.
+    """Build the store that a spec names. The store gets the spec's name unless `name` is given.
 
     Raises:
-        ConfigError: as `load_transport`.
+        ConfigError: As for `load_transport`.
     """
     if not isinstance(spec, str):
         if not isinstance(spec, Mapping) or len(spec) != 1:
@@ -261,10 +264,10 @@ def load_store(spec: Spec, **context: Any) -> Store:
 
 
 def open_store(store: Store, spec: str) -> None:
-    """Open it for a command.
+    """Open a store for a command. Errors other than `StoreError` pass unchanged.
 
     Raises:
-        StoreError: its own, with the spec. What else it raises, its author wants as it is.
+        StoreError: The store's own error, with the spec.
     """
     try:
         store.open()
@@ -276,9 +279,9 @@ def split_spec(spec: str, kind: Kind) -> tuple[str, dict[str, Any]]:
     """Name or dotted path of a spec, and its options.
 
     Raises:
-        ConfigError: it has no name, or the options are no JSON object.
+        ConfigError: The spec has no name, or the options are not a JSON object.
     """
-    if spec.startswith("{"):  # as of a mapping in YAML
+    if spec.startswith("{"):  # comes from a mapping in YAML
         problem = f"must be NAME or NAME:{{...}}, options in JSON behind the name, not {spec}"
         raise ConfigError(kind.flag, problem)
     path = _PATH.match(spec)
@@ -310,7 +313,7 @@ def _build(kind: Kind, spec: str, context: dict[str, Any]) -> Any:
     _check_types(kind, target, factory, {name: arguments[name] for name in options})
     try:
         connector = factory(**arguments)
-        fits = isinstance(connector, kind.protocol)  # looks at its properties
+        fits = isinstance(connector, kind.protocol)  # evaluates properties, which may raise
     except KvbatonError as error:
         raise as_told(kind.flag, target, error) from None
     except (Exception, SystemExit) as error:
@@ -336,10 +339,10 @@ def _build(kind: Kind, spec: str, context: dict[str, Any]) -> Any:
 
 
 def _check_types(kind: Kind, target: str, factory: Any, options: Mapping[str, Any]) -> None:
-    """Refuse options that are not of the type that the constructor annotates, if JSON has it."""
+    """Refuse options that do not have the type that the constructor annotates, if JSON has it."""
     try:
         hints = get_type_hints(factory.__init__ if inspect.isclass(factory) else factory)
-    except Exception:  # of names that exist for type checkers only, say
+    except Exception:  # annotations may use names that exist for type checkers only
         return
     for option, value in options.items():
         try:
@@ -353,7 +356,7 @@ def _check_types(kind: Kind, target: str, factory: Any, options: Mapping[str, An
 
 @lru_cache(maxsize=8)
 def _installed(group: str, seen: tuple[tuple[str, int], ...]) -> tuple[EntryPoint, ...]:
-    """Entry points of all packages, whose files are read again once a folder has changed."""
+    """Entry points of all packages; their files are read again once a folder has changed."""
     return tuple(entry_points(group=group))
 
 
@@ -367,10 +370,10 @@ def _entry_points(kind: Kind) -> list[EntryPoint]:
 
 
 def find_entry(kind: Kind, target: str) -> EntryPoint:
-    """Where the class lives that a name or a dotted path means; nothing is imported.
+    """The entry point that a name or a dotted path stands for; nothing is imported.
 
     Raises:
-        ConfigError: unknown name, or one that means several classes.
+        ConfigError: The name is unknown, or several packages have it.
     """
     if ":" in target:
         return EntryPoint(target, target, kind.group)
@@ -386,20 +389,20 @@ def find_entry(kind: Kind, target: str) -> EntryPoint:
 
 
 def check_spec(kind: Kind, spec: str) -> None:
-    """Refuse what no machine could make right; nothing is imported.
+    """Check the parts of a spec that do not depend on the machine; nothing is imported.
 
     Raises:
-        ConfigError: unknown name, or options that are no JSON object.
+        ConfigError: The name is unknown, or the options are not a JSON object.
     """
     target, _ = split_spec(spec, kind)
     find_entry(kind, target)
 
 
 def find_connector(kind: Kind, target: str) -> Any:
-    """Import the class that a name or a dotted path means.
+    """Import the class that a name or a dotted path stands for.
 
     Raises:
-        ConfigError: unknown name, a module that can't be imported, no class.
+        ConfigError: The name is unknown, its module can't be imported, or it is not a class.
     """
     return load_class(kind.flag, find_entry(kind, target))
 
@@ -408,7 +411,7 @@ def class_of(kind: Kind, spec: str) -> Any:
     """Import the class that a spec names; nothing is built.
 
     Raises:
-        ConfigError: as `split_spec` and `find_connector`.
+        ConfigError: As for `split_spec` and `find_connector`.
     """
     return find_connector(kind, split_spec(spec, kind)[0])
 
@@ -417,11 +420,11 @@ def load_class(flag: str, entry: EntryPoint) -> Any:
     """Import the class of an entry point.
 
     Raises:
-        ConfigError: naming the flag: a module that can't be imported, no class.
+        ConfigError: Names the flag; the module can't be imported, or it has no such class.
     """
     try:
         factory = entry.load()
-    except (Exception, SystemExit) as error:  # whatever its module does when it is imported
+    except (Exception, SystemExit) as error:  # importing a module may raise anything
         raise ConfigError(flag, f"can't load {entry.name}: {import_failure(error)}") from error
     if not callable(factory):
         raise ConfigError(flag, f"{entry.name} is not a class")
@@ -429,7 +432,7 @@ def load_class(flag: str, entry: EntryPoint) -> Any:
 
 
 def declared(capabilities: Any) -> dict[str, Any]:
-    """What a connector says that it can, in words that JSON has."""
+    """A connector's declared capabilities as JSON values."""
     values = {item.name: getattr(capabilities, item.name) for item in fields(capabilities)}
     return {
         name: sorted(value) if isinstance(value, frozenset) else getattr(value, "name", value)

@@ -1,22 +1,22 @@
-"""The connector SDK: what a store is. It keeps objects by key for whoever asks later.
+"""The connector SDK: the contract of a store, which keeps objects by key for later requests.
 
-A store knows no model, request, token or layout. An *object* is a row of bytes under a 32-byte key
-(`objects.py` makes both: one block of KV in canonical order behind a header, or an encoder output).
-Equal keys mean equal bytes, so an object never changes: storing a key that is there does nothing.
+A store knows nothing of models, requests, tokens or layouts. An *object* is a byte string under a
+32-byte key (`objects.py` makes both: one KV block in canonical order behind a header, or an encoder
+output). Equal keys mean equal bytes, so objects never change: storing an existing key does nothing.
 
-What a store must hold to:
+The rules for every store:
 
-1. **Whole or absent.** An object is visible only after all its bytes are there, whatever dies or
-   fills up meanwhile; a reader never gets a part of one.
-2. **Asynchronous.** Every call returns at once with a future; the caller never waits in one.
-3. **Buffers are borrowed.** From the call until its future is done the caller leaves sources as
-   they are and does not look at targets; once it is done the store never touches them again.
-   Cancelling is a request: a future that can still touch a buffer must refuse it
+1. **Whole or absent.** An object is visible only once all its bytes are there, whatever crashes or
+   fills up meanwhile; a reader never gets a part of an object.
+2. **Asynchronous.** Every call returns at once with a future; the caller never blocks in a call.
+3. **Buffers are borrowed.** From the call until its future is done the caller does not change
+   sources and does not read targets; afterwards the store never accesses them again. Cancelling is
+   a request: a future whose work may still access a buffer must refuse to be cancelled
    (`Future.cancel` does so by itself once the work is running).
-4. **A miss is no error.** `load` says False for an object that is gone, torn or corrupt. Errors
+4. **A miss is no error.** `load` answers False for an object that is gone, torn or corrupt. Errors
    (`StoreError`) are for what an operator should see: unreachable, refused, misconfigured.
 
-Whoever has a client with blocking calls writes a `Backend` (`stores/threaded.py`) and is done.
+For a client library with blocking calls it is enough to write a `Backend` (`stores/threaded.py`).
 
 Threading: one thread makes all calls, except `health` and `usage`, which any thread may make.
 Futures may be completed from any thread.
@@ -32,38 +32,38 @@ from typing import Protocol, runtime_checkable
 from kvbaton.connectors.base import Device, Memory
 
 KEY_BYTES = 32
-"""Length of every object key."""
+"""Length of every object key in bytes."""
 
 Pieces = Sequence[memoryview]
-"""An object's bytes in order, in one or more pieces of host memory: contiguous, of format ``B``.
+"""An object's bytes in order, as one or more contiguous pieces of host memory, of format ``B``.
 
-Targets are writable. Their lengths add up to the object's: the caller knows it from the key.
+Targets are writable. Their lengths add up to the object's length, which the caller knows.
 """
 
 Piece = memoryview | Memory
 AnyPieces = Sequence[Piece]
-"""Pieces for a store that takes memory by its address as well (`StoreCapabilities.devices`)."""
+"""Pieces for a store that also takes memory by its address (`StoreCapabilities.devices`)."""
 
 
 @dataclass(frozen=True)
 class StoreCapabilities:
-    """What a store can do; callers adapt to it, and the kit skips what it declares it can't.
+    """What a store can do. Callers adapt to it; the conformance kit tests only what is declared.
 
     Attributes:
-        persistent: objects outlive the process that stored them.
-        shared: other processes that open the same store see its objects.
-        pins: `lookup` can keep what it found from being evicted until `release`.
+        persistent: Objects outlive the process that stored them.
+        shared: Other processes that open the same store see its objects.
+        pins: `lookup` can protect the objects that it found from eviction until `release`.
         deletes: `delete` removes objects.
-        max_keys: most keys of one call; the caller splits above it.
-        synthetic: every load makes its bytes up, so there is nothing to verify: benchmarks only.
-        hints: `store` takes `Hints` of its objects.
-        expires: objects are gone once their `Hints.ttl_s` is over.
-        prefix: `lookup` takes ``prefix=True``, and stops at the first object that is not there.
-        claims: it has `Claiming.claim`.
-        namespaces: it has the methods of `Namespaced`.
-        devices: kinds of memory of which it takes pieces as `Memory`, once it was registered with
-            it (`Registering`): ``"cpu"``, and ``"cuda"`` if it moves bytes straight from and to
-            GPUs. By default it takes none, and all pieces are `memoryview`s.
+        max_keys: Maximum number of keys of one call; the caller splits larger calls.
+        synthetic: Every load makes up its bytes, so there is nothing to verify: benchmarks only.
+        hints: `store` takes `Hints` for its objects.
+        expires: Objects are gone once their `Hints.ttl_s` has passed.
+        prefix: `lookup` takes ``prefix=True``, and stops at the first missing object.
+        claims: The store has `Claiming.claim`.
+        namespaces: The store has the methods of `Namespaced`.
+        devices: Kinds of memory whose pieces it takes as `Memory`, once that memory was registered
+            (`Registering`): ``"cpu"``, and ``"cuda"`` if it moves bytes directly from and to GPUs.
+            By default none: all pieces are `memoryview`s.
     """
 
     persistent: bool
@@ -82,21 +82,22 @@ class StoreCapabilities:
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """What a node tells of an object that it stores, beside key and bytes.
+    """What a node tells a store about an object, beside its key and bytes.
 
-    A store makes of it what it can: only `ttl_s` binds, and only one that declares `expires`. Of an
-    object that is there already the first ones stay.
+    Hints are advice. Only `ttl_s` is binding, for a store that declares `expires`. An object that
+    is there already keeps its first hints.
 
     Attributes:
-        namespace: of which model and settings; an operator may list and clear it. Letters, digits,
-            ``-``, ``_`` and ``.``, at most `MAX_LABEL`; empty for none.
-        tenant: whose request computed it, for quotas and accounts; the same characters, empty where
-            nobody is told apart. Equal prefixes of several tenants are one object, the first one's.
-        depth: its place in the prefix: whoever evicts should begin with deep ones, since what comes
-            after a missing one is of no use.
-        uses: how many requests shared it when it was saved, at least 1; 0 if that is not known.
-        priority: of the request; lower is more important.
-        ttl_s: seconds from now after which it is to be gone; None for never.
+        namespace: Model and settings of the object; an operator may list and clear a namespace.
+            Letters, digits, ``-``, ``_`` and ``.``, at most `MAX_LABEL`; empty for none.
+        tenant: Tenant whose request computed the object, for quotas and accounting; the same
+            characters, empty without tenants. A prefix that several tenants share is one object,
+            and belongs to the first of them.
+        depth: Number of the block in its prefix. Eviction should begin with the deepest blocks,
+            since blocks after a missing one are of no use.
+        uses: Number of requests that shared the block when it was saved, at least 1; 0 if unknown.
+        priority: Priority of the request; lower is more important.
+        ttl_s: Seconds from now after which the object expires; None for never.
     """
 
     namespace: str = ""
@@ -109,7 +110,7 @@ class Hints:
 
 NO_HINTS = Hints()
 MAX_LABEL = 64
-"""Characters of a namespace's or a tenant's name."""
+"""Maximum length of a namespace's or a tenant's name, in characters."""
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,8 @@ class Found:
     """The answer to `Store.lookup`.
 
     Attributes:
-        present: per key, whether `load` would find it now.
-        ticket: names the pins to `release`; None if nothing is pinned.
+        present: Per key, whether `load` would find its object now.
+        ticket: Identifies the pins for `release`; None if nothing is pinned.
     """
 
     present: tuple[bool, ...]
@@ -130,13 +131,13 @@ class Usage:
     """What a store holds, as far as it knows.
 
     Attributes:
-        objects: how many; None if it can't tell.
-        num_bytes: their bytes; None if it can't tell.
-        capacity: bytes that it will hold at most; None for no limit of its own.
-        tenants: bytes by `Hints.tenant`, of those that it knows.
-        counters: monotonic totals of its own, by name: letters, digits and ``_``. A node shows them
-            as ``kvbaton_store_plugin_NAME_total``, at most 64 of each kind.
-        gauges: values of its own now, as ``kvbaton_store_plugin_NAME``.
+        objects: Number of objects; None if unknown.
+        num_bytes: Bytes of all objects; None if unknown.
+        capacity: Maximum of `num_bytes`; None if the store has no limit of its own.
+        tenants: Bytes by `Hints.tenant`, for the tenants that the store knows.
+        counters: The store's own monotonic totals, by name: letters, digits and ``_``. A node shows
+            them as ``kvbaton_store_plugin_NAME_total``; at most 64 counters and 64 gauges.
+        gauges: The store's own current values, shown as ``kvbaton_store_plugin_NAME``.
     """
 
     objects: int | None = None
@@ -149,71 +150,71 @@ class Usage:
 
 @runtime_checkable
 class Store(Protocol):
-    """Keeps objects by key; see the laws at the top of this file.
+    """Keeps objects by key; see the rules at the top of this file.
 
     Written as ``Class(name: str, **options)``; the constructor does no I/O.
     """
 
     @property
     def name(self) -> str:
-        """What metrics and events call it: the *medium* of its objects."""
+        """Name of the store in metrics, and the *medium* of its objects in KV events."""
 
     @property
     def capabilities(self) -> StoreCapabilities:
         """What this store can do."""
 
     def open(self) -> None:
-        """Connect, make folders, start threads; may block for seconds.
+        """Connect, create directories, start threads; may block for seconds.
 
         Raises:
-            ConfigError: an option is wrong.
-            StoreError: the back end can't be reached.
+            ConfigError: An option is wrong.
+            StoreError: The back end can't be reached.
         """
 
     def health(self) -> str | None:
-        """Why the store can't serve now, from what it knows; None if it can. Never blocks."""
+        """Why the store can't serve now, as far as it knows; None if it can. Never blocks."""
 
     def lookup(self, keys: Sequence[bytes], *, pin: bool = False) -> Future[Found]:
-        """Which objects are there. With `pin`, those found stay until `release`.
+        """Find out which objects are there. With `pin`, those found are kept until `release`.
 
-        One that declares `prefix` takes it as a keyword: after the first object that is not there
-        all answers are False, so it need not look further, and pins nothing there.
+        A store that declares `prefix` also takes the keyword ``prefix: bool``. With it, all answers
+        after the first missing object are False, and no object after that one is pinned.
         """
 
     def release(self, ticket: int) -> None:
-        """Give pins back. Unknown and released tickets are ignored; never blocks."""
+        """Release pins. Unknown and released tickets are ignored. Never blocks."""
 
     def load(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> Future[list[bool]]:
-        """Fill `targets` with the objects; per key whether all its bytes are right.
+        """Read the objects into `targets`; the result says per key whether all its bytes are right.
 
-        After False a target's bytes may be anything. An object of another length is a miss.
+        Where it is False, the target may contain anything. An object of another length is a miss.
         """
 
     def store(self, keys: Sequence[bytes], sources: Sequence[Pieces]) -> Future[list[bool]]:
-        """Keep the objects; per key whether it is there now. False: there was no room.
+        """Store the objects; the result says per key whether it is there now. False: no room.
 
-        One that declares `hints` takes as a keyword ``hints: Sequence[Hints]``, one per key, which
-        may be left out.
+        A store that declares `hints` also takes the optional keyword ``hints: Sequence[Hints]``,
+        one per key.
         """
 
     def delete(self, keys: Sequence[bytes]) -> Future[int]:
-        """Forget objects; how many were there."""
+        """Delete objects; the result is the number of objects that were there."""
 
     def usage(self) -> Usage:
-        """What it holds; never blocks."""
+        """What the store holds. Never blocks."""
 
     def close(self) -> None:
-        """Finish or fail what is running, then give everything back. Idempotent; may block."""
+        """Finish or fail running calls, then free all resources. Idempotent; may block."""
 
 
 @runtime_checkable
 class Evicting(Protocol):
-    """A store that tells which objects it is about to evict: optional, for tiers below it.
+    """A store that reports the objects that it is about to evict: optional, for the tier below it.
 
     Attributes:
-        on_evict: None, or called with the key and the bytes of each object that makes room for
-            others. The bytes stay until it returns; it copies what it wants. It comes from any
-            thread, does not block and does not call the store.
+        on_evict: None, or a callback that gets the key and the bytes of each object before its
+            eviction. The bytes are valid until it returns. It is called from any thread, does not
+            block and does not call the store.
     """
 
     on_evict: Callable[[bytes, Pieces], None] | None
@@ -221,30 +222,31 @@ class Evicting(Protocol):
 
 @runtime_checkable
 class Registering(Protocol):
-    """A store that moves bytes faster from and to memory that it was told of: optional."""
+    """A store that moves bytes faster from and to registered memory: optional."""
 
     def register(self, regions: AnyPieces) -> None:
-        """Prepare memory; called at most once, after `open` and before any load or store.
+        """Register memory; called at most once, after `open` and before any load or store.
 
-        Most pieces of later calls will lie in it, but not all. It stays until after `close`.
+        Most pieces of later calls lie in these regions, but not all. They stay valid until after
+        `close`.
 
         Args:
-            regions: writable, contiguous, of format ``B``. Of a kind that the store's capabilities
-                name in `devices` also `Memory`; pieces in such a region are `Memory`, too.
+            regions: Writable, contiguous, of format ``B``; or `Memory`, if its kind is among the
+                `devices` of the store's capabilities. Pieces in such a region are `Memory`, too.
 
         Raises:
-            StoreError: it can't be registered; the store works without, and gets no `Memory`.
+            StoreError: It can't be registered; the store works without, and gets no `Memory`.
         """
 
 
 @runtime_checkable
 class Forgetting(Protocol):
-    """A store that tells which objects it has given up by itself: optional.
+    """A store that reports which objects it has evicted or let expire: optional.
 
     Attributes:
-        on_forget: None, or called with keys that have been evicted or have expired, not with those
-            that somebody deletes. It comes from any thread, does not block and does not call the
-            store. Of a shared store, each process tells what it has evicted itself.
+        on_forget: None, or a callback that gets the keys of objects that were evicted or expired,
+            but not of those deleted by a caller. It is called from any thread, does not block and
+            does not call the store. With a shared store, each process reports its own evictions.
     """
 
     on_forget: Callable[[Sequence[bytes]], None] | None
@@ -255,32 +257,33 @@ class InDirectory(Protocol):
     """A store that keeps its objects in a directory of this machine: optional.
 
     Attributes:
-        directory: which one; `open` makes it, so that who only looks for objects checks it first.
+        directory: Its path. `open` creates it, so a command that only reads checks first whether
+            it exists.
     """
 
     directory: str
 
 
 class Claiming(Protocol):
-    """What a store that declares `claims` has besides: of several who compute, one stores."""
+    """Further method of a store that declares `claims`: of several writers one stores a key."""
 
     def claim(self, keys: Sequence[bytes]) -> Future[list[bool]]:
-        """Per key, whether the caller is to store it: it is not there, and nobody else is at it.
+        """Per key, whether the caller should store it: it is missing, and nobody else claims it.
 
-        A claim ends with the `store` of its object, whatever comes of it, or after `CLAIM_S`
-        without one. To store without a claim is allowed.
+        A claim ends with the `store` of its object, also if that fails, or without one after
+        `CLAIM_S`. Storing without a claim is allowed.
         """
 
 
 CLAIM_S = 30.0
-"""A claim of one that has died lasts so long, or a little more."""
+"""Seconds after which a claim expires, or a little more: its owner may have died."""
 
 
 class Namespaced(Protocol):
-    """What a store that declares `namespaces` has besides, for operators."""
+    """Further methods of a store that declares `namespaces`, for operators."""
 
     def namespaces(self) -> Future[dict[str, Usage]]:
-        """What it holds by `Hints.namespace`; it may have to look at every object."""
+        """What the store holds, by `Hints.namespace`; this may read every object's metadata."""
 
     def clear(self, namespace: str) -> Future[int]:
-        """Forget all objects of a namespace; how many there were."""
+        """Delete all objects of a namespace; the result is the number of objects deleted."""

@@ -1,4 +1,4 @@
-"""Where another thread is, for errors that tell of one which hangs."""
+"""Stack of another thread, for errors about a thread that hangs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import traceback
 
 
 def stack_of(thread: threading.Thread) -> list[str]:
-    """The lines in which a thread is, as `traceback.format_stack` has them; none if it has ended.
+    """The stack of a thread, formatted as by `traceback.format_stack`; empty if it has ended.
 
-    CPython before 3.11.8 and 3.12.2 holds the lock of all threads in `sys._current_frames`: if
-    garbage is collected there and a finalizer starts a thread or waits for one, the process hangs,
-    beyond the reach of any signal (https://github.com/python/cpython/issues/106883).
+    Garbage collection is disabled meanwhile. CPython before 3.11.8 and 3.12.2 holds the lock of all
+    threads in `sys._current_frames`: if a finalizer that runs there starts a thread or waits for
+    one, the process deadlocks, and no signal is handled any more
+    (https://github.com/python/cpython/issues/106883).
     """
     collects = gc.isenabled()
     gc.disable()

@@ -1,1 +1,1 @@
-"""The conformance kit, shipped for vendors."""
+"""The conformance kit for connectors, shipped for vendors of stores and transports."""

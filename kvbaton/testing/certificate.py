@@ -1,4 +1,4 @@
-"""What a run of the kit has proven of one connector: as JSON, as JUnit's XML, and as a page."""
+"""Certificates: the result of a run of the kit over one connector as JSON, JUnit XML and HTML."""
 
 from __future__ import annotations
 
@@ -30,33 +30,33 @@ from kvbaton.testing.check import Subject, check_all
 from kvbaton.testing.kit import LEVELS, CaseVerdict, Outcome
 
 SCHEMA = 1
-"""Of the JSON certificate."""
+"""Version of the JSON certificate."""
 _SECRET = re.compile(r"secret|passw|token|credential|api_?key|access_?key|private", re.IGNORECASE)
 _USER_INFO = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 HIDDEN = "***"
 
 Speed = Callable[[Subject], Sequence[Mapping[str, Any]]]
-"""Measures a connector beside plain copies: rows of a table, all with the same columns."""
+"""Measures a connector's speed beside plain copies: rows of a table, all with the same columns."""
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """A run over one connector, and all that its result depends on.
+    """A run over one connector, and everything that its result depends on.
 
     Attributes:
-        verdict: ``certified``, ``passed, not certified`` or ``not passed``, and why.
-        plugin: its name, class, package and version.
-        contract: the version that it was written to, and ours.
-        capabilities: as declared.
-        options: of its spec, secrets hidden.
-        door: of the back door, its path; None without one.
-        capacity: that it was given, in bytes; None if it has none, or is a transport.
-        exclusions: reasons by case.
-        machine: on which it ran.
-        date: when, UTC.
-        pressure: the seed and the depth of the run.
-        speed: beside plain copies.
-        cases: how each ended.
+        verdict: ``certified``, ``passed, not certified`` or ``not passed``, with reasons.
+        plugin: Name, class, package and version of the connector.
+        contract: The contract version that it was written to, and kvbaton's.
+        capabilities: Declared capabilities.
+        options: Options of the spec, with secrets hidden.
+        door: Path of the back door; None without one.
+        capacity: Capacity of the store in bytes; None without a limit, and for transports.
+        exclusions: Reasons by excluded case.
+        machine: Description of the machine.
+        date: Time of the run, UTC.
+        pressure: Seed and depth of the run.
+        speed: Speed beside plain copies.
+        cases: Outcome of each case.
     """
 
     verdict: str
@@ -75,24 +75,24 @@ class Certificate:
 
 
 def certify(subject: Subject, speed: Speed) -> tuple[Certificate, int]:
-    """Run all cases, and measure; the certificate, and the exit status of `check_all`.
+    """Run all cases and measure; returns the certificate, and the exit status of `check_all`.
 
     Args:
-        subject: what to check.
-        speed: see `Speed`.
+        subject: The connector to check.
+        speed: See `Speed`.
 
     Raises:
-        ConfigError: it can't be built or opened.
-        KeyboardInterrupt: while cases ran.
+        ConfigError: The connector can't be built or opened.
+        KeyboardInterrupt: The run was interrupted.
     """
     outcomes, status, verdict = check_all(subject, subject.cases())
-    if status == INTERRUPTED:  # what was certified before stays
+    if status == INTERRUPTED:  # keep an earlier certificate
         raise KeyboardInterrupt
     target, options = split_spec(subject.spec, subject.registry)
     found = find_connector(subject.registry, target)
     able: Mapping[str, Any] = {}
     capacity: int | None = None
-    with suppress(Exception), subject.rig() as rig:  # its cases have told what fails here
+    with suppress(Exception), subject.rig() as rig:  # the cases have reported what fails here
         connector = rig.store if subject.kind == "store" else rig.source
         able = declared(connector.capabilities)
         capacity = connector.usage().capacity if subject.kind == "store" else None
@@ -130,12 +130,12 @@ def certify(subject: Subject, speed: Speed) -> tuple[Certificate, int]:
 def _measured(subject: Subject, speed: Speed) -> Sequence[Mapping[str, Any]]:
     try:
         return speed(subject)
-    except (StoreError, TransportError) as error:  # what the cases have shown is not lost
+    except (StoreError, TransportError) as error:  # keep the results of the cases
         return [{"not measured": as_written(str(error))}]
 
 
 def hide_secrets(options: Any) -> Any:
-    """Options without passwords, tokens and keys: by their names, and in URLs."""
+    """Options with secrets replaced: those named like passwords, tokens or keys, and in URLs."""
     match options:
         case dict():
             return {
@@ -167,7 +167,7 @@ def write(certificate: Certificate, folder: Path) -> list[Path]:
 
 
 def junit(certificate: Certificate) -> str:
-    """As CI systems read it."""
+    """The certificate as JUnit XML, for CI systems."""
     outcomes = certificate.cases
     counts = Counter(outcome.verdict for outcome in outcomes)
     suite = ElementTree.Element(
@@ -203,7 +203,7 @@ _STYLE = (
 
 
 def page(certificate: Certificate) -> str:
-    """One HTML page that needs nothing else."""
+    """The certificate as one self-contained HTML page."""
     told = certificate
     name = told.plugin["name"]
     about = {

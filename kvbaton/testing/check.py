@@ -71,18 +71,18 @@ CASES = (
     *(store_load, store_scale, store_crash),
     *(transport_cases, transport_processes),
 )
-"""Whose functions are the cases in the kits."""
+"""Modules of the cases; importing them fills the kits."""
 
 SCHEMA = 2
-"""Of the JSON report."""
+"""Version of the JSON report."""
 
 EXCLUDED = "excluded"
-"""Begins the text of a case that was not run since the connector's author says why not."""
+"""Prefix of the text of cases that the connector's author excludes, with a reason."""
 
 LIMIT_S = 120.0
-"""For a case."""
+"""Time limit of a case in seconds."""
 SLOW_S = 10.0
-"""A case that takes longer is told apart."""
+"""Seconds above which a case is marked as slow."""
 
 _SHOWN = {
     CaseVerdict.PASSED: "passed ",
@@ -94,18 +94,17 @@ _SHOWN = {
 
 @dataclass(frozen=True)
 class Subject:
-    """A connector to check, and how hard to press.
+    """A connector to check, and how thoroughly.
 
     Attributes:
-        spec: as ``--store`` or ``--transport`` takes it; ``{tmp}`` in it becomes an empty folder,
-            another one for each case.
+        spec: Spec as for ``--store`` or ``--transport``; ``{tmp}`` in it becomes an empty folder, a
+            new one for each case.
         kind: ``"store"`` or ``"transport"``.
-        back_door: makes a store's back door of the opened store; None if it has none.
-        depth: multiplies examples, repetitions and seconds.
-        seed: of everything random but the keys.
-        patience: seconds for which any one answer is waited for, on a machine that is not busy: see
-            `tasks_per_core`.
-        exclusions: cases that are not run, and why: the connector's author says so.
+        back_door: Makes a back door from an opened store; None if there is none.
+        depth: Factor on the number of examples and repetitions, and on durations.
+        seed: Seed of all random values except keys.
+        patience: Seconds to wait for each answer on an idle machine; see `tasks_per_core`.
+        exclusions: Cases that are not run, with the reasons of the connector's author.
     """
 
     spec: str
@@ -118,18 +117,21 @@ class Subject:
 
     @property
     def registry(self) -> RegistryKind:
-        """All connectors of its kind."""
+        """Registry of the connectors of this kind."""
         return STORES if self.kind == "store" else TRANSPORTS
 
     def cases(
         self, level: int = len(LEVELS) - 1, only: Sequence[str] = (), *, quick: bool = False
     ) -> list[Case[Any]]:
-        """The cases of this kind, up to a level, whose ids contain one of the texts, if any.
+        """The cases of this kind up to a level.
 
-        `quick` leaves out those that are slow.
+        Args:
+            level: Highest level.
+            only: Texts; only cases whose id contains one of them are returned. Empty for all.
+            quick: Leave out slow cases.
 
         Raises:
-            ConfigError: a text is in no case's id.
+            ConfigError: A text is in no case's id.
         """
         kit: Kit[Any] = STORE_KIT if self.kind == "store" else TRANSPORT_KIT
         cases = [case for case in kit.cases(level) if not (quick and case.slow)]
@@ -140,7 +142,7 @@ class Subject:
         return [c for c in cases if not only or any(text in c.id for text in only)]
 
     def rig(self) -> AbstractContextManager[Any]:
-        """A fresh rig, opened when it is entered."""
+        """A fresh rig; entering it opens the connector."""
         patience = self.patience * tasks_per_core()
         pressure: Any = {"seed": self.seed, "depth": self.depth, "patience": patience}
         if self.kind == "store":
@@ -150,17 +152,17 @@ class Subject:
     def run(self, case: Case[Any], limit: float | None = None) -> Outcome:
         """Run one case over a fresh rig, unless it is excluded.
 
-        `limit` is in seconds; None for `LIMIT_S`, on a machine that is not busy.
+        `limit` is in seconds; None means `LIMIT_S`, and more on a busy machine.
         """
         if (reason := self.exclusions.get(case.id)) is not None:
             return Outcome(case.id, case.law, CaseVerdict.SKIPPED, f"{EXCLUDED}: {reason}")
         return run_case(case, self.rig, limit or LIMIT_S * tasks_per_core())
 
     def probe(self) -> None:
-        """See that it can be built, opened and closed at all.
+        """Check that the connector can be built, opened and closed.
 
         Raises:
-            ConfigError: it can't, or not in the time of a case.
+            ConfigError: It can't, or not within the time limit of a case.
         """
         limit, errors = LIMIT_S * tasks_per_core(), list[BaseException]()
 
@@ -186,7 +188,7 @@ class Subject:
                 try:
                     capacity = rig.store.usage().capacity if self.kind == "store" else None
                 except Exception:
-                    capacity = None  # its cases will tell
+                    capacity = None  # the cases report that
                 if isinstance(capacity, int) and capacity < LEAST_CAPACITY:
                     text = f"{self.spec} holds {capacity} bytes; the kit needs {LEAST_CAPACITY}"
                     raise ConfigError(flag, text)
@@ -194,7 +196,7 @@ class Subject:
                     text = f"{self.spec} takes {n} keys in a call; the kit needs {LEAST_KEYS}"
                     raise ConfigError(flag, text)
         except CaseFailure:
-            return  # a store that does not close: its cases will tell
+            return  # the store could not be closed: the cases report that
         except (StoreError, TransportError) as error:
             raise ConfigError(flag, f"{self.spec} can't be opened: {error}") from error
         except KvbatonError:
@@ -214,19 +216,20 @@ def make_subject(
     seed: int = 0,
     exclude: Sequence[str] = (),
 ) -> Subject:
-    """A subject as a command line names it.
+    """Make a subject from the arguments of a command line.
 
     Args:
-        spec: see `Subject`.
-        kind: ``"store"``, ``"transport"``, or None to find out.
-        back_door: ``package.module:Class`` or nothing.
-        depth: see `Subject`.
-        seed: see `Subject`.
-        exclude: ``CASE=REASON``, beside those in the connector's attribute ``kit_exclusions``.
+        spec: See `Subject`.
+        kind: ``"store"``, ``"transport"``, or None to infer it from the spec.
+        back_door: ``package.module:Class``; None for none.
+        depth: See `Subject`.
+        seed: See `Subject`.
+        exclude: Exclusions ``CASE=REASON``, in addition to the connector's attribute
+            ``kit_exclusions``.
 
     Raises:
-        ConfigError: it can't be told which kind is meant; the back door can't be imported; an
-            exclusion has no reason, or names no case.
+        ConfigError: The kind can't be inferred, the back door can't be imported, or an exclusion
+            has no reason or names no case.
     """
     if kind is None:
         target, _ = split_spec(spec, STORES)
@@ -262,7 +265,7 @@ def _imported(flag: str, path: str) -> Any:
 
 
 def print_outcome(outcome: Outcome) -> None:
-    """One line per case; more if there is more to say."""
+    """Print one line per case; for failures also the law and the text."""
     line = f"  {_SHOWN[outcome.verdict]} {outcome.case:<40} {outcome.seconds:7.2f} s"
     if outcome.verdict is CaseVerdict.SKIPPED:
         line += f"  ({outcome.text})"
@@ -275,10 +278,10 @@ def print_outcome(outcome: Outcome) -> None:
 
 
 def not_certified(subject: Subject, outcomes: Sequence[Outcome]) -> list[str]:
-    """Why a run without failures proves less than the kit could; empty if it proves all.
+    """Reasons why a run without failures is not enough for a certificate; empty if it is.
 
-    A case that is skipped because the connector declares no such capability lacks nothing, and one
-    that its author excludes is told apart.
+    Cases skipped because a capability is not declared do not count, nor do cases that the author
+    excludes, which are reported separately.
     """
     ran = {outcome.case for outcome in outcomes}
     left_out = sum(case.id not in ran for case in subject.cases())
@@ -293,7 +296,7 @@ def not_certified(subject: Subject, outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def write_json(subject: Subject, outcomes: Sequence[Outcome], path: Path) -> None:
-    """All outcomes of one run over one connector, for programs."""
+    """Write the outcomes of a run over one connector as JSON."""
     counts = Counter(outcome.verdict for outcome in outcomes)
     content: dict[str, Any] = {
         "schema": SCHEMA,
@@ -323,19 +326,19 @@ def main(
     """Check a connector, print each outcome and write the report to a file.
 
     Args:
-        subject: what to check.
-        level: the highest level to check, 0 to 5.
-        json_path: where to write the report as JSON.
-        only: texts, one of which is in the name of each case to run; all cases if there are none.
-        stop_at_failure: run no case after one that failed.
-        quick: leave out cases that take long with any connector.
+        subject: The connector to check.
+        level: Highest level to check, 0 to 5.
+        json_path: Path of the JSON report; None for none.
+        only: See `Subject.cases`.
+        stop_at_failure: Run no case after one that failed.
+        quick: See `Subject.cases`.
 
     Returns:
-        0 if it is certified, 1 if a case failed, 3 if none did but the kit broke, 4 if nothing
-        failed, but cases did not run whose capability is declared, `INTERRUPTED`.
+        0 if the connector is certified, 1 if a case failed, 3 if none failed but the kit broke, 4
+        if none failed but cases of declared capabilities did not run, or `INTERRUPTED`.
 
     Raises:
-        ConfigError: the connector can't be built or opened; a text of `only` names no case.
+        ConfigError: The connector can't be built or opened, or a text of `only` names no case.
     """
     cases = subject.cases(level, only, quick=quick)
     outcomes, status, _ = check_all(subject, cases, stop_at_failure=stop_at_failure)
@@ -347,7 +350,7 @@ def main(
 
 
 def end(outcomes: Sequence[Outcome], status: int) -> None:
-    """End the process now if a case hangs: the interpreter would wait for its threads."""
+    """Exit the process now if a case hangs, as the interpreter would wait for its threads."""
     if any(outcome.hung for outcome in outcomes):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -357,10 +360,10 @@ def end(outcomes: Sequence[Outcome], status: int) -> None:
 def check_all(
     subject: Subject, cases: Sequence[Case[Any]], *, stop_at_failure: bool = False
 ) -> tuple[list[Outcome], int, str]:
-    """Run cases and print each; the outcomes, an exit status as of `main`, and the verdict.
+    """Run cases and print each; returns the outcomes, the exit status of `main`, and the verdict.
 
     Raises:
-        ConfigError: the connector can't be built or opened.
+        ConfigError: The connector can't be built or opened.
     """
     subject.probe()
     print(f"{subject.kind} {subject.spec}", flush=True)
@@ -372,7 +375,7 @@ def check_all(
             print_outcome(outcomes[-1])
             if stop_at_failure and outcomes[-1].verdict is CaseVerdict.FAILED:
                 break
-    except KeyboardInterrupt:  # what is known is told
+    except KeyboardInterrupt:  # report the outcomes so far
         interrupted = True
     counts = Counter(outcome.verdict for outcome in outcomes)
     if slow := [o for o in outcomes if o.seconds > SLOW_S]:

@@ -1,7 +1,7 @@
-"""What a conformance case is and how one is run; nothing here knows a store or a transport.
+"""Conformance cases, and how they are run; independent of stores and transports.
 
-A *case* checks one law of a contract over a fresh *rig*: the connector under test and all that is
-needed to drive it. Cases have levels; a case never relies on what a higher level checks.
+A *case* checks one law of a contract over a fresh *rig*: the connector under test and everything
+needed to drive it. Cases have levels; a case relies only on what lower levels check.
 
 ======  ==========================================
 ``L0``  API: names, types, signatures, bad arguments
@@ -12,9 +12,9 @@ needed to drive it. Cases have levels; a case never relies on what a higher leve
 ``L5``  soak: random schedules, and nothing leaks
 ======  ==========================================
 
-A case ends in one of four ways, told apart strictly: it *passed*; it *failed* (the connector broke
-the law); it was *skipped*, by the name of the capability that the connector lacks; or the kit
-*broke*, which says nothing about the connector.
+A case has one of four outcomes: it *passed*; it *failed*, as the connector broke the law; it was
+*skipped*, as the connector lacks a capability, which is named; or the kit *broke*, which says
+nothing about the connector.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from kvbaton.connectors.registry import as_written
 from kvbaton.connectors.thread_stack import stack_of
 
 LEVELS = ("API", "data", "concurrency", "crash", "identity", "soak")
-"""What each level is about."""
+"""Subject of each level."""
 
 HERE = Path(__file__).parent
 SLOWER = 10.0
-"""So many times as long as what a connector did before took, for as much, is slow, and not hung."""
+"""Factor over a connector's previous pace up to which it counts as slow, not as hung."""
 THREAD = "kvbaton-case"
-"""Begins the name of each thread that runs a case; one that is still there hangs."""
+"""Prefix of the names of threads that run cases; one that outlives its case hangs."""
 QUICK_S = 0.02
-"""More than a call takes that asks nobody."""
+"""Maximum seconds of a call that must not wait for I/O."""
 OWN_S = 300.0
-"""The most of a case's time that is the kit's own, on a machine that is not busy."""
+"""Maximum seconds that the kit itself may take in a case, on an idle machine."""
 
 
 class CaseFailure(AssertionError):
@@ -63,10 +63,10 @@ class KitBroke(Exception):
 
 
 class Rig(Protocol):
-    """What a case gets."""
+    """The argument of a case."""
 
     def lacks(self, need: str) -> str | None:
-        """Why the connector, or this machine, lacks what a case needs; None if it does not."""
+        """Why the connector or this machine lacks what a case needs; None if it has it."""
 
 
 T = TypeVar("T")
@@ -76,15 +76,15 @@ Check = Callable[[AnyRig], None]
 
 @dataclass(frozen=True)
 class Case(Generic[AnyRig]):
-    """One law, checked.
+    """The check of one law.
 
     Attributes:
-        level: index into `LEVELS`.
-        id: ``L2.cancel-leaves-buffers``.
-        law: what must hold, in one sentence.
-        needs: capabilities without which it does not apply, as the rig's `lacks` knows them.
-        check: raises `CaseFailure`.
-        slow: it takes many seconds; a certificate needs it all the same.
+        level: Index into `LEVELS`.
+        id: Name of the case, for example ``L2.cancel-leaves-targets``.
+        law: What must hold, in one sentence.
+        needs: Needs of the case, for `Rig.lacks`; it is skipped if one of them is lacking.
+        check: Checks the law; raises `CaseFailure`.
+        slow: The case takes many seconds; certificates include it nevertheless.
     """
 
     level: int
@@ -104,7 +104,7 @@ class Kit(Generic[AnyRig]):
     def case(
         self, level: int, *needs: str, slow: bool = False
     ) -> Callable[[Check[AnyRig]], Check[AnyRig]]:
-        """Make a case of a function: its name is the id, its docstring the law."""
+        """Decorator that adds a function as a case: its name is the id, its docstring the law."""
 
         def add(check: Check[AnyRig]) -> Check[AnyRig]:
             law = " ".join((inspect.getdoc(check) or "").split())
@@ -115,13 +115,13 @@ class Kit(Generic[AnyRig]):
         return add
 
     def cases(self, highest: int = len(LEVELS) - 1) -> list[Case[AnyRig]]:
-        """All cases up to a level, in the order in which to read a failing connector's report."""
+        """All cases up to a level, lowest level first."""
         chosen = [case for case in self._cases if case.level <= highest]
         return sorted(chosen, key=lambda case: case.level)
 
 
 class CaseVerdict(enum.Enum):
-    """How a case ended."""
+    """Outcome of a case."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -131,15 +131,15 @@ class CaseVerdict(enum.Enum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """A case that was run.
+    """The result of a case that was run.
 
     Attributes:
-        case: its id.
-        law: what it checks.
-        verdict: how it ended.
-        text: what went wrong or what is lacking; empty if it passed.
-        seconds: how long it took.
-        hung: it was given up, and its thread may still be there.
+        case: Id of the case.
+        law: The law that it checks.
+        verdict: How it ended.
+        text: What went wrong, or what is lacking; empty if it passed.
+        seconds: How long it took.
+        hung: The case exceeded its time limit, and its thread may still run.
     """
 
     case: str
@@ -151,20 +151,21 @@ class Outcome:
 
 
 def require(holds: bool, otherwise: str) -> None:
-    """Raise `CaseFailure` unless it holds."""
+    """Raise `CaseFailure` with the text `otherwise` unless `holds`."""
     if not holds:
         raise CaseFailure(otherwise)
 
 
 Answers = Mapping[str, tuple[str, Callable[..., bool]]]
-"""By method: what it answers, in words, and whether an answer (to these arguments) is that."""
+"""Per method, the expected result in words, and a check of a result (and the call's arguments)."""
 
 
 def checked(connector: T, answers: Answers) -> T:
-    """Let a connector check what its methods answer; returns it.
+    """Make a connector check the results of its methods; returns it.
 
-    So what is of a wrong type is its failure, by the method's name. What a case makes of that would
-    look like an error of the kit. A connector whose class can't be derived from stays as it is.
+    So a result of a wrong type is a failure of the connector that names the method. Otherwise an
+    error in the case's code would look like one of the kit. A connector whose class can't be
+    subclassed stays unchecked.
     """
     own: type[Any] = type(connector)
     methods = {n: _checked(getattr(own, n), n, *answers[n]) for n in answers if hasattr(own, n)}
@@ -184,18 +185,18 @@ def _checked(method: Any, name: str, what: str, is_right: Callable[..., bool]) -
 
 
 def require_answer(name: str, answer: T, what: str, is_right: bool) -> T:
-    """Raise `CaseFailure` unless that is what a method answers; returns it."""
+    """Return a method's result; raise `CaseFailure` unless it is as expected."""
     require(is_right, f"{name} answered {answer!r:.100}, which is not {what}")
     return answer
 
 
 def kind(*types: Any) -> Callable[..., bool]:
-    """Whether an answer is of one of these types."""
+    """A check whether a result has one of these types."""
     return lambda answer, *_: isinstance(answer, types)
 
 
 def require_quick(what: str, call: Callable[[], object], *, calls: int) -> None:
-    """Raise `CaseFailure` if a call that asks nobody takes long, at the median of so many."""
+    """Raise `CaseFailure` if the median of `calls` calls takes `QUICK_S` or more."""
     taken = []
     for _ in range(calls):
         began = time.monotonic()
@@ -210,7 +211,7 @@ def run_case(
 ) -> Outcome:
     """Run a case over a fresh rig, in a thread of its own, for at most `limit` seconds.
 
-    Those within `kits_own_time` do not count.
+    Time within `kits_own_time` does not count.
     """
     answers: list[tuple[CaseVerdict, str]] = []
 
@@ -242,17 +243,17 @@ def run_case(
 
 
 class _CaseThread(threading.Thread):
-    """Runs a case, and knows for how long the kit was busy with itself."""
+    """Runs a case, and measures the time that is the kit's own."""
 
     _finished_s, _own_since = 0.0, math.inf
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.failed: list[str] = []
-        """What the case found, if it hangs in what comes after it."""
+        """Failure that the case found, in case the clean-up after it hangs."""
 
     def own_s(self) -> float:
-        """Seconds until now, those of a block that goes on included."""
+        """Seconds of the kit's own time so far, including a block that has not ended."""
         return self._finished_s + max(0.0, time.monotonic() - self._own_since)
 
     @contextmanager
@@ -266,12 +267,12 @@ class _CaseThread(threading.Thread):
 
 
 def hangs_in(thread: threading.Thread) -> str:
-    """The innermost lines in which it is."""
+    """The innermost stack frames of a thread, as text."""
     return "".join(stack_of(thread)[-4:]) or "(it just ended)"
 
 
 def kits_own_time() -> AbstractContextManager[None]:
-    """In the block the kit waits for itself: that is no part of a connector's time."""
+    """Context for work of the kit itself, whose time does not count against the connector."""
     thread = threading.current_thread()
     return thread.busy_with_itself() if isinstance(thread, _CaseThread) else nullcontext()
 
@@ -295,7 +296,7 @@ def _attempt(
         text = "\n".join([str(failure), *getattr(failure, "__notes__", ())])
         return CaseVerdict.FAILED, text
     except BaseException as error:
-        # Ours is what the kit itself raised, and not something that it had called.
+        # The kit broke only if its own code raised, not code that it called.
         frames = traceback.extract_tb(error.__traceback__)
         ours = isinstance(error, KitBroke) or Path(frames[-1].filename).parent == HERE
         return CaseVerdict.BROKE if ours else CaseVerdict.FAILED, traceback.format_exc()
@@ -303,9 +304,10 @@ def _attempt(
 
 
 class _StrayErrors(logging.Handler):
-    """Collects what threads and callbacks of futures raise, which else would only be logged.
+    """Collects errors of threads and of futures' callbacks, which otherwise would only be logged.
 
-    A case that was given up may end while the next one runs, which must not miss anything by that.
+    A case that exceeded its limit may end while the next one runs, and must not stop the
+    collection for that one.
     """
 
     def __init__(self) -> None:
@@ -315,7 +317,7 @@ class _StrayErrors(logging.Handler):
         self._before = threading.excepthook
 
     def emit(self, record: logging.LogRecord) -> None:
-        """An error that ``concurrent.futures`` logs."""
+        """Collect an error that ``concurrent.futures`` logs."""
         self._note(self.format(record))
 
     def _note(self, text: str) -> None:
@@ -324,7 +326,7 @@ class _StrayErrors(logging.Handler):
 
     @contextmanager
     def collect(self) -> Iterator[list[str]]:
-        """Those that come in the meantime."""
+        """Context that collects errors into the list that it returns."""
         strays: list[str] = []
         with self._changing:
             if not self._collecting:
@@ -347,17 +349,17 @@ class _StrayErrors(logging.Handler):
 _stray_errors = _StrayErrors()
 
 
-# --- what must be given back ---
+# --- leaks ---
 
 
 @dataclass(frozen=True)
 class Accounts:
-    """What this process holds at one moment.
+    """Resources that this process holds at one moment.
 
     Attributes:
-        file_descriptors: open ones.
-        threads: ids of those of the operating system, so also of those that Python does not know.
-        children: processes started by this one and not waited for.
+        file_descriptors: Number of open file descriptors.
+        threads: Ids of the operating system's threads, including those unknown to Python.
+        children: Number of child processes that were not waited for.
     """
 
     file_descriptors: int
@@ -366,22 +368,22 @@ class Accounts:
 
     @classmethod
     def now(cls) -> Self:
-        """Count."""
+        """Count the resources now."""
         tasks, children = list(Path("/proc/self/task").iterdir()), 0
         for task in tasks:
-            with suppress(OSError):  # the thread has just ended, or the kernel does not tell
+            with suppress(OSError):  # the thread has just ended, or the kernel lacks this file
                 children += len((task / "children").read_text().split())
         threads = frozenset(task.name for task in tasks)
         return cls(len(os.listdir("/proc/self/fd")), threads, children)
 
     def above(self, before: Accounts, rounds: int) -> str:
-        """What has grown by one or more in each of so many rounds; empty if nothing has.
+        """Resources that grew by at least one per round; empty if none did.
 
-        Pools that libraries keep and fill once do not count as leaks.
+        So pools that libraries fill only once do not count as leaks.
         """
         grown = {
             "file_descriptors": self.file_descriptors - before.file_descriptors,
-            "threads": len(self.threads - before.threads),  # others' may end meanwhile
+            "threads": len(self.threads - before.threads),  # unrelated threads may have ended
             "children": self.children - before.children,
         }
         more = [f"{count} more {name}" for name, count in grown.items() if count >= rounds]
@@ -391,14 +393,14 @@ class Accounts:
 def require_no_growth(
     what: str, act: Callable[[], object], *, rounds: int, before: int, patience: float
 ) -> None:
-    """Raise `CaseFailure` if each time that something is done leaves more in this process.
+    """Raise `CaseFailure` if each call of `act` leaves more resources in this process.
 
     Args:
-        what: was done, for the failure.
-        act: does it.
-        rounds: so often.
-        before: so often first: what libraries keep once is then there.
-        patience: seconds for what goes away by itself.
+        what: What the calls do, for the message.
+        act: The function to call.
+        rounds: Number of calls.
+        before: Number of calls before the first count, in which libraries fill their pools.
+        patience: Seconds to wait for resources that are freed with a delay.
     """
     for _ in range(before):
         act()
@@ -412,7 +414,7 @@ def require_no_growth(
 
 
 def allocated_bytes() -> int | None:
-    """Memory that ``malloc`` has given out and not got back; None if the C library can't tell."""
+    """Bytes allocated by ``malloc`` and not freed; None if the C library can't tell."""
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "malloc_info"):
         return None
@@ -429,14 +431,13 @@ def allocated_bytes() -> int | None:
 
 
 def tasks_per_core() -> float:
-    """How many tasks wanted each of our cores in the last minute; 1.0 if they were not all busy.
+    """Number of runnable tasks per usable core in the last minute, at least 1.0.
 
-    Whatever a connector needs takes so many times as long as on an idle machine, hence deadlines
-    that tell a slow answer from none are longer by it.
+    On a busy machine a connector takes longer by this factor, so time limits are multiplied by it.
     """
     return max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in RAM."""
+    """Resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,8 +1,8 @@
 """The kit as a pytest plugin: ``pytest --kvbaton-store my_package:MyStore``.
 
-Each case becomes a test named ``store SPEC::L1.sizes``; ``-k "L0 or L1"`` chooses levels. It runs
-next to the tests that pytest finds by itself. The plugin loads with pytest wherever kvbaton is
-installed, so it imports nothing before one of its options is used.
+Each case becomes a test named ``store SPEC::L1.sizes``; ``-k "L0 or L1"`` selects levels. These
+tests run beside those that pytest collects. pytest loads this plugin wherever kvbaton is installed,
+so it imports nothing until one of its options is used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The options, each of which may be left out."""
+    """Add the plugin's options."""
     group = parser.getgroup("kvbaton", "conformance of kvbaton's connectors")
     for kind in ("store", "transport"):
         text = f"check the {kind} that SPEC names (may be given again)"
@@ -34,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the marker known that `StoreTests` gives to some of its cases."""
+    """Register the marker ``slow``, which `StoreTests` gives to some cases."""
     config.addinivalue_line("markers", "slow: takes many seconds with any connector")
 
 
@@ -47,20 +47,20 @@ class CaseItem(pytest.Item):
         self.case = case
 
     def runtest(self) -> None:
-        """Run it; its outcome is the test's."""
+        """Run the case; its outcome is the test's outcome."""
         from kvbaton.testing.suite import tell_pytest
 
         tell_pytest(self.subject.run(self.case, self.config.getoption("--kvbaton-limit")))
 
     def reportinfo(self) -> tuple[os.PathLike[str], int | None, str]:
-        """Where it comes from."""
+        """Location of the test in pytest's report."""
         return self.path, None, self.name
 
 
 def pytest_collection_modifyitems(
     session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Add the cases of each connector that was named."""
+    """Add the cases of each connector named by the options."""
     for kind in ("store", "transport"):
         for spec in config.getoption(f"--kvbaton-{kind}"):
             from kvbaton.errors import ConfigError
@@ -80,7 +80,7 @@ def pytest_collection_modifyitems(
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Don't let the interpreter wait for ever for what hangs."""
+    """Exit at once if a case hangs, as the interpreter would wait for its thread for ever."""
     from kvbaton.testing.kit import THREAD
 
     hanging = any(thread.name.startswith(THREAD) for thread in threading.enumerate())

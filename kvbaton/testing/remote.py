@@ -1,4 +1,4 @@
-"""A hold on another process that works with a connector: lines out, lines in, signals."""
+"""Controls another process that uses a connector, by lines of text and signals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Self
 from kvbaton.testing.kit import CaseFailure, KitBroke, kits_own_time, tasks_per_core
 
 STARTS_WITHIN_S = 60.0
-"""A process that was started, with all that it imports, on a machine that is not busy."""
+"""Maximum seconds until a process has started and done its imports, on an idle machine."""
 WORKER = "kvbaton.testing.remote_worker"
 
 
@@ -24,11 +24,11 @@ class CaseLate(CaseFailure):
 
 
 class RemoteProcess:
-    """A process that is surely gone at the end of the block.
+    """A process that is killed at the end of the ``with`` block.
 
     Args:
-        command: of it.
-        patience: seconds for which a line is waited for.
+        command: Command line of the process.
+        patience: Seconds to wait for a line.
     """
 
     def __init__(self, command: Sequence[str], patience: float) -> None:
@@ -55,15 +55,15 @@ class RemoteProcess:
     def line(
         self, *wanted: str, within: float | None = None, idle: Callable[[], object] | None = None
     ) -> list[str]:
-        """The words of the next line whose first word is one of those wanted; others are skipped.
+        """The words of the next line that begins with a wanted word; other lines are skipped.
 
         Args:
-            wanted: first words.
-            within: seconds; None takes the process's patience.
-            idle: called about every millisecond until then.
+            wanted: Wanted first words.
+            within: Seconds to wait; None means `patience`.
+            idle: Called about every millisecond while waiting.
 
         Raises:
-            CaseFailure: it does not come in time (`CaseLate`), or the process ends first.
+            CaseFailure: The line does not come in time (`CaseLate`), or the process ends first.
         """
         deadline = time.monotonic() + (within or self._patience)
         ready = select.poll()  # `select` takes no descriptor above 1,023
@@ -89,18 +89,18 @@ class RemoteProcess:
                 return words
 
     def all_lines(self) -> list[list[str]]:
-        """The words of each line of a process that is dead, those that `line` skipped included."""
+        """The words of all lines of a dead process, including those that `line` skipped."""
         self._rest += self._out.read()
         *rest, self._rest = self._rest.split(b"\n")
         self._lines += [line.decode() for line in rest]
         return [line.split() for line in self._lines]
 
     def started(self) -> list[str]:
-        """Wait for ``ready`` or a card.
+        """Wait for a line ``ready`` or ``card``; returns its words.
 
         Raises:
-            CaseFailure: the process ends first, or is late after it has said ``begun``.
-            KitBroke: it is late before, which is not the connector's fault.
+            CaseFailure: The process ends first, or is late after it has printed ``begun``.
+            KitBroke: It is late before that, which is not the connector's fault.
         """
         within = STARTS_WITHIN_S * tasks_per_core()
         with kits_own_time():
@@ -111,7 +111,7 @@ class RemoteProcess:
         return self.line("ready", "card", within=within) if words == ["begun"] else words
 
     def card(self) -> bytes:
-        """Of the transport of a remote worker that was just started."""
+        """Wait for a started worker; returns the card of its transport."""
         return bytes.fromhex(self.started()[1])
 
     def tell(self, words: str) -> None:
@@ -123,19 +123,19 @@ class RemoteProcess:
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """``SIGKILL`` and wait."""
+        """Send ``SIGKILL`` and wait for the end."""
         self._process.kill()
         self._process.wait()
 
 
 def start_worker(kind: str, spec: str, *words: object, patience: float) -> RemoteProcess:
-    """A `remote_worker` over a connector; started, perhaps not ready.
+    """Start a `remote_worker` over a connector; it may not be ready yet.
 
     Args:
         kind: ``store`` or ``transport``.
-        spec: of the connector.
-        words: further arguments of the worker.
-        patience: as of `RemoteProcess`.
+        spec: Spec of the connector.
+        words: Further arguments of the worker.
+        patience: See `RemoteProcess`.
     """
     command = [sys.executable, "-m", WORKER, kind, spec, *map(str, words)]
     return RemoteProcess(command, patience)

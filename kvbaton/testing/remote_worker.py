@@ -1,18 +1,19 @@
-"""A process with one connector, so that it can be written to, measured, stopped and killed.
+"""A process with one connector, which cases write to, measure, stop and kill.
 
-``python -m kvbaton.testing.remote_worker transport SPEC NUM_BYTES DEVICE [FUNCTION [NUMBER...]]``.
-The only region of its transport is filled with `FILLED`. It prints ``card HEX PID ADDRESS``, the
-region's, and, for every notice but `QUIET`, ``notice HEX DIGEST``: what FUNCTION, a
-``package.module:name``, says of the region's bytes and the numbers, BLAKE2b if there is none. On a
-line ``write HEX`` it connects to that card and writes its region over the peer's region 0, again
-and again. It ends with its input.
+``python -m kvbaton.testing.remote_worker transport SPEC NUM_BYTES DEVICE [FUNCTION [NUMBER...]]``
+registers one region, filled with `FILLED`, and prints ``card HEX PID ADDRESS``, with the region's
+address. For every notice but `QUIET` it prints ``notice HEX DIGEST``: the result of FUNCTION, a
+``package.module:name``, for the region and the numbers, or BLAKE2b of the region's bytes without
+it. On a line ``write HEX`` it connects to that card, and writes its region over the peer's region 0
+again and again. It ends with its input.
 
-``python -m kvbaton.testing.remote_worker store SPEC JOB NONCE SIZE COUNT``. It opens the store,
-prints ``ready`` and waits for a line. Then ``write`` stores objects 0 to COUNT - 1 one by one, and
-prints ``begin I`` before and ``done I`` after each; ``read`` pins and loads them all, again and
-again, and prints ``round`` after each time. The objects follow from NONCE, I and SIZE.
+``python -m kvbaton.testing.remote_worker store SPEC JOB NONCE SIZE COUNT`` opens the store, prints
+``ready`` and waits for a line. The job ``write`` then stores objects 0 to COUNT - 1 one by one, and
+prints ``begin I`` before and ``done I`` after each. The job ``read`` pins and loads all of them
+again and again, and prints ``round`` after each time. The objects are derived from NONCE, I and
+SIZE.
 
-Either says ``begun`` first, when all is imported: what is late from then on is the connector.
+Both print ``begun`` once all is imported: from then on the connector is to blame for delays.
 """
 
 from __future__ import annotations
@@ -37,19 +38,19 @@ from kvbaton.testing.transport_rig import PAUSE_S, Buffer, fresh_name, pack
 FILLED = 7
 NOTICE = b"again"
 QUIET = b"quiet"
-"""Notice of a write that is only timed."""
+"""Notice of a write that is only timed, and for which no line is printed."""
 PATIENCE_S = 60.0
 
 
 def serve_transport(
     spec: str, num_bytes: int, device: Device, function: str = "", *numbers: str
 ) -> None:
-    """See the module."""
+    """Run the worker for a transport; see the module."""
     buffer = Buffer(device, num_bytes, FILLED)
     digest: Callable[[], object] = buffer.digest
     if function:
         digest = partial(resolve_name(function), buffer.memory.owner, *map(int, numbers))
-    # Whoever started this has built one like it, by `load_transport`, which checks more.
+    # The parent has built the same transport by `load_transport`, which checks more.
     make_transport, (_, options) = class_of(TRANSPORTS, spec), split_spec(spec, TRANSPORTS)
     arguments = {"name": fresh_name(), "host": "127.0.0.1"} | options
     _say("begun")
@@ -75,14 +76,14 @@ def serve_transport(
 
 
 def remote_objects(nonce: int, size: int, count: int) -> dict[bytes, bytes]:
-    """The objects of a process, by key, in order."""
+    """The objects of a worker, by key, in order."""
     noise = np.random.default_rng(nonce)
     names = (f"remote {nonce} {number}".encode() for number in range(count))
     return {hashlib.blake2b(name, digest_size=32).digest(): noise.bytes(size) for name in names}
 
 
 def use_store(spec: str, job: str, nonce: int, size: int, count: int) -> None:
-    """See the module."""
+    """Run the worker for a store; see the module."""
     objects = remote_objects(nonce, size, count)
     class_of(STORES, spec)
     _say("begun")
@@ -109,7 +110,7 @@ def _say(*words: object) -> None:
 
 
 def main(words: Sequence[str]) -> None:
-    """See the module."""
+    """Run the worker; see the module."""
     kind, spec, *rest = words
     try:
         if kind == "transport":

@@ -1,4 +1,4 @@
-"""L0 of stores: each call does what it says."""
+"""L0 of stores: the API."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "usage": ((), {}),
     "close": ((), {}),
 }
-"""How each method is called."""
+"""Positional and keyword arguments with which each method is called."""
 
 
 @case(0)
 def has_every_method(rig: StoreRig) -> None:
-    """A store has every member of `Store`, and its methods take what callers give them."""
+    """A store has every member of `Store`, and its methods take the arguments of their callers."""
     require(isinstance(rig.store, Store), "it lacks a member of Store")
     for name, (words, options) in CALLS.items():
         method = getattr(rig.store, name)
@@ -40,7 +40,7 @@ def has_every_method(rig: StoreRig) -> None:
 
 @case(0)
 def says_who_it_is(rig: StoreRig) -> None:
-    """`name` is the one it was given; `capabilities` are what they are declared to be."""
+    """`name` is the name that it was given; `capabilities` are of the declared types."""
     require(rig.store.name == "kit", f"it was named 'kit' but calls itself {rig.store.name!r}")
     able = rig.store.capabilities
     require(isinstance(able, StoreCapabilities), f"capabilities are {type(able).__name__}")
@@ -60,7 +60,7 @@ def constructor_does_nothing(rig: StoreRig) -> None:
 
 @case(0)
 def answers_are_futures(rig: StoreRig) -> None:
-    """Every call but `release` returns a `concurrent.futures.Future` of the type declared."""
+    """Every call but `release` returns a `concurrent.futures.Future` with a result of its type."""
     (key,) = objects = rig.objects([100])
     sources, targets = views(objects.values()), views([bytearray(100)])
     calls: dict[str, Callable[[], Future[Any]]] = {
@@ -78,7 +78,7 @@ def answers_are_futures(rig: StoreRig) -> None:
 
 @case(0)
 def a_miss_is_no_error(rig: StoreRig) -> None:
-    """For keys that nobody stored, every call has an answer, and none is an error."""
+    """For keys that nobody stored, every call returns a result, and none is an error."""
     keys = [rig.key(), rig.key()]
     require(rig.found(keys) == (False, False), "lookup found keys that nobody stored")
     loaded = rig.wait(rig.store.load(keys, views([bytearray(10), bytearray(10)])), "load")
@@ -90,7 +90,7 @@ def a_miss_is_no_error(rig: StoreRig) -> None:
 
 @case(0)
 def empty_calls(rig: StoreRig) -> None:
-    """Calls without keys are answered."""
+    """Calls without keys return an empty result, or 0."""
     found = rig.wait(rig.store.lookup([]), "lookup")
     require(found.present == (), f"lookup of nothing found {found.present}")
     require(rig.wait(rig.store.load([], []), "load") == [], "load of nothing is []")
@@ -100,7 +100,7 @@ def empty_calls(rig: StoreRig) -> None:
 
 @case(0)
 def lists_of_unequal_lengths(rig: StoreRig) -> None:
-    """As many keys as objects, else `ValueError`, from the call or from its future."""
+    """If the numbers of keys and objects differ, the call or its future raises `ValueError`."""
     buffers = views([bytearray(8)])
     for name, call in {"load": rig.store.load, "store": rig.store.store}.items():
         for keys in ([], [rig.key(), rig.key()]):
@@ -113,7 +113,7 @@ def lists_of_unequal_lengths(rig: StoreRig) -> None:
 
 @case(0)
 def unknown_tickets(rig: StoreRig) -> None:
-    """`release` ignores tickets that are unknown or were released."""
+    """`release` ignores unknown tickets and released ones."""
     (key,) = objects = rig.objects([10])
     rig.put(objects)
     ticket = rig.wait(rig.store.lookup([key], pin=True), "lookup").ticket
@@ -128,7 +128,7 @@ def unknown_tickets(rig: StoreRig) -> None:
 
 @case(0)
 def tickets_for_pins_only(rig: StoreRig) -> None:
-    """`lookup` gives a ticket only if it was asked to pin, can pin, and found something."""
+    """`lookup` returns a ticket only if it was asked to pin, can pin, and found something."""
     (key,) = objects = rig.objects([10])
     rig.put(objects)
     pins = rig.store.capabilities.pins
@@ -144,7 +144,7 @@ def tickets_for_pins_only(rig: StoreRig) -> None:
 
 @case(0)
 def health_and_usage(rig: StoreRig) -> None:
-    """An open store is healthy; what it holds is counted in whole numbers, within its capacity."""
+    """An open store is healthy; its usage is in whole numbers, and within its capacity."""
     require(rig.store.health() is None, f"an open store says {rig.store.health()!r}")
     usage = rig.store.usage()
     require(isinstance(usage, Usage), f"usage is {type(usage).__name__}")
@@ -157,7 +157,7 @@ def health_and_usage(rig: StoreRig) -> None:
 
 @case(0)
 def health_and_usage_are_quick(rig: StoreRig) -> None:
-    """`health` and `usage` tell what is known: they ask nobody, and never block."""
+    """`health` and `usage` report what is known: they do no I/O, and never block."""
     rig.put(rig.objects([1000]))
     for name, ask in (("health", rig.store.health), ("usage", rig.store.usage)):
         require_quick(name, ask, calls=5)

@@ -23,12 +23,12 @@ GUARD = 64
 PAGE = 4096
 UNTOUCHED = b"\xa5"
 MANY_KEYS = 150
-"""Deleted in one call."""
+"""Number of objects deleted in one call."""
 
 
 @case(1)
 def sizes(rig: StoreRig) -> None:
-    """Objects of any length and of any bytes come back whole, the empty one included."""
+    """Objects of any length, 0 included, and of any content are loaded as they were stored."""
     objects = rig.objects(SIZES) | {rig.key(): data for data in _special(rig.noise(5000))}
     rig.put(objects)
     rig.expect(objects, "after store")
@@ -36,7 +36,7 @@ def sizes(rig: StoreRig) -> None:
 
 
 def _special(noise: bytes) -> list[bytes]:
-    """What noise never is: alike but for one byte, nothing but one byte, with white ends."""
+    """Contents that random bytes never have: nearly equal, of one repeated byte, padded ends."""
     ends = (b"\0" * 70, b"\r\n \t\n", b"\xff" * 70)
     near = [noise[:at] + bytes([noise[at] ^ 1]) + noise[at + 1 :] for at in (0, 2500, 4999)]
     return [
@@ -49,7 +49,7 @@ def _special(noise: bytes) -> list[bytes]:
 
 @case(1)
 def a_large_object(rig: StoreRig) -> None:
-    """One object of tens of megabytes comes back whole."""
+    """One object of tens of megabytes is loaded as it was stored."""
     capacity = rig.store.usage().capacity
     objects = rig.objects([min(LARGE, (capacity or 2 * LARGE) // 2) + 13])
     rig.put(objects)
@@ -58,7 +58,7 @@ def a_large_object(rig: StoreRig) -> None:
 
 @case(1)
 def pieces(rig: StoreRig) -> None:
-    """How sources and targets are cut into pieces, empty ones among them, changes nothing."""
+    """An object is the same however sources and targets are cut into pieces, even empty ones."""
     for size in (10, 4096, 100_003):
         for cuts in (1, 2, 3, 17, 300):
             key, data, target = rig.key(), rig.noise(size), bytearray(size)
@@ -68,7 +68,7 @@ def pieces(rig: StoreRig) -> None:
 
 @case(1)
 def only_the_target(rig: StoreRig) -> None:
-    """A load writes its targets and nothing beside them."""
+    """A load writes its targets and no byte beside them."""
     objects = rig.objects([1, 63, 5000])
     rig.put(objects)
     for key, data in objects.items():
@@ -105,7 +105,7 @@ def sources_are_free_once_done(rig: StoreRig) -> None:
 
 @case(1, "registers")
 def registered_memory(rig: StoreRig) -> None:
-    """Pieces in registered memory, and beside it, are stored and loaded alike."""
+    """Pieces inside and outside of registered memory are stored and loaded alike."""
     assert isinstance(rig.store, Registering)
     pools = [memoryview(bytearray(300_000)) for _ in range(3)]
     rig.store.register(pools[:2])
@@ -124,9 +124,9 @@ def registered_memory(rig: StoreRig) -> None:
 
 @case(1, "registers")
 def registered_pages(rig: StoreRig) -> None:
-    """Pieces that begin with a page of registered memory are filled to their end, and no further.
+    """Pieces aligned to pages of registered memory are filled to their end, and no further.
 
-    Of direct I/O the last page of an odd length is what goes wrong.
+    With direct I/O the last page of an odd length is prone to errors.
     """
     assert isinstance(rig.store, Registering)
     regions = [_on_a_page(40 * PAGE) for _ in range(2)]
@@ -146,7 +146,7 @@ def registered_pages(rig: StoreRig) -> None:
 
 
 def _on_a_page(num_bytes: int) -> memoryview:
-    """Memory that begins where a page does."""
+    """Memory that is aligned to a page."""
     memory = bytearray(num_bytes + PAGE)
     start = -np.frombuffer(memory, np.uint8).ctypes.data % PAGE
     return memoryview(memory)[start : start + num_bytes]
@@ -154,7 +154,7 @@ def _on_a_page(num_bytes: int) -> memoryview:
 
 @case(1, "devices")
 def registered_by_address(rig: StoreRig) -> None:
-    """Pieces that are `Memory`, beside views and in any order, are stored and loaded alike."""
+    """Pieces that are `Memory`, mixed with views in any order, are stored and loaded alike."""
     assert isinstance(rig.store, Registering)
     kinds = rig.store.capabilities.devices
     require("cpu" in kinds, f"devices are {sorted(kinds)}, without the one that this kit drives")
@@ -202,7 +202,7 @@ def another_length_is_a_miss(rig: StoreRig) -> None:
 
 @case(1)
 def every_byte_of_a_key_counts(rig: StoreRig) -> None:
-    """Keys that differ in one byte, or in their order of bytes, name different objects."""
+    """Keys that differ in one byte, or in the order of their bytes, name different objects."""
     first = rig.key()[:16] + b"KVbatonMixedCase"
     near = [first[:i] + bytes([first[i] ^ 1]) + first[i + 1 :] for i in range(len(first))]
     near += [first[::-1], first[16:] + first[:16], first[:16] + first[16:].swapcase()]
@@ -239,7 +239,7 @@ def keys_of_any_bytes(rig: StoreRig) -> None:
 
 @case(1)
 def storing_again_does_nothing(rig: StoreRig) -> None:
-    """A key that is there keeps its object; storing it again says True."""
+    """Storing an existing key again answers True, and keeps the first object."""
     objects = rig.objects([3000])
     (key,) = objects
     rig.put(objects)
@@ -249,7 +249,7 @@ def storing_again_does_nothing(rig: StoreRig) -> None:
 
 @case(1)
 def answers_are_in_order(rig: StoreRig) -> None:
-    """In one call, each key has its own answer at its own place, and each target its own bytes."""
+    """In one call, answers are in the order of the keys, and each target gets its own object."""
     objects = rig.objects(range(100, 100 + rig.at_once(40)))
     there = dict(list(objects.items())[::3])
     rig.put(there)
@@ -262,7 +262,7 @@ def answers_are_in_order(rig: StoreRig) -> None:
 
 @case(1)
 def one_key_twice(rig: StoreRig) -> None:
-    """One call may name a key twice."""
+    """One call may have the same key twice."""
     key, data = rig.key(), rig.noise(9000)
     stored = rig.wait(rig.store.store([key, key], views([data, data])), "store")
     require(stored == [True, True], f"store of a key twice said {stored}")
@@ -288,7 +288,7 @@ def as_many_keys_as_declared(rig: StoreRig) -> None:
 
 @case(1, "deletes")
 def deleted_is_gone(rig: StoreRig) -> None:
-    """`delete` counts and forgets what was there; its key is then free for another object."""
+    """`delete` removes and counts existing objects; their keys are free for other objects then."""
     objects = rig.objects([10, 20_000])
     rig.put(objects)
     rig.expect(objects, "after store")
@@ -309,7 +309,7 @@ def deleted_is_gone(rig: StoreRig) -> None:
 
 @case(1, "small")
 def a_full_store_says_no(rig: StoreRig) -> None:
-    """An object that can't fit is refused with False and no error, and nothing else suffers."""
+    """An object that can't fit is refused with False, without an error, and without other harm."""
     small = rig.objects([1000])
     rig.put(small)
     huge = rig.objects([(rig.store.usage().capacity or 0) + 1])
@@ -322,7 +322,7 @@ def a_full_store_says_no(rig: StoreRig) -> None:
 
 @case(1, "small")
 def a_full_store_stays_right(rig: StoreRig) -> None:
-    """However much is stored, what is found is right and what is held stays within capacity."""
+    """However much is stored, objects that are found are right, and the capacity holds."""
     capacity = rig.store.usage().capacity or 0
     objects: dict[bytes, bytes] = {}
     for _ in range(14):
@@ -339,7 +339,7 @@ def a_full_store_stays_right(rig: StoreRig) -> None:
 
 @case(1, "persistent")
 def outlives_close(rig: StoreRig) -> None:
-    """What was stored is there when the store is opened again."""
+    """Stored objects are there when the store is opened again."""
     objects = rig.objects([1, 5000, 300_000])
     rig.put(objects)
     rig.reopen()
@@ -349,7 +349,7 @@ def outlives_close(rig: StoreRig) -> None:
 
 @case(1, "shared")
 def others_see_it(rig: StoreRig) -> None:
-    """Whoever else opens the store sees what is stored, at once, and what is deleted as well."""
+    """Other instances of the store see at once which objects are stored, and which are deleted."""
     other, objects = rig.open("other"), rig.objects([1, 5000])
     absent = [*rig.found(list(objects), other), *(rig.get(k, 1, other) for k in objects)]
     require(not any(absent), "another opened store finds what nobody stored")
@@ -365,7 +365,7 @@ def others_see_it(rig: StoreRig) -> None:
 
 @case(1, "door.get")
 def what_is_kept_is_what_was_stored(rig: StoreRig) -> None:
-    """Through the back door, the store really keeps the bytes that it was given."""
+    """The back end, seen through the back door, holds the bytes that were stored."""
     objects = rig.objects([1, 5000])
     rig.put(objects)
     for key, data in objects.items():
@@ -374,7 +374,7 @@ def what_is_kept_is_what_was_stored(rig: StoreRig) -> None:
 
 @case(1, "door.put")
 def what_is_kept_is_what_is_loaded(rig: StoreRig) -> None:
-    """An object that came in by the back door is found and loaded."""
+    """An object written through the back door is found and loaded."""
     objects = rig.objects([1, 5000])
     for key, data in objects.items():
         rig.door.put(key, data)
@@ -383,7 +383,7 @@ def what_is_kept_is_what_is_loaded(rig: StoreRig) -> None:
 
 @case(1, "hypothesis")
 def any_objects(rig: StoreRig) -> None:
-    """Any number of objects, of any lengths, cut in any way, stored and loaded in any grouping."""
+    """Any number of objects of any lengths, cut in any way, are loaded as stored, in any order."""
     from hypothesis import HealthCheck, given, settings
     from hypothesis import strategies as st
 

@@ -1,4 +1,4 @@
-"""L3 of stores: processes are killed, files are cut; a reader sees whole objects or none."""
+"""L3 of stores: processes are killed and files truncated; readers see whole objects or none."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from kvbaton.testing.store_rig import StoreRig, case, views
 SIZE = 2 << 20
 COUNT = 3
 FRACTIONS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)
-"""Of the time that storing one object takes: when its writer is killed."""
+"""Times at which a writer is killed, as fractions of the time that storing one object takes."""
 
 
 class _Remote:
-    """Another process over the same store, and what it works on."""
+    """Another process that uses the same store, and its objects."""
 
     def __init__(self, rig: StoreRig, job: str, size: int = SIZE, count: int = COUNT) -> None:
         nonce = int.from_bytes(rig.key()[:6], "little")
@@ -31,14 +31,14 @@ class _Remote:
         self.process = start_worker("store", rig.spec, *words, patience=rig.patience)
 
     def known_done(self) -> dict[bytes, bytes]:
-        """What the process had said to be stored before it was killed."""
+        """Objects that the process had reported as stored before it was killed."""
         done = {int(words[1]) for words in self.process.all_lines() if words[0] == "done"}
         return {k: d for i, (k, d) in enumerate(self.objects.items()) if i in done}
 
 
 @contextmanager
 def _writer(rig: StoreRig) -> Iterator[_Remote]:
-    """A writer that is ready to begin, and killed in the end; the rig's store is open then."""
+    """A writer that is ready to begin, and killed at the end of the block."""
     with rig.elsewhere():
         writer = _Remote(rig, "write")
         with writer.process as process:
@@ -47,7 +47,7 @@ def _writer(rig: StoreRig) -> Iterator[_Remote]:
 
 
 def _seconds_of_one(writer: _Remote) -> float:
-    """Let a writer do all its work; how long one object takes."""
+    """Let a writer store all of its objects; returns the mean seconds per object."""
     writer.process.tell("go")
     writer.process.line("begin")
     start = time.monotonic()
@@ -58,7 +58,7 @@ def _seconds_of_one(writer: _Remote) -> float:
 
 @case(3, "persistent")
 def a_killed_writer(rig: StoreRig) -> None:
-    """Whenever a writer is killed, its objects are whole or absent, and those kept are there."""
+    """Whenever a writer is killed, its objects are whole or absent; stored ones are there."""
     with _writer(rig) as writer:
         seconds = _seconds_of_one(writer)
     rig.reopen()
@@ -71,7 +71,7 @@ def a_killed_writer(rig: StoreRig) -> None:
             time.sleep(seconds * FRACTIONS[number % len(FRACTIONS)])
             writer.process.kill()
             done = writer.known_done()
-        rig.reopen()  # and look at once: a small store makes room for the next one's
+        rig.reopen()  # check now: a small store evicts these objects for the next writer's
         found = rig.found(list(writer.objects))
         whole = rig.expect_whole(writer.objects, "stored by a process that was killed")
         there = [key in whole for key in writer.objects]
@@ -82,7 +82,7 @@ def a_killed_writer(rig: StoreRig) -> None:
 
 @case(3, "persistent")
 def what_a_killed_writer_leaves(rig: StoreRig) -> None:
-    """What a killed writer left behind stands in nobody's way: its objects can be stored again."""
+    """What a killed writer left behind does no harm: its objects can be stored again."""
     with _writer(rig) as writer:
         seconds = _seconds_of_one(writer)
     stored: dict[bytes, bytes] = {}
@@ -100,11 +100,11 @@ def what_a_killed_writer_leaves(rig: StoreRig) -> None:
 
 @case(3, "shared")
 def others_see_whole_objects(rig: StoreRig) -> None:
-    """While another process stores an object, this one gets all of it or a miss; then all of it."""
+    """While another process stores an object, a load gets all of it or a miss; then all of it."""
     remote = _Remote(rig, "write", size=4 << 20, count=6)
     with remote.process as process:
         process.started()
-        # Absence that is remembered must not outlive what another process stores.
+        # A store that caches misses must still see what another process stores.
         require(not any(rig.found(list(remote.objects))), "lookup finds what nobody stored")
         absent = [rig.get(key, len(data)) is None for key, data in remote.objects.items()]
         require(all(absent), "what nobody stored was loaded")
@@ -122,7 +122,7 @@ def others_see_whole_objects(rig: StoreRig) -> None:
 
 @case(3, "shared")
 def a_killed_reader(rig: StoreRig) -> None:
-    """A reader that is killed takes nothing with it: its objects stay, and can be deleted."""
+    """When a reader is killed, its objects stay, and can be deleted."""
     remote = _Remote(rig, "read", size=500_000, count=4)
     rig.put(remote.objects)
     with remote.process as process:
@@ -140,7 +140,7 @@ def a_killed_reader(rig: StoreRig) -> None:
 
 @case(3, "persistent", "door.cut")
 def cut_objects(rig: StoreRig) -> None:
-    """An object of which only the first bytes are left is a miss, and can be stored again."""
+    """An object truncated to its first bytes is a miss, and can be stored again."""
     for left in (0, 1, 50_000, 99_999):
         objects = rig.objects([100_000])
         (key,) = objects
@@ -156,7 +156,7 @@ def cut_objects(rig: StoreRig) -> None:
 
 @case(3, "persistent", "door.spoil")
 def spoiled_objects(rig: StoreRig) -> None:
-    """An object of which one kept byte has changed is a miss, and can be stored again."""
+    """An object with one changed byte in the back end is a miss, and can be stored again."""
     for size in (1, 100_000):
         objects = rig.objects([size])
         (key,) = objects
@@ -169,8 +169,8 @@ def spoiled_objects(rig: StoreRig) -> None:
 
 @case(3, "persistent", "door.fail")
 def errors_are_told(rig: StoreRig) -> None:
-    """While the back end fails, calls end with `StoreError` and `health` says why."""
-    # "Not there" or "no room" would be taken for the truth, and an operator would see nothing.
+    """While the back end fails, calls end with `StoreError`, and `health` says why."""
+    # A miss or False would be believed, and an operator would see no error.
     objects, more = rig.objects([1000]), rig.objects([1000])
     (key,) = objects
     rig.put(objects)
@@ -185,7 +185,7 @@ def errors_are_told(rig: StoreRig) -> None:
         calls["claim"] = lambda: cast(Claiming, rig.store).claim(list(more))
     rig.door.fail(True)
     try:
-        begun = {name: _begun(call) for name, call in calls.items()}  # each may wait for seconds
+        begun = {name: _begun(call) for name, call in calls.items()}  # at once: each may take long
         for name, future in begun.items():
             try:
                 answer = rig.wait(future, f"{name} while the back end fails")

@@ -1,4 +1,4 @@
-"""L1 of stores, what contract 1.2 added: hints, expiry, prefixes, claims, namespaces, notices."""
+"""L1 of stores for contract 1.2: hints, expiry, prefixes, claims, namespaces, callbacks."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from kvbaton.testing.store_rig import StoreRig, case, views
 SHORT_S = 0.2
 LONG_S = 3600.0
 MANY_KEYS = 40
-"""In one call: a prompt's."""
+"""Number of keys of one call, about as many as for a prompt."""
 METRIC = re.compile("[a-z][a-z0-9_]*")
 
 
 def put_with(rig: StoreRig, objects: Mapping[bytes, bytes], hints: Sequence[Hints]) -> None:
-    """Store objects with hints; all must be kept."""
+    """Store objects with hints; all must be stored."""
     store: Any = rig.store
     hint_of, stored = dict(zip(objects, hints, strict=True)), list[bool]()
     for keys in rig.calls(objects):
@@ -43,7 +43,7 @@ def put_with(rig: StoreRig, objects: Mapping[bytes, bytes], hints: Sequence[Hint
 
 @case(1, "hints")
 def hints_change_no_answer(rig: StoreRig) -> None:
-    """Hints of any value change neither what is found nor its bytes, and may be left out."""
+    """Hints of any value change neither lookups nor bytes, and may be left out."""
     label = "aZ0-_." * 10 + "abcd"
     require(len(label) == MAX_LABEL, "the kit's own label is too short")
     hints = [
@@ -65,7 +65,7 @@ def hints_change_no_answer(rig: StoreRig) -> None:
 @case(1, "hints", "expires")
 def what_expires_is_gone(rig: StoreRig) -> None:
     """After `ttl_s` an object is neither found nor loaded, and can be stored again."""
-    # In one call, of which a store may make several: each object has a time of its own.
+    # In one call, which the store may split: each object has its own time to live.
     count = min(MANY_KEYS, rig.store.capabilities.max_keys)
     objects = rig.objects([500] * count)
     hints = [Hints(ttl_s=LONG_S), Hints()] * count
@@ -87,7 +87,7 @@ def what_expires_is_gone(rig: StoreRig) -> None:
 
 @case(1, "prefix")
 def prefixes_end_at_the_first_gap(rig: StoreRig) -> None:
-    """A lookup of a prefix finds what comes before the first missing object, and no more."""
+    """A lookup with `prefix` finds the objects before the first missing one, and no others."""
     objects = rig.objects([1000] * 40)
     keys, store = list(objects), cast(Any, rig.store)
 
@@ -114,9 +114,9 @@ def prefixes_end_at_the_first_gap(rig: StoreRig) -> None:
 
 @case(1, "claims")
 def one_of_several_claims(rig: StoreRig) -> None:
-    """Of those who claim an object one is told to store it, until it did; then nobody is.
+    """One of several claimants of an object gets the claim, and none once it is stored.
 
-    One that had no room for it has given its claim back.
+    A store call that finds no room ends the claim as well.
     """
     objects = rig.objects([3000] * 4)
     first, *rest = keys = list(objects)
@@ -151,8 +151,8 @@ def one_of_several_claims(rig: StoreRig) -> None:
 
 @case(1, "hints", "namespaces")
 def namespaces_are_cleared_alone(rig: StoreRig) -> None:
-    """Namespaces are listed with what is in them, and one is cleared without the others."""
-    # Names that differ in letters which SQL and regular expressions take for any.
+    """Namespaces are listed with their usage, and one is cleared without the others."""
+    # Names that differ in characters which are wildcards in SQL or regular expressions.
     name, beside = "kit_a.b", ("kit-a.b", "kit_a-b", "kit_a.b.c", "KIT_A.B", "kit_a.", "kit_a", "b")
     other = rig.open("other") if rig.lacks("shared") is None else rig.store
     listing = cast(Namespaced, other)
@@ -179,9 +179,9 @@ def namespaces_are_cleared_alone(rig: StoreRig) -> None:
 
 @case(1, "small", "forgets")
 def evictions_are_told(rig: StoreRig) -> None:
-    """What is no longer there, and was not deleted, was told; what was told is not there.
+    """`on_forget` reports each object that is gone without a `delete`, and no object that is there.
 
-    A store that hands over what it evicts has handed over all its bytes.
+    A store with `on_evict` has passed all bytes of these objects to it.
     """
     told, handed, lock = list[bytes](), dict[bytes, bytes](), threading.Lock()
 
@@ -224,7 +224,7 @@ def _digest(pieces: Pieces) -> bytes:
 
 
 def _uncounted(before: Usage, after: Usage) -> str:
-    """What is negative, or more than before."""
+    """Values that are negative, or higher than before, as text."""
     pairs: dict[str, tuple[int | None, int | None]] = {
         "objects": (before.objects, after.objects),
         "num_bytes": (before.num_bytes, after.num_bytes),
@@ -237,7 +237,7 @@ def _uncounted(before: Usage, after: Usage) -> str:
 
 @case(1)
 def metrics_of_its_own(rig: StoreRig) -> None:
-    """What `usage` tells can be shown; counters never go back, and what was deleted is not held."""
+    """Names and values of `usage` are valid, counters never decrease, deletions are counted."""
     before = rig.store.usage()
     for kind, values in (("counters", before.counters), ("gauges", before.gauges)):
         for name, value in values.items():

@@ -1,7 +1,4 @@
-"""L2 and L5 of stores: much at once, a long random life, and an account of what was given back.
-
-Answers come once, buffers are left alone when done, and what is used is returned.
-"""
+"""L2 and L5 of stores: concurrent calls, cancellation, random schedules, and leaks."""
 
 from __future__ import annotations
 
@@ -19,20 +16,20 @@ from kvbaton.testing.store_rig import LEAST_KEYS, StoreRig, case, targets_for, v
 DELAYS = (0.0, 0.0, 0.0002, 0.001, 0.003, 0.01)
 """Seconds between a call and its cancellation."""
 WATCH_S = 0.03
-"""How long a buffer is watched for a late touch."""
+"""Seconds for which a buffer is watched for late accesses."""
 STARVED_S = 0.2
-"""So long a lookup waits for bytes only, not for its turn on a busy machine."""
+"""Seconds above which a lookup was delayed by transfers, not by a busy machine."""
 MARK = 0xA5
 ROUNDS = 5
 MOST_BYTES = 8 << 20
-"""Of the objects that live at one time in the random schedule."""
+"""Maximum bytes of the objects held at one time in the random schedule."""
 MOST_OBJECTS = 200
-"""So many of them: a store may keep each in a chunk of its own, so that small ones fill it too."""
+"""Maximum number of these objects, since a store may use a chunk for each, however small."""
 
 
 @case(2)
 def many_at_once(rig: StoreRig) -> None:
-    """Hundreds of calls in flight are all answered, each with its own bytes."""
+    """Hundreds of concurrent calls are all answered, each with its own bytes."""
     objects = rig.objects(rig.random.integers(0, 3000, 200).tolist())
     calls = rig.store_each(objects)
     rig.settle(calls, "many stores")
@@ -44,7 +41,7 @@ def many_at_once(rig: StoreRig) -> None:
 
 @case(2)
 def done_once(rig: StoreRig) -> None:
-    """A future is done exactly once, and says so to each of its callbacks exactly once."""
+    """A future is done exactly once, and calls each of its callbacks exactly once."""
     objects = rig.objects([1, 300_000, 5])
     told: list[str] = []
     keys, targets = list(objects), views(targets_for(objects))
@@ -66,7 +63,7 @@ def done_once(rig: StoreRig) -> None:
 
 @case(2)
 def calls_return_at_once(rig: StoreRig) -> None:
-    """A call hands its work over and returns; it never waits for bytes."""
+    """A call starts its work and returns; it never waits for bytes."""
     told = []
     for _ in range(3):
         objects = rig.objects([2 << 20] * rig.at_once(8))
@@ -91,8 +88,8 @@ def calls_return_at_once(rig: StoreRig) -> None:
 
 @case(2)
 def lookups_overtake_bytes(rig: StoreRig) -> None:
-    """A lookup does not wait behind the bytes of loads and stores that came before it."""
-    # A fast store may be done with few bytes before its lookup had a chance to run: press harder.
+    """A lookup does not wait for the bytes of earlier loads and stores."""
+    # A fast store may finish few bytes before the lookup gets to run: repeat with more.
     for times in (1, 4, 16):
         there, new = rig.objects([256 << 10] * 24), rig.objects([256 << 10] * 24)
         rig.put(there)
@@ -111,7 +108,7 @@ def lookups_overtake_bytes(rig: StoreRig) -> None:
 
 @case(2)
 def overlapping_stores(rig: StoreRig) -> None:
-    """The same object stored many times at once is kept once, whole, and each call says True."""
+    """An object stored by many concurrent calls is whole, and each call answers True."""
     objects = rig.objects([500_000, 7])
     calls = [rig.store.store(list(objects), views(objects.values())) for _ in range(12)]
     rig.settle(calls, "overlapping stores")
@@ -122,7 +119,7 @@ def overlapping_stores(rig: StoreRig) -> None:
 
 @case(2)
 def readers_see_whole_objects(rig: StoreRig) -> None:
-    """While an object is being stored, a reader gets all of it or a miss."""
+    """While an object is being stored, a load gets all of it or a miss."""
     for _ in range(4 * rig.depth):
         objects = rig.objects([3_000_000])
         call = rig.store.store(list(objects), views(objects.values()))
@@ -134,7 +131,7 @@ def readers_see_whole_objects(rig: StoreRig) -> None:
 
 @case(2)
 def what_lookup_promises(rig: StoreRig) -> None:
-    """What a lookup has found, a load then finds: also while it is being stored."""
+    """An object that a lookup has found can be loaded, also while it is being stored."""
     for _ in range(4 * rig.depth):
         objects = rig.objects([2_000_000])
         call = rig.store.store(list(objects), views(objects.values()))
@@ -146,7 +143,7 @@ def what_lookup_promises(rig: StoreRig) -> None:
 
 @case(2)
 def cancel_leaves_targets(rig: StoreRig) -> None:
-    """Once the future of a load is done, cancelled or not, nobody writes its targets any more."""
+    """Once the future of a load is done, cancelled or not, its targets are not written any more."""
     objects = rig.objects([200_000] * rig.at_once(12))
     rig.put(objects)
     for delay in DELAYS * rig.depth:
@@ -163,7 +160,7 @@ def cancel_leaves_targets(rig: StoreRig) -> None:
 
 @case(2)
 def cancel_leaves_sources(rig: StoreRig) -> None:
-    """Once the future of a store is done, cancelled or not, nobody reads its sources any more."""
+    """Once the future of a store is done, cancelled or not, its sources are not read any more."""
     for delay in DELAYS * rig.depth:
         objects = rig.objects([200_000] * rig.at_once(12))
         buffers = [bytearray(data) for data in objects.values()]
@@ -181,7 +178,7 @@ def cancel_leaves_sources(rig: StoreRig) -> None:
 
 @case(2)
 def cancelled_in_the_queue(rig: StoreRig) -> None:
-    """Calls that are cancelled behind many others end, and the others are not harmed."""
+    """Calls that are cancelled while queued end, and do not harm other calls."""
     objects = rig.objects([300_000] * 24)
     rig.settle(rig.store_each(objects), "stores")
     loads, targets = rig.load_each(objects)
@@ -194,7 +191,7 @@ def cancelled_in_the_queue(rig: StoreRig) -> None:
 
 
 def _watch(buffers: list[bytearray], otherwise: str) -> None:
-    """Overwrite buffers and see that they stay like that."""
+    """Overwrite buffers, and check that they are not written for `WATCH_S`."""
     for buffer in buffers:
         buffer[:] = bytes([MARK]) * len(buffer)
     time.sleep(WATCH_S)
@@ -203,7 +200,7 @@ def _watch(buffers: list[bytearray], otherwise: str) -> None:
 
 @case(2, "deletes")
 def delete_during_load(rig: StoreRig) -> None:
-    """An object that is deleted while it is loaded arrives whole, or is a miss."""
+    """An object that is deleted during its load is loaded whole, or is a miss."""
     for _ in range(6 * rig.depth):
         objects, others = (rig.objects([400_000] * rig.at_once(6)) for _ in range(2))
         rig.put(objects)
@@ -221,12 +218,12 @@ def delete_during_load(rig: StoreRig) -> None:
 
 @case(2, "small")
 def eviction_during_load(rig: StoreRig) -> None:
-    """An object that makes room for others while it is loaded arrives whole, or is a miss."""
+    """An object that may be evicted during its load is loaded whole, or is a miss."""
     size = max(1, (rig.store.usage().capacity or 0) // 12)
     for _ in range(3 * rig.depth):
         objects, others, more = (rig.objects([size] * count) for count in (4, 7, 5))
         rig.ask_store(objects)
-        rig.ask_store(others)  # the next one finds no room
+        rig.ask_store(others)  # the store is full now
         targets = targets_for(objects)
         load = rig.store.load(list(objects), views(targets))
         rig.ask_store(more)
@@ -236,13 +233,13 @@ def eviction_during_load(rig: StoreRig) -> None:
 
 @case(2, "pins", "small")
 def pinned_objects_stay(rig: StoreRig) -> None:
-    """What a lookup has pinned stays until `release`, however much is stored meanwhile."""
+    """Pinned objects stay until `release`, however much is stored meanwhile."""
     capacity = rig.store.usage().capacity or 0
     pinned = rig.objects([max(1, capacity // 8)] * 2)
     rig.put(pinned)
     found = rig.wait(rig.store.lookup(list(pinned), pin=True), "lookup")
     other = rig.wait(rig.store.lookup(list(pinned), pin=True), "lookup")
-    rig.store.release(other.ticket or 0)  # one of two who pinned them
+    rig.store.release(other.ticket or 0)  # one of two pins
     for _ in range(20):
         rig.ask_store(rig.objects([max(1, capacity // 10)]))
     rig.expect(pinned, "pinned, while more was stored than fits")
@@ -253,7 +250,7 @@ def pinned_objects_stay(rig: StoreRig) -> None:
 
 @case(2)
 def close_ends_everything(rig: StoreRig) -> None:
-    """`close` amid work returns, every future is done by then, and buffers are left alone."""
+    """`close` returns amid running calls; all futures are done then, and no buffer is accessed."""
     objects, more = rig.objects([400_000] * 16), rig.objects([400_000] * 16)
     rig.put(objects)
     store = rig.store
@@ -277,7 +274,7 @@ def close_ends_everything(rig: StoreRig) -> None:
 
 @case(5)
 def random_schedule(rig: StoreRig) -> None:
-    """After any sequence of calls the store holds what a dictionary would."""
+    """After any sequence of calls the store has the same content as a dictionary."""
     life = _Life(rig)
     end = time.monotonic() + 1.0 * rig.depth
     while time.monotonic() < end:
@@ -300,11 +297,11 @@ class _Life:
         self.steps = [*steps, self.delete] if deletes else steps
 
     def step(self) -> None:
-        """Do one thing."""
+        """Make one random call."""
         self.steps[int(self.rig.random.integers(len(self.steps)))]()
 
     def store(self) -> None:
-        """Some new objects."""
+        """Store some new objects."""
         held = sum(map(len, self.there.values()))
         most = min(60_000, (self.most_bytes - held) // 4)
         if most > 0 and len(self.there) < MOST_OBJECTS:
@@ -313,16 +310,16 @@ class _Life:
             self.there |= objects
 
     def store_again(self) -> None:
-        """One that is there."""
+        """Store an existing object again."""
         for key in self.some(1):
             self.rig.put({key: self.there[key]})
 
     def load(self) -> None:
-        """Some that are there."""
+        """Load some existing objects."""
         self.rig.expect({key: self.there[key] for key in self.some(5)}, "in a random schedule")
 
     def lookup(self) -> None:
-        """Some that are there and some that are gone, perhaps pinned for a moment."""
+        """Look up existing and deleted objects, maybe with a short pin."""
         there = self.some(self.rig.at_once(8))
         gone = self.gone[-4:][: self.rig.at_once(12) - len(there)]
         pin = bool(self.rig.random.integers(2))
@@ -333,7 +330,7 @@ class _Life:
             self.rig.store.release(found.ticket)
 
     def cancel(self) -> None:
-        """A load that is given up."""
+        """Start a load and cancel it."""
         keys = self.some(4)
         targets = views([bytearray(len(self.there[key])) for key in keys])
         future = self.rig.store.load(keys, targets)
@@ -341,7 +338,7 @@ class _Life:
         self.rig.settle([future], "a cancelled load")
 
     def delete(self) -> None:
-        """Some that are there."""
+        """Delete some existing objects."""
         keys = self.some(3)
         count = self.rig.wait(self.rig.store.delete(keys), "delete")
         require(count == len(keys), f"{len(keys)} objects were deleted, the answer is {count}")
@@ -350,7 +347,7 @@ class _Life:
         self.gone += keys
 
     def some(self, most: int) -> list[bytes]:
-        """Keys that are there."""
+        """Random keys of existing objects."""
         keys = list(self.there)
         count = min(len(keys), int(self.rig.random.integers(1, most + 1)))
         return [keys[i] for i in self.rig.random.permutation(len(keys))[:count]]
@@ -384,7 +381,7 @@ def _live(rig: StoreRig) -> None:
 
 @case(5)
 def calls_leave_nothing(rig: StoreRig) -> None:
-    """Calls on an open store, also misses and cancelled ones, keep no descriptor or thread."""
+    """Calls on an open store, also misses and cancelled ones, leak no descriptor or thread."""
 
     def use() -> None:
         objects = rig.objects([50_000, 10])
@@ -403,8 +400,8 @@ def calls_leave_nothing(rig: StoreRig) -> None:
 
 @case(5, "deletes")
 def memory_stays_level(rig: StoreRig) -> None:
-    """What is stored, loaded and deleted leaves no memory behind."""
-    size, rounds = 4 << 20, 24 * rig.depth  # far more than what the process may give back
+    """Storing, loading and deleting objects leaks no memory."""
+    size, rounds = 4 << 20, 24 * rig.depth  # far more than the noise in resident memory
     for half in (0, 1):
         for _ in range(rounds):
             objects = rig.objects([size])
@@ -420,7 +417,7 @@ def memory_stays_level(rig: StoreRig) -> None:
 
 @case(5, "pins", "small")
 def pins_are_given_back(rig: StoreRig) -> None:
-    """After any use of pins, all released, the whole store can be filled again."""
+    """Once all pins are released, the whole store can be filled again."""
     size = max(1, (rig.store.usage().capacity or 0) // 10)
     for _ in range(3):
         objects = rig.objects([size] * rig.at_once(6))

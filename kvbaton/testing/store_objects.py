@@ -1,8 +1,8 @@
-"""L1 and L4 of stores: what an engine keeps in one, as it is laid out and as it is named.
+"""L1 and L4 of stores: an engine's objects, their layouts and their keys.
 
-Objects have real KV layouts, and go from the memory of one sharding into that of another. A store
-sees keys only, so who may share is checked of names and store together: objects are named by the
-identity of an engine, by a request's salt and adapter, and by the layout of their bytes.
+Objects have real KV layouts, and are moved from the memory of one sharding into that of another. A
+store sees only keys, so sharing is checked for keys and store together: keys depend on the identity
+of the engine, on the request's salt and adapter, and on the layout of the bytes.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from kvbaton.testing.store_rig import StoreRig, case
 
 NUM_BLOCKS = 4
 TOKEN_FIRST: tuple[Axis, ...] = ("layer", "kv", "block", "token", "head", "feature")
-"""An order in which a block is many short runs."""
+"""An order of axes in which a block is many short runs."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One form of KV.
+    """Parameters of a KV layout.
 
     Attributes:
-        dtype: of the data.
-        kind: of the group.
-        ranks: how many ranks share the heads.
-        order: of the axes in memory.
+        dtype: Data type.
+        kind: Kind of the group.
+        ranks: Number of ranks that share the heads.
+        order: Order of the axes in memory.
         kv: 2, or 1 for a latent row.
-        scales: whether a plane of scales goes with it.
-        heads: of all ranks.
-        tokens: of a block; 1 for a state.
-        width: elements of a head.
-        layers: their ids.
+        scales: Whether there is a plane of scales.
+        heads: Number of heads of all ranks.
+        tokens: Tokens per block; 1 for a state.
+        width: Elements per head.
+        layers: Ids of the layers.
     """
 
     dtype: str
@@ -56,7 +56,7 @@ class Shape:
     layers: tuple[int, ...] = (0, 1, 2)
 
     def layouts(self) -> tuple[KVLayout, ...]:
-        """Of each rank."""
+        """The layout of each rank."""
         return tuple(_layout(self, rank) for rank in range(self.ranks))
 
 
@@ -73,7 +73,7 @@ class _Pool:
         ]  # fmt: skip
 
     def pieces(self, header: bytearray, block: int) -> Pieces:
-        """The object of a block, in the memory where it lies."""
+        """The pieces of a block's object: a header, and views of the pool's memory."""
         views = [memoryview(header)]
         for run in self.form.runs:
             start = run.offset + block * run.stride
@@ -81,7 +81,7 @@ class _Pool:
         return views
 
     def elements(self, block: int) -> list[bytes]:
-        """What a block holds by plane, ranks side by side: read element by element by strides."""
+        """Elements of a block, per plane and with the ranks' heads joined, read by strides."""
         found = []
         for number in range(len(self.layouts[0].planes)):
             parts = []
@@ -125,7 +125,7 @@ def _layout(shape: Shape, rank: int) -> KVLayout:
 
 
 def _move(rig: StoreRig, source: _Pool, target: _Pool, what: str) -> None:
-    """Store every block of one pool and load it into another block of the other one."""
+    """Store every block of one pool, and load it into another block of the other pool."""
     require(source.form.layout == target.form.layout, f"{what}: shardings have other names")
     length = HEADER_BYTES + source.form.num_bytes
     for block in range(1, NUM_BLOCKS):
@@ -142,7 +142,7 @@ def _move(rig: StoreRig, source: _Pool, target: _Pool, what: str) -> None:
 
 @case(1)
 def dtypes(rig: StoreRig) -> None:
-    """Blocks of every dtype, with scales beside them or not, come back element by element."""
+    """Blocks of every dtype, with and without scales, are loaded as stored, by element."""
     for dtype in ITEM_SIZE:
         for scales in (False, True):
             shape = Shape(dtype, scales=scales)
@@ -151,7 +151,7 @@ def dtypes(rig: StoreRig) -> None:
 
 @case(1)
 def group_kinds(rig: StoreRig) -> None:
-    """Blocks of full attention, windows, states and latent rows come back element by element."""
+    """Blocks of full attention, windows, states and latent rows are loaded as stored."""
     for kind in GroupKind:
         for kv in (1, 2):
             shape = Shape("bfloat16", kind, kv=kv)
@@ -160,7 +160,7 @@ def group_kinds(rig: StoreRig) -> None:
 
 @case(1)
 def encoder_outputs(rig: StoreRig) -> None:
-    """Rows of an encoder with its levels come back element by element."""
+    """Rows of an encoder's output, with several levels, are loaded as stored."""
     for dtype in ("bfloat16", "float32"):
         shape = Shape(dtype, kv=1, heads=1, tokens=32, width=72)
         _move(rig, _Pool(rig, shape), _Pool(rig, shape), f"encoder output, {dtype}")
@@ -168,7 +168,7 @@ def encoder_outputs(rig: StoreRig) -> None:
 
 @case(1)
 def layouts(rig: StoreRig) -> None:
-    """What one sharding and order of memory has stored, every other one can load."""
+    """Objects stored from one sharding and memory order can be loaded into every other."""
     shapes = [Shape("float16", ranks=n, order=o) for n in (1, 2, 4) for o in (AXES, TOKEN_FIRST)]
     for source in shapes:
         for target in shapes:
@@ -176,24 +176,24 @@ def layouts(rig: StoreRig) -> None:
             _move(rig, _Pool(rig, source), _Pool(rig, target), what)
 
 
-# --- L4: who shares ---
+# --- L4: sharing ---
 
 
 TOKENS = tuple(range(100, 164))
 OWNED = Shape("bfloat16")
-"""Of what owners keep, unless they differ in that."""
+"""Layout of owners' objects, unless a case changes it."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """All that decides which objects a request may use; its tokens are always `TOKENS`.
+    """Everything that determines which objects a request with the tokens `TOKENS` may use.
 
     Attributes:
-        record: of the engine.
-        salt: of the request.
-        adapter: of the request.
-        layouts: of the engine's ranks.
-        items: multimodal items among the tokens.
+        record: Identity record of the engine.
+        salt: Cache salt of the request.
+        adapter: Adapter digest of the request.
+        layouts: Layouts of the engine's ranks.
+        items: Multimodal items of the prompt.
     """
 
     record: IdentityRecord
@@ -203,7 +203,7 @@ class Owner:
     items: tuple[Extra, ...] = ()
 
     def keys(self) -> list[bytes]:
-        """The objects of a prompt of `TOKENS`."""
+        """Keys of the objects of the prompt `TOKENS`."""
         form = ObjectForm(self.layouts)
         root = root_key(self.record.digest(), self.salt, self.adapter)
         keys = block_keys(root, TOKENS, form.block_size, extras=self.items)
@@ -211,7 +211,7 @@ class Owner:
 
 
 def make_owner(weights: str) -> Owner:
-    """Somebody, who differs from others in the weights only."""
+    """An owner that differs from others only in the weights."""
     record = IdentityRecord(
         weights=weights,
         revision="main",
@@ -235,7 +235,7 @@ def _owner(rig: StoreRig) -> Owner:
 
 @case(4)
 def equals_share(rig: StoreRig) -> None:
-    """Equal identity, salt, adapter and layout share objects, also when they shard differently."""
+    """Owners of equal identity, salt, adapter and layout share objects, whatever their sharding."""
     owner = _owner(rig)
     objects = {key: rig.noise(SIZE) for key in owner.keys()}
     rig.put(objects)
@@ -249,12 +249,12 @@ def equals_share(rig: StoreRig) -> None:
 
 
 def _must_be_apart(rig: StoreRig, record: Mapping[str, str] = {}, **changes: Any) -> None:
-    """Whoever differs in one thing sees nothing, and both can keep objects of the same tokens.
+    """Check that an owner that differs in one field shares no objects with another one.
 
     Args:
-        rig: with the store.
-        record: how the engine of the other one differs.
-        changes: how its request, or its layouts, do.
+        rig: The rig.
+        record: Changed fields of the other owner's identity record.
+        changes: Changed fields of the other owner.
     """
     owner = _owner(rig)
     ours = {key: rig.noise(SIZE) for key in owner.keys()}
@@ -278,7 +278,7 @@ def another_salt(rig: StoreRig) -> None:
 
 @case(4)
 def another_adapter(rig: StoreRig) -> None:
-    """Requests with different adapters never share, nor do engines with another one merged in."""
+    """Requests with different adapters never share, nor do engines with different merged ones."""
     _must_be_apart(rig, adapter=b"\1" * 32)
     _must_be_apart(rig, {"adapter": "merged"})
 
@@ -292,9 +292,9 @@ def another_model(rig: StoreRig) -> None:
 
 @case(4)
 def another_item(rig: StoreRig) -> None:
-    """Prompts of equal tokens share only if their images are equal too, and stand in one place.
+    """Prompts of equal tokens share only if their images and the images' positions are equal.
 
-    Nor do outputs of other encoders or processors.
+    Nor do prompts share across different encoders or processors.
     """
     image, other = Extra(0, 60, rig.key()), Extra(0, 60, rig.key())
     for items in ((image,), (other, Extra(60, 4, image.digest)), (image._replace(length=61),)):
@@ -304,14 +304,14 @@ def another_item(rig: StoreRig) -> None:
 
 @case(4)
 def another_dtype(rig: StoreRig) -> None:
-    """Engines that compute or keep KV in another type never share."""
+    """Engines that compute or keep KV in different data types never share."""
     _must_be_apart(rig, {"dtype": "float16"})
     _must_be_apart(rig, {"kv_dtype": "float8_e4m3fn"})
 
 
 @case(4)
 def another_layout(rig: StoreRig) -> None:
-    """Objects of another layout (dtype, block size, layers, width) are other objects."""
+    """Objects of different layouts (dtype, block size, layers, width) are different objects."""
     changes: dict[str, Any] = {"dtype": "float16", "tokens": 32, "layers": (0, 1), "width": 16}
     for name, value in changes.items():
         _must_be_apart(rig, layouts=replace(OWNED, **{name: value}).layouts())

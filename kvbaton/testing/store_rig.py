@@ -1,4 +1,4 @@
-"""What a store's cases drive: the store under test, fresh keys, and ways to ask in one line."""
+"""The rig of store cases: the store under test, fresh keys, and calls in one line."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ STORE_KIT = Kit["StoreRig"]()
 case = STORE_KIT.case
 
 SMALL_CAPACITY = 128 << 20
-"""The kit fills a store only if it holds no more than this."""
+"""Maximum capacity in bytes of stores that the kit fills up."""
 MANY_BYTES = 1 << 20
-"""A store of so many tells how long others take."""
+"""Minimum bytes of a store call for its pace to be measured."""
 LEAST_CAPACITY = 16_000_000
-"""A store that holds less has no room for what the cases keep at a time."""
+"""Minimum capacity in bytes, for the objects that cases keep at a time."""
 LEAST_KEYS = 4
-"""What cases give a store in one call, at least."""
+"""Minimum of `max_keys`: cases pass at least as many keys in one call."""
 
 
 _PER_KEY = {"lookup": Found, "load": list, "store": list, "claim": list}
 _RESULTS = _PER_KEY | {"delete": int, "clear": int, "namespaces": dict}
-"""What the futures of these methods end with; some with a bool for each key."""
+"""Types of the results of these methods' futures."""
 _ASKED = WeakKeyDictionary[Any, tuple[str, int]]()
-"""Of a future, which method made it, and for how many keys."""
+"""The method that returned each future, and the number of keys of the call."""
 
 
 def _is_future(name: str) -> Callable[..., bool]:
@@ -72,7 +72,7 @@ def _is_future(name: str) -> Callable[..., bool]:
 
 
 def require_result(name: str, answer: object, num_keys: int) -> None:
-    """Raise `CaseFailure` unless the future of a method may end like that."""
+    """Raise `CaseFailure` unless the result of a method's future has the right type and length."""
     wanted = _RESULTS[name]
     right, what = isinstance(answer, wanted) and type(answer) is not bool, wanted.__name__
     if name in _PER_KEY:
@@ -87,46 +87,46 @@ ANSWERS: Answers = {name: ("a Future", _is_future(name)) for name in _RESULTS} |
     "usage": ("a Usage", kind(Usage)),
     "health": ("a text or None", kind(str, type(None))),
 }
-"""Of a store's methods."""
+"""Expected results of a store's methods."""
 
 
 class BackDoor(Protocol):
-    """A way to a store's objects that leaves the store out, so that a symmetric liar is caught.
+    """Access to a store's objects past the store, to catch one that only agrees with itself.
 
-    Its class is called with the opened store. It may lack any of these methods: what needs them is
-    then skipped by name.
+    Its class is called with the opened store. It may lack any of these methods; cases that need
+    them are then skipped.
     """
 
     def get(self, key: bytes) -> bytes | None:
-        """The bytes of an object as they are kept, or None."""
+        """The bytes of an object as the back end holds them, or None."""
 
     def put(self, key: bytes, data: bytes) -> None:
-        """Keep an object as the store would."""
+        """Write an object to the back end, as the store would."""
 
     def cut(self, key: bytes, num_bytes: int) -> None:
-        """Leave only the first bytes of what is kept of an object."""
+        """Truncate an object in the back end to its first bytes."""
 
     def spoil(self, key: bytes) -> None:
-        """Change one byte of what is kept of an object, if the store notices such things."""
+        """Change one byte of an object in the back end, if the store detects that."""
 
     def fail(self, failing: bool) -> None:
-        """Make all that the store does at its back end an error, until told that it is over."""
+        """Make all accesses of the store to its back end fail, or end that."""
 
 
 class StoreRig:
     """One opened store with a folder of its own.
 
     Args:
-        spec: of the store; ``{tmp}`` in it becomes the folder.
-        back_door: makes the back door of the opened store; None if it has none.
-        seed: of `random`.
-        depth: multiplies examples, repetitions and seconds.
-        patience: seconds for which any one answer is waited for.
+        spec: Spec of the store; ``{tmp}`` in it becomes the folder.
+        back_door: Makes a back door from the opened store; None if there is none.
+        seed: Seed of `random`.
+        depth: Factor on the number of examples and repetitions, and on durations.
+        patience: Seconds to wait for each answer.
 
     Attributes:
-        folder: what ``{tmp}`` in the spec stands for.
-        spec: with it filled in: who opens it again has the same store.
-        store: opened, named ``kit``.
+        folder: The folder that replaces ``{tmp}`` in the spec.
+        spec: The spec with the folder filled in, which opens the same store again.
+        store: The opened store, named ``kit``.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class StoreRig:
         self._numbers = itertools.count()
         self._opened: list[Store] = []
         self._seconds_per_byte = 0.0
-        """Of the slowest that the store has kept in this case."""
+        """Slowest pace of a store call in this case."""
 
     def __enter__(self) -> Self:
         self._temporary = tempfile.TemporaryDirectory(prefix="kvbaton-kit-")
@@ -170,29 +170,29 @@ class StoreRig:
             raise CaseFailure(f"close raised {raised[0]!r}") from raised[0]
 
     def make(self, name: str = "kit") -> Store:
-        """The store once more, not opened."""
+        """Another instance of the store, not opened."""
         return checked(load_store(self.spec, name=name), ANSWERS)
 
     def open(self, name: str = "kit") -> Store:
-        """The store once more, opened; closed at the end of the case."""
+        """Another opened instance of the store; closed at the end of the case."""
         store = self.make(name)
         store.open()
         self._opened.append(store)
         return store
 
     def close(self, store: Store) -> None:
-        """Close one of them now."""
+        """Close one of the opened instances now."""
         store.close()
         self._opened = [other for other in self._opened if other is not store]
 
     def reopen(self) -> None:
-        """Close the store and open it again: what it then has comes from where it keeps things."""
+        """Close the store and open it again, so that its objects come from its back end."""
         self.close(self.store)
         self.store = self.open()
 
     @contextmanager
     def elsewhere(self) -> Iterator[None]:
-        """While others have the store: one that is not `shared` is closed here meanwhile."""
+        """Context in which another process uses the store; closes it here unless it is `shared`."""
         if self.store.capabilities.shared:
             yield
             return
@@ -201,9 +201,9 @@ class StoreRig:
         self.store = self.open()
 
     def lacks(self, need: str) -> str | None:
-        """See `Rig`.
+        """See `Rig.lacks`.
 
-        Needs are capabilities, ``door.METHOD``, ``small``, ``registers``, ``forgets`` or
+        A need is a capability, ``door.METHOD``, ``small``, ``registers``, ``forgets`` or
         ``hypothesis``.
         """
         if need == "hypothesis":
@@ -226,49 +226,49 @@ class StoreRig:
 
     @property
     def door(self) -> BackDoor:
-        """The back door of the store, for cases that need one."""
+        """The back door of the store, for cases that declare the need."""
         assert self._back_door is not None, "the case does not say that it needs a back door"
         return self._back_door(self.store)
 
     # --- keys and bytes ---
 
     def key(self) -> bytes:
-        """A key that nobody has used."""
+        """A key that was never used."""
         number = next(self._numbers).to_bytes(8, "little")
         return hashlib.blake2b(self._nonce + number, digest_size=32).digest()
 
     def noise(self, num_bytes: int) -> bytes:
-        """Noise."""
+        """Random bytes."""
         return self.random.bytes(num_bytes)
 
     def at_once(self, keys: int) -> int:
-        """So many, or as many as one call takes."""
+        """`keys`, or the maximum number of keys of a call if that is less."""
         return min(keys, self.store.capabilities.max_keys)
 
     def calls(self, keys: Iterable[bytes]) -> Iterator[list[bytes]]:
-        """Keys, as many at a time as one call takes."""
+        """Keys, split by the maximum number of keys of a call."""
         every = list(keys)
         for start in range(0, len(every), limit := self.store.capabilities.max_keys):
             yield every[start : start + limit]
 
     def objects(self, sizes: Iterable[int]) -> dict[bytes, bytes]:
-        """Objects of those sizes under fresh keys; nobody has stored them yet."""
+        """Random objects of these sizes under fresh keys, not stored yet."""
         return {self.key(): self.noise(size) for size in sizes}
 
     def cut(self, data: bytearray | bytes, pieces: int) -> Pieces:
-        """The same memory in that many pieces of uneven lengths, some of them empty."""
+        """The same memory cut into `pieces` pieces of uneven lengths, some maybe empty."""
         inner = sorted(self.random.integers(0, len(data) + 1, pieces - 1).tolist())
         ends = [0, *inner, len(data)]
         view = memoryview(data)
         return [view[low:high] for low, high in itertools.pairwise(ends)]
 
-    # --- questions with answers ---
+    # --- calls ---
 
     def wait(self, future: Future[T], what: str, within: float | None = None) -> T:
-        """The answer; errors of the store pass through.
+        """Wait for a future's result; errors of the store pass through.
 
         Raises:
-            CaseFailure: there is none in time.
+            CaseFailure: It is not done in time, or the result has a wrong type or length.
         """
         self.settle([future], what, within)
         answer = future.result()
@@ -278,21 +278,21 @@ class StoreRig:
         return answer
 
     def settle(self, futures: Sequence[Future[T]], what: str, within: float | None = None) -> None:
-        """Wait until all are done, however they end: `patience`, or so many seconds."""
+        """Wait until all futures are done, with a result or not, for `within` or `patience`."""
         patience = within or self.patience
         deadline = time.monotonic() + patience
         for future in futures:
-            # Not `futures.wait`: to that, a future is not done by `cancel` alone.
+            # `futures.wait` does not treat a future as done after `cancel` alone.
             done = threading.Event()
             future.add_done_callback(lambda _, done=done: done.set())  # type: ignore[misc]
             in_time = done.wait(max(0.0, deadline - time.monotonic()))
             require(in_time, f"{what}: a future is not done after {patience:.3g} s")
 
     def ask_store(self, objects: Mapping[bytes, bytes], store: Store | None = None) -> list[bool]:
-        """Store objects, in as many calls as it takes; the answers.
+        """Store objects, in as many calls as necessary; returns the answers.
 
-        If at the pace of what the store kept before they take long, they get that time `SLOWER`
-        times, rather than `patience`.
+        The time limit is `patience`, or `SLOWER` times the time at the slowest pace so far if that
+        is more.
         """
         answers = list[bool]()
         for keys in self.calls(objects):
@@ -307,30 +307,30 @@ class StoreRig:
         return answers
 
     def put(self, objects: Mapping[bytes, bytes], store: Store | None = None) -> None:
-        """Store objects; all must be kept."""
+        """Store objects; all must be stored."""
         answers = self.ask_store(objects, store)
         require(answers == [True] * len(objects), f"store of {len(objects)} objects said {answers}")
 
     def get(self, key: bytes, num_bytes: int, store: Store | None = None) -> bytes | None:
-        """An object's bytes, or None for a miss."""
+        """Load an object; None for a miss."""
         target = bytearray(b"\xa5") * num_bytes
         answer = self.wait((store or self.store).load([key], [[memoryview(target)]]), "load")
         require(answer in ([True], [False]), f"load of one object said {answer!r}")
         return bytes(target) if answer[0] else None
 
     def load(self, objects: Mapping[bytes, bytes]) -> tuple[list[bool], list[bytearray]]:
-        """Load all in one call: the answers, and what came."""
+        """Load objects in one call; returns the answers and the targets."""
         targets = targets_for(objects)
         return self.wait(self.store.load(list(objects), views(targets)), "load"), targets
 
     def store_each(self, objects: Mapping[bytes, bytes]) -> list[Future[list[bool]]]:
-        """Begin a store of each object, without waiting."""
+        """Start to store each object in a call of its own; returns the futures."""
         return [self.store.store([key], views([data])) for key, data in objects.items()]
 
     def load_each(
         self, objects: Mapping[bytes, bytes]
     ) -> tuple[list[Future[list[bool]]], list[bytearray]]:
-        """Begin a load of each object, without waiting: the futures, and the targets."""
+        """Start to load each object in a call of its own; returns the futures and the targets."""
         targets = targets_for(objects)
         pairs = zip(objects, views(targets), strict=True)
         return [self.store.load([key], [target]) for key, target in pairs], targets
@@ -342,22 +342,22 @@ class StoreRig:
                 self.wait((store or self.store).delete(some), "delete")
 
     def found(self, keys: Sequence[bytes], store: Store | None = None) -> tuple[bool, ...]:
-        """Which are there."""
+        """Look keys up; per key, whether its object is there."""
         calls = map((store or self.store).lookup, self.calls(keys))
         return tuple(there for call in calls for there in self.wait(call, "lookup").present)
 
     def expect(self, objects: Mapping[bytes, bytes], when: str, store: Store | None = None) -> None:
-        """All objects must be there, byte for byte."""
+        """Load objects; all must be there, byte for byte."""
         for key, data in objects.items():
             self.compare(self.get(key, len(data), store), data, when)
 
     def expect_in(self, target: AnyPieces, key: bytes, data: bytes, when: str) -> None:
-        """An object must come, byte for byte, into pieces of the case's own."""
+        """Load an object into given pieces; it must be there, byte for byte."""
         loaded = self.wait(self.store.load([key], [cast(Pieces, target)]), "load")
         self.compare(b"".join(map(view_of, target)) if loaded[0] else None, data, when)
 
     def expect_whole(self, objects: Mapping[bytes, bytes], when: str) -> list[bytes]:
-        """Each object must be there byte for byte, or not at all; the keys of those that are."""
+        """Load objects; each must be right or a miss. Returns the keys of those that are there."""
         there: list[bytes] = []
         for key, data in objects.items():
             if (found := self.get(key, len(data))) is not None:
@@ -366,7 +366,7 @@ class StoreRig:
         return there
 
     def compare(self, found: bytes | None, data: bytes, when: str) -> None:
-        """Both must be equal; None is a miss, which is a failure."""
+        """Raise `CaseFailure` unless both are equal; None is a miss."""
         if found is None:
             raise CaseFailure(f"{when}: an object of {len(data)} bytes is gone")
         if found != data:
@@ -382,7 +382,7 @@ class StoreRig:
         objects: Mapping[bytes, bytes],
         when: str,
     ) -> None:
-        """Each of these loads is done, and must have found its object."""
+        """Check loads that are done: each must have found its object."""
         for load, target, data in zip(loads, targets, objects.values(), strict=True):
             self.compare(bytes(target) if load.result()[0] else None, data, when)
 
@@ -393,13 +393,13 @@ class StoreRig:
         objects: Mapping[bytes, bytes],
         when: str,
     ) -> None:
-        """What a load of these objects said it found must be right; one cancelled says nothing."""
+        """Check the hits of a load; `answers` is empty if the load was cancelled."""
         for there, target, data in zip(answers, targets, objects.values(), strict=bool(answers)):
             if there:
                 self.compare(bytes(target), data, when)
 
     def eventually(self, holds: Callable[[], bool]) -> bool:
-        """Ask again until it holds, or patience ends."""
+        """Poll until `holds` is True, for at most `patience`; returns whether it became True."""
         deadline = time.monotonic() + self.patience
         while not holds():
             if time.monotonic() > deadline:
@@ -409,15 +409,15 @@ class StoreRig:
 
 
 def targets_for(objects: Mapping[bytes, bytes]) -> list[bytearray]:
-    """Memory for each object."""
+    """A buffer for each object."""
     return [bytearray(len(data)) for data in objects.values()]
 
 
 def views(buffers: Iterable[bytearray | bytes]) -> list[Pieces]:
-    """Each buffer as an object in one piece."""
+    """Each buffer as an object of one piece."""
     return [[memoryview(buffer)] for buffer in buffers]
 
 
 def view_of(piece: Piece) -> memoryview:
-    """The bytes of a piece in host memory."""
+    """A view of a piece in host memory."""
     return piece.view() if isinstance(piece, Memory) else piece

@@ -1,4 +1,4 @@
-"""Cases of stores that show only in numbers: many pieces, objects, loads, and microseconds."""
+"""Cases of stores at scale: many pieces, objects and loads, and races of microseconds."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from kvbaton.testing.kit import Accounts, allocated_bytes, require, resident_byt
 from kvbaton.testing.store_rig import StoreRig, case, targets_for, views
 
 MANY_PIECES = (1023, 1024, 1025, 5000)
-"""Around what one system call takes (IOV_MAX), and above."""
+"""Numbers of pieces around the maximum of one system call (IOV_MAX), and far above."""
 MANY_OBJECTS = 6000
 STORE_S = 20.0
-"""A slow store gets fewer."""
+"""Maximum seconds for storing these objects; a slow store gets fewer."""
 RACE_S = 1.0
 LOADS = 20_000
-"""In each of two halves, if there is time."""
+"""Number of loads in each of two halves, if there is time."""
 LOAD_S = 5.0
+"""Seconds for the loads of one half."""
 LEAKED_BYTES = 100
-"""Left behind by each load of the second half; what is below may be noise."""
+"""Bytes per load of the second half from which on they count as a leak, not as noise."""
 SLACK_BYTES = 1 << 19
 SLACK_BLOCKS = 300
 
@@ -51,18 +52,18 @@ COLLISIONS = {
     "the sum of words": (15189, 82457),
     "the exclusive or of words": (85247, 115112),
 }
-"""Numbers of two `hashed_key` that have the same 32 bits, by what makes these of a key."""
+"""By 32-bit hash function: two numbers whose `hashed_key` have the same hash."""
 
 
 def hashed_key(number: int) -> bytes:
-    """A key of `COLLISIONS`."""
+    """The key of a number in `COLLISIONS`."""
     number_bytes = number.to_bytes(8, "little")
     return hashlib.blake2b(number_bytes, digest_size=32, person=b"collision").digest()
 
 
 @case(1)
 def many_pieces(rig: StoreRig) -> None:
-    """An object may be in thousands of pieces, as blocks of many layers are."""
+    """An object may have thousands of pieces, as blocks of many layers do."""
     for count in MANY_PIECES:
         size = 3 * count
         key, data, target = rig.key(), rig.noise(size), bytearray(size)
@@ -75,9 +76,9 @@ def many_pieces(rig: StoreRig) -> None:
 
 @case(1)
 def keys_of_equal_hashes(rig: StoreRig) -> None:
-    """Keys that a hash of 32 bits does not tell apart name different objects."""
+    """Keys with equal 32-bit hashes name different objects."""
     for what, numbers in COLLISIONS.items():
-        # By their keys, so that a server which keeps them from an earlier run has the same.
+        # Bytes derived from the keys, as a server may still have objects of an earlier run.
         objects = {key: key[:20] for key in map(hashed_key, numbers)}
         rig.put(objects)
         rig.expect(objects, f"beside a key of which {what} are the same")
@@ -85,7 +86,7 @@ def keys_of_equal_hashes(rig: StoreRig) -> None:
 
 @case(2)
 def done_means_done(rig: StoreRig) -> None:
-    """The moment that a future is done, targets are filled, and sources are free."""
+    """At the moment when a future is done, targets are filled, and sources are free."""
     for _ in range(4 * rig.depth):
         objects = rig.objects([300_000, 5000, 20])
         keys, sources = list(objects), [bytearray(data) for data in objects.values()]
@@ -123,7 +124,7 @@ def _when_done(
 
 @case(2)
 def small_objects_in_a_race(rig: StoreRig) -> None:
-    """Small objects, stored and loaded by many calls at once, do not get into each other's way."""
+    """Small objects that are stored and loaded by many concurrent calls are all right."""
     objects = rig.objects([2000] * 32)
     rig.put(objects)
     end = time.monotonic() + RACE_S * rig.depth
@@ -143,7 +144,7 @@ def small_objects_in_a_race(rig: StoreRig) -> None:
 
 @contextmanager
 def _fast_switches() -> Iterator[None]:
-    """Let threads of Python take turns after microseconds, where races of so long show."""
+    """Make Python switch threads every few microseconds, to provoke short races."""
     usual = sys.getswitchinterval()
     sys.setswitchinterval(2e-6)
     try:
@@ -154,7 +155,7 @@ def _fast_switches() -> Iterator[None]:
 
 @case(5, slow=True)
 def thousands_of_objects(rig: StoreRig) -> None:
-    """Thousands of objects are as right as a few; none is gone without need."""
+    """Thousands of objects are all right; none is missing unless the store has a capacity."""
     batch = min(rig.store.capabilities.max_keys, 500)
     objects, end = dict[bytes, bytes](), time.monotonic() + STORE_S * rig.depth
     while len(objects) < MANY_OBJECTS and time.monotonic() < end:
@@ -180,7 +181,7 @@ def _batched(objects: dict[bytes, bytes], size: int) -> Iterator[dict[bytes, byt
 
 @case(5, slow=True)
 def thousands_of_loads(rig: StoreRig) -> None:
-    """Loads leave nothing behind: no descriptor, no thread, and no bytes."""
+    """Loads leak no descriptor, no thread, and no memory."""
     objects = rig.objects([64] * rig.at_once(64))
     rig.put(objects)
     keys: Sequence[bytes] = [*objects, *(rig.key() for _ in range(8))][: rig.at_once(72)]
@@ -203,7 +204,7 @@ def thousands_of_loads(rig: StoreRig) -> None:
             load()
         gc.collect()
         blocks = sys.getallocatedblocks() - blocks
-        # A tenth, a hundredth: pools that grow do so once, in the first half.
+        # Growing pools would have grown in the first half.
         grown = Accounts.now().above(accounts, rounds=max(3, calls // 100))
         require(not grown, f"{told} there are {grown}")
         few = blocks < loads // 20 + SLACK_BLOCKS
@@ -211,12 +212,12 @@ def thousands_of_loads(rig: StoreRig) -> None:
         kept = _held_bytes() - held
         if kept < loads * LEAKED_BYTES + SLACK_BYTES:
             break
-        # Any thread of the process may have had them: what leaks does so again.
+        # Other threads may have allocated them: a leak shows in both halves.
         require(not last, f"{told} {kept} bytes more are in memory, twice")
     rig.expect(dict(list(objects.items())[:3]), told)
 
 
 def _held_bytes() -> int:
-    """Resident memory, where nothing more exact is known, hides what lands in gaps of the heap."""
+    """Allocated bytes, or else resident memory, which misses leaks into free heap memory."""
     allocated = allocated_bytes()
     return resident_bytes() if allocated is None else allocated

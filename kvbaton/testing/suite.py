@@ -1,11 +1,11 @@
-"""The kit as test classes, for a connector's own suite of tests.
+"""The kit as pytest classes, for a connector's own test suite.
 
-One class is a whole suite::
+One class has all cases::
 
     class TestMyStore(StoreTests):
         spec = 'my_package:MyStore:{"path": "{tmp}"}'
 
-A spec that is known only while tests run comes from a fixture named ``spec`` in the class.
+If the spec is only known while tests run, define a fixture named ``spec`` in the class.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from kvbaton.testing.kit import Case, CaseVerdict, KitBroke, Outcome
 
 
 class _Suite:
-    """What both kinds share.
+    """Common base of the classes for stores and transports.
 
     Attributes:
-        spec: see `Subject`.
-        back_door: see `Subject`.
-        depth: see `Subject`.
-        limit: seconds for each case; None for that of `Subject.run`.
+        spec: See `Subject`.
+        back_door: See `Subject`.
+        depth: See `Subject`.
+        limit: Time limit of each case in seconds; None for the default of `Subject.run`.
     """
 
     spec: Any = ""
@@ -38,13 +38,13 @@ class _Suite:
         return str(self.spec)
 
     def check(self, spec: str, kind: str, case: Case[Any]) -> None:
-        """Run a case and pass its outcome on to pytest."""
+        """Run a case and report its outcome to pytest."""
         subject = Subject(spec, kind, type(self).back_door, self.depth)
         tell_pytest(subject.run(case, self.limit))
 
 
 def _params(kind: str) -> list[Any]:
-    """All cases; those that take long have the marker ``slow``."""
+    """All cases of a kind; those that take long have the marker ``slow``."""
     return [
         pytest.param(case, id=case.id, marks=[pytest.mark.slow] if case.slow else [])
         for case in Subject("", kind).cases()
@@ -52,7 +52,7 @@ def _params(kind: str) -> list[Any]:
 
 
 class StoreTests(_Suite):
-    """Every case of a store."""
+    """All cases for stores."""
 
     @pytest.mark.parametrize("case", _params("store"))
     def test_store(self, spec: str, case: Case[Any]) -> None:
@@ -61,7 +61,7 @@ class StoreTests(_Suite):
 
 
 class TransportTests(_Suite):
-    """Every case of a transport."""
+    """All cases for transports."""
 
     @pytest.mark.parametrize("case", _params("transport"))
     def test_transport(self, spec: str, case: Case[Any]) -> None:

@@ -1,6 +1,6 @@
-"""The cases of transports: what holds between any two connected ones.
+"""Cases of transports: laws for any two connected ones.
 
-Each is a function over a fresh `Pair`; those about processes that die are in
+Each case is a function over a fresh `Pair`; cases about processes that die are in
 `transport_processes.py`.
 """
 
@@ -30,9 +30,9 @@ ROUNDS = 4
 BUSY_BYTES = 16 << 20
 ENDS = 16
 WATCH_S = 0.1
-"""For what lands after a fence, or after all has drained."""
+"""Seconds for which memory is watched for late bytes, after a fence or a drained write."""
 FEW = 16
-"""A part of the most ranges that tells how long all of them take."""
+"""Divisor of `max_ranges` for a smaller write that predicts the time of a full one."""
 
 
 @case(0)
@@ -59,7 +59,7 @@ def regions_are_numbered(pair: Pair) -> None:
 
 @case(0)
 def bad_cards(pair: Pair) -> None:
-    """A card that is none is refused by name and harms nobody."""
+    """An invalid card is refused with `TransportError`, and does no harm."""
     for card in (b"", b"\xff" * 40, pair.target.card()[:-9], bytes(300)):
         try:
             pair.source.connect(card)
@@ -71,7 +71,7 @@ def bad_cards(pair: Pair) -> None:
 
 @case(0)
 def release_twice(pair: Pair) -> None:
-    """A handle may be released again, and its end stays known."""
+    """A handle may be released again, and keeps its final status."""
     handle = pair.write([(0, 0, 0, 0, 4, 1, 0, 0)])
     pair.complete(handle)
     handle.release()
@@ -80,12 +80,12 @@ def release_twice(pair: Pair) -> None:
 
 @case(1)
 def exact_bytes(pair: Pair) -> None:
-    """Random strided rows of odd sizes move exactly their bytes and touch nothing else."""
+    """Random strided rows of odd sizes copy exactly their bytes, and change no others."""
     for round_number in range(12):
         rows = pair.rows(int(pair.random.integers(1, 60)))
         pair.complete(pair.write(rows, b"exact"))
         pair.compare(f"round {round_number} of random rows")
-    odd = 1 << 62  # what a stride is of a row of one piece does not matter
+    odd = 1 << 62  # strides of a row of one piece have no effect
     special: list[Row] = [(0, 5, 0, 11, 100, 6, 0, 300), (0, 900, 0, 4000, 77, 1, odd, odd)]
     special += [(1, 70, 0, 5000, 50, 9, 13, 50), (1, 0, 1, 64, 4096, 3, 8192, 4096)]
     pair.write_all(special)
@@ -104,7 +104,7 @@ def edges_of_regions(pair: Pair) -> None:
 
 @case(1)
 def empty_write(pair: Pair) -> None:
-    """A write without ranges is a notice alone."""
+    """A write without ranges sends its notice alone."""
     pair.complete(pair.write([], b"nothing"))
     pair.expect_notices([b"nothing"])
     pair.compare("after an empty write")
@@ -112,7 +112,7 @@ def empty_write(pair: Pair) -> None:
 
 @case(1)
 def notice_lengths(pair: Pair) -> None:
-    """Notices of no byte and of the declared most bytes arrive whole; a longer one is refused."""
+    """Notices of 0 bytes and of the declared maximum arrive whole; a longer one is refused."""
     most = pair.source.capabilities.max_notice_bytes
     row: Row = (0, 0, 0, 0, 8, 1, 0, 0)
     sent = [b"", b"\0\xff", bytes(most), b""]
@@ -125,7 +125,7 @@ def notice_lengths(pair: Pair) -> None:
 
 @case(1)
 def many_ranges(pair: Pair) -> None:
-    """One write of thousands of small ranges."""
+    """One write of thousands of small ranges copies exactly their bytes."""
     rows: list[Row] = [(0, 3 * i, 0, 64 * i, 32, 1, 0, 0) for i in range(4_096)]
     pair.complete(pair.write(rows[: pair.most_ranges], b"many"))
     pair.compare("after thousands of ranges")
@@ -133,12 +133,12 @@ def many_ranges(pair: Pair) -> None:
 
 @case(1)
 def the_most_ranges(pair: Pair) -> None:
-    """A write of as many ranges as are declared is taken, and is whole."""
+    """A write of as many ranges as declared succeeds, with all its bytes."""
     count = min(pair.most_ranges, TARGET_SIZES[0] // 4)
     rows: list[Row] = [(0, 4 * i, 0, 4 * i, 3, 1, 0, 0) for i in range(count)]
     start = time.monotonic()
     pair.complete(pair.write(rows[: max(1, count // FEW)], b"few"))
-    # Some transports cost so much a range that a busy machine would need minutes for all.
+    # Some transports are so slow per range that a busy machine needs minutes for all.
     within = SLOWER * FEW * (time.monotonic() - start)
     pair.complete(pair.write(rows, b"most"), max(pair.patience, within))
     pair.compare(f"after a write of {count} ranges")
@@ -146,7 +146,7 @@ def the_most_ranges(pair: Pair) -> None:
 
 @case(1)
 def large_write(pair: Pair) -> None:
-    """One write of tens of megabytes, as one range and as many, whole once done, notified once."""
+    """A write of tens of megabytes, as one range or many, is whole once done, with one notice."""
     size = 40 << 20
     memory = [pair.random.integers(0, 256, size, dtype=np.uint8), np.zeros(size, np.uint8)]
     source, target, peer = pair.beside(*memory)
@@ -165,7 +165,7 @@ def large_write(pair: Pair) -> None:
 
 @case(1)
 def both_directions(pair: Pair) -> None:
-    """A target may write to its source as well, over the same pair."""
+    """A target may also write to its source, over the same pair."""
     before = [memory.copy() for memory in pair.source_memory]
     handle = pair.target.write(pair.back, pack([(2, 0, 1, 100, 4_000, 1, 0, 0)]), b"back")
     forth = pair.write(pair.rows(8), b"forth")
@@ -196,7 +196,7 @@ BAD_ROWS: dict[str, Row] = {
 
 @case(1)
 def bounds(pair: Pair) -> None:
-    """A row that leaves a region is refused, or fails; nothing is touched."""
+    """A row that exceeds a region is refused, or fails; no byte is changed."""
     good: Row = (0, 0, 1, 0, 64, 1, 0, 0)
     for what, row in BAD_ROWS.items():
         with _refused(pair, f"a row {what}"):
@@ -216,7 +216,7 @@ def malformed_ranges(pair: Pair) -> None:
 
 @case(1)
 def deregistered_region(pair: Pair) -> None:
-    """A region that was given back can't be written from; no number is given again."""
+    """Writes from a deregistered region are refused; its number is not used again."""
     pair.source.deregister(pair.source_regions[0])
     with _refused(pair, "a row from a deregistered region"):
         pair.complete(pair.source.write(pair.peer, pack([(0, 0, 0, 0, 4, 1, 0, 0)]), b""))
@@ -228,7 +228,7 @@ def deregistered_region(pair: Pair) -> None:
 
 @case(1)
 def encoder_outputs(pair: Pair) -> None:
-    """An encoder's output, several levels wide, moves by plan into scattered blocks elsewhere."""
+    """An encoder's output with several levels is copied by a plan into scattered blocks."""
     source, target = _rows_layout(5), _rows_layout(9)
     tables = np.array([3, 4, 1]), np.array([7, 2, 5])
     pairing = GroupPairing([source], [target])
@@ -258,7 +258,7 @@ def _rows_layout(num_blocks: int) -> KVLayout:
 
 @case(2)
 def notice_follows_bytes(pair: Pair) -> None:
-    """When a notice is here, its bytes are."""
+    """When a notice arrives, the bytes of its write have landed."""
     for number in range(20):
         notice = f"write {number}".encode()
         handle = pair.write(pair.rows(16, 16_384), notice)
@@ -269,7 +269,7 @@ def notice_follows_bytes(pair: Pair) -> None:
 
 @case(2)
 def notice_follows_the_last_bytes(pair: Pair) -> None:
-    """The moment that a notice of many rows is here, the ends of all its rows are."""
+    """At the moment when a notice arrives, the last bytes of all rows have landed."""
     length, count = 64 << 10, min(ENDS, pair.most_ranges)
     memory = [np.zeros(length * count, np.uint8) for _ in range(2)]
     source, target, peer = pair.beside(*memory)
@@ -278,7 +278,7 @@ def notice_follows_the_last_bytes(pair: Pair) -> None:
         memory[0][:] = number % 251
         handle = pair.source.write(peer, pack(rows), b"ends")
         limit = time.monotonic() + pair.patience
-        # Nothing between the notice and the look: what is late is so by microseconds.
+        # No code between notice and check: late bytes are late by microseconds.
         while not pair.target.notices():
             handle.status()
             pair.source.notices()
@@ -291,7 +291,7 @@ def notice_follows_the_last_bytes(pair: Pair) -> None:
 
 @case(2)
 def many_writes(pair: Pair) -> None:
-    """Many writes in flight all land where they should, and each is notified exactly once."""
+    """Many writes in flight all land in their places, each with exactly one notice."""
     with Pair(pair.make_pair, patience=pair.patience) as others:
         third = pair.source.connect(others.target.card())
         pair.complete(pair.write(pair.rows(4), b"ours"))
@@ -321,12 +321,12 @@ def many_writes(pair: Pair) -> None:
         pair.source.lost()
 
     require_quick("notices and lost", look, calls=50)
-    pair.expect_notices(sent)  # nor has another one come meanwhile
+    pair.expect_notices(sent)  # no further notice has arrived meanwhile
     pair.compare("after many writes")
 
 
 def _two_writers(pair: Pair, others: Pair) -> None:
-    """Each of two sources writes as many times to one target, by turns."""
+    """Let two sources write alternately to one target."""
     pair.notices.clear()
     second = others.source.connect(pair.target.card())
     handles = []
@@ -352,14 +352,14 @@ def _two_writers(pair: Pair, others: Pair) -> None:
 
 @case(2)
 def closed_peer(pair: Pair) -> None:
-    """A closed peer reads nothing, writes to it fail; a new connection is a new peer and works."""
+    """After `close` no memory is read and writes fail; a new connection works, as a new peer."""
     memory = [np.full(BUSY_BYTES, value, np.uint8) for value in (1, 0)]
     source, target, busy = pair.beside(*memory)
     writes = [(source, 0, target, 0, BUSY_BYTES, 1, 0, 0)] * 4
     handles = [pair.source.write(busy, pack([row]), b"busy") for row in writes]
     pair.wait(lambda: pair.source.close(busy), "a peer with writes in flight is closed")
     memory[0][:] = 2
-    # What is on the wire may still land, so that not all can say DRAINED.
+    # Bytes on the wire may still land, so not every handle can be DRAINED.
     for handle in handles:
         pair.finish(handle, "a write to a closed peer must end")
     require(not (memory[1] == 2).any(), "after `close` said True our memory was read")
@@ -382,7 +382,7 @@ def closed_peer(pair: Pair) -> None:
 
 @case(2)
 def fence(pair: Pair) -> None:
-    """A fence tells the truth: where it says True, nothing of that peer lands any more."""
+    """After a fence has returned True, no byte of that peer lands any more."""
     pair.complete(pair.write(pair.rows(4)))
     if pair.source.capabilities.fence is not FenceScope.PEER:
         proven = pair.target.fence(pair.back)
@@ -392,7 +392,7 @@ def fence(pair: Pair) -> None:
     dialling = pair.source.connect(card)
     pair.wait(lambda: pair.target.fence(pair.back), "a fence of scope PEER of a live peer")
     peers = [pair.peer, dialling]
-    with suppress(TransportError):  # this card may be known to be of no use any more
+    with suppress(TransportError):  # the transport may refuse the old card
         peers.append(pair.source.connect(card))
     for number, peer in enumerate(peers):
         handle = pair.source.write(peer, pack(pair.rows(4)), b"fenced")
@@ -406,7 +406,7 @@ def fence(pair: Pair) -> None:
     for peer in (*peers[1:], pair.peer):
         pair.wait(partial(pair.source.close, peer), "a peer is closed")
     pair.wait(lambda: pair.target.close(pair.back), "a peer is closed")
-    # The next session of two that live.
+    # Both are alive and can connect again.
     pair.back = pair.target.connect(pair.source.card())
     pair.peer = pair.source.connect(pair.target.card())
     pair.complete(pair.write(pair.rows(4), b"next"))
@@ -415,7 +415,7 @@ def fence(pair: Pair) -> None:
 
 @case(2)
 def fence_amid_writes(pair: Pair) -> None:
-    """Of writes that are under way nothing lands once the fence has said True."""
+    """After a fence amid writes has returned True, no byte of them lands any more."""
     if pair.source.capabilities.fence is not FenceScope.PEER:
         return
     memory = [np.full(BUSY_BYTES, value, np.uint8) for value in (1, 0)]
@@ -440,9 +440,9 @@ def _watch(pair: Pair) -> None:
 
 @case(2)
 def prepared_writes(pair: Pair) -> None:
-    """What was prepared moves the bytes that are there when it is posted, and only then, and once.
+    """A prepared write copies, once, the bytes that are there when it is posted, and not before.
 
-    Of a transport with `PreparesWrites`.
+    For transports with `PreparesWrites`.
     """
     source = pair.source
     if not isinstance(source, PreparesWrites):
@@ -453,7 +453,7 @@ def prepared_writes(pair: Pair) -> None:
     for part in [*parts, parts[0]]:
         ranges = pack(part)
         ready.append(source.prepare(pair.peer, ranges))
-        ranges[:] = -1  # they are ours again
+        ranges[:] = -1  # the caller may change them after the call
     _watch(pair)
     require(not pair.notices, "what was only prepared was notified")
     pair.compare("what was only prepared")
@@ -489,7 +489,7 @@ def prepared_writes(pair: Pair) -> None:
 
 @case(3)
 def dead_peer(pair: Pair) -> None:
-    """Once the far side is shut down, writes fail and the peer is reported lost, once."""
+    """Once the peer is shut down, writes to it fail, and it is reported lost, once."""
     pair.complete(pair.write(pair.rows(4)))
     pair.target.shutdown()
     lost: list[Peer] = []
@@ -507,7 +507,7 @@ def dead_peer(pair: Pair) -> None:
 
 @case(5)
 def random_writes(pair: Pair) -> None:
-    """Batches of random writes, many in flight, land whole, and each is notified once."""
+    """Batches of random writes, many in flight, land whole, each with one notice."""
     end = time.monotonic() + 0.5 * pair.depth
     while time.monotonic() < end:
         rows = random_rows(pair.random, int(pair.random.integers(2, 90)))
@@ -522,7 +522,7 @@ def random_writes(pair: Pair) -> None:
 
 @case(5)
 def gives_everything_back(pair: Pair) -> None:
-    """`shutdown` may be repeated; a pair that was used and shut down leaves nothing behind."""
+    """`shutdown` may be repeated; a pair that was used and shut down leaks no resources."""
     pair.complete(pair.write(pair.rows(4)))
     pair.close()
     pair.close()
@@ -538,7 +538,7 @@ def gives_everything_back(pair: Pair) -> None:
 
 @contextmanager
 def _refused(pair: Pair, what: str) -> Iterator[None]:
-    """The block must fail with `ValueError`, or by a write that ends without being done."""
+    """The block must raise `ValueError`, or contain a write that fails."""
     failed = False
     try:
         yield

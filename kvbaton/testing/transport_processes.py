@@ -1,4 +1,4 @@
-"""L3 of transports: the far side is another process, which is stopped and killed."""
+"""L3 of transports: the peer is another process, which is stopped and killed."""
 
 from __future__ import annotations
 
@@ -31,20 +31,21 @@ from kvbaton.testing.transport_rig import (
 
 NUM_BYTES = 48 << 20
 FRACTIONS = (0.0, 0.1, 0.5, 0.9, 1.0)
-"""Of a write's bytes or time: when the far side is killed."""
+"""When the peer is killed, as fractions of a write's bytes or time."""
 KILLS = 3
-"""A write that was under way when its target was killed is done by chance at most so often."""
+"""Attempts: a write may complete by chance between the check and the kill of its target."""
 FOUND_WITHIN_S = 5.0
-"""A death must be known after this long."""
+"""Maximum seconds until a death is noticed."""
 WATCH_S = 0.2
+"""Seconds for which memory is watched for late bytes."""
 WATCH_DRAINED_S = 1.0
-"""For what a process takes in that goes on, on a machine that is not busy."""
+"""Seconds for which a continued process is watched for late bytes, on an idle machine."""
 UNTOUCHED = 99
 KILLED = "a write to a killed process must end"
 
 
 class _Sides(Polled):
-    """One transport here, one in another process, connected from here."""
+    """A transport here and one in another process, connected from here."""
 
     def __init__(self, pair: Pair) -> None:
         spec = pair.spec or ""
@@ -67,11 +68,11 @@ class _Sides(Polled):
         self.transport.shutdown()
 
     def write(self, notice: bytes) -> Handle:
-        """Start writing all of our region over theirs."""
+        """Start writing the whole local region over the peer's."""
         return self.transport.write(self.peer, pack([(0, 0, 0, 0, NUM_BYTES, 1, 0, 0)]), notice)
 
     def theirs(self) -> bytes:
-        """The far side's memory, also if its process is stopped."""
+        """The peer's memory, also if its process is stopped."""
         path, address = self._far
         try:
             with path.open("rb", 0) as memory:
@@ -85,12 +86,12 @@ class _Sides(Polled):
         self.lost += self.transport.lost()
 
     def expect_lost(self) -> None:
-        """The far side is dead: that is reported, and then a fence holds."""
+        """The peer is dead: it must be reported as lost, and then a fence must succeed."""
         self.wait(lambda: self.lost == [self.peer], "a dead peer is lost", FOUND_WITHIN_S)
         self.wait(lambda: self.transport.fence(self.peer), "a fence of the dead", FOUND_WITHIN_S)
 
     def expect_untouched(self, seconds: float = 0.0) -> None:
-        """Nothing of the far side lands here any more."""
+        """No byte and no notice of the peer may land here any more."""
         before = len(self.notices)
         self.poll()
         self.notices = self.notices[:before]
@@ -107,7 +108,7 @@ class _Sides(Polled):
 
 @case(3, "processes")
 def bytes_are_there_when_their_notice_is(pair: Pair) -> None:
-    """Also in another process, whoever has the notice has the bytes."""
+    """In another process, too, all bytes have landed when the notice arrives."""
     with _Sides(pair) as sides:
         for number in range(3):
             sides.memory += 1
@@ -120,17 +121,17 @@ def bytes_are_there_when_their_notice_is(pair: Pair) -> None:
 
 @case(3, "processes")
 def a_killed_target(pair: Pair) -> None:
-    """Whenever the target is killed, writes end soon, it is reported lost, and the fence holds."""
+    """Whenever the target is killed, writes end soon, it is reported lost, and a fence succeeds."""
     for fraction in FRACTIONS:
-        # One may truly be done between the look at it and the kill, as where a machine is busy.
+        # On a busy machine a write may really complete between the check and the kill.
         honest = any(_kill_amid_writes(pair, fraction) for _ in range(KILLS))
         require(honest, "a write to the killed can't be done")
 
 
 def _kill_amid_writes(pair: Pair, fraction: float) -> bool:
-    """Whether no write was done that was under way when its target was killed."""
+    """Kill a target; returns False if a write that was in flight is reported as done."""
     with _Sides(pair) as sides:
-        sides.complete(sides.write(b"first"))  # may be cold: it is not timed
+        sides.complete(sides.write(b"first"))  # a warm-up, not timed
         start = time.monotonic()
         sides.complete(sides.write(b"second"))
         seconds = time.monotonic() - start
@@ -156,7 +157,7 @@ def _kill_amid_writes(pair: Pair, fraction: float) -> bool:
 
 @case(3, "processes")
 def a_killed_idle_target(pair: Pair) -> None:
-    """A target that is killed while nothing moves is reported lost as well, and the fence holds."""
+    """An idle target that is killed is reported lost as well, and a fence succeeds."""
     with _Sides(pair) as sides:
         sides.complete(sides.write(b"first"))
         sides.remote.line("notice")
@@ -166,7 +167,7 @@ def a_killed_idle_target(pair: Pair) -> None:
 
 @case(3, "processes")
 def a_killed_writer(pair: Pair) -> None:
-    """Whenever a writer is killed, it is lost, the fence holds, and parts are not notified."""
+    """Whenever a writer is killed, it is lost, a fence holds, and no partial write is notified."""
     for fraction in FRACTIONS:
         with _Sides(pair) as sides:
             sides.memory[:] = UNTOUCHED
@@ -184,7 +185,7 @@ def a_killed_writer(pair: Pair) -> None:
 
 @case(3, "processes")
 def a_stopped_writer(pair: Pair) -> None:
-    """A writer that is stopped is fenced truly, or not until it is dead."""
+    """A fence of a stopped writer really holds, or it does not succeed until the writer is dead."""
     with _Sides(pair) as sides:
         sides.remote.tell(f"write {sides.transport.card().hex()}")
         sides.wait(lambda: len(sides.notices) >= 2, "notices of a writer")
@@ -202,7 +203,7 @@ def a_stopped_writer(pair: Pair) -> None:
 
 @case(3, "processes")
 def a_stopped_target(pair: Pair) -> None:
-    """A write to the stopped is pending, or done and there; `close` does not wait for it."""
+    """A write to a stopped target is pending, or done and there; `close` does not wait for it."""
     with _Sides(pair) as sides:
         sides.complete(sides.write(b"first"))
         sides.memory += 1
@@ -227,13 +228,13 @@ def a_stopped_target(pair: Pair) -> None:
 
 
 def _require_drained_is_final(sides: _Sides, handle: Handle) -> None:
-    """A write that soon says DRAINED, though its target lives: that takes in nothing of it."""
+    """If a write to a live target is soon DRAINED, none of its bytes may land there afterwards."""
     limit = time.monotonic() + 2 * WATCH_S
     while handle.status() is not Status.DRAINED:
         sides.poll()
         time.sleep(PAUSE_S)
         if handle.status() is Status.DONE or time.monotonic() >= limit:
-            return  # most can't call back what is on the wire
+            return  # most transports can't take back bytes on the wire
     drained = sides.theirs()
     sides.remote.signal(signal.SIGCONT)
     limit = time.monotonic() + WATCH_DRAINED_S * tasks_per_core()
@@ -243,6 +244,6 @@ def _require_drained_is_final(sides: _Sides, handle: Handle) -> None:
 
 
 def _require_truth(sides: _Sides, handle: Handle) -> None:
-    """A target that is stopped can't take what is sent: what is done was written without it."""
+    """If a write to a stopped target is DONE, its bytes must be in the target's memory."""
     there = handle.status() is not Status.DONE or sides.theirs() == sides.memory.tobytes()
     require(there, "a write to the stopped is DONE, but its bytes are not there")

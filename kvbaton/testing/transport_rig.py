@@ -1,7 +1,7 @@
-"""What a transport's cases drive: two connected transports, and what the target should hold.
+"""The rig of transport cases: two connected transports, and the expected memory of the target.
 
-Expected memory is kept by copying byte by byte in plain Python loops over rows, so a transport is
-never compared with its own arithmetic.
+The expected memory is computed by plain Python loops over rows, so a transport is never compared
+with its own arithmetic.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TRANSPORT_KIT = Kit["Pair"]()
 case = TRANSPORT_KIT.case
 HOT_POLLS = 200
 PAUSE_S = 0.0002
-"""Between two looks at a transport that has long had nothing, as in a node's transfer thread."""
+"""Seconds between polls of a transport that was idle for `HOT_POLLS`, as in a transfer thread."""
 _numbers = itertools.count()
 ANSWERS: Answers = {
     "register": ("a Region", kind(Region)),
@@ -55,7 +55,7 @@ ANSWERS: Answers = {
     "notices": ("a sequence of Notice", lambda got, *_: _are(got, Notice)),
     "lost": ("a sequence of Peer", lambda got, *_: _are(got, Peer)),
 }
-"""Of a transport's methods."""
+"""Expected results of a transport's methods."""
 
 
 def _are(answer: object, what: type[Any]) -> bool:
@@ -63,20 +63,20 @@ def _are(answer: object, what: type[Any]) -> bool:
 
 
 class Polled:
-    """What a case drives by polling it.
+    """Base of rigs that have to be polled.
 
     Attributes:
-        patience: seconds for which anything is waited for.
+        patience: Seconds to wait for each event.
     """
 
     patience: float
 
     def poll(self) -> None:
-        """Let transports make progress, and collect what they tell."""
+        """Let transports make progress, and collect their notices and lost peers."""
         raise NotImplementedError
 
     def wait(self, done: Callable[[], bool], what: str, within: float | None = None) -> None:
-        """Poll until `done`, within so many seconds, or `patience`."""
+        """Poll until `done()` is True, for at most `within` or `patience` seconds."""
         patience = within or self.patience
         limit = time.monotonic() + patience
         for polls in itertools.count():
@@ -89,13 +89,13 @@ class Polled:
     def finish(
         self, handle: Handle, what: str = "a write must end", within: float | None = None
     ) -> Status:
-        """Poll until a write is no longer pending; how it ended."""
+        """Poll until a write is no longer pending; returns its status."""
         self.wait(lambda: handle.status() is not Status.PENDING, what, within)
         status = handle.status()
         return require_answer("status", status, "a Status", isinstance(status, Status))
 
     def complete(self, handle: Handle, within: float | None = None) -> None:
-        """Poll until a write is done; any other end is a failure."""
+        """Poll until a write is done; any other status is a failure."""
         status = self.finish(handle, within=within)
         require(status is Status.DONE, f"a write ended {status.name}: {handle.error()}")
         handle.release()
@@ -105,12 +105,12 @@ class Pair(Polled):
     """Two transports of one kind, both driven by one thread.
 
     Attributes:
-        source: the writer.
-        target: whose memory is written.
-        peer: the target, as the source sees it.
-        back: the source, as the target sees it.
-        notices: payloads that arrived at the target, in order.
-        spec: how to build such a transport in another process; None if nobody can.
+        source: The transport that writes.
+        target: The transport whose memory is written.
+        peer: The source's peer: the target.
+        back: The target's peer: the source.
+        notices: Payloads that arrived at the target, in order.
+        spec: Spec to build the transport in another process; None if that is impossible.
     """
 
     def __init__(
@@ -141,37 +141,37 @@ class Pair(Polled):
         self.close()
 
     def lacks(self, need: str) -> str | None:
-        """See `Rig`. The only need is ``processes``."""
+        """See `Rig.lacks`. The only need is ``processes``."""
         assert need == "processes", need
         if self.spec is None or not self.source.capabilities.processes:
             return "not declared: processes"
         return None
 
     def beside(self, near: Bytes, far: Bytes) -> tuple[int, int, Peer]:
-        """Register memory of a case's own: its regions at both sides, and a peer that knows it."""
+        """Register further memory on both sides; returns both regions' indices and a new peer."""
         source = self.source.register(memory_of(near)).index
         target = self.target.register(memory_of(far)).index
         return source, target, self.source.connect(self.target.card())
 
     @property
     def most_ranges(self) -> int:
-        """Most rows of one write."""
+        """Maximum number of rows of one write."""
         return self.source.capabilities.max_ranges
 
     def rows(self, count: int, largest: int = 2_000) -> list[Row]:
-        """Random rows of one write; fewer where it takes fewer."""
+        """Random rows of one write, at most `most_ranges`."""
         return random_rows(self.random, min(count, self.most_ranges), largest)
 
     def write(self, rows: Sequence[Row], notice: bytes = b"") -> Handle:
-        """Post rows and note what they should do to the target."""
+        """Post rows, and apply them to the expected memory."""
         ranges = pack(rows)
         handle = self.source.write(self.peer, ranges, notice)
-        ranges[:] = -1  # they are ours again
+        ranges[:] = -1  # the caller may change them after the call
         self.expect(rows)
         return handle
 
     def expect(self, rows: Sequence[Row]) -> None:
-        """Note what rows should do to the target, posted now."""
+        """Apply rows to the expected memory, with the source's bytes of now."""
         for source, start, target, end, length, count, step, stride in rows:
             for piece in range(count):
                 low, high = start + piece * step, end + piece * stride
@@ -184,18 +184,18 @@ class Pair(Polled):
         self.source.notices()
 
     def write_all(self, rows: Sequence[Row], notice: bytes = b"") -> None:
-        """Post rows, in as many writes as it takes; all must be done."""
+        """Post rows in as many writes as necessary; all must complete."""
         for start in range(0, len(rows), self.most_ranges):
             self.complete(self.write(rows[start : start + self.most_ranges], notice))
 
     def expect_notices(self, sent: Sequence[bytes]) -> None:
-        """Poll until as many have come; each must have come once."""
+        """Poll until as many notices have arrived; each must have arrived exactly once."""
         self.wait(lambda: len(self.notices) >= len(sent), f"{len(sent)} notices")
         same = sorted(self.notices) == sorted(sent)
         require(same, f"a notice is missing, doubled or changed: {self.notices[:9]}")
 
     def compare(self, what: str) -> None:
-        """Compare all of the target's memory with what should be there."""
+        """Compare all of the target's memory with the expected memory."""
         for index, (found, wanted) in enumerate(
             zip(self.target_memory, self.expected, strict=True)
         ):
@@ -225,28 +225,28 @@ def pair_of(spec: str, *, seed: int = 0, depth: int = 1, patience: float = 20.0)
 
 
 def pause_after(polls: int) -> None:
-    """Leave the core to others once so many polls have found nothing."""
+    """Yield the core after `HOT_POLLS` polls without success."""
     if polls >= HOT_POLLS:
         time.sleep(PAUSE_S)
 
 
 def fresh_name() -> str:
-    """A transport's name that nobody has had."""
+    """A new transport name."""
     return f"kit-{os.getpid()}-{next(_numbers)}"
 
 
 def memory_of(array: Bytes) -> Memory:
-    """Describe a numpy array as transport memory."""
+    """A numpy array as `Memory`."""
     return Memory(array.ctypes.data, array.nbytes, owner=array)
 
 
 def pack(rows: Sequence[Row]) -> Ranges:
-    """Make packed ranges of rows."""
+    """Pack rows into `Ranges`."""
     return np.array(rows, dtype=np.int64).reshape(len(rows), 8)
 
 
 def random_rows(random: np.random.Generator, count: int, largest: int = 2_000) -> list[Row]:
-    """Draw rows whose targets do not overlap: target region 0 is dealt out in slots."""
+    """Draw rows whose targets do not overlap: each has its own slot of target region 0."""
     slot = TARGET_SIZES[0] // count
     rows: list[Row] = []
     for number in range(count):
@@ -262,12 +262,12 @@ def random_rows(random: np.random.Generator, count: int, largest: int = 2_000) -
 
 
 class Buffer:
-    """Bytes that a transport may be given.
+    """Memory to register with a transport.
 
     Args:
-        device: where; ``cuda`` takes GPU 0 and needs torch.
-        num_bytes: how many.
-        filled: with which byte; None fills it with noise, always the same.
+        device: Kind of memory; ``cuda`` uses GPU 0 and needs torch.
+        num_bytes: Length in bytes.
+        filled: Byte to fill it with; None fills it with random bytes from a fixed seed.
     """
 
     def __init__(self, device: Device, num_bytes: int, filled: int | None) -> None:
@@ -286,7 +286,7 @@ class Buffer:
         self.memory = Memory(address, num_bytes, device, owner=self._held)
 
     def digest(self) -> str:
-        """Of all bytes."""
+        """Digest of all bytes."""
         held = self._held
         return digest_of(held if isinstance(held, np.ndarray) else held.cpu().numpy())
 
@@ -305,18 +305,18 @@ def timed_write(
     poll: Callable[[], object] | None = None,
     patience: float = 60.0,
 ) -> float:
-    """Write, and poll in a tight loop until it is done; returns the seconds.
+    """Write, and poll in a tight loop until the write is done; returns the seconds.
 
     Args:
-        transport: which writes.
-        peer: to whom.
-        ranges: what.
-        notice: what the peer is told.
-        poll: lets the peer make progress where it lives in this process.
-        patience: seconds after which the write has failed.
+        transport: The transport that writes.
+        peer: The peer to write to.
+        ranges: The ranges to write.
+        notice: The notice of the write.
+        poll: Lets the peer make progress, if it is in this process.
+        patience: Seconds after which the write counts as failed.
 
     Raises:
-        TransportError: the write failed or took too long.
+        TransportError: The write failed or took too long.
     """
     start = time.perf_counter()
     handle = transport.write(peer, ranges, notice)

@@ -1,4 +1,4 @@
-"""Whether what a peer says of an attempt makes sense. Each check returns what is wrong, or None."""
+"""Checks of a peer's messages about an attempt. Each returns what is wrong, or None."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from kvbaton.messages.control import Ack, Complete, Reserve
 from kvbaton.types import KEY_BYTES, BlockSpan, Spans
 
 MAX_CHOICES = 1024
+"""Maximum number of choices of a `Complete`."""
 MAX_BAD_RANGES = 4096
+"""Maximum number of mismatching token ranges of an `Ack`."""
 
 
 def first_token(spans: Spans, groups: Sequence[KVLayout]) -> int:
@@ -28,17 +30,17 @@ def first_token(spans: Spans, groups: Sequence[KVLayout]) -> int:
 def counted_from(
     ours: Sequence[KVLayout], theirs: Sequence[KVLayout], start: int, num_tokens: int
 ) -> tuple[int, ...]:
-    """Per group, the first token of a hand-over that digests count.
+    """Per group, the first token of a hand-over that digests cover.
 
-    Of a window or chunk only the last tokens are needed; both sides hold them, but where their
-    blocks differ in size the first blocks of one side begin before those of the other. Of states it
-    is the last.
+    Of a window or chunk only the last tokens are needed. Both sides hold them, but with different
+    block sizes the first block of one side may begin before that of the other: digests cover the
+    tokens from the later of the two on. Of a state only the last token is covered.
 
     Args:
-        ours: groups of one side.
-        theirs: of the other.
-        start: first token of the reservation.
-        num_tokens: of the prompt.
+        ours: Layouts of the groups on one side.
+        theirs: Layouts of the groups on the other side.
+        start: First token of the reservation.
+        num_tokens: Prompt length.
     """
     firsts = []
     for mine, other in zip(ours, theirs, strict=True):
@@ -49,7 +51,7 @@ def counted_from(
 
 
 def check_reserve(reserve: Reserve, groups: Sequence[KVLayout]) -> str | None:
-    """Check D's reservation against D's own pools."""
+    """Check D's reservation against D's own layouts."""
     if len(reserve.spans) != len(groups):
         return f"spans of {len(reserve.spans)} groups, expected {len(groups)}"
     if reserve.num_tokens < 1 or reserve.remaining_ms < 1:
@@ -99,12 +101,12 @@ def _check_spans(spans: Sequence[BlockSpan], group: KVLayout, reserve: Reserve) 
 
 
 def is_repetition(old: Reserve, new: Reserve) -> bool:
-    """Whether a later `Reserve` says what an earlier one said: it is frozen once sent."""
+    """Whether a later `Reserve` equals an earlier one, as it must: it is frozen once sent."""
     return new == msgspec.structs.replace(old, seq=new.seq, remaining_ms=new.remaining_ms)
 
 
 def check_ack(ack: Ack, num_tokens: int) -> str | None:
-    """Check D's verdict."""
+    """Check D's verdict on a transfer."""
     if ack.verdict not in ("ok", "mismatch"):
         return f"verdict {ack.verdict!r} is neither 'ok' nor 'mismatch'"
     if len(ack.bad) > MAX_BAD_RANGES:
@@ -133,10 +135,11 @@ def check_complete(
     """Check a `Complete` against the reservation [start, num_tokens).
 
     Args:
-        complete: as it came.
-        start: first token reserved.
-        num_tokens: past the last one.
-        held_unit: of block keys, P may hold fewer tokens, by a multiple of so many; else 0.
+        complete: The message.
+        start: First reserved token.
+        num_tokens: One past the last reserved token.
+        held_unit: For a transfer by block keys, P may hold fewer tokens than reserved, by a
+            multiple of `held_unit`; 0 for the hand-over of a prompt.
     """
     told = complete.num_tokens
     if told != num_tokens and not (

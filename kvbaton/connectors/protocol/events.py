@@ -1,12 +1,12 @@
-"""What goes into the two state machines of the hand-over, and what comes out.
+"""Events and actions of the two state machines of the hand-over.
 
-A machine is called with one event and the time now, and answers with a list of actions, which the
-transfer thread carries out in order. No machine does I/O, reads a clock or waits. Times are seconds
-on any monotonic clock.
+A machine is called with one event and the current time, and returns a list of actions, which the
+transfer thread carries out in order. Machines do no I/O, read no clock and never wait. Times are
+seconds on any monotonic clock.
 
-All actions of one call are carried out before the next event is handed in: an event that an action
-causes (`Closed`, `Fenced`, `PeerGone`) waits until the list is done. A `Reserve` that left after
-its blocks were freed would be a write into somebody else's memory.
+All actions of one call are carried out before the next event is handled: an event that an action
+causes (`Closed`, `Fenced`, `PeerGone`) waits until the list is done. Otherwise a `Reserve` might be
+sent after its blocks were freed, and P would write into blocks that belong to another request.
 
 A *transfer* is named by `Attempt` (transfer id and attempt number) within one session.
 """
@@ -27,21 +27,21 @@ from kvbaton.types import Attempt, ChoiceStart, NodeId, Spans
 
 
 class Link(NamedTuple):
-    """One control connection to a peer, as the channel names it; replies go where it came from."""
+    """One control connection to a peer, identified by the channel; replies use the same link."""
 
     id: bytes
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What a side says of itself in `Hello` and `Welcome`.
+    """How a node identifies itself in `Hello` and `Welcome`.
 
     Attributes:
-        node: this life of this node.
-        digest: 32 bytes; must be equal on both sides.
-        record: the same, readable, to name both values in a refusal.
-        transport: name of the transport; must be equal on both sides.
-        ranks: one card per rank.
+        node: Id and generation of the node.
+        digest: Identity digest, 32 bytes; must be equal on both sides.
+        record: The identity record in plain text, so that a refusal can name both values.
+        transport: Name of the transport; must be equal on both sides.
+        ranks: One card per rank.
     """
 
     node: NodeId
@@ -52,27 +52,27 @@ class Identity:
 
 
 class SourceEvent:
-    """What P's machine takes."""
+    """An event for P's machine."""
 
 
 class TargetEvent:
-    """What D's machine takes."""
+    """An event for D's machine."""
 
 
 Event = SourceEvent | TargetEvent
 
 
 class Action:
-    """What a machine answers with."""
+    """An action that a machine returns."""
 
 
 class AboutAttempt(Struct, frozen=True):
-    """An event or action that is about one attempt of one transfer."""
+    """An event or action of one attempt of one transfer."""
 
     attempt: Attempt
 
 
-# --- events that both sides take ---
+# --- events of both sides ---
 
 
 class Received(Struct, SourceEvent, TargetEvent, frozen=True):
@@ -99,8 +99,8 @@ class Announce(AboutAttempt, SourceEvent, frozen=True):
     """The request of a transfer has arrived on P. A second one of the same attempt is refused.
 
     Attributes:
-        prompt_key: chained key over all prompt tokens.
-        num_tokens: prompt length.
+        prompt_key: Chained key over all prompt tokens.
+        num_tokens: Prompt length.
     """
 
     prompt_key: bytes
@@ -110,16 +110,16 @@ class Announce(AboutAttempt, SourceEvent, frozen=True):
 class BlocksReady(AboutAttempt, SourceEvent, frozen=True):
     """Tokens [start, end) of a reserved transfer are final in these blocks.
 
-    Ranges of one attempt arrive in order and without gaps, from the `start` that `Engage` named.
-    `end` is a multiple of the source's block size unless it is the end of the prompt.
+    Ranges of one attempt arrive in order and without gaps, from the `start` of `Engage` on. `end`
+    is a multiple of the source's block size or the end of the prompt.
 
-    The engine submits it once a step has computed them; the transfer thread hands it in when all
-    `sums` are there, which proves that the step is over.
+    The engine submits this event when the step that computes the tokens is launched or done. The
+    transfer thread passes it to the machine once all `sums` are there: then the step is done.
 
     Attributes:
-        spans: source blocks that hold at least [start, end), per group.
-        sums: per group, the first block whose digest counts, and the sums of the blocks from it on;
-            opaque to the machine.
+        spans: Per group, source blocks that hold at least [start, end).
+        sums: Per group, the first block that is part of the digests, and the sums of the blocks
+            from it on; opaque to the machine.
     """
 
     start: int
@@ -131,13 +131,14 @@ class BlocksReady(AboutAttempt, SourceEvent, frozen=True):
 class FirstTokens(AboutAttempt, SourceEvent, frozen=True):
     """P sampled token 0 of every choice; all blocks of the prompt have been reported ready.
 
-    Of block keys there are no choices, and what has been reported ready is all that P holds.
+    For a transfer by block keys there are no choices, and the blocks reported ready are all that P
+    holds.
     """
 
     choices: tuple[ChoiceStart, ...]
     cached_tokens: int = 0
     result_at: float | None = None
-    """When the engine had the result of the step that sampled them, for the timeline."""
+    """Time at which the engine had the result of the sampling step, for the timeline."""
 
 
 class SourceFailed(AboutAttempt, SourceEvent, frozen=True):
@@ -147,16 +148,16 @@ class SourceFailed(AboutAttempt, SourceEvent, frozen=True):
 
 
 class WriteEnded(AboutAttempt, SourceEvent, frozen=True):
-    """One rank pair's part of a write ended.
+    """The share of one rank pair in a write has ended.
 
     Attributes:
-        write: number of the write.
-        source_rank: who wrote.
-        target_rank: to whom.
-        ok: the bytes are visible at the target.
-        drained: terminal; if False (only with ``ok=False``) its bytes may still land and another
-            `WriteEnded` with ``drained=True`` follows.
-        error: why it failed.
+        write: Number of the write.
+        source_rank: Rank that wrote.
+        target_rank: Rank that was written to.
+        ok: The bytes are visible at the target.
+        drained: The share is terminal. If False (only with ``ok=False``), its bytes may still land,
+            and another `WriteEnded` with ``drained=True`` follows.
+        error: Why the write failed.
     """
 
     write: int
@@ -168,33 +169,34 @@ class WriteEnded(AboutAttempt, SourceEvent, frozen=True):
 
 
 class Closed(Struct, SourceEvent, frozen=True):
-    """`ClosePeer` was carried out: nothing reads our memory for that session any more.
+    """`ClosePeer` was carried out: no write of that session reads P's memory any more.
 
-    It proves nothing about the far side: bytes that were read before may still land there, unless
-    a `WriteEnded` with ``drained`` said otherwise. Writes that were not terminal are watched on:
-    their `WriteEnded` may follow, and is told D if it asks.
+    This proves nothing about D: bytes that were read before may still land there, unless a
+    `WriteEnded` with ``drained`` said otherwise. Writes that are not terminal stay watched: their
+    `WriteEnded` may follow, and P reports it to D when D asks.
     """
 
     session: bytes
 
 
 class Stop(Struct, SourceEvent, frozen=True):
-    """P stops: whatever is left over fails, and is drained as far as that still can be proven."""
+    """P shuts down: all live attempts fail, and are drained as far as that can still be proven."""
 
 
 # --- events of the target (D) ---
 
 
 class Start(AboutAttempt, TargetEvent, frozen=True):
-    """D's engine has reserved blocks and wants them filled.
+    """D's engine has reserved blocks to be filled by P.
 
     Attributes:
-        address: P's control address, already checked to be a member.
-        prompt_key: chained key over all prompt tokens.
-        num_tokens: prompt length.
-        spans: target blocks wanted, per group.
-        deadline_s: hard limit in seconds from now; 0 takes `TransferTimers.total`.
-        keys: of the blocks wanted, if P shall send what it holds; see `control.Reserve`.
+        address: P's control address, already checked to be a member's.
+        prompt_key: Chained key over all prompt tokens.
+        num_tokens: Prompt length.
+        spans: Per group, the reserved blocks.
+        deadline_s: Hard limit in seconds from now; 0 means `TransferTimers.total`.
+        keys: Keys of the wanted blocks, if P should send those that it holds; see
+            `control.Reserve`.
     """
 
     address: str
@@ -206,7 +208,7 @@ class Start(AboutAttempt, TargetEvent, frozen=True):
 
 
 class Unneeded(Struct, TargetEvent, frozen=True):
-    """D has the whole prompt, or wants it no more and has reserved nothing: P may stop."""
+    """D holds the whole prompt, or gave it up before reserving blocks: P need not compute it."""
 
     attempt: Attempt
     address: str
@@ -216,10 +218,10 @@ class Landed(AboutAttempt, TargetEvent, frozen=True):
     """A notice arrived at one of D's ranks: a part of a rank pair's share of a write has landed.
 
     Attributes:
-        start: first token of the write.
-        end: past its last.
-        part: which of `parts` it is; the bytes of a pair have landed when all of them have.
-        digests: what P claims of the pair's bytes; in one of the parts.
+        start: First token of the write.
+        end: One past its last token.
+        part: Number of the part; the pair's share has landed once all `parts` have.
+        digests: P's digests of the pair's share; in one of the parts.
     """
 
     session: bytes
@@ -237,8 +239,8 @@ class Verified(AboutAttempt, TargetEvent, frozen=True):
     """The digests of one write were compared, on all of D's ranks.
 
     Attributes:
-        bad: token ranges [start, end) that do not match; empty if all do.
-        error: why they could not be compared; empty if they were.
+        bad: Token ranges [start, end) whose digests do not match; empty if all match.
+        error: Why they could not be compared; empty if they were.
     """
 
     write: int
@@ -257,14 +259,14 @@ class Fenced(Struct, TargetEvent, frozen=True):
 
 
 class Unreachable(Struct, TargetEvent, frozen=True):
-    """An address can't be dialled at all: it is none."""
+    """An address can't be dialled at all: it is invalid."""
 
     address: str
     reason: str
 
 
 class SetMembers(Struct, TargetEvent, frozen=True):
-    """D may hand over with the Ps at these addresses: open sessions before they are needed.
+    """The addresses of the Ps that D may use: sessions with them are opened before they are needed.
 
     An address that is no longer among them is forgotten once nothing needs it.
     """
@@ -276,7 +278,7 @@ class SetMembers(Struct, TargetEvent, frozen=True):
 
 
 class SendMessage(Struct, Action, frozen=True):
-    """Send a control message. `link` is None for D's own first message: then `address` dials."""
+    """Send a control message. If `link` is None (D's first message), dial `address`."""
 
     message: Control
     link: Link | None = None
@@ -289,7 +291,7 @@ class OpenPeer(Struct, Action, frozen=True):
     On P this comes before any `Post` of the session; D needs it to fence the peer later.
 
     Attributes:
-        pairs: (source rank, target rank): who writes to whom.
+        pairs: The (source rank, target rank) pairs that share bytes.
     """
 
     session: bytes
@@ -310,14 +312,14 @@ class ClosePeer(Struct, Action, frozen=True):
 class Engage(AboutAttempt, Action, frozen=True):
     """A `Reserve` was accepted: the engine shall report `BlocksReady` from `start` on.
 
-    It holds (pins) the blocks that it reports until `Release`. If the request has already ended, it
-    is run again: its blocks are cache hits mostly.
+    The engine pins the blocks that it reports until `Release`. If the request has already ended,
+    it is run again; most of its blocks are prefix hits then.
 
     Attributes:
-        counted: per group, the first token that digests count; see `checks.counted_from`.
-        keys: of blocks from `start` on, 32 bytes each. Those that it holds it reports at once, in
-            one `BlocksReady` and `FirstTokens` without choices; without any, `SourceFailed`.
-            Nothing is run.
+        counted: Per group, the first token that digests cover; see `checks.counted_from`.
+        keys: Keys of the blocks from `start` on, 32 bytes each, for a transfer by block keys. The
+            engine computes nothing. It reports the blocks that it holds at once, in one
+            `BlocksReady` and a `FirstTokens` without choices, or `SourceFailed` if it holds none.
     """
 
     start: int
@@ -326,19 +328,19 @@ class Engage(AboutAttempt, Action, frozen=True):
 
 
 class Post(AboutAttempt, Action, frozen=True):
-    """Write tokens [start, end) to the target; the digests go in the notices.
+    """Write tokens [start, end) to the target; the notices carry the digests.
 
-    The transfer thread plans and posts a write for each of the session's (source rank, target rank)
-    pairs; one that shares no bytes of this write still gets its notice, so that "all notices" is
-    simply all pairs. Each ends in a `WriteEnded`.
+    The transfer thread plans and posts a write for each (source rank, target rank) pair of the
+    session. A pair that shares no bytes of this write still sends its notice, so that the write has
+    landed once every pair's notice is there. Each pair's share ends in a `WriteEnded`.
 
     Attributes:
-        start: multiple of the least common multiple of both block sizes, or where the reservation
-            begins.
-        end: multiple of the same, or the end of the prompt.
-        pairings: of the groups.
-        source: per group, the block table of the whole prompt, see `plan.block_tables`.
-        target: likewise.
+        start: A multiple of the least common multiple of both block sizes, or the first token of
+            the reservation.
+        end: A multiple of the same, or the end of the prompt.
+        pairings: Pairings of the groups.
+        source: Per group, the source's block table of the whole prompt, see `plan.block_tables`.
+        target: Likewise of the target.
     """
 
     session: bytes
@@ -351,44 +353,45 @@ class Post(AboutAttempt, Action, frozen=True):
 
 
 class RefuseAnnounce(AboutAttempt, Action, frozen=True):
-    """The request of an `Announce` may not be used for a hand-over: the engine ends it.
+    """The request of an `Announce` can't be used for a hand-over: the engine ends it.
 
     Attributes:
-        code: ``conflict`` (an attempt of that name is alive), ``consumed``, ``expired``,
-            ``cancelled`` or ``not_needed`` (it was, and ended so), ``too_many``.
+        code: ``conflict`` (an attempt of that name is live), ``too_many``, or how an earlier
+            attempt of that name ended: ``expired``, ``cancelled``, ``not_needed``, else
+            ``consumed``.
     """
 
     code: str
 
 
 class Release(AboutAttempt, Action, frozen=True):
-    """The attempt is over and no write reads its blocks any more: the engine drops its holds.
+    """The attempt has ended and no write reads its blocks any more: the engine unpins them.
 
     Emitted exactly once for each `Engage`.
 
     Attributes:
-        outcome: ``acked``, ``not_needed``, ``cancelled``, ``expired``, ``failed``, ``lost``.
+        outcome: ``acked``, ``not_needed``, ``cancelled``, ``expired``, ``failed`` or ``lost``.
     """
 
     outcome: str
 
 
 class StopSource(AboutAttempt, Action, frozen=True):
-    """Nobody wants the prompt any more: the engine aborts the request if it still computes.
+    """The prompt is not wanted any more: the engine aborts the request if it is still computed.
 
-    Comes before `Release`, for every attempt that ends before its `FirstTokens`. Of one that was
-    computed, and that nobody has reserved in time, it lets the engine forget the request.
+    Emitted before `Release`, for every attempt that ends before its `FirstTokens`. If the prompt
+    was computed but not reserved in time, the engine forgets the request.
     """
 
 
 class EvictSource(AboutAttempt, Action, frozen=True):
-    """D found bytes that do not match: blocks holding these token ranges leave P's prefix cache."""
+    """D found digest mismatches: the blocks of these token ranges leave P's prefix cache."""
 
     bad: tuple[tuple[int, int], ...]
 
 
 class Abandon(Struct, Action, frozen=True):
-    """Watch the writes of a closed session no longer: nobody will ask after them."""
+    """Stop watching the writes of a closed session: D will not ask for them any more."""
 
     session: bytes
 
@@ -400,9 +403,9 @@ class Verify(AboutAttempt, Action, frozen=True):
     """Compare the digests of a write that has landed; answer with `Verified`.
 
     Attributes:
-        pairings: of the groups.
-        target: per group, the block table of the whole prompt, see `plan.block_tables`.
-        counted: per group, the first token that digests count; see `checks.counted_from`.
+        pairings: Pairings of the groups.
+        target: Per group, the target's block table of the whole prompt, see `plan.block_tables`.
+        counted: Per group, the first token that digests cover; see `checks.counted_from`.
     """
 
     write: int
@@ -415,15 +418,16 @@ class Verify(AboutAttempt, Action, frozen=True):
 
 
 class Crossing(Struct, frozen=True):
-    """How long tokens of one attempt were on their way, on the machine's clock.
+    """How long the tokens of one attempt took to arrive; times on the machine's clock.
 
     Attributes:
-        address: of the source's control channel.
-        fetched: they were asked for by key: then from the `Start` on, and all of them. Else from
-            `Complete` on, by which all is posted: those that had not landed and been verified.
-        tokens: so many.
-        began: see `fetched`.
-        ended: all was here and verified.
+        address: Control address of the source.
+        fetched: The blocks were requested by key. Then the measurement covers all tokens from the
+            `Start` on. Otherwise it begins at `Complete`, when all is posted, and covers the tokens
+            that were not verified by then.
+        tokens: Number of tokens measured.
+        began: Begin of the measurement, see `fetched`.
+        ended: Time at which all tokens had been verified.
     """
 
     address: str
@@ -434,14 +438,14 @@ class Crossing(Struct, frozen=True):
 
 
 class Deliver(AboutAttempt, Action, frozen=True):
-    """All bytes are here and verified: the engine may use the blocks. Ends the attempt.
+    """All bytes have landed and are verified: the engine may use the blocks. Ends the attempt.
 
     Attributes:
-        choices: token 0 of each; none of block keys.
-        cached_tokens: that P did not have to compute.
-        num_tokens: that are here; of block keys perhaps fewer than were wanted.
-        times: when it was accepted, its first and last bytes landed, and all were verified.
-        crossing: what it says of the way from that source.
+        choices: Token 0 of each choice; empty for a transfer by block keys.
+        cached_tokens: Prompt tokens that were prefix hits on P.
+        num_tokens: Tokens that arrived; for a transfer by block keys maybe fewer than wanted.
+        times: When it was accepted, its first and last bytes landed, and all were verified.
+        crossing: Measurement of the path from this source.
     """
 
     choices: tuple[ChoiceStart, ...]
@@ -455,9 +459,9 @@ class Fail(AboutAttempt, Action, frozen=True):
     """The hand-over failed: the engine applies its load-failure policy. Ends the attempt for it.
 
     Attributes:
-        valid_through: tokens [start of the reservation, valid_through) are verified and usable.
-        reason: for the log and for the policy ``fail``.
-        answered: P has said that it will not or can't: the way from there is not to blame.
+        valid_through: Tokens [start of the reservation, valid_through) are verified and usable.
+        reason: Text for the log and for the policy ``fail``.
+        answered: P refused or failed by itself, so the connection to it is not to blame.
     """
 
     valid_through: int
@@ -466,7 +470,7 @@ class Fail(AboutAttempt, Action, frozen=True):
 
 
 class Unquarantine(AboutAttempt, Action, frozen=True):
-    """No write of the attempt can land any more: its reserved blocks may be freed.
+    """No write of the attempt can land any more: its blocks may be freed or reused.
 
     Emitted exactly once for each `Start`, also after `Deliver`.
     """
@@ -479,12 +483,12 @@ class Fence(Struct, Action, frozen=True):
 
 
 class ForgetPeer(Struct, Action, frozen=True):
-    """Nothing is reserved for a generation, and none will be: close the connections to it."""
+    """No blocks are reserved for a generation, nor will be: close the connections to it."""
 
     node: NodeId
 
 
 class HangUp(Struct, Action, frozen=True):
-    """Nothing is asked of an address any more: close the link to it."""
+    """An address is not used any more: close the control link to it."""
 
     address: str

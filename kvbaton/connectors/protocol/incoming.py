@@ -1,4 +1,4 @@
-"""What D keeps of an attempt (what was asked for, has landed, is verified), a session, and a P."""
+"""D's records of an attempt (tokens reserved, landed, verified), of a session, and of a P."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from kvbaton.messages.control import Complete, DigestRun
 from kvbaton.types import Attempt, NodeId
 
 MAX_UNNEEDED = 1024
-"""Messages `NotNeeded` that may wait for a session; older ones are dropped: P forgets by itself."""
+"""Maximum number of `NotNeeded` that wait for a session.
+
+The oldest are dropped: P's timers forget these requests anyway.
+"""
 
 
 class TargetState(Enum):
@@ -23,17 +26,17 @@ class TargetState(Enum):
 
     UNKNOWN = "unknown"
     WAITING = "waiting"
-    """There is no session yet; P was told nothing."""
+    """There is no session yet; P knows nothing of the attempt."""
     RESERVED = "reserved"
-    """`Reserve` is sent and unanswered."""
+    """`Reserve` is sent and not answered yet."""
     ENGAGED = "engaged"
     """P has answered."""
     COMPLETING = "completing"
-    """`Complete` is here; notices are missing, or not verified."""
+    """`Complete` has arrived; some notices are missing, or some writes not verified."""
     DRAINING = "draining"
-    """Over for the engine; the blocks are in quarantine."""
+    """The attempt is over for the engine; its blocks are in quarantine."""
     ENDED = "ended"
-    """Over; remembered to answer late messages."""
+    """The attempt has ended; its outcome is remembered to answer late messages."""
 
 
 @dataclass
@@ -41,9 +44,9 @@ class TargetSession(Session):
     """A session with one P.
 
     Attributes:
-        line: to that P.
-        since: when it was opened.
-        heard: when the last message of it came.
+        line: The line of that P.
+        since: Time at which the session was opened.
+        heard: Time of the last message received.
     """
 
     line: Line = field(kw_only=True, repr=False)
@@ -52,22 +55,22 @@ class TargetSession(Session):
 
     @property
     def over(self) -> bool:
-        """Whether it has ended: its line uses it no more."""
+        """Whether the session has ended; its line does not use it any more."""
         return self.state is SessionState.OVER
 
 
 @dataclass
 class Line:
-    """An address of a P: the session in use, and what waits for it.
+    """The address of a P, with the session in use and the attempts there.
 
     Attributes:
-        member: router or operator vouch for the address: its session is kept open.
-        used: when something was last asked of it.
-        opened: when its last session was opened.
-        node: the generation that answered last.
-        attempts: alive, those included that wait for a session or are in quarantine.
-        unneeded: what P is told when there is one.
-        mismatches: when digests did not match.
+        member: Router or operator vouch for the address, so its session is kept open.
+        used: Time at which the address was last used.
+        opened: Time at which its last session was opened.
+        node: The generation that answered last.
+        attempts: Live attempts, including those that wait for a session or are in quarantine.
+        unneeded: Attempts for which P gets `NotNeeded` once a session is up.
+        mismatches: Times of digest mismatches.
     """
 
     address: str
@@ -96,11 +99,11 @@ class Arrival:
     """What has landed of a write.
 
     Attributes:
-        start: first token.
-        end: past the last token.
-        missing: rank pairs of which a part is missing.
-        parts: parts that are here, by rank pair.
-        digests: what P claims.
+        start: First token.
+        end: One past the last token.
+        missing: Rank pairs with missing parts.
+        parts: Numbers of the parts that have landed, by rank pair.
+        digests: P's digests.
     """
 
     start: int
@@ -115,23 +118,24 @@ class Incoming(Record[TargetSession]):
     """One attempt on D.
 
     Attributes:
-        order: what the engine asked for; order, targets and line are set when it is started.
-        targets: per group, the block table of the prompt, see `plan.block_tables`.
-        counted: per group, the first token that digests count; set with the session.
-        num_tokens: prompt length.
-        start: first token of the reservation.
-        began: when it was started.
-        completed: when `complete` came.
-        crossed: tokens before this one had been verified by then.
-        until: hard limit.
-        num_blocks: reserved.
-        line: to P.
-        arrivals: what has landed, by write.
-        claimed: values in their digests; a pair has one per group and unit, of a token at least.
-        verified: ranges that do not match, by verified write; empty for a good one.
-        bad: ranges that do not match; told to P until it has drained.
-        since: when the quarantine began.
-        times: when it was accepted, and its first and latest bytes landed.
+        order: The engine's `Start`; order, targets and line are set when the attempt is started.
+        targets: Per group, the block table of the prompt, see `plan.block_tables`.
+        counted: Per group, the first token that digests cover; set with the session.
+        num_tokens: Prompt length.
+        start: First token of the reservation.
+        began: Time at which the attempt was started.
+        completed: Time at which `complete` arrived.
+        crossed: Tokens before this one were verified at that time.
+        until: Time limit of the attempt.
+        num_blocks: Number of reserved blocks.
+        line: The line of P.
+        arrivals: What has landed, by write.
+        claimed: Digest values received; at most one per rank pair, group and token.
+        verified: Ranges that do not match, by verified write; empty for a good write.
+        complete: P's `Complete`; None until it arrives.
+        bad: Ranges that do not match; reported to P until it has drained.
+        since: Time at which the quarantine began.
+        times: When it was accepted, and its first and latest bytes landed.
     """
 
     state: TargetState = TargetState.UNKNOWN
@@ -155,10 +159,13 @@ class Incoming(Record[TargetSession]):
     times: dict[str, float] = field(default_factory=dict, repr=False)
 
     def land(self, event: Landed) -> Arrival | None:
-        """Take in a notice, of ranks that write in its session; the write if that was its last one.
+        """Take in a notice of one of the session's rank pairs.
+
+        Returns:
+            The write, if this notice completes it; else None.
 
         Raises:
-            RefusalError: it can't be.
+            RefusalError: The notice is invalid.
         """
         if problem := check_landed(event, self.start, self.num_tokens, len(self.targets)):
             raise RefusalError("malformed", problem)
@@ -180,12 +187,12 @@ class Incoming(Record[TargetSession]):
         return None if arrival.missing else arrival
 
     def verification(self, write: int) -> Verify:
-        """The order to compare the digests of a write."""
+        """The action that compares the digests of a landed write."""
         there, tables = self.arrivals[write], (self.bound_to.pairings, self.targets, self.counted)
         return Verify(self.name, write, there.start, there.end, *tables, tuple(there.digests))
 
     def valid_through(self) -> int:
-        """End of the verified tokens that follow each other from the start of the reservation."""
+        """End of the verified tokens that are contiguous from the start of the reservation."""
         end, write = self.start, 0
         while write in self.verified and not self.verified[write]:
             if self.arrivals[write].start != end:

@@ -1,4 +1,4 @@
-"""What `Source` and `Target` have in common: dispatch from a table, sessions, alarms, stories."""
+"""Common base of `Source` and `Target`: dispatch from a table, sessions, alarms, event logs."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ _layouts = msgspec.msgpack.Decoder(list[KVLayout])
 
 
 class SessionState(Enum):
-    """State of a session. D's goes from hello to up to over, P's from up to over."""
+    """State of a session. On D: hello, up, over. On P: up, ending, closing, over."""
 
     HELLO = "hello"
+    """D has sent `Hello` and has no answer yet."""
     UP = "up"
     ENDING = "ending"
-    """Nothing is posted any more; writes may be under way."""
+    """Nothing is posted any more; writes may be in flight."""
     CLOSING = "closing"
-    """Its connection is being closed."""
+    """The transport's connections of the session are being closed."""
     OVER = "over"
 
 
@@ -47,19 +48,19 @@ class Session:
     """One control session, as one side sees it.
 
     Attributes:
-        id: random, minted by D.
-        link: where the last message of it came from; replies go there.
-        node: the peer; None until D knows.
-        address: of P, to dial while there is no link.
-        last_in: highest number received.
-        numbers: counts the messages sent; D has one counter for all of its sessions, so that P can
-            tell a `Hello` that was overtaken by those of later sessions.
-        groups: of the peer: the layouts of its rank 0, which say of the others as much as the
-            machines use.
-        pairings: of the groups of both sides.
-        pairs: (source rank, target rank): who writes to whom.
-        receiver: whom its messages name as such.
-        attempts: alive and bound to the session; on D those in quarantine included.
+        id: Random id, drawn by D.
+        link: Link of the last message received; replies are sent there.
+        node: The peer; None until D knows it.
+        address: P's address, to be dialled while there is no link.
+        last_in: Highest message number received.
+        numbers: Numbers of messages sent. D has one counter for all of its sessions, so that P
+            recognises a `Hello` that was overtaken by messages of later sessions.
+        groups: The peer's layouts on rank 0; the fields that the machines use are the same on all
+            ranks.
+        pairings: Pairings of the groups of both sides.
+        pairs: The (source rank, target rank) pairs that share bytes.
+        receiver: The peer that sent messages name as their receiver; None until it is known.
+        attempts: Live attempts bound to the session; on D including those in quarantine.
     """
 
     id: bytes
@@ -77,11 +78,11 @@ class Session:
 
 
 class RefusalError(Exception):
-    """What a peer asks for can't be honoured.
+    """A peer's message is refused.
 
     Attributes:
-        code: that of the `Refused` to send.
-        retry: it may be asked for again later.
+        code: Code of the `Refused` to send.
+        retry: The peer may ask again later.
     """
 
     def __init__(self, code: str, why: str, *, retry: bool = False) -> None:
@@ -90,10 +91,10 @@ class RefusalError(Exception):
 
 
 def decode_layouts(ranks: Sequence[RankCard]) -> list[list[KVLayout]]:
-    """Layouts per rank, checked as far as the machines use them.
+    """Layouts per rank; the fields that the machines use are checked.
 
     Raises:
-        RefusalError: they are nonsense (code ``malformed``).
+        RefusalError: The layouts are invalid (code ``malformed``).
     """
     if not 1 <= len(ranks) <= MAX_RANKS or [card.rank for card in ranks] != list(range(len(ranks))):
         raise RefusalError("malformed", f"ranks must be numbered 0 to at most {MAX_RANKS - 1}")
@@ -101,7 +102,7 @@ def decode_layouts(ranks: Sequence[RankCard]) -> list[list[KVLayout]]:
         layouts = [_layouts.decode(card.layouts) for card in ranks]
     except UNREADABLE as error:
         raise RefusalError("malformed", f"layouts can't be read: {error}") from error
-    # What the machines look at; `pair_groups` looks at the rest.
+    # The fields that the machines use; `pair_groups` checks the others.
     shapes = [[(g.group, g.kind, g.block_size, g.num_blocks) for g in of] for of in layouts]
     for rank, shape in enumerate(shapes):
         if shape != shapes[0]:
@@ -116,20 +117,24 @@ def decode_layouts(ranks: Sequence[RankCard]) -> list[list[KVLayout]]:
 
 
 MAX_STORIES = 512
+"""Maximum number of attempts whose log is kept."""
 MAX_STORY_LINES = 64
+"""Maximum number of lines in the log of one attempt; the oldest are dropped."""
 MAX_TOMBSTONES = 16_384
+"""Maximum number of ended attempts that are remembered."""
 ALARMS = ("deadline", "resend")
+"""Names of the alarms of an attempt."""
 COUNTED_AS = {"cancelled": "cancelled"} | dict.fromkeys(
     ("delivered", "acked", "not_needed"), "completed"
 )
-"""By outcome of an attempt, what it is in `Counters`; all others have failed."""
+"""Field of `Counters` by outcome of an attempt; all other outcomes count as failed."""
 
 
 class Alarms:
-    """At most one alarm of a name per owner; setting it again moves it.
+    """Alarms, at most one per name and owner: setting an alarm again moves it.
 
     Attributes:
-        now: the time, in seconds.
+        now: Current time in seconds.
     """
 
     def __init__(self) -> None:
@@ -139,7 +144,7 @@ class Alarms:
         self._numbers = itertools.count()
 
     def ring_in(self, name: str, owner: Hashable, seconds: float) -> None:
-        """Ring some seconds from now."""
+        """Set an alarm some seconds from now."""
         at = self._at[name, owner] = self.now + seconds
         heapq.heappush(self._heap, (at, next(self._numbers), name, owner))
         if len(self._heap) > 8 * len(self._at) + 64:  # most of them were moved or cleared
@@ -147,15 +152,15 @@ class Alarms:
             heapq.heapify(self._heap)
 
     def clear(self, name: str, owner: Hashable) -> None:
-        """Do not ring, if it was set."""
+        """Cancel an alarm, if it is set."""
         self._at.pop((name, owner), None)
 
     def rings_at(self, name: str, owner: Hashable) -> float | None:
-        """When an alarm rings; None if it is not set."""
+        """Time at which an alarm rings; None if it is not set."""
         return self._at.get((name, owner))
 
     def next_alarm(self) -> float | None:
-        """When the earliest alarm rings."""
+        """Time at which the earliest alarm rings; None if none is set."""
         while self._heap:
             at, _, name, owner = self._heap[0]
             if self._at.get((name, owner)) == at:
@@ -164,7 +169,7 @@ class Alarms:
         return None
 
     def take_alarm(self) -> tuple[str, Hashable] | None:
-        """Take out the earliest alarm that rings until now; only one, as it may clear others."""
+        """Take out the earliest alarm that is due; only one, as handling it may clear others."""
         at = self.next_alarm()
         if at is None or at > self.now:
             return None
@@ -174,10 +179,10 @@ class Alarms:
 
 
 class Tombstones:
-    """How the latest attempts ended, to answer late messages right.
+    """Outcomes of the latest ended attempts, so that late messages get the right answer.
 
     Args:
-        seconds: how long each is remembered.
+        seconds: How long each outcome is remembered.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -185,13 +190,13 @@ class Tombstones:
         self._outcomes: OrderedDict[Attempt, tuple[str, float]] = OrderedDict()
 
     def add(self, name: Attempt, outcome: str, now: float) -> None:
-        """Remember an end; of more than `MAX_TOMBSTONES` the oldest are forgotten."""
+        """Remember an outcome; beyond `MAX_TOMBSTONES` the oldest are forgotten."""
         self._outcomes[name] = outcome, now + self._seconds
         while len(self._outcomes) > MAX_TOMBSTONES or next(iter(self._outcomes.values()))[1] <= now:
             self._outcomes.popitem(last=False)
 
     def outcome(self, name: Attempt, now: float) -> str | None:
-        """How it ended; None if that is not known (any more)."""
+        """Outcome of an attempt; None if it is unknown or forgotten."""
         outcome, until = self._outcomes.get(name, ("", now))
         return outcome if until > now else None
 
@@ -201,7 +206,7 @@ class Tombstones:
 
 @dataclass
 class Counters:
-    """Totals that a machine keeps; ``started == completed + failed + cancelled + live``."""
+    """Totals of a machine; ``started == completed + failed + cancelled + live`` always holds."""
 
     started: int = 0
     completed: int = 0
@@ -213,13 +218,19 @@ class Counters:
 
 
 Rule = Callable[..., None]
-"""A method of a machine: it takes the record and what has come; its docstring is its text."""
+"""A machine's method for cells of its table; ``docs/protocol.md`` shows its docstring.
+
+It takes the attempt's record and the event or message (None for an alarm).
+"""
 
 Table = Mapping["type | str", tuple[Rule | None, ...]]
-"""By kind of event or name of alarm, a rule per state, in their order; None can't happen."""
+"""Per type of event or message, or name of alarm: one rule per state, in the states' order.
+
+None marks a case that can't occur.
+"""
 
 Reactions = Mapping[type, Callable[..., None]]
-"""By kind of event that is about no single attempt, the method that takes it."""
+"""Methods that handle events of no single attempt, by type of event."""
 
 
 Story = deque[tuple[float, str]]
@@ -232,11 +243,10 @@ class Record(Generic[SessionT]):
     """An attempt, as one side knows it.
 
     Attributes:
-        state: one of the side's; the first is that of an attempt that is not known, the last that
-            of one that has ended.
-        outcome: how it ends, once that is known.
-        session: the one that it is bound to; None while it is bound to none.
-        story: what happened to it and when, the latest lines.
+        state: One of the side's states. The first state means unknown, the last one ended.
+        outcome: How the attempt ends, once that is known.
+        session: The session that it is bound to, if any.
+        story: Log of the attempt: time and text of its latest events.
     """
 
     name: Attempt
@@ -247,7 +257,7 @@ class Record(Generic[SessionT]):
 
     @property
     def bound_to(self) -> SessionT:
-        """The session of one that has one."""
+        """The session of an attempt that is bound to one."""
         assert self.session is not None, f"{self.name} is bound to no session"
         return self.session
 
@@ -258,22 +268,21 @@ RecordT = TypeVar("RecordT", bound=Record[Any])
 class Machine(Alarms, Generic[RecordT, SessionT]):
     """One side of the protocol.
 
-    An attempt has two alarms: *deadline*, which every live one has, and *resend*. They run in the
-    states for which the table has a rule. Other owners of alarms belong to `ring`.
+    An attempt has two alarms: *deadline*, which every live attempt has, and *resend*. An alarm runs
+    in the states for which the table has a rule. Alarms of other owners are handled by `ring`.
 
     Args:
-        identity: what this side says of itself.
-        timers: of the protocol.
+        identity: How this node identifies itself.
+        timers: Timers of the protocol.
 
     Attributes:
-        actions: what the event that is being handled has led to so far, in order; stays if `handle`
-            raises.
-        do: decides on an action.
-        live: attempts that have not ended.
-        ended: how the others did.
-        stories: of the latest attempts, the oldest first.
-        groups: of this side.
-        known: sessions by id.
+        actions: Actions of the event being handled so far, in order; kept if `handle` raises.
+        do: Appends an action to `actions`.
+        live: Attempts that have not ended.
+        ended: Outcomes of the latest ended attempts.
+        stories: Logs of the latest attempts, the oldest first.
+        groups: This side's layouts on rank 0, one per group.
+        known: Sessions by id.
     """
 
     is_source: ClassVar[bool]
@@ -303,12 +312,12 @@ class Machine(Alarms, Generic[RecordT, SessionT]):
         }
 
     def handle(self, event: Any, now: float) -> list[Any]:
-        """Take in an event at a time in seconds; returns what to do, in order."""
+        """Handle an event at time `now` in seconds; returns the actions to carry out, in order."""
         self.now, self.actions = now, []
         self.do = self.actions.append
         if isinstance(event, AboutAttempt):
             record = self.live.get(event.attempt) or self.record(event.attempt)
-            try:  # as `apply` does, without a call more on the way of every block
+            try:  # inlined `apply`: this runs for every block
                 self._rules[type(event), record.state](record, event)
             except RefusalError as refusal:
                 self.refuse(record, refusal)
@@ -324,15 +333,15 @@ class Machine(Alarms, Generic[RecordT, SessionT]):
         return self.actions
 
     def ring(self, owner: Any) -> None:
-        """An alarm rings that is no attempt's."""
+        """Handle an alarm whose owner is not an attempt."""
         raise NotImplementedError
 
     def refuse(self, record: RecordT, refusal: RefusalError) -> None:
-        """What a peer says of an attempt can't be."""
+        """Handle a rule's refusal of a peer's message about an attempt."""
         raise NotImplementedError
 
     def ledger(self) -> dict[str, Any]:
-        """Attempts alive by state, sessions in use or whose writes may still land, and totals."""
+        """Totals, live attempts by state, and sessions in use or whose writes may still land."""
         return {
             "totals": {**vars(self.counters), "by_code": dict(self.counters.by_code)},
             "attempts": dict(Counter(record.state.value for record in self.live.values())),
@@ -350,7 +359,7 @@ class Machine(Alarms, Generic[RecordT, SessionT]):
         }
 
     def record(self, name: Attempt) -> RecordT:
-        """The attempt of that name, or one that is not known or has ended, and is not kept."""
+        """The record of a live attempt, or a temporary one of an unknown or ended attempt."""
         if (live := self.live.get(name)) is not None:
             return live
         outcome = self.ended.outcome(name, self.now)
@@ -362,24 +371,24 @@ class Machine(Alarms, Generic[RecordT, SessionT]):
     # --- for the sides ---
 
     def remember(self, record: RecordT) -> None:
-        """Keep an attempt's story from now on."""
+        """Keep the log of an attempt from now on."""
         self.stories.setdefault(record.name, record.story)
         if len(self.stories) > MAX_STORIES:
             del self.stories[next(iter(self.stories))]
 
     def count(self, code: str) -> None:
-        """Count something by its name."""
+        """Count an event by a name of its own."""
         self.counters.by_code[code] += 1
 
     def apply(self, row: type | str, record: RecordT, given: Any) -> None:
-        """Follow the rule for an event in the attempt's state."""
+        """Apply the rule for an event, message or alarm in the attempt's state."""
         try:
             self._rules[row, record.state](record, given)
         except RefusalError as refusal:
             self.refuse(record, refusal)
 
     def _set_state(self, record: RecordT, state: Enum) -> None:
-        """An attempt that was not known is live from now on."""
+        """Change the state; an attempt that was unknown becomes live."""
         if record.state is next(iter(self.states)):
             self.live[record.name] = record
             self.counters.started += 1
@@ -391,7 +400,7 @@ class Machine(Alarms, Generic[RecordT, SessionT]):
                 self._at.pop((alarm, record.name), None)
 
     def _finish(self, record: RecordT, outcome: str) -> None:
-        """A live attempt is over: remember how it ended."""
+        """End a live attempt and remember its outcome."""
         *_, ended = self.states
         self._set_state(record, ended)
         counter = COUNTED_AS.get(outcome, "failed")
@@ -402,11 +411,11 @@ class Machine(Alarms, Generic[RecordT, SessionT]):
     # --- sessions ---
 
     def sessions_with(self, node: NodeId | None) -> list[SessionT]:
-        """The sessions with a generation."""
+        """The known sessions with a generation."""
         return [session for session in self.known.values() if session.node == node]
 
     def send(self, session: Session, kind: type[control.Message], **fields: Any) -> None:
-        """Send to where the last message of a session came from, else to its address."""
+        """Send a message on a session's link, or to its address if it has none."""
         fields |= {"session": session.id, "seq": next(session.numbers)}
         message: Any = kind(receiver=session.receiver, **fields)
         address = session.address if session.link is None else None
@@ -425,7 +434,7 @@ class Machine(Alarms, Generic[RecordT, SessionT]):
         self.send(session, kind, transfer_id=name.transfer_id, attempt=name.number, **fields)
 
     def admit(self, session: Session, link: Link, seq: int) -> bool:
-        """Whether a message is newer than all before it; replies then go to its link."""
+        """Whether a message is newer than all before it; if so, replies use its link from now."""
         if seq <= session.last_in:
             self.count("stale_seq")
             return False
@@ -433,17 +442,17 @@ class Machine(Alarms, Generic[RecordT, SessionT]):
         return True
 
     def pair_up(self, session: Session, ranks: Sequence[control.RankCard]) -> None:
-        """Take into a session what a peer shows of itself, and how blocks cross.
+        """Pair the ranks of both sides, and keep the result in the session.
 
         Raises:
-            RefusalError: they can't; the message names both values.
+            RefusalError: They can't be paired; the message names both values.
         """
         theirs = decode_layouts(ranks)
         source, target = (self.layouts, theirs) if self.is_source else (theirs, self.layouts)
         try:
             session.pairings = pair_groups(source, target)
         except (ValueError, ArithmeticError, LookupError, TypeError) as error:
-            # A peer's layouts may be wrong in ways that no check of ours foresaw.
+            # A peer's layouts may be wrong in ways that no check foresees.
             raise RefusalError("layout", str(error) or type(error).__name__) from error
         session.groups = theirs[0]
         session.pairs = frozenset(pair for one in session.pairings for pair in one.shares)
@@ -451,8 +460,8 @@ class Machine(Alarms, Generic[RecordT, SessionT]):
     # --- rules that both tables name ---
 
     def _drop(self, record: RecordT, given: Any) -> None:
-        """Count it; the sender has its answer already."""
+        """Only count it: the sender already has its answer."""
         self.count(f"late_{type(given).__name__.lower()}")
 
     def _ignore(self, record: RecordT, given: Any) -> None:
-        """Nothing: it says nothing new, or engine or transport did not know yet that it is over."""
+        """Do nothing: it is not news, or engine or transport did not know of the end yet."""

@@ -1,11 +1,11 @@
-"""The bytes that follow a write: which part of which transfer has landed, and its digests.
+"""Encoding of notices, which follow a write's bytes: which part has landed, and its digests.
 
     session 16 | transfer id 16 | attempt u32 | write u32 | start u64 | end u64
     | source rank u16 | target rank u16 | part u16 | parts u16
     then, per digest run: group u16 | number of values u16 | first unit u32 | values u64 ...
 
-All little-endian. A write of more ranges than the transport takes at once goes out in parts, each
-with a notice; the digests are in the first.
+All numbers are little-endian. A write with more ranges than the transport takes at once is sent in
+parts, each with a notice; the first notice has the digests.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _HEADER = struct.Struct("<16s16sIIQQHHHH")
 _RUN = struct.Struct("<HHI")
 _VALUE_BYTES = 8
 MIN_NOTICE_BYTES = _HEADER.size + _RUN.size + _VALUE_BYTES
-"""What a transport's notices must hold at least: the header and one digest."""
+"""Minimum for `Capabilities.max_notice_bytes`: the header and one digest."""
 
 
 def units_per_notice(max_notice_bytes: int, values_per_unit: Iterable[int]) -> int:
-    """Units of tokens whose digests fit into one notice.
+    """Maximum number of units whose digests fit into one notice.
 
     Args:
-        max_notice_bytes: of the transport.
-        values_per_unit: for each group, how many values such a unit has.
+        max_notice_bytes: Maximum length of the transport's notices.
+        values_per_unit: For each group, the number of digest values of one unit.
     """
     values = list(values_per_unit)
     room = max_notice_bytes - _HEADER.size - _RUN.size * len(values)
@@ -48,7 +48,7 @@ def pack_notice(landed: Landed) -> bytes:
 
 
 def unpack_notice(payload: bytes) -> Landed | None:
-    """Decode a notice; None if it is not one of ours."""
+    """Decode a notice; None if the payload is not a valid notice."""
     if len(payload) < _HEADER.size:
         return None
     session, transfer_id, number, write, start, end, *numbers = _HEADER.unpack_from(payload)

@@ -1,4 +1,4 @@
-"""What P keeps of an attempt (what of it is ready, wanted and posted) and of a session."""
+"""P's records of an attempt (tokens ready and posted, writes in flight) and of a session."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvbaton.messages.control import Reserve
 from kvbaton.types import Attempt, ChoiceStart
 
 Write = tuple[int, int, int]
-"""Number of a write, source rank, target rank."""
+"""A rank pair's share of a write: number of the write, source rank, target rank."""
 
 
 class SourceState(Enum):
@@ -22,17 +22,17 @@ class SourceState(Enum):
 
     UNKNOWN = "unknown"
     ANNOUNCED = "announced"
-    """The request is here, nobody has reserved; nothing is pinned."""
+    """The request has arrived, no `Reserve` yet; nothing is pinned."""
     RESERVED = "reserved"
-    """D has reserved, the request has not come."""
+    """`Reserve` has arrived, the request has not."""
     ENGAGED = "engaged"
-    """Both are here; P pushes what the engine reports."""
+    """Request and `Reserve` have arrived; P pushes the blocks that the engine reports."""
     COMPLETED = "completed"
     """All is posted and the first tokens are known; P repeats `Complete`."""
     STOPPING = "stopping"
-    """Over, but a write may still read P's blocks or land at D."""
+    """The attempt is over, but a write may still read P's blocks or land at D."""
     ENDED = "ended"
-    """Over; remembered to answer late messages."""
+    """The attempt has ended; its outcome is remembered to answer late messages."""
 
 
 @dataclass
@@ -40,12 +40,13 @@ class SourceSession(Session):
     """A session with one D.
 
     Attributes:
-        unit: tokens between two borders at which blocks of both sides begin.
-        max_tokens: most tokens of a write, a multiple of `unit`: its digests fit into a notice, and
-            what follows it can be posted while it crosses.
-        flying: writes that are not terminal, by attempt; they may outlive both.
-        pinned: blocks that its attempts hold because they were named by key.
-        asked: it is over, and D has asked after it in the last `tombstone`.
+        unit: Tokens from one common block border of both sides to the next.
+        max_tokens: Maximum number of tokens of a write, a multiple of `unit`, so that its digests
+            fit into a notice, and the next write can be posted while this one is in flight.
+        flying: Shares of writes that are not terminal, by attempt; they may outlive the attempt and
+            the session.
+        pinned: Number of blocks pinned by its attempts by block keys.
+        asked: The session is over, and D has asked for it within the last `tombstone`.
     """
 
     unit: int = 1
@@ -56,7 +57,7 @@ class SourceSession(Session):
 
     @property
     def drained(self) -> bool:
-        """Whether no write of it can land any more, nor ever will."""
+        """Whether no write of the session can land, now or later."""
         return self.state is not SessionState.UP and not any(self.flying.values())
 
 
@@ -65,18 +66,18 @@ class Outgoing(Record[SourceSession]):
     """One attempt on P.
 
     Attributes:
-        reserve: what D asked for; set with the session.
-        until: when D will have given up in any case.
+        reserve: D's `Reserve`; set with the session.
+        until: Time at which D will have given up in any case.
         engaged: `Engage` was emitted, so a `Release` is owed.
-        pinned: blocks that it holds because they were named by key.
-        start: first token of the reservation.
-        end: past the last token to be pushed; of block keys it is known with `FirstTokens`.
-        ready: tokens below this are reported ready.
-        posted: tokens below this are posted; never goes back.
-        blocks: per group, the source block behind each logical block, see `plan.block_tables`.
-        targets: likewise the target's.
-        writes: (start, end) of each write, by number.
-        flying: parts of writes that are not terminal; its session's `flying` has the same set.
+        pinned: Number of blocks pinned because they were requested by key.
+        start: First token of the reservation.
+        end: One past the last token to be pushed; by block keys it is final with `FirstTokens`.
+        ready: Tokens before this one are reported ready.
+        posted: Tokens before this one are posted; never decreases.
+        blocks: Per group, the source's block table, see `plan.block_tables`.
+        targets: Per group, the target's block table.
+        writes: Range (start, end) of each write, by number.
+        flying: Shares of writes that are not terminal; the session's `flying` has the same set.
     """
 
     state: SourceState = SourceState.UNKNOWN
@@ -99,7 +100,7 @@ class Outgoing(Record[SourceSession]):
     evicted: bool = False
 
     def engage(self, groups: Sequence[KVLayout]) -> None:
-        """The engine starts to report, from the first token wanted on."""
+        """Prepare for the engine's reports, which begin at the first token of the reservation."""
         self.engaged = True
         self.ready = self.posted = self.start
         self.end = self.num_tokens
@@ -107,10 +108,10 @@ class Outgoing(Record[SourceSession]):
         self.targets = block_tables(self.reserve.spans, self.bound_to.groups, self.num_tokens)
 
     def take(self, report: BlocksReady) -> None:
-        """Take in which blocks have become final.
+        """Take in a report of final blocks.
 
         Raises:
-            ValueError: it does not follow the last report.
+            ValueError: The report does not continue the last one.
         """
         if report.start != self.ready:
             raise ValueError(f"tokens from {report.start} are reported, expected {self.ready}")
@@ -123,7 +124,7 @@ class Outgoing(Record[SourceSession]):
                 known[span.first : span.first + len(span.blocks)] = span.blocks
 
     def posts(self) -> Iterator[Post]:
-        """Writes of what is ready, up to a border where blocks of both sides begin."""
+        """Writes of the tokens that are ready, up to a common block border or the end."""
         session = self.bound_to
         for post in self._writes_until(self.ready):
             self.posted = post.end
@@ -133,7 +134,7 @@ class Outgoing(Record[SourceSession]):
             yield post
 
     def coming(self, report: BlocksReady) -> list[Post]:
-        """Writes to be posted once the next report counts; none before the engine is asked."""
+        """Writes that will be posted once a report is final; none before `engage`."""
         if not self.engaged or report.start != self.ready:
             return []
         self._note(report)

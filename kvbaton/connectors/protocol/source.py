@@ -1,15 +1,15 @@
-"""P's side of the hand-over: pushes what the engine computes into blocks that D has reserved.
+"""P's side of the hand-over: pushes the KV that the engine computes into blocks reserved by D.
 
 Laws of this machine:
 
-1. Nothing is posted but into a frozen `Reserve` of a session that is up, and no token twice.
-2. `Drained`, `SessionDrained` and `Release` wait for every write to be terminal; only for `Release`,
-   and only of a session that ends, a closed peer will do.
+1. P posts only into blocks of a frozen `Reserve`, in a session that is up, and no token twice.
+2. `Drained`, `SessionDrained` and `Release` wait until every write is terminal. Only `Release`, and
+   only in a session that is ending, may follow once the peer is closed instead.
 3. Every `Engage` has one `Release`; nothing is posted after it.
-4. Blocks named by key are pinned at once or refused at once, and never more than a share of the
-   pool: two nodes that waited for each other's blocks would wait for ever.
+4. Blocks requested by key are pinned or refused at once, and pinned up to a share of the pool only.
+   If requests for blocks could wait, two nodes might wait for each other's blocks for ever.
 
-What happens when is in `Source.table`, whose rules are methods here.
+`Source.table` says which rule, a method of this class, applies in which state.
 """
 
 # ruff: noqa: E501
@@ -40,23 +40,22 @@ from kvbaton.messages import control
 from kvbaton.types import PINNED_SHARE_PER_PEER, Attempt, TransferTimers, clip_text
 
 PINNED_SHARE = 2
-"""At most half of the pool is pinned for block keys; see `PINNED_SHARE_PER_PEER`, too."""
+"""At most 1 / `PINNED_SHARE` of the pool is pinned by key; see also `PINNED_SHARE_PER_PEER`."""
 
 MAX_IDLE_TOKENS = 1 << 23
-"""Of prompts that are computed and not reserved; above it the oldest are forgotten."""
+"""Maximum tokens of computed but unreserved prompts; beyond it the oldest are forgotten."""
 MIN_IDLE_TOKENS = 2048
-"""As so many counts a prompt that has fewer."""
+"""Minimum that each such prompt counts as, which bounds their number."""
 
 
 class Source(SourceSessions):
     """P's machine.
 
     Args:
-        identity: what this side says of itself.
-        timers: of the protocol.
-        max_attempts: attempts that may be alive at once, a quarter of them for one D; more are
-            refused by name.
-        max_notice_bytes: of the transport; a write's digests fit into its notice.
+        identity: How this node identifies itself.
+        timers: Timers of the protocol.
+        max_attempts: Maximum number of live attempts, a quarter of it for one D; more are refused.
+        max_notice_bytes: Maximum length of the transport's notices, which hold a write's digests.
     """
 
     is_source = True
@@ -76,7 +75,7 @@ class Source(SourceSessions):
         self._idle: dict[Attempt, int] = {}
 
     def ledger(self) -> dict[str, Any]:
-        """As of either side; leases, and writes that are not terminal."""
+        """`Machine.ledger`, and leases, pinned blocks and writes that are not terminal."""
         live = self.live.values()
         return {
             **super().ledger(),
@@ -113,19 +112,19 @@ class Source(SourceSessions):
     def _foreign(
         self, session: SourceSession, record: Outgoing, message: control.TransferMessage
     ) -> None:
-        """A message about an attempt that is bound to another session: it can't touch it."""
+        """Answer a message about an attempt bound to another session, without changing it."""
         stranger = Outgoing(record.name, session=session, story=record.story)
         if isinstance(message, control.Reserve):
             refusal = RefusalError("conflict", "the attempt is bound to another session")
             self.refuse(stranger, refusal)
         elif isinstance(message, control.Cancel):
-            # True for the asker: nothing was ever accepted from this session.
+            # True for the sender: nothing was ever accepted from its session.
             self._send(stranger, control.Drained)
         else:
             self.count("foreign")
 
     def refuse(self, record: Outgoing, refusal: RefusalError) -> None:
-        """Answer `Refused`."""
+        """Count the refusal and answer `Refused`."""
         code, why = refusal.code, clip_text(str(refusal))
         self.counters.refused += 1
         self.count(code)
@@ -135,7 +134,7 @@ class Source(SourceSessions):
     # --- Reserve ---
 
     def _reserve_first(self, record: Outgoing, message: control.Reserve) -> None:
-        """Check it, bind the attempt to the session, answer `Accepted`; wait for the request. Of block keys: `Engage` at once."""
+        """Check the message, bind the attempt to the session, answer `Accepted`, and wait for the request. With block keys: `Engage` at once."""
         self._check_reserve(record, message)
         if message.keys:
             self._pin(record, message)
@@ -148,7 +147,7 @@ class Source(SourceSessions):
             self.ring_in("resend", record.name, self.timers.resend)
 
     def _reserve_announced(self, record: Outgoing, message: control.Reserve) -> None:
-        """Check it and compare the prompt; bind, answer `Accepted`, `Engage` the engine from the first token wanted."""
+        """Check the message and that its prompt is the announced one; bind the attempt to the session, answer `Accepted`, and `Engage` the engine from the first reserved token on."""
         if message.keys:
             raise RefusalError("conflict", "the attempt is of a prompt, not of block keys")
         self._check_reserve(record, message)
@@ -157,7 +156,7 @@ class Source(SourceSessions):
         self._engage(record)
 
     def _reserve_again(self, record: Outgoing, message: control.Reserve) -> None:
-        """Equal: answer `Accepted` and renew the lease. Other content or another session: `Refused(conflict)`."""
+        """If it equals the first `Reserve`, answer `Accepted` and renew the lease; else, or in another session, `Refused(conflict)`."""
         self._check_reserve(record, message)
         if not is_repetition(record.reserve, message):
             raise RefusalError("conflict", "a reservation is frozen once sent")
@@ -166,12 +165,12 @@ class Source(SourceSessions):
         self._send(record, control.Accepted)
 
     def _reserve_over(self, record: Outgoing, message: control.Reserve) -> None:
-        """`Refused`, code after how it ended: `expired`, else `consumed`."""
+        """Answer `Refused`, with code `expired` if the attempt ended so, else `consumed`."""
         code = "expired" if record.outcome == "expired" else "consumed"
         raise RefusalError(code, f"the attempt ended: {record.outcome}")
 
     def _check_reserve(self, record: Outgoing, message: control.Reserve) -> None:
-        """Refuse nonsense, and more attempts than may be."""
+        """Refuse an invalid reservation, and one beyond the maximum number of attempts."""
         attempts = record.bound_to.attempts
         crowded = record.state is State.UNKNOWN and len(self.live) >= self._max_attempts
         if problem := check_reserve(message, record.bound_to.groups):
@@ -181,7 +180,7 @@ class Source(SourceSessions):
             raise RefusalError("too_many", why, retry=True)
 
     def _pin(self, record: Outgoing, message: control.Reserve) -> None:
-        """Refuse block keys that can't mean blocks of ours, or more than there is room to pin."""
+        """Count the blocks to pin; refuse if block sizes differ, or if they exceed the share."""
         session = record.bound_to
         sizes = [[g.block_size for g in groups] for groups in (self.groups, session.groups)]
         if sizes[0] != sizes[1]:
@@ -220,7 +219,7 @@ class Source(SourceSessions):
         self._send(record, control.Accepted)
 
     def _renew(self, record: Outgoing) -> None:
-        """The lease begins anew; how long D will wait bounds it."""
+        """Renew the lease, at most until the time limit of D."""
         self.ring_in("deadline", record.name, min(self.timers.lease, record.until - self.now))
 
     def _engage(self, record: Outgoing) -> None:
@@ -236,7 +235,7 @@ class Source(SourceSessions):
     # --- Announce ---
 
     def _announce_first(self, record: Outgoing, event: events.Announce) -> None:
-        """Remember it; it pins nothing."""
+        """Remember the request, without pinning blocks."""
         if len(self.live) >= self._max_attempts:
             self.do(events.RefuseAnnounce(record.name, "too_many"))
             return
@@ -245,7 +244,7 @@ class Source(SourceSessions):
         self.ring_in("deadline", record.name, self.timers.total)
 
     def _announce_reserved(self, record: Outgoing, event: events.Announce) -> None:
-        """Compare the prompt: equal, `Engage`; else `Refused(prompt)` and the request goes on alone."""
+        """If the prompt is the reserved one, `Engage`; else answer `Refused(prompt)`, and the request goes on without a hand-over."""
         try:
             self._check_prompt(event, record)
         except RefusalError as refusal:
@@ -255,31 +254,31 @@ class Source(SourceSessions):
             self._engage(record)
 
     def _announce_again(self, record: Outgoing, event: events.Announce) -> None:
-        """`RefuseAnnounce(conflict)`; if it is over, code after how it ended."""
+        """`RefuseAnnounce`, with code `conflict` for a live attempt, else with a code for how the attempt ended."""
         codes = {name: name for name in ("expired", "cancelled", "not_needed")} | {"": "conflict"}
         self.do(events.RefuseAnnounce(record.name, codes.get(record.outcome, "consumed")))
 
     def _finish_idle(self, record: Outgoing, event: events.FirstTokens) -> None:
-        """The prompt is computed: its deadline begins anew, as the queue may have been long; of too many the oldest is forgotten."""
+        """The prompt is computed: restart the deadline, since the queue may have been long. Beyond the maximum of computed prompts forget the oldest."""
         self.ring_in("deadline", record.name, self.timers.total)
         self._idle[record.name] = max(record.num_tokens, MIN_IDLE_TOKENS)
         while sum(self._idle.values()) > MAX_IDLE_TOKENS:
             self._expire(self.live[next(iter(self._idle))], None)
 
     def _finish_late(self, record: Outgoing, event: events.FirstTokens) -> None:
-        """It was over before its prompt was computed: the engine forgets it. Of block keys it has nothing to forget."""
+        """The attempt was over before its prompt was computed: the engine forgets the request. With block keys there is none."""
         if event.choices:
             self.do(events.StopSource(record.name))
 
     # --- pushing ---
 
     def _blocks_ready(self, record: Outgoing, event: events.BlocksReady) -> None:
-        """`Post` up to the last common block border, or the end of the prompt, in writes whose digests fit into a notice."""
+        """`Post` what is ready up to the last common block border, or the end of the prompt, in writes whose digests fit into a notice."""
         record.take(event)
         self._push(record)
 
     def _first_tokens(self, record: Outgoing, event: events.FirstTokens) -> None:
-        """Keep them; `Complete` once all is posted. Of block keys: there is no more than was reported."""
+        """Keep the tokens; send `Complete` once all is posted. With block keys: the blocks reported so far are all."""
         record.choices, record.cached_tokens = event.choices, event.cached_tokens
         if record.reserve.keys:
             record.end = record.ready
@@ -310,7 +309,7 @@ class Source(SourceSessions):
         self._send(record, control.Progress, state=record.state.value, tokens_pushed=tokens)
 
     def _repeat(self, record: Outgoing, given: None) -> None:
-        """Send `Progress`, until all is posted and every write has ended; from `completed` on `Complete` again."""
+        """Send `Progress` until all is posted and every write has ended; in `completed` send `Complete` again."""
         self.ring_in("resend", record.name, self.timers.resend)
         if record.state is not State.COMPLETED or record.flying:
             self._send_progress(record)
@@ -320,7 +319,7 @@ class Source(SourceSessions):
     # --- writes ---
 
     def _write_ended(self, record: Outgoing, event: events.WriteEnded) -> None:
-        """Strike it off. If it failed: stop posting, send `Failed`; a range is never posted twice. When stopping and it was the last: `Drained`, `Release`."""
+        """Note that the write is terminal. If it failed: stop posting and send `Failed`; a range is never posted twice. If the attempt is stopping and this was its last write: `Drained`, `Release`."""
         self._strike_off(record, event)
         if not event.ok and record.state is not State.STOPPING:
             self._fail(record, f"write {event.write} failed: {event.error}")
@@ -330,7 +329,7 @@ class Source(SourceSessions):
     # --- the end ---
 
     def _ack(self, record: Outgoing, message: control.Ack) -> None:
-        """`ok`: `Release` when every write is terminal, not before. `mismatch`: evict the ranges, once; stop. Before anything was pushed or completed: `Refused(conflict)`."""
+        """`ok`: `Release` once every write is terminal. `mismatch`: evict the ranges, once, and stop. Before anything was pushed or completed: `Refused(conflict)`."""
         if problem := check_ack(message, record.num_tokens):
             raise RefusalError("malformed", problem)
         if message.verdict == "mismatch" and record.engaged:
@@ -349,21 +348,21 @@ class Source(SourceSessions):
             self.do(events.EvictSource(record.name, message.bad))
 
     def _cancel(self, record: Outgoing, message: control.Cancel) -> None:
-        """Stop posting; the engine stops the request. `Drained` as soon as every write is terminal, then `Release`; until then `Progress`, as a sign of life."""
+        """Stop posting; the engine stops the request. Once every write is terminal, send `Drained` and `Release`; until then send `Progress`, as a sign of life."""
         if record.state is not State.STOPPING:
             self._stop(record, "cancelled")
         if record.state is State.STOPPING:
             self._send_progress(record)
 
     def _cancel_over(self, record: Outgoing, message: control.Cancel) -> None:
-        """Answer `Drained`, unless a write of it outlived its session; remember it, so that a late request is refused."""
+        """Answer `Drained`, unless a write of the attempt has outlived its session. Remember the attempt, so that a late request is refused."""
         if record.state is State.UNKNOWN:
             self.ended.add(record.name, "cancelled", self.now)
         if not self.has_undrained(record.name):
             self._send(record, control.Drained)
 
     def _spare(self, record: Outgoing, message: control.NotNeeded) -> None:
-        """Stop posting; the engine stops the request; `Release` when every write is terminal. Remember it, so that a late request is refused."""
+        """Stop posting; the engine stops the request; `Release` once every write is terminal. Remember the attempt, so that a late request is refused."""
         if record.state is State.UNKNOWN:
             self.ended.add(record.name, "not_needed", self.now)
         else:
@@ -375,30 +374,30 @@ class Source(SourceSessions):
                 self._fail_request(record, events.SourceFailed(record.name, "the node stops"))
 
     def _fail_request(self, record: Outgoing, event: events.SourceFailed) -> None:
-        """Stop posting, send `Failed` if D has reserved; `Drained` and `Release` when every write is terminal."""
-        record.choices = record.choices or ()  # the engine knows: it needs no `StopSource`
+        """Stop posting, send `Failed` if D has reserved; `Drained` and `Release` once every write is terminal."""
+        record.choices = record.choices or ()  # the engine knows of it and needs no `StopSource`
         self._fail(record, event.reason, engine=True)
 
     def _expire(self, record: Outgoing, given: None) -> None:
-        """As if the request had failed; the engine stops it if it pushes, and forgets it if it was computed."""
+        """Fail as if the request had failed; the engine stops the request if it is being computed, and forgets it if it was computed."""
         early = record.state is State.RESERVED
         why = "the request did not come in time" if early else "the lease has expired"
         self._fail(record, why, "expired", engine=early)
 
     def _force_close(self, record: Outgoing, given: None) -> None:
-        """A write does not end: close the session's peer. `Closed` frees P's blocks, but is no `Drained`."""
+        """A write does not end: close the session's peer. `Closed` then frees P's blocks, but does not mean `Drained`."""
         self.ring_in("deadline", record.name, self.timers.lease)
         self.end_session(record.bound_to, "a write does not end", now=True)
 
     def _lose(self, record: Outgoing, why: str) -> None:
-        """Nobody may ask for it in another session: stop."""
+        """Stop: the attempt can't go on in another session."""
         record.story.append((self.now, f"session over: {why}"))
         self._stop(record, "lost")
 
     def _fail(
         self, record: Outgoing, reason: str, outcome: str = "failed", *, engine: bool = False
     ) -> None:
-        if record.session is None:  # only announced: nothing was pinned, and nobody waits
+        if record.session is None:  # only announced: nothing is pinned, and no D waits
             if record.name in self._idle:
                 self.do(events.StopSource(record.name))
             self._end(record, outcome)
@@ -407,7 +406,7 @@ class Source(SourceSessions):
             self._stop(record, outcome)
 
     def _stop(self, record: Outgoing, outcome: str) -> None:
-        """Post nothing more; wait for what is in flight."""
+        """Post nothing more; wait for the writes in flight."""
         record.outcome = outcome
         if record.state is not State.RESERVED and record.choices is None:
             self.do(events.StopSource(record.name))
@@ -416,7 +415,7 @@ class Source(SourceSessions):
         self._settle(record)
 
     def _settle(self, record: Outgoing, given: object = None) -> None:
-        """End it, once no write is in flight, or none can read P's memory any more; D need not have asked."""
+        """End the attempt once no write is in flight, or none can read P's memory any more. `Drained` is sent even if D did not ask."""
         session = record.bound_to
         if record.flying and session.state is not SessionState.OVER:
             return

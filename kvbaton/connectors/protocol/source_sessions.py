@@ -1,11 +1,11 @@
-"""P's sessions: who may talk to us, and when nothing of an old session can land any more.
+"""P's sessions: which Ds may hand over, and when no write of an old session can land any more.
 
 A session is *up* from its `Welcome` until D opens another one, its peer is gone, nothing was heard
-of it for two leases, or a write of it does not end. From then on it is *ending*: nothing is posted;
-its connection is *closing* when its writes are terminal, or at once if they never will be. Then it
-is *over*, and remembered: D may ask in any later `Hello` whether its writes can still land, and is
-told `SessionDrained` once each of them is terminal. A closed connection is no proof of that: bytes
-may be on the wire.
+of it for two leases, or one of its writes does not end. Then it is *ending*: nothing is posted any
+more. Once its writes are terminal, or at once if they never will be, it is *closing*: its
+connections are being closed. Finally it is *over*, and remembered: D may ask in any later `Hello`
+whether its writes can still land, and gets `SessionDrained` once all of them are terminal. Closed
+connections do not prove that, since bytes may be on the wire.
 """
 
 from __future__ import annotations
@@ -23,25 +23,29 @@ from kvbaton.messages import control
 from kvbaton.types import Attempt, TransferTimers, clip_text
 
 MAX_OVER = 4096
-"""Sessions that are remembered after their end; of a forgotten one nothing is ever promised."""
+"""Maximum number of ended sessions remembered; P never says that a forgotten one has drained."""
 
 WRITE_BYTES = 512 << 20
-"""About as much of a rank's blocks goes into one write: the first ones cross while others are
-posted, and are verified while others cross. To post and to verify one takes 1 ms beside."""
+"""Approximate size of a write in bytes of a rank's blocks.
+
+Posting, transfer and verification of successive writes overlap. Each write costs about 1 ms to post
+and to verify.
+"""
 
 MAX_SESSIONS = 4096
+"""Maximum number of sessions that have not ended."""
 
 IDLE_LEASES = 2
-"""A session of which nothing was heard for so many leases ends: its attempts expire before."""
+"""A session ends after this many leases without a message; its attempts have expired before."""
 
 
 class SourceSessions(Machine[Outgoing, SourceSession]):
-    """The part of `Source` that knows sessions.
+    """The part of `Source` that handles sessions.
 
     Args:
-        identity: what this side says of itself.
-        timers: of the protocol.
-        max_notice_bytes: of the transport.
+        identity: How this node identifies itself.
+        timers: Timers of the protocol.
+        max_notice_bytes: Maximum length of the transport's notices.
     """
 
     def __init__(
@@ -54,7 +58,7 @@ class SourceSessions(Machine[Outgoing, SourceSession]):
     # --- Hello ---
 
     def hello(self, link: events.Link, hello: control.Hello) -> None:
-        """Open a session, or say again that it is up; tell what has drained of earlier ones."""
+        """Open a session, or repeat its `Welcome`; report which earlier sessions have drained."""
         session, why = self.known.get(hello.session), ""
         if not self._is_for_us(hello):
             why = "it is with an earlier generation"
@@ -73,9 +77,9 @@ class SourceSessions(Machine[Outgoing, SourceSession]):
         return message.receiver in (None, self.identity.node)
 
     def is_news(self, hello: control.Hello) -> bool:
-        """Whether it is younger than all heard from that generation, in any session.
+        """Whether it is newer than all messages of that generation, in any session.
 
-        A `Hello` that was overtaken would end its successor.
+        A `Hello` that was overtaken would otherwise end the session that succeeded it.
         """
         sessions = (*self.known.values(), *self._over.values())
         return all(hello.seq > s.last_in for s in sessions if s.node == hello.sender)
@@ -101,10 +105,10 @@ class SourceSessions(Machine[Outgoing, SourceSession]):
         self._welcome(session, hello)
 
     def check_hello(self, hello: control.Hello) -> None:
-        """Check that it serves what we serve, and the same way.
+        """Check that protocol version, identity and transport match.
 
         Raises:
-            RefusalError: it does not; the message names both values.
+            RefusalError: They do not match; the message names both values.
         """
         ours = self.identity
         problem = control.version_problem(hello)
@@ -124,10 +128,10 @@ class SourceSessions(Machine[Outgoing, SourceSession]):
             raise RefusalError("transport", why)
 
     def _size_writes(self, session: SourceSession) -> None:
-        """Set where writes may end, and how long they may be; one unit may be more than that.
+        """Set `unit` and `max_tokens`; a write has at least one unit, whatever its bytes.
 
         Raises:
-            RefusalError: the digests between two such borders do not fit into a notice.
+            RefusalError: The digests of one unit do not fit into a notice.
         """
         groups = (*self.groups, *session.groups)
         unit = math.lcm(*(g.block_size for g in groups if g.kind is not GroupKind.STATE))
@@ -151,7 +155,7 @@ class SourceSessions(Machine[Outgoing, SourceSession]):
         self._tell_drained(session, hello.over)
 
     def _tell_drained(self, session: SourceSession, asked: Sequence[bytes]) -> None:
-        """Say which of D's earlier sessions have drained. Of one not remembered nothing is said."""
+        """Report which of D's earlier sessions have drained; forgotten ones are not mentioned."""
         over = []
         for name in asked:
             known = self._over.get(name) or self.known.get(name)
@@ -165,7 +169,7 @@ class SourceSessions(Machine[Outgoing, SourceSession]):
     def _refuse_session(
         self, link: events.Link | None, session: bytes, code: str, why: str
     ) -> None:
-        """Refuse a whole session. Not numbered: it is true whenever it arrives."""
+        """Refuse a whole session. The message has no number, as it is true whenever it arrives."""
         self.counters.refused += 1
         self.count(code)
         refused = control.Refused(session=session, seq=0, code=code, message=clip_text(why))
@@ -174,7 +178,7 @@ class SourceSessions(Machine[Outgoing, SourceSession]):
     # --- messages of a session ---
 
     def session_of(self, event: events.Received) -> SourceSession | None:
-        """The session that a message belongs to; otherwise it is refused or dropped here."""
+        """The session of a message; None if the message was refused or dropped here."""
         name = event.message.session
         session = self.known.get(name)
         up = session is not None and session.state is SessionState.UP
@@ -184,7 +188,7 @@ class SourceSessions(Machine[Outgoing, SourceSession]):
         return session if self._heard(session, event.link, event.message.seq) else None
 
     def _heard(self, session: SourceSession, link: events.Link, seq: int) -> bool:
-        """Whether a message is newer than all before it; it keeps the session alive."""
+        """Whether a message is newer than all before it; if so, it keeps the session alive."""
         fresh = self.admit(session, link, seq)
         if fresh:
             self.ring_in("deadline", session.id, IDLE_LEASES * self.timers.lease)
@@ -193,7 +197,7 @@ class SourceSessions(Machine[Outgoing, SourceSession]):
     # --- the end of a session ---
 
     def end_session(self, session: SourceSession, why: str, *, now: bool = False) -> None:
-        """Post nothing more; close the connection when its writes are terminal, or `now`."""
+        """Post nothing more; close the connections once all writes are terminal, or `now`."""
         if session.state is SessionState.UP:
             session.state = SessionState.ENDING
             self.ring_in("deadline", session.id, self.timers.lease)
@@ -203,14 +207,14 @@ class SourceSessions(Machine[Outgoing, SourceSession]):
         self.close_drained(session, now=now)
 
     def close_drained(self, session: SourceSession, *, now: bool = False) -> None:
-        """Close an ending session's connection, once nothing of it is in flight."""
+        """Close an ending session's connections, once none of its writes is in flight."""
         if session.state is SessionState.ENDING and (now or session.drained):
             session.state = SessionState.CLOSING
             self.clear("deadline", session.id)
             self.do(events.ClosePeer(session.id))
 
     def closed(self, event: events.Closed) -> None:
-        """The connection is closed: our blocks are free, but what was read may still land."""
+        """The connections are closed: P's blocks are free, but bytes on the wire may still land."""
         session = self.known.get(event.session)
         if session is None or session.state is not SessionState.CLOSING:
             return
@@ -224,13 +228,13 @@ class SourceSessions(Machine[Outgoing, SourceSession]):
         self._announce_drained(session)
 
     def _announce_drained(self, session: SourceSession) -> None:
-        """Tell D, in the session that is up with it, that an earlier one has drained."""
+        """Report to D, in the session that is up with it, that an earlier one has drained."""
         for current in self.sessions_with(session.node):
             if current.state is SessionState.UP:
                 self._tell_drained(current, (session.id,))
 
     def _strike_off(self, record: Outgoing, event: events.WriteEnded) -> None:
-        """Strike it off. If it outlived its session, that may let a `SessionDrained` go out."""
+        """Note that the write is terminal. After its session, `SessionDrained` may follow."""
         write = event.write, event.source_rank, event.target_rank
         for session in (record.session,) if record.session else tuple(self._over.values()):
             flying = session.flying.get(record.name, set())
@@ -246,7 +250,7 @@ class SourceSessions(Machine[Outgoing, SourceSession]):
         return any(name in session.flying for session in self._over.values())
 
     def num_undrained(self) -> int:
-        """Parts of writes that outlived their sessions."""
+        """Number of shares of writes in flight that have outlived their sessions."""
         flying = (writes for over in self._over.values() for writes in over.flying.values())
         return sum(map(len, flying))
 
@@ -261,7 +265,7 @@ class SourceSessions(Machine[Outgoing, SourceSession]):
             self.end_session(session, "the peer is gone", now=True)
 
     def ring(self, owner: bytes) -> None:
-        """A session was not heard of, does not end, or was asked after no more."""
+        """End a silent session, close one that does not drain, or forget one that D forgot."""
         over = self._over.get(owner)
         if over is None:
             session = self.known[owner]

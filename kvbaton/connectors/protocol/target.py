@@ -2,13 +2,13 @@
 
 Laws of this machine:
 
-1. The engine may read only after `Complete`, a notice of every rank pair of every write that
-   `Complete` counts, and good digests of each.
-2. Blocks that P was told of are freed by `Drained`, `SessionDrained` or `Fenced` of the same
-   generation, or a delivery, since then nothing is in flight. A timeout never frees.
+1. The engine may read only after `Complete`, the notices of every rank pair of every write that
+   `Complete` counts, and matching digests of each.
+2. Blocks that P knows of are freed by `Drained`, `SessionDrained` or `Fenced` of the same
+   generation, or by a delivery, after which nothing is in flight. A time-out never frees blocks.
 3. Every `Start` has one `Unquarantine`, and one of `Deliver`, `Fail` and `CancelTarget`.
 
-What happens when is in `Target.table`, whose rules are methods here.
+`Target.table` says which rule, a method of this class, applies in which state.
 """
 
 # ruff: noqa: E501
@@ -39,23 +39,22 @@ from kvbaton.messages import control
 from kvbaton.types import Attempt, NodeId, TransferTimers
 
 MAX_MISMATCHES = 3
-"""Mismatches within `quarantine_limit` after which a peer is asked nothing for as long."""
+"""Mismatches within `quarantine_limit` after which a P is not used for the same time."""
 
 UNHEALTHY_SHARE = 4
-"""A node is unhealthy while one block in so many waits in quarantine for too long."""
+"""D is unhealthy while 1 / `UNHEALTHY_SHARE` of its blocks are in quarantine for too long."""
 
 
 class Target(TargetSessions):
     """D's machine.
 
     Args:
-        identity: what this side says of itself.
-        timers: of the protocol.
-        new_id: makes 16 random bytes.
-        max_blocks_per_peer: blocks that may be reserved or in quarantine for one peer, whatever
-            the addresses by which it is asked; None for no limit but the pool. For a peer that
-            leaves more than a quarter of the pool in quarantine for longer than `resend` nothing is
-            reserved.
+        identity: How this node identifies itself.
+        timers: Timers of the protocol.
+        new_id: Makes 16 random bytes.
+        max_blocks_per_peer: Maximum number of blocks reserved or in quarantine for one P, over all
+            of its addresses; None for no limit but the pool. For a P that leaves more than a
+            quarter of the pool in quarantine for longer than `resend`, nothing is reserved.
     """
 
     is_source = False
@@ -77,7 +76,7 @@ class Target(TargetSessions):
 
     @property
     def unhealthy(self) -> str:
-        """Why the node is: too many blocks wait in quarantine, and for whom; empty if it is well."""
+        """Why the node is unhealthy: blocks in quarantine, and for which Ps; empty if it is not."""
         limit = self.now - self.timers.quarantine_limit
         old = [record for record in self._quarantine.values() if record.since <= limit]
         blocks = sum(record.num_blocks for record in old)
@@ -90,7 +89,7 @@ class Target(TargetSessions):
         )
 
     def ledger(self) -> dict[str, Any]:
-        """As of either side; blocks reserved, and quarantines with their ages in seconds."""
+        """`Machine.ledger`, and reserved blocks and quarantines with their ages in seconds."""
         draining = self._quarantine.values()
         quarantined = sum(r.num_blocks for r in draining)
         return {
@@ -120,7 +119,7 @@ class Target(TargetSessions):
             return
         of_session = isinstance(message, control.Refused) and message.transfer_id is None
         if not of_session and not self.admit(session, event.link, message.seq):
-            return  # the refusal of a session has no number
+            return  # (the refusal of a session has no number)
         session.heard = self.now
         match message:
             case control.Welcome():
@@ -153,7 +152,7 @@ class Target(TargetSessions):
     # --- Start ---
 
     def _start(self, record: Incoming, event: events.Start) -> None:
-        """Wait for the session (open one if there is none), then send `Reserve`. Over the cap, or a peer that was put out: fail at once."""
+        """Wait for the session (open one if there is none), then send `Reserve`. Fail at once if P is over its cap of blocks, or is not used because of mismatches."""
         known = event.address in self.lines or event.address in self._same
         if not known and len(self.lines) + len(self._same) >= MAX_LINES:
             self._turn_down(event, "too many addresses are in use")
@@ -176,7 +175,7 @@ class Target(TargetSessions):
             self.open_line(line)
 
     def _unwelcome(self, record: Incoming, node: NodeId | None) -> str | None:
-        """Why P can't be asked now; its node is not known before the session is up."""
+        """Why P can't be used now, or None; `node` is None until the session is up."""
         line, name = record.line, node and node.node
 
         def is_peers(other: Incoming) -> bool:
@@ -194,7 +193,7 @@ class Target(TargetSessions):
             if blocks > self._max_blocks:
                 who, most = line.address, self._max_blocks
                 return f"{blocks} blocks would wait for {who}, at most {most} may"
-        asked = self.now - self.timers.resend  # what P was told of since, it may yet drain
+        asked = self.now - self.timers.resend  # later quarantines: P may be about to drain them
         draining = (r for r in self._quarantine.values() if r.since <= asked)
         left = sum(r.num_blocks for r in draining if is_peers(r))
         if left * UNHEALTHY_SHARE > self._num_blocks:
@@ -202,11 +201,11 @@ class Target(TargetSessions):
         return None
 
     def _start_twice(self, record: Incoming, event: events.Start) -> None:
-        """A bug of ours: `LocalProtocolError`."""
+        """Raise `LocalProtocolError`: this is a bug of D's engine."""
         raise LocalProtocolError(f"{record.name} is started twice")
 
     def _start_consumed(self, record: Incoming, event: events.Start) -> None:
-        """Fail at once, nothing is sent."""
+        """Fail at once; nothing is sent."""
         self._turn_down(event, "the attempt has ended already")
 
     def _turn_down(self, event: events.Start, reason: str) -> None:
@@ -219,9 +218,9 @@ class Target(TargetSessions):
     # --- Reserve and its answers ---
 
     def _reserve(self, record: Incoming, session: TargetSession) -> None:
-        """Send `Reserve`; from now on P knows of the blocks. Over the cap with what it was asked for at another address, or put out: `NotNeeded`, fail."""
+        """Send `Reserve`; from now on P knows of the blocks. If P, over all of its addresses, exceeds its cap of blocks, or is not used because of mismatches: send `NotNeeded` and fail."""
         if reason := self._unwelcome(record, session.node):
-            if not record.order.keys:  # else P computes a prompt that nobody waits for
+            if not record.order.keys:  # P would compute a prompt that nobody waits for
                 self.unneeded(events.Unneeded(record.name, record.line.address))
             self._fail(record, reason)
             return
@@ -234,7 +233,7 @@ class Target(TargetSessions):
         self._repeat_reserve(record, None)
 
     def _repeat_reserve(self, record: Incoming, given: None) -> None:
-        """Send `Reserve` again: until it is answered; then slowly, by which P renews its lease."""
+        """Send `Reserve` again: every `resend` until it is answered, then four times in a `lease`, which renews P's lease."""
         unanswered = record.state is State.RESERVED
         self.ring_in(
             "resend", record.name, self.timers.resend if unanswered else self.timers.lease / 4
@@ -254,7 +253,7 @@ class Target(TargetSessions):
         self.ring_in("deadline", record.name, min(self.timers.progress_deadline, left))
 
     def _accepted(self, record: Incoming, message: object) -> None:
-        """P has it, and is at work: the deadline starts anew. `Reserve` is repeated slowly."""
+        """P is at work: restart the deadline, and repeat `Reserve` less often."""
         if record.state is State.RESERVED:
             record.times["accepted"] = self.now
             self._set_state(record, State.ENGAGED)
@@ -262,18 +261,18 @@ class Target(TargetSessions):
         self._heard(record)
 
     def _peer_failed(self, record: Incoming, message: control.Failed | control.Refused) -> None:
-        """Fail; `Cancel`, since what was posted may still land."""
+        """Fail and send `Cancel`, since posted writes may still land."""
         if isinstance(message, control.Failed):
             why = f"the source failed: {message.reason}"
             self._fail(record, why, answered=message.engine)
         else:
-            self.count("refused")  # its own code may be any text
+            self.count("refused")  # not by the message's code, which may be any text
             self._fail(record, f"refused ({message.code}): {message.message}", answered=True)
 
     # --- bytes ---
 
     def _landed(self, record: Incoming, event: events.Landed) -> None:
-        """Check it and note the rank pair; `Verify` the write if no pair is missing."""
+        """Check the notice and note its part; `Verify` the write once all parts of all rank pairs have landed."""
         session, pair = record.bound_to, (event.source_rank, event.target_rank)
         if event.session != session.id or pair not in session.pairs:
             self.count("junk_notice")
@@ -285,7 +284,7 @@ class Target(TargetSessions):
             self.do(record.verification(event.write))
 
     def _verified(self, record: Incoming, event: events.Verified) -> None:
-        """Good: deliver if everything is here. Bad: `Ack(mismatch)`, fail, `Cancel`."""
+        """If the digests match: deliver once everything has arrived. Else fail, and send `Ack(mismatch)` and `Cancel`."""
         if event.error:
             self._fail(record, f"write {event.write} can't be verified: {event.error}")
             return
@@ -300,18 +299,18 @@ class Target(TargetSessions):
             self._try_deliver(record)
 
     def refuse(self, record: Incoming, refusal: RefusalError) -> None:
-        """P sent nonsense: fail."""
+        """Fail: P sent something invalid."""
         self.count(refusal.code)
         self._fail(record, f"the source sent nonsense: {refusal}")
 
     # --- Complete ---
 
     def _complete(self, record: Incoming, message: control.Complete) -> None:
-        """Check it; deliver if everything is here."""
-        unit = 0  # a prompt to come is whole
+        """Check the message; deliver if everything has arrived."""
+        unit = 0  # a prompt is handed over as a whole
         if record.order.keys:
-            # P may hold fewer tokens than were named. Of a group that keeps no whole prefix only
-            # the blocks that all tokens need were reserved.
+            # P may hold fewer blocks than requested. If a group keeps only a part of the prefix,
+            # the reserved blocks are those for all tokens: it is all or nothing.
             whole = all(group.kind is GroupKind.FULL for group in self.groups)
             unit = self.groups[0].block_size if whole else record.num_tokens
         if problem := check_complete(message, record.start, record.num_tokens, unit):
@@ -323,7 +322,7 @@ class Target(TargetSessions):
         self._try_deliver(record)
 
     def _complete_again(self, record: Incoming, message: control.Complete) -> None:
-        """Must equal the first one; no deadline moves."""
+        """Check that it equals the first one; deadlines stay."""
         assert record.complete is not None
         if msgspec.structs.replace(message, seq=record.complete.seq) != record.complete:
             raise RefusalError("malformed", "two Complete messages differ")
@@ -350,7 +349,7 @@ class Target(TargetSessions):
     # --- the end ---
 
     def _answer_late(self, record: Incoming, message: control.TransferMessage | None) -> None:
-        """Delivered: `Ack(ok)`. Else `Cancel`, after `Ack(mismatch)` if that was the reason: nobody here waits for it."""
+        """If the attempt was delivered, `Ack(ok)`. Else nobody waits for it: `Cancel`, after `Ack(mismatch)` if that was the reason."""
         if record.outcome == "delivered":
             self._send(record, control.Ack, verdict="ok")
             return
@@ -359,24 +358,24 @@ class Target(TargetSessions):
         self._send(record, control.Cancel)
 
     def _give_up(self, record: Incoming, given: None) -> None:
-        """Fail; `Cancel`, or `Unquarantine` at once if P never heard of the blocks."""
+        """Fail because nothing was heard in time; `Cancel`, or `Unquarantine` at once if P never knew of the blocks."""
         who = record.line.address if record.state is State.WAITING else "the transfer"
         self._fail(record, f"nothing was heard of {who} in time")
 
     def _cancel_target(self, record: Incoming, event: events.CancelTarget) -> None:
-        """`Cancel`, until `Drained` or a fence; `Unquarantine` at once if P never heard of the blocks."""
+        """Send `Cancel` until `Drained` or a fence; `Unquarantine` at once if P never knew of the blocks."""
         self._leave(record, "cancelled")
 
     def _fail(self, record: Incoming, reason: str, *, answered: bool = False) -> None:
-        """`Fail`; `Cancel`, or `Unquarantine` at once if P never heard of the blocks."""
+        """`Fail` and send `Cancel`; `Unquarantine` at once if P never knew of the blocks."""
         record.story.append((self.now, f"failed: {reason}"))
         self.do(events.Fail(record.name, record.valid_through(), reason, answered))
         self._leave(record, "failed")
 
     def _leave(self, record: Incoming, outcome: str) -> None:
-        """The engine is done with the attempt; its blocks wait until no byte can land."""
+        """End the attempt for the engine; its blocks wait until no byte can land any more."""
         record.outcome, record.since = outcome, self.now
-        if record.session is None:  # P never heard of them
+        if record.session is None:  # P never knew of the blocks
             self._end(record)
             return
         self._quarantine[record.name] = record
@@ -385,13 +384,13 @@ class Target(TargetSessions):
         self._repeat_cancel(record, None)
 
     def _repeat_cancel(self, record: Incoming, given: None) -> None:
-        """Send `Cancel` again (after `Ack(mismatch)` if that was the reason). Of a session that is over the next one's `Hello` asks."""
+        """Send `Cancel` again (after `Ack(mismatch)` if that was the reason). If the session is over, the next session's `Hello` asks instead."""
         if not record.bound_to.over:
             self.ring_in("resend", record.name, self.timers.resend)
             self._answer_late(record, None)
 
     def _suspect(self, record: Incoming, given: None) -> None:
-        """`Fence` its peer: until that holds or it is heard of, if nothing was heard of it for a `lease`; now and again, if it lives and a write of it does not end for `quarantine_limit`."""
+        """`Fence` P. If nothing was heard of it for a `lease`: until the fence succeeds or P is heard of. If P lives, but has not drained for `quarantine_limit`: once in a `lease`."""
         self.ring_in("deadline", record.name, self.timers.lease)
         node = record.bound_to.node
         assert node is not None, "P was told of the blocks"
@@ -402,13 +401,13 @@ class Target(TargetSessions):
             self.fence(node)
 
     def _drained(self, record: Incoming, message: control.Drained) -> None:
-        """`Unquarantine`; if P gives up unasked, fail first."""
+        """`Unquarantine`; if P gave up by itself, fail first."""
         if record.state is not State.DRAINING:
             self._fail(record, "the source failed: it stopped unasked")
         self._end(record)
 
     def _end(self, record: Incoming) -> None:
-        """Nothing of the attempt can land any more."""
+        """End the attempt: no write of it can land any more."""
         self.do(events.Unquarantine(record.name))
         self._quarantine.pop(record.name, None)
         self._finish(record, record.outcome)

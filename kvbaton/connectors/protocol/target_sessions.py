@@ -1,15 +1,16 @@
-"""D's sessions: one line per address of a P, and what becomes of quarantines when a session ends.
+"""D's sessions: one line per address of a P, and what happens to quarantines when a session ends.
 
 A session is *hello* until `Welcome`, then *up*, and *over* for good once P does not know it, its
-peer is gone or silent, or another generation answers. It ends by one rule: stop using it, open the
-next at once. What P was told of in it stays in quarantine until P says `Drained` of the attempt or
-`SessionDrained` of the session (asked for in each `Hello`, which is repeated), or a fence of that
-generation holds.
+peer is gone or silent, or another generation answers. One rule applies at its end: stop using it
+and open the next at once. Blocks that P knows of from it stay in quarantine until P sends `Drained`
+for the attempt or `SessionDrained` for the session (each `Hello`, which is repeated, asks for it),
+or until that generation is fenced.
 
-Of two addresses at which one generation answers the later line takes over the other, as there is
-one session with it: by whatever address it is asked, until it does not answer there any more.
+If one generation answers at two addresses, the later line takes over the other, as there is only
+one session with a generation. Both addresses use this session until P does not answer there any
+more.
 
-A line is kept while somebody needs it: its node is a member, something waits, or blocks are in
+A line is kept while it is needed: its node is a member, an attempt waits, or blocks are in
 quarantine. Then session, address and connections are forgotten.
 """
 
@@ -25,22 +26,22 @@ from kvbaton.messages import control
 from kvbaton.types import NodeId, TransferTimers
 
 MAX_LINES = 256
-"""Addresses in use beside those of members."""
+"""Maximum number of addresses in use; those of members are accepted beyond it."""
 
 
 class TargetSessions(Machine[Incoming, TargetSession]):
-    """The part of `Target` that knows sessions.
+    """The part of `Target` that handles sessions.
 
-    Each line has an alarm *resend*, when it says `Hello` again, and so has each generation that is
-    being fenced.
+    Each line has an alarm *resend*, to repeat `Hello`; each generation that is being fenced has
+    one, to repeat the fence.
 
     Args:
-        identity: what this side says of itself.
-        timers: of the protocol.
-        new_id: makes 16 random bytes.
+        identity: How this node identifies itself.
+        timers: Timers of the protocol.
+        new_id: Makes 16 random bytes.
 
     Attributes:
-        lines: by address.
+        lines: Lines by address.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class TargetSessions(Machine[Incoming, TargetSession]):
     # --- lines ---
 
     def line(self, address: str) -> Line:
-        """The line to an address, which is being used now."""
+        """The line of an address; notes that it is used now."""
         address = self._same.get(address, address)
         if address not in self.lines:
             self.lines[address] = Line(address)
@@ -65,7 +66,7 @@ class TargetSessions(Machine[Incoming, TargetSession]):
         return line
 
     def set_members(self, event: events.SetMembers) -> None:
-        """Open sessions with new members before they are needed, and let go of former ones."""
+        """Open sessions with new members, before they are needed; forget unused former ones."""
         addresses = {self._same.get(address, address) for address in event.addresses}
         for line in list(self.lines.values()):
             if line.member and line.address not in addresses:
@@ -76,7 +77,7 @@ class TargetSessions(Machine[Incoming, TargetSession]):
             self.open_line(line)
 
     def unreachable(self, event: events.Unreachable) -> None:
-        """The address is none."""
+        """The address is invalid: fail what waits for it."""
         line = self.lines.get(event.address)
         if line is not None:
             self._hang_up(line, event.reason)
@@ -87,7 +88,7 @@ class TargetSessions(Machine[Incoming, TargetSession]):
         self._tidy(line)
 
     def _tidy(self, line: Line) -> bool:
-        """Forget a line that nobody needs; returns whether it stays."""
+        """Forget a line that is not needed; returns whether it stays."""
         asked = line.member or line.unneeded or line.attempts
         if asked or self.now - line.used < self.timers.lease:
             return True
@@ -103,7 +104,7 @@ class TargetSessions(Machine[Incoming, TargetSession]):
         self.do(events.HangUp(line.address))
 
     def _take_over(self, line: Line, other: Line) -> None:
-        """One generation answers at both, and has ended the session of the other for this one's."""
+        """Merge `other` into `line`: one generation answers at both, with `line`'s session."""
         names = [name for name, address in self._same.items() if address == other.address]
         self._same |= dict.fromkeys((*names, other.address), line.address)
         self._forget_line(other, f"it goes on at {line.address}")
@@ -118,11 +119,11 @@ class TargetSessions(Machine[Incoming, TargetSession]):
         line.member |= other.member
 
     def _split(self, line: Line) -> None:
-        """Other addresses are dialled again, as they may lead elsewhere."""
+        """Dial the addresses merged into this line again, as they may lead elsewhere now."""
         self._same = {name: at for name, at in self._same.items() if at != line.address}
 
     def unneeded(self, event: events.Unneeded) -> None:
-        """Tell P, now or when the session is up."""
+        """Send `NotNeeded` to P, now or once the session is up."""
         line = self.line(event.address)
         line.unneeded.append(event.attempt)
         if line.up is not None:
@@ -139,7 +140,7 @@ class TargetSessions(Machine[Incoming, TargetSession]):
     # --- opening ---
 
     def open_line(self, line: Line) -> None:
-        """Send `Hello` in a new session, if there is none; not twice within `resend`."""
+        """Open a session with `Hello`, if there is none; at most once per `resend`."""
         now = self.now
         if line.session is None and now - line.opened < self.timers.resend:
             self.ring_in("resend", line.address, line.opened + self.timers.resend - now)
@@ -174,7 +175,7 @@ class TargetSessions(Machine[Incoming, TargetSession]):
         )
 
     def _plan_hello(self, line: Line, session: TargetSession) -> list[bytes]:
-        """Set when to say `Hello` again; returns the sessions to ask about."""
+        """Set when to repeat `Hello`; returns the ended sessions that it should ask about."""
         over = [s.id for s in self.known.values() if s.over and self._may_answer(session, s)]
         seconds = self.timers.resend
         if session.state is SessionState.UP and not over:
@@ -186,7 +187,7 @@ class TargetSessions(Machine[Incoming, TargetSession]):
 
     @staticmethod
     def _may_answer(session: TargetSession, over: TargetSession) -> bool:
-        """Whether the P of a session may be the one that an earlier session was with."""
+        """Whether the P of a session may be the P of an earlier session."""
         if session.node is not None:
             return session.node == over.node
         return session.address == over.address
@@ -194,7 +195,7 @@ class TargetSessions(Machine[Incoming, TargetSession]):
     # --- answers to Hello ---
 
     def welcomed(self, session: TargetSession, message: control.Welcome) -> None:
-        """A session is up, or still is."""
+        """Handle `Welcome`: a session is up, is still up, or another generation answers."""
         if session.over:
             self.count("late_welcome")
         elif session.state is SessionState.HELLO:
@@ -213,8 +214,8 @@ class TargetSessions(Machine[Incoming, TargetSession]):
             return
         node = message.sender
         if self.rings_at("resend", node) is not None:
-            # It lives, and answers for itself. But its fence may have held for some ranks, and have
-            # cut what P has connected for this session.
+            # P lives and can drain by itself. But the fence may have succeeded on some ranks, and
+            # have cut connections that P has made for this session.
             self.clear("resend", node)
             self.end_session(session, "its peer was being fenced")
             return
@@ -235,19 +236,19 @@ class TargetSessions(Machine[Incoming, TargetSession]):
         self._tell_unneeded(line, session)
 
     def _replaced(self, line: Line, node: NodeId | None) -> None:
-        """Another generation answers at an address."""
+        """Handle that another generation answers at an address."""
         assert node is not None, "it was welcomed by one"
         self.lose(node, f"another generation answers at {line.address}")
 
     def session_drained(self, session: TargetSession, message: control.SessionDrained) -> None:
-        """The generation that an earlier session was with says that nothing of it can land."""
+        """Release the quarantines of ended sessions that the same generation says have drained."""
         for name in message.over:
             over = self.known.get(name)
             if over is not None and over.over and over.node == session.node:
                 self._release_all(over)
 
     def refused(self, session: TargetSession, message: control.Refused) -> None:
-        """P does not know a session, or will not have it."""
+        """Handle the refusal of a session: P does not know it, or can't pair."""
         self.count("refused")
         if session.over:
             return
@@ -257,11 +258,11 @@ class TargetSessions(Machine[Incoming, TargetSession]):
             self._hang_up(session.line, f"refused ({message.code}): {message.message}")
 
     def _hang_up(self, line: Line, reason: str) -> None:
-        """A session can't come up: fail what waits, and try again later if it is still needed."""
+        """Give up a session that can't come up: fail what waits; retry later if still needed."""
         self._leave_session(line, reason)
         self._split(line)
         line.unneeded.clear()
-        # Before the last one fails: with that a line that nobody needs goes, and its alarm.
+        # Set the alarm first: when the last attempt fails, an unneeded line is forgotten with it.
         self.ring_in("resend", line.address, self.timers.progress_deadline)
         for record in line.waiting():
             self.apply("session over", record, reason)
@@ -269,7 +270,7 @@ class TargetSessions(Machine[Incoming, TargetSession]):
     # --- the end ---
 
     def end_session(self, session: TargetSession, why: str, *, fenced: bool = False) -> None:
-        """Stop using a session, and open the next at once if that is needed."""
+        """Stop using a session, and open the next at once if the line is needed."""
         line = session.line
         if not session.over:
             self._leave_session(line, why, fenced=fenced)
@@ -279,8 +280,8 @@ class TargetSessions(Machine[Incoming, TargetSession]):
     def _leave_session(self, line: Line, why: str, *, fenced: bool = False) -> None:
         """Stop using the session of a line, if it has one.
 
-        If blocks of it are in quarantine, a fence is tried now, before the next is opened, when it
-        costs nobody anything, unless the generation is `fenced` already.
+        If it leaves blocks in quarantine, its generation is fenced now, unless it is `fenced`
+        already: before the next session is opened, a fence does no harm.
         """
         session, line.session = line.session, None
         if session is None:
@@ -293,7 +294,7 @@ class TargetSessions(Machine[Incoming, TargetSession]):
         self.forget_session(session)
 
     def forget_session(self, session: TargetSession) -> None:
-        """Forget a session that is over and has no attempt left, and a peer that has no session."""
+        """Forget a session that is over and has no attempts, and a peer without sessions."""
         if not session.over or session.attempts or session.id not in self.known:
             return
         del self.known[session.id]
@@ -302,7 +303,7 @@ class TargetSessions(Machine[Incoming, TargetSession]):
             self.do(events.ForgetPeer(session.node))
 
     def released(self, record: Incoming) -> None:
-        """An attempt has ended, its blocks are free."""
+        """Remove an ended attempt, whose blocks are free, from its line and session."""
         line, session = record.line, record.session
         del line.attempts[record.name]
         if session is not None:
@@ -321,13 +322,13 @@ class TargetSessions(Machine[Incoming, TargetSession]):
             self.end_session(session, why, fenced=fenced)
 
     def peer_gone(self, event: events.PeerGone) -> None:
-        """A transport has lost a generation."""
+        """The transport reports that a generation is gone."""
         self.lose(event.node, "the peer is gone")
 
     # --- fencing ---
 
     def lose(self, node: NodeId, why: str) -> None:
-        """Fence a generation until that holds, it answers, or nothing of it is in quarantine."""
+        """Fence a generation until that succeeds, it answers, or it has no blocks in quarantine."""
         self._end_all(node, why)
         if self.rings_at("resend", node) is None:
             self._fence(node)
@@ -338,7 +339,7 @@ class TargetSessions(Machine[Incoming, TargetSession]):
             self.fence(node)
 
     def fence(self, node: NodeId) -> None:
-        """Try to, once per event, however many alarms that rang together want it."""
+        """Emit `Fence`, at most once per event, even if several alarms ask for it."""
         if events.Fence(node) not in self.actions:
             self.do(events.Fence(node))
 
@@ -348,7 +349,7 @@ class TargetSessions(Machine[Incoming, TargetSession]):
         return [node for node in nodes if self.rings_at("resend", node) is not None]
 
     def fenced(self, event: events.Fenced) -> None:
-        """Nothing of a generation can land any more."""
+        """A fence has succeeded: no write of this generation can land any more."""
         self.clear("resend", event.node)
         over = self.sessions_with(event.node)
         self._end_all(event.node, "the peer was fenced", fenced=True)
@@ -356,7 +357,7 @@ class TargetSessions(Machine[Incoming, TargetSession]):
             self._release_all(session)
         for greeted in [session.line.session for session in over]:
             if greeted is not None and greeted.state is SessionState.HELLO:
-                # P may have connected for it already, and the fence has cut that.
+                # P may have connected for this session already, and the fence has cut that.
                 self.end_session(greeted, "its peer was fenced")
 
     def is_silent(self, node: NodeId) -> bool:
@@ -367,7 +368,7 @@ class TargetSessions(Machine[Incoming, TargetSession]):
     # --- alarms ---
 
     def ring(self, owner: str | NodeId) -> None:
-        """It is time to fence a generation again, or to say `Hello` again on a line."""
+        """Fence a generation again, or repeat `Hello` on a line."""
         if isinstance(owner, NodeId):
             self._fence(owner)
             return
@@ -380,6 +381,6 @@ class TargetSessions(Machine[Incoming, TargetSession]):
         elif session.node is not None and self.is_silent(session.node):
             self.lose(session.node, f"nothing was heard for {self.timers.lease:g} s")
         else:
-            if session.state is SessionState.HELLO:  # it has not answered
+            if session.state is SessionState.HELLO:  # P has not answered
                 self._split(line)
             self._say_hello(line, session)

@@ -1,4 +1,4 @@
-"""Copies of objects between an arena in host memory and a caller's pieces, those on GPUs too."""
+"""Copies of objects between an arena in host memory and pieces in host or GPU memory."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ from kvbaton.connectors.cuda_copies import CopyRun, CudaCopies
 from kvbaton.connectors.store import AnyPieces, Piece, Pieces
 
 LARGE_BYTES = 256 << 10
-"""From here on a copy gives other threads the interpreter; below, that costs more than it saves."""
+"""Minimum size of copies that release the GIL; for smaller ones that costs more than it saves."""
 
 Extent = tuple[int, int]
-"""First byte and length."""
+"""A run of bytes of the arena: first byte and length."""
 
 
 class ArenaCopies:
-    """Moves objects between an arena, which it pins, and pieces: GPUs' by their copy engines.
+    """Copies objects between an arena, which it pins, and pieces; GPUs use their copy engines.
 
     Args:
-        arena: where the objects are.
-        devices: numbers of the GPUs.
+        arena: Memory of the objects.
+        devices: CUDA ordinals of the GPUs.
 
     Raises:
-        StoreError: there is no CUDA, or the arena can't be pinned.
+        StoreError: There is no CUDA, or the arena can't be pinned.
     """
 
     def __init__(self, arena: Memory, devices: Iterable[int]) -> None:
         self._arena, self._host = arena, arena.view()
         self._copies = CudaCopies()
-        # Both directions of the bus are used at the same time.
+        # A stream per direction, so that both directions of the bus are used at the same time.
         self._incoming = {index: self._copies.stream(index) for index in devices}
         self._outgoing = {index: self._copies.stream(index) for index in devices}
         self._copies.pin(self._arena.address, self._arena.num_bytes)
 
     def close(self) -> None:
-        """Unpin the arena; nobody copies any more."""
+        """Unpin the arena; called when no copies run any more."""
         self._copies.unpin(self._arena.address)
 
     def load(self, objects: Sequence[tuple[AnyPieces, Sequence[Extent]]]) -> None:
-        """Fill pieces; returns when they are. Raises `StoreError`."""
+        """Copy objects into pieces; returns when all copies are done. Raises `StoreError`."""
         self._move(objects, self._incoming, to_pieces=True)
 
     def store(self, objects: Sequence[tuple[AnyPieces, Sequence[Extent]]]) -> None:
-        """Read pieces; returns when it has. Raises `StoreError`."""
+        """Copy pieces into the arena; returns when all copies are done. Raises `StoreError`."""
         self._move(objects, self._outgoing, to_pieces=False)
 
     def _move(
@@ -72,13 +72,13 @@ class ArenaCopies:
             for event in over:
                 event.synchronize()
         except BaseException:
-            for stream in begun:  # buffers are borrowed: nothing may still be copied
+            for stream in begun:  # buffers are borrowed: no copy may still run
                 stream.synchronize()
             raise
 
 
 def _in_extents(pieces: AnyPieces, extents: Sequence[Extent]) -> Iterator[tuple[Piece, int]]:
-    """Parts of pieces, and where in the arena each begins that lies there in one run."""
+    """Cut pieces into parts that are contiguous in the arena: each part and its offset there."""
     rest = iter(extents)
     start = left = 0
     for piece in pieces:
@@ -99,7 +99,7 @@ def _in_extents(pieces: AnyPieces, extents: Sequence[Extent]) -> Iterator[tuple[
 
 
 def copy(targets: Iterable[Piece], sources: Iterable[Piece]) -> None:
-    """Copy the bytes of `sources` into `targets`, in order; both sides have as many."""
+    """Copy the bytes of `sources` into `targets`, in order; both have the same total length."""
     rest, source = iter(sources), memoryview(b"")
     for piece in targets:
         target = piece.view() if isinstance(piece, Memory) else piece
@@ -118,7 +118,7 @@ def copy(targets: Iterable[Piece], sources: Iterable[Piece]) -> None:
 
 
 def cut(pieces: Pieces, start: int, num_bytes: int) -> list[memoryview]:
-    """A run of the bytes of some pieces; what is beyond their end is left out."""
+    """Bytes [start, start + num_bytes) of some pieces, truncated at their end."""
     parts = []
     for piece in pieces:
         part = piece[min(start, len(piece)) : start + num_bytes]

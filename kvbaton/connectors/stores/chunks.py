@@ -1,8 +1,8 @@
-"""Objects as chunks of tokens, for back ends that keep a model's KV by its tokens.
+"""Objects as chunks of tokens, for back ends that store KV by token ids.
 
-The key's 32 bytes, read as 16 numbers, are the tokens of a chunk, repeated up to its length. An
-object takes as many chunks of a fixed number of bytes as it needs. In front of the bytes stand
-their length and checksum; behind them, up to the end of the last chunk, stands anything.
+The key's 32 bytes, read as 16 numbers, are the token ids of a chunk, repeated up to its length. An
+object is split into chunks of a fixed number of bytes. Its bytes follow their length and checksum;
+the rest of the last chunk may contain anything.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from kvbaton.connectors.stores.threaded import SEAL_BYTES, seal
 from kvbaton.errors import ConfigError
 
 KEY_TOKENS = KEY_BYTES // 2
-"""Fewest tokens of a chunk, and what an LMCache engine's chunks have."""
+"""Minimum number of tokens of a chunk, and the number that an LMCache engine's chunks have."""
 
 HEAD = struct.Struct(f"<Q{SEAL_BYTES}s")
-"""Length and checksum."""
+"""Length and checksum of an object, before its bytes."""
 
 _WORDS = struct.Struct(f"<{KEY_TOKENS}H")
 
 
 def check_chunk_bytes(chunk_bytes: int) -> None:
-    """Raise `ConfigError` unless chunks can have so many bytes."""
+    """Raise `ConfigError` unless chunks can have this many bytes."""
     if chunk_bytes < 1024 or chunk_bytes % 1024:
         raise ConfigError("chunk_bytes", f"must be a multiple of 1024, not {chunk_bytes}")
 
 
 def tokens_of(key: bytes, chunk_tokens: int = KEY_TOKENS, chunks: int = 1) -> list[int]:
-    """Tokens of an object: `chunks` times `chunk_tokens` of them."""
+    """Token ids of an object: `chunks` times those of a chunk of `chunk_tokens`."""
     words = _WORDS.unpack(key) * (chunk_tokens // KEY_TOKENS + 1)
     return list(words[:chunk_tokens]) * chunks
 
 
 def count(pieces: Pieces, chunk_bytes: int) -> int:
-    """How many chunks an object takes."""
+    """Number of chunks of an object."""
     return -(-(HEAD.size + sum(map(len, pieces))) // chunk_bytes)
 
 
@@ -45,10 +45,10 @@ def fill(slots: Sequence[memoryview], numbers: Sequence[int], key: bytes, source
     """Write some chunks of an object.
 
     Args:
-        slots: memory of these chunks, all of one length.
-        numbers: which chunks of the object they are.
-        key: of the object.
-        source: all its bytes.
+        slots: Memory of these chunks, all of one length.
+        numbers: Numbers of these chunks in the object.
+        key: Key of the object.
+        source: All bytes of the object.
     """
     head = HEAD.pack(sum(map(len, source)), seal(key, source))
     for slot, number in zip(slots, numbers, strict=True):
@@ -57,10 +57,10 @@ def fill(slots: Sequence[memoryview], numbers: Sequence[int], key: bytes, source
 
 
 def take(slots: Sequence[memoryview], key: bytes, target: Pieces) -> bool | None:
-    """Fill `target` from all chunks of an object.
+    """Read an object from all of its chunks into `target`.
 
     Returns:
-        Whether the bytes are right; None if they are not as many.
+        Whether the bytes are right; None if the object has another length.
     """
     num_bytes, digest = HEAD.unpack(slots[0][: HEAD.size])
     if num_bytes != sum(map(len, target)):

@@ -1,8 +1,9 @@
-"""A store that has every object: decode is measured without anyone to compute the prompts.
+"""A store that has every object, to benchmark decode without prefill nodes.
 
-What it loads is made up: numbers of one distribution, the same for every object, with no header and
-no digest. It says so (`StoreCapabilities.synthetic`), so an engine takes them unverified, warns,
-and answers with noise. Speed does not depend on what the numbers are, only on how many there are.
+The bytes that it loads are made up: numbers of one distribution, the same for every object, without
+header and digest. It declares this (`StoreCapabilities.synthetic`), so an engine takes them
+unverified, logs a warning, and generates noise. Speed depends on the number of bytes, not on their
+values.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ class DecodeBenchStore(ThreadedStore):
     """Has every object, and makes up its numbers.
 
     Args:
-        name: see `Store.name`.
-        mean: of the numbers.
-        std: their standard deviation.
-        dtype: ``bfloat16``, ``float16`` or ``float32``: that of the engine's KV cache.
-        seed: of the numbers.
-        threads: see `ThreadedStore`.
+        name: See `Store.name`.
+        mean: Mean of the numbers.
+        std: Standard deviation of the numbers.
+        dtype: Data type of the engine's KV cache: ``bfloat16``, ``float16`` or ``float32``.
+        seed: Seed of the numbers.
+        threads: See `ThreadedStore`.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Numbers(ClientBackend):
         self._template: npt.NDArray[np.uint8]
 
     def open(self) -> None:
-        """Make the numbers up."""
+        """Generate the numbers."""
         mean, std, dtype, seed = self._options
         draw = np.random.default_rng(seed)
         numbers = draw.normal(mean, std, TEMPLATE_BYTES // 4).astype(np.float32)
@@ -72,15 +73,15 @@ class Numbers(ClientBackend):
         self._trouble = None
 
     def usage(self) -> Usage:
-        """It holds nothing."""
+        """Nothing is held."""
         return Usage(0, 0)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Everything is there."""
+        """Every object is there."""
         return [True] * len(keys)
 
     def get(self, key: bytes, target: Pieces) -> bool:
-        """Fill every piece from the start of the numbers."""
+        """Fill each piece with the numbers, from their start on."""
         for piece in target:
             whole = np.frombuffer(piece, np.uint8)
             for start in range(0, len(whole), len(self._template)):
@@ -89,5 +90,5 @@ class Numbers(ClientBackend):
         return True
 
     def put(self, key: bytes, source: Pieces) -> bool:
-        """It is there anyway."""
+        """Do nothing: every object is there."""
         return True

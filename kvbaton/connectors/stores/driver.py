@@ -1,4 +1,4 @@
-"""Stores that are made of other stores, and the thread that they run on."""
+"""Stores composed of other stores, and the thread on which they run."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 LAST_S = 0.1
-"""For calls to end by themselves, once the inner stores are closed."""
+"""Seconds that running calls get to end by themselves once the inner stores are closed."""
 
 
 class Driver:
-    """One thread, and so the one that makes all calls of the inner stores.
+    """The one thread that makes all calls of the inner stores.
 
-    What a composed store does to answer a call is a coroutine, which the thread runs and which
-    awaits the inner stores' futures. The answers can't be cancelled: whether an inner store still
-    touches a buffer is not known here before it is done.
+    A composed store answers each call with a coroutine, which this thread runs and which awaits the
+    inner stores' futures. The answers can't be cancelled: until an inner store is done, it may
+    still access a buffer.
 
     Args:
-        name: of the thread.
+        name: Name of the thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -42,11 +42,11 @@ class Driver:
         while True:
             try:
                 return self._loop.run_forever()
-            except SystemExit:  # of an inner store; asyncio lets it end the loop
+            except SystemExit:  # raised by an inner store; asyncio lets it end the loop
                 logger.exception("an inner store would end the process")
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine; those submitted first begin first."""
+        """Run a coroutine; coroutines start in the order of submission."""
         answer: Future[T] = Future()
         answer.set_running_or_notify_cancel()
 
@@ -67,13 +67,13 @@ class Driver:
         return answer
 
     def post(self, action: Callable[..., object], *arguments: object) -> None:
-        """Call a function there, without waiting."""
+        """Call a function on the thread, without waiting for it."""
         self._loop.call_soon_threadsafe(action, *arguments)
 
     def close(self, action: Callable[[], None]) -> None:
         """Call a last function, which closes the inner stores, and end the thread.
 
-        What still waits after it fails with `StoreError`.
+        Coroutines that still wait after it fail with `StoreError`.
         """
 
         async def run() -> None:
@@ -98,8 +98,8 @@ class ComposedStore(ABC):
     """A store whose calls are coroutines on a `Driver`, in which they await the inner stores.
 
     Args:
-        name: see `Store.name`.
-        stores: what it is composed of.
+        name: See `Store.name`.
+        stores: The inner stores.
     """
 
     def __init__(self, name: str, stores: Sequence[Store]) -> None:
@@ -108,7 +108,7 @@ class ComposedStore(ABC):
         self.driver: Driver | None = None
 
     def open(self) -> None:
-        """See `Store.open`; all of the inner stores are open then, or none."""
+        """See `Store.open`; opens all inner stores, or none if one raises."""
         driver = Driver(self.name)
         try:
             driver.submit(self._open_all()).result()
@@ -118,7 +118,7 @@ class ComposedStore(ABC):
         self.driver = driver
 
     def register(self, regions: AnyPieces) -> None:
-        """See `Registering.register`; passed on to those of the inner stores that can."""
+        """See `Registering.register`; passed on to the inner stores that have it."""
         self.submit(self._register_all(regions)).result()
 
     def lookup(
@@ -154,7 +154,7 @@ class ComposedStore(ABC):
         return self.submit(self.on_delete(list(keys)))
 
     def close(self) -> None:
-        """See `Store.close`; what still waits fails."""
+        """See `Store.close`; calls that still wait fail."""
         driver, self.driver = self.driver, None
         if driver is not None:
             driver.close(self._close_all)
@@ -181,7 +181,7 @@ class ComposedStore(ABC):
                 store.register(regions)
 
     def _close_all(self) -> None:
-        with ExitStack() as opened:  # one that raises does not keep the others open
+        with ExitStack() as opened:  # closes all, even if one raises
             for store in reversed(self.stores):
                 opened.callback(store.close)
 

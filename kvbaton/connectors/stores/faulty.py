@@ -1,23 +1,23 @@
-"""A store around another one that does damage on a schedule: for tests and for the kit.
+"""A store that injects faults into another one on a schedule, for tests and for the kit.
 
-*Operations* are objects: every key of the calls named by `on`, numbered from 0 in the order of the
-calls. Each kind of fault is given either the numbers of the operations that it hits or a
-probability; draws come from one seed, so a run can be repeated. The first three hit a call as a
-whole if they hit one of its objects; the others hit the objects one by one, of these calls:
+An *operation* is one key of a call named by `on`; operations are numbered from 0 in the order of
+the calls. Each kind of fault has a schedule: the numbers of the operations that it hits, or a
+probability. Draws come from one seed, so a run can be repeated. The first three faults hit a whole
+call if they hit one of its objects; the others hit single objects of these calls:
 
 ==============  ======  =======================================================================
-fault           of      what happens
+fault           call    what happens
 ==============  ======  =======================================================================
 ``delay``       any     the call begins only after `delay_s`, so its bytes move late
 ``error``       any     the call fails with `StoreError`; nothing is done
 ``disconnect``  any     this call and all others fail for `outage_s`, and `health` says so
-``lose``        lookup  the object is said to be absent
-..              load    it is a miss, its target is left alone
-..              store   it is said to be kept, but is not
-``partial``     load    its first half is filled, the rest is overwritten; it is a miss
-..              store   its first half is kept under its key, as if it were all: a torn write
-``corrupt``     load    up to 8 bytes are wrong, though it is said to be right
-..              store   up to 8 bytes are kept wrong
+``lose``        lookup  the object is reported as missing
+..              load    it is a miss, and its target is not changed
+..              store   it is reported as stored, but is not
+``partial``     load    its first half is loaded, the rest is overwritten; it is a miss
+..              store   its first half is stored under its key, as if it were all: a torn write
+``corrupt``     load    up to 8 bytes are wrong, but it is reported as right
+..              store   it is stored with up to 8 wrong bytes
 ==============  ======  =======================================================================
 """
 
@@ -52,8 +52,8 @@ class FaultyStore(ComposedStore):
     """Injects faults into another store.
 
     Attributes:
-        inner: the other store.
-        injected: how often each kind of fault was injected.
+        inner: The inner store.
+        injected: Number of injected faults of each kind.
     """
 
     def __init__(
@@ -75,22 +75,22 @@ class FaultyStore(ComposedStore):
         """Wrap a store.
 
         Args:
-            name: see `Store.name`.
-            inner: spec of the inner store.
-            seed: of the draws.
-            on: calls whose objects are operations, of `CALLS`.
-            delay_s: how long a delayed call waits.
-            outage_s: how long a disconnect lasts.
-            delay: which operations begin late.
-            error: which fail.
-            disconnect: before which the store is gone.
-            lose: which objects are lost.
-            partial: which move in part.
-            corrupt: which get wrong bytes.
+            name: See `Store.name`.
+            inner: Spec of the inner store.
+            seed: Seed of the random draws.
+            on: Calls whose objects are operations, of `CALLS`.
+            delay_s: Seconds by which a delayed call is late.
+            outage_s: Duration of a disconnect in seconds.
+            delay: Operations that begin late.
+            error: Operations that fail.
+            disconnect: Operations before which an outage begins.
+            lose: Operations whose objects are lost.
+            partial: Operations that move their objects in part.
+            corrupt: Operations whose objects get wrong bytes.
 
         Raises:
-            ConfigError: a schedule is neither a probability nor numbers of operations; no such
-                call; no such inner store.
+            ConfigError: A schedule is neither a probability nor a list of operations' numbers, or
+                there is no such call or inner store.
         """
         if unknown := set(on) - set(CALLS):
             raise ConfigError("--store", f"on must be of {CALLS}, not {sorted(unknown)}")
@@ -106,7 +106,7 @@ class FaultyStore(ComposedStore):
 
     @property
     def capabilities(self) -> StoreCapabilities:
-        """As the inner store's, but for what is not passed on."""
+        """The inner store's capabilities, without those that are not passed on."""
         return replace(
             self.inner.capabilities,
             hints=False,
@@ -118,7 +118,7 @@ class FaultyStore(ComposedStore):
         )
 
     def health(self) -> str | None:
-        """The injected outage, or what the inner store says."""
+        """The injected outage, else the inner store's health."""
         return "injected disconnect" if self._is_gone() else self.inner.health()
 
     def usage(self) -> Usage:
@@ -129,7 +129,7 @@ class FaultyStore(ComposedStore):
         return time.monotonic() < self._back_at
 
     async def _call(self, hits: Hits, post: Callable[[], Future[T]]) -> T:
-        """Call the inner store, unless a fault that hits the whole call keeps us from it."""
+        """Call the inner store, with the faults that hit the whole call."""
         every = set().union(*hits)
         if self._schedules.hit("disconnect", every):
             self._back_at = time.monotonic() + self._outage_s
@@ -174,7 +174,7 @@ class FaultyStore(ComposedStore):
             if ok and self._schedules.hit("partial", hit):
                 num_bytes = sum(map(len, target))
                 for piece in cut(target, num_bytes // 2, num_bytes):
-                    piece[:] = b"\xff" * len(piece)  # no number, in most floats
+                    piece[:] = b"\xff" * len(piece)  # NaN in most float types
             loaded[place] = ok and "partial" not in hit
         return loaded
 
@@ -205,10 +205,9 @@ class FaultyStore(ComposedStore):
 
 
 def _flip(pieces: Pieces, key: bytes) -> None:
-    """Flip a high bit of each of 8 bytes, at a place that depends on the key.
+    """Flip a high bit of each of 8 bytes, at an offset that depends on the key.
 
-    In little-endian floats it is, among others, the highest bit of an exponent, so that whoever
-    uses the number notices.
+    In little-endian floats this includes the highest bit of an exponent, which is a large error.
     """
     place = int.from_bytes(key[:8]) % max(sum(map(len, pieces)), 1) // 8 * 8
     for piece in cut(pieces, place, _SPOILED_BYTES):

@@ -1,26 +1,27 @@
 """Objects as safetensors files in a directory that many processes and hosts may share.
 
-``PATH/kvbaton-1/ab/abcd...safetensors``: one file per object, in the folder of its key's first
-byte. `filesystem_space.py` keeps the account and evicts.
+``PATH/kvbaton-1/ab/abcd...safetensors``: one file (*entry*) per object, in the folder of its key's
+first byte. `filesystem_space.py` counts entries and bytes, and evicts.
 
-- An entry is written beside the others and renamed when it is whole, so a reader sees all of it or
-  nothing, whoever is killed and whatever is full.
-- Its header follows from key and length alone (`filesystem_entry.py`, which also tells how objects
-  lie on pages), so a cut file, another object's and a foreign one are told by it. The bytes
-  have no checksum of their own: the engine verifies a digest of all that it loads before use, and
-  deletes what is wrong. That finds what a loss of power leaves without `fsync`, too: an entry whose
-  bytes never reached the disk.
-- Evicted files are written over, so what was read counts only if its path still names the file.
-- An entry's header also tells its `Hints.namespace`, tenant and time of expiry, if it has them. The
-  process that stored it removes it then, or one that opened the directory since; after those have
-  ended, the next one that opens it, or reads the entry.
-- Among entries of one age, those deep in a prefix are evicted first: each step makes an entry look
-  `DEPTH_SECONDS` older when it is stored.
-- The directory is the only truth: an entry that another process removed is a miss, and one that it
-  stored a hit, from the next call on. A network file system may show either a little later.
-- A directory that somebody removed is made anew; one that went with its file system is an error
-  until that is mounted again.
-- A full disk evicts what was used least recently, then stores after all, or says False.
+- An entry is written to a temporary file and renamed when it is whole, so a reader sees all of it
+  or nothing, even if the writer is killed or the disk is full.
+- Its header is determined by key, length and labels (`filesystem_entry.py`, which also describes
+  the alignment to pages), so truncated files, files of other objects and foreign files are
+  recognised. The bytes have no checksum here: the engine verifies a digest of everything that it
+  loads before use, and deletes what is wrong. This also finds entries whose bytes never reached the
+  disk because of a power loss without `fsync`.
+- Evicted files are overwritten, so a read counts only if its path still names the same file.
+- An entry's header also holds its `Hints.namespace`, tenant and time of expiry, if it has them. An
+  expired entry is removed by the process that stored it, or by one that opened the directory after
+  that; once these have ended, by the next process that opens the directory or reads the entry.
+- Of entries of one age, those deep in a prefix are evicted first: for each block before it an entry
+  is stored as `DEPTH_SECONDS` older.
+- Nothing but the directory counts: an entry that another process removed is a miss, and one that it
+  stored is a hit, from the next call on. A network file system may show either a little later.
+- If the directory is removed, it is made again. If its file system is unmounted, calls fail until
+  it is mounted again.
+- On a full disk the least recently used entries are evicted, and the write is retried; if that does
+  not help, the answer is False.
 """
 
 from __future__ import annotations
@@ -70,37 +71,39 @@ from kvbaton.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 TOGETHER = BatchLimit(64, 16 << 20)
-"""Objects that are stored together."""
+"""Batch of one store call."""
 LOADED_TOGETHER = BatchLimit(16, 2 << 20)
-"""Small objects cost a thread little more than to take turns with others would."""
+"""Batch of one load call: loading a small object costs little more than a switch of threads."""
 MAKE_ROOM_SECONDS = 5.0
-"""The longest that one object waits for others to be evicted."""
+"""Maximum seconds that a store waits for evictions."""
 DEPTH_SECONDS = 0.01
+"""Seconds by which an entry is stored as older, per block of depth."""
 MOST_DEPTH = 3000
+"""Maximum depth that counts for `DEPTH_SECONDS`."""
 LOOK_SECONDS = 1.0
-"""How old `usage` may get while there are only lookups."""
+"""Maximum age of `usage` in seconds while there are only lookups."""
 WARN_S = 10.0
-"""Between two lines in the log about entries that are damaged: there may be thousands."""
+"""Minimum seconds between two warnings about damaged entries: there may be thousands."""
 
 _GONE = (errno.ENOENT, errno.ESTALE)
 _NO_FOLDER = -1
-"""Stands for the descriptor of a folder that is not there: nothing is found in it."""
+"""File descriptor in place of a missing folder; lookups in it find nothing."""
 
 
 class FilesystemStore(ThreadedStore):
     """Keeps objects in a directory; see the module.
 
     Args:
-        name: see `Store.name`.
-        path: the directory; made if it is missing.
-        max_bytes: most bytes of all its entries, headers included; None for what the disk takes.
-            Processes that share a directory should be given the same limit. Each may keep a 32nd as
-            much of what it evicted, to write over it.
-        threads: see `ThreadedStore`.
-        fsync: whether an object that is stored also survives a loss of power.
-        touch_seconds: how old the mark of an entry's last use gets before use renews it.
-        direct: move bytes between disk and memory past the page cache, where memory lies on pages'
-            borders (a GPU node's does) and the file system can.
+        name: See `Store.name`.
+        path: The directory; created if it is missing.
+        max_bytes: Maximum bytes of all entries, headers included; None for no limit but the disk.
+            All processes that share a directory should have the same limit. Each may keep evicted
+            files of up to a 32nd of it, to overwrite them.
+        threads: See `ThreadedStore`.
+        fsync: Whether stored objects also survive a loss of power.
+        touch_seconds: Minimum age in seconds at which use renews an entry's time of last use.
+        direct: Use direct I/O, which bypasses the page cache, if the file system can and memory is
+            aligned to pages (a GPU node's is).
     """
 
     backend: Files
@@ -136,14 +139,14 @@ class Files(ClientBackend):
     """A backend that keeps objects as files; see the module.
 
     Args:
-        path, max_bytes, fsync, touch_seconds: of `FilesystemStore`.
-        mover: of their bytes.
+        path, max_bytes, fsync, touch_seconds: As for `FilesystemStore`.
+        mover: Reads and writes the files' bytes.
 
     Attributes:
-        root: where all of them lie, absolute.
+        root: Absolute path of the directory of all files.
 
     Raises:
-        ConfigError: there is no path, or the limit is below one header.
+        ConfigError: The path is empty, or the limit is below one header.
     """
 
     capabilities = StoreCapabilities(
@@ -168,7 +171,7 @@ class Files(ClientBackend):
         touch_seconds: float,
     ) -> None:
         self._mover = mover
-        if not path:  # from an empty variable, say: else it would be where we happen to be
+        if not path:  # perhaps from an unset variable; it would mean the working directory
             raise ConfigError("path", "must name a directory, not ''")
         if max_bytes is not None and max_bytes < HEADER_BYTES:
             raise ConfigError("max_bytes", f"must be at least {HEADER_BYTES}, not {max_bytes}")
@@ -182,7 +185,7 @@ class Files(ClientBackend):
         self._claims = EntryClaims(os.path.join(self.root, "claims"), self._space.open_file)
         self._expiring = ExpiringEntries()
         self._some_expire = os.path.join(self.root, "expires")
-        """A file that is there once any entry expires: all headers are worth reading then."""
+        """Path of a file that exists once any entry has a time of expiry."""
         self._damaged, self._warn_at = 0, 0.0
         self._lock = threading.Lock()
         self._index = EntryIndex(self.root)
@@ -190,12 +193,12 @@ class Files(ClientBackend):
         self._buffer = EntryBuffer()
 
     def open(self) -> None:
-        """Make the directory, remove what dead writers left, make the limit hold.
+        """Create the directory, remove files of dead writers, and evict down to the limit.
 
-        If entries expire there it reads the header of every entry.
+        If entries of the directory can expire, this reads the header of every entry.
 
         Raises:
-            StoreError: the directory can't be made, read or locked.
+            StoreError: The directory can't be created, read or locked.
         """
         with self._accessing("open"):
             self._space.open()
@@ -206,14 +209,14 @@ class Files(ClientBackend):
                 self._remove_expired()
 
     def close(self) -> None:
-        """Close what lookups keep open."""
+        """Close open folders, return claims, and remove files kept for reuse."""
         super().close()
         self._index.close()
         self._claims.close()
         self._space.close()
 
     def usage(self) -> Usage:
-        """What all processes hold there, as this one last read; and what it removed as damaged."""
+        """Entries of all processes, as last read; and the number of damaged ones removed here."""
         return replace(self._space.usage, counters={"damaged_entries": self._damaged})
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
@@ -225,7 +228,7 @@ class Files(ClientBackend):
                     self._looked = time.monotonic()
                 self._remove_expired()
                 return self._index.find(keys)
-            except FileNotFoundError:  # somebody took the whole directory away
+            except FileNotFoundError:  # the whole directory was removed
                 self._space.check_mounted()
                 return [False] * len(keys)
 
@@ -235,7 +238,7 @@ class Files(ClientBackend):
         with self._accessing("claim in"):
             pairs = zip(keys, present, strict=True)
             taken = [key for key, there in pairs if not there and self._claims.take(key)]
-        # One who had a claim before us may have stored its object after we looked.
+        # A previous holder of the claim may have stored the object after `present` was read.
         stored = [key for key, there in zip(taken, self.contains(taken), strict=True) if there]
         self._claims.drop(stored)
         ours = set(taken).difference(stored)
@@ -255,7 +258,7 @@ class Files(ClientBackend):
             return self._space.remove(paths)[0]
 
     def _labelled(self) -> Iterator[tuple[str, EntryLabels, int]]:
-        """Path, labels and bytes, header included, of every entry that is whole and may be read."""
+        """Path, labels and bytes, header included, of every entry with a readable header."""
         with self._accessing("look into"):
             for path in self._space.paths():
                 with suppress(FileNotFoundError, PermissionError), open(path, "rb") as file:
@@ -269,7 +272,7 @@ class Files(ClientBackend):
             self.on_forget([bytes.fromhex(name) for name in names])
 
     def _remove_expired(self) -> None:
-        """Remove what this process stored and is over, unless it was stored anew."""
+        """Remove expired entries that this process knows of, unless they were stored again."""
         now, gone = time.time(), list[str]()
         for path in self._expiring.due(now):
             with suppress(FileNotFoundError), open(path, "rb") as file:
@@ -281,7 +284,7 @@ class Files(ClientBackend):
             self._forgotten(gone)
 
     def get(self, key: bytes, target: Pieces) -> bool:
-        """See `Backend.get`; an entry that is not what it should be is removed."""
+        """See `Backend.get`; a damaged entry is removed."""
         return self.get_many([key], [target])[0]
 
     def get_many(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> list[bool]:
@@ -303,7 +306,7 @@ class Files(ClientBackend):
     def put_many(
         self, keys: Sequence[bytes], sources: Sequence[Pieces], hints: Sequence[Hints]
     ) -> list[bool]:
-        """See `BatchBackend.put_many`; they appear, and are counted, under one lock."""
+        """See `BatchBackend.put_many`; all entries are renamed and counted under one lock."""
         items = list(zip(keys, sources, hints, strict=True))
         with self._accessing("write to"):
             try:
@@ -322,7 +325,7 @@ class Files(ClientBackend):
             return self._space.remove([self._path(key) for key in dict.fromkeys(keys)])[0]
 
     def _read(self, path: str, key: bytes, target: Pieces, now: float) -> bool:
-        # A pipe that lies there is not waited for.
+        # Non-blocking: never wait for a pipe that somebody put there.
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             status, found = os.fstat(file), None
@@ -340,7 +343,7 @@ class Files(ClientBackend):
                     logger.warning("%s is not what was stored: removed", path)
                 self._space.remove([path])
                 return False
-            if found.labels.is_over(now):  # its writer has ended since this process began
+            if found.labels.is_over(now):  # stored since `open` by a process that has ended
                 self._space.remove([path])
                 self._forgotten([path])
                 return False
@@ -352,7 +355,7 @@ class Files(ClientBackend):
             os.close(file)
 
     def _store(self, items: Sequence[tuple[bytes, Pieces, Hints]]) -> list[bool]:
-        """Write entries; when one alone finds the disk full, evict and try once more."""
+        """Store entries; if a single one finds the disk full, evict and retry once."""
         deadline = time.monotonic() + MAKE_ROOM_SECONDS
         lengths = (sum(map(len, source)) for _, source, _ in items)
         sizes = [start_of(num_bytes) + num_bytes for num_bytes in lengths]
@@ -378,7 +381,7 @@ class Files(ClientBackend):
         return stored
 
     def _write(self, items: Sequence[tuple[bytes, Pieces, Hints, int]], deadline: float) -> int:
-        """How many of them became entries."""
+        """Write files and publish them; returns how many became entries."""
         files, ends, done = list[Written](), list[tuple[float, str]](), 0
         try:
             for key, source, hints, num_bytes in items:
@@ -403,7 +406,7 @@ class Files(ClientBackend):
             self._expiring.add(ends)
             for written in files[done:]:
                 remove_file(written.temporary)
-        if self._fsync:  # makes names durable, the folders' own included
+        if self._fsync:  # makes the files' names durable, and those of new folders
             folders = {os.path.dirname(written.path) for written in files[:done]}
             for folder in (*folders, *{os.path.dirname(path) for path in folders}):
                 flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -412,9 +415,8 @@ class Files(ClientBackend):
         return done
 
     def _touch(self, file: int | str, mtime: float, now: float) -> None:
-        if abs(now - mtime) >= self._touch_seconds:  # ahead: the clock was set back since
-            # Another user's: it serves, its age just says less.
-            with suppress(OSError):
+        if abs(now - mtime) >= self._touch_seconds:  # in the future if the clock was set back
+            with suppress(OSError):  # another user's file: its age stays wrong
                 os.utime(file)
 
     def _path(self, key: bytes) -> str:
@@ -426,15 +428,15 @@ class Files(ClientBackend):
 
 
 class EntryIndex:
-    """Looks for entries of one directory: one ``access(2)`` each, with little around it.
+    """Looks up entries of one directory with one ``access(2)`` each.
 
-    Among a million entries, time goes into the kernel's walk along the path. So the folders are
-    kept open and each walk is one step long: a fifth faster than from ``/`` on. What is kept is
-    where to look, never what is there; folders that somebody removed or replaced are noticed and
-    opened anew.
+    With a million entries most time is spent in the kernel's path walk. So the folders are kept
+    open and each walk has one step, a fifth faster than a walk from ``/``. Only open folders are
+    cached, never whether an entry exists; folders that were removed or replaced are noticed and
+    opened again.
 
     Args:
-        root: the directory, absolute.
+        root: Absolute path of the directory.
     """
 
     def __init__(self, root: str) -> None:
@@ -444,10 +446,10 @@ class EntryIndex:
         self._lock = threading.Lock()
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which entries are there.
+        """Per key, whether its entry exists.
 
         Raises:
-            OSError: the directory can't be looked into.
+            OSError: The directory can't be read.
         """
         with self._lock:
             status = os.stat(self._root)
@@ -457,12 +459,12 @@ class EntryIndex:
             present = self._ask(keys)
             if all(present):
                 return present
-            # Open folders that were not there, or were removed.
+            # Open folders that were missing, or have been replaced.
             missed = {key[0] for key, there in zip(keys, present, strict=True) if not there}
             opened = False
             for folder in missed:
                 descriptor = self._folders[folder]
-                with suppress(OSError):  # a network file system's word for removed
+                with suppress(OSError):  # a network file system may raise for a removed folder
                     if descriptor != _NO_FOLDER and os.fstat(descriptor).st_nlink:
                         continue
                 self._close(folder)

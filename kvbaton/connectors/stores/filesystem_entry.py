@@ -1,10 +1,11 @@
-"""An object's file: a header, then its bytes, which begin so that direct I/O can move them.
+"""The file of an object: a header, then the object's bytes, placed so that direct I/O works.
 
-The header is safetensors', padded with spaces as that format allows, and follows from key, length,
-where the object begins, and what is told of it (`EntryLabels`). An object of `ALIGNED_FROM` bytes
-or more begins so far into the header's last page that all of it but its first bytes, fewer than a
-page, are whole pages of the file: a block's own header is such a beginning, and the block of KV
-behind it lies on a page's border. Shorter objects begin behind `HEADER_BYTES`.
+The header is a safetensors header, padded with spaces as that format allows. It is determined by
+the key, the length, the object's offset in the file and its `EntryLabels`. An object of
+`ALIGNED_FROM` bytes or more begins within the header's last page, such that its end is on a page
+boundary: all of it but its first bytes, fewer than a page, are whole pages of the file. With KV
+blocks these first bytes are the block's own header, and its KV is aligned to pages. Shorter objects
+begin at `HEADER_BYTES`.
 """
 
 from __future__ import annotations
@@ -36,23 +37,24 @@ from kvbaton.connectors.stores.filesystem_space import closing_file, remove_file
 logger = logging.getLogger(__name__)
 
 MOST_GONE = 10_000
-"""Entries that are gone of which it is remembered when they would have expired."""
+"""Minimum number of expiry times, also of removed entries, before stale ones are dropped."""
 PAGE = 4096
-"""Bytes of what direct I/O moves: where a piece begins, in memory and file, and its length."""
+"""Alignment of direct I/O in bytes: of a piece's address, file offset and length."""
 _MAX_PIECES = 1024
 """IOV_MAX."""
 
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a full disk."""
 
 
 class FileMover:
-    """Moves pieces from and to an open file, from its first byte on: by ``preadv``, ``pwritev``."""
+    """Reads or writes pieces of an open file, from its start, by ``preadv`` or ``pwritev``."""
 
     def move(self, file: int, pieces: Pieces, *, write: bool) -> bool:
-        """Write the pieces, or fill them.
+        """Write the pieces, or read into them.
 
-        False if the file ends before, or takes no more; raises `OSError` otherwise.
+        Returns False if the file ends early, or takes no more. Raises `OSError` otherwise.
         """
         move: Callable[[int, Sequence[memoryview], int], int] = os.pwritev if write else os.preadv
         if len(pieces) <= _MAX_PIECES and move(file, pieces, 0) == sum(map(len, pieces)):
@@ -72,14 +74,14 @@ class FileMover:
 
 
 class DirectFileMover(FileMover):
-    """Moves past the page cache what lies on borders of pages, here and in memory.
+    """Uses direct I/O, which bypasses the page cache, for pieces that are aligned to pages.
 
-    Where the file system refuses that it goes on as any `FileMover`.
+    If the file system refuses direct I/O, it continues like `FileMover`.
     """
 
     def __init__(self) -> None:
         self.refused = False
-        """Whether a file system has done so."""
+        """Whether a file system has refused direct I/O."""
 
     def move(self, file: int, pieces: Pieces, *, write: bool) -> bool:
         """See `FileMover.move`."""
@@ -106,19 +108,20 @@ def _is_aligned(piece: memoryview) -> bool:
 
 
 HEADER_BYTES = 512
-"""Of the shortest header; what it tells is in its first so many bytes, however long it is."""
+"""Length of the shortest header; all fields are within these first bytes of any header."""
 ALIGNED_FROM = 64 << 10
+"""Minimum length in bytes of objects that are aligned to pages."""
 
 _LENGTH = struct.Struct("<Q")
 
 
 class EntryLabels(NamedTuple):
-    """What an entry's header tells of its `Hints`.
+    """The part of an object's `Hints` that its entry's header holds.
 
     Attributes:
-        namespace: of it.
-        tenant: of it.
-        expires_at: seconds since 1970; None for never.
+        namespace: See `Hints`.
+        tenant: See `Hints`.
+        expires_at: Unix time in seconds; None for never.
     """
 
     namespace: str = ""
@@ -127,12 +130,12 @@ class EntryLabels(NamedTuple):
 
     @classmethod
     def of(cls, hints: Hints) -> Self:
-        """Those of an object that is stored now."""
+        """Labels of an object that is stored now."""
         over = None if hints.ttl_s is None else round(time.time() + hints.ttl_s, 3)
         return cls(hints.namespace, hints.tenant, over)
 
     def is_over(self, now: float) -> bool:
-        """Whether it has expired."""
+        """Whether the entry has expired."""
         return self.expires_at is not None and self.expires_at <= now
 
 
@@ -143,8 +146,8 @@ class FoundEntry(NamedTuple):
     """What a file holds.
 
     Attributes:
-        num_bytes: of the object.
-        labels: of it.
+        num_bytes: Length of the object.
+        labels: Its labels.
     """
 
     num_bytes: int
@@ -152,7 +155,7 @@ class FoundEntry(NamedTuple):
 
 
 def start_of(num_bytes: int) -> int:
-    """Where an object of that length begins in its file."""
+    """Offset in its file of an object of this length."""
     if num_bytes < ALIGNED_FROM:
         return HEADER_BYTES
     lead = num_bytes % PAGE
@@ -160,7 +163,7 @@ def start_of(num_bytes: int) -> int:
 
 
 def header(key: bytes, num_bytes: int, start: int, labels: EntryLabels = NO_LABELS) -> bytes:
-    """What stands before an object that begins at `start`: one tensor ``object`` of U8."""
+    """Header of `start` bytes before an object; it describes one tensor ``object`` of U8."""
     about = {"format": "kvbaton-object-2", "key": key.hex()}
     about |= {name: str(value) for name, value in labels._asdict().items() if value}
     tensor = {"dtype": "U8", "shape": [num_bytes], "data_offsets": [0, num_bytes]}
@@ -176,7 +179,7 @@ _decode_head = msgspec.json.Decoder(_Head).decode
 
 
 def labels_of(head: bytes) -> EntryLabels | None:
-    """What a file's first `HEADER_BYTES` tell; None if they are none of ours."""
+    """Labels from a file's first `HEADER_BYTES`; None if these are no valid header."""
     try:
         about = _decode_head(head[_LENGTH.size :]).about
         at = about.get("expires_at")
@@ -188,14 +191,14 @@ def labels_of(head: bytes) -> EntryLabels | None:
 
 
 class EntryBuffer(threading.local):
-    """Memory for the header's pages and the object's first bytes; each thread has its own."""
+    """Page-aligned memory for the header and the object's first bytes; one per thread."""
 
     def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, 2 * PAGE)  # begins at a page's border
+        self._memory = mmap.mmap(-1, 2 * PAGE)
         self._pages = memoryview(self._memory)
 
     def fill(self, key: bytes, source: Pieces, labels: EntryLabels) -> list[memoryview]:
-        """All of an object's file, in pieces, valid until the next call."""
+        """The content of an object's file in pieces, valid until the next call."""
         num_bytes = sum(map(len, source))
         start = start_of(num_bytes)
         first, rest = _cut(source, start, num_bytes)
@@ -208,11 +211,11 @@ class EntryBuffer(threading.local):
     def read(
         self, mover: FileMover, file: int, size: int, key: bytes, target: Pieces
     ) -> FoundEntry | None:
-        """Fill a target from a file of `size` bytes.
+        """Read a file of `size` bytes into a target.
 
         Returns:
-            What the file has, None if nothing that is whole. If that is of another length than the
-            target, or None, the target's bytes may be anything.
+            What the file holds, None if it is damaged. If the result is None or has another length
+            than the target, the target may contain anything.
         """
         num_bytes = sum(map(len, target))
         start = size - num_bytes
@@ -232,7 +235,7 @@ class EntryBuffer(threading.local):
         return self._check(key, size - start, start) if start == start_of(size - start) else None
 
     def _check(self, key: bytes, num_bytes: int, start: int) -> FoundEntry | None:
-        """What the header in our pages tells, if it is the one of this object."""
+        """What the header in the buffer says, or None if it is not the header of this object."""
         head = self._memory[:start]
         labels = labels_of(head[:HEADER_BYTES])
         if labels is None or head != header(key, num_bytes, start, labels):
@@ -241,7 +244,7 @@ class EntryBuffer(threading.local):
 
 
 def _cut(pieces: Pieces, start: int, num_bytes: int) -> tuple[Pieces, Pieces]:
-    """Pieces up to the first border of a page, and the rest: none, or all, of an unaligned."""
+    """Pieces before the object's first page boundary, and the rest; all are rest if unaligned."""
     lead = num_bytes % PAGE if (start + num_bytes) % PAGE == 0 else 0
     if not lead:
         return [], pieces
@@ -249,7 +252,7 @@ def _cut(pieces: Pieces, start: int, num_bytes: int) -> tuple[Pieces, Pieces]:
 
 
 class ExpiringEntries:
-    """When entries expire that this process has stored, but for most of those that are gone."""
+    """Expiry times of entries that this process knows of; most of removed entries are dropped."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, str]] = []
@@ -260,14 +263,14 @@ class ExpiringEntries:
         return len(self._heap)
 
     def add(self, entries: Iterable[tuple[float, str]]) -> None:
-        """Note when files expire, by their paths; those that are no entries may be forgotten."""
+        """Add (time, path) of entries that expire; those of missing files may be dropped."""
         some = list[tuple[float, str]]()
         with self._lock:
             for entry in entries:
                 heapq.heappush(self._heap, entry)
             if len(self._heap) > self._most:
                 some, self._heap = self._heap, some
-        if some:  # evicted, perhaps days before they would have expired
+        if some:  # drop evicted entries, which might have expired only days later
             some = [entry for entry in some if os.path.exists(entry[1])]
             with self._lock:
                 self._heap += some
@@ -275,7 +278,7 @@ class ExpiringEntries:
                 self._most = max(MOST_GONE, 2 * len(self._heap))
 
     def due(self, now: float) -> list[str]:
-        """Paths of those that have expired since the last call."""
+        """Paths of entries that have expired since the last call."""
         due = list[str]()
         with self._lock:
             while self._heap and self._heap[0][0] <= now:
@@ -284,26 +287,26 @@ class ExpiringEntries:
 
 
 class EntryClaims:
-    """Who is about to store which entry of a directory, as all processes that share it see it.
+    """Claims of objects about to be stored, shared by all processes that use a directory.
 
-    A claim is an empty file named by the entry's key, which only one process can make. It is
-    removed with the store of its object; that of a process that died is void after `CLAIM_S`. Two
-    who find one void at the same instant may both get it: then an object is written twice, and kept
-    once.
+    A claim is an empty file named by the entry's key, which only one process can create. It is
+    removed when its object is stored; the claim of a process that died is void after `CLAIM_S`. If
+    two processes find a void claim at the same instant, both may get it: the object is then written
+    twice and kept once.
 
     Args:
-        folder: where all processes keep theirs, absolute.
-        open_file: see `SpaceManager.open_file`.
+        folder: Absolute path of the folder of all claims.
+        open_file: See `SpaceManager.open_file`.
     """
 
     def __init__(self, folder: str, open_file: Callable[[str, int], int]) -> None:
         self._folder, self._open_file = folder, open_file
         self._lock = threading.Lock()
         self._ours: dict[bytes, tuple[int, int]] = {}
-        """Which files they are; inodes are used again at once, so with the time."""
+        """Inode and mtime of the files of own claims; inodes alone are reused at once."""
 
     def open(self) -> None:
-        """Make the folder, and remove what is void."""
+        """Create the folder, and remove void claims."""
         os.makedirs(self._folder, 0o770, exist_ok=True)
         with os.scandir(self._folder) as found:
             for item in found:
@@ -311,9 +314,9 @@ class EntryClaims:
                     remove_file(item.path)
 
     def take(self, key: bytes) -> bool:
-        """Whether it is ours from now on.
+        """Try to claim a key; returns whether this process may store its object.
 
-        So it is without a file where there is no room for one: to store makes some, or says no.
+        On a full disk it may, without a file: storing either makes room or answers False.
         """
         path = self._path(key)
         try:
@@ -331,7 +334,7 @@ class EntryClaims:
         return made is not None
 
     def drop(self, keys: Iterable[bytes]) -> None:
-        """Give back those of them that are ours, and were not taken over."""
+        """Remove own claims of `keys` that were not taken over."""
         with self._lock:
             ours = {key: self._ours.pop(key) for key in keys if key in self._ours}
         for key, made in ours.items():
@@ -341,7 +344,7 @@ class EntryClaims:
                     os.unlink(path)
 
     def close(self) -> None:
-        """Give all back."""
+        """Remove all own claims."""
         self.drop(tuple(self._ours))
 
     def _make(self, path: str) -> tuple[int, int] | None:
@@ -355,7 +358,7 @@ class EntryClaims:
 
     def _is_void(self, path: str) -> bool:
         try:
-            # Or as far ahead: the clock was set back since.
+            # A time as far in the future is void as well: the clock was set back.
             return abs(time.time() - os.stat(path).st_mtime) > CLAIM_S
         except FileNotFoundError:
             return True

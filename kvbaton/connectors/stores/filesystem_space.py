@@ -1,26 +1,26 @@
-"""Room in a shared directory: what is used, who may use more, and what must go.
+"""Space in a shared directory: accounting, limit and eviction.
 
 ::
 
     usage        objects and bytes of each folder, 256 rows of two int64; changed under `flock`
     evicting     locked by the one process that evicts
-    tmp/         files that are being written, or will be (`RecycledFiles`), named after their
-                 writers
-    claims/      who is about to store what (`EntryClaims`)
-    expires      is there once any entry has a time to live
+    tmp/         files being written, or kept for that (`RecycledFiles`), named by their writers
+    claims/      claims of objects about to be stored (`EntryClaims`)
+    expires      exists once any entry has a time to live
     00/ .. ff/   entries, by the first byte of their keys
 
-Nothing of this is kept in memory, so any number of processes on any number of hosts agree. Entries
-appear and go under the lock of ``usage``, each with its row. A crash between the two leaves the
-row wrong by that entry, until an eviction visits the folder and counts it anew. A lock that its
-holder does not give back (a stopped process) is waited for up to `LOCK_SECONDS`, then done without:
-the worst that follows is a row that is wrong until then, or that two evict.
+None of this is cached in memory, so any number of processes on any number of hosts agree. An entry
+and its folder's row change together, under the lock of ``usage``. A crash between the two leaves
+the row wrong by that entry, until an eviction reads the folder and counts it again. If a lock is
+held for longer than `LOCK_SECONDS` (by a stopped process), the caller continues without it. In the
+worst case a row is wrong until the next count, or two processes evict at once.
 
-Keys are hashes, so a folder is a fair sample of all entries: eviction reads folders until it has
-seen `SAMPLE` entries, not all of a million, and removes the oldest of these, now and later: what
-was the oldest stays it until it is used. A store with fewer entries is evicted in exact order. Age
-is the file's mtime, which use renews. One that is ahead by more than `AHEAD_SECONDS` is from before
-the clock was set back, and so older than all that are not.
+Keys are hashes, so a folder is a fair sample of all entries. Eviction reads folders until it has
+seen `SAMPLE` entries, instead of a million, and removes the oldest of them. The rest of this list
+serves later evictions, since an entry stays among the oldest until it is used. A store with fewer
+entries is evicted in exact LRU order. An entry's age is the file's mtime, which use renews. An
+mtime in the future by more than `AHEAD_SECONDS` is from before the clock was set back, and counts
+as older than all others.
 """
 
 from __future__ import annotations
@@ -49,27 +49,28 @@ from kvbaton.connectors.store import Usage
 FOLDERS = 256
 SUFFIX = ".safetensors"
 SAMPLE = 4096
-"""Entries from which the oldest are chosen."""
+"""Number of entries from which the oldest are chosen."""
 LOCK_SECONDS = 5.0
+"""Maximum seconds to wait for a lock."""
 AHEAD_SECONDS = 60.0
-"""The clocks of two hosts differ by less."""
+"""Seconds by which the clocks of two hosts may differ."""
 STALE_SECONDS = 900.0
-"""After that long without a byte, a writer on another host counts as dead."""
+"""Seconds without a write after which a writer on another host counts as dead."""
 
 PART = 64
-"""Of a large store a 64th is evicted at a time."""
+"""An eviction removes at least 1 / `PART` of all bytes."""
 SPARE_PART = 32
-"""Each process may keep a 32nd of the limit as spare files."""
+"""Each process may keep 1 / `SPARE_PART` of the limit as spare files."""
 
 _BATCH = 64
-"""Entries removed under one lock."""
+"""Maximum number of entries removed under one lock."""
 
 Rows = npt.NDArray[np.int64]
-"""Objects and bytes of each folder, [256, 2]."""
+"""Objects and bytes of each folder, int64 [256, 2]."""
 
 
 class Written(NamedTuple):
-    """A whole file that shall become an entry."""
+    """A complete temporary file that shall become the entry at `path`."""
 
     temporary: str
     path: str
@@ -77,7 +78,7 @@ class Written(NamedTuple):
 
 
 class LastUse(NamedTuple):
-    """When an entry was used, and what it would free."""
+    """Time of an entry's last use, its path, and the bytes that its removal frees."""
 
     mtime_ns: int
     path: str
@@ -85,12 +86,12 @@ class LastUse(NamedTuple):
 
 
 class SpaceManager:
-    """The account of one directory, as one process keeps it.
+    """Accounts for the space of one directory, and evicts.
 
     Args:
-        root: the directory, absolute.
-        max_bytes: most bytes of all entries, headers included; None for no limit.
-        evicted: called with the paths of entries that it has evicted.
+        root: Absolute path of the directory.
+        max_bytes: Maximum bytes of all entries, headers included; None for no limit.
+        evicted: Called with the paths of evicted entries.
     """
 
     def __init__(
@@ -106,21 +107,21 @@ class SpaceManager:
         self._lock = threading.Lock()
         self._recycled = RecycledFiles((max_bytes or 0) // SPARE_PART)
         self._oldest = deque[LastUse]()
-        self._hand = random.randrange(FOLDERS)  # the folder that was read last; processes differ
+        self._hand = random.randrange(FOLDERS)  # the folder last sampled; random per process
         self.usage = Usage(capacity=max_bytes)
-        """As last read from the directory."""
+        """Usage as last read from the directory."""
 
     def open(self) -> None:
-        """Make what is missing, count what is there if nobody has, make the limit hold."""
+        """Create the directory, count its entries if none are counted, evict down to the limit."""
         self._writer = _writer_name(this_process())
         self._run, self._numbers = secrets.token_hex(8), itertools.count()
         os.makedirs(self._in("tmp"), 0o770, exist_ok=True)
         self._device = os.stat(self._root).st_dev
         self._sweep()
-        with self._account() as rows:  # fails where locks don't work
+        with self._account() as rows:  # fails if the file system has no locks
             counted = rows.any()
-        if not counted:  # by nobody, or a crash has emptied the file
-            there = set(os.listdir(self._root))  # the first entry of a folder makes it
+        if not counted:  # not counted yet, or a crash has emptied the file
+            there = set(os.listdir(self._root))  # a folder is created with its first entry
             for folder in range(FOLDERS):
                 if f"{folder:02x}" in there:
                     self._visit(folder)
@@ -128,33 +129,33 @@ class SpaceManager:
         self._recycled.clear()
 
     def look(self) -> None:
-        """Bring `usage` up to date."""
+        """Read `usage` again."""
         with self._open("usage") as file:
             self._totals(_read_rows(file))
 
     def close(self) -> None:
-        """Remove the files that were kept to be written over."""
+        """Remove the files kept for reuse."""
         self._recycled.clear()
 
     def begin(self, num_bytes: int) -> tuple[str, int]:
-        """Path and descriptor of a file to fill; the caller publishes or removes it.
+        """Path and descriptor of a file to write; the caller publishes or removes it.
 
         Args:
-            num_bytes: that will be written. It may have as many of an evicted entry already.
+            num_bytes: Bytes that will be written. The file may be an evicted one of this size.
         """
         spare = self._recycled.take(num_bytes)
         if spare is not None:
-            with suppress(OSError):  # swept, or another user's
+            with suppress(OSError):  # removed by a sweep, or another user's
                 return spare, os.open(spare, os.O_WRONLY | os.O_CLOEXEC)
             remove_file(spare)
         path = self._temporary()
         return path, self.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
 
     def open_file(self, path: str, flags: int) -> int:
-        """Open a file of the directory, and make its folder if somebody took it away.
+        """Open a file of the directory, and create its folder if it was removed.
 
         Raises:
-            OSError: it can't be opened; see `check_mounted`, too.
+            OSError: The file can't be opened; or see `check_mounted`.
         """
         try:
             return os.open(path, flags | os.O_CLOEXEC, 0o660)
@@ -163,9 +164,9 @@ class SpaceManager:
             return os.open(path, flags | os.O_CLOEXEC, 0o660)
 
     def check_mounted(self) -> None:
-        """Raise `OSError` if the directory is gone with the file system that it was on.
+        """Raise `OSError` if the directory's file system was unmounted.
 
-        To make it anew would fill the disk on which that one was mounted.
+        Creating the directory again would fill the disk below the mount point.
         """
         there = self._root
         while not os.path.exists(there):
@@ -174,23 +175,23 @@ class SpaceManager:
             raise OSError(errno.ENODEV, "the file system that it was on is not mounted any more")
 
     def publish(self, files: Sequence[Written], deadline: float) -> int:
-        """Make entries of the first so many files, those for which there is room in time."""
+        """Rename files to entries, in order, while there is room in time; returns how many."""
         done = self._rename(files)
         while done < len(files) and self.make_room(files[done].num_bytes, deadline):
             done += self._rename(files[done:])
         return done
 
     def remove(self, paths: Sequence[str], *, spare: bool = False) -> tuple[int, int]:
-        """Remove entries, or make spare files of them; how many were there, and their bytes."""
+        """Remove entries, or make spare files of them; returns their number and bytes."""
         gone = np.zeros(2, np.int64)
         for start in range(0, len(paths), _BATCH):
             with self._account() as rows:
                 for path in paths[start : start + _BATCH]:
-                    with suppress(FileNotFoundError):  # somebody else was faster
+                    with suppress(FileNotFoundError):  # another process was faster
                         change = (1, os.stat(path).st_size)
                         if spare:
                             os.rename(path, kept := self._temporary())
-                            os.utime(kept)  # or it would look like a dead writer's
+                            os.utime(kept)  # an old mtime would look like a dead writer's
                             self._recycled.add(kept, change[1])
                         else:
                             os.unlink(path)
@@ -199,11 +200,11 @@ class SpaceManager:
         return int(gone[0]), int(gone[1])
 
     def make_room(self, num_bytes: int, deadline: float | None) -> bool:
-        """Evict until `num_bytes` more keep the limit; False if they won't in time.
+        """Evict until `num_bytes` more keep the limit; False if that fails or takes too long.
 
         Args:
-            num_bytes: of a new entry.
-            deadline: of `time.monotonic`; None to wait as long as it takes.
+            num_bytes: Bytes of a new entry.
+            deadline: Deadline on the monotonic clock; None for none.
         """
         if self._max_bytes is None:
             return True
@@ -213,19 +214,19 @@ class SpaceManager:
             if stuck or late or num_bytes > self._max_bytes:
                 return False
             with self._locked("evicting"):
-                missing = self._missing(num_bytes)  # who held the lock may have made room for us
+                missing = self._missing(num_bytes)  # the lock's last holder may have made room
                 if missing > 0 and not self._remove_oldest(missing, spare=True):
                     if self._sample():
-                        self._oldest.clear()  # other rows may be wrong, too: first look at them
+                        self._oldest.clear()  # rows were wrong: count again before evicting
                     else:
                         stuck = not self._remove_oldest(self._missing(num_bytes), spare=True)
         return True
 
     def evict(self, num_bytes: int) -> bool:
-        """Free room on the disk: remove entries, least recently used first; False if none is there.
+        """Remove entries, least recently used first, to free the disk; False if there are none.
 
         Args:
-            num_bytes: to free. It may be a little more, or less where a sample has no more to give.
+            num_bytes: Bytes to free; approximate, as whole entries of one sample are removed.
         """
         self._recycled.clear()
         with self._locked("evicting"):
@@ -233,13 +234,13 @@ class SpaceManager:
             return self._remove_oldest(num_bytes, spare=False)
 
     def _missing(self, num_bytes: int) -> int:
-        """Bytes by which a new entry would break the limit."""
+        """Bytes by which a new entry would exceed the limit."""
         assert self._max_bytes is not None
         self.look()
         return (self.usage.num_bytes or 0) + num_bytes - self._max_bytes
 
     def _sample(self) -> bool:
-        """Find entries that may go; whether rows were found wrong."""
+        """Sample folders for the oldest entries; returns whether rows were wrong."""
         self._sweep()
         entries, corrected = list[LastUse](), False
         for _ in range(FOLDERS):
@@ -248,7 +249,7 @@ class SpaceManager:
             entries += found
             corrected = corrected or wrong
             if len(entries) >= SAMPLE:
-                # Others were not seen: what is old among these may be young among all.
+                # Only the oldest of a sample are also old among all entries.
                 self._oldest = deque(_by_age(entries)[: len(entries) // 16])
                 break
         else:
@@ -256,8 +257,8 @@ class SpaceManager:
         return corrected
 
     def _remove_oldest(self, num_bytes: int, *, spare: bool) -> bool:
-        """Whether it freed anything."""
-        # To lock the account for one entry costs more than the entry.
+        """Remove entries from the list of the oldest; returns whether anything was freed."""
+        # Locking the account for each single entry would cost more than removing it.
         goal = max(num_bytes, (self.usage.num_bytes or 0) // PART)
         victims = list[str]()
         while goal > 0 and self._oldest:
@@ -271,7 +272,7 @@ class SpaceManager:
         return freed
 
     def paths(self) -> Iterator[str]:
-        """All entries."""
+        """Paths of all entries."""
         for folder in range(FOLDERS):
             with suppress(FileNotFoundError), os.scandir(self._in(f"{folder:02x}")) as found:
                 yield from [item.path for item in found if item.name.endswith(SUFFIX)]
@@ -284,17 +285,17 @@ class SpaceManager:
         return f"{self._root}/tmp/{self._writer}.{self._run}-{next(self._numbers)}"
 
     def _rename(self, files: Sequence[Written]) -> int:
-        """How many, until one would break the limit."""
+        """Rename files to entries until one would exceed the limit; returns how many."""
         with self._account() as rows:
             room = math.inf if self._max_bytes is None else self._max_bytes - _total(rows)[1]
             for count, (temporary, path, num_bytes) in enumerate(files):
-                there = status_of(path)  # another process was faster, or that one is torn
+                there = status_of(path)  # stored by another process, or damaged
                 change = (1, num_bytes) if there is None else (0, num_bytes - there.st_size)
                 if change[1] > room:
                     return count
                 try:
                     os.rename(temporary, path)
-                except FileNotFoundError:  # somebody took the folder away
+                except FileNotFoundError:  # the folder was removed, or does not exist yet
                     self._make_folder(path)
                     os.rename(temporary, path)
                 rows[_folder_of(path)] += change
@@ -302,13 +303,13 @@ class SpaceManager:
         return len(files)
 
     def _visit(self, folder: int) -> tuple[list[LastUse], bool]:
-        """All entries of a folder; puts its row right, if nothing changed meanwhile."""
+        """Entries of a folder, and whether its row was wrong; corrects it unless it has changed."""
         with self._open("usage") as file:
             before = _read_rows(file)[folder]
         entries = list[LastUse]()
         with suppress(FileNotFoundError), os.scandir(self._in(f"{folder:02x}")) as found:
             for item in found:
-                if not item.name.endswith(SUFFIX):  # a file server's own, say
+                if not item.name.endswith(SUFFIX):  # for example a file server's own files
                     continue
                 with suppress(FileNotFoundError):  # evicted by another process
                     status = item.stat(follow_symlinks=False)
@@ -323,7 +324,7 @@ class SpaceManager:
         return entries, wrong
 
     def _sweep(self) -> None:
-        """Remove what dead writers left. A live one that loses its file only fails to store."""
+        """Remove files of dead writers. If a live writer loses its file, only that store fails."""
         host = this_process().host
         with self._open("evicting") as file:
             os.utime(file)
@@ -338,7 +339,7 @@ class SpaceManager:
 
     @contextmanager
     def _account(self) -> Iterator[Rows]:
-        """The rows, to change: nobody else does meanwhile."""
+        """The rows, locked for changes; written back at the end of the block."""
         with self._locked("usage", self._lock) as file:
             rows = _read_rows(file)
             try:
@@ -349,7 +350,7 @@ class SpaceManager:
 
     @contextmanager
     def _locked(self, name: str, lock: threading.Lock | None = None) -> Iterator[int]:
-        """An open file, locked; or not, if `LOCK_SECONDS` were not enough."""
+        """An open file with an exclusive lock, or without it after `LOCK_SECONDS`."""
         deadline = time.monotonic() + LOCK_SECONDS
         mine = lock is not None and lock.acquire(timeout=LOCK_SECONDS)
         try:
@@ -379,13 +380,13 @@ class SpaceManager:
 
 
 class RecycledFiles:
-    """Evicted files of one process, kept to be written over: a full store needs no new ones.
+    """Evicted files of one process, kept to be overwritten, so that a full store needs no new ones.
 
-    To write over a file of the right size takes a fifth of what it takes to remove it and to make
-    another: its inode, its blocks and often its pages are there already (docs/performance.md).
+    Overwriting a file of the right size takes a fifth of the time of removing it and creating
+    another: its inode, its blocks and often its pages exist already (docs/performance.md).
 
     Args:
-        max_bytes: most bytes of them all.
+        max_bytes: Maximum bytes of all kept files.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -403,7 +404,7 @@ class RecycledFiles:
         remove_file(path)
 
     def take(self, num_bytes: int) -> str | None:
-        """A file of that size; if there is none, as many bytes of others go, since one is made."""
+        """A file of this size; if there is none, removes as many bytes of others for a new file."""
         with self._lock:
             if num_bytes in self._by_size:
                 return self._pop(num_bytes)
@@ -417,7 +418,7 @@ class RecycledFiles:
         return None
 
     def clear(self) -> None:
-        """Remove them all."""
+        """Remove all kept files."""
         with self._lock:
             spares, self._by_size = self._by_size, {}
             self._room += sum(size * len(paths) for size, paths in spares.items())
@@ -435,7 +436,7 @@ class RecycledFiles:
 
 @contextmanager
 def closing_file(file: int) -> Iterator[int]:
-    """A descriptor, closed at the end of the block."""
+    """Context that closes a file descriptor."""
     try:
         yield file
     finally:
@@ -455,7 +456,7 @@ def _read_rows(file: int) -> Rows:
 
 
 def status_of(path: str) -> os.stat_result | None:
-    """Of a file; None if there is none."""
+    """`os.stat` of a file; None if it does not exist."""
     try:
         return os.stat(path)
     except FileNotFoundError:
@@ -463,7 +464,7 @@ def status_of(path: str) -> os.stat_result | None:
 
 
 def _by_age(entries: Sequence[LastUse]) -> list[LastUse]:
-    """The oldest first."""
+    """Entries sorted by age, the oldest first."""
     ahead_ns = time.time_ns() + int(AHEAD_SECONDS * 1e9)
     return sorted(entries, key=lambda entry: (entry.mtime_ns <= ahead_ns, entry))
 
@@ -483,7 +484,7 @@ def _writer_name(process: ProcessCard) -> str:
 
 
 def _is_dead(name: str, host: str) -> bool:
-    """Whether a temporary file's writer is proven dead: it was on this host and is no more."""
+    """Whether the writer of a temporary file was a process of this host that is proven dead."""
     try:
         _, pid, start, _ = name.split(".")
         process = ProcessCard(host, int(pid), int(start))

@@ -1,7 +1,7 @@
 """Objects as chunks of tokens (`chunks.py`) in an LMCache engine, inside this process.
 
-LMCache chains the hashes of chunks, so those of an object can all have the same tokens. The engine
-has whatever tiers it is configured to have. `lmcache_server.py` talks to LMCache's server instead.
+LMCache chains the hashes of chunks, so all chunks of an object can have the same tokens. The engine
+has the tiers that its options configure. `lmcache_server.py` uses LMCache's server instead.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvbaton.errors import ConfigError
 if find_spec("lmcache") is None:
     raise ImportError("lmcache is not installed: pip install 'kvbaton[lmcache]'")
 
-# Before its import: unless told otherwise, it reports its use to its makers.
+# Set before its import: by default LMCache sends usage statistics to its makers.
 os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
 os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
 
@@ -32,15 +32,15 @@ os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
 class LMCacheStore(ThreadedStore):
     """Keeps objects in an LMCache engine of its own; see the module.
 
-    The engine is made for one caller at a time, so calls take turns.
+    The engine supports one caller at a time, so calls are serialised.
 
     Args:
-        name: see `Store.name`.
-        max_bytes: host memory that LMCache keeps chunks in.
-        chunk_bytes: of what LMCache keeps an object in; the last chunk of an object is not filled.
-            All who share objects have the same.
-        options: more settings of LMCache (``local_disk``, ``max_local_disk_size``, ``remote_url``,
-            ...), named as in its own configuration files.
+        name: See `Store.name`.
+        max_bytes: Bytes of host memory for LMCache's chunks.
+        chunk_bytes: Bytes of a chunk of LMCache; an object's last chunk is only partly filled. All
+            processes that share objects need the same value.
+        options: Further settings of LMCache (``local_disk``, ``max_local_disk_size``,
+            ``remote_url``, ...), named as in its configuration files.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class LMCacheBackend(ClientBackend):
 
         Raises:
             ConfigError: LMCache does not take these options.
-            StoreError: the engine can't be made.
+            StoreError: The engine can't be created.
         """
         with self._engine_turn():
             self._engine, self._give_back = _make_engine(
@@ -80,23 +80,23 @@ class LMCacheBackend(ClientBackend):
             )
 
     def close(self) -> None:
-        """Give the engine's memory back."""
+        """Destroy the engine."""
         super().close()
         if self._give_back is not None:
             self._give_back()
         self._engine = self._give_back = None
 
     def usage(self) -> Usage:
-        """Only the limit."""
+        """Only the capacity."""
         return Usage(capacity=self._max_bytes)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """See `Backend.contains`; of an object, only its first chunk is looked for."""
+        """See `Backend.contains`; looks up only the first chunk of each object."""
         with self._engine_turn():
             return [self._engine.lookup(chunks.tokens_of(key)) == KEY_TOKENS for key in keys]
 
     def get(self, key: bytes, target: Pieces) -> bool:
-        """See `Backend.get`; an object that is not what it should be is removed."""
+        """See `Backend.get`; a damaged object is removed."""
         tokens = chunks.tokens_of(key, KEY_TOKENS, chunks.count(target, self._chunk_bytes))
         right: bool | None = None
 
@@ -119,7 +119,7 @@ class LMCacheBackend(ClientBackend):
         tokens = chunks.tokens_of(key, KEY_TOKENS, count)
         with self._engine_turn():
             found = self._engine.lookup(tokens)
-            if 0 < found < len(tokens):  # the rest was evicted, or was never there
+            if 0 < found < len(tokens):  # the other chunks were evicted, or never stored
                 self._engine.clear(tokens)
             if found < len(tokens):
                 self._engine.store(
@@ -128,30 +128,30 @@ class LMCacheBackend(ClientBackend):
             return bool(self._engine.lookup(tokens) == len(tokens))
 
     def remove(self, keys: Sequence[bytes]) -> int:
-        """See `Backend.remove`; of an object, its first chunk: without it there is no other."""
+        """See `Backend.remove`; removes the first chunk, without which no other is found."""
         with self._engine_turn():
             return sum(self._engine.clear(chunks.tokens_of(key)) > 0 for key in dict.fromkeys(keys))
 
     @contextmanager
     def _engine_turn(self) -> Iterator[None]:
-        """A turn at the engine; what it raises is `StoreError`."""
+        """Exclusive use of the engine; its errors become `StoreError`."""
         with self._turn, self._calling("LMCache", Exception):
             yield
 
 
 Move = Callable[[list[memoryview]], None]
-"""Fills or reads the memory of some chunks, in their order."""
+"""Writes or reads the memory of some chunks, given in order."""
 
 
 def _make_engine(
     max_bytes: int, chunk_bytes: int, options: Mapping[str, Any]
 ) -> tuple[Any, Callable[[], None]]:
-    """Make an engine with chunks of `KEY_TOKENS` tokens, each of them a row of bytes.
+    """Create an engine with chunks of `KEY_TOKENS` tokens, each a row of bytes.
 
-    Its ``store`` and ``retrieve`` take a `Move` named ``move``.
+    Its ``store`` and ``retrieve`` take a keyword argument ``move``, a `Move`.
 
     Returns:
-        The engine, and what gives it back.
+        The engine, and a function that destroys it.
 
     Raises:
         ConfigError: LMCache does not take these options.
@@ -168,7 +168,7 @@ def _make_engine(
         "chunk_size": KEY_TOKENS,
         "local_cpu": True,
         "max_local_cpu_size": max_bytes / (1 << 30),
-        "py_enable_gc": True,  # as its default is now; False stops the whole process's collector
+        "py_enable_gc": True,  # its default today; False disables the process's garbage collector
     }
     shape = (1, 1, KEY_TOKENS, 1, chunk_bytes // KEY_TOKENS)
     model = f"kvbaton-{chunk_bytes}"
@@ -183,22 +183,22 @@ def _make_engine(
             lambda thing, source: thing,
         )
     finally:
-        # It sets one for the whole process.
+        # LMCache sets a start method for the whole process: restore the former one.
         multiprocessing.set_start_method(start_method, force=True)
     engine.post_init()
 
     def give_back() -> None:
         LMCacheEngineBuilder.destroy(name)
         if not engine.storage_manager.loop.is_running():
-            engine.storage_manager.loop.close()  # it only stops it
+            engine.storage_manager.loop.close()  # LMCache only stops the loop
 
     return engine, give_back
 
 
 class ChunkMover:
-    """Hands the memory of chunks to whoever called the engine.
+    """Passes the memory of chunks to the `move` argument of the engine's caller.
 
-    It is what an engine that works chunk by chunk calls of LMCache's `GPUConnectorInterface`.
+    It implements the part of LMCache's `GPUConnectorInterface` that the engine calls.
     """
 
     def batched_from_gpu(

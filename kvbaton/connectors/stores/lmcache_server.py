@@ -1,13 +1,13 @@
 """Objects in an LMCache server on this machine, through its shared memory.
 
-The server is started by whoever runs it, so that it keeps what engines leave behind::
+The operator starts the server, so it outlives engines and keeps their objects::
 
     lmcache server --eviction-policy LRU --supported-transfer-mode engine_driven ...
 
-Spoken to by LMCache's own request client (0.5.6). Its memory is mapped here, not by LMCache's
-`EngineDrivenContextShm`, which pins all of it for CUDA once for each that is made. Bytes go through
-shared memory only: across machines the server would unpickle what it gets. It does not delete
-objects one by one, and it does not answer what it does not like: each request has a deadline.
+This store uses LMCache's own request client (0.5.6). It maps the server's memory itself, as
+LMCache's `EngineDrivenContextShm` would pin all of it for CUDA for each instance. Bytes are moved
+only through shared memory: across machines the server would unpickle its input. The server can't
+delete single objects, and does not answer requests that it rejects, so each request has a time-out.
 """
 
 from __future__ import annotations
@@ -32,24 +32,25 @@ from kvbaton.connectors.stores.threaded import ClientBackend, ThreadedStore
 from kvbaton.errors import StoreError
 
 _RENEW_S = 600.0
-"""The server forgets whom it has not heard of for an hour."""
+"""Age in seconds at which an instance is replaced: the server forgets silent ones after an hour."""
 _LINGER_MS = 200
-"""For last requests to leave."""
+"""Time for the last requests to be sent."""
 _ROOM_S = 2.0
-"""A full server makes room once a second, also for those who could not be served meanwhile."""
+"""Seconds to wait for room: a full server evicts once a second, also for refused stores."""
 _ASK_AGAIN_S = 0.05
+"""Seconds between attempts while waiting for room."""
 
 
 class LMCacheServerStore(ThreadedStore):
     """Keeps objects in an LMCache server; see the module.
 
     Args:
-        name: see `Store.name`.
+        name: See `Store.name`.
         url: ``tcp://host:port`` of the server.
-        chunk_bytes: of what LMCache keeps an object in; the last chunk of an object is not filled.
-            All who share objects have the same.
-        threads: see `ThreadedStore`.
-        timeout_s: the longest that one request waits for its answer.
+        chunk_bytes: Bytes of a chunk of LMCache; an object's last chunk is only partly filled. All
+            processes that share objects need the same value.
+        threads: See `ThreadedStore`.
+        timeout_s: Time-out of one request in seconds.
     """
 
     def __init__(
@@ -84,7 +85,8 @@ class LMCacheServerBackend(ClientBackend):
         """Import LMCache, which takes seconds, and register with the server.
 
         Raises:
-            StoreError: it can't be reached, its chunks are too short, or it is on another machine.
+            StoreError: The server can't be reached, its chunks are too short, or it runs on
+                another machine.
         """
         from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
 
@@ -100,16 +102,16 @@ class LMCacheServerBackend(ClientBackend):
             raise
 
     def close(self) -> None:
-        """Say goodbye and close the connection."""
+        """Unregister and close the connection."""
         super().close()
         self._disconnect()
 
     def usage(self) -> Usage:
-        """Only the memory that the server has for all who use it."""
+        """Only the capacity: the memory that the server has for all of its clients."""
         return Usage(capacity=self._capacity)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """See `Backend.contains`; of an object, only its first chunk is looked for."""
+        """See `Backend.contains`; looks up only the first chunk of each object."""
         with self._instance() as instance:
             return [hits > 0 for hits in instance.hits([(key, 1) for key in keys])]
 
@@ -133,11 +135,11 @@ class LMCacheServerBackend(ClientBackend):
 
     @contextmanager
     def _instance(self) -> Iterator[LMCacheInstance]:
-        """An instance that nobody else uses meanwhile; one that fails is not used again."""
-        # A time-out, or whatever LMCache makes of an answer.
+        """An instance for exclusive use; it is discarded if a call fails."""
+        # Exception: time-outs, and whatever LMCache raises for an answer.
         with self._calling(f"LMCache server at {self._url}", Exception):
             instance = None
-            with suppress(IndexError):  # none, or another thread was faster
+            with suppress(IndexError):  # none is idle
                 instance = self._idle.pop()
             if instance is not None and instance.is_old():
                 instance.close()
@@ -152,9 +154,9 @@ class LMCacheServerBackend(ClientBackend):
 
 
 class LMCacheInstance:
-    """What the server knows about somebody who uses it, and its memory: for one thread at a time.
+    """A registration at the server, and the server's memory; for one thread at a time.
 
-    The server keeps one transfer per instance and key in its books.
+    There are several because the server tracks only one transfer per instance and key.
     """
 
     def __init__(self, client: Any, chunk_bytes: int, timeout_s: float) -> None:
@@ -169,7 +171,7 @@ class LMCacheInstance:
         self._chunk_tokens = int(self._answer("get_chunk_size"))
         if self._chunk_tokens < KEY_TOKENS:
             raise StoreError(f"--chunk-size must be at least {KEY_TOKENS}")
-        # Objects in chunks of another length are those of another model.
+        # A model name per length keeps objects in chunks of different lengths apart.
         self._model = f"kvbaton-{chunk_bytes}"
         registered = self._answer(
             "register_kv_cache_engine_driven_context",
@@ -189,15 +191,15 @@ class LMCacheInstance:
         self.capacity = len(self._pool)
 
     def is_old(self) -> bool:
-        """Whether to make a new one."""
+        """Whether the instance should be replaced."""
         return time.monotonic() > self._made + _RENEW_S
 
     def close(self) -> None:
-        """Say goodbye, without waiting for an answer."""
+        """Unregister, without waiting for an answer."""
         self._client.unregister_kv_cache_engine_driven_context(self._id)
 
     def hits(self, wanted: Sequence[tuple[bytes, int]]) -> list[int]:
-        """How many of an object's first chunks are there, for each key and number of chunks."""
+        """For each (key, number of chunks), how many of the object's first chunks are there."""
         requests = [self._request(key, count) for key, count in wanted]
         hits = self._lock(requests)
         self._unlock(request for request, hit in zip(requests, hits, strict=True) if hit)
@@ -224,7 +226,7 @@ class LMCacheInstance:
         count = chunks.count(source, self._chunk_bytes)
         if count * self._chunk_bytes > len(self._pool):
             return False
-        # A server that made none the last time is asked once, else each object would wait for it.
+        # If the server made no room the last time, try once: else each object would wait for it.
         deadline = time.monotonic() + _ROOM_S * self._makes_room
         while not (kept := self._put_now(key, source, count)) and time.monotonic() < deadline:
             time.sleep(_ASK_AGAIN_S)
@@ -232,18 +234,18 @@ class LMCacheInstance:
         return kept
 
     def _put_now(self, key: bytes, source: Pieces, count: int) -> bool:
-        """Store those chunks of an object that there is room for; True if all are there now."""
+        """Store the chunks of an object for which there is room; True if all are there now."""
         request = self._request(key, count)
         room = self._answer("prepare_store", request, self._id).context
         if numbers := room["chunk_indices"]:
             chunks.fill(self._slots(room), numbers, key, source)
             self._answer("commit_store", request, self._id, b"")
         self._end([request])
-        # Chunks without room are there already, are being written by others, or do not fit.
+        # The server gives no room for chunks that are there, are being written, or do not fit.
         return len(numbers) == count or self.hits([(key, count)]) == [count]
 
     def _request(self, key: bytes, count: int) -> Any:
-        """What the server calls a key: tokens, and the name of a session."""
+        """The server's form of a key: token ids, and the name of a session."""
         from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
 
         tokens = chunks.tokens_of(key, self._chunk_tokens, count)
@@ -259,7 +261,7 @@ class LMCacheInstance:
         )
 
     def _lock(self, requests: Sequence[Any]) -> list[int]:
-        """How many chunks of each request are there; those stay until they are unlocked."""
+        """Number of chunks of each request that are there; these stay until they are unlocked."""
         self._answers("lookup", [(request, 1) for request in requests])
         waits = [(request.request_id, self._timeout_s / 2) for request in requests]
         return [hits or 0 for hits in self._answers("wait_prefetch_status", waits)]
@@ -280,7 +282,7 @@ class LMCacheInstance:
         return self._answers(operation, [words])[0]
 
     def _answers(self, operation: str, many: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Send requests at once and wait for all answers."""
+        """Send all requests at once, and wait for all answers."""
         deadline = time.monotonic() + self._timeout_s
         futures = [getattr(self._client, operation)(*words) for words in many]
         for future in futures:
@@ -290,7 +292,7 @@ class LMCacheInstance:
 
 
 def _mapped(name: str, num_bytes: int) -> memoryview:
-    """The server's memory."""
+    """Map the server's shared memory."""
     path = f"/dev/shm/{name.strip('/')}"
     if not name or os.path.dirname(path) != "/dev/shm":
         raise StoreError("the server offers no shared memory: start it with --shm-name")

@@ -1,19 +1,21 @@
-"""Objects in the memory of this host: a tier that outlives the device's cache, not the process.
+"""Objects in host memory: a tier that outlives the device's KV cache, but not the process.
 
-All objects lie in one *arena*, mapped when the store opens and touched page by page as it fills.
-Beside a node whose blocks lie on GPUs it is pinned when these are registered, and a GPU's copy
-engine moves objects straight between arena and blocks, a few at a time: no thread touches a byte.
+All objects are in one *arena*, which is mapped when the store opens and backed by memory page by
+page as it fills. If the node's KV blocks are on GPUs, the arena is pinned when these are
+registered, and copy engines move objects directly between arena and blocks, a batch at a time,
+without CPU copies.
 
 Laws, all under one lock:
 
 - An object is visible once its bytes are there; while a thread copies it, its bytes stay.
-- Bytes are evicted least recently used first. Use is: to load, to store again, to pin. Among the
-  eighth that was not used for longest, at most `WINDOW` objects, hints decide: first go those of
-  the least important requests, then those that fewer share, then the deepest, as an object is of no
-  use without those before it. What has expired goes before all others, at the next call.
-- A tenant that has its share of the bytes makes room among its own objects.
-- What is held (pinned, being read or written) stays; where all is held, `store` says False.
-- `delete` also takes what is held out of sight; its bytes are free when nobody holds them.
+- Eviction is LRU; loading, storing again and pinning count as use. Among the least recently used
+  eighth, at most `WINDOW` objects, hints decide: objects of the least important requests are
+  evicted first, then those that fewer requests share, then the deepest, as an object is of no use
+  without those before it. Expired objects are removed before all others, at the next call.
+- A tenant that has reached its limit evicts its own objects.
+- Objects that are held (pinned, being read or written) stay; if all are held, `store` answers
+  False.
+- `delete` hides held objects, too; their bytes are freed once they are not held any more.
 """
 
 from __future__ import annotations
@@ -54,24 +56,25 @@ from kvbaton.connectors.stores.threaded import (
 from kvbaton.errors import ConfigError, StoreError
 
 WINDOW = 64
-"""Objects among which hints decide who is evicted."""
+"""Maximum number of least recently used objects among which hints decide the eviction."""
 EXPIRING = 1000
-"""Notes of when evicted objects would have expired; beyond, they are dropped."""
+"""Number of stale expiry times, of evicted objects, beyond which they are dropped."""
 TOGETHER = BatchLimit(64, 64 << 20)
-"""Objects that a thread moves from or to a GPU before it waits for their bytes."""
+"""Batch that a thread copies from or to a GPU before it waits for the copies."""
 
 
 class MemoryStore(ThreadedStore):
-    """Keeps objects in host memory, the least recently used leave first; see the module.
+    """Keeps objects in host memory and evicts the least recently used; see the module.
 
     Args:
-        name: see `Store.name`.
-        max_bytes: the arena, and so the most bytes of objects.
-        threads: see `ThreadedStore`.
-        pin_seconds: after that long a pin that nobody released is void; longer than any load takes.
-        tenant_max_bytes: most bytes of one tenant; None for all that there is. What has no tenant
-            is not limited.
-        clock: seconds, never going back.
+        name: See `Store.name`.
+        max_bytes: Size of the arena, and so the maximum bytes of all objects.
+        threads: See `ThreadedStore`.
+        pin_seconds: Seconds after which a pin expires unless it is released; should be longer than
+            any load takes.
+        tenant_max_bytes: Maximum bytes of one tenant; None for no limit. Objects without a tenant
+            are not limited.
+        clock: Monotonic clock in seconds.
     """
 
     backend: Arena
@@ -96,14 +99,14 @@ class MemoryStore(ThreadedStore):
 
     @property
     def memory(self) -> Memory:
-        """The arena, from `open` to `close`: one run."""
+        """The arena as one contiguous memory, from `open` to `close`."""
         return self.backend.memory
 
     def register(self, regions: AnyPieces) -> None:
-        """See `Registering.register`; only memory of GPUs makes a difference.
+        """See `Registering.register`; only GPU memory has an effect.
 
         Raises:
-            StoreError: the arena can't be pinned.
+            StoreError: The arena can't be pinned.
         """
         devices = {
             region.device_index
@@ -117,7 +120,7 @@ class MemoryStore(ThreadedStore):
     def lookup(
         self, keys: Sequence[bytes], *, pin: bool = False, prefix: bool = False
     ) -> Future[Found]:
-        """See `Store.lookup`; answered on the spot, since it only looks into a table."""
+        """See `Store.lookup`; the future is already done, as this only reads a table."""
         answer: Future[Found] = Future()
         answer.set_result(self.backend.find(keys, pin, prefix))
         return answer
@@ -127,7 +130,7 @@ class MemoryStore(ThreadedStore):
         self.backend.release(ticket)
 
     def _evicted(self, key: bytes, pieces: Pieces | None) -> None:
-        """An object leaves; None: it has expired, so nobody wants its bytes."""
+        """Report an eviction, with the bytes, or an expiry, without."""
         if self.on_evict is not None and pieces is not None:
             self.on_evict(key, pieces)
         if self.on_forget is not None:
@@ -136,7 +139,7 @@ class MemoryStore(ThreadedStore):
 
 @dataclass(slots=True, eq=False)
 class ArenaEntry:
-    """An object: where its bytes are, and how many pins and copies hold them."""
+    """An object in the arena: where its bytes are, and how many pins and copies hold it."""
 
     extents: list[Extent]
     num_bytes: int
@@ -148,7 +151,7 @@ class ArenaEntry:
 
     @property
     def worth(self) -> tuple[int, int, int]:
-        """Who has the least is evicted first."""
+        """Sort key among eviction candidates; the lowest is evicted first."""
         return -self.hints.priority, self.hints.uses, -self.hints.depth
 
 
@@ -185,7 +188,7 @@ class Arena:
         self._changed = threading.Condition()
         self._bytes: npt.NDArray[np.uint8] | None = None
         self.copies: ArenaCopies | None = None
-        """From and to GPUs; None where there are none."""
+        """Copies from and to GPUs; None if no GPU memory is registered."""
         self._last_ticket = 0
         self._clear()
 
@@ -193,19 +196,19 @@ class Arena:
         """Map the arena.
 
         Raises:
-            ConfigError: there is not that much memory.
+            ConfigError: `max_bytes` can't be mapped.
         """
         try:
             area = mmap.mmap(-1, self._max_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise ConfigError("max_bytes", f"can't map {self._max_bytes} bytes: {error}") from error
-        with suppress(OSError):  # a kernel without
+        with suppress(OSError):  # kernels without huge pages
             area.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = np.frombuffer(area, np.uint8)
         self._clear()
 
     def close(self) -> None:
-        """Forget all; the arena is unmapped once nobody holds `memory`."""
+        """Forget all objects; the arena is unmapped once `memory` is not referenced any more."""
         copies, self.copies = self.copies, None
         if copies is not None:
             copies.close()
@@ -294,7 +297,7 @@ class Arena:
         return self.get_many([key], [target])[0]
 
     def get_many(self, keys: Sequence[bytes], targets: Sequence[AnyPieces]) -> list[bool]:
-        """See `BatchBackend.get_many`; copies from or to GPUs are waited for together."""
+        """See `BatchBackend.get_many`; waits once for all copies to GPUs."""
         found = dict[int, ArenaEntry]()
         with self._changed:
             self._expire()
@@ -323,7 +326,7 @@ class Arena:
     def put_many(
         self, keys: Sequence[bytes], sources: Sequence[AnyPieces], hints: Sequence[Hints]
     ) -> list[bool]:
-        """See `BatchBackend.put_many`; copies from or to GPUs are waited for together."""
+        """See `BatchBackend.put_many`; waits once for all copies from GPUs."""
         answers = [True] * len(keys)
         begun = dict[int, ArenaEntry]()
         others = list[int]()
@@ -358,7 +361,7 @@ class Arena:
                     self._let_go(entry)
                     answers[number] = not entry.forgotten
                 self._changed.notify_all()
-        for number in others:  # written by another thread, or by us for an equal key
+        for number in others:  # objects that another thread, or this call, is writing
             key = keys[number]
             with self._changed:
                 while (there := self._entries.get(key)) is not None and not there.written:
@@ -367,7 +370,7 @@ class Arena:
         return answers
 
     def _begin(self, key: bytes, num_bytes: int, hints: Hints) -> ArenaEntry:
-        """An entry to be written, for which there is room."""
+        """Add an entry to be written; there must be room for it."""
         expires_at = None if hints.ttl_s is None else self._clock() + hints.ttl_s
         entry = ArenaEntry(self._free.take(num_bytes), num_bytes, hints, expires_at)
         self._hold(entry)
@@ -404,7 +407,7 @@ class Arena:
         return entry if entry is not None and entry.written else None
 
     def _make_room(self, num_bytes: int, tenant: str) -> bool:
-        """Evict until `num_bytes` are free, of the tenant's share too; nothing if that can't be."""
+        """Evict until `num_bytes` fit, also for the tenant; False if impossible."""
         self._void_pins()
         if num_bytes > self._max_bytes - self._held_bytes:
             return False
@@ -425,7 +428,7 @@ class Arena:
         return True
 
     def _victims(self, num_bytes: int, may_go: Callable[[bytes, ArenaEntry], bool]) -> list[bytes]:
-        """Objects with at least so many bytes together, or all that may go."""
+        """Objects to evict with at least `num_bytes` together, or all that `may_go`."""
         if num_bytes <= 0:
             return []
         free = (
@@ -443,7 +446,7 @@ class Arena:
         return victims
 
     def _expire(self) -> None:
-        """Forget what is over."""
+        """Forget expired objects."""
         now, expiring = self._clock(), self._expiring
         while expiring and expiring[0][0] <= now:
             at, key = heapq.heappop(expiring)
@@ -482,26 +485,27 @@ class Arena:
 
 
 class FreeList:
-    """Free bytes, all of which can be taken, in one run where there is one and else in several.
+    """Free bytes of an arena, allocated as one run if possible, and else as several.
 
-    So an arena is never too fragmented for an object that fits. Objects of one size always get one
-    run. Best fit, coalescing; the cost grows with the number of holes, not of objects.
+    So fragmentation never keeps out an object that fits. If all objects have one size, each gets
+    one run. Best fit with coalescing; the cost grows with the number of holes, not of objects.
 
     Args:
-        num_bytes: all of them free.
+        num_bytes: Size of the arena, all of it free.
     """
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = 0
         self._by_length: list[Extent] = []
-        """Length and first byte of each hole, ascending."""
+        """(length, first byte) of each hole, sorted."""
         self._lengths: dict[int, int] = {}
+        """Length of each hole, by its first byte."""
         self._starts: dict[int, int] = {}
-        """First byte of the hole that ends before a byte."""
+        """First byte of each hole, by the byte after its end."""
         self.give([(0, num_bytes)])
 
     def take(self, num_bytes: int) -> list[Extent]:
-        """Take that many bytes, of those that are free."""
+        """Allocate bytes; there must be as many free ones."""
         assert num_bytes <= self.num_bytes, f"{num_bytes} bytes of {self.num_bytes} free ones"
         taken = []
         while num_bytes:
@@ -515,7 +519,7 @@ class FreeList:
         return taken
 
     def give(self, extents: list[Extent]) -> None:
-        """Give bytes back that were taken."""
+        """Free allocated bytes."""
         for start, length in extents:
             end = start + length
             if (after := self._lengths.get(end)) is not None:

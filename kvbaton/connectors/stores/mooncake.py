@@ -1,12 +1,12 @@
-"""Objects in a Mooncake Store: memory that its clients lend, found through a master.
+"""Objects in a Mooncake Store: a pool of memory lent by its clients, managed by a master.
 
-``PREFIX<key in hex>`` holds checksum (`threaded.seal`) and bytes as one value, which Mooncake shows
-when all of it is there. Where it lies the master decides: in the memory of some client, this one if
-it lends any, and it is gone with that client. The master evicts when little is free.
+The value ``PREFIX<key in hex>`` holds checksum (`threaded.seal`) and bytes, and becomes visible
+once all of it is there. The master places it in the memory of some client, maybe this one if it
+lends any, and it is lost with that client. The master evicts when little memory is free.
 
-Spoken to by the client of its wheel (``mooncake-transfer-engine``, 0.3.13; without CUDA
-``mooncake-transfer-engine-non-cuda``), which needs the system's libibverbs. Bytes pass through the
-client's buffer.
+This store uses the client of Mooncake's wheel (``mooncake-transfer-engine``, 0.3.13; without CUDA
+``mooncake-transfer-engine-non-cuda``), which needs the system's libibverbs. All bytes pass through
+the client's buffer.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from kvbaton.connectors.stores.threaded import (
 )
 from kvbaton.errors import ConfigError, StoreError
 
-os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # else it tells each call that misses
-os.environ.setdefault("MC_RPC_TIMEOUT_MS", "5000")  # else it waits 30 s for a silent master
+os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # by default it logs each miss
+os.environ.setdefault("MC_RPC_TIMEOUT_MS", "5000")  # by default it waits 30 s for a silent master
 
 try:
     from mooncake.store import MooncakeDistributedStore, ReplicateConfig
@@ -37,28 +37,30 @@ except ImportError as error:
     raise ImportError(f"{error}: {text}") from error
 
 _NO_ROOM = (-10, -200, -600)
-"""Buffer overflow, no handle available, invalid parameters: larger than the client's buffer."""
+"""Buffer overflow; no handle available; invalid parameters (larger than the client's buffer)."""
 _OTHERS_S = 2.0
-"""How long a store waits for another one that is writing the same object, or was killed at it."""
+"""Seconds to wait for another client that is writing the same object, or was killed doing so."""
 _MISSING = (-704, -703)
-"""Object not found; replica not ready: it is being written."""
+"""Object not found; replica not ready (being written)."""
 
 
 class MooncakeStore(ThreadedStore):
     """Keeps objects in a Mooncake Store; see the module.
 
     Args:
-        name: see `Store.name`.
-        master: ``host:port`` of its master.
-        address: under which the other clients reach this one.
-        metadata: its metadata server, ``http://...`` or ``etcd://...``; ``P2PHANDSHAKE`` for none.
+        name: See `Store.name`.
+        master: ``host:port`` of the master.
+        address: Address at which the other clients reach this one.
+        metadata: Metadata server, ``http://...`` or ``etcd://...``; ``P2PHANDSHAKE`` for none.
         protocol: ``tcp`` or ``rdma``.
-        devices: for RDMA, with commas; empty for all.
-        lend_bytes: of this process's memory, for objects of anybody; they are lost when it ends.
-        buffer_bytes: of the client, and so the most of an object; all that move at a time share it.
-        replicas: of each object, in the memories of different clients.
-        prefix: of the names of its values; stores with one prefix share their objects.
-        threads: see `ThreadedStore`.
+        devices: RDMA devices, separated by commas; empty for all.
+        lend_bytes: Bytes of this process's memory lent to the pool; objects in it are lost when
+            the process ends.
+        buffer_bytes: Size of the client's buffer, shared by all running calls; also the maximum
+            size of an object.
+        replicas: Number of replicas of each object, in the memories of different clients.
+        prefix: Prefix of the values' names; stores with the same prefix share their objects.
+        threads: See `ThreadedStore`.
     """
 
     def __init__(
@@ -99,7 +101,7 @@ class MooncakeValues(ClientBackend):
         """Connect to the master, and lend memory.
 
         Raises:
-            StoreError: the master can't be reached, or refuses.
+            StoreError: The master can't be reached, or refuses.
         """
         client = MooncakeDistributedStore()
         with self._asking("open"):
@@ -109,14 +111,14 @@ class MooncakeValues(ClientBackend):
         self._config.replica_num = self._replicas
 
     def close(self) -> None:
-        """Leave the master; what was lent is gone."""
+        """Disconnect from the master; objects in the lent memory are lost."""
         super().close()
         client, self._client = self._client, None
         if client is not None:
             client.close()
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """See `Backend.contains`: one question to the master."""
+        """See `Backend.contains`: one request to the master."""
         if not keys:
             return []
         with self._asking("look into"):
@@ -126,10 +128,10 @@ class MooncakeValues(ClientBackend):
             ]
 
     def get(self, key: bytes, target: Pieces) -> bool:
-        """See `Backend.get`; an object that is not what it should be is removed."""
+        """See `Backend.get`; a damaged object is removed."""
         with self._asking("read"):
             size = self._size(key)
-            # None where it is lost meanwhile, or where who has it does not answer.
+            # None if it was lost meanwhile, or if the client that holds it does not answer.
             value = self._client.get_buffer(self._name(key)) if size is not None else None
             if value is None:
                 return False
@@ -157,7 +159,7 @@ class MooncakeValues(ClientBackend):
                 time.sleep(0.005)
 
     def remove(self, keys: Sequence[bytes]) -> int:
-        """See `Backend.remove`, also of what somebody reads: checksums find what that breaks."""
+        """See `Backend.remove`; also removes objects being read, as checksums detect the damage."""
         with self._asking("delete from"):
             names = [self._name(key) for key in dict.fromkeys(keys)]
             return sum(self._check(self._client.remove(name, True)) == 0 for name in names)
@@ -167,10 +169,10 @@ class MooncakeValues(ClientBackend):
         return None if size in _MISSING else size
 
     def _check(self, code: int) -> int:
-        """An answer of the client: not negative, or that something is missing.
+        """Return an answer of the client that is not negative, or one of `_MISSING`.
 
         Raises:
-            StoreError: anything else.
+            StoreError: The answer is another error.
         """
         if code < 0 and code not in _MISSING:
             raise StoreError(f"Mooncake's error {code}")

@@ -1,16 +1,16 @@
 """A store over NIXL's storage plugins: ``nixl:{"backend": "POSIX", "path": "/mnt/kv"}``.
 
-With a `path` the plugin moves bytes of files (POSIX, GDS, GDS_MT, ...). Files, names, account and
-eviction are those of `stores/filesystem.py`, so both may use one directory. Without, it moves whole
-objects (OBJ for S3, AZURE_BLOB, ...), whose checksum stands before their bytes, as in
+With a `path` the plugin moves bytes of files (POSIX, GDS, GDS_MT, ...). Files, names, accounting
+and eviction are those of `stores/filesystem.py`, so both stores may use one directory. Without a
+`path` it moves whole objects (OBJ for S3, AZURE_BLOB, ...), each a checksum and its bytes, as in
 `stores/s3.py`.
 
-Seen with NIXL 1.5.1 over POSIX and, against a local Azurite, AZURE_BLOB. Its wheel has OBJ and GDS
-as well, whose own libraries (cuObject, cuFile) it lacks: `open` then says that the plugin can't be
-loaded. What NIXL can't do, the store doesn't: objects are never deleted, and not counted.
+Tested with NIXL 1.5.1 over POSIX and, against a local Azurite, AZURE_BLOB. Its wheel also has OBJ
+and GDS, but not their libraries (cuObject, cuFile): `open` then reports that the plugin can't be
+loaded. NIXL can neither delete nor count objects, so without a `path` this store can't, either.
 
-A transfer that has begun can't be given up before it ends, since buffers are borrowed: as with a
-system call, the deadline is that of the caller, whose memory stays lent until then.
+A running transfer can't be aborted, since buffers are borrowed. As with a system call, time-outs
+are up to the caller, whose memory stays borrowed until the transfer ends.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ from kvbaton.connectors.stores.threaded import (
 from kvbaton.errors import ConfigError, StoreError
 
 LONGEST_NAP_S = 0.001
-"""Between two questions whether a transfer has ended; the first ones come at once."""
+"""Maximum seconds between two polls of a transfer."""
 FIRST_NAP_S = 0.00001
+"""Seconds before the second poll of a transfer; the pause doubles with each poll."""
 
 _FILE, _OBJECT, _HOST = "FILE", "OBJ", "DRAM"
 _ROW = np.dtype(np.uint64)
@@ -52,14 +53,14 @@ class NixlStore(ThreadedStore):
     """Keeps objects through a storage plugin of NIXL; see the module.
 
     Args:
-        name: see `Store.name`.
-        backend: the plugin, as NIXL names it.
-        path: directory of the files, for a plugin of files; None for one of objects.
-        params: of the plugin, as NIXL documents them: ``{"use_uring": "true"}``, ``{"bucket":
-            "kv", "endpoint_override": "http://..."}``, ``{"container_name": "kv", ...}``.
-        max_bytes: see `FilesystemStore`; only with `path`.
-        threads: see `ThreadedStore`.
-        touch_seconds: see `FilesystemStore`.
+        name: See `Store.name`.
+        backend: NIXL's name of the plugin.
+        path: Directory of the files, for a file plugin; None for an object plugin.
+        params: Parameters of the plugin, as NIXL documents them: ``{"use_uring": "true"}``,
+            ``{"bucket": "kv", "endpoint_override": "http://..."}``, ``{"container_name": "kv"}``.
+        max_bytes: See `FilesystemStore`; only with `path`.
+        threads: See `ThreadedStore`.
+        touch_seconds: See `FilesystemStore`.
 
     Raises:
         ConfigError: `max_bytes` without `path`.
@@ -95,12 +96,12 @@ class NixlStore(ThreadedStore):
 
 
 class NixlPlugin:
-    """A NIXL agent with one storage plugin. Any thread may call it.
+    """A NIXL agent with one storage plugin. Thread-safe.
 
     Args:
-        backend: the plugin.
-        params: of the plugin.
-        kind: of memory that it must deal with besides the host's.
+        backend: Name of the plugin.
+        params: Parameters of the plugin.
+        kind: Kind of memory that the plugin must support besides host memory: ``FILE`` or ``OBJ``.
     """
 
     def __init__(self, backend: str, params: dict[str, str], kind: str) -> None:
@@ -115,8 +116,8 @@ class NixlPlugin:
         """Load the plugin.
 
         Raises:
-            ConfigError: there is none of this name, its libraries are missing, it refuses its
-                parameters or deals with other kinds of memory.
+            ConfigError: There is no plugin of this name, its libraries are missing, it refuses its
+                parameters, or it does not support the kind of memory.
         """
         library = load_nixl("--store")
         self.errors = (OSError, *library.errors)
@@ -143,7 +144,7 @@ class NixlPlugin:
         self._api = api
 
     def close(self) -> None:
-        """Destroy the agent, with all that is registered."""
+        """Destroy the agent, with all registrations."""
         self._api, self._regions = None, []
 
     def register(self, regions: Sequence[memoryview]) -> None:
@@ -156,16 +157,16 @@ class NixlPlugin:
         self._regions = [(address, address + size) for address, size, *_ in rows]
 
     def move(self, way: str, pieces: Pieces, file: int, key: str = "") -> None:
-        """Move pieces, one after the other, and wait until that is done.
+        """Read or write pieces, in order, and wait for the end.
 
         Args:
             way: ``READ`` or ``WRITE``.
-            pieces: in host memory; not all of them empty.
-            file: descriptor of an open file, or a number that is the object's for this call.
-            key: of the object.
+            pieces: Pieces in host memory; not all of them empty.
+            file: Descriptor of an open file, or a number that identifies the object in this call.
+            key: Name of the object.
 
         Raises:
-            OSError, NIXL's own: it failed.
+            OSError, NIXL's exceptions: The transfer failed.
         """
         own = [(_address(piece), len(piece), 0) for piece in pieces if len(piece)]
         local = np.array(own, _ROW)
@@ -189,7 +190,7 @@ class NixlPlugin:
                 self._api.deregister_memory(registered, backends=[self.name])
 
     def exist(self, keys: Sequence[str]) -> list[bool]:
-        """Which objects are there."""
+        """Per name, whether the object is there."""
         if not keys:
             return []
         rows = [(0, 0, 0, key) for key in keys]
@@ -212,7 +213,7 @@ class NixlPlugin:
 
 
 class NixlMover(FileMover):
-    """Moves bytes of files."""
+    """Moves bytes of files through the plugin."""
 
     def __init__(self, plugin: NixlPlugin) -> None:
         self._plugin = plugin
@@ -226,7 +227,7 @@ class NixlMover(FileMover):
             self._plugin.move("WRITE" if write else "READ", pieces, file)
         except self._plugin.errors as error:
             disk = os.fstatvfs(file)
-            if write and disk.f_bavail * disk.f_frsize < num_bytes:  # it does not tell why
+            if write and disk.f_bavail * disk.f_frsize < num_bytes:  # NIXL gives no reason
                 raise OSError(errno.ENOSPC, str(error)) from error
             if isinstance(error, OSError):
                 raise
@@ -257,7 +258,7 @@ class NixlFiles(Files):
 
 
 class NixlObjects(ClientBackend):
-    """The backend of a `NixlStore` without one."""
+    """The backend of a `NixlStore` without a directory."""
 
     capabilities = StoreCapabilities(persistent=True, shared=True, pins=False, deletes=False)
 
@@ -266,11 +267,11 @@ class NixlObjects(ClientBackend):
         self._numbers = itertools.count(1)
 
     def open(self) -> None:
-        """Load the plugin and ask its service for an object.
+        """Load the plugin and look up an object, to reach its service.
 
         Raises:
-            ConfigError: see `NixlPlugin.open`.
-            StoreError: the service can't be reached.
+            ConfigError: See `NixlPlugin.open`.
+            StoreError: The service can't be reached.
         """
         self._plugin.open()
         with self._asking("look into"):
@@ -294,10 +295,10 @@ class NixlObjects(ClientBackend):
                 try:
                     self._plugin.move("READ", [sealed], next(self._numbers), _path(key))
                     break
-                except self._plugin.errors:  # of which none says that there is no such object
+                except self._plugin.errors:  # none of them means that the object is missing
                     if not self._plugin.exist([_path(key)])[0]:
                         return False
-                    if last:  # else somebody may have stored it just now
+                    if last:  # the first time it may have been stored just now: retry
                         raise
         return unseal(self, key, sealed, target)
 

@@ -1,10 +1,10 @@
 """Objects as values of a Redis server.
 
-``PREFIX<key in hex>`` is one string: checksum (`threaded.seal`), namespace and tenant, bytes. A
-string is set as a whole or not at all, so no reader sees a part. An object's time to live is that
-of its value. A claim is a value besides, ``PREFIXclaim:<key in hex>``, which only one can set.
-Whether the server evicts, and what it keeps over a restart, is up to its own configuration; without
-eviction a full server refuses, which is False.
+An object is one string ``PREFIX<key in hex>``: checksum (`threaded.seal`), namespace and tenant,
+bytes. Redis sets a string as a whole or not at all, so no reader sees a part of it. The object's
+time to live is that of the string. A claim is another string, ``PREFIXclaim:<key in hex>``, which
+only one client can set. Whether the server evicts, and what it keeps over a restart, depends on its
+configuration; a full server without eviction refuses a store, and the answer is False.
 """
 
 from __future__ import annotations
@@ -51,33 +51,34 @@ except ImportError as error:
 
 _log = logging.getLogger(__name__)
 _LOST = (ConnectionError,)
-"""What is tried again: a lost connection, but not a server that is silent."""
+"""Errors after which a call is retried: lost connections, but not time-outs."""
 LABELS = struct.Struct(f"{MAX_LABEL}s{MAX_LABEL}s")
-"""Namespace and tenant, sealed with the bytes behind them."""
+"""Namespace and tenant; the checksum covers them and the object's bytes after them."""
 HEAD_BYTES = SEAL_BYTES + LABELS.size
+"""Bytes of a value before the object's bytes."""
 _LABEL = re.compile(rb"([\w.-]*)\0*")
 _KEY = re.compile(rb"[0-9a-f]{%d}" % (2 * KEY_BYTES))
 _SCANNED = 1000
-"""Names that the server goes through at a time; meanwhile it answers nobody else."""
+"""Number of names that the server scans per call, during which it serves no other client."""
 _FIGURES_S = 5.0
-"""Figures of the server get as old before a lookup asks for new ones."""
+"""Age in seconds after which a lookup reads the server's statistics again."""
 _LONGEST_MS = 1 << 50
-"""Redis takes no time to live that is much longer."""
+"""Maximum time to live in ms; Redis takes none that is much longer."""
 
 
 class RedisStore(ThreadedStore):
     """Keeps objects in a Redis server; see the module.
 
     Args:
-        name: see `Store.name`.
+        name: See `Store.name`.
         url: ``redis://[user:password@]host:port/database``, ``rediss://`` with TLS, or
             ``unix://path``. Options of redis-py's connections may follow as a query.
-        prefix: of the names of its values; stores with one prefix share their objects.
-        ttl_s: an object that nobody used for so many seconds is dropped; None to drop each at the
-            end of the time to live that a node gives it (``--store-ttl``), or never.
-        threads: see `ThreadedStore`; one connection each.
-        timeout_s: the longest that a read, a write or a connect waits for the server.
-        retries: how often a call tries again after it lost its connection.
+        prefix: Prefix of the values' names; stores with the same prefix share their objects.
+        ttl_s: Seconds after its last use at which an object expires. None: an object expires after
+            the time to live that a node gives it (``--store-ttl``), or never.
+        threads: See `ThreadedStore`; one connection per thread.
+        timeout_s: Time-out in seconds of a connect, a read and a write.
+        retries: Number of retries of a call after a lost connection.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class RedisValues(ClientBackend):
             shared=True,
             pins=False,
             hints=True,
-            expires=ttl_s is None,  # else use would prolong what is to end
+            expires=ttl_s is None,  # with `ttl_s`, use would prolong an object's time to live
             prefix=True,
             claims=True,
             namespaces=True,
@@ -123,7 +124,7 @@ class RedisValues(ClientBackend):
         except ValueError as error:
             raise ConfigError("url", f"is not one of a Redis server: {error}") from error
         self._redis = Redis(connection_pool=self._pool)
-        where = self._pool.connection_kwargs  # without what the URL says besides
+        where = self._pool.connection_kwargs  # for messages: only the address, no password
         server = f"{where.get('host', 'localhost')}:{where.get('port', 6379)}"
         self._where = str(where.get("path") or server)
         self._usage, self._asked_at = Usage(), -math.inf
@@ -131,16 +132,16 @@ class RedisValues(ClientBackend):
         self._claims = HeldClaims()
 
     def open(self) -> None:
-        """Ask the server for its limit.
+        """Connect and read the server's statistics.
 
         Raises:
-            StoreError: it can't be reached, or refuses us.
+            StoreError: The server can't be reached, or refuses access.
         """
         with self._asking("reach"):
             self._ask_figures()
 
     def close(self) -> None:
-        """Give claims back and close the connections."""
+        """Remove own claims and close the connections."""
         try:
             self._unlink(map(self._claim_name, self._claims.take(self._claims.keys())))
         except StoreError as error:
@@ -149,7 +150,7 @@ class RedisValues(ClientBackend):
         self._pool.disconnect()
 
     def usage(self) -> Usage:
-        """The server's limit and figures of all that it keeps: it counts nothing by prefix."""
+        """Limit and statistics of the whole server, which does not count by prefix."""
         return self._usage
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
@@ -163,10 +164,10 @@ class RedisValues(ClientBackend):
             return [bool(found) for found in pipeline.execute()]
 
     def get(self, key: bytes, target: Pieces) -> bool:
-        """See `Backend.get`; a value that is not what it should be is removed."""
+        """See `Backend.get`; a damaged value is removed."""
         with self._asking("read"):
             name, lives_ms = self._name(key), self._ttl_ms
-            # To prolong a life is a write, which a replica refuses.
+            # GETEX only with `ttl_s`: it is a write, which a read-only replica refuses.
             value: Any = (
                 self._redis.get(name) if lives_ms is None else self._redis.getex(name, px=lives_ms)
             )
@@ -175,19 +176,19 @@ class RedisValues(ClientBackend):
         return unseal(self, key, memoryview(value), target, skip=LABELS.size)
 
     def put(self, key: bytes, source: Pieces, hints: Hints = NO_HINTS) -> bool:
-        """See `Backend.put`: the bytes are sent only if they are not there yet."""
+        """See `Backend.put`: the bytes are sent only if the object is not there yet."""
         name, num_bytes = self._name(key), HEAD_BYTES + sum(map(len, source))
         with self._asking("look into"):
             pipeline = self._redis.pipeline(transaction=False)
             pipeline.strlen(name)
             if self._ttl_ms is not None:
-                pipeline.pexpire(name, self._ttl_ms)  # its time starts anew
+                pipeline.pexpire(name, self._ttl_ms)  # storing again restarts its time to live
             held: int = pipeline.execute()[0]
         claims = [self._claim_name(claimed) for claimed in self._claims.take([key])]
         if held == num_bytes:
             self._unlink(claims)
             return True
-        # A value of another length is wrong for whoever asks now, so it is replaced.
+        # A value of another length is of no use to current readers: replace it.
         labels = LABELS.pack(hints.namespace.encode(), hints.tenant.encode())
         value = b"".join([seal(key, [memoryview(labels), *source]), labels, *source])
         lives_ms = self._ttl_ms
@@ -209,8 +210,8 @@ class RedisValues(ClientBackend):
         return self._unlink(map(self._name, dict.fromkeys(keys)))
 
     def claim(self, keys: Sequence[bytes]) -> list[bool]:
-        """See `Claiming.claim`: a round trip, and one more if some of them are there."""
-        until = time.monotonic() + CLAIM_S  # before the server begins to count
+        """See `Claiming.claim`: one round trip, and another if some objects are there."""
+        until = time.monotonic() + CLAIM_S  # taken before the server starts its timer
         pipeline = self._redis.pipeline(transaction=False)
         for key in keys:
             pipeline.set(self._claim_name(key), b"", nx=True, px=round(CLAIM_S * 1000))
@@ -218,7 +219,7 @@ class RedisValues(ClientBackend):
         with self._asking("claim in"):
             answers = pipeline.execute(raise_on_error=False)
             for answer in answers:
-                # A full server takes no claims either; to store will say that there is no room.
+                # A full server takes no claims, either; the store will then answer False.
                 if isinstance(answer, RedisError) and not isinstance(answer, OutOfMemoryError):
                     raise answer
         claims, present = answers[::2], answers[1::2]
@@ -241,7 +242,7 @@ class RedisValues(ClientBackend):
     def _labelled(self) -> Iterator[tuple[bytes, str, str, int]]:
         """Name, namespace, tenant and bytes of every object."""
         pattern = re.sub(rb"([\\*?\[\]^-])", rb"\\\1", self._prefix) + b"*"
-        cursor, seen = 0, set[Any]()  # the server may tell a name twice
+        cursor, seen = 0, set[Any]()  # the server may list a name twice
         while True:
             with self._asking("list"):
                 answer: Any = self._redis.scan(cursor, pattern, _SCANNED)
@@ -254,7 +255,7 @@ class RedisValues(ClientBackend):
                     pipeline.strlen(name)
                 answers = pipeline.execute()
             for name, labels, held in zip(new, answers[::2], answers[1::2], strict=True):
-                if len(labels) == LABELS.size:  # else gone meanwhile
+                if len(labels) == LABELS.size:  # else it was deleted meanwhile
                     told = [_LABEL.fullmatch(label) for label in LABELS.unpack(labels)]
                     if told[0] and told[1]:
                         yield name, told[0][1].decode(), told[1][1].decode(), held - HEAD_BYTES
@@ -262,7 +263,7 @@ class RedisValues(ClientBackend):
                 return
 
     def _ask_figures(self) -> None:
-        """Called by `open` and by the thread of lookups."""
+        """Read the server's statistics; called by `open` and by the lookup thread."""
         figures: Any = self._redis.info()
         counters = dict(self._usage.counters)
         for name in ("evicted_keys", "expired_keys"):

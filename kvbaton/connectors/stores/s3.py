@@ -1,12 +1,13 @@
-"""Objects in a bucket of S3, or of a service that speaks its protocol.
+"""Objects in a bucket of S3, or of a compatible service.
 
-``PREFIX/ab/abcd...``: checksum (`threaded.seal`) and bytes as one S3 object under the key in hex,
-with namespace and tenant in its metadata. It is shown only when all of it is there. What is too
-old, a lifecycle rule of the bucket removes. A claim is an empty object, ``PREFIX/claims/abcd...``,
-which only one can create; that of a process that died is void after `CLAIM_S`.
+An object is one S3 object ``PREFIX/ab/abcd...``, named by the key in hex: checksum
+(`threaded.seal`) and bytes, with namespace and tenant in its metadata. It becomes visible only once
+all of it is there. To remove old objects, give the bucket a lifecycle rule. A claim is an empty
+object, ``PREFIX/claims/abcd...``, which only one client can create; the claim of a process that
+died is void after `CLAIM_S`.
 
 Credentials and region come from `options` or from the usual variables (``AWS_ACCESS_KEY_ID``,
-``AWS_SECRET_ACCESS_KEY``, ``AWS_REGION``, ...); neither is ever logged.
+``AWS_SECRET_ACCESS_KEY``, ``AWS_REGION``, ...), and are never logged.
 """
 
 from __future__ import annotations
@@ -51,29 +52,29 @@ Told = TypeVar("Told")
 _log = logging.getLogger(__name__)
 _PATH = re.compile("[0-9a-f]{2}/[0-9a-f]{64}")
 _NOTHING = "nothing"
-"""Below it there are no objects: to list them only tells whether there is a bucket."""
+"""A prefix without objects; listing it only checks that the bucket exists."""
 _SEEN_S = 10.0
-"""Without any object that was there for so long, a lookup lists, to see that there is a bucket."""
+"""Seconds without any found object after which a lookup checks that the bucket exists."""
 
 
 class S3Store(ThreadedStore):
     """Keeps objects in a bucket; see the module.
 
     Args:
-        name: see `Store.name`.
-        url: ``s3://bucket/prefix``; the bucket exists.
-        endpoint: URL of another service than Amazon's.
-        options: more options of obstore's `S3Config` (``region``, ``access_key_id``,
+        name: See `Store.name`.
+        url: ``s3://bucket/prefix``; the bucket must exist.
+        endpoint: URL of a service other than Amazon's.
+        options: Further options of obstore's `S3Config` (``region``, ``access_key_id``,
             ``virtual_hosted_style_request``, ...).
-        conditional: whether the service knows conditional writes; without them, two who store the
-            same object at the same time both send it.
-        claims: let one of several nodes that compute the same prompt at once store it, for
-            three more requests (one written, one read, one deleted) for each object. Needs
-            conditional writes.
-        threads: see `ThreadedStore`.
-        lookups: keys that are looked at at the same time.
-        timeout_s: the longest that one request takes.
-        retry_s: no request that failed is tried again after so long.
+        conditional: Whether the service supports conditional writes. Without them, nodes that store
+            the same object at the same time all send it.
+        claims: Let only one of several nodes that compute the same prompt at the same time store
+            it. This takes three more requests per object (one write, one read, one delete), and
+            needs conditional writes.
+        threads: See `ThreadedStore`.
+        lookups: Number of keys that are looked up at the same time.
+        timeout_s: Time-out of one request in seconds.
+        retry_s: Seconds after which a failed request is not retried any more.
     """
 
     def __init__(
@@ -125,16 +126,16 @@ class S3Objects(ClientBackend):
         self._claims = HeldClaims()
 
     def open(self) -> None:
-        """See that the bucket is there.
+        """Check that the bucket exists.
 
         Raises:
-            StoreError: there is no such bucket, or it refuses us.
+            StoreError: The bucket does not exist, or refuses access.
         """
         with self._asking("list"):
             self._see_bucket()
 
     def close(self) -> None:
-        """Give claims back."""
+        """Remove own claims."""
         try:
             self._drop(self._claims.keys())
         except StoreError as error:
@@ -142,11 +143,11 @@ class S3Objects(ClientBackend):
         super().close()
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """See `Backend.contains`: one request per key, many at the same time."""
+        """See `Backend.contains`: one request per key, up to `lookups` at the same time."""
         return [size is not None for size in self._sizes(keys)]
 
     def get(self, key: bytes, target: Pieces) -> bool:
-        """See `Backend.get`; an object that is not what it should be is removed."""
+        """See `Backend.get`; a damaged object is removed."""
         with self._asking("read"):
             try:
                 value = memoryview(obstore.get(self._bucket, _path(key)).bytes())
@@ -157,13 +158,13 @@ class S3Objects(ClientBackend):
         return unseal(self, key, value, target)
 
     def put(self, key: bytes, source: Pieces, hints: Hints = NO_HINTS) -> bool:
-        """See `Backend.put`: the bytes are sent only if they are not there yet."""
+        """See `Backend.put`: the bytes are sent only if the object is not there yet."""
         [held] = self._sizes([key])
         if held != SEAL_BYTES + sum(map(len, source)):
-            # An object of another length is wrong for whoever asks now, so it is replaced.
+            # An object of another length is of no use to current readers: replace it.
             create = self._conditional and held is None
             labels = {"namespace": hints.namespace, "tenant": hints.tenant}
-            # Another one was faster, or our own first try that lost its answer.
+            # It exists: another client was faster, or the answer to a first attempt was lost.
             with self._asking("write to"), suppress(AlreadyExistsError):
                 obstore.put(
                     self._bucket,
@@ -177,16 +178,16 @@ class S3Objects(ClientBackend):
         return True
 
     def remove(self, keys: Sequence[bytes]) -> int:
-        """See `Backend.remove`; of two who remove the same object, both may count it."""
+        """See `Backend.remove`; two clients that remove the same object may both count it."""
         unique = list(dict.fromkeys(keys))
         there = zip(unique, self.contains(unique), strict=True)
         return self._delete([_path(key) for key, found in there if found])
 
     def claim(self, keys: Sequence[bytes]) -> list[bool]:
-        """See `Claiming.claim`: two requests for each key, three for one that is there.
+        """See `Claiming.claim`: two requests per key, three if its object is there.
 
-        One who had a claim before us may store its object until we have ours, so it is looked for
-        after that.
+        A former holder of a claim may store the object until this client has the claim, so objects
+        are looked up after that.
         """
 
         async def take(key: bytes) -> bool:
@@ -198,10 +199,10 @@ class S3Objects(ClientBackend):
                     return True
                 with suppress(FileNotFoundError):
                     made = (await obstore.head_async(self._bucket, path))["last_modified"]
-                    # One of a time ahead is void, too: the clock was set back since.
+                    # A time in the future is void as well: the clock was set back.
                     if abs(datetime.now(UTC) - made) < timedelta(seconds=CLAIM_S):
                         return False
-                    await obstore.delete_async(self._bucket, path)  # of one who died
+                    await obstore.delete_async(self._bucket, path)  # its holder has died
             return False
 
         self._claims.forget_void()
@@ -214,11 +215,11 @@ class S3Objects(ClientBackend):
         return [key in ours for key in keys]
 
     def namespaces(self) -> dict[str, Usage]:
-        """See `Namespaced.namespaces`: a request for each object, and for each 1,000."""
+        """See `Namespaced.namespaces`: one request per object, and one per 1,000 objects."""
         return usage_by_namespace(found[1:] for found in self._labelled())
 
     def clear(self, namespace: str) -> int:
-        """See `Namespaced.clear`: as many requests as `namespaces` makes, and deletions."""
+        """See `Namespaced.clear`: the requests of `namespaces`, and deletions."""
         found = self._labelled()
         return self._delete([path for path, held_in, *_ in found if held_in == namespace])
 
@@ -246,18 +247,18 @@ class S3Objects(ClientBackend):
             yield from filter(None, found)
 
     def _drop(self, keys: Sequence[bytes]) -> None:
-        """Give back those claims of these keys that are ours."""
+        """Remove own claims of `keys`."""
         self._delete([_claim_path(key) for key in self._claims.take(keys)])
 
     def _delete(self, paths: list[str]) -> int:
-        """Delete what is at these paths; returns how many there are."""
+        """Delete the objects at `paths`; returns the number of paths."""
         if paths:
             with self._asking("delete from"):
                 obstore.delete(self._bucket, paths)
         return len(paths)
 
     def _sizes(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Bytes of the objects with their checksums, None for those that are not there."""
+        """Bytes of each object with its checksum; None for missing ones."""
 
         async def size(key: bytes) -> int | None:
             try:
@@ -270,7 +271,7 @@ class S3Objects(ClientBackend):
             if any(found is not None for found in sizes):
                 self._seen_at = time.monotonic()
             elif time.monotonic() > self._seen_at + _SEEN_S:
-                self._see_bucket()  # a HEAD says the same of an object that is not there
+                self._see_bucket()  # HEAD answers the same for a missing object and bucket
         return sizes
 
     def _see_bucket(self) -> None:
@@ -280,7 +281,7 @@ class S3Objects(ClientBackend):
     def _at_once(
         self, ask: Callable[[Asked], Awaitable[Told]], many: Sequence[Asked]
     ) -> list[Told]:
-        """Answers in order, of so many requests at a time."""
+        """Answers in order, with up to `lookups` requests at a time."""
 
         async def in_turn(one: Asked, turns: asyncio.Semaphore) -> Told:
             async with turns:
@@ -298,7 +299,7 @@ class S3Objects(ClientBackend):
             try:
                 yield
             except (BaseError, OSError) as error:
-                # That an object is not there has been caught: it is a miss.
+                # A missing object was caught before, so this means a missing bucket.
                 if not isinstance(error, FileNotFoundError) and "NoSuchBucket" not in str(error):
                     raise
                 missing = f"there is no bucket {urlsplit(self._url).netloc!r}"

@@ -1,4 +1,4 @@
-"""A store over a client with blocking calls: its author writes a `Backend`, threads do the rest."""
+"""Stores over clients with blocking calls: a `Backend` makes the calls, in a pool of threads."""
 
 from __future__ import annotations
 
@@ -22,28 +22,34 @@ from kvbaton.errors import ConfigError, StoreError
 
 
 class BatchLimit(NamedTuple):
-    """What a thread takes at a time: so many objects at most, none after so many bytes."""
+    """Limit of a batch, which one thread moves at a time.
+
+    Attributes:
+        objects: Maximum number of objects.
+        num_bytes: Bytes from which on no further object is added.
+    """
 
     objects: int
     num_bytes: int
 
 
 ONE = BatchLimit(1, 1)
+"""One object per call."""
 MANY = BatchLimit(128, 32 << 20)
-"""For a `BatchBackend`: a prompt is one call, unless it is long."""
+"""Default limit for a `BatchBackend`: one call for all objects of a prompt, unless it is long."""
 
 
 class Backend(Protocol):
-    """Blocking calls on one object, or a few. Every method may run in several threads at once.
+    """Blocking calls on one or a few objects. Every method may run in several threads at once.
 
-    They raise `StoreError` for what an operator should see, and nothing else. One whose
-    capabilities say ``hints`` has ``put(key, source, hints)``; for ``prefix``, ``claims`` and
-    ``namespaces`` see `DeclaredBackend`.
+    Methods raise `StoreError` for what an operator should see, and nothing else. If the
+    capabilities declare ``hints``, `put` is ``put(key, source, hints)``; for ``prefix``,
+    ``claims`` and ``namespaces`` see `DeclaredBackend`.
     """
 
     @property
     def capabilities(self) -> StoreCapabilities:
-        """What the store can do; `pins` is False, since threads can't keep others from evicting."""
+        """What the store can do; `pins` is False, since threads can't prevent evictions."""
 
     def open(self) -> None:
         """See `Store.open`."""
@@ -52,49 +58,49 @@ class Backend(Protocol):
         """See `Store.health`."""
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which of the keys are there."""
+        """Per key, whether its object is there."""
 
     def get(self, key: bytes, target: Pieces) -> bool:
-        """Fill `target`; False if the object is gone, torn, corrupt or of another length."""
+        """Read an object into `target`; False if it is gone, torn, corrupt or of another length."""
 
     def put(self, key: bytes, source: Pieces) -> bool:
-        """Keep an object, whole or not at all; True if it is there now, False without room."""
+        """Store an object, whole or not at all; True if it is there now, False without room."""
 
     def remove(self, keys: Sequence[bytes]) -> int:
-        """Forget objects; how many were there."""
+        """Delete objects; returns how many were there."""
 
     def usage(self) -> Usage:
         """See `Store.usage`."""
 
     def close(self) -> None:
-        """Give everything back; no other call is running."""
+        """Free all resources; no other call is running."""
 
 
 @runtime_checkable
 class BatchBackend(Protocol):
-    """What a `Backend` has besides, if its client is faster with many objects in one call."""
+    """Further methods of a `Backend` whose client is faster with many objects per call."""
 
     def get_many(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> Sequence[bool]:
-        """`Backend.get` of many, whose targets do not overlap; a key may be there twice."""
+        """`Backend.get` for several objects. Targets do not overlap; a key may occur twice."""
 
     def put_many(self, keys: Sequence[bytes], sources: Sequence[Pieces]) -> Sequence[bool]:
-        """`Backend.put` of many: those that are kept are whole, whatever becomes of the others."""
+        """`Backend.put` for several objects. Each is stored whole or not at all, independently."""
 
 
 class DeclaredBackend(Protocol):
-    """What a `Backend` has besides, as far as its capabilities declare it."""
+    """Further methods of a `Backend`, each required by a declared capability."""
 
     def longest_prefix(self, keys: Sequence[bytes]) -> int:
-        """``prefix``: how many of the keys are there before the first one that is not."""
+        """For ``prefix``: number of keys before the first one whose object is missing."""
 
     def claim(self, keys: Sequence[bytes]) -> list[bool]:
-        """``claims``: see `Claiming.claim`."""
+        """For ``claims``: see `Claiming.claim`."""
 
     def namespaces(self) -> dict[str, Usage]:
-        """``namespaces``: see `Namespaced.namespaces`."""
+        """For ``namespaces``: see `Namespaced.namespaces`."""
 
     def clear(self, namespace: str) -> int:
-        """Likewise: see `Namespaced.clear`."""
+        """For ``namespaces``: see `Namespaced.clear`."""
 
 
 _DECLARED = {
@@ -102,7 +108,7 @@ _DECLARED = {
     "claims": ["claim"],
     "namespaces": ["namespaces", "clear"],
 }
-"""Of a `DeclaredBackend`, by the capability that says so."""
+"""Required methods of `DeclaredBackend`, by capability."""
 
 
 def _check_backend(name: str, backend: object) -> None:
@@ -129,7 +135,7 @@ def _lacks(thing: object, names: Iterable[str]) -> str:
 
 
 def usage_by_namespace(found: Iterable[tuple[str, str, int]]) -> dict[str, Usage]:
-    """What is kept by namespace, of each object's namespace, tenant and bytes."""
+    """Usage by namespace, from the (namespace, tenant, bytes) of each object."""
     objects, held = Counter[str](), Counter[str]()
     tenants = dict[str, Counter[str]]()
     for namespace, tenant, num_bytes in found:
@@ -144,18 +150,18 @@ def usage_by_namespace(found: Iterable[tuple[str, str, int]]) -> dict[str, Usage
 
 
 def check_positive(**options: float) -> None:
-    """Raise `ConfigError` by the name of the first option that is not above 0."""
+    """Raise `ConfigError` naming the first option that is not above 0."""
     for name, value in options.items():
         if not value > 0:
             raise ConfigError(name, f"must be above 0, not {value:g}")
 
 
 class ClientBackend(ABC):
-    """What backends over a client share: how its last call went, and what most of them do alike.
+    """Base of backends over a client: health from the client's last call, and default methods.
 
     Attributes:
-        prefix_step: keys of a prefix that are looked for at first.
-        prefix_growth: and so many times as many each further time.
+        prefix_step: Number of keys of a prefix in the first call of `contains`.
+        prefix_growth: Factor by which this number grows with each further call.
     """
 
     prefix_step, prefix_growth = 128, 1
@@ -166,7 +172,7 @@ class ClientBackend(ABC):
         """See `Backend.contains`."""
 
     def longest_prefix(self, keys: Sequence[bytes]) -> int:
-        """See `DeclaredBackend.longest_prefix`: what comes long after a gap is not looked at."""
+        """See `DeclaredBackend.longest_prefix`; keys far behind a missing one are not looked up."""
         start, count = 0, self.prefix_step
         while start < len(keys):
             present = self.contains(keys[start : start + count])
@@ -176,15 +182,15 @@ class ClientBackend(ABC):
         return len(keys)
 
     def remove(self, keys: Sequence[bytes]) -> int:
-        """See `Backend.remove`; here nothing, as of a client that can't."""
+        """See `Backend.remove`; does nothing, for clients that can't delete."""
         return 0
 
     def usage(self) -> Usage:
-        """See `Store.usage`; here it is unknown."""
+        """See `Store.usage`; unknown by default."""
         return Usage()
 
     def health(self) -> str | None:
-        """See `Store.health`: the error of the last call, if it had one."""
+        """See `Store.health`: the error of the client's last call, if it failed."""
         return self._trouble
 
     def close(self) -> None:
@@ -193,11 +199,11 @@ class ClientBackend(ABC):
 
     @contextmanager
     def _calling(self, what: str, *errors: type[Exception]) -> Iterator[None]:
-        """These errors of a call are `StoreError`, and the health until a call works.
+        """Turn a client's errors into `StoreError`; they are the health until a call succeeds.
 
         Args:
-            what: begins the message, "can't read X", say.
-            errors: of the client; of their texts the first line is told.
+            what: Start of the message, for example "can't read X".
+            errors: Exceptions of the client; the message has the first line of their text.
         """
         try:
             yield
@@ -210,52 +216,52 @@ class ClientBackend(ABC):
 
 
 class HeldClaims:
-    """Which claims in a shared store are ours, and until when nobody else can have them."""
+    """The claims in a shared store that this process holds, and when they expire."""
 
     def __init__(self) -> None:
         self._until: dict[bytes, float] = {}
         self._lock = threading.Lock()
 
     def keys(self) -> list[bytes]:
-        """All of them, void ones too."""
+        """Keys of all claims, including expired ones."""
         return list(self._until)
 
     def add(self, keys: Iterable[bytes], until: float) -> None:
-        """They are ours until a monotonic time."""
+        """Note that claims are held until time `until` of the monotonic clock."""
         with self._lock:
             self._until.update(dict.fromkeys(keys, until))
 
     def take(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Those of these that are ours, which they then no longer are."""
+        """Remove the claims of `keys`; returns the keys of those that had not expired."""
         now = time.monotonic()
         with self._lock:
             return [key for key in keys if self._until.pop(key, 0.0) > now]
 
     def forget_void(self) -> None:
-        """What was not stored after all, and is void by now, is nobody's to give back."""
+        """Remove expired claims, whose objects were never stored."""
         now = time.monotonic()
         with self._lock:
             self._until = {key: end for key, end in self._until.items() if end > now}
 
 
 class ThreadedStore:
-    """Makes a `Store` of a `Backend`.
+    """A `Store` over a `Backend`.
 
-    Lookups have a thread of their own, loads and stores have pools of their own: a lookup never
-    waits behind bytes, a load never behind those that are saved.
+    Lookups have a thread of their own, and loads and stores a pool each: lookups never wait for
+    transfers, and loads never wait for stores.
 
     Args:
-        name: see `Store.name`.
-        backend: does the work.
-        threads: objects, or calls of a `BatchBackend`, that load at the same time, and as many that
-            store.
+        name: See `Store.name`.
+        backend: Makes the blocking calls.
+        threads: Size of the pool for loads, and of that for stores. Each thread moves one object
+            at a time or, with a `BatchBackend`, one batch.
 
     Attributes:
-        load_limit: what a thread loads at a time; more than `ONE` needs a `BatchBackend`.
-        store_limit: likewise.
+        load_limit: Maximum batch of one load call; more than `ONE` needs a `BatchBackend`.
+        store_limit: Likewise for stores.
 
     Raises:
-        ConfigError: there are no threads, or `backend` is no `Backend`.
+        ConfigError: `threads` is below 1, or `backend` is no `Backend`.
     """
 
     def __init__(self, name: str, backend: Backend, *, threads: int = 4) -> None:
@@ -298,7 +304,7 @@ class ThreadedStore:
         """See `Store.release`; there are no pins."""
 
     def load(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> Future[list[bool]]:
-        """See `Store.load`; one thread per object, or per batch."""
+        """See `Store.load`; each object, or batch, is loaded by one thread."""
         if self.load_limit is ONE:
             return self._move("load", _one_by_one(self.backend.get), ONE, keys, targets)
         action = _together(cast(BatchBackend, self.backend).get_many)
@@ -311,7 +317,7 @@ class ThreadedStore:
         *,
         hints: Sequence[Hints] | None = None,
     ) -> Future[list[bool]]:
-        """See `Store.store`; one thread per object, or per batch."""
+        """See `Store.store`; each object, or batch, is stored by one thread."""
         given: list[Sequence[Any]] = [keys, sources]
         if self.capabilities.hints:
             given.append([NO_HINTS] * len(keys) if hints is None else hints)
@@ -341,7 +347,7 @@ class ThreadedStore:
         return self.backend.usage()
 
     def close(self) -> None:
-        """See `Store.close`; what has not begun is cancelled, what runs is waited for."""
+        """See `Store.close`; cancels calls that have not begun, and waits for running ones."""
         pools, self._pools = self._pools, {}
         for moves in list(self._moves):
             moves.cancel()
@@ -363,7 +369,7 @@ class ThreadedStore:
 
 
 Action = Callable[[Sequence[tuple[Any, ...]]], Sequence[bool]]
-"""Moves a few objects, each given as key, pieces, and `Hints` where the backend takes them."""
+"""Moves a batch of objects, each given as key, pieces and, if the backend takes them, `Hints`."""
 
 
 def _one_by_one(move: Callable[..., bool]) -> Action:
@@ -375,18 +381,19 @@ def _together(move: Callable[..., Sequence[bool]]) -> Action:
 
 
 class Moves(Future[list[bool]]):
-    """Objects that a few threads move, each taking the next ones; done when all threads are.
+    """Future of one load or store call, whose batches several threads move.
 
-    The first error ends it and is its result. Cancelling stops what has not begun, whose answer is
-    then False. Since others may still run, the whole is never cancelled: it is done when no thread
-    touches a buffer any more.
+    Each thread takes the next batch until none is left; the future is done when all threads are.
+    The first error ends the call and becomes its result. Cancelling drops batches that have not
+    begun; their answers are False. The future itself is never cancelled, as running threads may
+    still access buffers.
 
     Args:
-        pool: runs the threads.
-        threads: how many of them, at most.
-        action: moves a few objects.
-        items: what `action` takes.
-        limit: of what a thread takes at a time.
+        pool: Pool that runs the threads.
+        threads: Maximum number of threads.
+        action: Moves one batch.
+        items: Arguments of `action` for each object.
+        limit: Limit of a batch.
     """
 
     def __init__(
@@ -400,7 +407,7 @@ class Moves(Future[list[bool]]):
         super().__init__()
         self.set_running_or_notify_cancel()
         self._waiting = deque(_batches([item[1] for item in items], limit))
-        """What no thread has taken yet."""
+        """Batches that no thread has taken yet."""
         self._answers = [False] * len(items)
         self._lock = threading.Lock()
         self._error: BaseException | None = None
@@ -422,9 +429,9 @@ class Moves(Future[list[bool]]):
         for _ in range(count):
             try:
                 self._workers.append(pool.submit(work))
-            except RuntimeError:  # no thread could be started, though one may run this all the same
+            except RuntimeError:  # no thread could be started; an existing one may still run `work`
                 if not self._workers:
-                    self._waiting.clear()  # then it finds nothing: the buffers are the caller's
+                    self._waiting.clear()  # it must find nothing: the caller owns the buffers again
                     raise
                 self._left = len(self._workers)
                 break
@@ -449,7 +456,7 @@ class Moves(Future[list[bool]]):
             self.set_result([])
 
     def cancel(self) -> bool:
-        """Stop what has not begun; always False."""
+        """Drop batches that have not begun; always returns False."""
         self._waiting.clear()
         for worker in self._workers:
             worker.cancel()
@@ -457,10 +464,10 @@ class Moves(Future[list[bool]]):
 
 
 def _batches(many: Sequence[Pieces], limit: BatchLimit) -> Iterator[slice]:
-    """Cut objects into what a thread takes at a time."""
+    """Cut objects into batches."""
     total = sum(map(len, chain.from_iterable(many)))
     if 0 < len(many) <= limit.objects and total < limit.num_bytes:
-        yield slice(0, len(many))  # a prompt's: not worth to look at each
+        yield slice(0, len(many))  # the usual case, without a loop over the objects
         return
     start = num_bytes = 0
     for end, pieces in enumerate(many, 1):
@@ -472,10 +479,11 @@ def _batches(many: Sequence[Pieces], limit: BatchLimit) -> Iterator[slice]:
 
 
 SEAL_BYTES = 16
+"""Length of a checksum in bytes."""
 
 
 def seal(key: bytes, pieces: Pieces) -> bytes:
-    """The checksum of an object: `SEAL_BYTES` bytes."""
+    """Checksum of an object's key and bytes, `SEAL_BYTES` long."""
     checksum = xxhash.xxh3_128(key)
     for piece in pieces:
         checksum.update(piece)
@@ -485,10 +493,11 @@ def seal(key: bytes, pieces: Pieces) -> bytes:
 def unseal(
     backend: Backend, key: bytes, sealed: memoryview, target: Pieces, *, skip: int = 0
 ) -> bool:
-    """Fill `target` with the bytes behind a checksum, as `Backend.get` answers.
+    """Check a stored value, checksum and bytes, and copy its bytes into `target`.
 
-    What is not what was stored under the key is removed; what has another length stays. Between
-    the checksum and the object's bytes may lie `skip` others, sealed with them.
+    Returns the answer of `Backend.get`. A value whose checksum is wrong is removed; one of another
+    length is kept. `skip` bytes between checksum and object are covered by the checksum, but not
+    copied.
     """
     body = sealed[SEAL_BYTES:]
     if seal(key, [body]) != sealed[:SEAL_BYTES]:

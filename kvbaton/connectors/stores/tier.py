@@ -1,4 +1,4 @@
-"""One of the stores of a `TieredStore`: asked unless it fails, and how it does."""
+"""One of the stores of a `TieredStore`, with its failures and statistics."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ from kvbaton.errors import StoreError, error_text
 Answer = TypeVar("Answer", Found, list[bool])
 T = TypeVar("T")
 WARN_S = 10.0
-"""Between two lines in the log about failures of one tier."""
+"""Minimum seconds between two warnings about failures of one tier."""
 
 logger = logging.getLogger(__name__)
 
 
 class Tier:
-    """One of the stores, and how it does.
+    """One of the stores, passed over while it fails.
 
     Args:
-        store: the store.
-        name: its name, made unique among the tiers.
-        retry_s: once in so long it is asked after it failed, or while it says that it can't serve.
+        store: The store.
+        name: Its name, made unique among the tiers.
+        retry_s: Interval in seconds at which the store is tried after a failure, or while its
+            `health` says that it can't serve.
 
     Attributes:
-        store, name: as given.
-        hits: objects that were loaded from it.
-        failures: calls that failed.
-        loaded_bytes: of objects that were loaded from it, copies for faster tiers included.
-        stored_bytes: of objects that it has taken, or had already.
+        store, name: As given.
+        hits: Number of objects loaded from it.
+        failures: Number of failed calls.
+        loaded_bytes: Bytes of objects loaded from it, including copies for faster tiers.
+        stored_bytes: Bytes of objects that it has taken, or had already.
     """
 
     def __init__(self, store: Store, name: str, retry_s: float) -> None:
@@ -50,13 +51,13 @@ class Tier:
         self._again_at = self._warn_at = 0.0
 
     def outage(self) -> str | None:
-        """Why it is passed over now; None if it is not."""
+        """Why the store is passed over now; None if it is not."""
         if time.monotonic() < self._again_at:
             return self._error
         return self._or(str, self.store.health)
 
     def usage(self) -> Usage:
-        """See `Store.usage`; of one that raises nothing is known."""
+        """See `Store.usage`; unknown if the store raises."""
         return self._or(lambda _: Usage(), self.store.usage)
 
     def release(self, ticket: int) -> None:
@@ -64,14 +65,14 @@ class Tier:
         self._or(lambda _: None, self.store.release, ticket)
 
     def _or(self, otherwise: Callable[[str], T], call: Callable[..., T], *arguments: int) -> T:
-        """What a call gives, or, if it raises, what is made of the error's text."""
+        """Result of a call, or, if it raises, of `otherwise` with the error's text."""
         try:
             return call(*arguments)
         except (Exception, SystemExit) as error:
             return otherwise(self._warn("fails", error))
 
     async def load(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> Sequence[bool] | None:
-        """The answers of `Store.load`, counted; None if there are none."""
+        """Call `Store.load` and count the bytes; None if it fails or is passed over."""
         found = await self.ask(partial(self.store.load, keys, targets), len(keys))
         self.loaded_bytes += _length_of(targets, found)
         return found
@@ -79,16 +80,17 @@ class Tier:
     async def save(
         self, keys: Sequence[bytes], sources: Sequence[Pieces], hints: Sequence[Hints] = ()
     ) -> list[bool] | None:
-        """The same of `Store.store`, with hints if there are any and the store takes them."""
+        """Call `Store.store`, with hints if it takes them; None if it fails or is passed over."""
         options: Any = {"hints": hints} if hints and self.store.capabilities.hints else {}
         kept = await self.ask(partial(self.store.store, keys, sources, **options), len(keys))
         self.stored_bytes += _length_of(sources, kept)
         return kept
 
     def _is_due(self) -> bool:
-        """Whether to ask it now: what its last call ended with is its health until another works.
+        """Whether to call the store now.
 
-        So one call in `retry_s` goes to a store that says that it can't serve.
+        A store whose `health` reports an error is called once per `retry_s`, since its health may
+        be the error of its last call until another one succeeds.
         """
         now = time.monotonic()
         if now < self._again_at:
@@ -105,13 +107,13 @@ class Tier:
         within: float | None = None,
         late: Callable[[Future[Answer]], None] | None = None,
     ) -> Answer | None:
-        """The answer to a call; None if there is none, or one for another number of keys.
+        """The answer to a call; None if the store is passed over, fails or answers wrongly.
 
         Args:
-            call: asks the store.
-            num_keys: of the call.
-            within: seconds to wait, for calls that borrow no buffers.
-            late: is given the future that was not waited for any longer, once it is done.
+            call: Calls the store.
+            num_keys: Number of keys of the call.
+            within: Seconds to wait, for calls that borrow no buffers; None for no limit.
+            late: Called with the future once it is done, if it took longer than `within`.
         """
         try:
             if not self._is_due():
@@ -123,7 +125,7 @@ class Tier:
                 if late is not None:
                     future.add_done_callback(late)
                 raise StoreError(f"no answer within {within:g} s")
-            if waiting.cancelled():  # by the store: who cancels us ends the wait above
+            if waiting.cancelled():  # by the store: cancelling this task ends the wait above
                 raise StoreError("the call was cancelled")
             answer = waiting.result()
             count = len(answer.present if isinstance(answer, Found) else answer)
@@ -138,7 +140,7 @@ class Tier:
         return answer
 
     def _warn(self, what: str, error: BaseException) -> str:
-        """Log what it raised, now and then; returns that as text."""
+        """Log an error, at most once per `WARN_S`; returns its text."""
         text = str(error) if isinstance(error, StoreError) else error_text(error)
         now = time.monotonic()
         if now >= self._warn_at:
@@ -148,26 +150,26 @@ class Tier:
 
 
 def _length_of(objects: Sequence[Pieces], which: Sequence[bool] | None) -> int:
-    """Bytes of those of these objects."""
+    """Bytes of the objects for which `which` is True."""
     pairs = zip(objects, which or (), strict=False)
     return sum(sum(map(len, pieces)) for pieces, there in pairs if there)
 
 
 class Allowance:
-    """Bytes that may be held at a time; any thread takes and gives."""
+    """A bound on bytes held at a time. Thread-safe."""
 
     def __init__(self, num_bytes: int) -> None:
         self._left = num_bytes
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int) -> bool:
-        """Whether there were as many."""
+        """Take bytes; returns False, and takes none, if fewer are left."""
         with self._lock:
             enough = num_bytes <= self._left
             self._left -= num_bytes if enough else 0
         return enough
 
     def give(self, num_bytes: int) -> None:
-        """Give some back."""
+        """Return bytes."""
         with self._lock:
             self._left += num_bytes

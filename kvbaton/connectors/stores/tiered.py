@@ -1,20 +1,23 @@
 """Stores as tiers, the fastest first: host memory, then files, then something remote.
 
-- `lookup` answers for all tiers together; each is only asked for what those before it lack.
-- `load` takes each object from the first tier that has it. With `promote`, what came from a slower
+- `lookup` answers for all tiers together; each tier is asked only for keys that those before it
+  lack.
+- `load` takes each object from the first tier that has it. With `promote`, an object from a slower
   tier is then stored in the faster ones, from a copy and after the caller has its answer.
-- With `prefetch`, a lookup starts to bring what only slower tiers have into the faster ones, while
-  the request that asked waits for its turn. Stores don't tell how long objects are, so that begins
-  once some were moved: their lengths are tried.
-- `store` writes into every tier (``through``), or into the first that takes it, whose evictions
-  are then written into the next (``on_eviction``; what the first tier holds is not written down
-  when it closes).
-- Hints go to the tiers that take them with what is stored, not with what is promoted or demoted:
-  copies have none, so namespaces are not cleared here, and time to live binds only without copies.
-- What is evicted is told once no tier has it, if all tiers tell of theirs.
-- A tier that fails or says that it can't serve is passed over; one call in `retry_s` asks it again.
+- With `prefetch`, a lookup also starts to copy objects from slower tiers into the faster ones,
+  while the request waits in the queue. Stores don't report the lengths of objects, so prefetching
+  begins once some objects were moved: their lengths are tried.
+- `store` writes into every tier (``through``), or into the first tier that takes the object. In
+  this mode (``on_eviction``) its evictions are written into the next tier; objects in the first
+  tier are not written down when it closes.
+- Hints are passed to tiers that take them on `store`, but not with promotions and demotions. Since
+  copies have no hints, namespaces can't be cleared here, and times to live bind only without
+  copies.
+- An eviction is reported once no tier has the object, if all tiers report theirs.
+- A tier that fails, or reports that it can't serve, is passed over; one call per `retry_s` tries it
+  again.
 
-Copies for all that goes on behind the caller's back are bounded; beyond the bound it is left out.
+The bytes of copies for background work are bounded; work beyond the bound is skipped.
 """
 
 from __future__ import annotations
@@ -48,39 +51,39 @@ from kvbaton.errors import ConfigError, StoreError
 
 T = TypeVar("T")
 PREFETCH_OBJECTS = 16
-"""Prefetched at a time."""
+"""Number of objects prefetched at a time."""
 LENGTHS = 4
-"""Different lengths of objects that are remembered."""
+"""Number of different object lengths that are remembered."""
 MOST_NAME = 64
-"""Characters of a counter's or a gauge's name."""
+"""Maximum length of a counter's or a gauge's name in characters."""
 COUNTED = ("hits", "failures", "loaded_bytes", "stored_bytes")
-"""What `usage` tells of each `Tier`."""
+"""Attributes of each `Tier` that `usage` reports as counters."""
 
 logger = logging.getLogger(__name__)
 
 
 class TieredStore(ComposedStore):
-    """Makes one store of several; see the module.
+    """Combines several stores into one; see the module.
 
     Args:
-        name: see `Store.name`.
-        tiers: specs of the stores, the fastest first.
+        name: See `Store.name`.
+        tiers: Specs of the stores, the fastest first.
         write: ``through`` or ``on_eviction``.
-        promote: whether what is loaded from a slower tier is kept in the faster ones.
-        prefetch: whether lookups promote as well.
-        lookup_s: a tier that does not answer a lookup by then is passed over.
-        retry_s: how long a tier is passed over after it failed.
-        copy_bytes: most bytes of copies at a time.
+        promote: Whether objects loaded from a slower tier are stored in the faster ones.
+        prefetch: Whether lookups promote as well.
+        lookup_s: Seconds after which a tier that does not answer a lookup is passed over.
+        retry_s: Seconds for which a tier is passed over after it failed.
+        copy_bytes: Maximum bytes of copies at a time.
 
     Attributes:
-        tiers: the stores.
-        counts: objects ``promoted``, ``prefetched`` and ``demoted``, and those that were ``left``
-            because there were too many at a time.
-        on_forget: see `Forgetting`; there only if all tiers have it.
+        tiers: The stores.
+        counts: Numbers of objects ``promoted``, ``prefetched`` and ``demoted``, and of those
+            ``left``, that is skipped because of `copy_bytes`.
+        on_forget: See `Forgetting`; exists only if all tiers have it.
 
     Raises:
-        ConfigError: a spec or a time is wrong, or a tier can't tell of the evictions that are to be
-            written.
+        ConfigError: A spec or a time is wrong; or `write` is ``on_eviction``, and a tier does not
+            report its evictions.
     """
 
     on_forget: Callable[[Sequence[bytes]], None] | None
@@ -135,10 +138,10 @@ class TieredStore(ComposedStore):
 
     @property
     def capabilities(self) -> StoreCapabilities:
-        """What all tiers can.
+        """The common capabilities of all tiers.
 
-        What is written to all of them outlives us if one of them does. Others see what a shared
-        tier has, but we don't see what they delete while a tier of our own has it, too.
+        Written through, objects are persistent if one tier is. The store is shared only if all
+        tiers are: a private tier would still have objects that another process has deleted.
         """
         every = [tier.store.capabilities for tier in self.tiers]
         through = self._write == "through"
@@ -157,19 +160,19 @@ class TieredStore(ComposedStore):
         )
 
     def health(self) -> str | None:
-        """See `Store.health`: one tier is enough."""
+        """See `Store.health`: one healthy tier is enough."""
         outages = self.outages()
         return None if len(outages) < len(self.tiers) else _told(outages)
 
     def outages(self) -> dict[str, str]:
-        """The tiers that are passed over now, and why."""
+        """The tiers that are passed over now, each with the reason."""
         every = {tier.name: tier.outage() for tier in self.tiers}
         return {name: reason for name, reason in every.items() if reason is not None}
 
     def usage(self) -> Usage:
-        """See `Store.usage`: copies of an object in several tiers count as many times.
+        """See `Store.usage`: an object in several tiers counts once per tier.
 
-        Counters and gauges are by tier, ``tier1_redis_...``, with the stores' own.
+        Counters and gauges are prefixed by tier, ``tier1_redis_...``, and include the stores' own.
         """
         every = [tier.usage() for tier in self.tiers]
         counters, gauges = dict[str, float](self.counts), dict[str, float]()
@@ -190,7 +193,7 @@ class TieredStore(ComposedStore):
             gauges=gauges,
         )
 
-    # --- what follows runs on the driver's thread, but for `_evicted` ---
+    # --- on the driver's thread, except for `_evicted` and `_gave_up` ---
 
     @override
     async def on_lookup(self, keys: list[bytes], pin: bool, prefix: bool) -> Found:
@@ -221,13 +224,13 @@ class TieredStore(ComposedStore):
     async def _find_prefix(
         self, keys: list[bytes], tickets: list[tuple[Tier, int]] | None = None
     ) -> list[int | None]:
-        """As `_find`, but None for all keys from the first one that no tier has."""
+        """Like `_find`, but with None for all keys from the first one that no tier has."""
         depths: list[int | None] = []
         while len(depths) < len(keys):
             found = await self._find(keys[len(depths) :], tickets, prefix=True)
             more = list(takewhile(lambda depth: depth is not None, found))
             depths += more
-            # Tiers before the one that had the last of them have not been asked for the next one.
+            # Tiers before the one that had the last key have not been asked for the next key.
             if not more or more[-1] == 0:
                 break
         return depths + [None] * (len(keys) - len(depths))
@@ -239,16 +242,16 @@ class TieredStore(ComposedStore):
         *,
         prefix: bool = False,
     ) -> list[int | None]:
-        """Per key the first tier that has it; pins it if the pins are wanted.
+        """Per key the first tier that has its object; pins it and adds to `tickets`, if given.
 
-        With `prefix` each tier looks no further than its first gap in what those before it lack.
+        With `prefix` each tier stops at its first missing one of the keys that it is asked for.
         """
         options: dict[str, Any] = {"pin": tickets is not None} | (
             {"prefix": True} if prefix else {}
         )
 
         def late(tier: Tier, future: Future[Found]) -> None:
-            """Give back pins that came after we stopped to wait."""
+            """Release pins of an answer that came too late."""
             ticket = None if future.cancelled() or future.exception() else future.result().ticket
             if ticket is not None and self.driver is not None:
                 self.driver.post(tier.release, ticket)
@@ -309,7 +312,7 @@ class TieredStore(ComposedStore):
         sources: Sequence[Pieces],
         hints: Sequence[Hints] = (),
     ) -> list[bool]:
-        """Store in several tiers at once; per object whether one has it."""
+        """Store in several tiers at once; returns per object whether one of them has it."""
         saving = (tier.save(keys, sources, hints) for tier in tiers)
         answers = []
         for answer in await asyncio.gather(*saving, return_exceptions=True):
@@ -322,7 +325,7 @@ class TieredStore(ComposedStore):
 
     @override
     async def on_delete(self, keys: list[bytes]) -> int:
-        # What is on its way arrives before; what is found meanwhile must not set out after it.
+        # Wait for moves in progress; `_deletes` and `_deleting` prevent new ones meanwhile.
         self._deletes += 1
         self._deleting += Counter(keys)
         try:
@@ -347,10 +350,10 @@ class TieredStore(ComposedStore):
     async def _in_turn(
         self, keys: list[bytes], ask: Callable[[Tier, list[int]], Awaitable[Sequence[bool] | None]]
     ) -> list[int | None]:
-        """Ask tier after tier for the objects that are left; per object the tier that said yes.
+        """Ask one tier after the other for the remaining objects; per object the one with True.
 
         Raises:
-            StoreError: no tier answered.
+            StoreError: No tier answered.
         """
         depths: list[int | None] = [None] * len(keys)
         demoted, asked_again = self.counts["demoted"], False
@@ -370,32 +373,32 @@ class TieredStore(ComposedStore):
             moved = moved or not self._moving.keys().isdisjoint(missed)
             if asked_again or not (missed and moved):
                 return depths
-            # What went down meanwhile was nowhere: not above any more, not yet below.
+            # An object that was demoted meanwhile was in no tier for a moment: ask once more.
             asked_again = True
             await self._settled(missed)
 
     def _no_tier(self) -> StoreError:
         return StoreError(f"no tier of {self.name} can serve: {_told(self.outages())}")
 
-    # --- behind the caller's back ---
+    # --- background work ---
 
     async def _store_above(
         self, what: str, depth: int, objects: dict[bytes, list[memoryview]]
     ) -> None:
-        """Store objects in the tiers before one."""
+        """Store objects in the tiers above `depth`, and count them as `what`."""
         stored = await self._store_in(self.tiers[:depth], list(objects), list(objects.values()))
         self.counts[what] += sum(stored)
 
     async def _prefetch(self, depth: int, keys: list[bytes]) -> None:
         for first in range(0, len(keys), PREFETCH_OBJECTS):
-            # Those that were loaded meanwhile are promoted anyway.
+            # Objects that were loaded meanwhile are promoted anyway.
             some = [k for k in keys[first : first + PREFETCH_OBJECTS] if k in self._to_prefetch]
             self._to_prefetch.difference_update(some)
             if some:
                 await asyncio.wait((self._move(some, self._fetch(depth, some)),))
 
     async def _fetch(self, depth: int, keys: list[bytes]) -> None:
-        """Bring objects of one tier into those before it; each length that was seen is tried."""
+        """Copy objects of one tier into those above it; tries each remembered length."""
         tier = self.tiers[depth]
         for num_bytes in reversed(list(self._lengths)):
             if not keys:
@@ -415,7 +418,7 @@ class TieredStore(ComposedStore):
             keys = [key for key in keys if key not in got]
 
     def _evicted(self, depth: int, key: bytes, pieces: Pieces) -> None:
-        """Take a copy of what a tier evicts, on whatever thread."""
+        """Copy an object that a tier evicts, to demote it; called on any thread."""
         driver = self.driver
         if driver is None or self._drop(key):
             return
@@ -424,12 +427,12 @@ class TieredStore(ComposedStore):
             driver.submit(self._demote(depth, key, data))
 
     def _gave_up(self, keys: Sequence[bytes]) -> None:
-        """A tier has given something up, on whatever thread."""
+        """Handle that a tier has evicted or expired objects; called on any thread."""
         if self.driver is not None and self.on_forget is not None:
             self.driver.submit(self._tell_forgotten(list(keys)))
 
     async def _tell_forgotten(self, keys: list[bytes]) -> None:
-        """Tell what no tier has any more."""
+        """Report the objects that no tier has any more."""
         await self._settled(keys)
         for start in range(0, len(keys), self.capabilities.max_keys):
             some = keys[start : start + self.capabilities.max_keys]
@@ -444,7 +447,7 @@ class TieredStore(ComposedStore):
                 self.on_forget(gone)
 
     def _drop(self, key: bytes) -> bool:
-        """Whether an evicted object is being deleted, and so goes no further."""
+        """Whether an evicted object is being deleted, and so must not be demoted."""
         if key not in self._deleting:
             return False
         self._dropped.add(key)
@@ -472,9 +475,9 @@ class TieredStore(ComposedStore):
     def _move(
         self, keys: Sequence[bytes], work: Coroutine[Any, Any, None], num_bytes: int = 0
     ) -> asyncio.Task[None]:
-        """Run what moves objects; meanwhile who wants one of them waits for it.
+        """Run a coroutine that moves objects; loads and deletes of `keys` wait for it.
 
-        When it ends, so many bytes that were taken for it are given back.
+        When it ends, `num_bytes` are returned to the allowance.
         """
         task = asyncio.get_running_loop().create_task(work)
         self._moving.update(dict.fromkeys(keys, task))
@@ -487,7 +490,7 @@ class TieredStore(ComposedStore):
             error = None if task.cancelled() else task.exception()
             if isinstance(error, StoreError):
                 logger.debug("objects were not moved: %s", error)
-            elif error is not None:  # nobody waits for the result: a store breaks its contract
+            elif error is not None:  # log it, as nobody awaits the task: a store has a bug
                 logger.error("objects were not moved", exc_info=error)
 
         task.add_done_callback(moved)

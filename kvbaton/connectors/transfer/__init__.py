@@ -1,1 +1,1 @@
-"""The transfer thread: the thread that carries out what the hand-over's state machines decide."""
+"""The transfer thread, which carries out the actions of the hand-over's state machines."""

@@ -13,14 +13,14 @@ class HandoverConfig:
 
     Attributes:
         transport: ``NAME[:JSON]`` or a dotted path; see `registry.load_transport`.
-        host: address that control channel and transport listen on.
-        control_port: of the control channel; 0 takes a free one.
-        cluster_key: secret shared by all nodes; without it everything stays on loopback.
-        peers: control addresses that may be dialled beside those the router vouches for.
-        timers: of the protocol.
-        max_transfers: hand-overs that a source has alive at once; it puts off those beyond.
-        max_blocks_per_peer: blocks that a target has reserved or in quarantine for one source;
-            None for no limit.
+        host: Address that control channel and transport listen on.
+        control_port: Port of the control channel; 0 takes a free one.
+        cluster_key: Secret shared by all nodes; without it everything stays on loopback.
+        peers: Control addresses that may be dialled beside those that the router vouches for.
+        timers: Timers of the protocol.
+        max_transfers: Maximum number of live hand-overs of a source; it refuses others for now.
+        max_blocks_per_peer: Maximum number of blocks that a target has reserved or in quarantine
+            for one source; None for no limit.
     """
 
     transport: str = "nixl"

@@ -1,7 +1,7 @@
-"""What P does to hand over: plans, waits for blocks to be ready, posts, watches the writes.
+"""P's I/O of a hand-over: plans writes, waits until blocks are final, posts and watches the writes.
 
-Writes are planned, and prepared where the transport can, while the step that computes their blocks
-still runs: once it is over, only the digests are folded.
+Writes are planned, and prepared if the transport can, while the step that computes their blocks
+still runs. Once it is done, only the digests remain to be folded.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class GroupSums(NamedTuple):
-    """Digest sums of consecutive logical blocks of one group: the first one, and per rank."""
+    """Digest sums of consecutive logical blocks of one group: first block, and sums per rank."""
 
     first_block: int
     of_ranks: list[Sums]
@@ -42,9 +42,9 @@ class _Write:
     """One rank pair's share of a write in flight.
 
     Attributes:
-        handles: of its parts.
-        broken: why it, or a part of it, could not be posted.
-        failed: its failure was reported; it is watched until it is terminal.
+        handles: Handles of its parts.
+        broken: Why the share, or a part of it, could not be posted; empty if it was.
+        failed: Its failure was reported; it is still watched until it is terminal.
     """
 
     order: events.Post
@@ -58,12 +58,12 @@ class _Write:
 
 @dataclass
 class _PlannedWrite:
-    """What a write moves.
+    """A write that is planned and not posted yet.
 
     Attributes:
-        rows: per rank pair.
-        prepared: of those pairs whose transport has made it ready.
-        needed_bytes: the least that could cross.
+        rows: Ranges to copy, per rank pair.
+        prepared: Prepared writes of the rank pairs whose transports can prepare.
+        needed_bytes: Minimum bytes to transfer, see `plan.needed_bytes`.
     """
 
     order: events.Post
@@ -76,8 +76,8 @@ class SourceWorker(TransferWorker):
     """Carries out a `Source`'s actions on transports; only the transfer thread calls it.
 
     Args:
-        source: the machine.
-        transports: one per rank, their memory registered.
+        source: The machine.
+        transports: One per rank, with memory registered.
     """
 
     def __init__(self, source: Source, transports: Sequence[Transport]) -> None:
@@ -100,7 +100,7 @@ class SourceWorker(TransferWorker):
         }
 
     def submit(self, event: events.SourceEvent, now: float) -> None:
-        """Take in what the engine reports; reports of one attempt keep their order."""
+        """Take in an event from the engine; reports of one attempt are handled in order."""
         if isinstance(event, events.FirstTokens) and event.result_at is not None:
             self.mark(event.attempt, "result", at=event.result_at)
         if isinstance(event, events.BlocksReady | events.FirstTokens):
@@ -125,7 +125,7 @@ class SourceWorker(TransferWorker):
         return bool(self._reports or self._closing or writing)
 
     def state(self) -> dict[str, Any]:
-        """What the machine and this thread know, for diagnosis."""
+        """State of the machine and of this worker, for diagnosis."""
         waiting = sum(isinstance(r, events.BlocksReady) for q in self._reports.values() for r in q)
         return {
             **super().state(),
@@ -134,7 +134,7 @@ class SourceWorker(TransferWorker):
         }
 
     def _are_final(self, event: events.BlocksReady) -> bool:
-        """Whether the blocks of a report are; their sums are kept until they are posted."""
+        """Whether the blocks of a report are final; if so, keeps their sums until the writes."""
         found = list[list[Sums]]()
         for _, pending in event.sums:
             if (of_ranks := pending.poll()) is None:
@@ -165,15 +165,15 @@ class SourceWorker(TransferWorker):
         self._look_at_closing(action.session, now)
 
     def _look_at_closing(self, session: bytes, now: float) -> None:
-        """Say that a session is closed once that is proven of all its connections.
+        """Report that a session is closed once all of its connections provably are.
 
-        Bytes read before may still be on the wire: writes are watched until each has ended.
+        Bytes read before may still be on the wire, so each write is watched until it has ended.
         """
         links = self._closing[session]
         for (own, other), link in list(links.items()):
             closed = self._close(own, link)
             if closed is None:
-                # Writes may read our memory still; where there is none nothing is left to prove.
+                # The transport can't tell: without writes nothing can read our memory.
                 closed = not any(write.order.session == session for write in self._writes)
             if closed:
                 del links[own, other]
@@ -182,7 +182,7 @@ class SourceWorker(TransferWorker):
             self.handle(events.Closed(session), now)
 
     def _abandon(self, action: events.Abandon, now: float) -> None:
-        """Nobody asks after the writes of a session any more."""
+        """Stop watching the writes of a session: D will not ask for them any more."""
         for write in [write for write in self._writes if write.order.session == action.session]:
             self._forget(write)
 
@@ -203,7 +203,7 @@ class SourceWorker(TransferWorker):
     # --- writes ---
 
     def _plan_ahead(self, report: events.BlocksReady) -> None:
-        """Plan the writes of blocks that a step still computes."""
+        """Plan and prepare the writes of blocks that a step still computes."""
         record = self.source.live.get(report.attempt)
         if record is None:
             return
@@ -219,7 +219,7 @@ class SourceWorker(TransferWorker):
                         and len(rows) <= self._max_ranges[pair[0]]
                     ):
                         found.prepared[pair] = transport.prepare(links[pair], rows)
-        except Exception:  # `_post` finds it, too, and can say to whom
+        except Exception:  # `_post` meets the same error, and can report it
             logger.debug("writes of %s can't be planned ahead", report.attempt, exc_info=True)
         self.mark(report.attempt, "prepared", start=report.start, end=report.end)
 
@@ -238,7 +238,7 @@ class SourceWorker(TransferWorker):
         return _PlannedWrite(order, rows_of, {}, needed)
 
     def _drop_plans(self, attempt: Attempt) -> None:
-        """Give back what was prepared for an attempt and not posted."""
+        """Discard the writes of an attempt that were prepared and not posted."""
         for planned in self._planned.pop(attempt, {}).values():
             for (own, _), prepared in planned.prepared.items():
                 cast(PreparesWrites, self.transports[own]).discard(prepared)
@@ -257,7 +257,7 @@ class SourceWorker(TransferWorker):
                 for run in self._claims(action, group, pairing):
                     digests[run.source_rank, run.target_rank].append(run)
         except Exception as error:
-            # The layouts and the reservation are the peer's word: nothing was posted.
+            # The peer's layouts or reservation may be wrong; nothing was posted.
             self.error("write %d of %s can't be planned", action.write, action.attempt)
             for write in writes.values():
                 write.broken = error_text(error)
@@ -271,7 +271,7 @@ class SourceWorker(TransferWorker):
         self.mark(action.attempt, "posted", **what, num_bytes=num_bytes, began=began)
 
     def _claims(self, action: events.Post, group: int, pairing: GroupPairing) -> list[DigestRun]:
-        """Digests of a write in one group, made of the sums that came with the blocks."""
+        """Digests of a write in one group, from the sums that were reported with the blocks."""
         kept, size = self._sums[action.attempt], pairing.sources[0].block_size
         first, sums = kept[group]
         low = max(0, action.start // size - first)
@@ -288,7 +288,7 @@ class SourceWorker(TransferWorker):
     def _post_pair(
         self, write: _Write, link: Peer, planned: _PlannedWrite, digests: tuple[DigestRun, ...]
     ) -> None:
-        """Post a rank pair's share, in parts if the transport takes fewer ranges at once."""
+        """Post a rank pair's share, in parts if it has more ranges than `max_ranges`."""
         action, pair = write.order, write.pair
         rows, prepared = planned.rows[pair], planned.prepared.get(pair)
         write.num_bytes, write.posted_at = total_bytes(rows), time.monotonic()
@@ -314,7 +314,7 @@ class SourceWorker(TransferWorker):
             self.counters["posted_bytes"] += write.num_bytes
 
     def _look_at_write(self, write: _Write, now: float) -> None:
-        """Say that all parts of a write have ended, or that one has failed and may still land."""
+        """Report when all parts of a share have ended, or one has failed and may still land."""
         states = set[Status]()
         try:
             for handle in write.handles:

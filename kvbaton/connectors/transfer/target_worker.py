@@ -1,4 +1,4 @@
-"""What D does to receive: collects notices, verifies digests, fences lost peers."""
+"""D's I/O of a hand-over: collects notices, verifies digests, fences lost peers."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ logger = logging.getLogger(__name__)
 
 
 class TargetMemory(Protocol):
-    """What the receiver needs of the engine's memory."""
+    """Interface to the engine's KV memory."""
 
     def digest(self, ranges: Sequence[BlockRange], *, keep: bool) -> PendingDigests:
-        """Digest sums recomputed from the bytes in memory now; called from the transfer thread.
+        """Recompute digest sums from the bytes in memory now; called from the transfer thread.
 
         Args:
-            ranges: what to sum.
-            keep: keep them with the blocks, too, as if a step had written these.
+            ranges: Blocks and tokens to sum.
+            keep: Also store the sums with the blocks, as a step that writes blocks does.
         """
 
 
 @dataclass
 class _Check:
-    """One `Verify` to be done.
+    """One `Verify` in progress.
 
     Attributes:
-        ranges: what has landed; one for each group of which something has.
-        sums: of those, on their way; None before they were asked for.
+        ranges: The blocks that have landed, one range per group with such blocks.
+        sums: Their sums, being computed; None until they are requested.
     """
 
     order: events.Verify
@@ -54,9 +54,9 @@ class TargetWorker(TransferWorker):
     """Carries out a `Target`'s actions on transports; only the transfer thread calls it.
 
     Args:
-        target: the machine.
-        transports: one per rank, their memory registered.
-        memory: recomputes digests.
+        target: The machine.
+        transports: One per rank, with memory registered.
+        memory: Recomputes digests.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class TargetWorker(TransferWorker):
 
     def _send(self, action: events.SendMessage, now: float) -> None:
         message = action.message
-        # Whom we can't fence must not learn where our blocks are: to it this message gets lost.
+        # A peer that could not be fenced must not learn of our blocks: drop the message.
         if isinstance(message, Reserve) and message.session == self._unreachable:
             return
         try:
@@ -122,8 +122,8 @@ class TargetWorker(TransferWorker):
             self._close_all(action.node)
             self.linked[action.node] = action.node, links
         else:
-            # It learns of no block in this session, which ends once all actions of this event are
-            # carried out; who could write in an earlier one may still.
+            # The peer must not learn of any block in this session, which ends once all actions of
+            # this event are carried out. Connections of an earlier session stay, to be fenced.
             self._close_links(links)
             self._unreachable = action.session
 
@@ -143,17 +143,17 @@ class TargetWorker(TransferWorker):
     # --- digests ---
 
     def _verify(self, action: events.Verify, now: float) -> None:
-        self._checks.append(_Check(action, time.monotonic()))  # this turn's `poll` looks at it
+        self._checks.append(_Check(action, time.monotonic()))  # `poll` of this turn handles it
 
     def _unquarantine(self, action: events.Unquarantine, now: float) -> None:
-        """Let blocks be freed, once none is summed: who has them next would get these sums."""
+        """Let blocks be freed, but not while they are summed: `keep` would store stale sums."""
         if any(check.order.attempt == action.attempt for check in self._checks):
             self._freed.append(action)
         else:
             self.to_engine(action)
 
     def _landed_ranges(self, order: events.Verify) -> list[BlockRange]:
-        """What a write has brought, by group."""
+        """The blocks of a landed write, one range per group."""
         found = []
         for group, table in enumerate(order.target):
             size = self.target.groups[group].block_size
@@ -201,4 +201,4 @@ class TargetWorker(TransferWorker):
         self.counters["verify_seconds"] += time.monotonic() - check.began
         self.mark(order.attempt, "verified", write=order.write, start=order.start, end=order.end)
         verified = events.Verified(order.attempt, order.write, tuple(sorted(bad)))
-        self.handle(verified, time.monotonic())  # to compare may have taken a while
+        self.handle(verified, time.monotonic())  # the comparison may have taken a while

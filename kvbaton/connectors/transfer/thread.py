@@ -1,8 +1,8 @@
-"""The transfer thread: the shell that drives channel, transports and state machines.
+"""The transfer thread, which drives the control channel, the transports and the state machines.
 
-Nothing here is clocked by engine steps: the thread wakes for control messages, for what the engine
-submits, for timers, and, while bytes are on their way, several times a millisecond. It decides
-nothing; the machines in `connectors.protocol` do.
+It does not depend on engine steps: it wakes for control messages, events from the engine and
+timers, and several times a millisecond while bytes are in flight. All decisions are made by the
+machines in `connectors.protocol`.
 """
 
 from __future__ import annotations
@@ -33,40 +33,42 @@ from kvbaton.types import MAX_MESSAGE_BYTES, clip_text
 logger = logging.getLogger(__name__)
 
 BUSY_PAUSE_S = 0.00002
-"""Pause between two looks at the transport while bytes are on their way; Linux adds 0.05 ms."""
+"""Seconds between polls of the transports while bytes are in flight; Linux adds 0.05 ms."""
 
 QUICK_LOOKS = 80
-"""After so many without news the pause is longer; for a prompt of seconds that is most of them."""
+"""Polls without an event after which the pause grows to `QUIET_PAUSE_MS`."""
 
 QUIET_PAUSE_MS = 2
-"""Of a pause that control messages and the engine end; only a transport's news may wait for it."""
+"""Longer pause in ms. Control messages and the engine end it; only transports have to wait."""
 
 STOP_S = 0.5
-"""Time for the writes that are in flight when the thread is closed."""
+"""Seconds that `close` waits for writes in flight."""
 
 ANSWER_S = 5.0
-"""Time for the thread to answer a question."""
+"""Default time-out of `TransferThread.inspect` in seconds."""
 
 JOIN_S = 3.0
-"""Time for it to end."""
+"""Seconds that `close` waits for the thread to end."""
 
 MAX_FAILED_TURNS = 100
-"""After so many in a row the thread gives up, and the node turns unhealthy."""
+"""Failed turns in a row after which the thread ends and the node becomes unhealthy."""
 
 ASK_S = 2.0
+"""Minimum seconds between two checks that count for `MAX_MISSED`."""
 MAX_MISSED = 15
-"""See `TransferThread.is_unhealthy`."""
+"""Checks in a row without a new turn after which the thread counts as hanging."""
 
 FOR_SOURCE = (control.Hello, control.Reserve, control.Ack, control.NotNeeded, control.Cancel)
+"""Messages for a source; all others are for a target."""
 
 
 class TransferThread:
-    """Runs one side's machine, or both, in a thread of its own.
+    """Runs the machines of one side or both in a thread of its own.
 
     Args:
-        channel: control channel; the transfer thread owns it from now on.
-        sender: carries out the source's actions, if this node prefills for others.
-        receiver: carries out the target's actions, if this node receives.
+        channel: Control channel; owned by this object from now on.
+        sender: Carries out the source's actions, if this node prefills for others.
+        receiver: Carries out the target's actions, if this node receives KV.
     """
 
     def __init__(
@@ -98,16 +100,17 @@ class TransferThread:
 
     @property
     def errors(self) -> int:
-        """Exceptions that cost an event, an action or a turn."""
+        """Number of exceptions that ended an event, an action or a turn."""
         return self._own_errors + sum(int(worker.counters["errors"]) for worker in self.workers)
 
     # --- called by the engine's thread ---
 
     def is_unhealthy(self) -> bool:
-        """Whether the thread ended by an exception, or hangs; to be asked every few seconds.
+        """Whether the thread has ended by an exception, or hangs; to be called every few seconds.
 
-        It hangs if `MAX_MISSED` who asked this, `ASK_S` apart, met the same turn; so a process that
-        was stopped as a whole is not taken for one that hangs.
+        The thread hangs if `MAX_MISSED` calls in a row, at least `ASK_S` apart, see the same turn.
+        Calls are counted, not seconds, so that a process that was stopped as a whole does not count
+        as hanging.
         """
         now, turn = time.monotonic(), self._turn
         if turn != self._turn_met:
@@ -125,7 +128,7 @@ class TransferThread:
         self._thread.start()
 
     def submit(self, *submitted: events.Event) -> None:
-        """Hand something to the machines; returns at once."""
+        """Queue events for the machines; returns at once."""
         self._inbox.extend(submitted)
         os.eventfd_write(self._inbox_fd, 1)
 
@@ -133,12 +136,12 @@ class TransferThread:
         """Run a function in the transfer thread, or here if that does not run; its result.
 
         Args:
-            question: the function.
-            timeout: seconds; None is `ANSWER_S`.
+            question: The function.
+            timeout: Seconds to wait; None means `ANSWER_S`.
 
         Raises:
-            TimeoutError: the thread did not answer in time.
-            Exception: what the function raised.
+            TimeoutError: The thread did not answer in time.
+            Exception: Whatever the function raised.
         """
         if not self._thread.is_alive():
             return question()
@@ -162,14 +165,14 @@ class TransferThread:
             raise TimeoutError("the transfer thread did not answer") from None
 
     def close(self) -> None:
-        """Stop the thread and give transports and channel back. Idempotent.
+        """Stop the thread and close transports and channel. Idempotent.
 
-        What a thread that hangs in a plug-in may go on to use stays open.
+        If the thread hangs, in a plug-in for example, they stay open, as it may still use them.
         """
         if self._stopping.is_set():
             return
         if (sender := self.sender) is not None:
-            # Fail what is left over, and say what has drained, as far as that takes little time.
+            # Fail live attempts, and report what has drained within `STOP_S`.
             limit = time.monotonic() + STOP_S
             try:
                 self.inspect(lambda: sender.handle(events.Stop(), time.monotonic()))
@@ -202,7 +205,7 @@ class TransferThread:
             self._answer_left_over()
 
     def _answer_left_over(self) -> None:
-        """Answer who asked a thread that ends, or has ended; else they would wait in vain."""
+        """Answer the questions that the ended thread has left; else their callers would wait."""
         while self._inbox:
             with suppress(IndexError):  # the other thread was faster
                 item = self._inbox.popleft()
@@ -231,12 +234,12 @@ class TransferThread:
                 self.turn(told, bool(readable))
                 failed_in_a_row = 0
             except BaseException as error:
-                # A worker has its own boundary around each event: what comes here is no event's.
+                # Workers catch exceptions of events and actions: this one has another cause.
                 logger.exception("a turn of the transfer thread failed")
                 self._own_errors += 1
                 failed_in_a_row += 1
                 if failed_in_a_row >= MAX_FAILED_TURNS or not isinstance(error, Exception):
-                    # Without its transfer thread a node must not pretend to be healthy.
+                    # A node without its transfer thread is not healthy: wake the engine.
                     self.failure = error_text(error)
                     for worker in self.workers:
                         os.eventfd_write(worker.outbox_fd, 1)
@@ -244,11 +247,11 @@ class TransferThread:
                 time.sleep(BUSY_PAUSE_S * failed_in_a_row)
 
     def turn(self, told: bool = True, heard: bool = True) -> None:
-        """Take in what has come, and look at all that moves; never waits.
+        """Handle submitted events and received messages, and poll the workers; never waits.
 
         Args:
-            told: the engine may have submitted something.
-            heard: peers may have sent something.
+            told: The engine may have submitted events.
+            heard: Peers may have sent messages.
         """
         now = time.monotonic()
         if told:
@@ -281,7 +284,7 @@ class TransferThread:
             except UNREADABLE as error:
                 self.junk += 1
                 if self.junk <= MAX_LOGGED_ERRORS:
-                    why = clip_text(str(error))  # which may quote all of it
+                    why = clip_text(str(error))  # the error may quote the whole message
                     logger.warning("dropped a control message that can't be read: %s", why)
                 refusal = control.refuse_unreadable(data, error)
                 if refusal is not None and self.sender is not None:

@@ -1,4 +1,4 @@
-"""What source and target workers share: they feed a machine, and do what it answers."""
+"""Common base of source and target workers: feeds events to a machine, carries out its actions."""
 
 from __future__ import annotations
 
@@ -24,53 +24,55 @@ from kvbaton.types import Attempt, NodeId
 logger = logging.getLogger(__name__)
 
 MAX_LOGGED_ERRORS = 100
+"""Number of errors that are all logged; later ones are rate-limited, see `LOG_EVERY_S`."""
 LOG_EVERY_S = 10.0
-"""After so many one is logged in so long: a broken plug-in raises in every look."""
+"""Minimum seconds between two of the later errors: a broken plug-in raises at every poll."""
 
 MAX_TIMELINES = 256
+"""Maximum number of attempts whose timeline is kept."""
 MAX_MARKS = 4096
-"""Of one attempt; the first are forgotten."""
+"""Maximum number of marks in one timeline; the oldest are dropped."""
 
 PERIOD_S = 0.05
-"""Between two looks for lost peers, totals for other threads, and timers while bytes move."""
+"""Seconds between checks for lost peers and publications of totals and timers."""
 
 Links = dict[tuple[int, int], Peer]
-"""Connections of one peer, by our rank and its rank."""
+"""Connections to one peer, by (own rank, peer's rank)."""
 
 
 class Timelines:
-    """What happened to the latest attempts and when; of more than `MAX_TIMELINES` no more."""
+    """Timelines of the latest `MAX_TIMELINES` attempts: what happened and when."""
 
     def __init__(self) -> None:
         self._marks: dict[Attempt, deque[dict[str, Any]]] = {}
 
     def mark(self, attempt: Attempt, what: str, at: float | None = None, **detail: float) -> None:
-        """Note something, now or at a time of the machine-wide clock."""
+        """Add a mark at time `at` of the monotonic clock, by default now."""
         marks = self._marks.setdefault(attempt, deque(maxlen=MAX_MARKS))
         marks.append({"what": what, "time": time.monotonic() if at is None else at, **detail})
         if len(self._marks) > MAX_TIMELINES:
             del self._marks[next(iter(self._marks))]
 
     def by_name(self) -> dict[str, list[dict[str, Any]]]:
-        """All of them, by `attempt_name`."""
+        """All timelines, by `attempt_name`."""
         return {attempt_name(attempt): list(marks) for attempt, marks in self._marks.items()}
 
 
 class TransferWorker:
     """Carries out a machine's actions on transports; only the transfer thread calls it.
 
-    What `_do` does not name is for the engine.
+    Actions without an entry in `_do` are passed to the engine.
 
     Args:
-        machine: decides.
-        transports: one per rank, their memory registered.
-        counters: names of the totals that it keeps.
+        machine: The machine that decides.
+        transports: One per rank, with memory registered.
+        counters: Names of the totals to keep.
 
     Attributes:
-        published: totals and values as other threads may read them; replaced, never changed.
-        outbox_fd: readable while `take` has something.
-        linked: connections by session (P) or peer (D), and whom they are with.
-        mark: notes what happens to an attempt, see `Timelines.mark`.
+        published: Snapshot of `counters` for other threads; replaced, never changed.
+        outbox_fd: Readable while `take` has actions.
+        linked: The peer and its connections, by session (on P) or peer (on D).
+        mark: Adds a mark to an attempt's timeline, see `Timelines.mark`.
     """
 
     channel: ControlChannel
@@ -93,10 +95,10 @@ class TransferWorker:
         self._period_ends = self._log_at = 0.0
 
     def handle(self, event: events.Event, now: float) -> None:
-        """Give the machine an event and carry out what it answers.
+        """Pass an event to the machine and carry out the actions that it returns.
 
-        What an action causes waits until all actions of the event are carried out. An exception
-        costs this event or action, not the thread: it is counted and logged.
+        Events caused by these actions wait until all of them are carried out. An exception is
+        counted and logged; it ends only the event or action that raised it.
         """
         self._events.append(event)
         if len(self._events) > 1:
@@ -119,15 +121,15 @@ class TransferWorker:
             self._events.popleft()
 
     def to_engine(self, action: events.Action) -> None:
-        """Leave an action for the engine's thread: who acts on it sees what led to it."""
-        self.published = dict(self.counters)
+        """Queue an action for the engine's thread."""
+        self.published = dict(self.counters)  # first: they include the cause of the action
         self._outbox.append(action)
         os.eventfd_write(self.outbox_fd, 1)
 
     def take(self) -> Iterator[Any]:
-        """What the machine wants of the engine, in order; for its thread, never blocks.
+        """Actions for the engine, in order; called by the engine's thread, never blocks.
 
-        What is not consumed, as where acting on one of them raises, comes with the next call.
+        Actions that are not consumed, because handling one of them raises, come with the next call.
         """
         with suppress(BlockingIOError):
             os.eventfd_read(self.outbox_fd)
@@ -135,9 +137,10 @@ class TransferWorker:
             yield self._outbox.popleft()
 
     def error(self, what: str, *args: object) -> None:
-        """Count the exception being handled, and log it while it is no flood.
+        """Count the exception being handled, and log it unless there are too many.
 
-        What a peer or the way to it causes takes one line; a traceback means a fault of ours.
+        Errors caused by a peer or its connection are logged in one line; a traceback indicates a
+        bug in this process.
         """
         self.counters["errors"] += 1
         now = time.monotonic()
@@ -151,7 +154,7 @@ class TransferWorker:
             logger.error(what, *args, exc_info=error)
 
     def poll(self, now: float) -> bool:
-        """Look at all that moves by itself, and at timers; whether to look again at once."""
+        """Poll timers, transports and transfers; returns whether to poll again at once."""
         if self._deadline is not None and self._deadline <= now:
             self.handle(events.Tick(), now)
         if now >= self._period_ends:
@@ -167,14 +170,14 @@ class TransferWorker:
         return self._look(now)
 
     def _landed(self, payload: bytes, now: float) -> None:
-        """Take in a notice. Nobody writes to a source; to ask drives a transport's progress."""
+        """Handle a notice. A source gets none, but `notices` drives its transport's progress."""
 
     def _look(self, now: float) -> bool:
-        """At transfers on their way; whether one is that only looking at it moves on."""
+        """Poll transfers; returns whether one needs polling to make progress."""
         raise NotImplementedError
 
     def _look_around(self, now: float) -> None:
-        """At what no transfer waits for."""
+        """Check for lost peers; called every `PERIOD_S`."""
         for transport in self.transports:
             try:
                 for peer in transport.lost():
@@ -185,7 +188,7 @@ class TransferWorker:
                 self.error("transport %s can't tell who is lost", transport.name)
 
     def settle(self) -> float | None:
-        """Publish totals, before a pause; when the machine wants to be called again."""
+        """Publish totals; returns the time of the machine's next alarm, None without one."""
         self.published = dict(self.counters)
         self._deadline = self._machine.next_alarm()
         return self._deadline
@@ -193,7 +196,7 @@ class TransferWorker:
     def _connect(
         self, peer: events.OpenPeer, pairs: Iterable[tuple[int, int]], links: Links, now: float
     ) -> bool:
-        """Connect our ranks with a peer's, or say that it is gone; what was done is in `links`."""
+        """Connect rank pairs, adding to `links`; on failure report `PeerGone` and return False."""
         try:
             for own, other in sorted(pairs):
                 links[own, other] = self.transports[own].connect(peer.ranks[other].card)
@@ -204,7 +207,7 @@ class TransferWorker:
         return True
 
     def _close(self, own: int, link: Peer) -> bool | None:
-        """Close a connection of one of our ranks: what its transport says; None if it raises."""
+        """Close a connection: the result of the transport's `close`, or None if it raises."""
         try:
             return self.transports[own].close(link)
         except Exception:
@@ -212,11 +215,11 @@ class TransferWorker:
             return None
 
     def _send(self, action: events.SendMessage, now: float) -> None:
-        """Send a message; with the cards of now, since a transport that fenced may have a new one.
+        """Send a message, with current cards: a transport's card may change with a fence.
 
         Raises:
-            TransportError: it has none at the moment.
-            ValueError: the address is none.
+            TransportError: A transport has no card at the moment.
+            ValueError: The address is invalid.
         """
         message = action.message
         if isinstance(message, Hello | Welcome):
@@ -228,7 +231,7 @@ class TransferWorker:
             message = msgspec.structs.replace(message, ranks=tuple(ranks))
         link = action.link
         if link is None:
-            assert action.address is not None, "a message has one of the two"
+            assert action.address is not None, "a message has a link or an address"
             link = self.channel.dial(action.address)
         self.channel.send(link, encode_control(message))
 
@@ -242,7 +245,7 @@ class TransferWorker:
         os.close(self.outbox_fd)
 
     def state(self) -> dict[str, Any]:
-        """What the machine and this thread know, for diagnosis."""
+        """State of the machine and of this worker, for diagnosis."""
         stories = self._machine.stories
         return {
             "ledger": self._machine.ledger(),
@@ -255,5 +258,5 @@ class TransferWorker:
 
 
 def attempt_name(attempt: Attempt) -> str:
-    """An attempt for people: ``transfer_id/attempt``, the id in hex."""
+    """Readable name of an attempt: ``transfer_id/attempt``, with the id in hex."""
     return f"{attempt.transfer_id.hex()}/{attempt.number}"

@@ -1,19 +1,19 @@
-"""A transport around another one that does damage on a schedule: for tests and for `doctor`.
+"""A transport that injects faults into another one on a schedule, for tests and for `doctor`.
 
-Writes are numbered from 0 in the order in which they are posted. Each kind of fault is given either
-the numbers of the writes that it hits or a probability; draws come from one seed, so a run can be
-repeated. A write may suffer several faults. Both ends of a pair should be wrapped: a notice that is
-lost still crosses, as a marker that the other wrapper takes out.
+Writes are numbered from 0 in the order in which they are posted. Each kind of fault has a schedule:
+the numbers of the writes that it hits, or a probability. Draws come from one seed, so a run can be
+repeated. Several faults may hit one write. Both ends of a pair should be wrapped: a lost notice is
+sent as a marker, which the other wrapper removes.
 
 ===============  ==========================================================================
 fault            what happens to the write
 ===============  ==========================================================================
 ``delay``        it is posted only after `delay_polls` polls (`status`, `notices`)
-``error``        it is not posted; ERROR, then DRAINED
+``error``        it is not posted; its status is ERROR, then DRAINED
 ``partial``      only the first half is posted, without its notice; then as ``error``
-``corrupt``      up to 8 bytes of its first range arrive wrong; otherwise it ends well
-``lose_notice``  its bytes land and it is DONE, but the notice never shows
-``disconnect``   the peer is closed before it is posted, and reported lost
+``corrupt``      up to 8 bytes of its first range arrive wrong; otherwise it succeeds
+``lose_notice``  its bytes land and it is DONE, but the notice never arrives
+``disconnect``   the peer is closed before the write is posted, and reported lost
 ===============  ==========================================================================
 """
 
@@ -46,7 +46,7 @@ _SCRATCH_SLOTS = 4096
 
 
 class FaultyHandle:
-    """A write that waits, fails or is passed on."""
+    """A delayed write."""
 
     def __init__(self, transport: FaultyTransport, polls: int, post: Callable[[], Handle]) -> None:
         self._transport = transport
@@ -55,24 +55,24 @@ class FaultyHandle:
         self._inner: Handle | None = None
 
     def status(self) -> Status:
-        """State now, after the faults."""
+        """The current state; PENDING until the delay is over and the write is posted."""
         self._transport.polls += 1
         if self._inner is None and self._transport.polls >= self._due:
             self._inner = self._post()
         return self._inner.status() if self._inner is not None else Status.PENDING
 
     def error(self) -> str | None:
-        """Why it failed."""
+        """Why the write failed."""
         return self._inner.error() if self._inner is not None else None
 
     def release(self) -> None:
-        """Pass it on."""
+        """Release the inner handle."""
         if self._inner is not None:
             self._inner.release()
 
 
 class BrokenHandle:
-    """A write that fails on purpose, once what was posted of it has ended."""
+    """A write that fails on purpose, once its posted part has ended."""
 
     def __init__(self, reason: str, part: Handle | None = None) -> None:
         self._reason = reason
@@ -80,7 +80,7 @@ class BrokenHandle:
         self._told = False
 
     def status(self) -> Status:
-        """PENDING while a part lands, ERROR once, then DRAINED if the part lets it be."""
+        """PENDING while the part is in flight, then ERROR once, then DRAINED if the part is."""
         state = self._part.status() if self._part is not None else Status.DRAINED
         if state is Status.PENDING:
             return state
@@ -90,17 +90,17 @@ class BrokenHandle:
         return Status.DRAINED
 
     def error(self) -> str | None:
-        """What was injected."""
+        """The injected error."""
         return self._reason
 
     def release(self) -> None:
-        """Pass it on."""
+        """Release the part's handle."""
         if self._part is not None:
             self._part.release()
 
 
 class Scratch:
-    """Registered memory that wrong bytes are written from, so that the source stays as it is."""
+    """Registered memory from which wrong bytes are written, so that the source is not changed."""
 
     def __init__(self, transport: Transport) -> None:
         self._array = np.zeros(_SCRATCH_SLOTS * _SPOILED_BYTES, dtype=np.uint8)
@@ -109,7 +109,7 @@ class Scratch:
         self._next = 0
 
     def put(self, data: bytearray) -> tuple[int, int]:
-        """Store up to 8 bytes, until 4,096 further calls; returns region and offset."""
+        """Store up to 8 bytes, valid for 4,095 further calls; returns region and offset."""
         offset = self._next % _SCRATCH_SLOTS * _SPOILED_BYTES
         self._next += 1
         self._array[offset : offset + len(data)] = np.frombuffer(data, dtype=np.uint8)
@@ -120,8 +120,8 @@ class FaultyTransport:
     """Injects faults into another transport.
 
     Attributes:
-        injected: how often each kind of fault was injected.
-        polls: polls of handles and notices so far; the clock of `delay`.
+        injected: Number of injected faults of each kind.
+        polls: Number of polls of handles and notices so far; the clock of `delay`.
     """
 
     def __init__(
@@ -143,21 +143,21 @@ class FaultyTransport:
         """Wrap a transport.
 
         Args:
-            name: given to the inner transport.
-            host: given to the inner transport.
-            inner: spec of the inner transport.
-            seed: of the draws.
-            delay_polls: how long a delayed write waits.
-            delay: which writes are posted late.
-            error: which fail without being posted.
-            partial: which land in part and fail.
-            corrupt: which land with wrong bytes.
-            lose_notice: which land without a notice.
-            disconnect: before which the peer is closed.
-            context: further arguments of the inner transport.
+            name: Name of the inner transport.
+            host: Host of the inner transport.
+            inner: Spec of the inner transport.
+            seed: Seed of the random draws.
+            delay_polls: Polls after which a delayed write is posted.
+            delay: Writes that are posted late.
+            error: Writes that fail without being posted.
+            partial: Writes that land in part and fail.
+            corrupt: Writes that land with wrong bytes.
+            lose_notice: Writes that land without a notice.
+            disconnect: Writes before which the peer is closed.
+            context: Further arguments of the inner transport.
 
         Raises:
-            ConfigError: a schedule is neither a probability nor numbers of writes.
+            ConfigError: A schedule is neither a probability nor a list of writes' numbers.
         """
         values = (delay, error, partial, corrupt, lose_notice, disconnect)
         by_fault = dict(zip(FAULTS, values, strict=True))
@@ -200,7 +200,7 @@ class FaultyTransport:
         return self._inner.connect(card)
 
     def close(self, peer: Peer) -> bool:
-        """Pass on; delayed writes to it fail when they are posted."""
+        """Pass on; delayed writes to this peer fail when they are posted."""
         return self._inner.close(peer)
 
     def fence(self, peer: Peer) -> bool:
@@ -223,12 +223,12 @@ class FaultyTransport:
         return FaultyHandle(self, self._delay_polls, later)
 
     def notices(self) -> Sequence[Notice]:
-        """Pass on what was not marked as lost."""
+        """Pass on all notices but those marked as lost."""
         self.polls += 1
         return tuple(n for n in self._inner.notices() if n.payload != _LOST)
 
     def lost(self) -> Sequence[Peer]:
-        """Pass on, with those that were disconnected here."""
+        """Pass on, with the peers that were disconnected by a fault."""
         broken, self._lost = self._lost, []
         return (*broken, *(peer for peer in self._inner.lost() if peer not in broken))
 
@@ -245,7 +245,7 @@ class FaultyTransport:
             return BrokenHandle("injected error")
         if len(ranges) and hit("partial", faults):
             half = ranges[: max(1, len(ranges) // 2)]
-            if len(ranges) == 1:  # the first half of its pieces or bytes
+            if len(ranges) == 1:  # the first half of its runs or bytes
                 column = RangeColumn.LENGTH
                 if ranges[0, RangeColumn.COUNT] > 1:
                     column = RangeColumn.COUNT
@@ -260,11 +260,11 @@ class FaultyTransport:
         return self._inner.write(peer, ranges, notice)
 
     def _spoil(self, ranges: Ranges) -> Ranges:
-        """Take the first bytes of the first range from scratch memory, where they are wrong.
+        """Redirect the first bytes of the first range to scratch memory with wrong bytes.
 
-        One bit of the last of them is flipped; off the CPU they are random. In memory of
-        little-endian floats it is the highest bit of an exponent, so that whoever uses the number
-        notices. A range that is not in our memory stays: the inner transport refuses it.
+        For CPU memory one bit of the last of these bytes is flipped: in little-endian floats the
+        highest bit of an exponent, which is a large error. For GPU memory the bytes are random. A
+        range outside of registered memory is left alone: the inner transport refuses it.
         """
         if ranges.ndim != 2 or ranges.shape[0] == 0 or ranges.shape[1] != len(RangeColumn):
             return ranges

@@ -1,11 +1,12 @@
-"""The reference transport: both peers live in one process and a write is a copy.
+"""The reference transport: both peers live in one process, and a write is a copy.
 
-It is the oracle of the other transports and of model-based tests. A `MemoryHub` stands for the
-network; holding it keeps every write in flight, so that tests can stop, fence or kill there.
+It is the reference for the other transports and for model-based tests. A `MemoryHub` stands for the
+network. While it is held, all writes stay in flight, so that tests can stop, fence or kill a side
+meanwhile.
 
-Laws: everything that two transports share is changed under the hub's lock. A write lands as a
-whole or not at all. A write that has not landed when its connection is closed, its writer is fenced
-or either side is shut down never lands.
+Laws: state shared by two transports changes only under the hub's lock. A write lands as a whole or
+not at all. A write that has not landed when its connection is closed, its writer is fenced, or
+either side is shut down, never lands.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class MemoryCard(msgspec.Struct, frozen=True):
-    """What `connect` needs: the name on the hub, and the bytes of each region."""
+    """Card: the name on the hub, and the bytes of each region."""
 
     name: str
     sizes: tuple[int, ...]
@@ -65,7 +66,7 @@ class MemoryHub:
             self._held = True
 
     def release(self) -> None:
-        """Let held writes land, in order, and later ones at once."""
+        """Let held writes land, in order; later ones land at once."""
         with self.lock:
             self._held = False
             for handle in self._in_flight:
@@ -80,7 +81,7 @@ class MemoryHub:
             self._members[member.name] = member
 
     def leave(self, name: str) -> None:
-        """Take a transport away, as if its process had died; does nothing for unknown names."""
+        """Remove a transport, as if its process had died; does nothing for unknown names."""
         with self.lock:
             gone = self._members.pop(name, None)
             if gone is None:
@@ -90,11 +91,11 @@ class MemoryHub:
                 member.lose(name)
 
     def find(self, name: str) -> MemoryTransport | None:
-        """Who has this name, if anyone."""
+        """The transport of this name, if any."""
         return self._members.get(name)
 
     def post(self, handle: MemoryHandle) -> None:
-        """Take a write: it lands now, or when the hub is released."""
+        """Start a write: it lands now, or when the hub is released."""
         with self.lock:
             if self._held:
                 self._in_flight.append(handle)
@@ -110,7 +111,7 @@ class MemoryHub:
 
 
 PROCESS_HUB = MemoryHub()
-"""What transports of this process join that were given no hub (``--transport memory``)."""
+"""Hub of all transports of this process that get none explicitly (``--transport memory``)."""
 
 
 class MemoryPeer:
@@ -132,7 +133,7 @@ class MemoryHandle(BaseHandle):
     notice: bytes
 
     def land(self) -> None:
-        """Copy the bytes, then leave the notice; or fail, if the target would not have it."""
+        """Copy the bytes, then deliver the notice; fail if the target does not accept the write."""
         target = self.writer.hub.find(self.peer.name)
         if target is None or not self.peer.open or self.writer.closed:
             self.drain(f"the connection to {self.peer.name} is closed")
@@ -142,7 +143,7 @@ class MemoryHandle(BaseHandle):
             self._status = Status.DONE
 
     def drain(self, reason: str) -> None:
-        """Fail; no byte lands any more."""
+        """Fail the write; no byte of it lands any more."""
         self._status, self._error = Status.DRAINED, reason
 
 
@@ -157,9 +158,9 @@ class MemoryTransport:
         """Join a hub.
 
         Args:
-            name: unique on the hub.
-            host: ignored: it never leaves the process.
-            hub: which one; the process's own if not given.
+            name: Unique on the hub.
+            host: Ignored, as nothing leaves the process.
+            hub: The hub; `PROCESS_HUB` if not given.
         """
         self.name = name
         self.hub = hub if hub is not None else PROCESS_HUB
@@ -175,7 +176,7 @@ class MemoryTransport:
         """Make memory reachable.
 
         Raises:
-            TransportError: it is not CPU memory.
+            TransportError: The memory is not CPU memory.
         """
         if memory.device != "cpu":
             raise TransportError(f"the memory transport can't reach {memory.device} memory")
@@ -188,14 +189,14 @@ class MemoryTransport:
             self._regions.remove(region)
 
     def card(self) -> bytes:
-        """Name and sizes of the regions."""
+        """The name, and the sizes of the regions."""
         return msgspec.msgpack.encode(MemoryCard(self.name, self._regions.sizes))
 
     def connect(self, card: bytes) -> MemoryPeer:
-        """Reach the owner of a card; lifts an earlier fence against it.
+        """Connect to the owner of a card; lifts an earlier fence against it.
 
         Raises:
-            TransportError: the card is not one, or its owner is gone.
+            TransportError: The card is invalid, or its owner is gone.
         """
         decoded = decode_card(card, _card, "memory")
         with self.hub.lock:
@@ -207,7 +208,7 @@ class MemoryTransport:
             return peer
 
     def close(self, peer: Peer) -> bool:
-        """Give up writes to a peer that have not landed. Always True."""
+        """Drop writes to a peer that have not landed. Always returns True."""
         with self.hub.lock:
             own = own_peer(peer, MemoryPeer, "memory")
             own.open = False
@@ -216,7 +217,7 @@ class MemoryTransport:
         return True
 
     def fence(self, peer: Peer) -> bool:
-        """Refuse whatever that peer has in flight or sends from now on. Always True."""
+        """Refuse writes that the peer has in flight or sends from now on. Always returns True."""
         with self.hub.lock:
             self._fenced.add(peer.name)
             self.hub.void(lambda h: (h.writer.name, h.peer.name) == (peer.name, self.name))
@@ -232,7 +233,7 @@ class MemoryTransport:
         return handle
 
     def receive(self, writer: MemoryTransport, copies: Copies, notice: bytes) -> bool:
-        """Take a write of another transport; False if it is fenced or names what is not here."""
+        """Accept a write of another transport; False if that is fenced, or a region is unknown."""
         targets = self._regions.addresses()
         named = np.unique(copies.target_region).tolist()
         if writer.name in self._fenced or not all(targets[index] for index in named):
@@ -245,23 +246,23 @@ class MemoryTransport:
         return True
 
     def notices(self) -> Sequence[Notice]:
-        """Writes that have landed here since the last call."""
+        """Notices of writes that landed here since the last call."""
         with self.hub.lock:
             landed, self._inbox = self._inbox, deque()
         return tuple(landed)
 
     def lose(self, name: str) -> None:
-        """Note that a peer is gone."""
+        """Note that the peers of this name are gone."""
         self._lost += [peer for peer in self._peers if peer.name == name]
 
     def lost(self) -> Sequence[MemoryPeer]:
-        """Peers found to be gone since the last call."""
+        """Peers that were found to be gone since the last call."""
         with self.hub.lock:
             gone, self._lost = self._lost, []
         return tuple(gone)
 
     def shutdown(self) -> None:
-        """Leave the hub; what is in flight from or to here never lands."""
+        """Leave the hub; writes in flight from or to this transport never land."""
         if not self.closed:
             self.closed = True
             self.hub.leave(self.name)

@@ -1,15 +1,15 @@
 """Transport over NCCL between GPUs; the same code runs over gloo on CPUs.
 
-A writer announces each frame over an authenticated socket as the TCP transport's does; the
-target's thread checks its ranges and then posts the matching receive. Each direction of a pair has
-a process group of two of its own, so both may be busy; the default group is not used. Two GPUs are
-needed: NCCL refuses one twice.
+A writer announces each frame over an authenticated socket, as in the TCP transport. The target's
+thread checks the ranges and then posts the matching receive. Each direction of a pair has its own
+process group of two ranks, so both directions can be busy; the default group is not used. Two GPUs
+are needed, as NCCL refuses to use one twice.
 
-Both sides pass all bytes through a buffer of their own of `CHUNK_BYTES`: many small pieces cross as
-one message, and nothing but our own threads ever reads or writes registered memory, so what a
-library does after an abort can't touch it. So the fence scope is PEER, as over TCP.
+Both sides copy all bytes through a buffer of `CHUNK_BYTES`. So many small pieces are sent as one
+message, and only this transport's threads access registered memory: NCCL or gloo can't access it
+after an abort. That is why the fence scope is PEER, as over TCP.
 
-The rendezvous store listens on the transport's host only, but does not authenticate.
+The rendezvous store listens only on the transport's host, but does not authenticate.
 """
 
 from __future__ import annotations
@@ -40,21 +40,24 @@ from kvbaton.connectors.transports.tcp_staging import Run, tensor_of
 from kvbaton.errors import ConfigError, RemoteProtocolError, TransportError
 
 CHUNK_BYTES = 16 << 20
+"""Size of the buffer of each end in bytes, and maximum of one message."""
 OPEN_S = 5.0
-"""Deadline of the rendezvous."""
+"""Time-out of the rendezvous in seconds."""
 STALL_S = 20.0
-"""Deadline of one chunk."""
+"""Time-out of one chunk in seconds."""
 POLL_S = 0.00005
+"""Seconds between polls of a NCCL operation."""
 LOOK_S = 0.02
+"""Seconds between checks whether the connection of a gloo operation still lives."""
 _OFFER = struct.Struct("<4sH")
 
 
 class NcclLibrary:
-    """Torch, loaded once it is needed; which library moves bytes, and where.
+    """torch, imported on first use, and the choice of the backend and of the buffers' device.
 
     Attributes:
         backend: ``nccl`` or ``gloo``.
-        device: of the buffers that bytes pass through.
+        device: Device of the buffers.
     """
 
     def __init__(self, backend: str) -> None:
@@ -67,7 +70,7 @@ class NcclLibrary:
 
     @cached_property
     def torch(self) -> Any:
-        """The module."""
+        """The module ``torch``."""
         return importlib.import_module("torch")
 
     @cached_property
@@ -77,18 +80,18 @@ class NcclLibrary:
 
     @property
     def has_nccl(self) -> bool:
-        """Whether there is a GPU, and an NCCL for it."""
+        """Whether there is a GPU, and torch was built with NCCL."""
         return bool(self.torch.cuda.is_available() and self.distributed.is_nccl_available())
 
     def settle(self, kind: str, index: int) -> None:
-        """Serve memory of this device, where the choice is ours: bytes pass through its buffers."""
+        """Set `backend` and `device` for memory of a device; ``auto`` takes NCCL for a GPU."""
         auto = "nccl" if kind == "cuda" else "gloo"
         self.backend = auto if self._asked == "auto" else self._asked
         self.device = f"cuda:{index}" if self.backend == "nccl" else "cpu"
 
 
 class PairGroup:
-    """The two ends of one connection; rank 0 accepted it and receives, rank 1 sends."""
+    """One end of a process group of two: rank 0 accepts and receives, rank 1 dials and sends."""
 
     def __init__(self, library: NcclLibrary, host: str, port: int, listener: int | None) -> None:
         self._library = library
@@ -121,7 +124,7 @@ class PairGroup:
                 self._cross(lambda data=mine: self._group.send([data], 0, 0), alive)  # type: ignore[misc]
 
     def receive(self, views: Sequence[Any], alive: Callable[[], bool]) -> None:
-        """Fill pieces, uint8 tensors [n]; they are whole on return. Raises `ConnectionError`."""
+        """Receive pieces, uint8 tensors [n], complete on return. Raises `ConnectionError`."""
         with self._on_stream():
             for pieces in chunks(views):
                 mine = self._buffer[: sum(map(len, pieces))]
@@ -132,7 +135,7 @@ class PairGroup:
                 self._synchronize()
 
     def abort(self) -> None:
-        """End what is in flight; from any thread; idempotent."""
+        """Abort operations in flight. Thread-safe and idempotent."""
         if not self._aborted:
             self._aborted = True
             self._group.abort()
@@ -163,9 +166,10 @@ class PairGroup:
             raise ConnectionAbortedError(str(error).partition("\n")[0]) from error
 
     def _wait_aside(self, work: Any, alive: Callable[[], bool]) -> None:
-        """Wait in a thread: gloo's wait does not end by an abort, so it may be left behind.
+        """Wait in a separate thread, as an abort does not end gloo's wait.
 
-        What is left behind holds our buffer, never registered memory, for at most `STALL_S`.
+        A thread that is left behind holds this end's buffer, never registered memory, for at most
+        `STALL_S`.
         """
         ended = threading.Event()
         failed: list[RuntimeError] = []
@@ -186,7 +190,7 @@ class PairGroup:
 
 
 class NcclPeer(TcpPeer):
-    """The sending end: announcements over the socket, bytes through the group."""
+    """The sending end: frame headers over the socket, payloads through the process group."""
 
     def __init__(self, card: TcpCard, own_name: str, library: NcclLibrary) -> None:
         self._library = library
@@ -194,7 +198,7 @@ class NcclPeer(TcpPeer):
         super().__init__(card, own_name)
 
     def hang_up(self, reason: str) -> None:
-        """End the connection and what is in flight."""
+        """End the connection, and abort operations in flight."""
         super().hang_up(reason)
         if self._group is not None:
             self._group.abort()
@@ -266,12 +270,12 @@ class NcclTransport(TcpTransport):
         """Listen on a free port.
 
         Args:
-            name: unique per process and generation.
-            host: address to listen on, which peers dial as well.
-            backend: ``nccl``, ``gloo``, or ``auto``: NCCL for a GPU's memory.
+            name: Unique per process and generation.
+            host: Address to listen on, which peers dial as well.
+            backend: ``nccl``, ``gloo``, or ``auto``: NCCL for GPU memory, else gloo.
 
         Raises:
-            ConfigError: bad host or backend.
+            ConfigError: The host or the backend is invalid.
         """
         self._library = NcclLibrary(backend)
         super().__init__(name, host=host)
@@ -282,7 +286,7 @@ class NcclTransport(TcpTransport):
         """Make memory reachable.
 
         Raises:
-            TransportError: the backend can't reach it.
+            TransportError: The backend can't use this memory.
         """
         if memory.device == "cuda" and not (
             "cuda" in self.capabilities.devices and self._library.has_nccl
@@ -303,7 +307,7 @@ class NcclTransport(TcpTransport):
 
 
 def chunks(views: Sequence[Any]) -> Iterator[list[Any]]:
-    """Pieces in groups of at most `CHUNK_BYTES`, cut alike on both sides."""
+    """Group pieces into chunks of at most `CHUNK_BYTES`, cut in the same way on both sides."""
     batch: list[Any] = []
     room = CHUNK_BYTES
     for view in views:
@@ -323,7 +327,7 @@ def _split(buffer: Any, pieces: Sequence[Any]) -> list[Any]:
 
 
 def _connected(sock: socket.socket) -> bool:
-    """False once the other side has closed; never blocks."""
+    """Whether the other side has not closed the connection; never blocks."""
     try:
         return bool(sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
     except BlockingIOError:

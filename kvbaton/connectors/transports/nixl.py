@@ -1,37 +1,37 @@
 """Transport over NIXL with its UCX back end: RDMA, NVLink, shared memory or TCP, as UCX finds them.
 
-One agent per transport, without NIXL's progress thread: every call into NIXL is made by the one
-thread that owns the transport, and both sides must be polled (`Transport.notices`) for either to
-make progress.
+A transport has one agent, without NIXL's progress thread: the thread that owns the transport makes
+all calls into NIXL, and both sides must be polled (`Transport.notices`) for either to make
+progress.
 
-A write is cut into *parts*. Over shared memory UCX copies within the post itself, at some 4 GB/s,
-so a call posts parts only until `POST_BUDGET_S` is spent and the next `status` goes on; over
-hardware all parts are posted at once. The notice goes with the part if there is only one, else
-after all are done.
+A write is cut into *parts*. Over shared memory UCX copies within the post itself, at about 4 GB/s,
+so one call posts parts only until `POST_BUDGET_S` is spent, and the next `status` continues. Over
+hardware all parts are posted at once. A write of one part carries the notice; otherwise the notice
+is sent after all parts are done.
 
-A write can be prepared before its bytes are there (`NixlTransport.prepare`): only the post is left
-for the moment in which they are.
+A write can be prepared before its bytes are there (`NixlTransport.prepare`), so that only the post
+remains once they are.
 
-Descriptor lists are made per part from N x 3 arrays with `initialize_xfer`: measured in 1.5.1 on a
-CPU, 0.15 ms for 128 ranges and 0.57 ms for 4,096 (two prepared lists per write: 0.24 and 1.32 ms;
-one list prepared per region, picked by index: 0.04 and 0.32 ms, but only for equal blocks). Posting
-takes 2.1 ms for 128 x 64 KiB and 14.4 ms for 4,096 x 4 KiB, whichever was used.
+Descriptor lists are made per part from N x 3 arrays with `initialize_xfer`. Measured with NIXL
+1.5.1 on a CPU, that takes 0.15 ms for 128 ranges and 0.57 ms for 4,096 (two prepared lists per
+write: 0.24 and 1.32 ms; one prepared list per region, picked by index: 0.04 and 0.32 ms, but only
+for equal blocks). Posting takes 2.1 ms for 128 x 64 KiB and 14.4 ms for 4,096 x 4 KiB in each case.
 
-A fence depends on the *lane* that UCX may take from the peer to here (`nixl_parts`). Measured in
-1.5.1 with a writer that was stopped at a tenth and continued: nothing that a target does to its
-registrations stops the rest; destroying the target's agent stops it wholly over TCP, and not over
-shared memory. So:
+How a fence works depends on the *lane* that UCX may take from the peer to here (`nixl_parts`).
+Measured with NIXL 1.5.1 and a writer that was stopped at a tenth and continued: nothing that a
+target does to its registrations stops the rest of the write. Destroying the target's agent stops it
+completely over TCP, but not over shared memory. So:
 
-- over shared memory (also CUDA IPC) only the death of the peer's process is a fence, which its
-  guard proves (`connectors.guard`);
-- over sockets, the agent is destroyed and made anew. That costs all other peers their writes in
-  flight and their sessions, so it is done when the peer's process is dead (its kernel may still
-  send what it held) or can't be reached; one that is only silent, whose kernel still answers, is
-  given `PATIENCE_S` first;
-- over RDMA, and CUDA IPC between machines, both are asked for: death, and a new agent. That a new
-  agent alone is enough there has not been proven.
+- Over shared memory (and CUDA IPC) only the death of the peer's process, which its guard proves
+  (`connectors.guard`), is a fence.
+- Over sockets the agent is destroyed and a new one made. That ends the writes in flight and the
+  sessions of all other peers, so it is done only when the peer's process is dead (its kernel may
+  still send buffered bytes) or can't be reached. A silent process whose kernel still answers gets
+  `PATIENCE_S` first.
+- Over RDMA, and CUDA IPC between machines, both are required: the death and a new agent. It is not
+  proven that a new agent alone is enough there.
 
-The agent's name and metadata change with that: `card` is never the same after it.
+A new agent has another name and other metadata, so `card` changes with it.
 """
 
 from __future__ import annotations
@@ -80,32 +80,34 @@ from kvbaton.connectors.transports.regions import (
 from kvbaton.errors import TransportError
 
 POST_BUDGET_S = 0.002
-"""A call stops posting parts after this long; the next call goes on."""
+"""Seconds after which a call stops posting parts; the next call continues."""
 SETTLE_S = 0.05
+"""Seconds that UCX gets to close its endpoints before an agent is destroyed."""
 DIAL_S = 0.5
-"""`connect` waits so long for the guard of the peer's process: a round trip where all is well."""
+"""Seconds that `connect` waits for the guard of the peer's process; usually one round trip."""
 PATIENCE_S = 40.0
-"""A fence waits so long for a silent process whose kernel answers before it disturbs others."""
+"""Seconds that a fence waits for a silent process whose kernel answers, as it disturbs others."""
 RETRY_S = 0.5
-"""Between two tries to make an agent where the first has failed."""
+"""Seconds between attempts to make an agent."""
 CALL_OFF_S = 2.0
-"""After `close` UCX has so long to find by itself that whom it writes to is no more."""
+"""Seconds after `close` within which UCX may notice by itself that the peer is gone."""
 _MARK = b"N"
-"""Leads every notice, since NIXL takes an empty one for none."""
+"""Prefix of every notice, since NIXL treats an empty notice as none."""
 
 log = logging.getLogger(__name__)
 
 
 class NixlCard(msgspec.Struct, frozen=True):
-    """What `connect` needs.
+    """Card of a transport.
 
     Attributes:
-        name: of the transport.
-        number: of its agent at the moment, from 1; each is destroyed before the next is made.
-        metadata: of that agent.
-        guard: of the process.
-        place: where it runs.
-        regions: by number; None for those removed.
+        name: Name of the transport.
+        number: Number of its current agent, from 1 on; an agent is destroyed before the next is
+            made.
+        metadata: NIXL's metadata of that agent.
+        guard: Guard of the process.
+        place: Where the process runs.
+        regions: Regions by number; None for removed ones.
     """
 
     name: str
@@ -128,13 +130,14 @@ class NixlPeer:
     """A connection to one remote agent.
 
     Attributes:
-        made_of: the agent of ours that it writes to, and that we write with.
-        lane: what UCX may take from it to here.
-        near: in our network namespace, so that its bytes come over the loopback device if by TCP.
-        open: whether writes may be posted.
-        lost: found to be gone; reported: the caller was told.
-        replaced: its agent is no more, another has taken its place.
-        asked_since: when a fence, or the end of reading, was first asked for.
+        made_of: The local agent of this connection.
+        lane: The lane that UCX may take from the peer to here.
+        near: The peer is in the same network namespace, so TCP uses the loopback device.
+        open: Whether writes may be posted.
+        lost: The peer was found to be gone.
+        reported: `lost` has reported the peer, or a fence made that unnecessary.
+        replaced: The peer's agent is gone, and its transport has a newer one.
+        asked_since: Time at which `waited` was first called.
     """
 
     def __init__(self, card: NixlCard, made_of: NixlAgent, lane: UcxLane, *, near: bool) -> None:
@@ -152,16 +155,16 @@ class NixlPeer:
 
     @property
     def unreachable(self) -> bool:
-        """Dead, or cut off on a lane where that allows a fence."""
+        """Whether the peer is dead, or cut off on a lane where that allows a fence."""
         return self.watch.dead or (self.lane is UcxLane.SOCKETS and self.watch.cut)
 
     @property
     def gone(self) -> bool:
-        """The agent that we write to is proven to be no more."""
+        """Whether the peer's agent is proven to be gone."""
         return self.replaced or self.watch.dead
 
     def waited(self) -> float:
-        """Seconds since the first call."""
+        """Seconds since the first call of this method."""
         now = time.monotonic()
         if self.asked_since is None:
             self.asked_since = now
@@ -171,9 +174,9 @@ class NixlPeer:
 class NixlHandle(BaseHandle):
     """One write: parts not yet posted, some of them prepared, and NIXL transfers in flight.
 
-    What was posted stays in flight until NIXL says that it has ended: giving a transfer back early
-    does not stop UCX from reading its source (measured over TCP with a stopped target: the rest
-    was read and sent once it went on).
+    A posted transfer is kept until NIXL reports its end. Releasing it earlier does not stop UCX
+    from reading its source (measured over TCP with a stopped target: the rest was read and sent
+    once the target continued).
     """
 
     def __init__(self, agent: NixlAgent, peer: NixlPeer, parts: list[WritePart]) -> None:
@@ -187,21 +190,21 @@ class NixlHandle(BaseHandle):
         self._broken = False
 
     def prepare(self) -> None:
-        """Make NIXL transfers of as many parts as a call may; what it refuses, it will again."""
+        """Make NIXL transfers of parts, as many as the time budget of a call allows."""
         limit = time.monotonic() + POST_BUDGET_S
-        with suppress(*self._agent.errors):
+        with suppress(*self._agent.errors):  # the post meets the same error and reports it
             while self._parts and time.monotonic() < limit:
                 self._prepared.append(self._agent.prepare(self.peer.agent_name, self._parts[0]))
                 self._parts.popleft()
 
     def begin(self, notice: bytes) -> None:
-        """Post it, or as much of it as a call may."""
+        """Post the write, or as much of it as the time budget allows."""
         self._notice = _MARK + notice
         self.status()
-        self.status()  # UCX begins to copy when it is asked how far it is
+        self.status()  # UCX starts to copy when it is polled
 
     def status(self) -> Status:
-        """State now; posts and polls what is left of the write."""
+        """The current state; posts more parts and polls transfers."""
         if self._status is Status.PENDING:
             self._advance()
         if self._status is Status.ERROR:
@@ -210,16 +213,16 @@ class NixlHandle(BaseHandle):
 
     @property
     def reads(self) -> bool:
-        """Whether UCX may still read its source, as of the last `status`."""
+        """Whether UCX may still read the write's source, as of the last `status`."""
         return bool(self._active)
 
     @property
     def moves(self) -> bool:
-        """Whether there is anything to drive, as of the last `status`."""
+        """Whether the write still has to be polled, as of the last `status`."""
         return self._status is Status.PENDING or self.reads
 
     def fail(self, reason: str) -> None:
-        """Post no more; what was posted goes on."""
+        """Fail, and post nothing more; posted transfers continue."""
         if self._status is Status.PENDING:
             self._parts.clear()
             while self._prepared:
@@ -228,7 +231,7 @@ class NixlHandle(BaseHandle):
             self._settle()
 
     def abandon(self, reason: str) -> None:
-        """Fail because the agent is about to be destroyed; what was sent may still land."""
+        """Fail because the agent is about to be destroyed; sent bytes may still land."""
         self.fail(reason)
         self._broken |= bool(self._active)
         for transfer in self._active:
@@ -236,7 +239,7 @@ class NixlHandle(BaseHandle):
         self._active.clear()
 
     def _advance(self) -> None:
-        """Poll what is in flight, post more until the budget is spent, and send a late notice."""
+        """Poll transfers, post more within the time budget, and send a separate notice last."""
         api = self._agent.api
         try:
             for transfer in tuple(self._active):
@@ -259,7 +262,7 @@ class NixlHandle(BaseHandle):
             self.fail(f"peer {self.peer.name}: {error}")
 
     def _take_state(self, transfer: Any, ask: Callable[[Any], str]) -> None:
-        """Ask for a transfer's state; one that has ended, well or not, is given back."""
+        """Ask for a transfer's state; release the transfer if it has ended or failed."""
         try:
             state = ask(transfer)
             if state == "PROC":
@@ -277,9 +280,10 @@ class NixlHandle(BaseHandle):
         _give_back(transfer)
 
     def _settle(self) -> None:
-        """From ERROR to DRAINED once that is proven: all that was posted has landed, or never will.
+        """Change ERROR to DRAINED once all posted transfers have landed or provably never will.
 
-        A transfer that failed was read to its end (UCX has given it up), but may still land.
+        The source of a failed transfer is read no more (UCX has given it up), but its bytes may
+        still land.
         """
         for transfer in tuple(self._active):
             with suppress(*self._agent.errors):
@@ -298,12 +302,12 @@ class NixlTransport:
         """Start an agent.
 
         Args:
-            name: unique per process and generation.
-            host: a loopback address keeps UCX's own sockets on the loopback device; with any other
-                address UCX takes what ``UCX_NET_DEVICES`` says.
+            name: Unique per process and generation.
+            host: With a loopback address UCX's own sockets stay on the loopback device; with any
+                other address UCX uses the devices in ``UCX_NET_DEVICES``.
 
         Raises:
-            ConfigError: NIXL is not installed or has no UCX.
+            ConfigError: NIXL is not installed, or has no UCX plugin.
         """
         self.name = name
         self._host = host
@@ -325,7 +329,7 @@ class NixlTransport:
         """Register memory with UCX.
 
         Raises:
-            TransportError: UCX can't reach it.
+            TransportError: UCX can't register the memory.
         """
         agent = self._running()
         try:
@@ -342,7 +346,7 @@ class NixlTransport:
         self._running().api.deregister_memory(self._registered.pop(region.index))
 
     def card(self) -> bytes:
-        """The agent's metadata (addresses and remote keys), its process and its regions."""
+        """The agent's metadata (addresses and remote keys), its process and the regions."""
         regions = tuple(
             RemoteRegion(m.address, m.num_bytes, m.device, m.device_index) if m else None
             for m in self._regions.memories()
@@ -356,11 +360,11 @@ class NixlTransport:
     def connect(self, card: bytes) -> NixlPeer:
         """Load the metadata of a card and dial its guard; UCX dials with the first write.
 
-        Takes a round trip to the peer's machine, at most `DIAL_S`: without its guard a peer could
-        not be fenced.
+        This takes a round trip to the peer's machine, at most `DIAL_S`: a peer without a guard
+        could not be fenced.
 
         Raises:
-            TransportError: it is no card, NIXL refuses it, or the guard does not answer.
+            TransportError: The card is invalid, NIXL refuses it, or the guard does not answer.
         """
         decoded = decode_card(card, _card, "NIXL")
         agent = self._running()
@@ -383,9 +387,10 @@ class NixlTransport:
         return peer
 
     def close(self, peer: Peer) -> bool:
-        """End writes to a peer and, with its last connection, forget the remote agent.
+        """Stop writes to a peer and, with its last connection, forget the remote agent.
 
-        False while UCX may still read our memory for a write that it began: it can't be called off.
+        False while UCX may still read local memory for a write that it began, as UCX can't cancel
+        a write.
         """
         own = own_peer(peer, NixlPeer, "NIXL")
         if own.open:
@@ -403,12 +408,12 @@ class NixlTransport:
         return not self._reads(own)
 
     def fence(self, peer: Peer) -> bool:
-        """Try to prove that nothing of this peer can land any more; see the module."""
+        """Try to prove that no byte of this peer can land any more; see the module's docstring."""
         own = own_peer(peer, NixlPeer, "NIXL")
         if own.made_of is not self._agent:
-            return True  # what it could write to is gone
+            return True  # the agent that the peer could write to is gone
         if own.lane is UcxLane.SHARED and own.near and own.watch.dead:
-            # Bytes that wait in our sockets land as UCX makes progress: let them, before we say so.
+            # Bytes in local sockets land when UCX makes progress: let them land before returning.
             for _ in range(3):
                 self._collect()
             return True
@@ -420,11 +425,11 @@ class NixlTransport:
         return True
 
     def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> NixlHandle:
-        """Post a write, or as much of it as a call may take."""
+        """Post a write, or as much of it as the time budget allows."""
         return self.post(self._cut(peer, ranges), notice)
 
     def prepare(self, peer: Peer, ranges: Ranges) -> NixlHandle:
-        """Make NIXL's transfers of a write; to a peer that is gone `post` finds that out."""
+        """Make NIXL's transfers of a write; if the peer is gone, `post` fails."""
         handle = self._cut(peer, ranges)
         if self._reaches(handle.peer):
             handle.prepare()
@@ -432,7 +437,7 @@ class NixlTransport:
         return handle
 
     def post(self, prepared: NixlHandle, notice: bytes) -> NixlHandle:
-        """Post what was prepared, or as much of it as a call may take."""
+        """Post a prepared write, or as much of it as the time budget allows."""
         check_notice(notice)
         if prepared in self._prepared:
             self._prepared.remove(prepared)
@@ -445,13 +450,13 @@ class NixlTransport:
         return prepared
 
     def discard(self, prepared: NixlHandle) -> None:
-        """Give NIXL's transfers back."""
+        """Release NIXL's transfers of a prepared write."""
         if prepared in self._prepared:
             self._prepared.remove(prepared)
             prepared.fail("it was not wanted")
 
     def _cut(self, peer: Peer, ranges: Ranges) -> NixlHandle:
-        """A write of which nothing was posted."""
+        """A write, cut into parts, of which nothing is posted yet."""
         own = own_peer(peer, NixlPeer, "NIXL")
         sizes = tuple(region.num_bytes if region else 0 for region in own.regions)
         copies = expand(ranges, self._regions.sizes, sizes)
@@ -462,7 +467,7 @@ class NixlTransport:
         return peer.open and not peer.lost and peer.made_of is self._agent
 
     def notices(self) -> Sequence[Notice]:
-        """Notices that have come in; lets UCX make progress."""
+        """Notices of writes that landed here since the last call; drives UCX's progress."""
         self._revive()
         self._collect()
         self._reap()
@@ -470,23 +475,23 @@ class NixlTransport:
         return tuple(landed)
 
     def lost(self) -> Sequence[NixlPeer]:
-        """Peers that UCX found disconnected, that are dead, or that a fence can cut off."""
+        """Peers that UCX found disconnected, that are dead, or that can't be reached."""
         gone = [p for p in self._peers if p.open and not p.reported and (p.lost or p.unreachable)]
         for peer in gone:
             peer.lost = peer.reported = True
         return tuple(gone)
 
     def shutdown(self) -> None:
-        """Give back, in the order that NIXL wants: transfers, remote agents, memory, the agent."""
+        """Free, in NIXL's order, transfers, remote agents, registered memory and the agent."""
         self._closed = True
         if self._agent is not None:
             self._destroy_agent(f"transport {self.name} is shut down")
         self._peers.clear()
 
     def _make_agent(self) -> NixlAgent:
-        """An agent of a name that nobody has had."""
+        """Make an agent with a new name."""
         self._number += 1
-        # While UCX reads its environment, show it the loopback device alone if we are there.
+        # UCX reads its environment now: with a loopback host show it only the loopback device.
         before = os.environ.get("UCX_NET_DEVICES")
         if is_loopback(self._host):
             os.environ["UCX_NET_DEVICES"] = "lo"
@@ -514,9 +519,9 @@ class NixlTransport:
         self._agent = None
 
     def _renew(self, reason: str) -> None:
-        """Destroy the agent, which ends every write to and from here, and make another.
+        """Destroy the agent, which ends all writes to and from here, and make another.
 
-        All peers are lost by that.
+        All peers are lost.
         """
         log.warning("making the NIXL agent anew: %s", reason)
         affected = [peer for peer in self._peers if peer.open]
@@ -526,7 +531,7 @@ class NixlTransport:
         self._revive()
 
     def _revive(self) -> None:
-        """Make the next agent; if UCX can't (its devices are down, say), try again later."""
+        """Make the next agent; if UCX can't (devices may be down), try again after `RETRY_S`."""
         now = time.monotonic()
         if self._agent is not None or self._closed or now < self._next_try:
             return
@@ -536,7 +541,7 @@ class NixlTransport:
             for index, memory in enumerate(self._regions.memories()):
                 if memory is not None:
                     self._registered[index] = agent.register(memory)
-        except Exception as error:  # whatever NIXL says: until it can, nothing crosses
+        except Exception as error:  # whatever the cause, there are no transfers until it works
             self._registered.clear()
             log.warning("no NIXL agent for now: %s", error)
             return
@@ -552,7 +557,7 @@ class NixlTransport:
         return any(handle.reads for handle in self._live if handle.peer is peer)
 
     def _reap(self) -> None:
-        """Drive the writes to closed peers; forget the agents that nobody needs any more."""
+        """Poll the writes to closed peers; forget remote agents that are not needed any more."""
         for handle in self._live:
             if not handle.peer.open:
                 handle.status()
@@ -565,7 +570,7 @@ class NixlTransport:
                 self._forget(name)
 
     def _forget(self, name: str) -> None:
-        """Remove a remote agent, if our agent knows it."""
+        """Remove a remote agent from the local one, if it is known there."""
         if self._metadata.pop(name, None) is None or self._agent is None:
             return
         try:
@@ -574,7 +579,7 @@ class NixlTransport:
             log.info("NIXL had already dropped %s: %s", name, error)
 
     def _settle(self) -> None:
-        """Let UCX finish closing its end points: else it aborts the process."""
+        """Let UCX finish closing its endpoints: otherwise it aborts the process."""
         limit = time.monotonic() + SETTLE_S
         while time.monotonic() < limit:
             self._collect()
@@ -589,5 +594,5 @@ class NixlTransport:
 def _give_back(transfer: Any) -> None:
     try:
         transfer.release()
-    except Exception as error:  # of a transfer that has ended: nothing depends on it
+    except Exception as error:  # the transfer has ended: nothing depends on its release
         log.info("NIXL does not take a transfer back: %s", error)

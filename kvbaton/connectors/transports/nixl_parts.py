@@ -1,6 +1,7 @@
-"""A NIXL agent; what it takes in one post, and which lane it may use.
+"""NIXL agents, the parts of a write that are posted at once, and the lanes that UCX may use.
 
-UCX decides by itself what it takes from a peer to here, and does not tell: so be careful.
+UCX chooses by itself how a peer's bytes get here, and does not report its choice; so every lane
+that it might use has to be considered.
 """
 
 from __future__ import annotations
@@ -24,19 +25,21 @@ from kvbaton.errors import ConfigError
 Descriptors = npt.NDArray[np.uint64]
 
 PART_BYTES = 8 << 20
-"""Most bytes of a part: some 2 ms where the CPU copies."""
+"""Maximum bytes of a part: about 2 ms if the CPU copies."""
 PART_COPIES = 1024
-"""Most copies of a part: some 2 to 3 ms to post when they are small."""
+"""Maximum number of copies of a part: small ones take about 2 to 3 ms to post."""
 GPU_PART_BYTES = 1 << 30
-"""Most bytes of a part between GPUs, where posting copies nothing."""
+"""Maximum bytes of a part between GPUs, where a post copies nothing."""
 GPU_PIECE_BYTES = 16 << 20
-"""Most bytes of a copy between GPUs: several run at a time, on streams of their own, and posting
-one takes 5 us."""
+"""Maximum bytes of one copy between GPUs.
+
+Several copies run at a time, each on a stream of its own, and posting one takes 5 us.
+"""
 _MEMORY_TYPE: dict[Device, str] = {"cpu": "DRAM", "cuda": "VRAM"}
 
 
 class RemoteRegion(msgspec.Struct, frozen=True):
-    """A peer's region as its card tells it."""
+    """A peer's region, as described by its card."""
 
     address: int
     num_bytes: int
@@ -45,7 +48,7 @@ class RemoteRegion(msgspec.Struct, frozen=True):
 
 
 class WritePart(NamedTuple):
-    """Descriptors of one post: uint64 of shape [n, 3] (address, bytes, device index) each."""
+    """Descriptors of one post: per side uint64 [n, 3] (address, bytes, device index)."""
 
     source: Descriptors
     source_device: Device
@@ -54,7 +57,7 @@ class WritePart(NamedTuple):
 
 
 class NixlAgent:
-    """A NIXL agent and the names of its module that the transport uses."""
+    """A NIXL agent, and the exceptions of NIXL that the transport handles."""
 
     def __init__(self, name: str) -> None:
         library = load_nixl("--transport")
@@ -72,11 +75,11 @@ class NixlAgent:
         return self.api.register_memory([entry], _MEMORY_TYPE[memory.device])
 
     def close(self) -> None:
-        """Destroy it, although handles that failed still hold this object."""
+        """Destroy the agent, although failed handles still hold this object."""
         self.api = None
 
     def prepare(self, peer: str, part: WritePart) -> Any:
-        """Make a transfer of a part; the notice is given when it is posted."""
+        """Make a transfer of a part; the notice is passed when it is posted."""
         local = self.api.get_xfer_descs(part.source, _MEMORY_TYPE[part.source_device])
         remote = self.api.get_xfer_descs(part.target, _MEMORY_TYPE[part.target_device])
         return self.api.initialize_xfer("WRITE", local, remote, peer)
@@ -85,7 +88,7 @@ class NixlAgent:
 def cut(
     copies: Copies, ours: Sequence[Memory | None], theirs: Sequence[RemoteRegion | None]
 ) -> list[WritePart]:
-    """Cut checked copies between our regions and theirs into parts."""
+    """Cut checked copies from local regions to the peer's into parts."""
     parts = []
     # A NIXL transfer has one kind of memory per side.
     from_cuda = np.array([bool(m and m.device == "cuda") for m in ours] + [False])
@@ -98,7 +101,7 @@ def cut(
         direct = source_device == target_device == "cuda"
         chosen, most = whole, GPU_PIECE_BYTES if direct else PART_BYTES
         pieces = -(-whole.length // most)
-        if pieces.max() > 1:  # split copies that are too long
+        if pieces.max() > 1:  # split long copies
             past = np.cumsum(pieces)
             begin = (np.arange(int(past[-1])) - np.repeat(past - pieces, pieces)) * most
             each = Copies(*(np.repeat(column, pieces) for column in whole))
@@ -110,7 +113,7 @@ def cut(
         source = _describe(chosen.source_region, chosen.source_offset, chosen.length, ours)
         target = _describe(chosen.target_region, chosen.target_offset, chosen.length, theirs)
         ends, start = np.cumsum(chosen.length), 0
-        while start < len(ends):  # consecutive copies that make a part
+        while start < len(ends):  # group consecutive copies into parts
             room = int(ends[start] - chosen.length[start])
             room += GPU_PART_BYTES if direct else PART_BYTES
             stop = int(np.searchsorted(ends, room, side="right"))
@@ -134,17 +137,17 @@ def _describe(
 
 
 _SOCKETS = {"tcp", "self", "cuda_copy", "gdr_copy"}
-"""Values of ``UCX_TLS`` by which bytes of another process come through sockets only."""
+"""Values of ``UCX_TLS`` with which bytes of another process arrive only through sockets."""
 _RDMA = (Path("/sys/class/infiniband"), Path("/dev/infiniband"))
 
 
 class UcxLane(enum.Enum):
-    """The strongest way by which a peer may write here."""
+    """The most direct way in which a peer may write here."""
 
     SOCKETS = enum.auto()
-    """Through sockets, and nothing else."""
+    """Only through sockets."""
     SHARED = enum.auto()
-    """Maybe through shared memory or CUDA IPC: the peer's own threads and GPU write."""
+    """Maybe through shared memory or CUDA IPC, where the peer's own threads and GPU write."""
     HARDWARE = enum.auto()
     """From another machine, maybe through RDMA or CUDA IPC between machines."""
 
@@ -153,8 +156,8 @@ class Place(msgspec.Struct, frozen=True):
     """Where a process runs.
 
     Attributes:
-        kernel: boot id: equal in all containers of a machine.
-        network: network namespace: containers have their own.
+        kernel: Boot id; equal in all containers of a machine.
+        network: Network namespace; containers have their own.
     """
 
     kernel: str
@@ -163,19 +166,19 @@ class Place(msgspec.Struct, frozen=True):
 
 @cache
 def this_place() -> Place:
-    """Where this process runs: it can't change while we live."""
+    """Where this process runs; cached, as it can't change."""
     kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return Place(kernel, os.readlink("/proc/self/ns/net"))
 
 
 def choose_lane(ours: Place, theirs: Place, tls: str, *, reaches_gpus: bool) -> UcxLane:
-    """The strongest lane that UCX may take from there to here; what is not known is not excluded.
+    """The most direct lane that UCX may take from a peer to here; unknown lanes are not excluded.
 
     Args:
-        ours: where we run. A peer can take no lane that we do not offer.
-        theirs: where the peer says it runs.
-        tls: our ``UCX_TLS``, empty if not set.
-        reaches_gpus: whether memory of a GPU is registered here.
+        ours: Where this process runs. A peer can take no lane that this process does not offer.
+        theirs: Where the peer runs, as it says.
+        tls: ``UCX_TLS`` of this process; empty if not set.
+        reaches_gpus: Whether GPU memory is registered here.
     """
     named = {word.strip().removeprefix("\\").partition(":")[0] for word in tls.split(",")}
     if named <= _SOCKETS:

@@ -1,4 +1,4 @@
-"""What transports share: regions and ranges (numbering, bounds, single copies), cards, handles."""
+"""Shared code of transports: regions, ranges (bounds checks, single copies), cards, handles."""
 
 from __future__ import annotations
 
@@ -16,33 +16,34 @@ from kvbaton.messages import UNREADABLE
 Int64s = npt.NDArray[np.int64]
 
 MAX_COPIES = 1 << 24
-"""Most single copies that one write may come to."""
+"""Maximum number of single copies of one write."""
 MAX_NOTICE_BYTES = 1 << 16
+"""Maximum length of a notice in bytes."""
 
 T = TypeVar("T")
 
 
 def own_peer(peer: Peer, kind: type[T], transport: str) -> T:
-    """A peer as its transport made it. Raises `ValueError` if another one has."""
+    """The peer as an object of class `kind`. Raises `ValueError` if another transport made it."""
     if not isinstance(peer, kind):
         raise ValueError(f"{peer!r} is not a peer of the {transport} transport")
     return peer
 
 
 def check_notice(notice: bytes) -> None:
-    """Raise `ValueError` for one that is too long."""
+    """Raise `ValueError` for a notice that is too long."""
     if len(notice) > MAX_NOTICE_BYTES:
         raise ValueError(f"notice has {len(notice)} bytes, at most {MAX_NOTICE_BYTES}")
 
 
 def decode_card(card: bytes, decoder: msgspec.msgpack.Decoder[T], transport: str) -> T:
-    """What a card says. Raises `TransportError` if it is none of such a transport.
+    """Decode a card. Raises `TransportError` if it is not a card of this transport.
 
     Args:
-        card: as a peer sent it.
-        decoder: made when its module is imported. msgspec 0.22 takes a type apart when it first
-            decodes one, and a second thread that finds it half done crashes the process.
-        transport: its name.
+        card: The card, as a peer sent it.
+        decoder: A decoder that was made when its module was imported. msgspec 0.22 inspects a type
+            lazily at first use, and crashes if two threads do so at the same time.
+        transport: Name of the transport, for the error.
     """
     try:
         return decoder.decode(card)
@@ -51,25 +52,25 @@ def decode_card(card: bytes, decoder: msgspec.msgpack.Decoder[T], transport: str
 
 
 class BaseHandle:
-    """A `Handle` that has nothing to give back."""
+    """A `Handle` without resources to free."""
 
     _status = Status.PENDING
     _error: str | None = None
 
     def status(self) -> Status:
-        """State now."""
+        """The current state."""
         return self._status
 
     def error(self) -> str | None:
-        """Why it failed."""
+        """Why the write failed."""
         return self._error
 
     def release(self) -> None:
-        """Nothing to give back."""
+        """Do nothing."""
 
 
 class Copies(NamedTuple):
-    """A write as single copies: five int64 arrays of shape [n]; offsets and lengths in bytes."""
+    """A write as n single copies: int64 arrays of shape [n]; offsets and lengths in bytes."""
 
     source_region: Int64s
     source_offset: Int64s
@@ -84,7 +85,7 @@ class Copies(NamedTuple):
         return Copies(*(column[start:stop] for column in self))
 
     def by_region(self) -> Copies:
-        """Ordered by source region, then by target region; within both as they were."""
+        """The copies sorted by source region, then by target region; the sort is stable."""
         order = np.lexsort((self.target_region, self.source_region))
         return Copies(*(column[order] for column in self))
 
@@ -93,7 +94,7 @@ class RegionTable:
     """Regions of one transport, numbered in order of registration.
 
     Attributes:
-        sizes: bytes of each region by number; 0 for those removed. Replaced, never changed.
+        sizes: Bytes of each region by number; 0 for removed ones. Replaced, never changed.
     """
 
     def __init__(self) -> None:
@@ -101,17 +102,17 @@ class RegionTable:
         self.sizes: tuple[int, ...] = ()
 
     def add(self, memory: Memory) -> Region:
-        """Give memory the next number."""
+        """Add memory under the next number."""
         region = Region(len(self._regions), memory)
         self._regions.append(region)
         self.sizes += (memory.num_bytes,)
         return region
 
     def remove(self, region: Region) -> None:
-        """Forget a region; its number is not given again.
+        """Remove a region; its number is not used again.
 
         Raises:
-            ValueError: it is not in this table.
+            ValueError: The region is not in this table.
         """
         if region.index >= len(self._regions) or self._regions[region.index] != region:
             raise ValueError(f"region {region.index} is not registered with this transport")
@@ -119,24 +120,24 @@ class RegionTable:
         self.sizes = (*self.sizes[: region.index], 0, *self.sizes[region.index + 1 :])
 
     def addresses(self) -> tuple[int, ...]:
-        """First byte of each region by number; 0 for those removed."""
+        """Address of each region by number; 0 for removed ones."""
         return tuple(region.memory.address if region else 0 for region in self._regions)
 
     def memories(self) -> tuple[Memory | None, ...]:
-        """Memory of each region by number; None for those removed."""
+        """Memory of each region by number; None for removed ones."""
         return tuple(region.memory if region else None for region in self._regions)
 
 
 def expand(ranges: Ranges, source_sizes: Sequence[int], target_sizes: Sequence[int]) -> Copies:
-    """Check packed ranges against the regions of both sides and make single copies of them.
+    """Check packed ranges against the regions of both sides, and expand them into single copies.
 
     Args:
         ranges: int64 of shape [n, 8], see `RangeColumn`.
-        source_sizes: bytes of each of our regions.
-        target_sizes: bytes of each of the peer's regions.
+        source_sizes: Bytes of each local region.
+        target_sizes: Bytes of each of the peer's regions.
 
     Raises:
-        ValueError: a row is malformed or leaves a region; the message names the row.
+        ValueError: A row is malformed or exceeds a region; the message names the row.
     """
     if ranges.ndim != 2 or ranges.shape[1] != len(RangeColumn) or ranges.dtype != np.int64:
         raise ValueError(f"ranges must be int64 of shape [n, 8], not {ranges.dtype}{ranges.shape}")
@@ -144,7 +145,7 @@ def expand(ranges: Ranges, source_sizes: Sequence[int], target_sizes: Sequence[i
     rows = ranges.copy()
     count = rows[:, RangeColumn.COUNT]
     strides = rows[:, [RangeColumn.SOURCE_STRIDE, RangeColumn.TARGET_STRIDE]]
-    dense = np.all(strides == rows[:, [RangeColumn.LENGTH]], axis=1)  # pieces touch on both sides
+    dense = np.all(strides == rows[:, [RangeColumn.LENGTH]], axis=1)  # contiguous on both sides
     rows[dense, RangeColumn.LENGTH] *= count[dense]
     rows[dense, RangeColumn.COUNT] = 1
     if int(np.minimum(count, MAX_COPIES + 1).sum()) > MAX_COPIES:
@@ -162,7 +163,7 @@ def expand(ranges: Ranges, source_sizes: Sequence[int], target_sizes: Sequence[i
 
 
 def _check(rows: Ranges, source_sizes: Sequence[int], target_sizes: Sequence[int]) -> None:
-    """Refuse malformed rows and those that leave a region, without any overflow."""
+    """Refuse malformed rows and rows that exceed a region; no arithmetic overflows."""
     column = RangeColumn
     length, count = rows[:, column.LENGTH], rows[:, column.COUNT]
     bad = {

@@ -1,12 +1,12 @@
-"""Transport over plain sockets: needs nothing but Python, and its fence always holds.
+"""Transport over plain sockets: needs nothing but Python, and its fence always succeeds.
 
-Each connected peer has one connection with one sending thread here, and one receiving thread over
-there, which reads payloads straight into registered memory at offsets that it has checked
-(`tcp_connections`). `tcp_wire` describes the bytes. Memory of a GPU passes through pinned memory of
-the host (`tcp_staging`).
+Each connected peer has one connection, with a sending thread here and a receiving thread there. The
+receiving thread reads payloads directly into registered memory, at offsets that it has checked
+(`tcp_connections`). `tcp_wire` describes the wire format. GPU memory is staged through pinned host
+memory (`tcp_staging`).
 
-Fence scope is PEER: only our own receiving thread ever writes here, so once it has ended, no byte
-of that peer can land, whatever its process does.
+The fence scope is PEER: only this process's receiving threads write its memory, so once the thread
+of a peer has ended, no byte of that peer can land, whatever the peer's process does.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kvbaton.connectors.transports.tcp_wire import MAX_NAME_BYTES
 from kvbaton.errors import ConfigError, TransportError
 
 JOIN_S = 1.0
-"""`shutdown` waits so long for the threads of all connections."""
+"""Seconds that `shutdown` waits for the threads of all connections."""
 
 _card = msgspec.msgpack.Decoder(TcpCard)
 
@@ -57,13 +57,14 @@ class TcpTransport:
         """Listen on a free port.
 
         Args:
-            name: unique per process and generation.
-            host: address to listen on, which peers dial as well.
-            pinned_mib: most MiB of pinned memory for that of a GPU to pass through: 16 for each
-                connection that is to be busy at the same time, in both directions.
+            name: Unique per process and generation.
+            host: Address to listen on, which peers dial as well.
+            pinned_mib: Maximum MiB of pinned memory to stage GPU memory, over both directions; 16
+                MiB let one connection per direction move bytes at the same time.
 
         Raises:
-            ConfigError: the host is a wildcard or can't be listened on; too little pinned memory.
+            ConfigError: The host is a wildcard, or it is impossible to listen on it; or
+                `pinned_mib` is too small.
         """
         if pinned_mib << 20 < 2 * LANE_BYTES:
             raise ConfigError("pinned_mib", f"must be at least {2 * LANE_BYTES >> 20}")
@@ -87,7 +88,7 @@ class TcpTransport:
         """Make memory reachable.
 
         Raises:
-            TransportError: it is memory of a GPU that can't be used, or of a second one.
+            TransportError: The GPU can't be used, or memory of another GPU is registered already.
         """
         view: memoryview | GpuRegion
         if memory.device == "cpu":
@@ -109,7 +110,7 @@ class TcpTransport:
         self._views[region.index] = memoryview(b"")
 
     def card(self) -> bytes:
-        """Where to dial, the token and the sizes of the regions."""
+        """The address to dial, the token, and the sizes of the regions."""
         card = TcpCard(
             self.name,
             self._host,
@@ -123,17 +124,17 @@ class TcpTransport:
     def connect(self, card: bytes) -> TcpPeer:
         """Start to dial the owner of a card.
 
-        A failure to reach it shows in `lost` and in the writes.
+        If it can't be reached, `lost` reports the peer and its writes fail.
 
         Raises:
-            TransportError: it is no card.
+            TransportError: The card is invalid.
         """
         peer = self.dial(decode_card(card, _card, "TCP"))
         self._peers.append(peer)
         return peer
 
     def close(self, peer: Peer) -> bool:
-        """Hang up; False while the sending thread is still at a frame, for some 0.2 s at most."""
+        """Hang up; False while the sending thread still sends a frame, for about 0.2 s at most."""
         own = own_peer(peer, TcpPeer, "TCP")
         if own in self._peers:
             self._peers.remove(own)
@@ -141,7 +142,7 @@ class TcpTransport:
         return self._close(own)
 
     def fence(self, peer: Peer) -> bool:
-        """Cut the peer's connections to here and wait for their threads; changes our card."""
+        """Cut the peer's connections to here and wait for their threads; changes this card."""
         return self._listener.fence(own_peer(peer, TcpPeer, "TCP").name)
 
     def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> TcpHandle:
@@ -152,7 +153,7 @@ class TcpTransport:
         return own.post(copies, tuple(self._views), notice)
 
     def notices(self) -> Sequence[Notice]:
-        """Writes that have landed here since the last call."""
+        """Notices of writes that landed here since the last call."""
         inbox = self._listener.inbox
         return tuple(inbox.popleft() for _ in range(len(inbox)))
 
@@ -193,16 +194,16 @@ class TcpTransport:
             self._closing.remove(peer)
         return ended
 
-    # --- what another kind of transport does otherwise ---
+    # --- overridden by other transports ---
 
     def gpu_copies(self, device_index: int) -> GpuCopies:
-        """Copies from and to a GPU."""
+        """Make the copier from and to a GPU."""
         return GpuCopies(device_index)
 
     def listen(self, host: str) -> TcpListener:
-        """The receiving end."""
+        """Make the receiving end of connections."""
         return TcpListener(host, self._regions, self._views)
 
     def dial(self, card: TcpCard) -> TcpPeer:
-        """A sending end."""
+        """Make the sending end of a connection."""
         return TcpPeer(card, self.name)

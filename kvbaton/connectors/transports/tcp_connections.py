@@ -1,7 +1,7 @@
 """The two ends of TCP connections, each with its thread.
 
-`TcpPeer` writes: its thread dials and sends, its caller reads the acks. `TcpListener` reads: one
-thread accepts, and one per connection lands bytes.
+`TcpPeer` is the sending end: its thread dials and sends, its caller reads the acks. `TcpListener`
+is the receiving end: one thread accepts, and one thread per connection receives payloads.
 """
 
 from __future__ import annotations
@@ -30,19 +30,21 @@ from kvbaton.connectors.transports.tcp_staging import GpuRegion, Run, runs_of, s
 from kvbaton.errors import ConfigError, RemoteProtocolError
 
 DIAL_S = 5.0
-"""Deadline of connecting and the handshake."""
+"""Seconds within which the dialling side must have connected and finished the handshake."""
 GOODBYE_S = 0.2
-"""After `close`, so long for a frame in progress to end, so that the peer can be told; then not."""
+"""Seconds that `close` lets a frame in progress finish, to send BYE; after that it just closes."""
 HANDSHAKE_S = 5.0
+"""Seconds within which the accepting side must have finished the handshake."""
 MAX_STRANGERS = 64
-"""Connections that may be in the handshake at once; further ones are closed."""
+"""Maximum number of connections in the handshake; further ones are closed."""
 JOIN_S = 1.0
+"""Seconds to wait for threads to end."""
 
 log = logging.getLogger(__name__)
 
 
 class TcpCard(msgspec.Struct, frozen=True):
-    """What a peer needs to dial."""
+    """Card: what a peer needs to dial."""
 
     name: Annotated[str, msgspec.Meta(max_length=tcp_wire.MAX_NAME_BYTES)]
     host: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
@@ -64,7 +66,7 @@ class TcpHandle(BaseHandle):
     started: bool = False
 
     def status(self) -> Status:
-        """State now; reads acks that have come in. DRAINED if its bytes provably can't land."""
+        """The current state; reads new acks. DRAINED once the bytes provably can't land."""
         if self._status in (Status.PENDING, Status.ERROR):
             self.peer.read_acks()
         if self._status in (Status.PENDING, Status.ERROR) and self.peer.broken is not None:
@@ -74,11 +76,11 @@ class TcpHandle(BaseHandle):
         return self._status
 
     def land(self) -> None:
-        """The ack has come."""
+        """Note that the ack has arrived."""
         self._status = Status.DONE
 
     def frames(self) -> Iterator[tuple[bytes, list[Run]]]:
-        """Head and payload of each frame; a region's copies follow each other, on either side."""
+        """Head and payload of each frame; copies are grouped by source and target region."""
         copies = self.copies.by_region()
         total = len(copies.length)
         for start in range(0, max(total, 1), tcp_wire.MAX_FRAME_COPIES):
@@ -97,8 +99,8 @@ class TcpHandle(BaseHandle):
 class TcpPeer:
     """A connection to a peer's listener.
 
-    The thread owns dialling and sending; everything else runs in the transport's calling thread.
-    `broken` goes from None to a reason once; the thread ends soon after.
+    Its thread dials and sends; everything else runs in the thread that calls the transport.
+    `broken` changes once, from None to a reason; the thread ends soon after.
     """
 
     def __init__(self, card: TcpCard, own_name: str) -> None:
@@ -122,7 +124,7 @@ class TcpPeer:
 
     @property
     def stopped(self) -> bool:
-        """The thread has ended: nothing of ours is read or sent any more."""
+        """Whether the thread has ended, so that no local memory is read or sent any more."""
         return not self._thread.is_alive()
 
     def post(
@@ -137,7 +139,7 @@ class TcpPeer:
         return handle
 
     def read_acks(self) -> None:
-        """Take in what the peer has acknowledged; never blocks."""
+        """Read the peer's acks; never blocks."""
         while self._greeted and self.broken is None:
             try:
                 data = self._socket.recv(1 << 16, socket.MSG_DONTWAIT)
@@ -160,7 +162,7 @@ class TcpPeer:
             self._acks = self._acks[whole:]
 
     def close(self) -> bool:
-        """Say goodbye between two frames if that is soon possible, else just hang up; never blocks.
+        """Close, after a BYE if the frame in progress ends within `GOODBYE_S`; never blocks.
 
         Returns whether the thread has ended; to be called again until then.
         """
@@ -175,7 +177,7 @@ class TcpPeer:
         return self.stopped
 
     def join(self, until: float) -> None:
-        """Wait for the thread of a connection that is being closed, until a monotonic time."""
+        """Close, and wait for the thread until time `until` of the monotonic clock."""
         while not self.close() and (left := until - time.monotonic()) > 0:
             self._thread.join(min(left, GOODBYE_S))
 
@@ -183,7 +185,7 @@ class TcpPeer:
         """End the connection at once; the thread ends soon after."""
         if self.broken is None:
             self.broken = reason
-        with contextlib.suppress(OSError):  # it may not be connected yet, or not any more
+        with contextlib.suppress(OSError):  # the socket may not be connected
             self._socket.shutdown(socket.SHUT_RDWR)
         self._queue.put(None)
 
@@ -209,16 +211,16 @@ class TcpPeer:
             if self.broken is None:
                 bye = tcp_wire.Header(tcp_wire.FrameKind.BYE, 0, 0, 0, 0)
                 tcp_wire.send_all(self._socket, [bye.pack()])
-        except Exception as error:  # also what a host that is none makes `connect` raise
+        except Exception as error:  # an invalid host makes `connect` raise other errors, too
             self.hang_up(f"connection to {self.name}: {error}")
         finally:
-            if self.closing:  # who closed us may have stopped waiting
+            if self.closing:  # the caller of `close` may have stopped waiting
                 self._socket.close()
 
-    # --- what another kind of connection does otherwise ---
+    # --- overridden by other kinds of connections ---
 
     def introduced(self, sock: socket.socket) -> None:
-        """Each side knows the other now."""
+        """Called once the handshake is done."""
 
     def send_frame(self, sock: socket.socket, head: bytes, runs: Sequence[Run]) -> None:
         """Send a frame's head and its payload."""
@@ -241,7 +243,7 @@ class AcceptedConnection:
         self.thread = threading.Thread(target=run, args=(self,), name="tcp from", daemon=True)
 
     def hang_up(self) -> None:
-        """Make the thread end; nothing that is still in the socket's buffer lands."""
+        """Make the thread end; bytes still in the socket's buffer do not land."""
         self.cut = True
         with contextlib.suppress(OSError):  # the peer may have closed already
             self.socket.shutdown(socket.SHUT_RDWR)
@@ -250,13 +252,13 @@ class AcceptedConnection:
 
 
 class TcpListener:
-    """Accepts connections of those who hold our card, and lands their frames.
+    """Accepts connections of peers that hold this transport's card, and receives their frames.
 
     Attributes:
-        port: where it listens.
-        token: of our card: who dials must know it. Each fence makes another.
-        inbox: notices of writes that have landed, in order.
-        vanished: names of peers whose connection ended without a goodbye.
+        port: Port on which it listens.
+        token: Token of the card, which a dialler must know. Each fence makes a new one.
+        inbox: Notices of writes that have landed, in order.
+        vanished: Names of peers whose connection ended without a BYE.
     """
 
     def __init__(
@@ -265,12 +267,12 @@ class TcpListener:
         """Listen on a free port of `host`.
 
         Args:
-            host: address.
-            table: the regions that may be written, as they come and go.
-            views: each of them.
+            host: Address to listen on.
+            table: The registered regions; their number may change.
+            views: Memory of each region.
 
         Raises:
-            ConfigError: the host can't be listened on.
+            ConfigError: It is impossible to listen on this host.
         """
         self.inbox: deque[Notice] = deque()
         self.vanished: deque[str] = deque()
@@ -293,9 +295,9 @@ class TcpListener:
         self._thread.start()
 
     def fence(self, name: str) -> bool:
-        """Cut every connection of `name`, and those of strangers.
+        """Cut all connections of `name`, and those still in the handshake.
 
-        Who dials with a card of before is refused for good: it may be `name`, on its way since.
+        Diallers with an older card are refused from now on: it might be `name`, dialling since.
         """
         with self._lock:
             self.token = secrets.token_bytes(32)
@@ -324,7 +326,7 @@ class TcpListener:
                 if self._closed:
                     return
                 log.warning("accepting a connection failed: %s", error)
-                time.sleep(0.05)  # out of file descriptors, say: do not spin
+                time.sleep(0.05)  # out of file descriptors, for example: do not spin
                 continue
             connection = AcceptedConnection(sock, self._run)
             with self._lock:
@@ -334,7 +336,7 @@ class TcpListener:
                     continue
                 try:
                     connection.thread.start()
-                except RuntimeError as error:  # no thread could be had
+                except RuntimeError as error:  # the thread could not be started
                     log.warning("closing a connection: %s", error)
                     sock.close()
                     continue
@@ -362,7 +364,7 @@ class TcpListener:
                 self._connections.remove(connection)
 
     def greet(self, connection: AcceptedConnection) -> None:
-        """The handshake; raises to refuse the dialler."""
+        """Do the handshake; raises to refuse the dialler."""
 
         def admit(name: str) -> None:
             with self._lock:
@@ -376,7 +378,7 @@ class TcpListener:
         sock.settimeout(None)
 
     def _land_frame(self, connection: AcceptedConnection) -> bool:
-        """Land one frame; True if it was a goodbye."""
+        """Receive one frame; True if it was a BYE."""
         sock = connection.socket
         header = tcp_wire.receive_header(sock)
         if header.kind is tcp_wire.FrameKind.BYE:
@@ -389,12 +391,12 @@ class TcpListener:
             if connection.cut:
                 raise ConnectionAbortedError("fenced")
             self.inbox.append(Notice(notice))
-            with contextlib.suppress(OSError):  # the next read tells why, or reads a goodbye
+            with contextlib.suppress(OSError):  # the next read raises the cause, or reads a BYE
                 sock.sendall(tcp_wire.ACK.pack(header.write))
         return False
 
     def receive_payload(self, connection: AcceptedConnection, runs: list[Any]) -> None:
-        """Fill what a frame writes from its payload."""
+        """Receive a frame's payload into its runs."""
         staging = staging_of(runs)
         if staging is None:
             tcp_wire.receive_all(connection.socket, chain(*runs))
@@ -404,7 +406,7 @@ class TcpListener:
 
 
 def _end(connections: Sequence[AcceptedConnection]) -> bool:
-    """Hang up and wait for the threads, all within `JOIN_S`; True if all have ended."""
+    """Hang up and wait for all threads, at most `JOIN_S`; True if all have ended."""
     for connection in connections:
         connection.hang_up()
     limit = time.monotonic() + JOIN_S

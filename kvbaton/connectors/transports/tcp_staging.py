@@ -1,14 +1,14 @@
-"""Host staging: how memory of a GPU crosses a socket, where GPUs can't reach each other.
+"""Host staging: sends GPU memory over a socket, where GPUs can't reach each other.
 
-A connection's thread gathers pieces on the GPU, copies them into a pinned buffer and sends that, or
-receives into it and scatters from there: one index and one copy for a whole buffer, however many
-pieces. Two buffers take turns, so that a copy and the socket work at the same time. All pinned
-memory is in *lanes* of two buffers, and a thread has a lane for one frame; where all are lent, it
-waits. A sender takes its lane before the first byte of a frame leaves, so whoever has a lane to
-receive waits for nobody who still needs one.
+A sending thread gathers pieces on the GPU, copies them into a pinned buffer and sends the buffer; a
+receiving thread receives into a buffer and scatters from it. Each buffer takes one index operation
+and one copy, however many pieces it holds. Two buffers alternate, so that copies and the socket
+overlap. All pinned memory is in *lanes* of two buffers; a thread borrows a lane for one frame, and
+waits if none is free. A sender takes its lane before it sends the first byte of a frame, so a
+receiver that holds a lane never waits for a sender that still needs one.
 
-A lane goes back only when its copies are over, so a thread that has ended touches nothing any more:
-what a fence and `close` promise holds as for memory of the host.
+A lane is returned only when its copies are done. So a thread that has ended accesses no memory any
+more, and fence and `close` promise the same as for host memory.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ Int64s = npt.NDArray[np.int64]
 BUFFER_BYTES = 4 << 20
 LANE_BYTES = 2 * BUFFER_BYTES
 LOOK_S = 0.02
-"""Between two looks at whether the connection of a thread that waits for a lane still lives."""
+"""Seconds between checks whether the connection of a thread that waits for a lane still lives."""
 
 
 class GpuRegion(NamedTuple):
-    """A region in memory of a GPU.
+    """A region in GPU memory.
 
     Attributes:
-        staging: what its bytes pass through.
-        data: all of it, a uint8 tensor [num_bytes].
+        staging: Pinned memory through which its bytes are staged.
+        data: The region as a uint8 tensor [num_bytes].
     """
 
     staging: PinnedBounceBuffer
@@ -49,14 +49,14 @@ class GpuRegion(NamedTuple):
 
 
 class GpuPieces(NamedTuple):
-    """Pieces of one region, in the order in which they cross; none is empty."""
+    """Pieces of one region, in the order in which they are sent; none is empty."""
 
     region: GpuRegion
     offset: Int64s
     size: Int64s
 
     def batches(self) -> Iterator[tuple[int, Int64s, Int64s]]:
-        """Cut into as much as a buffer holds: its bytes, and offsets and sizes of the pieces."""
+        """Batches that fit a buffer: number of bytes, and offsets and sizes of the pieces."""
         ends = np.cumsum(self.size)
         starts, total = ends - self.size, int(ends[-1])
         for low in range(0, total, BUFFER_BYTES):
@@ -68,13 +68,13 @@ class GpuPieces(NamedTuple):
 
 
 Run = Sequence[memoryview] | GpuPieces
-"""A part of a frame's payload that lies on one side."""
+"""A part of a frame's payload that is either in host memory or in one GPU region."""
 
 
 def runs_of(
     views: Sequence[memoryview | GpuRegion], region: Int64s, offset: Int64s, length: Int64s
 ) -> list[Run]:
-    """Checked pieces of regions in their order: one run where there is no GPU, else by region."""
+    """Checked pieces as runs, in order: a single run without GPU regions, else one per region."""
     if not any(isinstance(view, GpuRegion) for view in views):
         columns = zip(region.tolist(), offset.tolist(), length.tolist(), strict=True)
         return [[views[r][low : low + size] for r, low, size in columns]]
@@ -91,17 +91,17 @@ def runs_of(
 
 
 def staging_of(runs: Sequence[Run]) -> PinnedBounceBuffer | None:
-    """What a frame has to pass through, if anything."""
+    """The pinned memory through which a frame is staged, if any."""
     return next((run.region.staging for run in runs if isinstance(run, GpuPieces)), None)
 
 
 class GpuCopies:
-    """Copies between pieces of one GPU's memory and pinned buffers, by torch.
+    """Copies between one GPU's memory and pinned buffers, with torch.
 
-    Where CUDA fails, torch raises `RuntimeError`.
+    If CUDA fails, torch raises `RuntimeError`.
 
     Args:
-        device_index: as CUDA numbers the devices that this process sees.
+        device_index: CUDA ordinal among the devices that are visible to this process.
 
     Raises:
         TransportError: torch sees no such device.
@@ -114,10 +114,10 @@ class GpuCopies:
         self._device = self._torch.device("cuda", device_index)
 
     def region(self, memory: Memory) -> Any:
-        """Memory of the GPU as a uint8 tensor [num_bytes] that shares it.
+        """GPU memory as a uint8 tensor [num_bytes] that shares it.
 
         Raises:
-            TransportError: it is none.
+            TransportError: torch can't access this memory.
         """
         try:
             return tensor_of(self._torch, memory)
@@ -125,7 +125,7 @@ class GpuCopies:
             raise TransportError(f"torch can't reach {memory}: {error}") from error
 
     def pinned(self) -> Any:
-        """A new buffer: a uint8 tensor [`BUFFER_BYTES`]."""
+        """A new pinned buffer: a uint8 tensor [`BUFFER_BYTES`]."""
         with self._torch.cuda.device(self._device):
             return self._torch.empty(BUFFER_BYTES, dtype=self._torch.uint8, pin_memory=True)
 
@@ -134,27 +134,27 @@ class GpuCopies:
         return self._torch.cuda.Stream(self._device)
 
     def event(self) -> Any:
-        """An event whose waiters sleep; never recorded, it has happened."""
+        """An event whose `synchronize` sleeps; it counts as completed until it is recorded."""
         return self._torch.cuda.Event(blocking=True)
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """Copies of the calling thread go to this stream."""
+        """Context in which copies of the calling thread use this stream."""
         context: AbstractContextManager[Any] = self._torch.cuda.stream(stream)
         return context
 
     def gather(self, data: Any, offset: Int64s, size: Int64s, buffer: Any) -> None:
-        """Begin to fill a pinned buffer, uint8 [sum of sizes], with pieces of a region."""
+        """Start to fill a pinned buffer, uint8 [sum of sizes], from pieces of a region."""
         rows, index = self._rows(data, offset, size)
         found = rows.index_select(0, index)
         buffer.copy_(found.view(-1), non_blocking=True)
 
     def scatter(self, data: Any, offset: Int64s, size: Int64s, buffer: Any) -> None:
-        """Begin to fill pieces of a region from a pinned buffer, uint8 [sum of sizes]."""
+        """Start to fill pieces of a region from a pinned buffer, uint8 [sum of sizes]."""
         rows, index = self._rows(data, offset, size)
         rows.index_copy_(0, index, buffer.to(data.device, non_blocking=True).view(len(index), -1))
 
     def _rows(self, data: Any, offset: Int64s, size: Int64s) -> tuple[Any, Any]:
-        """A region in rows of the largest unit that divides all pieces, and which rows they are."""
+        """The region as rows of the largest unit that divides all pieces, and the pieces' rows."""
         unit = int(np.gcd.reduce(np.concatenate([offset, size])))
         count = size // unit
         ends = np.cumsum(count)
@@ -181,7 +181,7 @@ class StagingLane:
         self._buffers = [_PinnedBuffer(gpu) for _ in range(2)]
 
     def send(self, sock: socket.socket, head: bytes, runs: Sequence[Run]) -> None:
-        """Send a frame: its head, then its payload. Raises `OSError`."""
+        """Send the head and the payload of a frame. Raises `OSError`."""
         ready: list[bytes | memoryview] = [head]
         turns = cycle(self._buffers)
         for run in runs:
@@ -199,7 +199,7 @@ class StagingLane:
         tcp_wire.send_all(sock, ready)
 
     def receive(self, sock: socket.socket, runs: Sequence[Run]) -> None:
-        """Fill a frame's pieces, which are whole once the lane has settled. Raises `OSError`."""
+        """Receive a frame's pieces; they are complete after `settle`. Raises `OSError`."""
         turns = cycle(self._buffers)
         for run in runs:
             if not isinstance(run, GpuPieces):
@@ -214,17 +214,17 @@ class StagingLane:
                     buffer.copied.record(self._stream)
 
     def settle(self) -> None:
-        """Wait until all copies are over."""
+        """Wait until all copies are done."""
         for buffer in self._buffers:
             buffer.copied.synchronize()
 
 
 class LanePool:
-    """Lanes of one direction, made when they are first needed.
+    """Lanes of one direction, created on demand.
 
     Args:
-        gpu: whose memory they reach.
-        limit: most of them.
+        gpu: Copier of the GPU.
+        limit: Maximum number of lanes.
     """
 
     def __init__(self, gpu: GpuCopies, limit: int) -> None:
@@ -235,10 +235,10 @@ class LanePool:
 
     @contextmanager
     def lend(self, alive: Callable[[], bool]) -> Iterator[StagingLane]:
-        """A lane for the calling thread; its copies are over when it goes back.
+        """Borrow a lane for the calling thread; its copies are done when it is returned.
 
         Raises:
-            ConnectionAbortedError: not `alive` any more while waiting for one, or CUDA fails.
+            ConnectionAbortedError: `alive` became False while waiting for a lane, or CUDA failed.
         """
         try:
             with self._changed:
@@ -263,18 +263,18 @@ class LanePool:
             raise ConnectionAbortedError(str(error).partition("\n")[0]) from error
 
     def close(self) -> None:
-        """Give back what is not lent; what is, goes with its thread."""
+        """Free the idle lanes; borrowed ones are freed when they are returned."""
         with self._changed:
             self._closed = True
             self._idle.clear()
 
 
 class PinnedBounceBuffer:
-    """What one transport has to reach the memory of its GPU.
+    """The pinned memory of one transport, through which it stages its GPU's memory.
 
     Args:
-        gpu: whose memory it reaches.
-        num_bytes: most pinned memory, at least two lanes; each direction has half of it.
+        gpu: Copier of the GPU.
+        num_bytes: Maximum pinned bytes, at least two lanes; half for each direction.
     """
 
     def __init__(self, gpu: GpuCopies, num_bytes: int) -> None:
@@ -283,13 +283,13 @@ class PinnedBounceBuffer:
         self.outgoing, self.incoming = LanePool(gpu, limit), LanePool(gpu, limit)
 
     def close(self) -> None:
-        """Give the pinned memory back to torch."""
+        """Return the pinned memory to torch."""
         self.outgoing.close()
         self.incoming.close()
 
 
 class _CudaBytes:
-    """Memory of a GPU as torch takes it in without a copy."""
+    """GPU memory behind the CUDA array interface, which torch imports without a copy."""
 
     def __init__(self, memory: Memory) -> None:
         self.__cuda_array_interface__ = {
@@ -301,7 +301,7 @@ class _CudaBytes:
 
 
 def tensor_of(torch: Any, memory: Memory) -> Any:
-    """Memory as a uint8 tensor [num_bytes] that shares it."""
+    """CPU or GPU memory as a uint8 tensor [num_bytes] that shares it."""
     if memory.device == "cuda":
         return torch.as_tensor(_CudaBytes(memory), device=f"cuda:{memory.device_index}")
     return torch.frombuffer(memory.view(), dtype=torch.uint8)

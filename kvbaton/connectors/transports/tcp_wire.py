@@ -1,4 +1,4 @@
-"""What crosses a socket of the TCP transport, and the blocking calls that put it there.
+"""Wire format of the TCP transport, and the blocking calls that send and receive it.
 
 A connection carries writes in one direction and acknowledgements in the other::
 
@@ -8,8 +8,8 @@ A connection carries writes in one direction and acknowledgements in the other::
     dialling side   -> frames: header, copies [n, 3], notice, payload
     accepting side  -> acks: number of a write whose last frame has landed        8 bytes each
 
-A proof is HMAC-SHA256 under the token that the accepting side's card holds, so the token itself
-never crosses, and each side knows that the other has the card. All numbers are little-endian.
+A proof is an HMAC-SHA256 keyed by the token in the accepting side's card. So the token itself is
+never sent, and each side knows that the other has the card. All numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ ACK = struct.Struct("<Q")
 _HELLO = struct.Struct(f"<{NONCE_BYTES}s{PROOF_BYTES}sH")
 _HEADER = struct.Struct("<8sB3xIIQQ")
 _IOV = 512
-"""Buffers per system call; the limit of Linux is 1024."""
+"""Maximum number of buffers per system call; Linux allows 1024."""
 _BUFFER_BYTES = 4 << 20
 _DEAD_AFTER_MS = 20_000
 
 
 class FrameKind(enum.IntEnum):
-    """What a frame is."""
+    """Kind of a frame."""
 
     PART = 1
-    """Some copies of a write; more follow."""
+    """Some copies of a write; more frames of the write follow."""
     LAST = 2
     """The last copies of a write, and its notice."""
     BYE = 3
-    """The dialling side closes on purpose."""
+    """The dialling side closes the connection on purpose."""
 
 
 class Header(NamedTuple):
-    """Start of a frame."""
+    """Header of a frame."""
 
     kind: FrameKind
     num_copies: int
@@ -70,7 +70,7 @@ class Header(NamedTuple):
 
 
 def tune(sock: socket.socket) -> None:
-    """Set options of a fresh connection: no delay, large buffers, dead peers found in time."""
+    """Set options of a new connection: no delay, and time-outs that detect dead peers."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
@@ -79,23 +79,23 @@ def tune(sock: socket.socket) -> None:
 
 
 def enlarge_buffers(sock: socket.socket) -> None:
-    """Ask for large kernel buffers; before listening or connecting, so that windows scale."""
+    """Ask for large kernel buffers; called before `listen` or `connect`, so that windows scale."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
 
 
 def greet(sock: socket.socket, token: bytes, deadline: float, admit: Callable[[str], None]) -> None:
-    """Accepting side's handshake: learn the dialler's name and that it holds our card.
+    """Handshake of the accepting side: learns the dialler's name, and that it holds the card.
 
     Args:
-        sock: a fresh connection.
-        token: of our card.
-        deadline: on the monotonic clock.
-        admit: called with the name before the dialler is told that it is in; raises to refuse it.
+        sock: A new connection.
+        token: Token of this side's card.
+        deadline: Deadline on the monotonic clock.
+        admit: Called with the name before the handshake is answered; raises to refuse the dialler.
 
     Raises:
-        RemoteProtocolError: it does not speak this protocol or lacks the token.
-        OSError: the connection broke, or the deadline passed (`TimeoutError`).
+        RemoteProtocolError: The dialler does not speak this protocol, or lacks the token.
+        OSError: The connection broke, or the deadline passed (`TimeoutError`).
     """
     nonce = secrets.token_bytes(NONCE_BYTES)
     sock.settimeout(max(deadline - time.monotonic(), 0.001))
@@ -112,7 +112,7 @@ def greet(sock: socket.socket, token: bytes, deadline: float, admit: Callable[[s
 
 
 def introduce(sock: socket.socket, token: bytes, name: str, deadline: float) -> None:
-    """Dialling side's handshake; `token` is of the other side's card. Raises as `greet`."""
+    """Handshake of the dialling side; `token` is from the other side's card. Raises as `greet`."""
     _expect_magic(sock, deadline)
     theirs = _receive_until(sock, NONCE_BYTES, deadline)
     nonce, encoded = secrets.token_bytes(NONCE_BYTES), name.encode()
@@ -124,11 +124,11 @@ def introduce(sock: socket.socket, token: bytes, name: str, deadline: float) -> 
 
 
 def receive_header(sock: socket.socket) -> Header:
-    """Wait for a frame.
+    """Wait for the header of a frame.
 
     Raises:
-        RemoteProtocolError: it is none, or larger than allowed.
-        ConnectionError: the other side closed.
+        RemoteProtocolError: It is no header, or exceeds a limit.
+        ConnectionError: The other side has closed the connection.
     """
     magic, kind, *numbers = _HEADER.unpack(receive(sock, _HEADER.size))
     if magic != MAGIC or kind not in set(FrameKind):
@@ -142,10 +142,10 @@ def receive_header(sock: socket.socket) -> Header:
 def receive_copies(
     sock: socket.socket, header: Header, sizes: Sequence[int]
 ) -> npt.NDArray[np.int64]:
-    """Read a frame's copies, int64 [n, 3] (region, offset, bytes), and check every one.
+    """Read a frame's copies, int64 [n, 3] (region, offset, bytes), and check each of them.
 
     Raises:
-        RemoteProtocolError: one leaves our regions, or they do not add up to the payload.
+        RemoteProtocolError: A copy exceeds a region, or their sum differs from the payload.
     """
     data = receive(sock, header.num_copies * 24)
     copies = np.frombuffer(data, dtype="<i8").reshape(-1, 3).astype(np.int64)
@@ -161,15 +161,15 @@ def receive_copies(
 
 
 def send_all(sock: socket.socket, views: Sequence[bytes | memoryview]) -> None:
-    """Send buffers one after the other, gathered, without copying them."""
+    """Send buffers in order (gather write), without copying them."""
     _move_all(sock.sendmsg, [memoryview(view) for view in views])
 
 
 def receive_all(sock: socket.socket, views: Iterable[memoryview]) -> None:
-    """Fill buffers one after the other, scattered straight to where they belong.
+    """Fill buffers in order (scatter read).
 
     Raises:
-        ConnectionError: the other side closed before they were full.
+        ConnectionError: The other side closed before they were full.
     """
 
     def fill(batch: list[memoryview]) -> int:
@@ -184,7 +184,7 @@ def receive_all(sock: socket.socket, views: Iterable[memoryview]) -> None:
 def receive(sock: socket.socket, size: int) -> bytes:
     """Read exactly `size` bytes."""
     data = sock.recv(size, socket.MSG_WAITALL) if size else b""
-    if len(data) < size:  # closed, or a signal came
+    if len(data) < size:  # closed, or interrupted by a signal
         rest = bytearray(size - len(data))
         receive_all(sock, [memoryview(rest)])
         data += rest
@@ -192,7 +192,7 @@ def receive(sock: socket.socket, size: int) -> bytes:
 
 
 def _move_all(move: Callable[[list[memoryview]], int], views: list[memoryview]) -> None:
-    """Call `move` with views until it has moved all their bytes; it says how many each time."""
+    """Call `move`, which returns the bytes moved, with views until all their bytes are moved."""
     position = 0
     while position < len(views):
         batch = views[position : position + _IOV]

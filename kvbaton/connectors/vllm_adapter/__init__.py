@@ -1,1 +1,1 @@
-"""Connectors written to vLLM's `KVConnectorBase_V1`, as stores; see `store.py`."""
+"""Runs connectors written for vLLM's `KVConnectorBase_V1` as stores; see `store.py`."""

@@ -1,9 +1,9 @@
-"""Makes a connector's calls as vLLM's scheduler and its one worker make them, over blocks of ours.
+"""Calls a connector as vLLM's scheduler and single worker do, for blocks of a store's objects.
 
-Each of our *blocks* is, to the connector, a prompt of one full block and two tokens more: vLLM
-computes the last token of a prompt itself, so connectors leave it out, some of them twice. The
-order of the calls is that of a step: scheduler side, metadata, worker side, and back. A block is
-kept by a step in which its prompt is computed and ends, and loaded by one in which it is found.
+To the connector, each *block* is a prompt of one full block and two more tokens: vLLM always
+computes a prompt's last token itself, so connectors leave it out, some of them twice. Calls are
+made in the order of a step: scheduler side, metadata, worker side, and back. A block is saved by a
+step in which its prompt is computed and finishes, and loaded by a step in which it is found.
 """
 
 from __future__ import annotations
@@ -26,20 +26,22 @@ from kvbaton.connectors.vllm_adapter.names import provide_names
 from kvbaton.errors import ConfigError, StoreError
 
 LAYER = "model.layers.0.self_attn.attn"
-"""The only one there is."""
+"""Name of the only layer."""
 _ITEM_BYTES = 2
-"""Of bfloat16, as which connectors see all that is kept."""
+"""Bytes of a bfloat16: connectors see all data as that type."""
 _SPARE = 1
-"""The block of every prompt's last tokens, which nobody keeps; 0 is vLLM's own."""
+"""Block id of every prompt's last tokens, which are not saved; 0 is vLLM's null block."""
 _FIRST = 2
+"""First block id for data."""
 _POLL_S = 0.002
+"""Seconds between steps while waiting for the connector."""
 
 Fill = Callable[[int, list[memoryview]], None]
-"""Is called with a block's number in the call and its memory, to write or read it."""
+"""Called with a block's index in the call and its memory, to write or read it."""
 
 
 class VllmObject(SimpleNamespace):
-    """What a connector is given: it has the attributes of vLLM's of that name that are of use."""
+    """Argument of a connector: has the attributes of vLLM's class `title` that connectors use."""
 
     def __init__(self, title: str, **attributes: Any) -> None:
         super().__init__(**attributes)
@@ -54,17 +56,18 @@ class VllmObject(SimpleNamespace):
 
 @dataclass(kw_only=True, eq=False)
 class ConnectorDriver:
-    """One connector, both of its sides; one caller at a time.
+    """Both sides of one connector; for one caller at a time.
 
     Attributes:
         path: ``package.module:Class`` of the connector.
-        extra_config: its ``kv_connector_extra_config``.
-        block_bytes: of a block; a multiple of 4 times `block_tokens`.
-        block_tokens: of a block; a multiple of 16.
-        num_blocks: that can be on their way at the same time.
-        planes: whether keys and values lie apart, ``[2, block, token, head, feature]``, or in a
-            row, ``[block, head, token, feature]``, as vLLM has it now.
-        timeout_s: the longest that it may say "not yet", or load and save asynchronously.
+        extra_config: Its ``kv_connector_extra_config``.
+        block_bytes: Bytes of a block; a multiple of 4 times `block_tokens`.
+        block_tokens: Tokens of a block; a multiple of 16.
+        num_blocks: Number of blocks that can be moved at the same time.
+        planes: Whether keys and values are separate, ``[2, block, token, head, feature]``, or
+            adjacent, ``[block, head, token, feature]``, as in vLLM today.
+        timeout_s: Maximum seconds for which the connector may answer "not yet", or load or save
+            asynchronously.
     """
 
     path: str
@@ -81,18 +84,18 @@ class ConnectorDriver:
         self._numbers = itertools.count()
         self._free: list[int] = []
         self._late: dict[str, Any] = {}
-        """Requests whose blocks the connector still writes or reads, until it names them."""
+        """Requests whose blocks the connector still accesses, until `get_finished` names them."""
         self._ended: set[str] = set()
-        """Requests that the worker side has not been told of yet."""
+        """Finished requests that are not reported to the worker side yet."""
         self._sides: list[Any] = []
 
     def open(self) -> None:
-        """Make both sides, and see whether they do what a store needs.
+        """Create both sides, and check what a store needs.
 
         Raises:
-            ConfigError: they do not; it names the method or the feature.
+            ConfigError: The connector can't be used; the message names the method or feature.
         """
-        self._torch: Any = importlib.import_module("torch")  # whoever only lists us waits for none
+        self._torch: Any = importlib.import_module("torch")  # here, as listing stores needs none
         base = self._base()
         kind = self._class(base)
         config = self._config()
@@ -122,17 +125,17 @@ class ConnectorDriver:
         self._free = list(range(_FIRST, self._pool_blocks))
 
     def close(self) -> None:
-        """Let both sides shut down."""
+        """Shut both sides down."""
         sides, self._sides = self._sides, []
-        with ExitStack() as ending:  # the worker first; one that raises does not spare the other
+        with ExitStack() as ending:  # the worker first; the other side even if it raises
             for side in sides:
                 ending.callback(side.shutdown)
 
     def found(self, names: Sequence[bytes]) -> list[bool]:
-        """Which blocks the connector would load.
+        """Per block, whether the connector would load it.
 
         Args:
-            names: of 32 bytes.
+            names: Names of the blocks, 32 bytes each.
         """
         requests = [self._request(name) for name in names]
         try:
@@ -141,7 +144,7 @@ class ConnectorDriver:
             self._end(requests)
 
     def load(self, names: Sequence[bytes], read: Fill) -> list[bool]:
-        """Read blocks; which of them were there. `read` gets those."""
+        """Load blocks, and call `read` for those that are there; returns which ones are."""
         answers = [False] * len(names)
         for part in self._rounds(len(names)):
             requests = [self._request(name) for name in names[part]]
@@ -156,7 +159,7 @@ class ConnectorDriver:
         return answers
 
     def store(self, names: Sequence[bytes], write: Fill) -> None:
-        """Keep blocks that are not there; `found` tells which are there afterwards."""
+        """Save blocks that are not there yet; `found` tells which are there afterwards."""
         for part in self._rounds(len(names)):
             requests = [self._request(name) for name in names[part]]
             try:
@@ -171,13 +174,13 @@ class ConnectorDriver:
             self._until_named(requests, "save")
 
     def wipe(self) -> None:
-        """Forget what is in the blocks' memory."""
+        """Zero the blocks' memory."""
         self._cache.zero_()
 
     def _load(self, requests: Sequence[Any]) -> None:
-        """Load what is there of new requests' blocks, and mark those requests."""
+        """Load the blocks of new requests that are there, and mark these requests as loaded."""
         there = [(request, *self._matched(request)) for request in requests]
-        # No step may come between these: what is allocated is loaded by the next one.
+        # Allocate all before the next step, which loads what is allocated.
         for request, found, asynchronous in there:
             if found and asynchronous:
                 self._late[request.request_id] = request
@@ -192,7 +195,7 @@ class ConnectorDriver:
             request.num_computed_tokens = self.block_tokens if request.loaded else 0
 
     def _rounds(self, count: int) -> Iterator[slice]:
-        """So many at a time as there are free blocks."""
+        """Cut a call into slices of as many blocks as are free."""
         start = 0
         while start < count:
             self._until(lambda: bool(self._free), "get_finished gives no block back")
@@ -248,7 +251,7 @@ class ConnectorDriver:
         )
 
     def _matched(self, request: Any) -> tuple[bool, bool]:
-        """Whether the block of a request is there, and is loaded asynchronously."""
+        """Whether the block of a request is there, and whether it is loaded asynchronously."""
         deadline = time.monotonic() + self.timeout_s
         while True:
             count, asynchronous = self._scheduler.get_num_new_matched_tokens(request, 0)
@@ -272,7 +275,7 @@ class ConnectorDriver:
         self._scheduler.update_state_after_alloc(request, blocks, num_external)
 
     def _end(self, requests: Sequence[Any]) -> None:
-        """The requests are over; their blocks are free, unless the connector still needs them."""
+        """Finish requests; their blocks become free, unless the connector still needs them."""
         errors = list[Exception]()
         for request in requests:
             try:
@@ -290,7 +293,7 @@ class ConnectorDriver:
             self._step([])
 
     def _finished(self, request: Any) -> bool:
-        """Tell that a request is over; whether the connector still needs its block."""
+        """Report a finished request; returns whether the connector still needs its block."""
         ids = [*request.blocks, _SPARE] if request.blocks else []
         request.status = self._status.FINISHED_LENGTH_CAPPED
         kept, params = (
@@ -305,7 +308,7 @@ class ConnectorDriver:
     # --- a step ---
 
     def _step(self, requests: Sequence[Any]) -> set[int]:
-        """A step with these new requests; blocks whose loads have failed."""
+        """Run a step with these new requests; returns the blocks whose loads failed."""
         output, self._ended = self._scheduled(requests), set()
         metadata = self._scheduler.build_connector_meta(output)
         output.kv_connector_metadata = metadata
@@ -348,7 +351,7 @@ class ConnectorDriver:
         return bad
 
     def _scheduled(self, requests: Sequence[Any]) -> Any:
-        """What connectors read of a `SchedulerOutput` with these new requests and no others."""
+        """A `SchedulerOutput` with only these new requests, as far as connectors read it."""
         scheduled = {one.request_id: one.num_tokens - one.num_computed_tokens for one in requests}
         return VllmObject(
             "SchedulerOutput",
@@ -376,14 +379,14 @@ class ConnectorDriver:
         )
 
     def _until_named(self, requests: Sequence[Any], what: str) -> set[int]:
-        """Step on until the connector has named those of the requests that it is late with."""
+        """Run steps until the connector has named all asynchronous ones of these requests."""
         names = {request.request_id for request in requests}
         return self._until(
             lambda: not names & self._late.keys(), f"get_finished names no {what} that has ended"
         )
 
     def _until(self, done: Callable[[], bool], why: str) -> set[int]:
-        """Step on until it is done; blocks whose loads failed meanwhile."""
+        """Run steps until `done`; returns the blocks whose loads failed meanwhile."""
         deadline, bad = time.monotonic() + self.timeout_s, set[int]()
         while not done():
             if time.monotonic() > deadline:
@@ -392,7 +395,7 @@ class ConnectorDriver:
             bad |= self._step([])
         return bad
 
-    # --- what the connector is built of ---
+    # --- arguments of the connector ---
 
     def _memory_of(self, request: Any) -> list[memoryview]:
         """The memory of a request's block."""
@@ -402,11 +405,11 @@ class ConnectorDriver:
         return [self._memory[start * size : (start + 1) * size] for start in starts]
 
     def refusal(self, why: str) -> ConfigError:
-        """That the connector can't be used here; to be raised."""
+        """The error that the connector can't be used; to be raised by the caller."""
         return ConfigError("connector", f"{self.path} can't be a store: {why}")
 
     def _base(self) -> Any:
-        """The module of the base class, vLLM's own or ours."""
+        """The module of the base class: vLLM's own, or the stand-in in `names`."""
         provide_names()
         try:
             base = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.base")
@@ -429,7 +432,7 @@ class ConnectorDriver:
         return kind
 
     def _config(self) -> Any:
-        """What connectors read of a `VllmConfig`: one layer, one head, one rank."""
+        """A `VllmConfig` of one layer, one head and one rank, as far as connectors read it."""
         engine = f"kvbaton-{uuid.uuid4()}"
         return VllmObject(
             "VllmConfig",
@@ -482,7 +485,7 @@ class ConnectorDriver:
         )
 
     def _transfer_config(self, engine: str) -> Any:
-        """What connectors read of a `KVTransferConfig`."""
+        """A `KVTransferConfig`, as far as connectors read it."""
         extra = dict(self.extra_config)
         return VllmObject(
             "KVTransferConfig",
@@ -505,7 +508,7 @@ class ConnectorDriver:
         )
 
     def _caches(self) -> Any:
-        """What connectors read of a `KVCacheConfig`."""
+        """A `KVCacheConfig`, as far as connectors read it."""
         spec = VllmObject(
             "KVCacheSpec",
             block_size=self.block_tokens,

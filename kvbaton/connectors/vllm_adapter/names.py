@@ -1,8 +1,8 @@
-"""The names of vLLM that a connector imports, where vLLM is not installed.
+"""Stand-ins for the names of vLLM that a connector imports, if vLLM is not installed.
 
-A connector needs the base class and the names of what it is called with. vLLM is large; who has a
-connector need not have it. Where it is installed nothing here is used, and a name that is not here
-is an ImportError: the connector needs more of vLLM than its contract.
+A connector needs vLLM's base class and the names of its arguments' classes. vLLM is large, and not
+needed to run a connector here. If it is installed, nothing of this file is used. A name that is
+missing here is an ImportError: the connector needs more of vLLM than the connector contract.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 VERSION = "0.32.0+kvbaton"
-"""The version of vLLM whose contract this is."""
+"""Version of vLLM whose connector contract this is."""
 
 
 class _Role(enum.Enum):
@@ -37,7 +37,7 @@ class _RequestStatus(enum.IntEnum):
 
 
 class _Message:
-    """What passes from one side of a connector to the other: its own, we only carry it."""
+    """A message between the two sides of a connector; its content is opaque here."""
 
 
 class _SupportsHMA(ABC):
@@ -46,9 +46,9 @@ class _SupportsHMA(ABC):
 
 
 class _ConnectorBase(ABC):
-    """What vLLM's `KVConnectorBase_V1` has: state that connectors read, and calls that do nothing.
+    """vLLM's `KVConnectorBase_V1`: state that connectors read, and methods that do nothing.
 
-    Those that a connector must have are abstract.
+    Methods that a connector must implement are abstract.
     """
 
     def __init__(self, vllm_config: Any, role: _Role, kv_cache_config: Any = None) -> None:
@@ -84,7 +84,7 @@ class _ConnectorBase(ABC):
         return self._connector_metadata
 
     def _nothing(self, *_: Any, **__: Any) -> None:  # noqa: B027
-        """What most calls do unless a connector has its own."""
+        """Default of most methods."""
 
     register_kv_caches = set_host_xfer_buffer_ops = handle_preemptions = _nothing
     finish_forward = reset_capture_state = get_handshake_metadata = shutdown = _nothing
@@ -139,7 +139,7 @@ def _supports_hma(connector: Any) -> bool:
 
 
 class _ProcessGroup:
-    """A group of one process."""
+    """A process group of one rank."""
 
     rank = rank_in_group = local_rank = 0
     world_size = 1
@@ -164,7 +164,7 @@ _CONTRACT = {
 
 
 def _only_named(*names: str) -> dict[str, Any]:
-    """Classes that connectors name in annotations; what they get has no class of vLLM's."""
+    """Empty classes for names in annotations; connectors get `VllmObject`s instead."""
     return {name: type(name, (), {}) for name in names}
 
 
@@ -200,7 +200,7 @@ _MODULES: Mapping[str, Mapping[str, Any]] = {
 
 
 class _Names(MetaPathFinder, Loader):
-    """Makes the modules of `_MODULES`, and the packages that they are in, on their import."""
+    """Import hook that creates the modules of `_MODULES` and their packages."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         inside = any(name.startswith(f"{fullname}.") for name in _MODULES)
@@ -216,6 +216,6 @@ class _Names(MetaPathFinder, Loader):
 
 
 def provide_names() -> None:
-    """Let `vllm` be imported if it is not installed."""
+    """Make `vllm` importable if it is not installed."""
     if find_spec("vllm") is None:
         sys.meta_path.append(_Names())

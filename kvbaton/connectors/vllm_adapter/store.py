@@ -1,11 +1,11 @@
 """A connector written to vLLM's `KVConnectorBase_V1`, as a store.
 
-Such a connector keeps the KV of prompts, block by block, for later prompts that begin alike. An
-object here becomes as many of its blocks as it needs, each the prompt of its own whose tokens are
-the object's key and the block's number (`driver.py`). In front of the bytes stand length and
-checksum (`chunks.py`); the first block is saved last, so an object that is found was saved whole.
+Such a connector keeps the KV of prompts, block by block, for later prompts with the same prefix. An
+object is split into blocks, each a prompt of its own whose tokens are derived from the object's key
+and the block's number (`driver.py`). The object's bytes follow their length and checksum
+(`chunks.py`). The first block is saved last, so an object that is found was saved completely.
 
-What can't be a store is refused when it is opened: a block is saved, found and loaded once.
+`open` saves, finds and loads one block, and refuses connectors that can't be used as a store.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from kvbaton.connectors.vllm_adapter.driver import ConnectorDriver
 from kvbaton.errors import ConfigError
 
 _TRIAL = bytes(range(32))
-"""The key of what is saved and loaded when a store is opened."""
+"""Key of the object that is saved and loaded when a store is opened."""
 
 
 class VllmStore(ThreadedStore):
     """Keeps objects through a connector written for vLLM; see the module.
 
     Args:
-        name: see `Store.name`.
+        name: See `Store.name`.
         connector: ``package.module:Class`` of the connector.
-        extra_config: its ``kv_connector_extra_config``.
-        persistent: whether it keeps what it has when the process ends.
-        shared: whether others that open it see what it keeps.
-        block_bytes: of what it keeps an object in; the last block of an object is not filled, so
-            best little more than the engine's objects have, and 24 bytes at least. All who share
-            objects have the same.
-        block_tokens: of such a block, for connectors that want so many at least.
-        planes: whether keys and values are two rows of blocks, or lie beside each other in each.
-        staging_bytes: memory that it loads into and saves from.
-        timeout_s: the longest that it may take to look something up, to load or to save it.
+        extra_config: Its ``kv_connector_extra_config``.
+        persistent: Whether its objects outlive the process.
+        shared: Whether other processes that open it see its objects.
+        block_bytes: Bytes of a block of the connector. An object's last block is only partly
+            filled, so best is the size of the engine's objects plus at least 24 bytes, or little
+            more. All processes that share objects need the same value.
+        block_tokens: Tokens of a block, for connectors that need a minimum.
+        planes: Whether keys and values are two separate rows of blocks, or adjacent in each block.
+        staging_bytes: Memory from which the connector saves, and into which it loads.
+        timeout_s: Maximum seconds of a lookup, a load or a save.
     """
 
     def __init__(
@@ -84,14 +84,14 @@ class VllmStore(ThreadedStore):
 
 
 class _Part(NamedTuple):
-    """A block of an object: of which one, and its number in that."""
+    """A block of an object: index of the object in the call, and number of the block in it."""
 
     item: int
     number: int
 
 
 class ConnectorBlocks(ClientBackend):
-    """The backend of `VllmStore`. A connector has one caller at a time, so calls take turns."""
+    """The backend of `VllmStore`. A connector supports one caller, so calls are serialised."""
 
     def __init__(self, path: str, driver: ConnectorDriver, capabilities: StoreCapabilities) -> None:
         self.capabilities = capabilities
@@ -100,16 +100,16 @@ class ConnectorBlocks(ClientBackend):
         self._turn = threading.Lock()
 
     def open(self) -> None:
-        """Build the connector, save a block, find it and load it.
+        """Build the connector, then save, find and load a block.
 
         Raises:
-            ConfigError: the connector can't be a store; names the method or feature.
-            StoreError: it raises.
+            ConfigError: It can't be used as a store; the message names the method or feature.
+            StoreError: The connector raises.
         """
         try:
             self._try()
         except BaseException:
-            with suppress(Exception):  # why it can't be opened says more
+            with suppress(Exception):  # the first error matters more
                 self._driver.close()
             raise
 
@@ -127,13 +127,13 @@ class ConnectorBlocks(ClientBackend):
             raise self._driver.refusal("get_num_new_matched_tokens finds what nobody saved")
 
     def close(self) -> None:
-        """Let the connector shut down."""
+        """Shut the connector down."""
         super().close()
         with self._turn:
             self._driver.close()
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """See `Backend.contains`; of an object, its first block is looked for."""
+        """See `Backend.contains`; looks up only the first block of each object."""
         with self._calling_connector():
             return self._driver.found([self._name(key, 0) for key in keys])
 
@@ -166,7 +166,7 @@ class ConnectorBlocks(ClientBackend):
         ]
 
     def put_many(self, keys: Sequence[bytes], sources: Sequence[Pieces]) -> list[bool]:
-        """See `BatchBackend.put_many`: what is there, whole, is left as it is."""
+        """See `BatchBackend.put_many`; blocks that are there are not saved again."""
         parts = self._parts(sources)
         names = [self._name(keys[i], n) for i, n in parts]
         with self._calling_connector():
@@ -177,7 +177,7 @@ class ConnectorBlocks(ClientBackend):
                 for key, source in zip(keys, sources, strict=True)
             ]
 
-            for first in (False, True):  # the first block of an object comes last
+            for first in (False, True):  # the first block of an object is saved last
                 some = [at for at in lacking if (parts[at].number == 0) is first]
 
                 def write(at: int, block: list[memoryview], some: list[int] = some) -> None:
@@ -202,12 +202,12 @@ class ConnectorBlocks(ClientBackend):
         return cut(rows[part.item], part.number * size, size)
 
     def _name(self, key: bytes, number: int) -> bytes:
-        """Of a block. Blocks of another size are others."""
+        """Name of a block, which depends on the block size."""
         data = key + number.to_bytes(8, "little") + self._driver.block_bytes.to_bytes(8, "little")
         return hashlib.blake2b(data, digest_size=32, person=b"kvbaton-block").digest()
 
     @contextmanager
     def _calling_connector(self) -> Iterator[None]:
-        """A turn at the connector; what it raises is `StoreError`."""
+        """Exclusive use of the connector; its errors become `StoreError`."""
         with self._turn, self._calling(self._path, Exception):
             yield
