@@ -21,7 +21,7 @@ import aiohttp
 import msgspec
 
 from kvbaton.bench.report import percentile, publish
-from kvbaton.config import check_positive, flag, flag_of
+from kvbaton.config import check_positive, flag, flag_of, secret_flag
 from kvbaton.errors import INTERRUPTED, ConfigError
 from kvbaton.messages import OTHER_TYPES, UNREADABLE
 from kvbaton.server.config import check_url
@@ -41,7 +41,7 @@ class ServeLoad:
     Attributes:
         url: of the endpoint, with or without ``/v1``.
         model: as it names the model; None asks it.
-        api_key: presented to it.
+        api_key: presented to it; of several the first.
         requests: how many in all.
         input_len: tokens of each prompt; all prompts differ.
         output_len: tokens of each answer.
@@ -59,7 +59,7 @@ class ServeLoad:
 
     url: str = flag(MISSING, "of the endpoint, without /v1", metavar=None)
     model: str | None = flag(None, "as the endpoint names it (asks it)", metavar="NAME")
-    api_key: str | None = flag(None, metavar="KEY", secret=True)
+    api_key: str | None = secret_flag("presented to it", "KVBATON_API_KEY", metavar="KEY")
     requests: int = flag(64, "in all", metavar="N")
     input_len: int = flag(256, "tokens", metavar="N")
     output_len: int = flag(32, "tokens", metavar="N")
@@ -108,8 +108,9 @@ async def measure(load: ServeLoad) -> tuple[list[Shot], float]:
     """
     connector = aiohttp.TCPConnector(limit=0, ssl=load.trust.client(load.base_url))
     timeout = aiohttp.ClientTimeout(total=load.timeout_s)
+    keys = (load.api_key or "").split()  # a router's variable may hold several
     async with aiohttp.ClientSession(
-        connector=connector, timeout=timeout, headers=bearer(load.api_key)
+        connector=connector, timeout=timeout, headers=bearer(next(iter(keys), None))
     ) as session:
         model = load.model or await served_model(session, load.base_url)
         prompts, shots = make_prompts(load), list[Shot]()
