@@ -36,6 +36,8 @@ KILLS = 3
 """A write that was under way when its target was killed is done by chance at most so often."""
 FOUND_WITHIN_S = 5.0
 """A death must be known after this long."""
+WRITE_S = 1.0
+"""Of a `write` that waits for nobody, on a machine that has other things to do."""
 WATCH_S = 0.2
 WATCH_DRAINED_S = 1.0
 """For what a process takes in that goes on, on a machine that is not busy."""
@@ -202,12 +204,15 @@ def a_stopped_writer(pair: Pair) -> None:
 
 @case(3, "processes")
 def a_stopped_target(pair: Pair) -> None:
-    """A write to the stopped is pending, or done and there; `close` does not wait for it."""
+    """A write to the stopped is pending, or done and there; `write` and `close` do not wait."""
     with _Sides(pair) as sides:
         sides.complete(sides.write(b"first"))
         sides.memory += 1
         sides.remote.signal(signal.SIGSTOP)
+        start = time.monotonic()
         handle = sides.write(b"stuck")
+        seconds = time.monotonic() - start
+        require(seconds < WRITE_S, f"write took {seconds:.1f} s: it is to return at once")
         limit = time.monotonic() + WATCH_S
         while (status := handle.status()) is Status.PENDING and time.monotonic() < limit:
             sides.poll()
