@@ -21,7 +21,7 @@ import aiohttp
 import msgspec
 
 from kvbaton.bench.report import percentile, publish
-from kvbaton.config import check_positive, flag, flag_of
+from kvbaton.config import check_positive, flag, flag_of, secret_flag
 from kvbaton.errors import INTERRUPTED, ConfigError
 from kvbaton.messages import OTHER_TYPES, UNREADABLE
 from kvbaton.server.config import check_url
@@ -41,7 +41,7 @@ class ServeLoad:
     Attributes:
         url: URL of the endpoint, with or without ``/v1``.
         model: Name of the model at the endpoint; None asks the endpoint.
-        api_key: API key for the endpoint.
+        api_key: API key for the endpoint; of several the first.
         requests: Number of requests.
         input_len: Tokens of each prompt; all prompts differ.
         output_len: Tokens of each answer.
@@ -62,7 +62,7 @@ class ServeLoad:
     model: str | None = flag(
         None, "name of the model at the endpoint (asks the endpoint)", metavar="NAME"
     )
-    api_key: str | None = flag(None, "API key for the endpoint", metavar="KEY", secret=True)
+    api_key: str | None = secret_flag("API key for the endpoint", "KVBATON_API_KEY", metavar="KEY")
     requests: int = flag(64, "number of requests", metavar="N")
     input_len: int = flag(256, "tokens of each prompt", metavar="N")
     output_len: int = flag(32, "tokens of each answer", metavar="N")
@@ -115,8 +115,9 @@ async def measure(load: ServeLoad) -> tuple[list[Shot], float]:
     """
     connector = aiohttp.TCPConnector(limit=0, ssl=load.trust.client(load.base_url))
     timeout = aiohttp.ClientTimeout(total=load.timeout_s)
+    keys = (load.api_key or "").split()  # a router's variable may hold several
     async with aiohttp.ClientSession(
-        connector=connector, timeout=timeout, headers=bearer(load.api_key)
+        connector=connector, timeout=timeout, headers=bearer(next(iter(keys), None))
     ) as session:
         model = load.model or await served_model(session, load.base_url)
         prompts, shots = make_prompts(load), list[Shot]()

@@ -18,7 +18,7 @@ from kvbaton.messages import UNREADABLE
 from kvbaton.messages.nodes import DrainProgress
 from kvbaton.messages.openai import ErrorBody
 from kvbaton.server.config import check_url
-from kvbaton.server.network import TrustConfig, bearer, operator_token
+from kvbaton.server.network import TrustConfig, bearer, operator_token, scheme_hint
 
 POLL_S = 0.2
 ANSWER_S = 5.0
@@ -99,7 +99,8 @@ async def _drain(config: DrainConfig) -> bool:
                 wrong = aiohttp.ClientSSLError | aiohttp.ClientConnectorDNSError
                 if not answered and (isinstance(failure, wrong) or failure.errno in UNREACHABLE):
                     hint = "--ssl-ca-certs says whom to trust"
-                    why = f"{failure}; {hint}" if "CERTIFICATE" in str(failure) else str(failure)
+                    why = f"{failure}{scheme_hint(url, str(failure))}"
+                    why = f"{why}; {hint}" if "CERTIFICATE" in why else why
                     raise ConfigError("URL", f"{config.url} can't be asked: {why}") from failure
                 if not answered:  # it may have ended before, or the port is wrong
                     print(f"kvbaton: nobody listens at {config.url}", file=sys.stderr)
@@ -107,7 +108,8 @@ async def _drain(config: DrainConfig) -> bool:
             except (aiohttp.ClientError, TimeoutError, OSError, *UNREADABLE) as failure:
                 if told != repr(failure):
                     told = repr(failure)
-                    print(f"kvbaton: {url}: {told}", file=sys.stderr)
+                    hint = "" if answered else scheme_hint(url, told)
+                    print(f"kvbaton: {url}: {told}{hint}", file=sys.stderr)
                 idle = False
             waited = time.monotonic() - began
             if waited >= config.timeout_s or (idle and waited >= config.settle_s):

@@ -328,6 +328,12 @@ def _build(kind: Kind, spec: str, context: dict[str, Any]) -> Any:
         missing = ", ".join(name for name in wanted if getattr(connector, name, None) is None)
         noun = kind.noun.capitalize()
         raise ConfigError(kind.flag, f"{target} is not a {noun}: it lacks {missing}")
+    for name in dir(kind.protocol):
+        if name[0] != "_" and inspect.iscoroutinefunction(getattr(connector, name)):
+            told = f"{target} has a coroutine, {name}, which nobody awaits"
+            if kind is STORES:
+                told += ": what is asynchronous in a store returns futures of `concurrent.futures`"
+            raise ConfigError(kind.flag, told)
     if not isinstance(able := connector.capabilities, kind.capabilities):
         raise ConfigError(kind.flag, f"{target} declares no valid capabilities: {able!r}")
     for name, hint in get_type_hints(kind.capabilities).items():

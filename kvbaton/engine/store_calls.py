@@ -252,6 +252,7 @@ class StoreCalls:
             options["prefix"] = True
 
         def check(found: Found) -> Found:
+            _require(found, Found)
             return Found(tuple(_answers(keys, found.present)), found.ticket)
 
         return self._ask("lookup", keys, lambda: self.plugin.lookup(keys, **options), check)
@@ -353,7 +354,8 @@ class StoreCalls:
         try:
             future = begin()
             if not isinstance(future, Future):
-                raise TypeError(f"it returned {type(future).__name__}, not a Future")
+                given = type(future).__name__
+                raise TypeError(f"it returned {given}, not a concurrent.futures.Future")
             future.add_done_callback(lambda _: done.set_result(None))
         except BaseException as error:
             raise StoreError(self.note(call, error, keys)) from error
@@ -367,7 +369,14 @@ class StoreCalls:
             raise StoreError(self.note(call, error, keys)) from error
 
 
+def _require(answer: object, wanted: type) -> None:
+    if not isinstance(answer, wanted):
+        told = f"it answered with a {type(answer).__name__}, not a {wanted.__name__}"
+        raise TypeError(told)
+
+
 def _answers(keys: Sequence[bytes], answers: Sequence[object]) -> list[bool]:
+    _require(answers, Sequence)
     if len(answers) != len(keys):
         raise ValueError(f"it answered for {len(answers)} of {len(keys)} keys")
     return list(map(bool, answers))
@@ -458,6 +467,7 @@ class StoreStatus:
 
     def _usage(self) -> None:
         usage = self._calls.plugin.usage()
+        _require(usage, Usage)
         for count in (usage.objects, usage.num_bytes, usage.capacity):
             if count is not None:
                 float(count)

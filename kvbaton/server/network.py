@@ -63,6 +63,13 @@ def url_of(sock: socket.socket, scheme: str = "http") -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
+def scheme_hint(url: str, reason: str) -> str:
+    """How to end a message of a URL that can't be asked, if its scheme may be why."""
+    if url.startswith("http:") and ("disconnected" in reason or "reset by peer" in reason):
+        return "; it may want https://"  # TLS has no other answer
+    return "; it may want http://" if "WRONG_VERSION_NUMBER" in reason else ""
+
+
 def registration_token(cluster_key: str | None) -> str:
     """The bearer token with which a node registers at its router; empty without a key."""
     return _token(cluster_key, b"registration")

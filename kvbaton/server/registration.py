@@ -20,7 +20,7 @@ from kvbaton.errors import ConfigError
 from kvbaton.messages import UNREADABLE
 from kvbaton.messages.nodes import Members, NodeInfo
 from kvbaton.messages.openai import ErrorBody
-from kvbaton.server.network import TrustConfig, bearer, registration_token
+from kvbaton.server.network import TrustConfig, bearer, registration_token, scheme_hint
 
 logger = logging.getLogger(__name__)
 
@@ -207,7 +207,7 @@ class NodeRegistrar:
                 except (OSError, TimeoutError) as error:  # the next heartbeat tries again
                     logger.warning("can't pass on who is a member, trying on: %r", error)
         elif self._known is None and is_late:
-            errors += [_reason(one.error) for one in current if one.error is not None]
+            errors += [one.reason(one.error) for one in current if one.error is not None]
             errors += [*self._failed_lookups.values(), "no answer"]
             where = ", ".join(f"{url}/nodes" for url in self._urls)
             raise ConfigError("--router", f"can't register at {where}: {errors[0]}")
@@ -252,6 +252,11 @@ class _Registration:
         self.task = asyncio.create_task(self._repeat(), name=f"registration at {self.where}")
         self.task.add_done_callback(lambda task: on_news())
 
+    def reason(self, error: Exception) -> str:
+        """Why it could not be asked, and what to try if it never could."""
+        hint = scheme_hint(self.where, str(error)) if self.members is None else ""
+        return f"{_reason(error)}{hint}"
+
     async def _repeat(self) -> None:
         longest, registered, told = FIRST_BACKOFF_S, False, set[str]()
         async with self._session() as session:
@@ -263,7 +268,7 @@ class _Registration:
                     self.error = error
                     if not self.listed:
                         return
-                    if (reason := _reason(error)) not in told:
+                    if (reason := self.reason(error)) not in told:
                         told.add(reason)
                         logger.warning("can't register at %s, trying on: %s", self.where, reason)
                     registered, longest = False, min(2 * longest, MAX_BACKOFF_S)

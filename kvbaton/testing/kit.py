@@ -178,7 +178,12 @@ def checked(connector: T, answers: Answers) -> T:
 def _checked(method: Any, name: str, what: str, is_right: Callable[..., bool]) -> Any:
     @wraps(method)
     def call(self: Any, *words: Any, **options: Any) -> Any:
-        answer = method(self, *words, **options)
+        try:
+            answer = method(self, *words, **options)
+        except TypeError as error:
+            taken = error.__traceback__ is not None and error.__traceback__.tb_next is not None
+            require(taken, f"{name} does not take what it is given: {error}")
+            raise
         return require_answer(name, answer, what, is_right(answer, *words))
 
     return call

@@ -83,7 +83,8 @@ def require_result(name: str, answer: object, num_keys: int) -> None:
     require_answer(name, answer, f"of type {what}", right)
 
 
-ANSWERS: Answers = {name: ("a Future", _is_future(name)) for name in _RESULTS} | {
+_FUTURE = "a concurrent.futures.Future"
+ANSWERS: Answers = {name: (_FUTURE, _is_future(name)) for name in _RESULTS} | {
     "usage": ("a Usage", kind(Usage)),
     "health": ("a text or None", kind(str, type(None))),
 }

@@ -36,6 +36,8 @@ KILLS = 3
 """Attempts: a write may complete by chance between the check and the kill of its target."""
 FOUND_WITHIN_S = 5.0
 """Maximum seconds until a death is noticed."""
+WRITE_S = 1.0
+"""Maximum seconds of a `write`, which waits for no peer, on a busy machine."""
 WATCH_S = 0.2
 """Seconds for which memory is watched for late bytes."""
 WATCH_DRAINED_S = 1.0
@@ -203,12 +205,15 @@ def a_stopped_writer(pair: Pair) -> None:
 
 @case(3, "processes")
 def a_stopped_target(pair: Pair) -> None:
-    """A write to a stopped target is pending, or done and there; `close` does not wait for it."""
+    """A write to a stopped target is pending, or done and there; `write` and `close` return."""
     with _Sides(pair) as sides:
         sides.complete(sides.write(b"first"))
         sides.memory += 1
         sides.remote.signal(signal.SIGSTOP)
+        start = time.monotonic()
         handle = sides.write(b"stuck")
+        seconds = time.monotonic() - start
+        require(seconds < WRITE_S, f"write took {seconds:.1f} s: it is to return at once")
         limit = time.monotonic() + WATCH_S
         while (status := handle.status()) is Status.PENDING and time.monotonic() < limit:
             sides.poll()

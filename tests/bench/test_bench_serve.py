@@ -132,6 +132,15 @@ def test_failures_are_counted_and_told(
     assert "bad key" in capsys.readouterr().out
 
 
+def test_a_key_may_come_from_the_environment(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the variable of a router, too, which may hold several."""
+    monkeypatch.setenv("KVBATON_API_KEY", "wrong other")
+    assert main(["bench", "serve", "--url", endpoint.url, "--requests", "2"]) == 1
+    assert "bad key" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("event", "problem"),
     [

@@ -71,6 +71,7 @@ def test_an_answer_of_a_wrong_type_is_the_transports_failure_in_every_case(
 
 BETWEEN_PROCESSES = {
     "DoneWhenSent": ("L3.a-stopped-target", "its bytes are not there"),
+    "WaitsInWrite": ("L3.a-stopped-target", "write took "),
     "DoneWhenBroken": ("L3.a-killed-target", "a write to the killed can't be done"),
     "DrainedWhenHungUp": ("L3.a-stopped-target", "landed after it had DRAINED"),
     "TakesHalfCloses": ("L3.a-killed-idle-target", "a dead peer is lost: not within"),

@@ -124,6 +124,13 @@ class CannotLoad(MemoryStore):
     load: Any = None
 
 
+class Awaited(MemoryStore):
+    """Its author was told that a store is asynchronous."""
+
+    async def open(self) -> None:  # type: ignore[override]
+        super().open()
+
+
 @pytest.mark.parametrize(
     ("store", "told"),
     [
@@ -131,6 +138,7 @@ class CannotLoad(MemoryStore):
         (SaysNothing, "SaysNothing declares no valid capabilities: {'pins': True}"),
         (SaysText, "SaysText declares max_keys='1024', which is no int"),
         (CannotLoad, "CannotLoad is not a Store: it lacks load"),
+        (Awaited, "Awaited has a coroutine, open, which nobody awaits: .* futures of `concurrent"),
     ],
 )
 def test_what_is_wrong_with_a_class_is_said(store: type, told: str) -> None:

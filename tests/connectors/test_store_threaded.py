@@ -118,7 +118,7 @@ class Awaited(Gated):
         (Unfinished(), "lacks close, contains, get, health, put, remove, usage"),
         (Gated, "box's back end is the class Gated, not an object of it"),
         (Declares(), "box's back end, a Declares, declares claims, but lacks claim"),
-        (Awaited(), "has a coroutine, get: its calls block; write a Store of coroutines"),
+        (Awaited(), "has a coroutine, get: its calls block; a client that is asynchronous"),
         (Undeclared(), "a Undeclared, declares no valid capabilities: {'pins': False}"),
     ],
 )

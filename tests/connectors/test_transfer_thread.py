@@ -33,7 +33,7 @@ from kvbaton.connectors.protocol.events import (
 from kvbaton.connectors.protocol.notice import MIN_NOTICE_BYTES, pack_notice
 from kvbaton.connectors.transfer import thread as thread_module
 from kvbaton.connectors.transfer import worker as worker_module
-from kvbaton.connectors.transfer.worker import MAX_MARKS, MAX_TIMELINES, Timelines
+from kvbaton.connectors.transfer.worker import MAX_MARKS, MAX_TIMELINES, Timelines, attempt_name
 from kvbaton.connectors.transports.memory import (
     MemoryHandle,
     MemoryHub,
@@ -116,7 +116,7 @@ def test_a_source_may_be_asked_by_two_of_its_addresses(make: Make) -> None:
 
 
 def test_a_peer_whose_layout_and_card_disagree_fails_its_attempt_only(
-    make: Make, monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """P plans beyond the region that D's card tells of: `Transport.write` raises `ValueError`."""
     p, d, liar = make(Prefill), make(Decode), make(Decode)
@@ -125,6 +125,7 @@ def test_a_peer_whose_layout_and_card_disagree_fails_its_attempt_only(
     ended = hand_over(p, liar)
     assert isinstance(ended, Fail)
     assert "write 0 failed" in ended.reason
+    assert f"write 0 of {attempt_name(ended.attempt)} can't be posted" in caplog.text
     assert isinstance(hand_over(p, d), Deliver)
     assert p.thread.errors > 0
 

@@ -12,6 +12,16 @@ from kvbaton.connectors.stores.memory import Arena
 from tests.connectors_broken.stores import BrokenMemory
 
 
+class TakesNoHints(BrokenMemory):
+    """Declares hints, and its `store` has no argument for them."""
+
+    def store(  # type: ignore[override]
+        self, keys: Sequence[bytes], sources: Sequence[Pieces]
+    ) -> Future[list[bool]]:
+        """Keep all."""
+        return super().store(keys, sources)
+
+
 class KeepsByTenant(BrokenMemory):
     """Finds what a tenant has stored only for that tenant."""
 
@@ -173,6 +183,7 @@ class KeepsTenantsBytes(BrokenMemory):
 
 
 BROKEN_EXTRAS: dict[type[BrokenMemory], str] = {
+    TakesNoHints: "L1.hints-change-no-answer",
     KeepsByTenant: "L1.hints-change-no-answer",
     NeverExpires: "L1.what-expires-is-gone",
     LoadsWhatHasExpired: "L1.what-expires-is-gone",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Container
 
 from typing_extensions import override
@@ -11,6 +12,7 @@ from kvbaton.connectors.base import Handle, Peer, Ranges, Status
 from kvbaton.connectors.transports.tcp import TcpTransport
 from kvbaton.connectors.transports.tcp_connections import TcpCard, TcpListener, TcpPeer
 
+TIMEOUT_S = 2.0
 PEEK = socket.MSG_PEEK | socket.MSG_DONTWAIT
 
 
@@ -20,6 +22,17 @@ class DoneWhenSent(TcpTransport):
     def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> _Mistaken:  # type: ignore[override]
         """Post the write, and look away."""
         return _Mistaken(super().write(peer, ranges, notice), {Status.PENDING}, Status.DONE)
+
+
+class WaitsInWrite(TcpTransport):
+    """Its client is synchronous: `write` returns once all has landed, or after a time-out."""
+
+    @override
+    def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> Handle:
+        handle, limit = super().write(peer, ranges, notice), time.monotonic() + TIMEOUT_S
+        while handle.status() is Status.PENDING and time.monotonic() < limit:
+            time.sleep(0.001)
+        return handle
 
 
 class DoneWhenBroken(TcpTransport):

@@ -330,6 +330,9 @@ async def test_a_certificate_is_of_the_name_whichever_address_is_dialled(
         _, task, _ = start(url, lambda: info, FIRST_DEADLINE_S=0.2)
         with pytest.raises(ConfigError, match="CERTIFICATE_VERIFY_FAILED"):
             await asyncio.wait_for(task, PATIENCE_S)
+        _, task, _ = start(f"http://127.0.0.2:{port}", lambda: info, FIRST_DEADLINE_S=0.2)
+        with pytest.raises(ConfigError, match=r"can't register at .*; it may want https://"):
+            await asyncio.wait_for(task, PATIENCE_S)
     finally:
         await runner.cleanup()
 

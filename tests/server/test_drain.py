@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,10 @@ from aiohttp.test_utils import TestServer
 
 from kvbaton.cluster.drain import DrainConfig, run
 from kvbaton.errors import ConfigError
+from kvbaton.server.app import serve_on
+from kvbaton.server.config import EndpointConfig
+from kvbaton.server.network import TlsConfig, bind
+from tests.support.certificates import write_certificates
 
 IDLE, BUSY = '{"idle": true}', '{"idle": false}'
 STARTING = '{"error": {"message": "soon", "type": "x", "code": "starting"}}'
@@ -90,7 +95,9 @@ async def test_who_is_not_there_has_nothing_to_finish(
 
 async def test_who_can_not_be_asked_is_not_taken_for_gone(server: Answers) -> None:
     plain, server.url = server.url, server.url.replace("http:", "https:")
-    with pytest.raises(ConfigError, match=r"URL: https://\S+ can't be asked"):
+    with pytest.raises(
+        ConfigError, match=r"URL: https://\S+ can't be asked: .*; it may want http://"
+    ):
         await server.drain()
     server.url = "http://224.0.0.1:9"  # no connection goes there
     with pytest.raises(ConfigError, match=r"can't be asked: .*nreachable"):
@@ -98,6 +105,20 @@ async def test_who_can_not_be_asked_is_not_taken_for_gone(server: Answers) -> No
     server.url = plain.partition("://")[2]
     with pytest.raises(ConfigError, match="is no http URL"):
         await server.drain()
+
+
+async def test_plain_http_where_tls_is_spoken_is_told(
+    server: Answers, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, certificate, key = map(str, write_certificates(tmp_path))
+    tls = TlsConfig(ssl_certfile=certificate, ssl_keyfile=key)
+    runner = await serve_on(bind("127.0.0.1", 0), web.Application(), EndpointConfig(tls=tls))
+    try:
+        server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        assert await server.drain(timeout_s=0.1) == 1
+    finally:
+        await runner.cleanup()
+    assert "it may want https://" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("status", [401, 403])

@@ -38,6 +38,22 @@ class ShortLookup(Sound):
         )
 
 
+class ListLookup(Sound):
+    """Answers what its backend does."""
+
+    def lookup(self, keys: Sequence[bytes], *, pin: bool = False, prefix: bool = False) -> Any:
+        return self._pool("lookup").submit(lambda: self.backend.contains(list(keys)))
+
+
+class NoneLoad(Sound):
+    """Forgets to return an answer."""
+
+    def load(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> Any:
+        inner, outer = super().load(keys, targets), Future[None]()
+        inner.add_done_callback(lambda _: outer.set_result(None))
+        return outer
+
+
 class ShortContains(Sound):
     """The same, by its backend."""
 
@@ -284,6 +300,8 @@ class BuildRaises(Sound):
 
 BUGS = (
     ShortLookup,
+    ListLookup,
+    NoneLoad,
     ShortContains,
     ShortLoad,
     ShortStore,

@@ -52,6 +52,7 @@ LOOKUP_S = LOAD_S = 0.2
 MOST_S = 15.0
 """For all requests; each of them once waited for a slow `usage`, 3 s."""
 LOGGED = {
+    "ListLookup": "lookup", "NoneLoad": "load",
     "ShortLookup": "lookup", "ShortContains": "lookup", "ShortLoad": "load",
     "ShortStore": "store", "NoFuture": "lookup", "RaisesInLookup": "lookup",
     "ExitsInLoad": "load", "RaisesInUsage": "usage", "RaisesInHealth": "health",
@@ -60,6 +61,13 @@ LOGGED = {
     "WrongUsage": "usage", "RaisesInClose": "close", "HangsAtStop": "close",
 }  # fmt: skip
 """Which call is counted and logged as wrong, by class."""
+TOLD = {
+    "ListLookup": "it answered with a list, not a Found",
+    "NoneLoad": "it answered with a NoneType, not a Sequence",
+    "WrongUsage": "it answered with a dict, not a Usage",
+    "NoFuture": "it returned Found, not a concurrent.futures.Future",
+}
+"""What the log's line says of it."""
 
 
 def spec_of(store: type) -> str:
@@ -101,6 +109,7 @@ def test_a_bug_costs_hits(
         assert store_of(node).worker.calls.errors[call] > 0
         (line, *_) = (r.message for r in caplog.records if r.message.startswith(f"{call} "))
         assert store.__name__ in line
+        assert TOLD.get(store.__name__, "") in line
         if call in ("lookup", "load", "store") and store is not OddFutureOfLoad:  # its `cancel`
             assert len(line.partition("first ")[2].partition(" ")[0]) == 64, line
 

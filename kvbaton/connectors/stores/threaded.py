@@ -120,7 +120,8 @@ def _check_backend(name: str, backend: object) -> None:
         raise ConfigError("--store", f"{told} is not a Backend: it lacks {missing}")
     for call in dir(Backend):
         if inspect.iscoroutinefunction(getattr(backend, call, None)):
-            what = f"has a coroutine, {call}: its calls block; write a Store of coroutines"
+            what = f"has a coroutine, {call}: its calls block; a client that is asynchronous"
+            what += " itself needs a Store, whose calls return futures of `concurrent.futures`"
             raise ConfigError("--store", f"{told} {what}")
     able = getattr(backend, "capabilities", None)
     if not isinstance(able, StoreCapabilities):

@@ -22,7 +22,7 @@ from kvbaton.connectors.plan import needed_bytes, plan, total_bytes
 from kvbaton.connectors.protocol import events
 from kvbaton.connectors.protocol.notice import pack_notice
 from kvbaton.connectors.protocol.source import Source
-from kvbaton.connectors.transfer.worker import Links, TransferWorker
+from kvbaton.connectors.transfer.worker import Links, TransferWorker, attempt_name
 from kvbaton.errors import error_text
 from kvbaton.messages.control import DigestRun
 from kvbaton.types import Attempt
@@ -220,7 +220,8 @@ class SourceWorker(TransferWorker):
                     ):
                         found.prepared[pair] = transport.prepare(links[pair], rows)
         except Exception:  # `_post` meets the same error, and can report it
-            logger.debug("writes of %s can't be planned ahead", report.attempt, exc_info=True)
+            name = attempt_name(report.attempt)
+            logger.debug("writes of %s can't be planned ahead", name, exc_info=True)
         self.mark(report.attempt, "prepared", start=report.start, end=report.end)
 
     def _plan(self, order: events.Post, links: Links) -> _PlannedWrite:
@@ -258,7 +259,8 @@ class SourceWorker(TransferWorker):
                     digests[run.source_rank, run.target_rank].append(run)
         except Exception as error:
             # The peer's layouts or reservation may be wrong; nothing was posted.
-            self.error("write %d of %s can't be planned", action.write, action.attempt)
+            name = attempt_name(action.attempt)
+            self.error("write %d of %s can't be planned", action.write, name)
             for write in writes.values():
                 write.broken = error_text(error)
             return
@@ -308,7 +310,7 @@ class SourceWorker(TransferWorker):
                     raise TypeError(f"{transport.name} returned {type(handle).__name__}, no Handle")
                 write.handles.append(handle)
         except Exception as error:
-            self.error("write %d of %s can't be posted", action.write, action.attempt)
+            self.error("write %d of %s can't be posted", action.write, attempt_name(action.attempt))
             write.broken = error_text(error)
         else:
             self.counters["posted_bytes"] += write.num_bytes
