@@ -63,6 +63,7 @@ from kvbaton.testing.store_rig import (
     STORE_KIT,
     BackDoor,
     StoreRig,
+    remove_folders,
 )
 from kvbaton.testing.transport_rig import TRANSPORT_KIT, pair_of
 
@@ -349,6 +350,7 @@ def main(
 def end(outcomes: Sequence[Outcome], status: int) -> None:
     """End the process now if a case hangs: the interpreter would wait for its threads."""
     if any(outcome.hung for outcome in outcomes):
+        remove_folders()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
