@@ -155,7 +155,7 @@ class DecodeBucket:
         cache: The group's view of the pool.
         rows: [sequences] int64, their rows in the batch.
         context_lens: [sequences] int64.
-        tables: [sequences, blocks] int64.
+        tables: [sequences, blocks] int64, 0 from the end of each sequence on.
         firsts: [sequences] int64, first token, counted from `tables`, that each attends to.
     """
 
@@ -296,14 +296,15 @@ def _parts(
     begins, size = np.zeros_like(lens), cache.block_size
     if group.window:
         behind = first_attended(lens - counts, group.window, group.chunked) // size
-        left = -(-lens // size) - behind
-        columns = np.arange(left.max())
+        columns = np.arange((-(-lens // size) - behind).max())
         at = np.minimum(behind[:, None] + columns, tables.shape[1] - 1)
-        tables = np.where(columns < left[:, None], np.take_along_axis(tables, at, 1), 0)
+        tables = np.take_along_axis(tables, at, 1)
         begins = behind * size
     firsts = first_attended(lens - 1, group.window, group.chunked) - begins
     lens = lens - begins
     rows, needed = np.cumsum(counts) - counts, -(-lens // size)
+    # A table goes on behind the last block that is seen, to those of a draft.
+    tables = np.where(np.arange(tables.shape[1]) < needed[:, None], tables, 0)
     decoding = np.flatnonzero(counts == 1)
     magnitude = np.ceil(np.log2(needed[decoding])).astype(np.int64)
     for power in np.unique(magnitude):

@@ -63,6 +63,7 @@ from kvbaton.testing.store_rig import (
     STORE_KIT,
     BackDoor,
     StoreRig,
+    remove_folders,
 )
 from kvbaton.testing.transport_rig import TRANSPORT_KIT, pair_of
 
@@ -352,6 +353,7 @@ def main(
 def end(outcomes: Sequence[Outcome], status: int) -> None:
     """Exit the process now if a case hangs, as the interpreter would wait for its threads."""
     if any(outcome.hung for outcome in outcomes):
+        remove_folders()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import shutil
 import tempfile
 import threading
 import time
@@ -114,6 +115,16 @@ class BackDoor(Protocol):
         """Make all accesses of the store to its back end fail, or end that."""
 
 
+_folders: set[tempfile.TemporaryDirectory[str]] = set()
+"""Of all rigs that are open."""
+
+
+def remove_folders() -> None:
+    """Remove those of cases that hang, for a process that ends without any clean-up."""
+    for folder in tuple(_folders):
+        shutil.rmtree(folder.name, ignore_errors=True)
+
+
 class StoreRig:
     """One opened store with a folder of its own.
 
@@ -150,12 +161,13 @@ class StoreRig:
 
     def __enter__(self) -> Self:
         self._temporary = tempfile.TemporaryDirectory(prefix="kvbaton-kit-")
+        _folders.add(self._temporary)
         self.folder = Path(self._temporary.name)
         self.spec = self.spec.replace("{tmp}", str(self.folder))
         try:
             self.store = self.open("kit")
         except BaseException:
-            self._temporary.cleanup()
+            self._clean_up()
             raise
         return self
 
@@ -166,9 +178,13 @@ class StoreRig:
                 self._opened.pop().close()
             except BaseException as error:
                 raised.append(error)
-        self._temporary.cleanup()
+        self._clean_up()
         if raised and exception == (None, None, None):
             raise CaseFailure(f"close raised {raised[0]!r}") from raised[0]
+
+    def _clean_up(self) -> None:
+        _folders.discard(self._temporary)
+        self._temporary.cleanup()
 
     def make(self, name: str = "kit") -> Store:
         """Another instance of the store, not opened."""

@@ -1,6 +1,8 @@
 """The kit can fail: each broken store is caught by its case, and by none before it."""
 
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -41,6 +43,12 @@ def names(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 def patience_is_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some of them hang for seconds, which a busy machine's patience would outlast."""
     monkeypatch.setattr(check, "tasks_per_core", lambda: 1.0)
+
+
+@pytest.fixture(autouse=True)
+def what_they_leave_is_no_litter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Temporary files of a store that removes none are where pytest tidies up."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 NAMES = "names that "

@@ -324,11 +324,18 @@ def test_a_store_that_hangs_does_not_hang_the_command(tmp_path: Path) -> None:
         "check.LIMIT_S, check.tasks_per_core = 0.5, lambda: 1.0\n"
         "sys.exit(check.main(check.make_subject('hanging:Hangs'), level=0))"
     )
+    (temporary := tmp_path / "tmp").mkdir()
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(temporary)},
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 1, done.stderr
     assert "not over within 0.5 s; it hangs in" in done.stdout
+    assert list(temporary.iterdir()) == []
 
 
 class Late(MemoryStore):

@@ -218,6 +218,9 @@ def test_unwritten_slots_may_hold_nan(
         driver.step(*((handle, driver.left(handle), 1) for handle in handles))
         for _ in range(10):
             driver.step(*((handle, 1, 1) for handle in handles))
+        for _ in range(5):  # a draft's blocks are behind the token before it, too
+            drafts = dict.fromkeys(handles, (7, 8, 9))
+            driver.step(*((handle, 1, 1) for handle in handles), drafts=drafts)
     assert dirty.tokens == clean.tokens
     data = dirty.executor.workers[0].cache.data
     assert data[0].eq(0).all()
