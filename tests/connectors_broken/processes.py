@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from kvbaton.connectors.base import Handle, Peer, Ranges, Status
 from kvbaton.connectors.transports.tcp import TcpTransport
-from kvbaton.connectors.transports.tcp_connections import TcpCard, TcpListener, TcpPeer
+from kvbaton.connectors.transports.tcp_connections import TcpCard, TcpHandle, TcpListener, TcpPeer
 
 TIMEOUT_S = 2.0
 PEEK = socket.MSG_PEEK | socket.MSG_DONTWAIT
@@ -28,7 +28,7 @@ class WaitsInWrite(TcpTransport):
     """Its client is synchronous: `write` returns once all has landed, or after a time-out."""
 
     @override
-    def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> Handle:
+    def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> TcpHandle:
         handle, limit = super().write(peer, ranges, notice), time.monotonic() + TIMEOUT_S
         while handle.status() is Status.PENDING and time.monotonic() < limit:
             time.sleep(0.001)
