@@ -8,9 +8,9 @@ and by plane, layer, K or V and head:
     value(unit) = sum over planes of
         u(plane, unit) * sum over (layer, kv, head) of (s ^ (s >> 32)) * p(plane, layer, kv, head)
 
-mod 2^64, with u and p odd. `s ^ (s >> 32)` is a bijection that also makes the top bits affect all
-bits of the product. So bytes of another transfer, unit, plane, layer or head give another value,
-whatever the sharding of either side.
+mod 2^64, with u and p odd. `s ^ (s >> 32)` is a bijection that lets the top bits of s affect more
+than the top bits of the product. So bytes of another transfer, unit, plane, layer or head give
+another value, whatever the sharding of either side.
 
 `mix` is SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), seeded by BLAKE2b of transfer, attempt, group
 and plane.

@@ -58,8 +58,8 @@ from kvbaton.testing.kit import (
     tasks_per_core,
 )
 from kvbaton.testing.store_rig import (
-    LEAST_CAPACITY,
-    LEAST_KEYS,
+    MIN_CAPACITY,
+    MIN_KEYS,
     STORE_KIT,
     BackDoor,
     StoreRig,
@@ -190,11 +190,11 @@ class Subject:
                     capacity = rig.store.usage().capacity if self.kind == "store" else None
                 except Exception:
                     capacity = None  # the cases report that
-                if isinstance(capacity, int) and capacity < LEAST_CAPACITY:
-                    text = f"{self.spec} holds {capacity} bytes; the kit needs {LEAST_CAPACITY}"
+                if isinstance(capacity, int) and capacity < MIN_CAPACITY:
+                    text = f"{self.spec} holds {capacity} bytes; the kit needs {MIN_CAPACITY}"
                     raise ConfigError(flag, text)
-                if self.kind == "store" and (n := rig.store.capabilities.max_keys) < LEAST_KEYS:
-                    text = f"{self.spec} takes {n} keys in a call; the kit needs {LEAST_KEYS}"
+                if self.kind == "store" and (n := rig.store.capabilities.max_keys) < MIN_KEYS:
+                    text = f"{self.spec} takes {n} keys in a call; the kit needs {MIN_KEYS}"
                     raise ConfigError(flag, text)
         except CaseFailure:
             return  # the store could not be closed: the cases report that

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from kvbaton.testing.kit import require, require_no_growth, resident_bytes
-from kvbaton.testing.store_rig import LEAST_KEYS, StoreRig, case, targets_for, views
+from kvbaton.testing.store_rig import MIN_KEYS, StoreRig, case, targets_for, views
 
 DELAYS = (0.0, 0.0, 0.0002, 0.001, 0.003, 0.01)
 """Seconds between a call and its cancellation."""
@@ -21,9 +21,9 @@ STARVED_S = 0.2
 """Seconds above which a lookup was delayed by transfers, not by a busy machine."""
 MARK = 0xA5
 ROUNDS = 5
-MOST_BYTES = 8 << 20
+MAX_BYTES = 8 << 20
 """Maximum bytes of the objects held at one time in the random schedule."""
-MOST_OBJECTS = 200
+MAX_OBJECTS = 200
 """Maximum number of these objects, since a store may use a chunk for each, however small."""
 
 
@@ -258,7 +258,7 @@ def close_ends_everything(rig: StoreRig) -> None:
     calls: list[Future[Any]] = [
         *loads,
         *rig.store_each(more),
-        store.lookup(list(objects)[:LEAST_KEYS]),
+        store.lookup(list(objects)[:MIN_KEYS]),
     ]
     closing = threading.Thread(target=store.close, daemon=True)
     closing.start()
@@ -291,7 +291,7 @@ class _Life:
         self.there: dict[bytes, bytes] = {}
         self.gone: list[bytes] = []
         capacity = rig.store.usage().capacity
-        self.most_bytes = MOST_BYTES if capacity is None else min(MOST_BYTES, capacity // 3)
+        self.most_bytes = MAX_BYTES if capacity is None else min(MAX_BYTES, capacity // 3)
         steps = [self.store, self.store_again, self.load, self.lookup, self.cancel]
         deletes = rig.lacks("deletes") is None
         self.steps = [*steps, self.delete] if deletes else steps
@@ -304,7 +304,7 @@ class _Life:
         """Store some new objects."""
         held = sum(map(len, self.there.values()))
         most = min(60_000, (self.most_bytes - held) // 4)
-        if most > 0 and len(self.there) < MOST_OBJECTS:
+        if most > 0 and len(self.there) < MAX_OBJECTS:
             objects = self.rig.objects(self.rig.random.integers(0, most, 4).tolist())
             self.rig.put(objects)
             self.there |= objects

@@ -50,9 +50,9 @@ SMALL_CAPACITY = 128 << 20
 """Maximum capacity in bytes of stores that the kit fills up."""
 MANY_BYTES = 1 << 20
 """Minimum bytes of a store call for its pace to be measured."""
-LEAST_CAPACITY = 16_000_000
+MIN_CAPACITY = 16_000_000
 """Minimum capacity in bytes, for the objects that cases keep at a time."""
-LEAST_KEYS = 4
+MIN_KEYS = 4
 """Minimum of `max_keys`: cases pass at least as many keys in one call."""
 
 
@@ -229,7 +229,7 @@ class StoreRig:
         if need == "small":
             capacity = self.store.usage().capacity
             small = capacity is not None and capacity <= SMALL_CAPACITY
-            wanted = f"{LEAST_CAPACITY} to {SMALL_CAPACITY} bytes by its own option"
+            wanted = f"{MIN_CAPACITY} to {SMALL_CAPACITY} bytes by its own option"
             return None if small else f"no small capacity (it is {capacity}; {wanted})"
         if need == "registers":
             return None if isinstance(self.store, Registering) else "not declared: register"

@@ -212,7 +212,7 @@ def thousands_of_loads(rig: StoreRig) -> None:
         kept = _held_bytes() - held
         if kept < loads * LEAKED_BYTES + SLACK_BYTES:
             break
-        # Other threads may have allocated them: a leak shows in both halves.
+        # Other threads may have allocated them: a leak shows again.
         require(not last, f"{told} {kept} bytes more are in memory, twice")
     rig.expect(dict(list(objects.items())[:3]), told)
 

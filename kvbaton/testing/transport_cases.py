@@ -127,14 +127,14 @@ def notice_lengths(pair: Pair) -> None:
 def many_ranges(pair: Pair) -> None:
     """One write of thousands of small ranges copies exactly their bytes."""
     rows: list[Row] = [(0, 3 * i, 0, 64 * i, 32, 1, 0, 0) for i in range(4_096)]
-    pair.complete(pair.write(rows[: pair.most_ranges], b"many"))
+    pair.complete(pair.write(rows[: pair.max_ranges], b"many"))
     pair.compare("after thousands of ranges")
 
 
 @case(1)
 def the_most_ranges(pair: Pair) -> None:
     """A write of as many ranges as declared succeeds, with all its bytes."""
-    count = min(pair.most_ranges, TARGET_SIZES[0] // 4)
+    count = min(pair.max_ranges, TARGET_SIZES[0] // 4)
     rows: list[Row] = [(0, 4 * i, 0, 4 * i, 3, 1, 0, 0) for i in range(count)]
     start = time.monotonic()
     pair.complete(pair.write(rows[: max(1, count // FEW)], b"few"))
@@ -153,7 +153,7 @@ def large_write(pair: Pair) -> None:
     half = size // 2
     rows: list[Row] = [(source, half, target, 0, half, 1, 0, 0)]
     rows += [(source, 0, target, half, 1 << 20, 20, 1 << 20, 1 << 20)]
-    writes = [rows] if pair.most_ranges > 1 else [rows[:1], rows[1:]]
+    writes = [rows] if pair.max_ranges > 1 else [rows[:1], rows[1:]]
     for again in range(3):
         memory[0] += again
         for part in writes:
@@ -270,7 +270,7 @@ def notice_follows_bytes(pair: Pair) -> None:
 @case(2)
 def notice_follows_the_last_bytes(pair: Pair) -> None:
     """At the moment when a notice arrives, the last bytes of all rows have landed."""
-    length, count = 64 << 10, min(ENDS, pair.most_ranges)
+    length, count = 64 << 10, min(ENDS, pair.max_ranges)
     memory = [np.zeros(length * count, np.uint8) for _ in range(2)]
     source, target, peer = pair.beside(*memory)
     rows = [(source, n * length, target, n * length, length, 1, 0, 0) for n in range(count)]
@@ -447,7 +447,7 @@ def prepared_writes(pair: Pair) -> None:
     source = pair.source
     if not isinstance(source, PreparesWrites):
         return
-    rows = random_rows(pair.random, min(9, 3 * pair.most_ranges))
+    rows = random_rows(pair.random, min(9, 3 * pair.max_ranges))
     parts = [rows[start::3] for start in range(3)]
     ready = []
     for part in [*parts, parts[0]]:

@@ -154,13 +154,13 @@ class Pair(Polled):
         return source, target, self.source.connect(self.target.card())
 
     @property
-    def most_ranges(self) -> int:
+    def max_ranges(self) -> int:
         """Maximum number of rows of one write."""
         return self.source.capabilities.max_ranges
 
     def rows(self, count: int, largest: int = 2_000) -> list[Row]:
-        """Random rows of one write, at most `most_ranges`."""
-        return random_rows(self.random, min(count, self.most_ranges), largest)
+        """Random rows of one write, at most `max_ranges`."""
+        return random_rows(self.random, min(count, self.max_ranges), largest)
 
     def write(self, rows: Sequence[Row], notice: bytes = b"") -> Handle:
         """Post rows, and apply them to the expected memory."""
@@ -185,8 +185,8 @@ class Pair(Polled):
 
     def write_all(self, rows: Sequence[Row], notice: bytes = b"") -> None:
         """Post rows in as many writes as necessary; all must complete."""
-        for start in range(0, len(rows), self.most_ranges):
-            self.complete(self.write(rows[start : start + self.most_ranges], notice))
+        for start in range(0, len(rows), self.max_ranges):
+            self.complete(self.write(rows[start : start + self.max_ranges], notice))
 
     def expect_notices(self, sent: Sequence[bytes]) -> None:
         """Poll until as many notices have arrived; each must have arrived exactly once."""

@@ -320,7 +320,7 @@ real_stop = Source._stop
 
 @breaks((Source, "_stop"))
 def releases_early(self: Any, record: Any, outcome: str) -> None:
-    record.flying.clear()
+    record.in_flight.clear()
     real_stop(self, record, outcome)
 
 
@@ -340,7 +340,7 @@ real_closed = SourceSessions.closed
 def takes_closed_for_drained(self: Any, event: Any) -> None:
     real_closed(self, event)
     if event.session in self._over:
-        self._over[event.session].flying.clear()
+        self._over[event.session].in_flight.clear()
 
 
 @breaks((SourceSessions, "_tell_drained"))
@@ -376,7 +376,7 @@ off("gives_no_prepared_write_back", (SourceWorker, "_drop_plans"))
 
 @breaks((Source, "_write_ended"))
 def posts_again(self: Any, record: Any, event: Any) -> None:
-    self._strike_off(record, event)
+    self._mark_terminal(record, event)
     if not event.ok and record.state is not SourceState.STOPPING:
         record.posted = record.writes[event.write][0]
         self._push(record)
@@ -591,10 +591,10 @@ def takes_all_as_come(self: Any, now: float) -> Any:
 real_target_poll = TargetConnector.poll
 
 off("keeps_no_sums_of_what_it_received", (SimulatedExecutor, "_keep"))
-real_look_at_check = TargetWorker._look_at_check
+real_look_at_check = TargetWorker._check_digests
 
 
-@breaks((TargetWorker, "_look_at_check"))
+@breaks((TargetWorker, "_check_digests"))
 def trusts_what_it_fetched(self: Any, check: Any, now: float) -> None:
     """Digests of blocks asked for by key are not compared."""
     record = self.target.live.get(check.order.attempt)

@@ -48,11 +48,11 @@ def _wrong_outgoing(record: Outgoing) -> str | None:
     pushing = record.state in (SourceState.ENGAGED, SourceState.COMPLETED)
     if record.engaged != pushing and record.state is not SourceState.STOPPING:
         return "engaged in a wrong state"
-    if record.flying and not record.engaged:
+    if record.in_flight and not record.engaged:
         return "writes without a lease"
     if [a for a, _ in record.writes] != [record.start, *(b for _, b in record.writes)][:-1]:
         return f"writes do not join: {record.writes}"
-    if record.state is SourceState.STOPPING and not record.flying:
+    if record.state is SourceState.STOPPING and not record.in_flight:
         return "nothing is in flight and it has not ended"
     if record.engaged and not record.posted <= record.ready <= record.num_tokens:
         return f"posted {record.posted}, ready {record.ready} of {record.num_tokens}"

@@ -43,22 +43,22 @@ class SourceSession(Session):
         unit: Tokens from one common block border of both sides to the next.
         max_tokens: Maximum number of tokens of a write, a multiple of `unit`, so that its digests
             fit into a notice, and the next write can be posted while this one is in flight.
-        flying: Shares of writes that are not terminal, by attempt; they may outlive the attempt and
-            the session.
+        in_flight: Shares of writes that are not terminal, by attempt; they may outlive the attempt
+            and the session.
         pinned: Number of blocks pinned by its attempts by block keys.
         asked: The session is over, and D has asked for it within the last `tombstone`.
     """
 
     unit: int = 1
     max_tokens: int = 1
-    flying: dict[Attempt, set[Write]] = field(default_factory=dict)
+    in_flight: dict[Attempt, set[Write]] = field(default_factory=dict)
     pinned: int = 0
     asked: bool = True
 
     @property
     def drained(self) -> bool:
         """Whether no write of the session can land, now or later."""
-        return self.state is not SessionState.UP and not any(self.flying.values())
+        return self.state is not SessionState.UP and not any(self.in_flight.values())
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Outgoing(Record[SourceSession]):
         blocks: Per group, the source's block table, see `plan.block_tables`.
         targets: Per group, the target's block table.
         writes: Range (start, end) of each write, by number.
-        flying: Shares of writes that are not terminal; the session's `flying` has the same set.
+        in_flight: Shares of writes that are not terminal; `SourceSession.in_flight` has this set.
     """
 
     state: SourceState = SourceState.UNKNOWN
@@ -94,7 +94,7 @@ class Outgoing(Record[SourceSession]):
     blocks: list[BlockTable] = field(default_factory=list)
     targets: list[BlockTable] = field(default_factory=list)
     writes: list[tuple[int, int]] = field(default_factory=list)
-    flying: set[Write] = field(default_factory=set)
+    in_flight: set[Write] = field(default_factory=set)
     choices: tuple[ChoiceStart, ...] | None = None
     cached_tokens: int = 0
     evicted: bool = False
@@ -129,8 +129,8 @@ class Outgoing(Record[SourceSession]):
         for post in self._writes_until(self.ready):
             self.posted = post.end
             self.writes.append((post.start, post.end))
-            self.flying.update((post.write, *pair) for pair in session.pairs)
-            session.flying[self.name] = self.flying
+            self.in_flight.update((post.write, *pair) for pair in session.pairs)
+            session.in_flight[self.name] = self.in_flight
             yield post
 
     def coming(self, report: BlocksReady) -> list[Post]:

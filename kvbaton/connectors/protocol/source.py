@@ -82,7 +82,7 @@ class Source(SourceSessions):
             "leases": sum(r.engaged for r in live),
             "held_blocks": sum(int((blocks >= 0).sum()) for r in live for blocks in r.blocks),
             "pinned_by_key": sum(session.pinned for session in self.known.values()),
-            "writes_in_flight": sum(len(r.flying) for r in live),
+            "writes_in_flight": sum(len(r.in_flight) for r in live),
             "writes_undrained": self.num_undrained(),
         }
 
@@ -311,7 +311,7 @@ class Source(SourceSessions):
     def _repeat(self, record: Outgoing, given: None) -> None:
         """Send `Progress` until all is posted and every write has ended; in `completed` send `Complete` again."""
         self.ring_in("resend", record.name, self.timers.resend)
-        if record.state is not State.COMPLETED or record.flying:
+        if record.state is not State.COMPLETED or record.in_flight:
             self._send_progress(record)
         if record.state is State.COMPLETED:
             self._send_complete(record)
@@ -320,7 +320,7 @@ class Source(SourceSessions):
 
     def _write_ended(self, record: Outgoing, event: events.WriteEnded) -> None:
         """Note that the write is terminal. If it failed: stop posting and send `Failed`; a range is never posted twice. If the attempt is stopping and this was its last write: `Drained`, `Release`."""
-        self._strike_off(record, event)
+        self._mark_terminal(record, event)
         if not event.ok and record.state is not State.STOPPING:
             self._fail(record, f"write {event.write} failed: {event.error}")
         elif record.state is State.STOPPING:
@@ -361,7 +361,7 @@ class Source(SourceSessions):
         if not self.has_undrained(record.name):
             self._send(record, control.Drained)
 
-    def _spare(self, record: Outgoing, message: control.NotNeeded) -> None:
+    def _not_needed(self, record: Outgoing, message: control.NotNeeded) -> None:
         """Stop posting; the engine stops the request; `Release` once every write is terminal. Remember the attempt, so that a late request is refused."""
         if record.state is State.UNKNOWN:
             self.ended.add(record.name, "not_needed", self.now)
@@ -389,7 +389,7 @@ class Source(SourceSessions):
         self.ring_in("deadline", record.name, self.timers.lease)
         self.end_session(record.bound_to, "a write does not end", now=True)
 
-    def _lose(self, record: Outgoing, why: str) -> None:
+    def _session_lost(self, record: Outgoing, why: str) -> None:
         """Stop: the attempt can't go on in another session."""
         record.story.append((self.now, f"session over: {why}"))
         self._stop(record, "lost")
@@ -417,7 +417,7 @@ class Source(SourceSessions):
     def _settle(self, record: Outgoing, given: object = None) -> None:
         """End the attempt once no write is in flight, or none can read P's memory any more. `Drained` is sent even if D did not ask."""
         session = record.bound_to
-        if record.flying and session.state is not SessionState.OVER:
+        if record.in_flight and session.state is not SessionState.OVER:
             return
         if session.state in (SessionState.UP, SessionState.ENDING) and record.outcome not in (
             "acked",
@@ -442,20 +442,20 @@ class Source(SourceSessions):
         events.Closed: SourceSessions.closed,
         events.Stop: _stop_all,
     }
-    _drop, _ignore, _strike_off = Machine._drop, Machine._ignore, SourceSessions._strike_off
+    _drop, _ignore, _mark_terminal = Machine._drop, Machine._ignore, SourceSessions._mark_terminal
     # fmt: off
     table: ClassVar[Table] = {
         #                  unknown          announced           reserved            engaged          completed        stopping         ended
         control.Reserve:          (_reserve_first,  _reserve_announced, _reserve_again,     _reserve_again,  _reserve_again,  _reserve_over,   _reserve_over),
         control.Cancel:           (_cancel_over,    _cancel,            _cancel,            _cancel,         _cancel,         _cancel,         _cancel_over),
-        control.NotNeeded:        (_spare,          _spare,             _spare,             _spare,          _spare,          _drop,           _drop),
+        control.NotNeeded:        (_not_needed,     _not_needed,        _not_needed,        _not_needed,     _not_needed,     _drop,           _drop),
         control.Ack:              (_drop,           _ack,               _ack,               _ack,            _ack,            _ack,            _drop),
         events.Announce:         (_announce_first, _announce_again,    _announce_reserved, _announce_again, _announce_again, _announce_again, _announce_again),
         events.BlocksReady:      (_ignore,         _ignore,            _ignore,            _blocks_ready,   _ignore,         _ignore,         _ignore),
         events.FirstTokens:      (_finish_late,    _finish_idle,       _ignore,            _first_tokens,   _ignore,         _ignore,         _finish_late),
         events.SourceFailed:     (_ignore,         _fail_request,      _fail_request,      _fail_request,   _ignore,         _ignore,         _ignore),
-        events.WriteEnded:       (_strike_off,     _ignore,            _ignore,            _write_ended,    _write_ended,    _write_ended,    _strike_off),
-        "session over":   (None,            _ignore,            _lose,              _lose,           _lose,           _ignore,         None),
+        events.WriteEnded:       (_mark_terminal,  _ignore,            _ignore,            _write_ended,    _write_ended,    _write_ended,    _mark_terminal),
+        "session over":   (None,            _ignore,            _session_lost,      _session_lost,   _session_lost,   _ignore,         None),
         "session closed": (None,            _ignore,            _ignore,            _ignore,         _ignore,         _settle,         None),
         "resend":         (None,            None,               _repeat,            _repeat,         _repeat,         None,            None),
         "deadline":       (None,            _expire,            _expire,            _expire,         _expire,         _force_close,    None),

@@ -233,29 +233,29 @@ class SourceSessions(Machine[Outgoing, SourceSession]):
             if current.state is SessionState.UP:
                 self._tell_drained(current, (session.id,))
 
-    def _strike_off(self, record: Outgoing, event: events.WriteEnded) -> None:
+    def _mark_terminal(self, record: Outgoing, event: events.WriteEnded) -> None:
         """Note that the write is terminal. After its session, `SessionDrained` may follow."""
         write = event.write, event.source_rank, event.target_rank
         for session in (record.session,) if record.session else tuple(self._over.values()):
-            flying = session.flying.get(record.name, set())
-            if event.drained and write in flying:
-                flying.discard(write)
-                if not flying:
-                    del session.flying[record.name]
+            in_flight = session.in_flight.get(record.name, set())
+            if event.drained and write in in_flight:
+                in_flight.discard(write)
+                if not in_flight:
+                    del session.in_flight[record.name]
                 if session.state is SessionState.OVER:
                     self._announce_drained(session)
 
     def has_undrained(self, name: Attempt) -> bool:
         """Whether a write of an attempt that has ended may still land."""
-        return any(name in session.flying for session in self._over.values())
+        return any(name in session.in_flight for session in self._over.values())
 
     def num_undrained(self) -> int:
         """Number of shares of writes in flight that have outlived their sessions."""
-        flying = (writes for over in self._over.values() for writes in over.flying.values())
-        return sum(map(len, flying))
+        in_flight = (writes for over in self._over.values() for writes in over.in_flight.values())
+        return sum(map(len, in_flight))
 
     def _forget(self, name: bytes) -> None:
-        if self._over.pop(name).flying:
+        if self._over.pop(name).in_flight:
             self.do(events.Abandon(name))
         self.clear("deadline", name)
 

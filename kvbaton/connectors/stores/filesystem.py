@@ -70,17 +70,17 @@ from kvbaton.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-TOGETHER = BatchLimit(64, 16 << 20)
+STORE_BATCH = BatchLimit(64, 16 << 20)
 """Batch of one store call."""
-LOADED_TOGETHER = BatchLimit(16, 2 << 20)
+LOAD_BATCH = BatchLimit(16, 2 << 20)
 """Batch of one load call: loading a small object costs little more than a switch of threads."""
 MAKE_ROOM_SECONDS = 5.0
 """Maximum seconds that a store waits for evictions."""
 DEPTH_SECONDS = 0.01
 """Seconds by which an entry is stored as older, per block of depth."""
-MOST_DEPTH = 3000
+MAX_DEPTH = 3000
 """Maximum depth that counts for `DEPTH_SECONDS`."""
-LOOK_SECONDS = 1.0
+USAGE_SECONDS = 1.0
 """Maximum age of `usage` in seconds while there are only lookups."""
 WARN_S = 10.0
 """Minimum seconds between two warnings about damaged entries: there may be thousands."""
@@ -123,7 +123,7 @@ class FilesystemStore(ThreadedStore):
         backend = Files(path, max_bytes, mover, fsync=fsync, touch_seconds=touch_seconds)
         super().__init__(name, backend, threads=threads)
         self.directory = backend.root
-        self.load_limit, self.store_limit = LOADED_TOGETHER, ONE if fsync else TOGETHER
+        self.load_limit, self.store_limit = LOAD_BATCH, ONE if fsync else STORE_BATCH
 
     @property
     def on_forget(self) -> Callable[[Sequence[bytes]], None] | None:
@@ -223,7 +223,7 @@ class Files(ClientBackend):
         """See `Backend.contains`."""
         with self._accessing("look into"):
             try:
-                if time.monotonic() > self._looked + LOOK_SECONDS:
+                if time.monotonic() > self._looked + USAGE_SECONDS:
                     self._space.look()
                     self._looked = time.monotonic()
                 self._remove_expired()
@@ -277,7 +277,7 @@ class Files(ClientBackend):
         for path in self._expiring.due(now):
             with suppress(FileNotFoundError), open(path, "rb") as file:
                 labels = labels_of(file.read(HEADER_BYTES))
-                if labels is not None and labels.is_over(now):
+                if labels is not None and labels.is_expired(now):
                     gone.append(path)
         if gone:
             self._space.remove(gone)
@@ -343,7 +343,7 @@ class Files(ClientBackend):
                     logger.warning("%s is not what was stored: removed", path)
                 self._space.remove([path])
                 return False
-            if found.labels.is_over(now):  # stored since `open` by a process that has ended
+            if found.labels.is_expired(now):  # stored since `open` by a process that has ended
                 self._space.remove([path])
                 self._forgotten([path])
                 return False
@@ -393,7 +393,7 @@ class Files(ClientBackend):
                     if not self._mover.move(file, pieces, write=True):
                         raise OSError(errno.EIO, f"{temporary} takes no more bytes")
                     if hints.depth > 0:
-                        age = min(hints.depth, MOST_DEPTH) * DEPTH_SECONDS
+                        age = min(hints.depth, MAX_DEPTH) * DEPTH_SECONDS
                         os.utime(file, (time.time(), time.time() - age))
                     if self._fsync:
                         os.fsync(file)

@@ -134,7 +134,7 @@ class EntryLabels(NamedTuple):
         over = None if hints.ttl_s is None else round(time.time() + hints.ttl_s, 3)
         return cls(hints.namespace, hints.tenant, over)
 
-    def is_over(self, now: float) -> bool:
+    def is_expired(self, now: float) -> bool:
         """Whether the entry has expired."""
         return self.expires_at is not None and self.expires_at <= now
 

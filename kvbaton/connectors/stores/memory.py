@@ -59,7 +59,7 @@ WINDOW = 64
 """Maximum number of least recently used objects among which hints decide the eviction."""
 EXPIRING = 1000
 """Number of stale expiry times, of evicted objects, beyond which they are dropped."""
-TOGETHER = BatchLimit(64, 64 << 20)
+GPU_BATCH = BatchLimit(64, 64 << 20)
 """Batch that a thread copies from or to a GPU before it waits for the copies."""
 
 
@@ -115,7 +115,7 @@ class MemoryStore(ThreadedStore):
         }
         if devices:
             self.backend.copies = ArenaCopies(self.backend.memory, devices)
-            self.load_limit = self.store_limit = TOGETHER
+            self.load_limit = self.store_limit = GPU_BATCH
 
     def lookup(
         self, keys: Sequence[bytes], *, pin: bool = False, prefix: bool = False

@@ -40,9 +40,9 @@ from kvbaton.connectors.stores.threaded import (
 )
 from kvbaton.errors import ConfigError, StoreError
 
-LONGEST_NAP_S = 0.001
+MAX_PAUSE_S = 0.001
 """Maximum seconds between two polls of a transfer."""
-FIRST_NAP_S = 0.00001
+MIN_PAUSE_S = 0.00001
 """Seconds before the second poll of a transfer; the pause doubles with each poll."""
 
 _FILE, _OBJECT, _HOST = "FILE", "OBJ", "DRAM"
@@ -201,10 +201,10 @@ class NixlPlugin:
 
     def _transfer(self, transfer: Any) -> None:
         try:
-            nap, state = FIRST_NAP_S, self._api.transfer(transfer)
+            pause, state = MIN_PAUSE_S, self._api.transfer(transfer)
             while state == "PROC":
-                time.sleep(nap)
-                nap = min(2 * nap, LONGEST_NAP_S)
+                time.sleep(pause)
+                pause = min(2 * pause, MAX_PAUSE_S)
                 state = self._api.check_xfer_state(transfer)
             if state != "DONE":
                 raise OSError(errno.EIO, f"NIXL's {self.name} ended a transfer as {state}")

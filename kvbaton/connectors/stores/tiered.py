@@ -54,7 +54,7 @@ PREFETCH_OBJECTS = 16
 """Number of objects prefetched at a time."""
 LENGTHS = 4
 """Number of different object lengths that are remembered."""
-MOST_NAME = 64
+MAX_NAME = 64
 """Maximum length of a counter's or a gauge's name in characters."""
 COUNTED = ("hits", "failures", "loaded_bytes", "stored_bytes")
 """Attributes of each `Tier` that `usage` reports as counters."""
@@ -184,7 +184,7 @@ class TieredStore(ComposedStore):
                 (counters, own | dict(usage.counters)),
                 (gauges, out | dict(usage.gauges)),
             ):
-                told.update({(label + name)[:MOST_NAME]: n for name, n in of_tier.items()})
+                told.update({(label + name)[:MAX_NAME]: n for name, n in of_tier.items()})
         return Usage(
             objects=_sum(one.objects for one in every),
             num_bytes=_sum(one.num_bytes for one in every),

@@ -108,7 +108,7 @@ class SourceWorker(TransferWorker):
         else:
             self.handle(event, now)
 
-    def _look(self, now: float) -> bool:
+    def _poll_transfers(self, now: float) -> bool:
         for attempt, queue in list(self._reports.items()):
             while queue and (isinstance(queue[0], events.FirstTokens) or self._are_final(queue[0])):
                 self.handle(queue.popleft(), now)
@@ -118,9 +118,9 @@ class SourceWorker(TransferWorker):
             elif attempt not in self._planned and isinstance(queue[0], events.BlocksReady):
                 self._plan_ahead(queue[0])
         for write in list(self._writes):
-            self._look_at_write(write, now)
+            self._check_write(write, now)
         for session in list(self._closing):
-            self._look_at_closing(session, now)
+            self._check_closing(session, now)
         writing = any(not write.failed for write in self._writes)
         return bool(self._reports or self._closing or writing)
 
@@ -162,9 +162,9 @@ class SourceWorker(TransferWorker):
 
     def _close_peer(self, action: events.ClosePeer, now: float) -> None:
         self._closing[action.session] = self.linked.pop(action.session)[1]
-        self._look_at_closing(action.session, now)
+        self._check_closing(action.session, now)
 
-    def _look_at_closing(self, session: bytes, now: float) -> None:
+    def _check_closing(self, session: bytes, now: float) -> None:
         """Report that a session is closed once all of its connections provably are.
 
         Bytes read before may still be on the wire, so each write is watched until it has ended.
@@ -315,7 +315,7 @@ class SourceWorker(TransferWorker):
         else:
             self.counters["posted_bytes"] += write.num_bytes
 
-    def _look_at_write(self, write: _Write, now: float) -> None:
+    def _check_write(self, write: _Write, now: float) -> None:
         """Report when all parts of a share have ended, or one has failed and may still land."""
         states = set[Status]()
         try:

@@ -78,9 +78,9 @@ class TargetWorker(TransferWorker):
             events.HangUp: lambda action, now: self.channel.hang_up(action.address),
         }
 
-    def _look(self, now: float) -> bool:
+    def _poll_transfers(self, now: float) -> bool:
         for check in list(self._checks):
-            self._look_at_check(check, now)
+            self._check_digests(check, now)
         freed, self._freed = self._freed, []
         for action in freed:
             self._unquarantine(action, now)
@@ -166,7 +166,7 @@ class TargetWorker(TransferWorker):
                 found.append(BlockRange(group, blocks, first, start, order.end))
         return found
 
-    def _look_at_check(self, check: _Check, now: float) -> None:
+    def _check_digests(self, check: _Check, now: float) -> None:
         """Compare a write's digests, once the sums of all groups are there."""
         order, bad = check.order, set[tuple[int, int]]()
         try:

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 BUSY_PAUSE_S = 0.00002
 """Seconds between polls of the transports while bytes are in flight; Linux adds 0.05 ms."""
 
-QUICK_LOOKS = 80
+QUICK_POLLS = 80
 """Polls without an event after which the pause grows to `QUIET_PAUSE_MS`."""
 
 QUIET_PAUSE_MS = 2
@@ -86,7 +86,7 @@ class TransferThread:
         self.failure: str | None = None
         self.workers = [worker for worker in (sender, receiver) if worker is not None]
         self._busy = False
-        self._looks = 0
+        self._idle_polls = 0
         self._turn = self._turn_met = self._missed = 0
         self._asked_at = 0.0
         self._inbox: deque[events.Event | Callable[[], None]] = deque()
@@ -223,8 +223,8 @@ class TransferThread:
                         if (deadline := worker.settle()) is not None:
                             pause_until = min(pause_until, deadline)
                     pause_ms = max(0, int((pause_until - now) * 1000) + 1)
-                elif self._looks < QUICK_LOOKS:
-                    self._looks += 1
+                elif self._idle_polls < QUICK_POLLS:
+                    self._idle_polls += 1
                     time.sleep(BUSY_PAUSE_S)
                     pause_ms = 0
                 else:
@@ -257,7 +257,7 @@ class TransferThread:
         if told:
             with suppress(BlockingIOError):  # taken in already
                 os.eventfd_read(self._inbox_fd)
-                self._looks = 0
+                self._idle_polls = 0
             while self._inbox:
                 item = self._inbox.popleft()
                 if callable(item):
@@ -276,7 +276,7 @@ class TransferThread:
 
     def _take_messages(self, now: float) -> None:
         for link, data in self.channel.receive():
-            self._looks = 0
+            self._idle_polls = 0
             try:
                 if len(data) > MAX_MESSAGE_BYTES:
                     raise msgspec.ValidationError("message too long")

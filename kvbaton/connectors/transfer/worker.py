@@ -167,12 +167,12 @@ class TransferWorker:
                     self._landed(notice.payload, now)
             except Exception:
                 self.error("transport %s can't be looked at", transport.name)
-        return self._look(now)
+        return self._poll_transfers(now)
 
     def _landed(self, payload: bytes, now: float) -> None:
         """Handle a notice. A source gets none, but `notices` drives its transport's progress."""
 
-    def _look(self, now: float) -> bool:
+    def _poll_transfers(self, now: float) -> bool:
         """Poll transfers; returns whether one needs polling to make progress."""
         raise NotImplementedError
 

@@ -47,7 +47,7 @@ STALL_S = 20.0
 """Time-out of one chunk in seconds."""
 POLL_S = 0.00005
 """Seconds between polls of a NCCL operation."""
-LOOK_S = 0.02
+CHECK_S = 0.02
 """Seconds between checks whether the connection of a gloo operation still lives."""
 _OFFER = struct.Struct("<4sH")
 
@@ -182,7 +182,7 @@ class PairGroup:
             ended.set()
 
         threading.Thread(target=wait, name="gloo wait", daemon=True).start()
-        while not ended.wait(LOOK_S):
+        while not ended.wait(CHECK_S):
             if not alive():
                 raise ConnectionAbortedError("the other side is gone, or we have hung up")
         if failed:

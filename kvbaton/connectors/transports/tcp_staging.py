@@ -32,7 +32,7 @@ Int64s = npt.NDArray[np.int64]
 
 BUFFER_BYTES = 4 << 20
 LANE_BYTES = 2 * BUFFER_BYTES
-LOOK_S = 0.02
+CHECK_S = 0.02
 """Seconds between checks whether the connection of a thread that waits for a lane still lives."""
 
 
@@ -245,7 +245,7 @@ class LanePool:
                 while not self._idle and not self._left:
                     if not alive():
                         raise ConnectionAbortedError("ended while it waited for pinned memory")
-                    self._changed.wait(LOOK_S)
+                    self._changed.wait(CHECK_S)
                 if self._idle:
                     lane = self._idle.pop()
                 else:
