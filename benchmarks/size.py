@@ -60,16 +60,12 @@ class Source:
         self.code = len(lines - self._docstring_lines())
 
     def _docstring_lines(self) -> set[int]:
+        """Of modules, classes, functions, and of constants, whose docstrings stand below them."""
         lines: set[int] = set()
         for node in ast.walk(self.tree):
-            if isinstance(node, ast.Module | ast.ClassDef | FUNCTION) and node.body:
-                first = node.body[0]
-                if (
-                    isinstance(first, ast.Expr)
-                    and isinstance(first.value, ast.Constant)
-                    and isinstance(first.value.value, str)
-                ):
-                    lines.update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                if isinstance(node.value.value, str):
+                    lines.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
         return lines
 
     def functions(self) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
