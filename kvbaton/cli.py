@@ -408,7 +408,9 @@ def _connector_flags(parser: argparse.ArgumentParser) -> None:
         of_kit.add_argument(
             "--depth", type=human_int, default=1, metavar="N", help="run N times as long (1)"
         )
-        of_kit.add_argument("--seed", type=human_int, default=0, metavar="N")
+        of_kit.add_argument(
+            "--seed", type=human_int, default=0, metavar="N", help="seed of random choices (0)"
+        )
         of_kit.add_argument(
             "--back-door", metavar="MODULE:CLASS", help="reaches a store's bytes without the store"
         )

@@ -1,3 +1,3 @@
-"""The version, known without an installed package: a folder on the path is enough to run."""
+"""The version, a constant here so that kvbaton runs from a folder that is not installed."""
 
 __version__ = "0.1.0"

@@ -171,7 +171,7 @@ class EndpointConfig:
         "($OTEL_EXPORTER_OTLP_TRACES_ENDPOINT)",
         metavar="URL",
     )
-    log_level: LogLevel = flag("info")
+    log_level: LogLevel = flag("info", "level of the log on standard error")
 
     def __post_init__(self) -> None:
         for key in self.api_keys:
