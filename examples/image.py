@@ -1,9 +1,9 @@
 """Ask about an image on a cluster of encoder, prefill and decode nodes on this machine.
 
 ``python examples/image.py MODEL_FOLDER [more flags of kvbaton up]`` starts the cluster, makes a
-small PNG, asks about it twice, prints how often the encoder node got it, and stops. The model must support
-images. With `--min-encode-rows 0` the router gives each image to the encoder node, which has the
-second one in its cache; without it, a node that had the image recently encodes it itself.
+small PNG, asks about it twice, prints how often the encoder node got it, and stops. The model must
+support images. With `--min-encode-rows 0` the router gives each image to the encoder node, which
+has the second one in its cache; without it, a node that had the image recently encodes it itself.
 """
 
 import base64
